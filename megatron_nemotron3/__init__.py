@@ -1,0 +1,62 @@
+"""megatron_nemotron3: build, train and convert NVIDIA Nemotron 3 with a stock Megatron-LM.
+
+Every public name is here and is loaded on first use, so importing the package costs neither torch nor
+megatron:
+
+    import megatron_nemotron3 as n3
+    n3.get("super").num_layers                   # model numbers, standard library only
+    model = n3.build_model("super", tiny=True)   # a Megatron HybridModel
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+#: public name -> module that defines it
+_PUBLIC = {
+    "Nemotron3Config": "models.config",
+    "get": "models.catalog",
+    "names": "models.catalog",
+    "count": "models.parameters",
+    "ParallelLayout": "args.layout",
+    "TrainingSchedule": "args.schedule",
+    "flags": "args.flags",
+    "cpu_mode": "cpu",
+    "build_model": "build",
+    "model_provider": "build",
+    "nemotron3_stack_spec": "specs",
+    "nemotron3_torch_stack_spec": "specs",
+    "nemotron3_te_stack_spec": "specs",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.args.flags import flags
+    from megatron_nemotron3.args.layout import ParallelLayout
+    from megatron_nemotron3.args.schedule import TrainingSchedule
+    from megatron_nemotron3.build import build_model, model_provider
+    from megatron_nemotron3.cpu import cpu_mode
+    from megatron_nemotron3.models.catalog import get, names
+    from megatron_nemotron3.models.config import Nemotron3Config
+    from megatron_nemotron3.models.parameters import count
+    from megatron_nemotron3.specs import (
+        nemotron3_stack_spec,
+        nemotron3_te_stack_spec,
+        nemotron3_torch_stack_spec,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

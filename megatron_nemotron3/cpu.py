@@ -1,0 +1,383 @@
+"""Run Megatron-Core and Megatron's training loop where there is no CUDA: the only patches in this package.
+
+    with cpu_mode():
+        ...  # anything of megatron.core or megatron.training, on CPU tensors and gloo
+
+Megatron names CUDA everywhere: `torch.cuda.current_device()` for allocations, streams and events,
+`device="cuda"`, `backend="nccl"`, tensor type names. Inside `cpu_mode` those names mean the CPU: every
+attribute that is replaced stands in the tables below with what it becomes, and is put back on exit.
+Nothing is patched by importing this module, and nothing is patched on a GPU.
+
+What it is not: a CUDA emulator. Triton kernels, CUDA graphs and TransformerEngine stay unavailable.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+_active = False
+
+#: Megatron arguments that cannot hold on a CPU, and what they become (applied after parsing).
+ARGUMENTS: dict[str, Any] = {
+    "distributed_backend": "gloo",
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,  # a CUDA extension of apex
+    "masked_softmax_fusion": False,  # CUDA kernels
+    "persist_layer_norm": False,  # apex
+    "bias_dropout_fusion": False,  # torch.compile for a GPU
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "rope_fusion": False,
+    "moe_permute_fusion": False,  # TE
+    "moe_router_fusion": False,  # TE
+    "cross_entropy_loss_fusion": False,
+    "num_workers": 0,  # DataLoader workers ask for an accelerator
+    "async_save": False,
+}
+
+
+def is_active() -> bool:
+    """Whether code runs inside `cpu_mode`."""
+    return _active
+
+
+class _Stream:
+    """A stream on a machine where everything happens in order."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def query(self) -> bool:
+        return True
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, 0)
+
+
+class _Event:
+    """An event that has always happened; its clock is the host's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        import time
+
+        self._time = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds between two records."""
+        return (end._time - self._time) * 1e3
+
+
+class _Device(nullcontext):
+    """`with torch.cuda.device(i)`; a class, because torch asks isinstance."""
+
+
+class _Properties:
+    """`torch.cuda.get_device_properties`: an Ampere in name, so that --moe-grouped-gemm is accepted."""
+
+    name, major, minor = "cpu", 8, 0
+    multi_processor_count, total_memory = 1, 0
+
+
+class _Generators:
+    """`torch.cuda.default_generators`: every index is the CPU generator."""
+
+    def __getitem__(self, index: Any) -> Any:
+        import torch
+
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return 1
+
+
+def _names_cuda(device: Any) -> bool:
+    import torch
+
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with any CUDA device among its arguments replaced by the CPU."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs and _names_cuda(kwargs["device"]):
+            kwargs["device"] = "cpu"
+        if any(_names_cuda(a) for a in args):
+            args = tuple("cpu" if _names_cuda(a) else a for a in args)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _torch_table() -> list[tuple[Any, str, Any]]:
+    """(object, attribute, replacement) for torch itself."""
+    import torch
+
+    cpu = torch.device("cpu")
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def zero(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+    def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # Optimizers and clip_grads decide by the name "torch.cuda.FloatTensor".
+        if dtype is None:
+            return original_type(self).replace("torch.", "torch.cuda.", 1)
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.")
+        return original_type(self, dtype, *args, **kwargs)
+
+    original_type = torch.Tensor.type
+    factories = ["tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "randperm", "eye", "linspace", "as_tensor"]
+    cuda: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: cpu,
+        "set_device": nothing,
+        "device": _Device,
+        "synchronize": nothing,
+        "empty_cache": nothing,
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": nothing,  # torch.manual_seed calls it after seeding the CPU
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+        "default_generators": _Generators(),
+        "Stream": _Stream,
+        "Event": _Event,
+        "stream": lambda *_: nullcontext(),
+        "set_stream": nothing,
+        "current_stream": lambda *_: _Stream(),
+        "default_stream": lambda *_: _Stream(),
+        "is_current_stream_capturing": lambda: False,
+        "get_device_capability": lambda *_: (8, 0),  # what --moe-grouped-gemm asks for
+        "get_device_properties": lambda *_: _Properties(),
+        "get_device_name": lambda *_: "cpu",
+        "memory_allocated": zero,
+        "max_memory_allocated": zero,
+        "memory_reserved": zero,
+        "max_memory_reserved": zero,
+        "reset_peak_memory_stats": nothing,
+        "memory_stats": lambda *_: _Zeros(),
+        "device_memory_used": zero,
+        "FloatTensor": torch.FloatTensor,
+        "HalfTensor": torch.HalfTensor,
+        "BFloat16Tensor": torch.BFloat16Tensor,
+        "DoubleTensor": torch.DoubleTensor,
+        "IntTensor": torch.IntTensor,
+        "LongTensor": torch.LongTensor,
+        "ByteTensor": torch.ByteTensor,
+    }
+    return [
+        *((torch.cuda, name, value) for name, value in cuda.items()),
+        (torch.cuda.random, "get_rng_state", cuda["get_rng_state"]),
+        (torch.cuda.random, "set_rng_state", cuda["set_rng_state"]),
+        (torch.cuda.nvtx, "range_push", nothing),
+        (torch.cuda.nvtx, "range_pop", nothing),
+        *((torch, name, _on_cpu(getattr(torch, name))) for name in factories),
+        (torch.Tensor, "to", _on_cpu(torch.Tensor.to)),
+        (torch.Tensor, "cuda", lambda self, *_, **__: self),
+        (torch.Tensor, "pin_memory", lambda self, *_, **__: self),
+        (torch.Tensor, "type", tensor_type),
+        (torch.nn.Module, "to", _on_cpu(torch.nn.Module.to)),
+        (torch.nn.Module, "cuda", lambda self, *_: self),
+        *_distributed_table(),
+    ]
+
+
+class _Zeros(dict):
+    """Memory statistics of a device without memory."""
+
+    def __missing__(self, key: str) -> int:
+        return 0
+
+
+def _distributed_table() -> list[tuple[Any, str, Any]]:
+    """nccl becomes gloo; options that only nccl understands are dropped."""
+    import torch.distributed as dist
+
+    def on_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(_gloo(a) for a in args)
+            if "backend" in kwargs:
+                kwargs["backend"] = _gloo(kwargs["backend"])
+            for name in ("pg_options", "device_id"):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = None
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    return [(dist, name, on_gloo(getattr(dist, name))) for name in ("init_process_group", "new_group")]
+
+
+def _gloo(backend: Any) -> Any:
+    return "gloo" if isinstance(backend, str) and "nccl" in backend else backend
+
+
+def _optimizer_table() -> list[tuple[Any, str, Any]]:
+    """Resuming the distributed optimizer with torch's Adam (no apex, no TE).
+
+    Upstream asks for the step count before any state exists; and after loading, the step of every
+    parameter is one shared tensor, which Adam advances once per parameter, or a placeholder's zero.
+    """
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    state_dict, load_state_dict = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
+
+    def state_dict_of_started(self: Any) -> Any:
+        inner = self.optimizer
+        if not self.is_stub_optimizer and not inner.state:
+            for parameter in (p for group in inner.param_groups for p in group["params"]):
+                inner.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        return state_dict(self)
+
+    def load_state_dict_with_steps(self: Any, state: Any) -> None:
+        with torch.no_grad():  # FP32 master weights are views of the parameters
+            load_state_dict(self, state)
+        steps = {group["step"] for group in state["optimizer"]["param_groups"]}
+        for values in self.optimizer.state.values():
+            values["step"] = torch.tensor(float(max(steps)))
+
+    return [
+        (DistributedOptimizer, "state_dict", state_dict_of_started),
+        (DistributedOptimizer, "load_state_dict", load_state_dict_with_steps),
+    ]
+
+
+def _megatron_table(announce: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
+    """(object, attribute, replacement) for what Megatron bound before torch's names were replaced."""
+    import torch
+
+    rng = importlib.import_module("megatron.core.tensor_parallel.random")
+    table: list[tuple[Any, str, Any]] = [
+        (rng, "_lazy_call", lambda callback, **_: callback()),
+        (rng, "_lazy_init", lambda: None),
+        (rng, "device_ctx_manager", lambda *_: nullcontext()),
+        (rng, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (rng, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+    ]
+    try:
+        arguments = importlib.import_module("megatron.training.arguments")
+        datasets = importlib.import_module("megatron.core.datasets.utils")
+    except ImportError:  # megatron.core alone: scripts without the training loop
+        return table
+    table += _optimizer_table()
+
+    parse_args = arguments.parse_args
+    announced: list[bool] = []  # Megatron parses its arguments more than once
+
+    def parse_for_cpu(*args: Any, **kwargs: Any) -> Any:
+        parsed = parse_args(*args, **kwargs)
+        changed = {k: v for k, v in ARGUMENTS.items() if getattr(parsed, k, v) != v}
+        for name, value in changed.items():
+            setattr(parsed, name, value)
+        if changed and not announced:
+            announced.append(True)
+            announce("CPU run, arguments set: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
+        return parsed
+
+    have_helper = _have_dataset_helper()
+    compile_helpers = datasets.compile_helpers
+
+    def compile_if_missing() -> None:
+        # The wheel brings the helper compiled but no Makefile, a checkout the reverse (and make needs
+        # pybind11); a failed make exits the process.
+        if not have_helper:
+            compile_helpers()
+
+    return [
+        *table,
+        (arguments, "parse_args", parse_for_cpu),
+        (datasets, "compile_helpers", compile_if_missing),
+    ]
+
+
+def _have_dataset_helper() -> bool:
+    """Whether `megatron.core.datasets.helpers_cpp` can be imported, if need be out of the wheel."""
+    name = "megatron.core.datasets.helpers_cpp"
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        return True
+    try:
+        files = importlib.metadata.files("megatron-core") or []
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    for file in files:
+        if file.name.startswith("helpers_cpp") and (path := Path(str(file.locate()))).is_file():
+            spec = importlib.util.spec_from_file_location(name, path)
+            if spec is not None and spec.loader is not None:
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                sys.modules[name] = module
+                return True
+    return False
+
+
+@contextmanager
+def cpu_mode(announce: Callable[[str], None] = lambda message: None) -> Iterator[None]:
+    """Make CUDA names mean the CPU for the duration of the block. Re-entrant.
+
+    Args:
+        announce: called with a line about every Megatron argument that had to be changed.
+    """
+    global _active
+    if _active:
+        yield
+        return
+    import torch
+
+    with ExitStack() as stack:
+        # Imported first, so that what Megatron binds at import are the originals, which outlive the block.
+        importlib.import_module("megatron.core")
+        for target, name, value in [*_torch_table(), *_megatron_table(announce)]:
+            original = getattr(target, name)
+            setattr(target, name, value)
+            stack.callback(setattr, target, name, original)
+        # Megatron insists on it for tensor parallelism; without CUDA it means nothing.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # jit_fuser is torch.compile, which wants a device to compile for.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        _active = True
+        try:
+            yield
+        finally:
+            _active = False

@@ -1,0 +1,33 @@
+"""What the models are: numbers and layer patterns. Standard library only, cheap to import."""
+
+from megatron_nemotron3.models.catalog import (
+    LIGHTNING,
+    NANO,
+    NANO_4B,
+    NANO_9B_V2,
+    NEMOTRON_H_8B,
+    SUPER,
+    ULTRA,
+    get,
+    names,
+)
+from megatron_nemotron3.models.config import Nemotron3Config
+from megatron_nemotron3.models.parameters import ParameterCount, count, stored_tensors
+from megatron_nemotron3.models.tiny import tiny
+
+__all__ = [
+    "LIGHTNING",
+    "NANO",
+    "NANO_4B",
+    "NANO_9B_V2",
+    "NEMOTRON_H_8B",
+    "SUPER",
+    "ULTRA",
+    "Nemotron3Config",
+    "ParameterCount",
+    "count",
+    "get",
+    "names",
+    "stored_tensors",
+    "tiny",
+]

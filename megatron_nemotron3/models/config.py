@@ -1,0 +1,189 @@
+"""One frozen dataclass holds everything that defines a Nemotron 3 model. Standard library only.
+
+Field names are Megatron-Core's (`TransformerConfig`, `--hybrid-layer-pattern`), so a reader who knows
+the flags knows the fields. Everything else in this package (flags, parameter counts, specs, checkpoint
+names, documentation tables) is derived from an instance of this class and from nothing else.
+
+Every layer is one residual block with one mixer, `x <- x + mixer(RMSNorm(x))`:
+
+    M  Mamba-2          *  grouped-query attention
+    E  mixture of experts   -  dense MLP
+
+    E with a latent size l (LatentMoE, arXiv 2601.18089):
+
+        x [d] --router--> top-k of N experts          (router sees d)
+        x [d] --fc1_latent--> z [l] --experts--> [l] --fc2_latent--> [d]
+        x [d] --shared expert-----------------------------------> [d]   (added)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_nemotron3.models import pattern as _pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nemotron3Config:
+    """The numbers of one model. Sizes are in elements, `None` means the part does not exist.
+
+    Raises:
+        ValueError: a pattern that is not valid, or a layer kind in it whose sizes are missing or
+            inconsistent. The message names the field, the numbers and the cure.
+    """
+
+    #: Catalog key, lower case with dashes: "super".
+    name: str
+    #: The name people know it by: "Nemotron 3 Super 120B-A12B".
+    title: str
+    #: Layer kinds of the decoder, one character a layer, without pipeline cuts or MTP.
+    pattern: str
+
+    hidden_size: int
+    vocab_size: int = 131072
+    #: Training sequence length of the published recipe, in tokens.
+    seq_length: int = 8192
+    #: Longest position the published model states.
+    max_position_embeddings: int = 262144
+
+    # Attention (*)
+    num_attention_heads: int
+    num_query_groups: int
+    #: Head dimension; not hidden_size / heads in this family.
+    kv_channels: int = 128
+
+    # Mamba-2 (M)
+    mamba_num_heads: int
+    mamba_head_dim: int = 64
+    mamba_state_dim: int = 128
+    mamba_num_groups: int = 8
+    mamba_conv_kernel: int = 4
+    mamba_chunk_size: int = 128
+
+    # Dense MLP (-)
+    #: None for models without dense layers.
+    dense_ffn_hidden_size: int | None = None
+
+    # Mixture of experts (E)
+    num_moe_experts: int | None = None
+    moe_router_topk: int | None = None
+    #: FFN width of one routed expert.
+    moe_ffn_hidden_size: int | None = None
+    #: FFN width of the one fused shared expert.
+    moe_shared_expert_intermediate_size: int | None = None
+    #: Width the routed experts work at (LatentMoE); None: the hidden size.
+    moe_latent_size: int | None = None
+    moe_router_topk_scaling_factor: float | None = None
+    moe_aux_loss_coeff: float = 1e-4
+    moe_router_bias_update_rate: float = 1e-3
+
+    # Multi-token prediction
+    #: Layer kinds of one MTP block ("*E"); None: no MTP.
+    mtp_pattern: str | None = None
+    #: Number of times an MTP block is applied in training (prediction depths).
+    mtp_num_layers: int = 0
+    #: One physical block applied at every depth (`--mtp-use-repeated-layer`).
+    mtp_use_repeated_layer: bool = True
+    mtp_loss_scaling_factor: float = 0.1
+
+    #: Normalization epsilon of every RMSNorm.
+    layernorm_epsilon: float = 1e-5
+    #: Standard deviation of N(0, std); output projections use std / sqrt(num_layers) (Megatron's rule for
+    #: hybrid models). The published values all equal sqrt(0.8 / hidden_size) to the digits given.
+    init_method_std: float
+
+    # What was published, for tests and documentation: None where no source states it.
+    published_total: str | None = None
+    published_active: str | None = None
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        _pattern.validate(self.pattern)
+        kinds = set(self.pattern)
+        if self.mtp_pattern is not None:
+            _pattern.validate(self.mtp_pattern)
+            kinds |= set(self.mtp_pattern)
+        if (self.mtp_pattern is None) != (self.mtp_num_layers == 0):
+            raise ValueError(
+                f"{self.name}: mtp_pattern={self.mtp_pattern!r} and mtp_num_layers={self.mtp_num_layers} "
+                "contradict each other: give both, or neither"
+            )
+        if "E" in kinds:
+            for field in (
+                "num_moe_experts",
+                "moe_router_topk",
+                "moe_ffn_hidden_size",
+                "moe_shared_expert_intermediate_size",
+                "moe_router_topk_scaling_factor",
+            ):
+                if getattr(self, field) is None:
+                    raise ValueError(f"{self.name}: pattern has E layers but {field} is missing")
+            if self.moe_router_topk > self.num_moe_experts:  # type: ignore[operator]
+                raise ValueError(
+                    f"{self.name}: moe_router_topk={self.moe_router_topk} exceeds "
+                    f"num_moe_experts={self.num_moe_experts}"
+                )
+        if "-" in kinds and self.dense_ffn_hidden_size is None:
+            raise ValueError(f"{self.name}: pattern has - layers but dense_ffn_hidden_size is missing")
+        if self.mamba_num_heads % self.mamba_num_groups:
+            raise ValueError(
+                f"{self.name}: mamba_num_heads={self.mamba_num_heads} is not divisible by "
+                f"mamba_num_groups={self.mamba_num_groups}"
+            )
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"{self.name}: num_attention_heads={self.num_attention_heads} is not divisible by "
+                f"num_query_groups={self.num_query_groups}"
+            )
+
+    # -- derived numbers ---------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, MTP not counted."""
+        return len(self.pattern)
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer, MTP included, is a mixture of experts."""
+        return "E" in self.pattern + (self.mtp_pattern or "")
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the model trains multi-token-prediction heads."""
+        return self.mtp_num_layers > 0
+
+    @property
+    def mtp_num_blocks(self) -> int:
+        """Physical MTP blocks stored in a checkpoint (HF: `num_nextn_predict_layers`)."""
+        if not self.has_mtp:
+            return 0
+        return 1 if self.mtp_use_repeated_layer else self.mtp_num_layers
+
+    @property
+    def mamba_inner_size(self) -> int:
+        """Width of x and z inside a Mamba-2 mixer: heads * head_dim."""
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def ffn_hidden_size(self) -> int:
+        """What `--ffn-hidden-size` gets: the dense MLP width, or the expert width if there is none."""
+        size = self.dense_ffn_hidden_size or self.moe_ffn_hidden_size
+        if size is None:  # a pattern of M and * only: Megatron still wants a number
+            size = 4 * self.hidden_size
+        return size
+
+    @property
+    def expert_input_size(self) -> int:
+        """Width a routed expert reads and writes: the latent size, or the hidden size without one."""
+        return self.moe_latent_size or self.hidden_size
+
+    @property
+    def full_pattern(self) -> str:
+        """The value of `--hybrid-layer-pattern` before pipeline cuts: decoder, then `/` per MTP depth."""
+        return self.pattern + f"/{self.mtp_pattern}" * self.mtp_num_layers
+
+    def but(self, **changes: Any) -> Nemotron3Config:
+        """A copy with some fields changed (and validated again)."""
+        return replace(self, **changes)

@@ -1,0 +1,229 @@
+"""The layer-pattern language: one character a layer, `|` a pipeline cut, `/` one MTP depth.
+
+    MEM*E|MEM*E/*E/*E
+    ----- ----- -- --
+    stage stage MTP depths 1 and 2 (the same layers at every depth)
+
+The language is that of Megatron's `--hybrid-layer-pattern`, restricted to the four layer kinds of this
+family, and stricter in one respect: Megatron lets any stage or MTP depth be empty, this parser only a last
+stage that holds MTP and the loss alone. With virtual pipelining the pattern has pp * vpp stages, where
+stage i belongs to pipeline rank i mod pp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+#: What each character stands for.
+KINDS: dict[str, str] = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+
+PIPE = "|"
+MTP_SEPARATOR = "/"
+
+# (first layer, one past the last) -> cost of a stage of these layers.
+_StageCost = Callable[[int, int], float]
+
+# Two maxima closer than this are the same: the costs are sums of floats.
+_RELATIVE_TOLERANCE = 1e-9
+
+
+def _check_characters(pattern: str, allowed: str, full: str | None = None, start: int = 0) -> None:
+    for position, character in enumerate(pattern, start=start):
+        if character not in allowed:
+            whole = pattern if full is None else full
+            raise ValueError(
+                f"layer pattern {whole!r}: character {character!r} at position {position} (counted from 0) "
+                f"is not allowed here: use {' '.join(allowed)}"
+            )
+
+
+def validate(pattern: str) -> None:
+    """Check a pattern of layers alone: no `|`, no `/`.
+
+    Raises:
+        ValueError: an empty pattern, or a character that is no layer kind (named with its 0-based position).
+    """
+    if not pattern:
+        raise ValueError(f"empty layer pattern: give at least one of {' '.join(KINDS)}")
+    _check_characters(pattern, "".join(KINDS))
+
+
+def count(pattern: str) -> dict[str, int]:
+    """Number of layers of each kind, every kind present: `count("MEM") == {"M": 2, "*": 0, "E": 1, "-": 0}`.
+
+    Accepts pipeline cuts (which do not count) and MTP depths (each of which does).
+
+    Raises:
+        ValueError: a pattern that `parse` refuses.
+    """
+    parsed = parse(pattern)
+    layers = parsed.main + "".join(parsed.mtp)
+    return {kind: layers.count(kind) for kind in KINDS}
+
+
+@dataclass(frozen=True)
+class HybridPattern:
+    """A parsed `--hybrid-layer-pattern`. `str()` gives back the text it was parsed from."""
+
+    #: Layers of each pipeline stage (of each virtual stage with virtual pipelining), in order.
+    stages: tuple[str, ...]
+    #: Layers of each MTP depth, all equal; empty without MTP.
+    mtp: tuple[str, ...] = ()
+
+    @property
+    def main(self) -> str:
+        """The decoder layers, without cuts."""
+        return "".join(self.stages)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, MTP not counted (what Megatron derives `num_layers` from)."""
+        return len(self.main)
+
+    @property
+    def mtp_pattern(self) -> str | None:
+        """Layers of one MTP depth, None without MTP."""
+        return self.mtp[0] if self.mtp else None
+
+    @property
+    def mtp_num_layers(self) -> int:
+        """Number of MTP depths."""
+        return len(self.mtp)
+
+    def __str__(self) -> str:
+        return MTP_SEPARATOR.join((PIPE.join(self.stages), *self.mtp))
+
+
+def parse(full: str) -> HybridPattern:
+    """Parse a full pattern: stages cut by `|`, then MTP depths each opened by `/`.
+
+    Raises:
+        ValueError: a character that is not allowed at its place (`|` inside MTP included), no decoder layer
+            at all, an empty stage other than a last one that MTP follows, an empty MTP depth, or MTP depths
+            that differ.
+    """
+    main, *mtp = full.split(MTP_SEPARATOR)
+    _check_characters(main, "".join(KINDS) + PIPE, full)
+    start = len(main) + 1
+    for depth in mtp:
+        _check_characters(depth, "".join(KINDS), full, start)
+        start += len(depth) + 1
+    stages = main.split(PIPE)
+    if not any(stages):
+        raise ValueError(f"layer pattern {full!r}: no decoder layer: give at least one of {' '.join(KINDS)}")
+    for index, stage in enumerate(stages):
+        if not stage and not (index == len(stages) - 1 and mtp):
+            raise ValueError(
+                f"layer pattern {full!r}: stage {index} of {len(stages)} is empty: only the last may be, "
+                "and only when MTP follows (it then holds MTP and the loss)"
+            )
+    for index, depth in enumerate(mtp):
+        if not depth:
+            raise ValueError(f"layer pattern {full!r}: MTP depth {index + 1} is empty: drop its '/'")
+        if depth != mtp[0]:
+            raise ValueError(
+                f"layer pattern {full!r}: MTP depth 1 is {mtp[0]!r} but depth {index + 1} is {depth!r}: "
+                "all depths must be equal"
+            )
+    return HybridPattern(tuple(stages), tuple(mtp))
+
+
+def join_stages(stages: tuple[str, ...] | list[str], mtp: tuple[str, ...] | list[str] = ()) -> str:
+    """The pattern text of stages and MTP depths: `join_stages(["MEM", "*E"], ["*E"]) == "MEM|*E/*E"`.
+
+    Raises:
+        ValueError: parts that do not make a pattern `parse` accepts.
+    """
+    text = str(HybridPattern(tuple(stages), tuple(mtp)))
+    parse(text)
+    return text
+
+
+def cut(
+    pattern: str,
+    stages: int,
+    cost: Mapping[str, float] | None = None,
+    *,
+    last_stage_extra: float = 0.0,
+    first_stage_extra: float = 0.0,
+) -> tuple[str, ...]:
+    """Cut a decoder pattern into `stages` contiguous, non-empty stages whose most expensive one is cheapest.
+
+    Exact: dynamic programming. Among the cuts with the least maximum the one with the most equal layer counts
+    (least sum of squares) wins, and among those the one whose longer stages come first.
+
+    Args:
+        pattern: decoder layers, without cuts or MTP.
+        stages: number of stages, pp * vpp with virtual pipelining.
+        cost: cost of one layer of each kind in any unit; default: every layer costs 1.
+        last_stage_extra: what the last stage does besides its layers (MTP, output layer, loss), same unit.
+        first_stage_extra: the same for the first stage (embedding).
+
+    Raises:
+        ValueError: an invalid pattern, `stages` below 1 or above the number of layers, a kind without a cost,
+            or a negative cost.
+    """
+    validate(pattern)
+    layers = len(pattern)
+    if not 1 <= stages <= layers:
+        raise ValueError(f"cannot cut {layers} layers into {stages} stages: use 1 to {layers}")
+    costs: Mapping[str, float] = dict.fromkeys(KINDS, 1.0) if cost is None else cost
+    if missing := sorted(set(pattern) - set(costs)):
+        raise ValueError(f"no cost given for layer kind {missing[0]!r} of pattern {pattern!r}")
+    extras = {"first_stage_extra": first_stage_extra, "last_stage_extra": last_stage_extra}
+    for name, value in {**{f"cost of {k!r}": costs[k] for k in set(pattern)}, **extras}.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}: costs must be zero or more")
+
+    prefix = [0.0]
+    for kind in pattern:
+        prefix.append(prefix[-1] + costs[kind])
+
+    def stage_cost(begin: int, end: int) -> float:
+        extra = (first_stage_extra if begin == 0 else 0.0) + (last_stage_extra if end == layers else 0.0)
+        return prefix[end] - prefix[begin] + extra
+
+    bottleneck = _least_maximum(layers, stages, stage_cost)
+    ends = _most_equal(layers, stages, stage_cost, bottleneck * (1 + _RELATIVE_TOLERANCE))
+    return tuple(pattern[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
+
+
+def _least_maximum(layers: int, stages: int, stage_cost: _StageCost) -> float:
+    """The cost of the most expensive stage in the best cut."""
+    # best[i]: the least maximum for the layers from i on, cut into the number of stages done so far.
+    best = [stage_cost(i, layers) for i in range(layers)]
+    for done in range(1, stages):
+        best = [
+            min(
+                (max(stage_cost(i, j), best[j]) for j in range(i + 1, layers - done + 1)),
+                default=float("inf"),
+            )
+            for i in range(layers)
+        ]
+    return best[0]
+
+
+def _most_equal(layers: int, stages: int, stage_cost: _StageCost, bound: float) -> list[int]:
+    """Where the stages end in the cut of least sum of squared lengths, no stage above `bound`."""
+    infeasible = layers * layers + 1
+    # squares[k][i]: the least sum for the layers from i on in k + 1 stages.
+    squares = [[(layers - i) ** 2 if stage_cost(i, layers) <= bound else infeasible for i in range(layers)]]
+    choice: list[list[int]] = [[layers] * layers]
+    for done in range(1, stages):
+        row, ends = [], []
+        for i in range(layers):
+            value, end = infeasible, layers
+            for j in range(i + 1, layers - done + 1):
+                candidate = (j - i) ** 2 + squares[-1][j]
+                if stage_cost(i, j) <= bound and candidate <= value:  # <=: the longer stage first
+                    value, end = candidate, j
+            row.append(min(value, infeasible))
+            ends.append(end)
+        squares.append(row)
+        choice.append(ends)
+    ends_of_stages, begin = [], 0
+    for remaining in reversed(range(stages)):
+        begin = choice[remaining][begin]
+        ends_of_stages.append(begin)
+    return ends_of_stages

@@ -1,0 +1,192 @@
+"""A model's numbers for people (`render`) and programs (`describe`): what `nemotron3 show NAME` prints."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from megatron_nemotron3.models import pattern as _pattern
+from megatron_nemotron3.models.config import Nemotron3Config
+from megatron_nemotron3.models.parameters import ParameterCount, count, layer_parameters, stored_tensors
+
+#: Columns `render` stays within.
+WIDTH = 100
+_LABEL = 34
+
+# Heading, and the fields of the config below it with what to call them. Fields that are None are left out.
+_SIZES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "model",
+        (
+            ("hidden_size", "hidden size"),
+            ("vocab_size", "vocabulary"),
+            ("seq_length", "training sequence length"),
+            ("max_position_embeddings", "longest position"),
+            ("init_method_std", "initialization std"),
+            ("layernorm_epsilon", "RMSNorm epsilon"),
+        ),
+    ),
+    (
+        "attention (*)",
+        (
+            ("num_attention_heads", "query heads"),
+            ("num_query_groups", "KV heads"),
+            ("kv_channels", "head dimension"),
+        ),
+    ),
+    (
+        "Mamba-2 (M)",
+        (
+            ("mamba_num_heads", "heads"),
+            ("mamba_head_dim", "head dimension"),
+            ("mamba_state_dim", "state size"),
+            ("mamba_num_groups", "groups"),
+            ("mamba_conv_kernel", "convolution kernel"),
+            ("mamba_chunk_size", "scan chunk"),
+        ),
+    ),
+    ("dense MLP (-)", (("dense_ffn_hidden_size", "FFN size"),)),
+    (
+        "mixture of experts (E)",
+        (
+            ("num_moe_experts", "routed experts"),
+            ("moe_router_topk", "experts per token"),
+            ("moe_ffn_hidden_size", "expert FFN size"),
+            ("moe_shared_expert_intermediate_size", "shared expert FFN size"),
+            ("moe_latent_size", "latent size"),
+            ("moe_router_topk_scaling_factor", "routed scaling factor"),
+        ),
+    ),
+    (
+        "multi-token prediction",
+        (
+            ("mtp_pattern", "layers of one block"),
+            ("mtp_num_layers", "depths in training"),
+            ("mtp_num_blocks", "blocks stored"),
+            ("mtp_loss_scaling_factor", "loss scaling factor"),
+        ),
+    ),
+)
+
+
+_PARTS = (
+    ("embedding", "embedding"),
+    ("output_layer", "output layer"),
+    ("final_norm", "final norm"),
+    ("mtp", "MTP"),
+)
+
+
+def _headings(config: Nemotron3Config) -> set[str]:
+    """The groups of sizes that the model has."""
+    kinds = set(config.pattern + (config.mtp_pattern or ""))
+    by_kind = {"M": "Mamba-2 (M)", "*": "attention (*)", "E": "mixture of experts (E)", "-": "dense MLP (-)"}
+    headings = {"model"} | {by_kind[kind] for kind in kinds}
+    return headings | {"multi-token prediction"} if config.has_mtp else headings
+
+
+def _sizes(config: Nemotron3Config) -> dict[str, dict[str, Any]]:
+    present = _headings(config)
+    return {
+        heading: {field: getattr(config, field) for field, _ in rows if getattr(config, field) is not None}
+        for heading, rows in _SIZES
+        if heading in present
+    }
+
+
+def _parameters(number: ParameterCount, tensors: int) -> dict[str, int]:
+    return {
+        "stored": number.stored,
+        "trainable": number.trainable,
+        "expert_bias": number.expert_bias,
+        "bytes_bf16": number.stored_bytes,
+        "tensors": tensors,
+    }
+
+
+def describe(config: Nemotron3Config) -> dict[str, Any]:
+    """Everything `render` shows, ready for `json.dumps`. Sizes carry the config's field names.
+
+    `parameters.checkpoint` counts what a released checkpoint stores (MTP blocks included),
+    `parameters.without_mtp` the decoder alone; both are equal for a model without MTP.
+    """
+    whole, decoder = count(config), count(config, mtp=False)
+    layers = {kind: number for kind, number in _pattern.count(config.pattern).items() if number}
+    return {
+        "name": config.name,
+        "title": config.title,
+        "pattern": config.pattern,
+        "hybrid_layer_pattern": config.full_pattern,
+        "num_layers": config.num_layers,
+        "layers": {
+            _pattern.KINDS[kind]: {
+                "symbol": kind,
+                "layers": number,
+                "parameters_each": layer_parameters(config, kind),
+                "parameters": whole.layers[kind],
+            }
+            for kind, number in layers.items()
+        },
+        "sizes": _sizes(config),
+        "parameters": {
+            "checkpoint": _parameters(whole, stored_tensors(config)),
+            "without_mtp": _parameters(decoder, stored_tensors(config, mtp=False)),
+            "embedding": whole.embedding,
+            "output_layer": whole.output_layer,
+            "final_norm": whole.final_norm,
+            "mtp": whole.mtp,
+        },
+        "active_parameters": whole.active,
+        "published": {"total": config.published_total, "active": config.published_active},
+        "source": config.source,
+    }
+
+
+def _row(label: str, value: Any) -> str:
+    text = f"{value:,}" if isinstance(value, int) else str(value)
+    return f"  {label:<{_LABEL}}{text:>24}"
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    """A label and a text of any length, broken where it must be (a pattern has no blanks)."""
+    indent = " " * 11
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=f"{label:<11}", subsequent_indent=indent, break_on_hyphens=False
+    )
+
+
+def render(config: Nemotron3Config) -> str:
+    """The model's numbers as a plain-text table of at most `WIDTH` columns."""
+    facts = describe(config)
+    lines = [config.title, "=" * len(config.title), ""]
+    lines += _wrapped("pattern", facts["hybrid_layer_pattern"])
+    lines += ["", f"{'layers':<14}{'number':>8}{'parameters each':>22}{'parameters':>22}"]
+    for name, layer in facts["layers"].items():
+        number, each, total = layer["layers"], layer["parameters_each"], layer["parameters"]
+        lines.append(f"  {layer['symbol']} {name:<10}{number:>8,}{each:>22,}{total:>22,}")
+    in_layers = sum(layer["parameters"] for layer in facts["layers"].values())
+    lines.append(f"  {'sum':<12}{facts['num_layers']:>8,}{'':>22}{in_layers:>22,}")
+    for heading, rows in _SIZES:
+        if heading in facts["sizes"]:
+            values = facts["sizes"][heading]
+            lines += ["", heading, *(_row(label, values[field]) for field, label in rows if field in values)]
+    parameters = facts["parameters"]
+    lines += ["", "parameters"]
+    for part, label in _PARTS:
+        if parameters[part]:
+            lines.append(_row(label, parameters[part]))
+    lines.append(_row("stored in a checkpoint", parameters["checkpoint"]["stored"]))
+    if config.has_mtp:
+        lines.append(_row("  of it without MTP", parameters["without_mtp"]["stored"]))
+    lines.append(_row("trainable", parameters["checkpoint"]["trainable"]))
+    if parameters["checkpoint"]["expert_bias"]:
+        lines.append(_row("expert bias (FP32, not trained)", parameters["checkpoint"]["expert_bias"]))
+    lines.append(_row("checkpoint tensors", parameters["checkpoint"]["tensors"]))
+    lines.append(_row("checkpoint bytes", parameters["checkpoint"]["bytes_bf16"]))
+    lines += ["", "active parameters per token, without MTP"]
+    lines += [_row(name.replace("_", " "), value) for name, value in facts["active_parameters"].items()]
+    lines.append("")
+    published = [f"{key} {value}" for key, value in facts["published"].items() if value]
+    lines += _wrapped("published", "; ".join(published) or "UNKNOWN")
+    lines += _wrapped("source", facts["source"] or "UNKNOWN")
+    return "\n".join(lines)

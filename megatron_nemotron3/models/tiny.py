@@ -1,0 +1,73 @@
+"""A model of the same family that trains on two CPU cores: every feature of the original, small sizes.
+
+For tests, examples and smoke runs. What makes the original hard to get right is kept: every layer kind, the
+latent space at the same ratio, the shared expert twice a routed one, MTP with its depths, head dimensions
+that are not hidden_size / heads, eight Mamba groups, two KV groups, and a sequence longer than one SSD chunk.
+"""
+
+from __future__ import annotations
+
+from megatron_nemotron3.models.config import Nemotron3Config
+
+TINY_SUFFIX = "-tiny"
+
+# F stands for the feed-forward kinds of the original, taken in turn. As in the originals an attention layer
+# stands between a Mamba and a feed-forward layer, and the last layer is a feed-forward one.
+_TEMPLATE = "MFM*FMFM*FMF"
+
+_HIDDEN_SIZE = 128
+_EXPERT_FFN_SIZE = 96  # 0.75 d, between Nano's 0.69 and Super's 0.66 rounded up to a multiple of 32
+
+
+def tiny(config: Nemotron3Config) -> Nemotron3Config:
+    """`config` shrunk to 2 to 5 million parameters, named "<name>-tiny".
+
+    It splits over TP 2 and 4 (attention: 2, with KV heads replicated beyond), EP up to 16 and PP up to 4.
+    The routed experts number 32 with top-6 in a latent space and 16 with top-4 without one, as LatentMoE
+    gives both at equal cost. The chunk of the scan stays 128, since Megatron has no flag for it; the
+    sequence is two chunks.
+
+    `init_method_std` is sqrt(0.8 / hidden_size), the rule the published values obey: it keeps the size of the
+    logits and of each layer's output at initialization independent of the width. Megatron's default of 0.02
+    would start this narrow model with almost no signal.
+    """
+    feed_forward = [kind for kind in "E-" if kind in config.pattern]
+    experts, topk = (None, None) if not config.is_moe else (32, 6) if config.moe_latent_size else (16, 4)
+    latent = config.moe_latent_size and _HIDDEN_SIZE * config.moe_latent_size // config.hidden_size
+    return config.but(
+        name=config.name + TINY_SUFFIX,
+        title=f"{config.title}, tiny",
+        pattern=_pattern(set(config.pattern), feed_forward),
+        hidden_size=_HIDDEN_SIZE,
+        vocab_size=2048,
+        seq_length=256,
+        max_position_embeddings=256,
+        num_attention_heads=8,
+        num_query_groups=2,
+        kv_channels=32,
+        mamba_num_heads=16,
+        mamba_head_dim=16,
+        mamba_state_dim=16,
+        mamba_num_groups=8,
+        dense_ffn_hidden_size=4 * _HIDDEN_SIZE if config.dense_ffn_hidden_size else None,
+        num_moe_experts=experts,
+        moe_router_topk=topk,
+        moe_ffn_hidden_size=_EXPERT_FFN_SIZE if config.is_moe else None,
+        moe_shared_expert_intermediate_size=2 * _EXPERT_FFN_SIZE if config.is_moe else None,
+        moe_latent_size=latent,
+        init_method_std=round((0.8 / _HIDDEN_SIZE) ** 0.5, 4),
+        published_total=None,
+        published_active=None,
+        source=f"{config.name}, shrunk by megatron_nemotron3.models.tiny",
+    )
+
+
+def _pattern(kinds: set[str], feed_forward: list[str]) -> str:
+    layers, turn = [], 0
+    for kind in _TEMPLATE:
+        if kind == "F" and feed_forward:
+            layers.append(feed_forward[turn % len(feed_forward)])
+            turn += 1
+        elif kind in kinds:
+            layers.append(kind)
+    return "".join(layers)

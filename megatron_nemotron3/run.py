@@ -1,0 +1,144 @@
+"""Run an unmodified Megatron script, on the CPU if there is no GPU.
+
+    python -m megatron_nemotron3.run [--device auto|cpu|cuda] SCRIPT ARGS…
+    torchrun --nproc-per-node 2 -m megatron_nemotron3.run SCRIPT ARGS…
+
+The script runs as `__main__` with ARGS as its command line and its own folder first on the path, as
+`python SCRIPT ARGS…` would run it. Two things are added: without a GPU (or with `--device cpu`) CUDA
+names mean the CPU (`megatron_nemotron3.cpu`), and if `--spec megatron_nemotron3.specs …` is among ARGS,
+the run stops unless that stack is what gets built. Exit code 2: the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import sys
+from contextlib import nullcontext
+from typing import NoReturn
+
+USAGE = "usage: python -m megatron_nemotron3.run [--device auto|cpu|cuda] SCRIPT ARGS…"
+SPEC_MODULE = "megatron_nemotron3.specs"
+
+
+def fail(message: str) -> NoReturn:
+    """Print one line and leave with exit code 2."""
+    print(f"megatron_nemotron3.run: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def split_arguments(argv: list[str]) -> tuple[str, str, list[str]]:
+    """Command line -> (device, script, the script's own arguments)."""
+    device, rest = "auto", list(argv)
+    while rest and rest[0].startswith("-"):
+        option = rest.pop(0)
+        if option in ("-h", "--help"):
+            print(__doc__)
+            raise SystemExit(0)
+        name, _, value = option.partition("=")
+        if name != "--device":
+            fail(f"unknown option {option} before SCRIPT\n{USAGE}")
+        device = value or (rest.pop(0) if rest else "")
+        if device not in ("auto", "cpu", "cuda"):
+            fail(f"--device {device!r}: choose auto, cpu or cuda")
+    if not rest:
+        fail(f"no SCRIPT given\n{USAGE}")
+    return device, rest[0], rest[1:]
+
+
+def resolve_device(device: str) -> str:
+    """auto -> cuda where torch sees a GPU, else cpu."""
+    import torch
+
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        fail("--device cuda, but torch sees no GPU: use --device cpu")
+    return ("cuda" if available else "cpu") if device == "auto" else device
+
+
+def single_process_environment() -> None:
+    """Without torchrun: describe a world of one process, on a port that is free."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**world, "MASTER_PORT": str(port)}.items():
+        os.environ.setdefault(name, value)
+
+
+def requested_spec(argv: list[str]) -> str | None:
+    """The attribute of our spec module that `--spec` names, or None if it names another module."""
+    if "--spec" not in argv:
+        return None
+    module, attribute = [*argv[argv.index("--spec") + 1 :], "", ""][:2]
+    return attribute if module == SPEC_MODULE else None
+
+
+def verify_stack(attribute: str) -> None:
+    """Stop unless the stack `--spec` asked for is what Megatron builds.
+
+    Megatron-Core 0.19 logs an import error in a spec module and builds its stock stack instead, and
+    `--use-checkpoint-args` replaces `--spec` by the checkpoint's. So: import the module now, and look at
+    the model when its first forward begins (a torch hook, removed once it has looked).
+    """
+    import torch
+
+    from megatron_nemotron3 import specs
+    from megatron_nemotron3.layers.backend import te_problem
+    from megatron_nemotron3.layers.stack import Nemotron3Stack
+
+    if not hasattr(specs, attribute):
+        known = [
+            name for name in vars(specs) if name.endswith("_stack_spec") and name.startswith("nemotron3")
+        ]
+        fail(f"--spec {SPEC_MODULE} {attribute}: no such spec; there are {', '.join(sorted(known))}")
+    if attribute == "nemotron3_te_stack_spec" and (problem := te_problem()):
+        fail(f"--spec {SPEC_MODULE} {attribute}: {problem}")
+
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    def look(module: torch.nn.Module, _inputs: object) -> None:
+        if isinstance(module, HybridModel):
+            handle.remove()
+            if not isinstance(module.decoder, Nemotron3Stack):
+                fail(
+                    f"--spec {SPEC_MODULE} {attribute} was given, but Megatron built "
+                    f"{type(module.decoder).__name__} (does --use-checkpoint-args override --spec?)"
+                )
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point; `argv` without the program name."""
+    device, script, arguments = split_arguments(sys.argv[1:] if argv is None else argv)
+    if not os.path.isfile(script):
+        fail(f"script {script} does not exist")
+    device = resolve_device(device)
+    single_process_environment()
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+
+    from megatron_nemotron3.cpu import cpu_mode
+
+    def announce(message: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron_nemotron3: {message}", flush=True)
+
+    with cpu_mode(announce) if device == "cpu" else nullcontext():
+        if (attribute := requested_spec(arguments)) is not None:
+            verify_stack(attribute)
+        try:
+            runpy.run_path(script, run_name="__main__")
+        finally:
+            import torch
+
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

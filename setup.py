@@ -1,0 +1,48 @@
+"""Packaging of megatron-nemotron3. Tool settings are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = "0.1.0"
+
+# What each extra is for: docs/design.md, "Dependencies".
+CONVERT = ["numpy", "safetensors>=0.4", "torch>=2.6"]
+TRAIN = [
+    "megatron-core[training]>=0.19,<0.20",
+    "torch>=2.6",
+    "einops",
+    "matplotlib",
+    "rich",
+    "tokenizers",
+    "transformers",
+]
+TE = ["transformer-engine[pytorch]>=2.14", "mamba-ssm>=2.2.6", "causal-conv1d>=1.5"]
+DEV = [
+    *TRAIN,
+    *CONVERT,
+    "hypothesis",
+    "mypy",
+    "pytest",
+    "ruff",
+    "tensorboard",
+    "transformers>=5.15.1",
+    "types-PyYAML",
+]
+
+setup(
+    name="megatron-nemotron3",
+    version=VERSION,
+    description="NVIDIA Nemotron 3 (Mamba-2, attention, LatentMoE, MTP) for stock Megatron-LM, on GPU and CPU",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron_nemotron3", "megatron_nemotron3.*"]),
+    package_data={"megatron_nemotron3": ["py.typed"]},
+    # Model numbers, flags and conversion run anywhere; megatron-core itself asks for 3.12.
+    python_requires=">=3.10",
+    install_requires=[],
+    extras_require={"convert": CONVERT, "train": TRAIN, "te": TE, "dev": DEV},
+    entry_points={"console_scripts": ["nemotron3=megatron_nemotron3.cli:main"]},
+)

@@ -1,0 +1,155 @@
+"""The catalog's names, the config's refusals, the tiny models and the cost of importing them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_nemotron3
+from megatron_nemotron3.models import NANO, NEMOTRON_H_8B, SUPER, ULTRA, count, get, names, tiny
+from megatron_nemotron3.models.pattern import count as count_layers
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [
+        ("nano", {"M": 23, "E": 23, "*": 6, "-": 0}),
+        ("super", {"M": 40, "E": 40, "*": 8, "-": 0}),
+        ("ultra", {"M": 48, "E": 48, "*": 12, "-": 0}),
+        ("lightning", {"M": 23, "E": 23, "*": 6, "-": 0}),
+        ("nano-4b", {"M": 21, "E": 0, "*": 4, "-": 17}),
+        ("nano-9b-v2", {"M": 27, "E": 0, "*": 4, "-": 25}),
+        ("nemotron-h-8b", {"M": 24, "E": 0, "*": 4, "-": 24}),
+    ],
+)
+def test_layers_per_kind(model: str, layers: dict[str, int]) -> None:
+    assert count_layers(get(model).pattern) == layers
+
+
+def test_every_catalog_model_is_listed_once_and_has_a_source() -> None:
+    assert len(set(names())) == len(names()) == 7
+    for name in names():
+        config = get(name)
+        assert config.name == name and config.source
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("super", "super"),
+        ("Super", "super"),
+        (" SUPER ", "super"),
+        ("nemotron-3-super", "super"),
+        ("Nemotron 3 Super 120B-A12B", "super"),
+        ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "super"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16", "nano"),
+        ("nemotron-3-nano", "nano"),
+        ("nemotron_3_nano_4b", "nano-4b"),
+        ("Nemotron 3.5 Lightning", "lightning"),
+        ("nvidia/Nemotron-H-8B-Base-8K", "nemotron-h-8b"),
+        ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "nano-9b-v2"),
+        ("Super-tiny", "super-tiny"),
+        ("nemotron-3-ultra-tiny", "ultra-tiny"),
+    ],
+)
+def test_get_accepts_the_names_people_use(text: str, name: str) -> None:
+    assert get(text).name == name
+
+
+def test_get_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=f"known are {', '.join(names())}; did you mean 'super'"):
+        get("supra")
+    with pytest.raises(ValueError, match="unknown model 'llama-3'"):
+        get("llama-3")
+
+
+def test_initialization_follows_the_width() -> None:
+    # The rule that `tiny` and the pruned models rely on; the published values have 2 or 3 digits.
+    for config in (NANO, SUPER, ULTRA, NEMOTRON_H_8B):
+        assert config.init_method_std == pytest.approx((0.8 / config.hidden_size) ** 0.5, rel=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pattern": "MEQ"}, "'Q' at position 2"),
+        ({"pattern": "ME|M"}, "'|' at position 2"),
+        ({"pattern": "M-"}, "dense_ffn_hidden_size is missing"),
+        ({"num_moe_experts": None}, "num_moe_experts is missing"),
+        ({"moe_router_topk": 600}, "moe_router_topk=600 exceeds num_moe_experts=512"),
+        ({"mtp_num_layers": 0}, "contradict each other"),
+        ({"mtp_pattern": None}, "contradict each other"),
+        ({"mamba_num_groups": 6}, "mamba_num_heads=128 is not divisible by mamba_num_groups=6"),
+        ({"num_query_groups": 3}, "num_attention_heads=32 is not divisible by num_query_groups=3"),
+    ],
+)
+def test_config_refuses(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        SUPER.but(**change)
+    assert message in str(error.value)
+
+
+def test_derived_numbers() -> None:
+    assert SUPER.full_pattern == SUPER.pattern + "/*E/*E"
+    assert (SUPER.num_layers, SUPER.mtp_num_blocks, SUPER.expert_input_size) == (88, 1, 1024)
+    assert (NANO.full_pattern, NANO.has_mtp, NANO.expert_input_size) == (NANO.pattern, False, 2688)
+    assert (SUPER.ffn_hidden_size, NEMOTRON_H_8B.ffn_hidden_size) == (2688, 21504)
+    assert NANO.mamba_inner_size == 4096 and not NEMOTRON_H_8B.is_moe
+
+
+@pytest.mark.parametrize("name", names())
+def test_tiny_keeps_every_feature(name: str) -> None:
+    big = get(name)
+    small = tiny(big)
+    assert small.name == f"{name}-tiny"
+    assert set(small.pattern) == set(big.pattern) and 10 <= small.num_layers <= 12
+    assert small.pattern.count("*") >= 2
+    assert (small.mtp_pattern, small.mtp_num_layers) == (big.mtp_pattern, big.mtp_num_layers)
+    assert small.mtp_use_repeated_layer == big.mtp_use_repeated_layer
+    assert small.moe_router_topk_scaling_factor == big.moe_router_topk_scaling_factor
+    if big.moe_latent_size:
+        assert small.moe_latent_size and small.hidden_size // small.moe_latent_size == 4
+    assert small.kv_channels != small.hidden_size // small.num_attention_heads
+    assert small.seq_length > small.mamba_chunk_size == big.mamba_chunk_size
+    assert 2e6 < count(small).stored < 5e6
+
+
+@pytest.mark.parametrize("name", names())
+def test_tiny_splits(name: str) -> None:
+    small = tiny(get(name))
+    assert small.num_query_groups % 2 == 0
+    for tp in (2, 4):
+        heads = small.num_attention_heads, small.mamba_num_heads, small.mamba_num_groups
+        assert all(number % tp == 0 for number in (*heads, small.vocab_size, small.ffn_hidden_size))
+    if small.is_moe:
+        assert small.num_moe_experts is not None and small.num_moe_experts % 16 == 0
+
+
+def test_tiny_of_a_model_with_both_feed_forward_kinds() -> None:
+    both = SUPER.but(pattern="ME*M-*", dense_ffn_hidden_size=512)
+    assert tiny(both).pattern == "MEM*-MEM*-ME"
+
+
+def test_import_is_light() -> None:
+    program = (
+        "import sys, time; start = time.perf_counter(); import megatron_nemotron3.models; "
+        "seconds = time.perf_counter() - start; "
+        "heavy = sorted({'torch', 'numpy', 'megatron', 'yaml', 'transformers'} & set(sys.modules)); "
+        "print(seconds, *heavy)"
+    )
+    root = str(Path(next(iter(megatron_nemotron3.__path__))).parent)
+    # -S leaves out site-packages: the package must work with the standard library alone.
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seconds, *heavy = result.stdout.split()
+    assert heavy == []
+    assert float(seconds) < 0.5

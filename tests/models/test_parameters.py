@@ -1,0 +1,146 @@
+"""Counts to the last element, against figures that others published or read off released checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_nemotron3.models import (
+    LIGHTNING,
+    NANO,
+    NANO_4B,
+    NANO_9B_V2,
+    NEMOTRON_H_8B,
+    SUPER,
+    ULTRA,
+    Nemotron3Config,
+    count,
+    get,
+    names,
+    stored_tensors,
+    tiny,
+)
+from megatron_nemotron3.models.parameters import ACTIVE_CONVENTIONS, layer_parameters, layer_tensors
+
+
+@pytest.mark.parametrize(
+    ("config", "with_mtp", "without_mtp"),
+    [
+        (NANO, 31_577_940_288, 31_577_940_288),
+        (SUPER, 123_611_033_088, 120_668_707_840),
+        (ULTRA, 560_524_603_904, 549_308_993_536),
+        (LIGHTNING, 32_913_266_240, 31_577_940_288),
+        (NANO_4B, 3_973_556_832, 3_973_556_832),
+        (NANO_9B_V2, 8_888_227_328, 8_888_227_328),
+        (NEMOTRON_H_8B, 8_100_852_736, 8_100_852_736),
+    ],
+    ids=lambda value: value.name if isinstance(value, Nemotron3Config) else None,
+)
+def test_stored_elements(config: Nemotron3Config, with_mtp: int, without_mtp: int) -> None:
+    assert count(config).stored == with_mtp
+    assert count(config, mtp=False).stored == without_mtp
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors"),
+    # The dense 4B: 263 names in a public inference engine's test of its config.json.
+    [(NANO, 6_243), (LIGHTNING, 6_513), (SUPER, 42_683), (ULTRA, 51_023), (NANO_4B, 263)],
+    ids=lambda value: value.name if isinstance(value, Nemotron3Config) else None,
+)
+def test_stored_tensors(config: Nemotron3Config, tensors: int) -> None:
+    assert stored_tensors(config) == tensors
+
+
+def test_checkpoint_bytes_of_the_released_models() -> None:
+    assert count(SUPER).stored_bytes == 247_222_108_160
+    assert count(ULTRA).stored_bytes == 1_121_049_257_984
+    assert count(LIGHTNING).stored_bytes == 65_826_538_624
+
+
+def test_expert_bias_is_stored_but_not_trained() -> None:
+    for config, layers in ((NANO, 23), (LIGHTNING, 24), (SUPER, 41), (ULTRA, 49)):
+        number = count(config)
+        assert number.expert_bias == layers * (config.num_moe_experts or 0)
+        assert number.trainable == number.stored - number.expert_bias
+    assert count(SUPER, mtp=False).expert_bias == 40 * 512
+    assert count(NANO_4B).expert_bias == 0
+
+
+def by_hand(c: Nemotron3Config) -> int:
+    """The closed form written out once more, in the symbols of the papers."""
+    d, di = c.hidden_size, c.mamba_num_heads * c.mamba_head_dim
+    gs = c.mamba_num_groups * c.mamba_state_dim
+    heads = c.mamba_num_heads
+    mamba = d * (2 * di + 2 * gs + heads) + 5 * (di + 2 * gs) + 3 * heads + di + di * d + d
+    attention = 2 * d * c.kv_channels * (c.num_attention_heads + c.num_query_groups) + d
+    n, f, sh = c.num_moe_experts or 0, c.moe_ffn_hidden_size or 0, c.moe_shared_expert_intermediate_size or 0
+    latent = c.moe_latent_size or 0
+    moe = d * n + n + 2 * n * (latent or d) * f + 2 * d * sh + 2 * d * latent + d
+    mlp = 2 * d * (c.dense_ffn_hidden_size or 0) + d
+    each = {"M": mamba, "*": attention, "E": moe, "-": mlp}
+    block = sum(each[kind] for kind in c.mtp_pattern or "") + 2 * d * d + 3 * d
+    return sum(each[kind] for kind in c.pattern) + 2 * c.vocab_size * d + d + c.mtp_num_blocks * block
+
+
+@pytest.mark.parametrize("name", [*names(), *(f"{name}-tiny" for name in names())])
+def test_tables_agree_with_the_formula(name: str) -> None:
+    config = get(name)
+    number = count(config)
+    assert number.stored == by_hand(config)
+    assert sum(number.layers.values()) == sum(layer_parameters(config, kind) for kind in config.pattern)
+
+
+def test_separate_mtp_blocks_are_stored_separately() -> None:
+    two = SUPER.but(mtp_use_repeated_layer=False)
+    assert count(two).mtp == 2 * count(SUPER).mtp
+    block = stored_tensors(SUPER) - stored_tensors(SUPER, mtp=False)
+    assert stored_tensors(two) == stored_tensors(SUPER) + block
+    assert count(two).active == count(SUPER).active
+
+
+# (model, convention, published in billions, largest relative error): how well each convention reproduces it.
+PUBLISHED_ACTIVE = [
+    (NANO, "with_output_layer", 3.2, 0.009),
+    (NANO, "with_embeddings", 3.6, 0.006),
+    (SUPER, "with_embeddings", 12.7, 0.006),
+    (ULTRA, "with_output_layer", 55.0, 0.001),
+]
+
+
+@pytest.mark.parametrize(("config", "convention", "billions", "error"), PUBLISHED_ACTIVE)
+def test_published_active_parameters(
+    config: Nemotron3Config, convention: str, billions: float, error: float
+) -> None:
+    active = count(config).active
+    assert abs(active[convention] / (billions * 1e9) - 1) < error
+    # No other convention is nearer, so the pairing is not arbitrary.
+    assert convention == min(active, key=lambda name: abs(active[name] - billions * 1e9))
+
+
+def test_active_conventions_widen() -> None:
+    active = count(SUPER).active
+    assert tuple(active) == ACTIVE_CONVENTIONS
+    assert list(active.values()) == [11_696_475_136, 12_233_346_048, 12_770_216_960]
+    # Without routed experts everything is active.
+    assert count(NANO_4B).active["with_embeddings"] == count(NANO_4B).stored
+    # MTP does not run when the next token is predicted.
+    assert count(SUPER).active == count(SUPER, mtp=False).active
+
+
+def test_router_and_bias_rows_are_what_the_note_on_super_says() -> None:
+    routers = 40 * next(t.elements for t in layer_tensors(SUPER, "E") if t.name == "mixer.gate.weight")
+    assert round((count(SUPER).active["with_embeddings"] - routers) / 1e9, 1) == 12.7
+    assert round((count(SUPER, mtp=False).stored - routers) / 1e9, 1) == 120.6
+
+
+def test_layer_kind_must_exist() -> None:
+    with pytest.raises(ValueError, match="'X' at position 0"):
+        layer_tensors(NANO, "X")
+
+
+@pytest.mark.parametrize("name", names())
+def test_tensor_names_are_unique_in_a_layer(name: str) -> None:
+    config = get(name)
+    for kind in set(config.pattern):
+        tensors = [tensor.name for tensor in layer_tensors(config, kind)]
+        assert len(tensors) == len(set(tensors)) and tensors[0] == "norm.weight"
+    assert tiny(config).init_method_std > config.init_method_std

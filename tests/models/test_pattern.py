@@ -1,0 +1,165 @@
+"""The pattern language: against Megatron's own parser, and the stage cut against exhaustive search."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.models.hybrid import hybrid_layer_allocation as megatron
+
+from megatron_nemotron3.models import ULTRA
+from megatron_nemotron3.models.pattern import KINDS, HybridPattern, count, cut, join_stages, parse, validate
+
+LAYERS = st.text("M*E-", min_size=1, max_size=8)
+# Structured text, so that a good share is valid; then any text over the alphabet and two strangers.
+WELL_FORMED = st.builds(
+    lambda stages, mtp, depths, empty_tail: (
+        "|".join(stages + [""] * (empty_tail and depths > 0)) + f"/{mtp}" * depths
+    ),
+    st.lists(LAYERS, min_size=1, max_size=4),
+    LAYERS,
+    st.integers(0, 3),
+    st.booleans(),
+)
+ANY_TEXT = st.text("M*E-|/Xg", max_size=10)
+
+
+def ours(text: str) -> HybridPattern | None:
+    try:
+        return parse(text)
+    except ValueError:
+        return None
+
+
+def theirs(text: str) -> megatron.ParsedHybridPattern | None:
+    try:
+        return megatron.parse_hybrid_pattern(text)
+    except ValueError:
+        return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(WELL_FORMED)
+def test_megatron_builds_the_same_layers(text: str) -> None:
+    parsed, reference = parse(text), megatron.parse_hybrid_pattern(text)
+    assert str(parsed) == text
+    assert join_stages(parsed.stages, parsed.mtp) == text
+    assert (parsed.mtp_pattern, parsed.mtp_num_layers) == (reference.mtp_pattern, reference.mtp_num_depths)
+    assert len(parsed.stages) == megatron.get_hybrid_total_pipeline_segment_count(text)
+    assert parsed.num_layers == megatron.get_hybrid_total_layer_count(text)
+    offset = 0
+    for index, stage in enumerate(parsed.stages):  # without a pipeline group the virtual stage is the stage
+        with patch.object(megatron, "log_on_each_pipeline_stage"):  # its log wants process groups
+            layers, begin = megatron.select_pipeline_segment(reference.main_pattern, None, index)
+        assert (layers, begin) == (list(stage), offset)
+        offset += len(stage)
+    assert count(text) == {k: megatron.get_hybrid_layer_counts(text)[k] for k in KINDS}
+
+
+@settings(max_examples=500, deadline=None)
+@given(ANY_TEXT)
+def test_accepts_what_megatron_accepts_except_empty_parts(text: str) -> None:
+    parsed, reference = ours(text), theirs(text)
+    if parsed is not None:
+        assert reference is not None
+        assert reference.main_pattern == "|".join(parsed.stages)
+        assert reference.mtp_pattern == parsed.mtp_pattern
+    elif reference is not None and set(text) <= set("M*E-|/"):
+        main, *mtp = text.split("/")
+        stages = main.split("|")
+        refused = not any(stages) or "" in stages[:-1] or (stages[-1] == "" and not mtp) or "" in mtp
+        assert refused, f"Megatron accepts {text!r} and no part of it is empty"
+
+
+def test_megatron_refuses_strangers_too() -> None:
+    with pytest.raises(ValueError, match="'X' at position 2 .*use M \\* E -"):
+        validate("MEX")
+    assert theirs("MEX") is None
+    # Legal in Megatron, not layer kinds of this family.
+    assert theirs("MG") is not None and ours("MG") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no decoder layer"),
+        ("/*E", "no decoder layer"),
+        ("M||E", "stage 1 of 3 is empty"),
+        ("|ME", "stage 0 of 2 is empty"),
+        ("ME|", "stage 1 of 2 is empty"),
+        ("ME/", "MTP depth 1 is empty"),
+        ("ME/*E/*M", "depth 1 is '\\*E' but depth 2 is '\\*M'"),
+        ("ME/*|E", "'\\|' at position 4"),
+        ("ME/*E/*x", "'x' at position 7"),
+    ],
+)
+def test_errors_say_where(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+def test_empty_pattern_and_cuts_are_no_layers() -> None:
+    with pytest.raises(ValueError, match="empty layer pattern"):
+        validate("")
+    with pytest.raises(ValueError, match="'\\|' at position 1"):
+        validate("M|E")
+
+
+def test_last_stage_may_hold_mtp_alone() -> None:
+    assert parse("MEM|*E|/*E/*E") == HybridPattern(("MEM", "*E", ""), ("*E", "*E"))
+    assert join_stages(["MEM", "*E"], ["*E", "*E"]) == "MEM|*E/*E/*E"
+    with pytest.raises(ValueError, match="stage 1 of 2 is empty"):
+        join_stages(["MEM", ""])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.text("M*E-", min_size=1, max_size=9),
+    st.integers(1, 9),
+    st.fixed_dictionaries({kind: st.integers(0, 9) for kind in KINDS}),
+    st.integers(0, 20),
+    st.integers(0, 20),
+)
+def test_cut_is_the_best_of_all_cuts(
+    pattern: str, stages: int, cost: dict[str, int], first: int, last: int
+) -> None:
+    if stages > len(pattern):
+        with pytest.raises(ValueError, match=f"cannot cut {len(pattern)} layers into {stages} stages"):
+            cut(pattern, stages, cost)
+        return
+
+    def quality(segments: tuple[str, ...]) -> tuple[int, int]:
+        costs = [sum(cost[kind] for kind in segment) for segment in segments]
+        costs[0] += first
+        costs[-1] += last
+        return max(costs), sum(len(segment) ** 2 for segment in segments)
+
+    every = [
+        tuple(pattern[a:b] for a, b in zip((0, *at), (*at, len(pattern)), strict=True))
+        for at in combinations(range(1, len(pattern)), stages - 1)
+    ]
+    result = cut(pattern, stages, cost, first_stage_extra=first, last_stage_extra=last)
+    assert "".join(result) == pattern and len(result) == stages and all(result)
+    assert quality(result) == min(map(quality, every))
+
+
+def test_cut_with_fractional_costs_is_not_fooled_by_rounding() -> None:
+    # 0.1 + 0.2 + 0.3 differs from 0.3 + 0.2 + 0.1 in the last bit: still a tie, broken by layer counts.
+    assert cut("M*E" * 4, 4, {"M": 0.1, "*": 0.2, "E": 0.3}) == ("M*E",) * 4
+
+
+def test_cut_defaults() -> None:
+    assert [len(s) for s in cut(ULTRA.pattern, 8)] == [14, 14, 14, 14, 13, 13, 13, 13]
+    assert [len(s) for s in cut("M" * 16, 4, last_stage_extra=4)] == [5, 5, 5, 1]
+    assert [len(s) for s in cut("M" * 16, 4, first_stage_extra=4)] == [1, 5, 5, 5]
+    with pytest.raises(ValueError, match="into 0 stages: use 1 to 2"):
+        cut("ME", 0)
+    with pytest.raises(ValueError, match="no cost given for layer kind 'E'"):
+        cut("ME", 2, {"M": 1.0})
+    with pytest.raises(ValueError, match="cost of 'M' is -1.0"):
+        cut("MM", 2, {"M": -1.0})
+    with pytest.raises(ValueError, match="last_stage_extra is nan"):
+        cut("MM", 2, last_stage_extra=float("nan"))
