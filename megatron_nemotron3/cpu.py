@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -352,6 +353,10 @@ def _have_dataset_helper() -> bool:
     return False
 
 
+def _about_cpu_rng(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
+
+
 @contextmanager
 def cpu_mode(announce: Callable[[str], None] = lambda message: None) -> Iterator[None]:
     """Make CUDA names mean the CPU for the duration of the block. Re-entrant.
@@ -376,6 +381,10 @@ def cpu_mode(announce: Callable[[str], None] = lambda message: None) -> Iterator
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         # jit_fuser is torch.compile, which wants a device to compile for.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # Here the generator "on the device" is the CPU's own, and it is put back like any other.
+        tracker_log = logging.getLogger("megatron.core.tensor_parallel.random")
+        tracker_log.addFilter(_about_cpu_rng)
+        stack.callback(tracker_log.removeFilter, _about_cpu_rng)
         _active = True
         try:
             yield

@@ -1,0 +1,126 @@
+"""Which flag says which number: one row a flag. Standard library only.
+
+A row's value of None or False emits nothing, True a bare switch, a tuple several words. `origin` is where the
+value comes from: a config field, or "family" for what all models share and the config has no field for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_nemotron3.args.flag import Flag, text
+from megatron_nemotron3.args.layout import ParallelLayout
+from megatron_nemotron3.models import Nemotron3Config
+
+#: The largest divisor Megatron pads the vocabulary to by default (times TP).
+_VOCAB_DIVISOR = 128
+
+#: The module `--spec` names, and its object for each backend. Exactly two words: Megatron imports the first.
+SPEC_MODULE = "megatron_nemotron3.specs"
+SPECS = {
+    "auto": "nemotron3_stack_spec",
+    "te": "nemotron3_te_stack_spec",
+    "torch": "nemotron3_torch_stack_spec",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One flag and how to compute its value from a config."""
+
+    flag: str
+    value: Callable[[Nemotron3Config], object]
+    origin: str
+
+
+def emit(flag: str, value: object, section: str, origin: str) -> list[Flag]:
+    """No flag for None and False, a switch for True, one word for a scalar, several for a tuple."""
+    if value is None or value is False:
+        return []
+    values = value if isinstance(value, tuple) else () if value is True else (value,)
+    return [Flag(flag, tuple(map(text, values)), section, origin)]
+
+
+def _field(flag: str, field: str) -> Row:
+    return Row(flag, lambda config: getattr(config, field), f"config.{field}")
+
+
+def _family(flag: str, value: object = True) -> Row:
+    return Row(flag, lambda config: value, "family")
+
+
+MODEL: tuple[Row, ...] = (
+    _field("--hidden-size", "hidden_size"),
+    _field("--ffn-hidden-size", "ffn_hidden_size"),
+    _field("--num-attention-heads", "num_attention_heads"),
+    _family("--group-query-attention"),
+    _field("--num-query-groups", "num_query_groups"),
+    _field("--kv-channels", "kv_channels"),
+    _field("--mamba-num-heads", "mamba_num_heads"),
+    _field("--mamba-head-dim", "mamba_head_dim"),
+    _field("--mamba-state-dim", "mamba_state_dim"),
+    _field("--mamba-num-groups", "mamba_num_groups"),
+    _family("--squared-relu"),
+    _family("--normalization", "RMSNorm"),
+    _field("--norm-epsilon", "layernorm_epsilon"),
+    _family("--disable-bias-linear"),
+    _family("--untie-embeddings-and-output-weights"),
+    _family("--position-embedding-type", "none"),
+    _field("--init-method-std", "init_method_std"),
+    _family("--attention-dropout", 0.0),
+    _family("--hidden-dropout", 0.0),
+)
+
+MOE: tuple[Row, ...] = (
+    _field("--num-experts", "num_moe_experts"),
+    _field("--moe-ffn-hidden-size", "moe_ffn_hidden_size"),
+    _field("--moe-shared-expert-intermediate-size", "moe_shared_expert_intermediate_size"),
+    _field("--moe-latent-size", "moe_latent_size"),
+    _field("--moe-router-topk", "moe_router_topk"),
+    _field("--moe-router-topk-scaling-factor", "moe_router_topk_scaling_factor"),
+    _family("--moe-router-score-function", "sigmoid"),
+    _family("--moe-router-enable-expert-bias"),
+    _field("--moe-router-bias-update-rate", "moe_router_bias_update_rate"),
+    _family("--moe-router-load-balancing-type", "seq_aux_loss"),
+    _field("--moe-aux-loss-coeff", "moe_aux_loss_coeff"),
+)
+
+MTP: tuple[Row, ...] = (
+    _field("--mtp-num-layers", "mtp_num_layers"),
+    _field("--mtp-use-repeated-layer", "mtp_use_repeated_layer"),
+    _field("--mtp-loss-scaling-factor", "mtp_loss_scaling_factor"),
+    # As in NVIDIA's one public configuration that trains MTP.
+    _family("--calculate-per-token-loss"),
+)
+
+
+def vocab_divisor(config: Nemotron3Config, layout: ParallelLayout) -> int | None:
+    """`--make-vocab-size-divisible-by` that leaves the vocabulary as it is; None where Megatron's 128 does.
+
+    Megatron pads to a multiple of divisor * TP. A vocabulary that TP does not divide is padded in any case
+    (rule "vocabulary-tp").
+    """
+    per_rank, rest = divmod(config.vocab_size, layout.tp)
+    if rest or per_rank % _VOCAB_DIVISOR == 0:
+        return None
+    return next(d for d in range(_VOCAB_DIVISOR, 0, -1) if per_rank % d == 0)
+
+
+def architecture_flags(
+    config: Nemotron3Config, layout: ParallelLayout, pattern: str, seq_length: int, backend: str
+) -> list[Flag]:
+    """Section "architecture". `pattern` is the cut one (`pipeline.cut_pattern`), `seq_length` in tokens."""
+    head: tuple[tuple[str, object, str], ...] = (
+        ("--spec", (SPEC_MODULE, SPECS[backend]), "backend"),
+        ("--hybrid-layer-pattern", pattern, "config.pattern, config.mtp_pattern, layout"),
+    )
+    tail: tuple[tuple[str, object, str], ...] = (
+        ("--make-vocab-size-divisible-by", vocab_divisor(config, layout), "config.vocab_size, layout.tp"),
+        ("--seq-length", seq_length, "schedule.seq_length, config.seq_length"),
+        # There are no positions to run out of; Megatron only wants at least the sequence length.
+        ("--max-position-embeddings", seq_length, "schedule.seq_length, config.seq_length"),
+    )
+    rows = MODEL + (MOE if config.is_moe else ()) + (MTP if config.has_mtp else ())
+    items = (*head, *((row.flag, row.value(config), row.origin) for row in rows), *tail)
+    return [flag for name, value, origin in items for flag in emit(name, value, "architecture", origin)]

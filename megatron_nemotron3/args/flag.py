@@ -1,0 +1,95 @@
+"""One command-line option, and the three ways to write a list of them down. Standard library only.
+
+A layer pattern contains `*`, `|` and `/`: unquoted, a shell globs the first and pipes at the second. The one
+form that is safe in a script, and that also stops when the flags are refused, is
+
+    flags=$(nemotron3 flags super --shell) || exit 1
+    eval "ARGS=( $flags )"
+    torchrun ... pretrain_hybrid.py "${ARGS[@]}"
+
+`eval "set -- $flags"` works too. `pretrain_hybrid.py $flags` never does: the shell splits the words but
+leaves the quotes in them. `eval "ARGS=( $(nemotron3 ...) )"` on one line works but loses the exit status.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+#: The order sections are printed in.
+SECTIONS = ("architecture", "parallelism", "precision", "optimization", "data", "logging", "extra")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option of Megatron's parser with its values as they are typed."""
+
+    #: With its dashes: "--hidden-size".
+    name: str
+    #: Empty for a switch.
+    values: tuple[str, ...] = ()
+    #: One of `SECTIONS`.
+    section: str = "extra"
+    #: Where the value comes from: "config.hidden_size", "layout.tp", "family", ...
+    origin: str = "extra"
+
+    def __post_init__(self) -> None:
+        if not self.name.startswith("--"):
+            raise ValueError(f"{self.name!r} is no option: it must start with '--'")
+        if self.section not in SECTIONS:
+            raise ValueError(f"{self.name}: section {self.section!r} is none of {', '.join(SECTIONS)}")
+        if broken := [word for word in (self.name, *self.values) if "\n" in word]:
+            raise ValueError(f"{self.name}: the line break in {broken[0]!r} cannot be written on one line")
+
+    def __str__(self) -> str:
+        return " ".join((self.name, *self.values))
+
+
+def text(value: object) -> str:
+    """A value as Megatron's parser reads it back exactly: `repr` for floats, `str` otherwise."""
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def parse(words: Sequence[str]) -> list[Flag]:
+    """Words of a command line as flags of section "extra": `["--lr", "1e-3", "--bf16"]`, or `["--lr=1e-3"]`.
+
+    Raises:
+        ValueError: a value before the first option.
+    """
+    flags: list[Flag] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            flags.append(Flag(name, (value,) if equals else ()))
+        elif flags:
+            flags[-1] = Flag(flags[-1].name, (*flags[-1].values, word))
+        else:
+            raise ValueError(f"extra starts with {word!r}, which belongs to no option: give --option first")
+    return flags
+
+
+def to_argv(flags: Iterable[Flag]) -> list[str]:
+    """The words to pass to a process, unquoted: `["--hidden-size", "4096", ...]`."""
+    return [word for flag in flags for word in (flag.name, *flag.values)]
+
+
+def render(flags: Iterable[Flag], shell: bool = False) -> str:
+    """One option a line.
+
+    Args:
+        flags: what `flags()` returned.
+        shell: False: for reading, with a `# section` line before each section, nothing quoted.
+            True: for `eval "ARGS=( ... )"` or `eval "set -- ..."`: every value quoted for a POSIX shell,
+            lines joined by a backslash, no comments.
+    """
+    if shell:
+        return " \\\n".join(" ".join((flag.name, *map(shlex.quote, flag.values))) for flag in flags)
+    lines: list[str] = []
+    section = None
+    for flag in flags:
+        if flag.section != section:
+            section = flag.section
+            lines.append(f"# {section}")
+        lines.append(str(flag))
+    return "\n".join(lines)

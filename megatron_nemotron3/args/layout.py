@@ -1,0 +1,88 @@
+"""How a model is spread over ranks: one frozen dataclass, and the published layouts. Standard library only.
+
+Attention, Mamba, shared experts and embeddings live on a grid of tp x cp x dp x pp ranks; routed experts on
+the same ranks cut another way, etp x ep x edp x pp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megatron_nemotron3.models import Nemotron3Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """Sizes of the parallel dimensions. `world_size` follows from them.
+
+    Raises:
+        ValueError: a size that is no positive integer. What a model makes of a layout: `rules.check`.
+    """
+
+    #: Tensor parallel (`--tensor-model-parallel-size`).
+    tp: int = 1
+    #: Sequence parallel; None: exactly when tp > 1 (mixture of experts refuses TP without it).
+    sp: bool | None = None
+    #: Pipeline parallel, and virtual stages a pipeline rank holds (interleaved schedule).
+    pp: int = 1
+    vpp: int = 1
+    #: Expert parallel, and tensor parallel inside an expert. Megatron's default for the latter is tp; every
+    #: published Nemotron 3 launch sets 1.
+    ep: int = 1
+    etp: int = 1
+    #: Context parallel.
+    cp: int = 1
+    #: Data parallel, of the dense layers.
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "sp":
+                if not (value is None or isinstance(value, bool)):
+                    raise ValueError(f"sp={value!r}: give True, False or None")
+            elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field.name}={value!r} is not a positive integer: give 1 or more")
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether `--sequence-parallel` is on."""
+        return self.tp > 1 if self.sp is None else self.sp
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: tp * cp * dp * pp."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold one copy of a layer's experts: etp * ep."""
+        return self.etp * self.ep
+
+    @property
+    def edp(self) -> int:
+        """Copies of the experts: tp * cp * dp / (etp * ep), rounded down (a rule checks divisibility)."""
+        return self.tp * self.cp * self.dp // self.expert_ranks
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the pattern: pp * vpp."""
+        return self.pp * self.vpp
+
+    def __str__(self) -> str:
+        sizes = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "sp")
+        shown = [f"{name.upper()}{size}" for name, size in sizes if size > 1]
+        return " ".join((*shown, *(["SP"] if self.sequence_parallel else []))) or "1 rank"
+
+
+# Public launch scripts: 3072 H100, 3072 GB200, 6144 GB200. All PP 1, ETP 1.
+_PUBLISHED = {
+    "nano": ParallelLayout(tp=2, ep=32, dp=1536),
+    "super": ParallelLayout(tp=2, ep=64, dp=1536),
+    "ultra": ParallelLayout(tp=8, ep=64, dp=768),
+}
+
+
+def published_layout(config: Nemotron3Config) -> ParallelLayout | None:
+    """The layout of the model's public pre-training launch script; None where there is none."""
+    return _PUBLISHED.get(config.name)

@@ -1,0 +1,205 @@
+"""Divisibility, and which sizes go together. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_nemotron3.args.rule import Context, Rule, divides, divisors
+
+_MIXER = "megatron/core/ssm/mamba_mixer.py"
+_MAMBA_CP = "megatron/core/ssm/mamba_context_parallel.py"
+_CONFIG = "megatron/core/transformer/transformer_config.py"
+_ARGUMENTS = "megatron/training/arguments.py"
+_LINEAR = "megatron/core/tensor_parallel/layers.py"
+_STATE = "megatron/core/parallel_state.py"
+
+
+def _split(name: str, field: str, size: str, kind: str, source: str) -> Rule:
+    """`config.field` must be divisible by `layout.size` if the model has layers of that kind."""
+
+    def whole(c: Context) -> int | None:
+        value: int | None = getattr(c.config, field)
+        return value
+
+    def violated(c: Context) -> bool:
+        return kind in c.kinds and not divides(getattr(c.layout, size), whole(c))
+
+    def message(c: Context) -> str:
+        return (
+            f"{field}={whole(c)} is not divisible by {size.upper()}={getattr(c.layout, size)}: "
+            f"use {size.upper()} {divisors(whole(c) or 1, 64)}"
+        )
+
+    return Rule(name, violated, message, source)
+
+
+def _rank_groups(c: Context) -> int:
+    return c.config.mamba_num_groups // c.layout.tp
+
+
+def _mamba_cp_groups(c: Context) -> bool:
+    """Groups are split over CP ranks, or a group's heads are: one count must divide the other."""
+    groups, cp = _rank_groups(c), c.layout.cp
+    if "M" not in c.kinds or groups == 0:  # rule mamba-groups-tp speaks
+        return False
+    return (cp % groups if groups < cp else groups % cp) != 0
+
+
+def _kv_groups(c: Context) -> bool:
+    # With fewer groups than ranks Megatron gathers the QKV activations and every rank keeps the group its
+    # query heads need: allowed, and how Ultra ran (2 groups at TP 8).
+    groups, tp = c.config.num_query_groups, c.layout.tp
+    return groups % tp != 0 and tp % groups != 0
+
+
+def _dense_ranks(c: Context) -> int:
+    return c.layout.tp * c.layout.cp * c.layout.dp
+
+
+def _number(attribute: str) -> Callable[[Context], int]:
+    return lambda c: getattr(c.layout, attribute)
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    Rule(
+        "heads-tp",
+        lambda c: c.config.num_attention_heads % c.layout.tp,
+        lambda c: (
+            f"num_attention_heads={c.config.num_attention_heads} is not divisible by TP={c.layout.tp}: "
+            f"use TP {divisors(c.config.num_attention_heads, 64)}"
+        ),
+        _CONFIG,
+    ),
+    Rule(
+        "query-groups-tp",
+        _kv_groups,
+        lambda c: (
+            f"num_query_groups={c.config.num_query_groups} and TP={c.layout.tp}: one must divide the other; "
+            f"use TP {divisors(c.config.num_query_groups)} or a multiple of {c.config.num_query_groups}"
+        ),
+        f"{_CONFIG}; below TP the groups are gathered (megatron/core/transformer/attention.py)",
+    ),
+    _split("mamba-heads-tp", "mamba_num_heads", "tp", "M", _MIXER),
+    _split("mamba-groups-tp", "mamba_num_groups", "tp", "M", _MIXER),
+    _split("dense-ffn-tp", "dense_ffn_hidden_size", "tp", "-", _LINEAR),
+    _split("shared-expert-tp", "moe_shared_expert_intermediate_size", "tp", "E", _LINEAR),
+    _split("expert-ffn-etp", "moe_ffn_hidden_size", "etp", "E", _LINEAR),
+    _split("experts-ep", "num_moe_experts", "ep", "E", _ARGUMENTS),
+    Rule(
+        "mtp-hidden-tp",
+        lambda c: c.config.has_mtp and c.config.hidden_size % c.layout.tp,
+        lambda c: (
+            f"hidden_size={c.config.hidden_size} is not divisible by TP={c.layout.tp}, over which MTP's "
+            f"eh_proj splits its output: use TP {divisors(c.config.hidden_size, 64)}"
+        ),
+        "megatron/core/transformer/multi_token_prediction.py",
+    ),
+    Rule(
+        "vocabulary-tp",
+        lambda c: c.config.vocab_size % c.layout.tp,
+        lambda c: (
+            f"vocab_size={c.config.vocab_size} is not divisible by TP={c.layout.tp}: Megatron pads it, and "
+            "the padding must be trimmed on export"
+        ),
+        "megatron/training/vocab_utils.py",
+        "warning",
+    ),
+    Rule(
+        "mamba-heads-cp",
+        lambda c: "M" in c.kinds and c.config.mamba_num_heads // c.layout.tp % c.layout.cp,
+        lambda c: (
+            f"mamba_num_heads={c.config.mamba_num_heads} at TP={c.layout.tp} leaves "
+            f"{c.config.mamba_num_heads // c.layout.tp} heads a rank, not divisible by CP={c.layout.cp}: "
+            f"use CP {divisors(max(1, c.config.mamba_num_heads // c.layout.tp))}"
+        ),
+        _MAMBA_CP,
+    ),
+    Rule(
+        "mamba-groups-cp",
+        _mamba_cp_groups,
+        lambda c: (
+            f"mamba_num_groups={c.config.mamba_num_groups} at TP={c.layout.tp} leaves {_rank_groups(c)} "
+            f"groups a rank; with CP={c.layout.cp} neither divides the other: use CP "
+            f"{divisors(_rank_groups(c))} or a multiple of {_rank_groups(c)}"
+        ),
+        _MAMBA_CP,
+    ),
+    Rule(
+        "experts-without-moe",
+        lambda c: not c.config.is_moe and c.layout.expert_ranks > 1,
+        lambda c: (
+            f"{c.config.name} has no E layer, so EP={c.layout.ep} ETP={c.layout.etp} has nothing to split: "
+            "use ep=1, etp=1"
+        ),
+        _ARGUMENTS,
+    ),
+    Rule(
+        "expert-grid",
+        lambda c: c.config.is_moe and _dense_ranks(c) % c.layout.expert_ranks,
+        lambda c: (
+            f"TP*CP*DP={_dense_ranks(c)} ranks of a pipeline stage are not divisible by "
+            f"ETP*EP={c.layout.expert_ranks}: raise DP to a multiple of "
+            f"{_smallest_dp(c)} or lower EP"
+        ),
+        _STATE,
+    ),
+    Rule(
+        "layers-pipeline",
+        lambda c: c.config.num_layers < c.layout.stages,
+        lambda c: (
+            f"{c.config.num_layers} layers cannot fill PP*VPP={c.layout.stages} stages: "
+            f"use PP*VPP <= {c.config.num_layers}"
+        ),
+        "megatron/core/models/hybrid/hybrid_layer_allocation.py",
+    ),
+    Rule(
+        "vpp-without-pp",
+        lambda c: c.layout.vpp > 1 and c.layout.pp == 1,
+        lambda c: f"VPP={c.layout.vpp} interleaves pipeline stages, but PP=1: use vpp=1 or pp >= 2",
+        _STATE,
+    ),
+    Rule(
+        "moe-tp-without-sp",
+        lambda c: c.config.is_moe and c.layout.tp > 1 and not c.layout.sequence_parallel,
+        lambda c: f"MoE at TP={c.layout.tp} trains only with sequence parallelism: drop sp=False",
+        "megatron/core/transformer/moe/moe_layer.py",
+    ),
+    Rule(
+        "sp-without-tp",
+        lambda c: c.layout.sequence_parallel and c.layout.tp == 1,
+        lambda c: "sp=True splits the sequence over TP ranks, but TP=1: drop it or use tp >= 2",
+        "megatron/core/model_parallel_config.py",
+    ),
+    Rule(
+        "sequence-cp",
+        lambda c: c.layout.cp > 1 and c.seq_length % (2 * c.layout.cp),
+        lambda c: (
+            f"seq_length={c.seq_length} is not divisible by 2*CP={2 * c.layout.cp} (two chunks a rank): "
+            f"use a multiple of {2 * c.layout.cp}"
+        ),
+        _ARGUMENTS,
+    ),
+    Rule(
+        "sequence-sp",
+        lambda c: c.layout.sequence_parallel and c.seq_length % (c.layout.cp * c.layout.tp),
+        lambda c: (
+            f"seq_length={c.seq_length} is not divisible by CP*TP={c.layout.cp * c.layout.tp}, over which "
+            f"sequence parallelism splits it: use a multiple of {c.layout.cp * c.layout.tp}"
+        ),
+        "megatron/core/tensor_parallel/mappings.py",
+    ),
+    Rule(
+        "conv-kernel",
+        lambda c: "M" in c.kinds and c.config.mamba_conv_kernel != 4,
+        lambda c: (
+            f"mamba_conv_kernel={c.config.mamba_conv_kernel}: Megatron has no flag for it and builds 4; use 4"
+        ),
+        _MIXER,
+    ),
+)
+
+
+def _smallest_dp(c: Context) -> int:
+    """The smallest dp with which the expert grid closes."""
+    ranks = c.layout.tp * c.layout.cp
+    return next(dp for dp in range(1, c.layout.expert_ranks + 1) if ranks * dp % c.layout.expert_ranks == 0)

@@ -1,0 +1,178 @@
+"""Number formats: which blocks must be filled, which combinations exist. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_nemotron3.args.precision import MXFP8_BLOCK, NVFP4_BLOCK
+from megatron_nemotron3.args.rule import Context, Rule
+from megatron_nemotron3.models.parameters import layer_tensors
+
+_ARGUMENTS = "megatron/training/arguments.py"
+_CONFIG = "megatron/core/transformer/transformer_config.py"
+_TE = "Transformer Engine's quantizers; megatron/core/fp4_utils.py"
+
+#: Elements FP4 needs per row for a 16-byte aligned address.
+_FP4_ROW = 32
+
+# Weights of quantized GEMMs -> the axis tensor parallelism splits (0 output, 1 input) and by which size.
+_SPLIT_AXIS: dict[str, tuple[int, str | None]] = {
+    "mixer.in_proj.weight": (0, "tp"),
+    "mixer.out_proj.weight": (1, "tp"),
+    "mixer.experts.{e}.up_proj.weight": (0, "etp"),
+    "mixer.experts.{e}.down_proj.weight": (1, "etp"),
+    "mixer.shared_experts.up_proj.weight": (0, "tp"),
+    "mixer.shared_experts.down_proj.weight": (1, "tp"),
+    "mixer.up_proj.weight": (0, "tp"),
+    "mixer.down_proj.weight": (1, "tp"),
+}
+# The same for what the NVFP4 precision file keeps BF16. The latent projections are replicated.
+_SPLIT_AXIS_IN_FILE: dict[str, tuple[int, str | None]] = {
+    "mixer.q_proj.weight": (0, "tp"),
+    "mixer.o_proj.weight": (1, "tp"),
+    "mixer.fc1_latent_proj.weight": (0, None),
+    "mixer.fc2_latent_proj.weight": (0, None),
+}
+#: What that file puts in MXFP8.
+_MXFP8_IN_FILE = "mixer.out_proj.weight"
+
+
+def _has_file(c: Context) -> bool:
+    return bool(c.te_precision_config_file) or "--te-precision-config-file" in c.options
+
+
+def _local_shapes(c: Context) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """Weights of the decoder's quantized GEMMs as one rank holds them: (name, [output, input], block)."""
+    by_recipe = c.precision == "nvfp4" and _has_file(c)
+    split = _SPLIT_AXIS if by_recipe else _SPLIT_AXIS | _SPLIT_AXIS_IN_FILE
+    for kind in sorted(set(c.config.pattern)):
+        for tensor in layer_tensors(c.config, kind):
+            if tensor.name not in split:
+                continue
+            axis, size = split[tensor.name]
+            shape = list(tensor.shape)
+            shape[axis] //= getattr(c.layout, size) if size else 1
+            mxfp8 = c.precision == "mxfp8" or (by_recipe and tensor.name == _MXFP8_IN_FILE)
+            yield f"{kind} {tensor.name}", tuple(shape), MXFP8_BLOCK if mxfp8 else NVFP4_BLOCK
+
+
+def _misaligned(c: Context, at_least: int = 1) -> list[str]:
+    """Weights whose local dimensions are no multiples of their block, or of `at_least`."""
+    return [
+        f"{name} {list(shape)} (multiples of {max(block, at_least)})"
+        for name, shape, block in _local_shapes(c)
+        if any(size % max(block, at_least) for size in shape)
+    ]
+
+
+def _alignment_message(c: Context) -> str:
+    return (
+        f"{c.precision} quantizes in blocks that weights at TP={c.layout.tp} ETP={c.layout.etp} do "
+        f"not fill: {', '.join(_misaligned(c))}. Use another TP or bf16"
+    )
+
+
+def _tokens(c: Context) -> int:
+    """Tokens of a microbatch on one rank's GEMMs (sequence parallelism gathers them)."""
+    micro = c.schedule.micro_batch_size if c.schedule else 1
+    return micro * c.seq_length // c.layout.cp
+
+
+def _block(c: Context) -> int:
+    return MXFP8_BLOCK if c.precision == "mxfp8" else NVFP4_BLOCK
+
+
+PRECISION_RULES: tuple[Rule, ...] = (
+    Rule(
+        "nvfp4-without-file",
+        lambda c: c.precision == "nvfp4" and not _has_file(c) and not c.allow_plain_nvfp4,
+        lambda c: (
+            "nvfp4 without --te-precision-config-file: Megatron would also quantize attention and latent "
+            "projections, MTP and Mamba's out_proj, against the published recipe. Give "
+            "te_precision_config_file=PATH, or allow_plain_nvfp4=True to mean it"
+        ),
+        "Super report, table 3",
+    ),
+    Rule(
+        "precision-file-unused",
+        lambda c: _has_file(c) and not c.quantized,
+        lambda c: f"a precision file has no effect on {c.precision}: drop it or use nvfp4",
+        "megatron/core/extensions/transformer_engine.py",
+    ),
+    Rule(
+        "bf16-layers-range",
+        lambda c: (
+            c.quantized
+            and (
+                min(c.bf16_at_start, c.bf16_at_end) < 0
+                or c.bf16_at_start + c.bf16_at_end > c.config.num_layers
+            )
+        ),
+        lambda c: (
+            f"{c.bf16_at_start} BF16 layers at the start and {c.bf16_at_end} at the end of "
+            f"{c.config.num_layers}: use counts from 0 that fit (Megatron does not check them for FP4)"
+        ),
+        _CONFIG,
+    ),
+    Rule(
+        "mxfp8-tail-pipeline",
+        lambda c: (
+            c.precision == "mxfp8"
+            and max(c.bf16_at_start, c.bf16_at_end) > c.config.num_layers // c.layout.pp
+        ),
+        lambda c: (
+            f"mxfp8 keeps {max(c.bf16_at_start, c.bf16_at_end)} BF16 layers at one end; Megatron allows "
+            f"layers/PP={c.config.num_layers // c.layout.pp}: lower PP, or pass "
+            f"--num-layers-at-end-in-bf16 {c.config.num_layers // c.layout.pp}"
+        ),
+        _CONFIG,
+    ),
+    Rule(
+        "mxfp8-torch",
+        lambda c: c.precision == "mxfp8" and c.backend == "torch",
+        lambda c: "mxfp8 GEMMs exist only in Transformer Engine: use backend te, or precision bf16",
+        _CONFIG,
+    ),
+    Rule(
+        "nvfp4-torch",
+        lambda c: c.precision == "nvfp4" and c.backend == "torch",
+        lambda c: (
+            "nvfp4 on the torch backend is emulated: right numbers, slow. Megatron's parser refuses "
+            "--fp4-format without Transformer Engine, so start it with our launcher"
+        ),
+        _ARGUMENTS,
+        "warning",
+    ),
+    Rule(
+        "weight-alignment",
+        lambda c: c.quantized and c.backend != "torch" and _misaligned(c),
+        lambda c: _alignment_message(c),
+        _TE,
+    ),
+    Rule(
+        "weight-alignment-emulated",
+        lambda c: c.quantized and c.backend == "torch" and _misaligned(c),
+        lambda c: _alignment_message(c),
+        _TE,
+        "warning",
+    ),
+    Rule(
+        "fp4-row-alignment",
+        lambda c: c.precision == "nvfp4" and not _misaligned(c) and _misaligned(c, _FP4_ROW),
+        lambda c: (
+            f"FP4 GEMMs read rows in multiples of {_FP4_ROW}; at TP={c.layout.tp} ETP={c.layout.etp} these "
+            f"are not, and no source tried it: {', '.join(_misaligned(c, _FP4_ROW))}"
+        ),
+        "megatron/core/fp4_utils.py",
+        "warning",
+    ),
+    Rule(
+        "token-alignment",
+        lambda c: c.quantized and _tokens(c) % _block(c),
+        lambda c: (
+            f"{c.precision} wants the {_tokens(c)} tokens of a microbatch (micro_batch_size*seq_length/CP) "
+            f"to be a multiple of {_block(c)}: use another seq_length"
+        ),
+        _TE,
+    ),
+)

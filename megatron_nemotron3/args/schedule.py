@@ -1,0 +1,153 @@
+"""How long and how fast to train: one frozen dataclass, the published schedules, and a short one for a CPU.
+
+Standard library only. Fields have the names of Megatron's options. None means: no source states it, and then
+no flag is emitted for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megatron_nemotron3.models import Nemotron3Config
+
+_SAMPLES = ("train_samples", "lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples")
+_ITERS = ("train_iters", "lr_warmup_iters", "lr_decay_iters", "lr_wsd_decay_iters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSchedule:
+    """Batch, length, learning rate and intervals. Lengths are all in samples or all in iterations.
+
+    Raises:
+        ValueError: lengths in both units, or a size below 1.
+    """
+
+    #: Sequences per rank and step; Megatron requires it.
+    micro_batch_size: int = 1
+    global_batch_size: int | None = None
+    #: Tokens per sequence; None: the config's.
+    seq_length: int | None = None
+
+    train_samples: int | None = None
+    train_iters: int | None = None
+
+    lr: float | None = None
+    min_lr: float | None = None
+    lr_warmup_samples: int | None = None
+    lr_warmup_iters: int | None = None
+    #: Where the decay ends, counted from the start.
+    lr_decay_samples: int | None = None
+    lr_decay_iters: int | None = None
+    #: Length of the last phase, the decay of warmup-stable-decay.
+    lr_wsd_decay_samples: int | None = None
+    lr_wsd_decay_iters: int | None = None
+    lr_decay_style: str = "WSD"
+    lr_wsd_decay_style: str = "minus_sqrt"
+
+    # The same in all three reports. Megatron's defaults differ: weight decay 0.01, beta2 0.999.
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    clip_grad: float = 1.0
+
+    # In iterations; no report states them. The values of NVIDIA's release test of Super
+    # (tests/functional_tests/test_cases/nemotron/nemotron3_super_release_gb200).
+    eval_interval: int | None = 100
+    eval_iters: int = 14
+    save_interval: int = 200
+    log_interval: int = 10
+
+    def __post_init__(self) -> None:
+        samples = [name for name in _SAMPLES if getattr(self, name) is not None]
+        iters = [name for name in _ITERS if getattr(self, name) is not None]
+        if samples and iters:
+            raise ValueError(
+                f"{samples[0]}={getattr(self, samples[0])} and {iters[0]}={getattr(self, iters[0])} use two "
+                "units: Megatron wants all lengths in samples or all in iterations"
+            )
+        # A warm-up may be 0 long, and eval_iters=0 turns evaluation off.
+        may_be_zero = {"eval_iters", "lr_warmup_samples", "lr_warmup_iters"}
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name in may_be_zero else 1
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"{field.name}={value}: give {least} or more")
+
+    @property
+    def unit(self) -> str:
+        """What lengths are counted in: "iters" or "samples"."""
+        return "iters" if any(getattr(self, name) is not None for name in _ITERS) else "samples"
+
+    def length(self, name: str) -> int | None:
+        """A length by its name without the unit: `length("lr_warmup")`, in `unit`."""
+        value: int | None = getattr(self, f"{name}_{self.unit}")
+        return value
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """What has to be given before training can start, but is in no source: `("lr", ...)`."""
+        needed = {"train": self.length("train"), "lr": self.lr, "min_lr": self.min_lr}
+        return tuple(name for name, value in needed.items() if value is None)
+
+
+# Public launch scripts. Nano warms up over 8.4B tokens, Super and Ultra over 200B. Ultra's script has Super's
+# lengths (25T tokens); the run itself stopped at 20T with an earlier decay whose samples no source states.
+_PUBLISHED = {
+    "nano": TrainingSchedule(
+        global_batch_size=3072,
+        train_samples=3_051_757_813,
+        lr=1e-3,
+        min_lr=1e-5,
+        lr_warmup_samples=1_024_000,
+        lr_decay_samples=3_050_733_813,
+        lr_wsd_decay_samples=610_351_563,
+    ),
+    "super": TrainingSchedule(
+        global_batch_size=3072,
+        train_samples=3_051_757_813,
+        lr=4.5e-4,
+        min_lr=4.5e-6,
+        lr_warmup_samples=24_414_063,
+        lr_decay_samples=3_048_706_055,
+        lr_wsd_decay_samples=610_351_563,
+    ),
+    "ultra": TrainingSchedule(
+        micro_batch_size=2,
+        global_batch_size=3072,
+        train_samples=3_051_757_813,
+        lr=2.5e-4,
+        min_lr=2.5e-6,
+        lr_warmup_samples=24_414_063,
+        lr_decay_samples=3_048_706_055,
+        lr_wsd_decay_samples=610_351_563,
+    ),
+}
+
+
+def published(config: Nemotron3Config) -> TrainingSchedule:
+    """The schedule of the model's public pre-training launch script.
+
+    For a model without one (Lightning, Nano-4B, Nano 9B v2, Nemotron-H, tiny models) length, learning rate
+    and batch are UNKNOWN and stay None; `TrainingSchedule.unknown` names them.
+    """
+    return _PUBLISHED.get(config.name, TrainingSchedule())
+
+
+def smoke(config: Nemotron3Config, iters: int = 20, global_batch_size: int = 4) -> TrainingSchedule:
+    """A few steps for a tiny model on a laptop: whether it trains, not how well.
+
+    Warm-up is a tenth of the steps and the decay the last fifth, so every phase of the schedule is met.
+    """
+    return TrainingSchedule(
+        global_batch_size=global_batch_size,
+        seq_length=min(config.seq_length, 256),
+        train_iters=iters,
+        lr=1e-3,
+        min_lr=1e-5,
+        lr_warmup_iters=iters // 10,
+        lr_decay_iters=iters,
+        lr_wsd_decay_iters=max(1, iters // 5),
+        eval_interval=max(1, iters // 2),
+        eval_iters=1,
+        save_interval=iters,
+        log_interval=1,
+    )

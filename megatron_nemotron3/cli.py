@@ -1,0 +1,188 @@
+"""The `nemotron3` command: parsing and printing only.
+
+    nemotron3 show NAME [--json]          the numbers of a model
+    nemotron3 flags NAME [--tp …]         Megatron's options for it
+    nemotron3 run SCRIPT ARGS…            a stock Megatron script, on CPU if there is no GPU
+    nemotron3 train NAME [--tiny]         prepare text, train, report
+
+Exit code 2 and one line on stderr for input that cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_nemotron3.args import BACKENDS, PRECISIONS, ParallelLayout
+from megatron_nemotron3.models import Nemotron3Config, get, names
+from megatron_nemotron3.models import tiny as make_tiny
+
+LAYOUT = {
+    "tp": "tensor parallel size",
+    "pp": "pipeline parallel size",
+    "vpp": "virtual pipeline stages per rank",
+    "ep": "expert parallel size",
+    "etp": "tensor parallel size inside an expert",
+    "cp": "context parallel size",
+    "dp": "data parallel size",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line instead of the usage text: the line says what is wrong and what to give."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line; a test freezes it."""
+    top = _Parser(prog="nemotron3", description="NVIDIA Nemotron 3 on stock Megatron-LM.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    show = commands.add_parser("show", help="the numbers of a model", description="The numbers of a model.")
+    _add_model(show)
+    show.add_argument("--json", action="store_true", help="machine-readable")
+
+    emit = commands.add_parser("flags", help="Megatron's options for a model")
+    _add_model(emit)
+    _add_run(emit, precision="bf16")
+    emit.add_argument("--shell", action="store_true", help="quoted for eval in a shell script")
+    emit.add_argument("--te-precision-config-file", metavar="FILE", help="per-module formats; nvfp4 needs it")
+    emit.add_argument("--schedule", choices=["published", "none"], default="none", help="emit batch and rates")
+
+    commands.add_parser("run", help="run a stock Megatron script, on CPU if there is no GPU", add_help=False)
+
+    train = commands.add_parser("train", help="prepare text, train with Megatron's loop, report")
+    _add_model(train)
+    _add_run(train, precision=None)
+    train.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    train.add_argument("--output", type=Path, metavar="DIR", help="default: runs/NAME")
+    train.add_argument("--text", metavar="PATH", help="text file, .jsonl or folder; default: Python's own sources")
+    train.add_argument("--max-bytes", type=int, metavar="N", help="of text, at most")
+    train.add_argument("--data-path", nargs="+", default=[], metavar="PREFIX", help="Megatron .bin/.idx instead")
+    train.add_argument("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer for --data-path")
+    train.add_argument("--steps", type=int, metavar="N")
+    train.add_argument("--micro-batch-size", type=int, metavar="N")
+    train.add_argument("--global-batch-size", type=int, metavar="N")
+    train.add_argument("--lr", type=float, metavar="RATE")
+    train.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
+    return top
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("name", metavar="NAME", help=", ".join(names()))
+    command.add_argument("--tiny", action="store_true", help="the small form of the same model")
+
+
+def _add_run(command: argparse.ArgumentParser, precision: str | None) -> None:
+    for name, text in LAYOUT.items():
+        command.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
+    command.add_argument("--precision", choices=PRECISIONS, default=precision)
+    command.add_argument("--backend", choices=BACKENDS, default="auto")
+    command.epilog = "After a lone -- more Megatron options may follow; one given there replaces ours."
+
+
+def _config(options: argparse.Namespace) -> Nemotron3Config:
+    config = get(options.name)
+    return make_tiny(config) if options.tiny else config
+
+
+def _layout(options: argparse.Namespace) -> ParallelLayout:
+    return ParallelLayout(**{name: getattr(options, name) for name in LAYOUT})
+
+
+def _show(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    from megatron_nemotron3.models.show import describe, render
+
+    config = _config(options)
+    print(json.dumps(describe(config), indent=2) if options.json else render(config))
+    return 0
+
+
+def _flags(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    from megatron_nemotron3.args import flags, published, render
+
+    config = _config(options)
+    emitted = flags(
+        config,
+        _layout(options),
+        precision=options.precision,
+        backend=options.backend,
+        schedule=published(config) if options.schedule == "published" else None,
+        extra=extra,
+        te_precision_config_file=options.te_precision_config_file,
+    )
+    print(render(emitted, shell=options.shell))
+    return 0
+
+
+def _train(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    from megatron_nemotron3.run import resolve_device
+    from megatron_nemotron3.train.command import Request, run
+
+    config = _config(options)
+    if options.backend == "te":
+        from megatron_nemotron3.layers.backend import te_problem
+
+        if problem := te_problem():
+            raise ValueError(f"--backend te: {problem}")
+    device = resolve_device(options.device)
+    # On a CPU the torch backend is the only one; naming it makes the flags fit.
+    backend = "torch" if device == "cpu" and options.backend == "auto" else options.backend
+    request = Request(
+        config=config,
+        layout=_layout(options),
+        precision=options.precision or ("fp32" if device == "cpu" else "bf16"),
+        backend=backend,
+        device=device,
+        output=options.output or Path("runs") / config.name,
+        text=options.text,
+        max_bytes=options.max_bytes,
+        data_path=tuple(options.data_path),
+        tokenizer=options.tokenizer,
+        steps=options.steps,
+        micro_batch_size=options.micro_batch_size,
+        global_batch_size=options.global_batch_size,
+        lr=options.lr,
+        verbose=options.verbose,
+        extra=tuple(extra),
+    )
+    return run(request)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int]] = {
+    "show": _show,
+    "flags": _flags,
+    "train": _train,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["run"]:  # everything behind it belongs to the launcher and the script
+        from megatron_nemotron3.run import main as run_main
+
+        run_main(words[1:])
+        return 0
+    extra: list[str] = []
+    if "--" in words:
+        cut = words.index("--")
+        words, extra = words[:cut], words[cut + 1 :]
+    options = parser().parse_args(words)
+    try:
+        return COMMANDS[options.command](options, extra)
+    except (ValueError, OSError) as problem:
+        print(f"nemotron3 {options.command}: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

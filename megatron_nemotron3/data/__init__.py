@@ -1,0 +1,31 @@
+"""Raw text on this machine -> what stock Megatron trains on. Nothing is downloaded.
+
+    prepared = prepare(None, "build/data")          # Python's own sources, about 6 MB
+    subprocess.run([..., "pretrain_hybrid.py", *flags, *prepared.flags])
+    baseline = unigram_baseline(prepared.prefix, prepared.split, prepared.tokenizer.vocab_size)
+
+Importing this package costs neither torch nor megatron; writing a data set imports both.
+"""
+
+from megatron_nemotron3.data.indexed import DatasetInfo, write_dataset
+from megatron_nemotron3.data.prepare import Prepared, prepare
+from megatron_nemotron3.data.splits import default_split, split_documents
+from megatron_nemotron3.data.text import Texts, read_texts
+from megatron_nemotron3.data.tokenizer import TokenizerInfo, byte_tokenizer, train_tokenizer
+from megatron_nemotron3.data.unigram import UnigramBaseline, unigram_baseline
+
+__all__ = [
+    "DatasetInfo",
+    "Prepared",
+    "Texts",
+    "TokenizerInfo",
+    "UnigramBaseline",
+    "byte_tokenizer",
+    "default_split",
+    "prepare",
+    "read_texts",
+    "split_documents",
+    "train_tokenizer",
+    "unigram_baseline",
+    "write_dataset",
+]

@@ -1,0 +1,160 @@
+"""Text -> tokenizer, data set and the flags that name them, once per input."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_nemotron3.data.atomic import write_text
+from megatron_nemotron3.data.indexed import DatasetInfo, write_dataset
+from megatron_nemotron3.data.splits import default_split, split_documents
+from megatron_nemotron3.data.text import Texts, read_texts
+from megatron_nemotron3.data.tokenizer import TokenizerInfo, byte_tokenizer, train_tokenizer
+
+#: Counts changes of what this module writes: an older folder is not reused.
+FORMAT = 1
+MAX_BYTES = 6_000_000
+VOCAB_SIZE = 2048
+
+# Names below the folder of one input.
+_PREFIX = "corpus"
+_TOKENIZER = "tokenizer"
+_CACHE = "cache"
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A data set and its tokenizer on disk, as Megatron is told about them."""
+
+    #: Holds everything below: PREFIX.bin, PREFIX.idx, tokenizer/, cache/, manifest.json.
+    folder: str
+    split: str
+    tokenizer: TokenizerInfo
+    dataset: DatasetInfo
+    texts: Texts
+    #: Whether an earlier call had already written it.
+    reused: bool
+
+    @property
+    def prefix(self) -> str:
+        """--data-path"""
+        return self.dataset.prefix
+
+    @property
+    def data_cache_path(self) -> str:
+        """--data-cache-path: where GPTDataset keeps its sample indices."""
+        return os.path.join(self.folder, _CACHE)
+
+    @property
+    def data_flags(self) -> list[str]:
+        return ["--data-path", self.prefix, "--split", self.split, "--data-cache-path", self.data_cache_path]
+
+    @property
+    def tokenizer_flags(self) -> list[str]:
+        return self.tokenizer.flags
+
+    @property
+    def flags(self) -> list[str]:
+        """Both, for the end of a stock command line."""
+        return [*self.data_flags, *self.tokenizer_flags]
+
+
+def prepare(
+    path: str | os.PathLike[str] | None,
+    folder: str | os.PathLike[str],
+    vocab_size: int = VOCAB_SIZE,
+    max_bytes: int | None = MAX_BYTES,
+    *,
+    tokenizer: Literal["bpe", "bytes"] = "bpe",
+    pattern: str | None = None,
+    split: str | None = None,
+) -> Prepared:
+    """Turn the text at `path` (None: Python's own sources, see read_texts) into data for stock Megatron.
+
+    Writes FOLDER/<digest of the documents and settings>/ and says which flags name it. The same input finds
+    its folder again and nothing is rebuilt; other input gets another folder. That is needed: Megatron names
+    the sample indices it caches by the path of a data set, not by its content.
+
+    vocab_size: of the "bpe" tokenizer; "bytes" has 257 tokens and ignores it.
+    split: --split; None: `default_split`.
+    The documents must fit in memory. Call it in one process, not on every rank.
+
+    Raises what read_texts, train_tokenizer, write_dataset and split_documents raise.
+    """
+    texts = read_texts(path, pattern=pattern, max_bytes=max_bytes)
+    digest = _digest(texts.documents, tokenizer, vocab_size)
+    root = Path(folder).absolute() / digest[:16]
+    manifest = _read_manifest(root, digest)
+    reused = manifest is not None
+    if split is not None:
+        split_documents(split, len(texts.documents))  # before the work, not after it
+    if manifest is None:
+        manifest = _build(root, digest, texts.documents, tokenizer, vocab_size)
+    held = TokenizerInfo(**manifest["tokenizer"])
+    if held.tokenizer_model is not None:
+        held = replace(held, tokenizer_model=str(root / _TOKENIZER))
+    return Prepared(
+        folder=str(root),
+        split=split or manifest["split"],
+        tokenizer=held,
+        dataset=replace(DatasetInfo(**manifest["dataset"]), prefix=str(root / _PREFIX)),
+        texts=texts,
+        reused=reused,
+    )
+
+
+def _build(root: Path, digest: str, documents: Sequence[str], kind: str, vocab_size: int) -> dict[str, Any]:
+    """Write everything below `root`, the manifest last; return the manifest."""
+    split = default_split([len(document) for document in documents])
+    (root / _MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(root / _CACHE, ignore_errors=True)  # indices of files that are about to be replaced
+    if kind == "bytes":
+        tokenizer = byte_tokenizer()
+    else:
+        tokenizer = train_tokenizer(documents, vocab_size, root / _TOKENIZER)
+    dataset = write_dataset(documents, tokenizer, root / _PREFIX)
+    manifest = {
+        "digest": digest,
+        "split": split,
+        "tokenizer": asdict(tokenizer),
+        "dataset": asdict(dataset),
+        "sizes": {
+            file.relative_to(root).as_posix(): file.stat().st_size
+            for file in sorted(root.rglob("*"))
+            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
+        },
+    }
+    write_text(root / _MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    return manifest
+
+
+def _read_manifest(root: Path, digest: str) -> dict[str, Any] | None:
+    """The manifest, if it is of this input and every file still has the size it names; else None."""
+    try:
+        manifest: dict[str, Any] = json.loads((root / _MANIFEST).read_text(encoding="utf-8"))
+        whole = manifest["digest"] == digest and all(
+            (root / name).stat().st_size == size for name, size in manifest["sizes"].items()
+        )
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return manifest if whole else None
+
+
+def _digest(documents: Sequence[str], kind: str, vocab_size: int) -> str:
+    """SHA-256 of the documents and of all else that decides what is written."""
+    library = importlib.metadata.version("tokenizers") if kind == "bpe" else None
+    vocabulary = vocab_size if kind == "bpe" else None
+    digest = hashlib.sha256(json.dumps([FORMAT, kind, vocabulary, library]).encode())
+    for document in documents:
+        data = document.encode("utf-8")
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()

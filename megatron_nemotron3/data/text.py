@@ -1,0 +1,197 @@
+"""Collect documents: strings, from files of this machine. Standard library only."""
+
+from __future__ import annotations
+
+import codecs
+import fnmatch
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Folders that hold no text of their own. Folders and files that start with "." are left out too.
+_NEVER = frozenset({"__pycache__", "node_modules"})
+_NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages"})
+_TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+
+#: A single text file is cut at line ends into documents of about this many characters.
+PIECE = 8192
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents and what was met on the way to them."""
+
+    documents: tuple[str, ...]
+    #: Files opened (lines of a .jsonl are not counted here).
+    files: int
+    #: Files, or records of a .jsonl, left out: they hold a NUL byte or are not UTF-8.
+    skipped: int
+    #: Files, or records, left out: nothing but white space.
+    empty: int
+    #: UTF-8 bytes of the documents.
+    size: int
+    #: Whether max_bytes ended the collection.
+    truncated: bool
+
+
+def read_texts(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    pattern: str | None = None,
+    max_bytes: int | None = None,
+    tests: bool = False,
+) -> Texts:
+    """Collect documents from `path`, always the same ones in the same order.
+
+    path: a folder (every file below it whose name matches `pattern`, default "*"), one text file (cut at
+        line ends into documents of about PIECE characters), or a .jsonl with {"text": ...} per line (one
+        document a line). None: the sources of Python's standard library on this machine (*.py), without
+        site-packages and, unless `tests`, without its test folders.
+    max_bytes: stop after this many UTF-8 bytes; the last document is cut, at a line end if it has one.
+
+    Files of a folder come in the order of a hash of their relative path. Megatron's --split holds out the
+    last documents and max_bytes keeps the first, so both are then a fair sample and not the letters W to Z.
+    Documents of a single file or a .jsonl keep their order.
+
+    Raises FileNotFoundError if `path` does not exist, ValueError if it holds no text, if a line of a .jsonl
+    is not an object with a string under "text", or if max_bytes < 1.
+    """
+    if max_bytes is not None and max_bytes < 1:
+        raise ValueError(f"max_bytes={max_bytes} leaves no text: use a positive number, or None for all")
+    root = Path(sysconfig.get_path("stdlib") if path is None else path)
+    if not root.exists():
+        cure = "pass a folder of text" if path is None else "check the path"
+        raise FileNotFoundError(f"{root} does not exist: {cure}")
+    if root.is_dir():
+        excluded = _NEVER
+        if path is None:
+            excluded = _NEVER | _NOT_STANDARD_LIBRARY | (frozenset() if tests else _TEST_FOLDERS)
+        pattern = pattern or ("*.py" if path is None else "*")
+        files = _files(root, pattern, excluded)
+        piece = None
+    elif root.is_file():
+        files, piece = [root], PIECE
+    else:
+        raise ValueError(
+            f"{root} is neither a file nor a folder: pass a folder of text, a text file or a .jsonl"
+        )
+
+    collector = _Collector(max_bytes)
+    for file in files:
+        if collector.full:
+            break
+        collector.add_file(file, piece)
+    if not collector.documents:
+        which = f" matching {pattern!r}" if root.is_dir() else ""
+        raise ValueError(
+            f"{root} holds no text: looked at {collector.files} files{which}, {collector.skipped} are not "
+            f"UTF-8 text and {collector.empty} are empty: pass a folder of text files, a text file, or a "
+            '.jsonl with {"text": ...} per line'
+        )
+    return Texts(
+        documents=tuple(collector.documents),
+        files=collector.files,
+        skipped=collector.skipped,
+        empty=collector.empty,
+        size=collector.size,
+        truncated=collector.full,
+    )
+
+
+def _files(root: Path, pattern: str, excluded: frozenset[str]) -> list[Path]:
+    """Regular files below `root`, in the order of a hash of their relative path. Links are not descended."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
+        for name in names:
+            file = Path(folder, name)
+            if fnmatch.fnmatchcase(name, pattern) and not name.startswith(".") and file.is_file():
+                key = hashlib.sha256(os.fsencode(file.relative_to(root).as_posix())).digest()
+                found.append((key, file))
+    return [file for _, file in sorted(found)]
+
+
+class _Collector:
+    """Documents so far, and how many more bytes are wanted."""
+
+    def __init__(self, max_bytes: int | None) -> None:
+        self.max_bytes = max_bytes
+        self.documents: list[str] = []
+        self.files = self.skipped = self.empty = self.size = 0
+        self.full = False
+
+    def add_file(self, file: Path, piece: int | None) -> None:
+        self.files += 1
+        if file.suffix == ".jsonl":
+            for record in _records(file):
+                if self.full:
+                    break
+                self._add(record, None)
+            return
+        with file.open("rb") as stream:
+            # One byte more than wanted tells a file that fits from one that must be cut.
+            limit = -1 if self.max_bytes is None else self.max_bytes - self.size + 1
+            self._add(stream.read(limit), piece)
+
+    def _add(self, data: bytes | None, piece: int | None) -> None:
+        if data is None or b"\0" in data:
+            self.skipped += 1
+            return
+        left = None if self.max_bytes is None else self.max_bytes - self.size
+        overflow = left is not None and len(data) > left
+        # Not final: an unfinished character at the cut is dropped, an invalid one is still an error.
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            text = decoder.decode(data[:left], final=not overflow)
+        except UnicodeDecodeError:
+            self.skipped += 1
+            return
+        self.full = overflow
+        if overflow:
+            text = text[: text.rfind("\n") + 1] or text
+        if not text.strip():
+            # A cut that leaves only white space is the end of the budget, not an empty file.
+            self.empty += not overflow
+            return
+        self.size += len(text.encode("utf-8"))
+        self.documents.extend([text] if piece is None else _pieces(text, piece))
+
+
+def _pieces(text: str, size: int) -> Iterator[str]:
+    """Cut `text` at line ends into pieces of at least `size` characters; the last may be shorter."""
+    lines: list[str] = []
+    length = 0
+    for line in text.splitlines(keepends=True):
+        lines.append(line)
+        length += len(line)
+        if length >= size:
+            yield "".join(lines)
+            lines, length = [], 0
+    if lines:
+        yield "".join(lines)
+
+
+def _records(file: Path) -> Iterator[bytes | None]:
+    """The "text" of each line of a .jsonl, as UTF-8; None for a string that has no UTF-8 form."""
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(
+                    f"{file}, line {number} is not JSON ({error}): one object per line"
+                ) from error
+            text = record.get("text") if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                held = f"keys {sorted(record)}" if isinstance(record, dict) else type(record).__name__
+                raise ValueError(f'{file}, line {number} has no string under "text" ({held}): rename the key')
+            try:
+                yield text.encode("utf-8")
+            except UnicodeEncodeError:  # a lone surrogate
+                yield None

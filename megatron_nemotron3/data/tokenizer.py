@@ -1,0 +1,129 @@
+"""A byte-level BPE trained on the spot, in a form stock Megatron loads by flags; and plain bytes.
+
+Of Megatron 0.19's --tokenizer-type choices two need no network, no GPU and no file that is not here:
+
+- HuggingFaceTokenizer with --tokenizer-model FOLDER: AutoTokenizer reads tokenizer.json and
+  tokenizer_config.json from the folder. Needs transformers, which megatron-core[training] requires.
+  Megatron's `eod` is the folder's eos_token.
+- NullTokenizer with --vocab-size 257: knows no text, but training needs only the size and `eod`, the last
+  id. Tokens 0 to 255 are then bytes. Needs nothing. Megatron cannot print its samples as text.
+
+GPT2BPETokenizer asks huggingface.co for the configuration of "gpt2" even with local vocabulary files, and
+ByteLevelTokenizer is a class of the library that no --tokenizer-type can build.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_nemotron3.data.atomic import staged
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_OF_DOCUMENT = "<|endoftext|>"
+# Must not be the end of document: Megatron masks the loss of every pad token.
+PAD = "<|pad|>"
+BYTES = 256
+SMALLEST_VOCABULARY = BYTES + 2
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """A tokenizer: what to tell Megatron (`flags`), and encoding and decoding here."""
+
+    #: --tokenizer-type
+    tokenizer_type: str
+    #: --tokenizer-model; None for plain bytes.
+    tokenizer_model: str | None
+    #: Ids 0 .. vocab_size - 1, special tokens included, before Megatron pads it.
+    vocab_size: int
+    #: Id of the end-of-document token.
+    eod: int
+
+    @property
+    def flags(self) -> list[str]:
+        """Stock Megatron flags."""
+        if self.tokenizer_model is None:
+            return ["--tokenizer-type", self.tokenizer_type, "--vocab-size", str(self.vocab_size)]
+        return ["--tokenizer-type", self.tokenizer_type, "--tokenizer-model", self.tokenizer_model]
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without the end of document. A special token's name in a text is plain text."""
+        if self.tokenizer_model is None:
+            return [list(text.encode("utf-8")) for text in texts]
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; special tokens are dropped, a cut UTF-8 character becomes U+FFFD."""
+        if self.tokenizer_model is None:
+            return bytes(i for i in ids if i < BYTES).decode("utf-8", errors="replace")
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        from tokenizers import Tokenizer
+
+        assert self.tokenizer_model is not None
+        tokenizer = Tokenizer.from_file(os.path.join(self.tokenizer_model, "tokenizer.json"))
+        # Documents that mention <|endoftext|> must not end there.
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+
+def byte_tokenizer() -> TokenizerInfo:
+    """UTF-8 bytes as tokens 0 to 255, and 256 for the end of document. No file, no library."""
+    return TokenizerInfo("NullTokenizer", None, vocab_size=BYTES + 1, eod=BYTES)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str]) -> TokenizerInfo:
+    """Train a byte-level BPE on `texts` and save it in `folder` (tokenizer.json, tokenizer_config.json).
+
+    Equal texts give equal files, whatever the number of threads. The vocabulary holds the 256 bytes, so any
+    text can be encoded, the end of document and a pad token; it is smaller than `vocab_size` if the texts
+    offer too few merges. `eod` is 0.
+
+    Raises ValueError if vocab_size < 258, OSError if the disk is full (nothing is left half-written).
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ValueError(
+            f"vocab_size={vocab_size} does not hold the {BYTES} bytes and 2 special tokens: "
+            f"use {SMALLEST_VOCABULARY} or more, or byte_tokenizer()"
+        )
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+
+    # PreTrainedTokenizerFast is the name both transformers 4 and 5 accept for "whatever tokenizer.json says".
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_DOCUMENT,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+    }
+    folder = Path(folder).absolute()
+    with staged(Path(folder, "tokenizer_config.json"), Path(folder, "tokenizer.json")) as (config_path, path):
+        config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8", newline="")
+    eod = tokenizer.token_to_id(END_OF_DOCUMENT)
+    assert eod is not None
+    return TokenizerInfo(
+        "HuggingFaceTokenizer", os.path.abspath(folder), vocab_size=tokenizer.get_vocab_size(), eod=eod
+    )

@@ -1,0 +1,98 @@
+"""The loss of a model that knows only how often each token occurs: what training must beat.
+
+A language model that ignores its context can do no better than predict every token with its frequency. Its
+loss is a line to print beside the final loss: above it, the model has learnt nothing about order.
+
+    uniform        log V                           a model that knows nothing: the loss at step 0
+    cross entropy  -sum_t q(t) log p(t)            p: training split, smoothed; q: validation split
+    entropy        -sum_t p(t) log p(t)            p: training split, not smoothed
+
+all in nats per token, as Megatron prints its loss (`lm loss`). Smoothing is add-one (Laplace): p(t) =
+(n(t) + 1) / (N + V), V the vocabulary before Megatron pads it; every token gets some probability, and with
+N of a million and V of two thousand the smoothing itself costs about 0.001 nats.
+
+Tokens are counted in the .bin/.idx Megatron reads and over the documents its --split gives to training and
+validation, end-of-document tokens included (Megatron's loss includes them unless --eod-mask-loss).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_nemotron3.data.splits import split_documents
+
+if TYPE_CHECKING:
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+
+@dataclass(frozen=True)
+class UnigramBaseline:
+    """Losses without context, in nats per token, and the tokens they were counted on."""
+
+    #: Validation tokens under the smoothed training frequencies: compare with the validation loss.
+    cross_entropy: float
+    #: Training tokens under their own frequencies: compare with the training loss.
+    entropy: float
+    #: log V.
+    uniform: float
+    train_tokens: int
+    valid_tokens: int
+
+
+def unigram_baseline(prefix: str | os.PathLike[str], split: str, vocab_size: int) -> UnigramBaseline:
+    """The baseline of the data set at `prefix` under `--split split`; vocab_size is the tokenizer's.
+
+    Raises ValueError if the split has no training or no validation documents, or if a token is outside the
+    vocabulary.
+    """
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(os.fspath(prefix))
+    train, valid, _ = split_documents(split, len(dataset))
+    if train is None or valid is None:
+        raise ValueError(f"--split {split} has no training or no validation part: use for example 98,2,0")
+    counts = _counts(dataset, train, vocab_size)
+    held_out = _counts(dataset, valid, vocab_size)
+    return UnigramBaseline(
+        cross_entropy=cross_entropy(held_out, counts),
+        entropy=entropy(counts),
+        uniform=math.log(vocab_size),
+        train_tokens=int(counts.sum()),
+        valid_tokens=int(held_out.sum()),
+    )
+
+
+def cross_entropy(held_out: np.ndarray, counts: np.ndarray) -> float:
+    """Nats per token of counts `held_out` [V] under the add-one smoothed frequencies of `counts` [V]."""
+    import numpy as np
+
+    log_p = np.log(counts + 1.0) - math.log(counts.sum() + counts.size)
+    return float(-(held_out * log_p).sum() / held_out.sum())
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Nats per token of `counts` [V] under their own frequencies."""
+    import numpy as np
+
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def _counts(dataset: IndexedDataset, documents: range, vocab_size: int) -> np.ndarray:
+    """Occurrences of each token, [V]."""
+    import numpy as np
+
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for document in documents:
+        found = np.bincount(dataset[document], minlength=vocab_size)
+        if found.size > vocab_size:
+            raise ValueError(
+                f"document {document} holds token {found.size - 1}, outside a vocabulary of {vocab_size}: "
+                "pass the vocab_size of the tokenizer that wrote the data set"
+            )
+        counts += found
+    return counts

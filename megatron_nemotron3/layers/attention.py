@@ -1,0 +1,165 @@
+"""Core attention through `torch.nn.functional.scaled_dot_product_attention`.
+
+Megatron's `SelfAttention` does the projections and the head layout; this is what it calls in between.
+Its own `DotProductAttention` materializes [b, heads, s, s] and refuses packed sequences and context
+parallelism; torch's kernel (flash or memory-efficient on CPU and GPU) does not need to.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+#: Mask types that mean "each token sees itself and what came before it".
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class TorchCoreAttention(MegatronModule):
+    """Causal grouped-query attention without positional embedding.
+
+    Args:
+        config: `kv_channels`, `attention_dropout`, `context_parallel_size` are read.
+        attn_mask_type: causal or padding_causal.
+        softmax_scale: None for 1 / sqrt(kv_channels).
+
+    Raises:
+        ValueError: a mask type, softmax or window this backend does not compute.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config)
+        if attn_mask_type not in CAUSAL:
+            raise ValueError(f"attention mask {attn_mask_type.name}: the torch backend computes causal only")
+        if config.softmax_type != "vanilla" or config.window_size is not None:
+            raise ValueError(
+                f"softmax_type={config.softmax_type!r}, window_size={config.window_size}: the torch "
+                "backend computes full softmax attention only"
+            )
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group = groups.cp
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: [s, b, heads / tp, c], or [t, heads / tp, c] packed.
+            key, value: [s, b, kv heads / tp, c], or [t, kv heads / tp, c] packed.
+            attention_mask: ignored; the mask is causal by construction.
+
+        Returns:
+            [s, b, heads / tp * c], or [t, 1, heads / tp * c] packed as Megatron expects it.
+        """
+        if attention_bias is not None:
+            raise ValueError("attention_bias is not part of this family and is not computed")
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params)
+        mask = None
+        if self.cp_group.size() > 1:
+            key, value, mask = self._gather_context(query, key, value)
+        # [s, b, h, c] -> [b, h, s, c]
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = self._attend(q, k, v, mask)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[b, h, s, c] each; mask [s_q, s_k] True where allowed, None for causal."""
+        dropout = self.dropout if self.training else 0.0
+
+        def attend() -> torch.Tensor:
+            return F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=dropout,
+                scale=self.softmax_scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+
+        if dropout and not self.config.sequence_parallel:
+            with get_cuda_rng_tracker().fork():
+                return attend()
+        return attend()
+
+    def _packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        """Documents one after the other along the token axis: each attends to itself alone."""
+        if self.cp_group.size() > 1:
+            raise ValueError(
+                f"packed sequences with CP={self.cp_group.size()} are not computed by the torch "
+                "backend: use CP=1 or the TE backend"
+            )
+        borders = (
+            packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
+        )
+        ends = borders.tolist()
+        if ends[-1] < query.shape[0]:
+            ends.append(query.shape[0])  # trailing padding attends to itself
+        pieces = []
+        for start, end in zip(ends[:-1], ends[1:], strict=True):
+            if end > start:
+                # [t, h, c] -> [1, h, t, c]
+                q, k, v = (t[start:end].transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+                pieces.append(self._attend(q, k, v, None).squeeze(0).transpose(0, 1))
+        return torch.cat(pieces).flatten(1)
+
+    def _gather_context(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Context parallelism by gathering keys and values (2 KV heads make them small).
+
+        Megatron gives rank r the chunks r and 2*cp-1-r of 2*cp (zigzag), so that causal work is even.
+
+        Returns:
+            key and value of all tokens in gathered (not sequence) order, and the causal mask
+            [s / cp, s] for this rank's queries in that order.
+        """
+        cp, rank = self.cp_group.size(), self.cp_group.rank()
+        key, value = (
+            gather_from_sequence_parallel_region(t.contiguous(), group=self.cp_group) for t in (key, value)
+        )
+        chunk = query.shape[0] // 2
+        steps = torch.arange(chunk, device=query.device)
+
+        def positions(r: int) -> torch.Tensor:
+            return torch.cat([r * chunk + steps, (2 * cp - 1 - r) * chunk + steps])
+
+        q_pos = positions(rank)
+        k_pos = torch.cat([positions(r) for r in range(cp)])
+        return key, value, k_pos[None, :] <= q_pos[:, None]

@@ -1,0 +1,100 @@
+"""Which implementation builds each part of the stack: TransformerEngine (TE) or plain torch.
+
+A `Backend` is a table of builders with one entry per part; `specs.py` composes them. Importing this
+module never fails for a missing optional package, because Megatron-Core 0.19 turns an import error in
+a `--spec` module into its own stock model without a word.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
+
+from megatron_nemotron3 import cpu
+from megatron_nemotron3.layers.attention import TorchCoreAttention
+from megatron_nemotron3.layers.experts import (
+    ColumnParallelGroupedLinear,
+    GroupedExperts,
+    RowParallelGroupedLinear,
+)
+from megatron_nemotron3.layers.latent_moe import LatentMoELayer
+from megatron_nemotron3.layers.linear import NormColumnParallelLinear
+from megatron_nemotron3.layers.mamba import Mamba2Mixer
+from megatron_nemotron3.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Builders of one implementation, each called the way Megatron calls its own."""
+
+    name: str
+    norm: Any
+    column_parallel_linear: Any
+    #: Input norm fused; weight stored as `layer_norm_weight`.
+    norm_column_parallel_linear: Any
+    row_parallel_linear: Any
+    core_attention: Any
+    mixer: Any
+    moe_layer: Any
+    experts: Any
+    #: part -> implementation, for the log line.
+    parts: dict[str, str]
+
+    def describe(self) -> str:
+        """One line: `backend torch: linear Megatron local; norm …`."""
+        return f"backend {self.name}: " + "; ".join(f"{part} {how}" for part, how in self.parts.items())
+
+
+TORCH = Backend(
+    name="torch",
+    norm=RMSNorm,
+    column_parallel_linear=ColumnParallelLinear,
+    norm_column_parallel_linear=NormColumnParallelLinear,
+    row_parallel_linear=RowParallelLinear,
+    core_attention=TorchCoreAttention,
+    mixer=Mamba2Mixer,
+    moe_layer=LatentMoELayer,
+    experts=partial(
+        GroupedExperts,
+        submodules=GroupedMLPSubmodules(
+            linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear
+        ),
+    ),
+    parts={
+        "linear": "Megatron local",
+        "norm": "torch RMSNorm",
+        "attention": "torch SDPA",
+        "scan": "torch chunked SSD",
+        "experts": "torch grouped",
+        "latent": "torch",
+    },
+)
+
+
+def te_problem() -> str | None:
+    """Why TE cannot be used here, with the cure, or None if it can be built."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return (
+            "package transformer-engine is not installed: "
+            "pip install 'transformer-engine[pytorch]', or use the torch backend"
+        )
+    from megatron.core.extensions import transformer_engine as extension
+
+    if not extension.HAVE_TE:
+        return (
+            "package transformer-engine is installed but megatron-core cannot import it "
+            "(try: python -c 'import transformer_engine.pytorch'), or use the torch backend"
+        )
+    return None
+
+
+def default_backend() -> str:
+    """ "te" where TE can be built and a CUDA device is there to run it, else "torch"."""
+    on_gpu = torch.cuda.is_available() and not cpu.is_active()
+    return "te" if on_gpu and te_problem() is None else "torch"

@@ -1,0 +1,213 @@
+"""Routed experts on plain torch: one grouped matrix product a projection, no loop over tokens.
+
+Parameters are TE's: `linear_fc1.weight0 … weight{E-1}` [f, e] and `linear_fc2.weight0 …` [e, f], so the
+state dict of a rank, and the torch_dist checkpoint, are those of upstream's `TEGroupedMLP`. Tokens
+arrive sorted by expert; only [routed tokens, width] tensors exist, never [tokens, experts, width].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import (
+    _initialize_affine_weight_cpu,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron_nemotron3.layers.functional import weighted_squared_relu
+
+from megatron_nemotron3.layers.grouped import grouped_linear
+
+
+class GroupedLinear(torch.nn.Module):
+    """E independent linear layers without bias, applied to tokens sorted by expert.
+
+    Communication between tensor-parallel ranks is the token dispatcher's job, as for every expert
+    linear of Megatron.
+
+    Args:
+        num_gemms: local experts.
+        input_size, output_size: global widths; `split_axis` is divided by the expert-TP size.
+        split_axis: 0 splits the output (column parallel), 1 the input (row parallel).
+    """
+
+    split_axis: int
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], Any],
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool = True,
+        tp_comm_buffer_name: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        assert pg_collection is not None
+        if bias:
+            raise ValueError("experts have no bias in this family: pass --disable-bias-linear")
+        self.config, self.num_gemms, self.name = config, num_gemms, name
+        self.ep_group, self.tp_group = pg_collection.ep, pg_collection.expt_tp
+        self.expt_dp_group = pg_collection.expt_dp
+        tp = self.tp_group.size()
+        shape = [output_size, input_size]
+        if shape[self.split_axis] % tp:
+            raise ValueError(
+                f"expert width {shape[self.split_axis]} is not divisible by expert TP={tp}: "
+                "use an --expert-tensor-parallel-size that divides it"
+            )
+        local = list(shape)
+        local[self.split_axis] //= tp
+        self.in_features, self.out_features = local[1], local[0]
+
+        # With expert groups of their own these gradients are not summed over the dense DP group.
+        own_groups = (
+            config.expert_model_parallel_size > 1
+            or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+        )
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        for i in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(local, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(weight, True, self.split_axis, 1)
+            if config.perform_initialization:
+                self._initialize(weight, shape, init_method)
+            weight.allreduce = not own_groups  # type: ignore[attr-defined]
+            self.register_parameter(f"weight{i}", weight)
+
+    def _initialize(
+        self, weight: torch.nn.Parameter, shape: list[int], init_method: Callable[[torch.Tensor], Any]
+    ) -> None:
+        if self.config.use_cpu_initialization:
+            # The master weight is drawn whole and cut, so the model does not depend on expert TP.
+            _initialize_affine_weight_cpu(
+                weight,
+                shape[0],
+                shape[1],
+                weight.shape[self.split_axis],
+                self.split_axis,
+                init_method,
+                params_dtype=self.config.params_dtype,
+                rank=self.tp_group.rank(),
+                world_size=self.tp_group.size(),
+                skip_set_tensor_parallel_attributes=True,
+            )
+        else:
+            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                init_method(weight)
+
+    def weights(self) -> list[torch.nn.Parameter]:
+        """The local experts' matrices, each [output, input]."""
+        return [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+
+    def forward(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+        """[t, input] sorted by expert -> ([t, output], no bias); t = sum(tokens_per_expert)."""
+        return grouped_linear(x, self.weights(), tokens_per_expert), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """One chunk per expert of a [E, output, input] tensor, or one key per expert if asked
+        (`singleton_local_shards`); the layout of TE's grouped linear and of `SequentialMLP`."""
+        assert metadata is not None
+        singleton = metadata.get("singleton_local_shards", False)
+        total = self.ep_group.size() * self.num_gemms
+        first = self.ep_group.rank() * self.num_gemms
+        result: dict[str, Any] = {}
+        for i, weight in enumerate(self.weights()):
+            expert = first + i
+            offsets = sharded_offsets
+            if not singleton:
+                offsets = (*sharded_offsets, (len(sharded_offsets), expert, total))
+            part = make_sharded_tensors_for_checkpoint(
+                {f"{i}.weight": weight},
+                "",
+                {f"{i}.weight": self.split_axis},
+                offsets,
+                tp_group=self.tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            replace_prefix_for_sharding(part, f"{i}.", f"{expert}.{prefix}" if singleton else prefix)
+            tensor = part[f"{i}.weight"]
+            tensor.replica_id = (*tensor.replica_id[:2], self.expt_dp_group.rank())
+            result[f"{prefix}weight{i}"] = tensor
+        return result
+
+    def extra_repr(self) -> str:
+        """Sizes for print(model)."""
+        return f"{self.num_gemms} experts, in={self.in_features}, out={self.out_features}"
+
+
+class ColumnParallelGroupedLinear(GroupedLinear):
+    """FC1: output rows split over expert-TP ranks."""
+
+    split_axis = 0
+
+
+class RowParallelGroupedLinear(GroupedLinear):
+    """FC2: input columns split over expert-TP ranks; the dispatcher sums the partial outputs."""
+
+    split_axis = 1
+
+
+class GroupedExperts(TEGroupedMLP):
+    """FC1, weighted squared ReLU, FC2 for all local experts.
+
+    Construction and checkpointing are upstream's `TEGroupedMLP`, which is generic in its linears.
+
+    Raises:
+        ValueError: an activation other than ungated squared ReLU.
+    """
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        activation = getattr(config.activation_func, "__name__", str(config.activation_func))
+        if activation != "squared_relu" or config.gated_linear_unit:
+            gate = "gated " if config.gated_linear_unit else ""
+            raise ValueError(f"experts with {gate}{activation}: this family has --squared-relu")
+        super().__init__(num_local_experts, config, *args, **kwargs)
+
+    def forward(  # type: ignore[override]
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Compute the routed experts.
+
+        Args:
+            permuted_local_hidden_states: [t, e] tokens sorted by local expert.
+            tokens_per_expert: [E_local] counts that add up to t.
+            permuted_probs: [t] routing weights, applied before FC2 (linear, so equal to after it).
+
+        Returns:
+            [t, e] and no bias.
+        """
+        counts = tokens_per_expert.tolist()
+        hidden, _ = self.linear_fc1(permuted_local_hidden_states, counts)
+        if self.activation_recompute and self.training:
+            hidden = torch.utils.checkpoint.checkpoint(
+                weighted_squared_relu, hidden, permuted_probs, use_reentrant=False
+            )
+        else:
+            hidden = weighted_squared_relu(hidden, permuted_probs)
+        output, _ = self.linear_fc2(hidden, counts)
+        return output, None

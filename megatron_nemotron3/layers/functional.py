@@ -1,0 +1,222 @@
+"""RMS norms and squared ReLU, each as a reference and a lean form with one signature. Plain torch.
+
+    rms_norm                y = x / rms(x) * weight
+    gated_group_rms_norm    u = x * silu(z);  y = u / rms(u over each group of channels) * weight
+    squared_relu            y = relu(x)^2
+    weighted_squared_relu   y = relu(x)^2 * w, one weight per row (a token's routing probability)
+
+Statistics and intermediate values are FP32 (FP64 inputs stay FP64), rounded once to the dtype of x.
+The lean forms save their inputs only (the norm also one reciprocal per group) and are differentiable once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+#: Elements of x handled at once on CPU; 1 MiB in FP32, so that the chain of operations stays in cache.
+BLOCK_ELEMENTS = 2**18
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. As `rms_norm`."""
+    wide = x.to(_wide(x))
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * rstd * weight.to(wide.dtype)).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """RMS norm over the last dimension (arXiv 1910.07467).
+
+    Args:
+        x: [..., d].
+        weight: [d], any floating dtype.
+        eps: added to the mean square.
+
+    Returns:
+        [..., d] in the dtype of x.
+    """
+    return _RMSNorm.apply(x, None, weight, x.shape[-1], eps)
+
+
+def gated_group_rms_norm_reference(
+    x: Tensor, z: Tensor, weight: Tensor, *, group_size: int, eps: float = 1e-5
+) -> Tensor:
+    """As `gated_group_rms_norm`, by autograd."""
+    _check_group(x, weight, group_size)
+    wide = x.to(_wide(x))
+    gated = (wide * F.silu(z.to(wide.dtype))).unflatten(-1, (-1, group_size))
+    rstd = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    return ((gated * rstd).flatten(-2) * weight.to(wide.dtype)).to(x.dtype)
+
+
+def gated_group_rms_norm(
+    x: Tensor, z: Tensor, weight: Tensor, *, group_size: int, eps: float = 1e-5
+) -> Tensor:
+    """The output norm of the Mamba-2 mixer: gate first, then RMS norm per group of channels.
+
+    It is mamba-ssm's gated norm with `norm_before_gate=False`.
+
+    Args:
+        x: [..., d].
+        z: [..., d], the gate before SiLU.
+        weight: [d].
+        group_size: channels of one group; d is a multiple of it.
+        eps: added to the mean square.
+
+    Returns:
+        [..., d] in the dtype of x.
+
+    Raises:
+        ValueError: d is not a multiple of group_size.
+    """
+    _check_group(x, weight, group_size)
+    return _RMSNorm.apply(x, z, weight, group_size, eps)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2 (arXiv 2109.08668), any shape.
+
+    Autograd saves one tensor here, relu(x), and rounds once each way in any dtype: nothing to gain by hand.
+    """
+    return F.relu(x).square()
+
+
+def squared_relu_reference(x: Tensor) -> Tensor:
+    """As `squared_relu`."""
+    return F.relu(x.to(_wide(x))).square().to(x.dtype)
+
+
+def weighted_squared_relu_reference(x: Tensor, w: Tensor) -> Tensor:
+    """As `weighted_squared_relu`, by autograd."""
+    wide = x.to(_wide(x))
+    return (F.relu(wide).square() * w.to(wide.dtype).unsqueeze(-1)).to(x.dtype)
+
+
+def weighted_squared_relu(x: Tensor, w: Tensor) -> Tensor:
+    """relu(x)^2 * w[:, None].
+
+    Args:
+        x: [n, d], tokens sorted by expert, before the activation.
+        w: [n], routing probability of each row.
+
+    Returns:
+        [n, d] in the dtype of x.
+
+    Raises:
+        ValueError: w is not one value per row.
+    """
+    if w.shape != x.shape[:-1]:
+        raise ValueError(f"w {tuple(w.shape)} must be {tuple(x.shape[:-1])}, one value per row of x")
+    return _WeightedSquaredReLU.apply(x, w)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x, gate z or None, weight, group size, eps -> normalized x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor | None, weight: Tensor, group_size: int, eps: float) -> Tensor:
+        wide = _wide(x)
+        gain = weight.to(wide).unflatten(-1, (-1, group_size))
+        x_rows = _rows(x)
+        z_rows = None if z is None else _rows(z)
+        y = torch.empty_like(x_rows, memory_format=torch.contiguous_format)
+        rstd = torch.empty(len(x_rows), *gain.shape[:1], 1, dtype=wide, device=x.device)
+        for rows in _row_blocks(x_rows):
+            u, _ = _gated(x_rows, z_rows, rows, gain.shape, wide)
+            rstd[rows] = torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
+            y[rows] = (u * rstd[rows]).mul_(gain).flatten(1)
+        ctx.save_for_backward(x, z, weight, rstd)
+        ctx.group_size = group_size
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, z, weight, rstd = ctx.saved_tensors
+        gain = weight.to(rstd.dtype).unflatten(-1, (-1, ctx.group_size))
+        x_rows, dy_rows = _rows(x), _rows(dy)
+        z_rows = None if z is None else _rows(z)
+        dx = torch.empty_like(x_rows, memory_format=torch.contiguous_format)
+        dz = None if z is None else torch.empty_like(dx, dtype=z.dtype)
+        dgain = torch.zeros_like(gain)
+        for rows in _row_blocks(x_rows):
+            u, silu = _gated(x_rows, z_rows, rows, gain.shape, rstd.dtype)
+            unit = u.mul_(rstd[rows])
+            dunit = dy_rows[rows].to(rstd.dtype).view(unit.shape)
+            dgain += (dunit * unit).sum(0)
+            dunit = dunit * gain
+            # The part of the gradient along u changes the norm only, which the division takes out again.
+            along = (dunit * unit).mean(-1, keepdim=True)
+            du = dunit.addcmul_(unit, along, value=-1).mul_(rstd[rows]).flatten(1)
+            if z_rows is None or dz is None or silu is None:
+                dx[rows] = du
+            else:
+                dx[rows] = silu.mul_(du)
+                gate = z_rows[rows].to(du.dtype)
+                dz[rows] = torch.ops.aten.silu_backward(du.mul_(x_rows[rows]), gate)
+        dz = None if dz is None else dz.view(x.shape)
+        return dx.view(x.shape), dz, dgain.flatten().to(weight.dtype), None, None
+
+
+class _WeightedSquaredReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        x_rows, wide = _rows(x), w.reshape(-1, 1).to(_wide(x))
+        y = torch.empty_like(x_rows, memory_format=torch.contiguous_format)
+        for rows in _row_blocks(x_rows):
+            positive = F.relu(x_rows[rows].to(wide.dtype))
+            y[rows] = positive.mul_(positive).mul_(wide[rows])
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        x_rows, dy_rows, wide = _rows(x), _rows(dy), w.reshape(-1, 1).to(_wide(x))
+        dx = torch.empty_like(x_rows, memory_format=torch.contiguous_format)
+        dw = torch.empty_like(wide)
+        for rows in _row_blocks(x_rows):
+            positive = F.relu(x_rows[rows].to(wide.dtype))
+            along = dy_rows[rows].to(wide.dtype) * positive
+            dw[rows] = (along * positive).sum(-1, keepdim=True)
+            dx[rows] = along.mul_(2 * wide[rows])
+        return dx.view(x.shape), dw.view(w.shape).to(w.dtype)
+
+
+def _gated(
+    x: Tensor, z: Tensor | None, rows: slice, groups: torch.Size, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """x * silu(z) of some rows, in fresh memory as [rows, groups, group size]; and silu(z)."""
+    if z is None:
+        return x[rows].to(dtype, copy=True).view(-1, *groups), None
+    silu = F.silu(z[rows].to(dtype))
+    return (silu * x[rows]).view(-1, *groups), silu
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.reshape(-1, t.shape[-1])
+
+
+def _row_blocks(x: Tensor) -> list[slice]:
+    """Slices that cut x [rows, d] into blocks; a GPU takes everything at once."""
+    total = len(x)
+    step = max(1, BLOCK_ELEMENTS // max(1, x.shape[1]) if x.device.type == "cpu" else total)
+    return [slice(row, min(row + step, total)) for row in range(0, total, step)]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _check_group(x: Tensor, weight: Tensor, group_size: int) -> None:
+    d = x.shape[-1]
+    if group_size < 1 or d % group_size:
+        raise ValueError(f"{d} channels are not a multiple of group_size={group_size}: use a divisor of {d}")
+    if weight.shape != (d,):
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, x {tuple(x.shape)} asks for {(d,)}")

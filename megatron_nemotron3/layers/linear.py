@@ -1,0 +1,128 @@
+"""Linear layers on plain torch whose parameter names, attributes and checkpoints are TE's.
+
+Megatron-Core's own `ColumnParallelLinear` and `RowParallelLinear` already do tensor and sequence
+parallelism without TransformerEngine (TE). Two things are missing, and both are here:
+
+* `NormColumnParallelLinear`: RMSNorm fused in front, weight named `layer_norm_weight`, as TE's
+  `TELayerNormColumnParallelLinear` stores it;
+* `DuplicatedLinear`: every tensor-parallel rank holds the whole weight (the latent projections of
+  LatentMoE), as TE's `TELinear(parallel_mode="duplicated")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import get_tensor_model_parallel_group_if_none
+
+from megatron_nemotron3.layers.norm import RMSNorm, new_norm_weight, norm_gain
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """Y = RMSNorm(X) W^T, W split over tensor-parallel ranks along its rows.
+
+    Takes the arguments of Megatron's `ColumnParallelLinear`. Input [s, b, d] (or [s / tp, b, d] with
+    sequence parallelism), output [s, b, out / tp].
+
+    Parameters: `layer_norm_weight` [d], replicated, `weight` [out / tp, d].
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
+    ) -> None:
+        RMSNorm.check(config)
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.eps = config.layernorm_epsilon
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        # TE registers the norm first; optimizers that number their parameters then agree.
+        weight = self._parameters.pop("weight")
+        self.layer_norm_weight = new_norm_weight(config, input_size)
+        self.register_parameter("weight", weight)
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Normalize [s, b, d] in FP32 statistics, then multiply. Returns (output, bias or None)."""
+        gain = norm_gain(self.layer_norm_weight, self.zero_centered_gamma)
+        normed = RMSNorm.apply_norm(input_, gain, self.eps)
+        return super().forward(normed, weight, runtime_gather_output)
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """Y = X W^T with the whole W on every tensor-parallel rank; no communication in forward.
+
+    With sequence parallelism each rank sees its own tokens, so the gradient is a partial sum: the
+    parameter is marked `sequence_parallel` and Megatron reduces it over the tensor-parallel group.
+
+    Args:
+        input_size, output_size: widths in elements.
+        config: `params_dtype`, `perform_initialization`, `sequence_parallel` are read.
+        init_method: called with the weight [output_size, input_size].
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], Any],
+        tp_group: torch.distributed.ProcessGroup | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.name = name
+        self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
+        )
+        if config.perform_initialization:
+            if config.use_cpu_initialization:
+                init_method(self.weight)
+            else:
+                # The tracker's data-parallel stream is the same on every tensor-parallel rank.
+                with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
+                    init_method(self.weight)
+        self.weight.allreduce = True
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.tensor_model_parallel = False
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """[..., input_size] -> ([..., output_size], no bias)."""
+        return F.linear(x, self.weight), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here; present because Megatron's MoE layer calls it."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Replicated over tensor- and data-parallel ranks."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            None,
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes for print(model)."""
+        return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}, duplicated"

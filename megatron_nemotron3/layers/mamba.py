@@ -1,0 +1,279 @@
+"""The Mamba-2 mixer (arXiv 2405.21060) on plain torch, in Megatron's tensor-parallel form.
+
+    x [s, b, d] --in_proj (RMSNorm fused)--> z | x | B | C | dt
+                                             |   |   |   |   |
+                                             | conv + SiLU   softplus(dt + dt_bias)
+                                             |     |         |
+         h_t = exp(dt A) h_{t-1} + dt B_t x_t;  y_t = C_t h_t + D x_t       (SSD scan)
+                                             |     |
+                             group RMSNorm(y * SiLU(z)) --out_proj--> [s, b, d]
+
+Upstream's `MambaMixer` refuses to be built without mamba-ssm and CUDA. This one subclasses it for two
+things it must not differ in, the checkpoint layout (`sharded_state_dict` splits z, x, B, C, dt) and the
+context-parallel exchange, and replaces construction and computation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_nemotron3.layers.conv import causal_conv1d
+
+from megatron_nemotron3.layers.norm import GatedGroupRMSNorm
+from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens, ssd_chunked
+
+#: Initial A ~ U(1, 16) and dt ~ exp U(log 1e-3, log 1e-1), as in the Mamba-2 code and Megatron.
+A_INIT_RANGE = (1.0, 16.0)
+DT_INIT_RANGE = (1e-3, 1e-1)
+DT_INIT_FLOOR = 1e-4
+#: Epsilon of the gated norm: fixed in upstream's mixer, not `--norm-epsilon`.
+GATED_NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class MixerSizes:
+    """Widths of one tensor-parallel rank's share of the mixer, in elements."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+
+    @property
+    def inner(self) -> int:
+        """Width of z and of x."""
+        return self.heads * self.head_dim
+
+    @property
+    def bc(self) -> int:
+        """Width of B and of C."""
+        return self.groups * self.state
+
+    @property
+    def conv(self) -> list[int]:
+        """Widths of x, B, C: what the convolution runs over."""
+        return [self.inner, self.bc, self.bc]
+
+    @property
+    def in_proj(self) -> list[int]:
+        """Widths of z, x, B, C, dt in `in_proj`'s output."""
+        return [self.inner, *self.conv, self.heads]
+
+
+class Mamba2Mixer(MambaMixer):
+    """Mamba-2 mixer with upstream's parameters.
+
+    These are `in_proj conv1d_weight conv1d_bias dt_bias A_log D norm out_proj`.
+
+    Args:
+        config: `mamba_num_heads`, `mamba_head_dim`, `mamba_state_dim`, `mamba_num_groups` are required.
+        submodules: specs of `in_proj` (with the input norm fused) and `out_proj`.
+        d_model: hidden size.
+        d_conv: convolution kernel width.
+        chunk_size: SSD chunk, in tokens; the result does not depend on it.
+        pg_collection: its `tp` and `cp` groups are used.
+
+    Raises:
+        ValueError: heads or groups are not divisible by the tensor-parallel size.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MambaMixerSubmodules,
+        d_model: int,
+        d_conv: int = 4,
+        chunk_size: int = 128,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        pp_layer_offset: int = 0,
+        name: str | None = None,
+    ) -> None:
+        # Not MambaMixer.__init__: it raises without mamba-ssm.
+        MegatronModule.__init__(self, config)
+        assert pg_collection is not None, "pg_collection must be provided for Mamba2Mixer"
+        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
+        self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset
+        self.d_model, self.d_conv, self.chunk_size = d_model, d_conv, chunk_size
+        self.headdim, self.d_state = config.mamba_head_dim, config.mamba_state_dim
+        self.ngroups = config.mamba_num_groups
+        self.nheads = config.mamba_num_heads or 2 * d_model // config.mamba_head_dim
+        self.d_inner = self.nheads * self.headdim
+        self.D_has_hdim, self.rmsnorm, self.norm_before_gate = False, True, False
+        self.cached_batch_size = None
+
+        tp = self.tp_group.size()
+        for what, count in (("mamba_num_heads", self.nheads), ("mamba_num_groups", self.ngroups)):
+            if count % tp:
+                raise ValueError(f"{what}={count} is not divisible by TP={tp}: use a TP that divides it")
+        if self.nheads % self.ngroups:
+            raise ValueError(
+                f"mamba_num_heads={self.nheads} is not divisible by mamba_num_groups={self.ngroups}"
+            )
+        self.sizes = MixerSizes(self.nheads // tp, self.headdim, self.ngroups // tp, self.d_state)
+        # Names upstream's sharded_state_dict reads.
+        self.nheads_local_tp, self.ngroups_local_tp = self.sizes.heads, self.sizes.groups
+        self.d_inner_local_tp = self.sizes.inner
+
+        self._new_own_parameters()
+        self.in_proj = build_module(
+            submodules.in_proj,
+            d_model,
+            2 * self.d_inner + 2 * self.ngroups * self.d_state + self.nheads,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="fc1",
+            tp_group=self.tp_group,
+            name=f"{name}.in_proj" if name is not None else None,
+        )
+        # Each component is split over TP on its own; resharding must interleave by these blocks.
+        self.in_proj.weight.partition_sizes = self.sizes.in_proj
+        self.norm = GatedGroupRMSNorm(
+            config,
+            self.sizes.inner,
+            group_size=self.sizes.inner // self.sizes.groups,
+            tp_group=self.tp_group,
+            eps=GATED_NORM_EPS,
+        )
+        self.out_proj = build_module(
+            submodules.out_proj,
+            self.d_inner,
+            d_model,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="fc2",
+            tp_group=self.tp_group,
+            name=f"{name}.out_proj" if name is not None else None,
+        )
+        self.cp = MambaContextParallel(
+            cp_group=pg_collection.cp,
+            d_inner_local_tp=self.sizes.inner,
+            nheads_local_tp=self.sizes.heads,
+            ngroups_local_tp=self.sizes.groups,
+            d_state=self.d_state,
+            conv1d_weight_cp1=self.conv1d_weight,
+            conv1d_bias_cp1=self.conv1d_bias,
+            conv1d_padding=d_conv - 1,
+            dt_bias_cp1=self.dt_bias,
+            A_log_cp1=self.A_log,
+            D_cp1=self.D,
+            D_has_hdim=False,
+        )
+
+    def _new_own_parameters(self) -> None:
+        """Create conv1d_weight, conv1d_bias, dt_bias, A_log (FP32) and D (FP32), split over TP on axis 0."""
+        config, sizes = self.config, self.sizes
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        conv_dim = sum(sizes.conv)
+
+        def parallel(data: torch.Tensor, **marks: Any) -> torch.nn.Parameter:
+            parameter = torch.nn.Parameter(data)
+            for key, value in {"tensor_model_parallel": True, "partition_dim": 0, **marks}.items():
+                setattr(parameter, key, value)
+            return parameter
+
+        # The tracker's model-parallel stream differs between tensor-parallel ranks, as it must here.
+        with get_cuda_rng_tracker().fork():
+            bound = 1 / math.sqrt(self.d_conv)  # fan-in of a depthwise kernel
+            weight = torch.empty(conv_dim, 1, self.d_conv, dtype=config.params_dtype, device=device)
+            bias = torch.empty(conv_dim, dtype=config.params_dtype, device=device)
+            dt = torch.empty(sizes.heads, dtype=torch.float32, device=device)
+            a = torch.empty(sizes.heads, dtype=torch.float32, device=device)
+            if config.perform_initialization:
+                weight.uniform_(-bound, bound)  # kaiming_uniform(a=sqrt(5)) of nn.Conv1d
+                bias.uniform_(-bound, bound)
+                dt.uniform_(*map(math.log, DT_INIT_RANGE)).exp_().clamp_(min=DT_INIT_FLOOR)
+                a.uniform_(*A_INIT_RANGE)
+        self.conv1d_weight = parallel(weight, partition_sizes=sizes.conv)
+        self.conv1d_bias = parallel(bias, partition_sizes=sizes.conv)
+        # The inverse of softplus, so that softplus(dt_bias) is the dt drawn above.
+        self.dt_bias = parallel((dt + torch.log(-torch.expm1(-dt))).to(config.params_dtype))
+        self.A_log = parallel(a.log())
+        self.D = parallel(torch.ones(sizes.heads, dtype=torch.float32, device=device))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        inference_context: Any = None,
+        *,
+        inference_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, d] (or [s / tp, b, d] under sequence parallelism) -> the same shape, and no bias.
+
+        With `packed_seq_params` (thd, b = 1) neither the convolution nor the state crosses a document
+        border.
+        """
+        if inference_context is not None or inference_params is not None:
+            raise NotImplementedError("Mamba2Mixer (torch backend) computes training and evaluation only")
+        zxbcdt, _ = self.in_proj(hidden_states)  # [s, b, in_proj / tp]
+        zxbcdt = self.cp.pre_conv_ssm(zxbcdt, packed_seq_params)  # all tokens, heads / cp
+        z, xbc, dt = torch.split(zxbcdt.transpose(0, 1), self._split_sizes(), dim=-1)  # [b, s, ...]
+
+        seq_idx = None
+        if packed_seq_params is not None:
+            cu_seqlens = packed_seq_params.cu_seqlens_q_padded
+            if cu_seqlens is None:
+                cu_seqlens = packed_seq_params.cu_seqlens_q
+            seq_idx = seq_idx_from_cu_seqlens(cu_seqlens, zxbcdt.shape[0])
+
+        y = self.scan(xbc, dt, seq_idx)  # [b, s, inner / tp / cp]
+        y, z = y.transpose(0, 1), z.transpose(0, 1)
+        if self.cp.cp_size > 1:
+            # The gated norm's groups are whole on every rank again after the exchange.
+            y = self.cp.post_conv_ssm(y.contiguous(), packed_seq_params)
+            z = self.cp.post_conv_ssm(z.contiguous(), packed_seq_params)
+        return self.out_proj(self.norm(y, z))
+
+    def _split_sizes(self) -> list[int]:
+        """Widths of z, (x B C), dt after context parallelism has taken its share of the heads."""
+        bc = self.cp.ngroups_local_tpcp * self.d_state
+        return [self.cp.d_inner_local_tpcp, self.cp.d_inner_local_tpcp + 2 * bc, self.cp.nheads_local_tpcp]
+
+    def scan(self, xbc: torch.Tensor, dt: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
+        """Convolution and state-space scan.
+
+        Args:
+            xbc: [b, s, inner + 2 * groups * state] as in_proj gave it.
+            dt: [b, s, heads] before bias and softplus.
+            seq_idx: [1, s] document of each token, or None.
+
+        Returns:
+            [b, s, inner] before gate and norm. Decays, state and softplus are FP32.
+        """
+        b, s, _ = xbc.shape
+        groups, heads = self.cp.ngroups_local_tpcp, self.cp.nheads_local_tpcp
+        xbc = causal_conv1d(xbc, self.cp.get_conv1d_weight(), self.cp.get_conv1d_bias(), seq_idx=seq_idx)
+        inner, bc = self.cp.d_inner_local_tpcp, groups * self.d_state
+        x, B, C = torch.split(xbc, [inner, bc, bc], dim=-1)
+        y = ssd_chunked(
+            x.reshape(b, s, heads, self.headdim),
+            F.softplus(dt.float() + self.cp.get_dt_bias().float()),
+            -torch.exp(self.cp.get_A_log().float()),
+            B.reshape(b, s, groups, self.d_state),
+            C.reshape(b, s, groups, self.d_state),
+            D=self.cp.get_D().float(),
+            chunk_size=self.chunk_size,
+            seq_idx=seq_idx,
+        )
+        return y.reshape(b, s, inner)

@@ -1,0 +1,109 @@
+"""RMSNorm modules on plain torch that also work under sequence parallelism.
+
+Megatron's `WrappedTorchNorm` refuses sequence parallelism because torch's parameters lack the
+`sequence_parallel` mark that makes Megatron reduce their gradients; setting it is all there is to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron_nemotron3.layers.functional import gated_group_rms_norm, rms_norm
+
+
+def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+    """A norm gain [size], replicated over tensor-parallel ranks and marked for sequence parallelism."""
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    start = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
+    weight = torch.nn.Parameter(start(size, dtype=config.params_dtype, device=device))
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return weight
+
+
+def norm_gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    """The factor a stored gain stands for (`--apply-layernorm-1p` stores gain - 1)."""
+    return weight + 1 if zero_centered else weight
+
+
+class RMSNorm(torch.nn.Module):
+    """y = x / rms(x) * gain over the last dimension, statistics in FP32, output in the input's dtype.
+
+    Built as Megatron builds norms: `RMSNorm(config=…, hidden_size=…, eps=…)`. Input [s, b, d].
+
+    Raises:
+        ValueError: `--normalization` is not RMSNorm.
+    """
+
+    apply_norm = staticmethod(rms_norm)
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.check(config)
+        self.eps = eps
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        self.weight = new_norm_weight(config, hidden_size)
+
+    @staticmethod
+    def check(config: TransformerConfig) -> None:
+        """Refuse what this family does not have rather than compute something else."""
+        if config.normalization != "RMSNorm":
+            raise ValueError(
+                f"normalization={config.normalization!r}: the torch backend has RMSNorm only; "
+                "pass --normalization RMSNorm"
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., d] -> [..., d]."""
+        return rms_norm(x, norm_gain(self.weight, self.zero_centered_gamma), self.eps)
+
+    def extra_repr(self) -> str:
+        """Sizes for print(model)."""
+        return f"{self.weight.numel()}, eps={self.eps}"
+
+
+class GatedGroupRMSNorm(torch.nn.Module):
+    """Mamba-2's output norm: RMSNorm over each group of y * silu(z) (arXiv 2405.21060, section 7).
+
+    Each tensor-parallel rank holds whole groups, so no statistic crosses ranks.
+
+    Args:
+        size: local width (inner size / tp); weight is [size], split along axis 0 over `tp_group`.
+        group_size: elements per group.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        size: int,
+        *,
+        group_size: int,
+        tp_group: torch.distributed.ProcessGroup,
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.group_size, self.eps, self.tp_group = group_size, eps, tp_group
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
+        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+        self.weight.partition_dim = 0  # type: ignore[attr-defined]
+
+    def forward(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """y, z [..., size] -> [..., size]."""
+        return gated_group_rms_norm(y, z, self.weight, group_size=self.group_size, eps=self.eps)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Split along axis 0 over tensor-parallel ranks, as upstream's `ExtendedRMSNorm`."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )

@@ -1,0 +1,160 @@
+"""Pre-train with Megatron's own training loop: the short form of the stock `pretrain_hybrid.py`.
+
+    python -m megatron_nemotron3.run megatron_nemotron3/pretrain.py $(flags…)
+
+PyPI's megatron-core holds the loop (`megatron.training`) but not the stock script; this one needs nothing
+else. It does plain pre-training; packed fine-tuning, ModelOpt and distillation are the stock script's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers, pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megatron_nemotron3.build import model_provider
+
+#: Options whose batches carry document borders or teacher data: the stock script's business.
+UNSUPPORTED = ("sft", "dataloader_inter_document_masking", "hybrid_context_parallel", "logits_load_dir")
+
+_Batch = dict[str, "torch.Tensor | None"]
+
+
+def get_batch(data_iterator: Iterator[_Batch], vp_stage: int | None) -> _Batch:
+    """This rank's `tokens labels loss_mask position_ids` [b, s / cp] and `attention_mask` (None: causal).
+
+    Ranks of middle pipeline stages need none of them. MTP lives on the last stage, which has the batch.
+    """
+    keys = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(keys)
+    args = get_args()
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch: _Batch = {}
+    if tp_rank == 0:
+        drawn = next(data_iterator)
+        batch = {k: v.cuda(non_blocking=True) if v is not None else None for k, v in drawn.items()}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=args.mtp_num_layers is not None and mpu.is_pipeline_last_stage(),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    batch = get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group(), hybrid_cp_group_func=None
+    )
+    return {key: batch.get(key) for key in keys}
+
+
+def loss_function(
+    loss_mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the token losses [b, s] under the mask, number of tokens, and what Megatron logs."""
+    mask = loss_mask.reshape(-1).float()
+    loss = (output.reshape(-1).float() * mask).sum()
+    tokens = mask.sum().detach().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for reject, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            get_rerun_state_machine().validate_result(
+                result=loss,
+                rejection_func=reject,
+                message=f"{what} in the local loss",
+                tolerance=0.0,
+                fatal=True,
+            )
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+
+
+def forward_step(data_iterator: Iterator[_Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """One microbatch forward; Megatron's schedule calls the returned loss function on the last stage."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(loss_function, batch["loss_mask"])
+
+
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
+    """Train, validation and test sets of Megatron's GPTDataset; `num_samples` sequences of each."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+    )
+
+    def needed_here() -> bool:
+        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, needed_here, config).build()
+
+
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """Parse Megatron's options and train."""
+    args = parse_and_validate_args()
+    if given := [name for name in UNSUPPORTED if getattr(args, name, None)]:
+        option = "--" + given[0].replace("_", "-")
+        raise SystemExit(f"{option} is not part of this entry: run the stock pretrain_hybrid.py with our flags")
+    pretrain(
+        pretrain_cfg_container_from_args(args),
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        model_provider=model_provider,
+    )
+
+
+if __name__ == "__main__":
+    main()

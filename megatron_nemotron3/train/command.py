@@ -1,0 +1,258 @@
+"""The `train` command, step by step: data, flags, training processes, report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_nemotron3.args import ParallelLayout, TrainingData, TrainingSchedule, flags, published, to_argv
+from megatron_nemotron3.models import Nemotron3Config, count
+from megatron_nemotron3.train import checkpoints, launch, log, report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to train, on what, where to."""
+
+    config: Nemotron3Config
+    layout: ParallelLayout
+    precision: str
+    backend: str
+    #: "cpu" or "cuda", resolved.
+    device: str
+    output: Path
+    #: Text file or folder; None: Python's own sources.
+    text: str | None = None
+    #: Prefixes of Megatron data sets; given, `text` is not used and `tokenizer` is.
+    data_path: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    max_bytes: int | None = None
+    steps: int | None = None
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
+    lr: float | None = None
+    verbose: bool = False
+    extra: tuple[str, ...] = ()
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where Megatron saves and resumes."""
+        return self.output / "checkpoints"
+
+
+def schedule_of(request: Request) -> TrainingSchedule:
+    """Tiny models: a schedule for minutes on a CPU. Others: the published one. Options override.
+
+    Raises:
+        ValueError: the model has no published schedule and options leave a part open.
+    """
+    if request.config.name.endswith("-tiny"):
+        return _tiny_schedule(request)
+    schedule = published(request.config)
+    changes = {
+        "micro_batch_size": request.micro_batch_size,
+        "global_batch_size": request.global_batch_size,
+        "lr": request.lr,
+        "min_lr": request.lr and request.lr / 100,
+    }
+    fields = {k: getattr(schedule, k) for k in schedule.__dataclass_fields__}
+    fields.update({k: v for k, v in changes.items() if v is not None})
+    if request.steps is not None:
+        for name in ("train", "lr_warmup", "lr_decay", "lr_wsd_decay"):
+            fields[f"{name}_samples"] = None
+        fields.update(_lengths(request.steps))
+    schedule = TrainingSchedule(**fields)
+    if schedule.unknown:
+        options = {"train": "--steps", "lr": "--lr", "min_lr": "--lr"}
+        missing = sorted({options[name] for name in schedule.unknown})
+        raise ValueError(f"{request.config.title} has no published schedule: give {' and '.join(missing)}")
+    return schedule
+
+
+def _lengths(steps: int) -> dict[str, int]:
+    """Warm-up of a tenth, decay over the last fifth (WSD)."""
+    return {
+        "train_iters": steps,
+        "lr_warmup_iters": steps // 10,
+        "lr_decay_iters": steps,
+        "lr_wsd_decay_iters": max(1, steps // 5),
+    }
+
+
+def _tiny_schedule(request: Request) -> TrainingSchedule:
+    steps = request.steps or 200
+    micro = request.micro_batch_size or 4
+    lr = request.lr or 4e-3
+    return TrainingSchedule(
+        micro_batch_size=micro,
+        global_batch_size=request.global_batch_size or micro * request.layout.dp * (2 if request.layout.pp > 1 else 1),
+        lr=lr,
+        min_lr=lr / 100,
+        eval_interval=max(1, steps // 4),
+        eval_iters=8,
+        save_interval=max(1, steps // 2),
+        log_interval=max(1, steps // 100),
+        **_lengths(steps),
+    )
+
+
+def run(request: Request) -> int:
+    """Train, following the log; returns the exit status. A second call resumes from the last checkpoint.
+
+    Raises:
+        ValueError: something that can be known beforehand is wrong; nothing was written but prepared data.
+    """
+    started = time.monotonic()
+    config, schedule = request.config, schedule_of(request)
+    size = count(config)
+    checkpoints.check_room(request.output, checkpoints.bytes_needed(size.trainable, request.precision))
+
+    def argv(data: TrainingData) -> list[str]:
+        return to_argv(
+            flags(
+                config,
+                request.layout,
+                precision=request.precision,
+                backend=request.backend,
+                schedule=schedule,
+                data=data,
+                # After a signal: finish the step, save, leave.
+                extra=("--exit-signal-handler", *request.extra),
+            )
+        )
+
+    argv(TrainingData())  # rules first: nothing is written for a layout that cannot run
+    print(f"{config.title} [{config.name}]: {size.trainable:,} parameters, {request.layout}, {request.precision}")
+    data, baseline = _data(request)
+    for leftover in checkpoints.remove_incomplete(request.checkpoints):
+        print(f"removed {leftover}: its save had been interrupted")
+
+    begun = checkpoints.latest(request.checkpoints)
+    log_file = request.output / "train.log"
+    if begun is None:
+        log_file.unlink(missing_ok=True)  # of a run that never saved
+    elif schedule.train_iters is not None and begun >= schedule.train_iters:
+        print(f"already trained to step {begun}; to start over, delete {request.output}")
+        _report(request, log.read(str(log_file)), baseline, started)
+        return 0
+    else:
+        print(f"resuming from step {begun}")
+
+    print(f"training log: {log_file}", flush=True)
+    words = launch.command(argv(data), request.layout.world_size, request.device)
+    env = launch.environment(request.layout.world_size, request.device)
+    progress = _Progress(request.verbose)
+    try:
+        status = launch.follow(words, env, log_file, progress.line, progress.interrupted)
+    finally:
+        checkpoints.remove_incomplete(request.checkpoints)
+    if status != 0 and not progress.was_interrupted:
+        raise ValueError(f"{progress.last_error or f'training ended with status {status}'} (see {log_file})")
+
+    saved = checkpoints.latest(request.checkpoints)
+    curve = log.read(str(log_file))
+    _report(request, curve, baseline, started)
+    if progress.was_interrupted:
+        where = f"step {saved} is saved; the same command goes on from there" if saved else "no checkpoint yet"
+        print(f"interrupted: {where}")
+        return 130
+    return 0
+
+
+def _data(request: Request) -> tuple[TrainingData, float | None]:
+    """Data set, tokenizer and folders for the flags; and the unigram baseline of the same text."""
+    from megatron_nemotron3.data import prepare, unigram_baseline
+    from megatron_nemotron3.data.prepare import MAX_BYTES
+
+    folder = str(request.checkpoints)
+    if request.data_path:
+        if request.tokenizer is None:
+            raise ValueError("--data-path needs --tokenizer FOLDER (a Hugging Face tokenizer)")
+        given = TrainingData(
+            data_path=request.data_path,
+            split="99,1,0",
+            tokenizer_type="HuggingFaceTokenizer",
+            tokenizer_model=request.tokenizer,
+            save=folder,
+            load=folder,
+        )
+        return given, None
+    prepared = prepare(
+        request.text,
+        request.output / "data",
+        vocab_size=min(request.config.vocab_size, 65_000),
+        max_bytes=request.max_bytes or MAX_BYTES,
+    )
+    texts, dataset = prepared.texts, prepared.dataset
+    source = request.text or "Python's own standard library"
+    print(f"text: {source}, {len(texts.documents):,} documents, {dataset.tokens:,} tokens")
+    baseline = unigram_baseline(prepared.prefix, prepared.split, prepared.tokenizer.vocab_size)
+    tokenizer = prepared.tokenizer
+    data = TrainingData(
+        data_path=(prepared.prefix,),
+        split=prepared.split,
+        data_cache_path=prepared.data_cache_path,
+        tokenizer_type=tokenizer.tokenizer_type,
+        tokenizer_model=tokenizer.tokenizer_model,
+        save=folder,
+        load=folder,
+    )
+    return data, baseline.cross_entropy
+
+
+def _report(request: Request, curve: log.Curve, baseline: float | None, started: float) -> None:
+    for line in report.verdict(curve, baseline):
+        print(line)
+    picture = request.output / "loss.png"
+    if curve.steps:
+        report.plot(curve, picture, request.config.title + f" [{request.config.name}]", baseline)
+        print(f"loss plot        {picture}")
+    if (saved := checkpoints.latest(request.checkpoints)) is not None:
+        print(f"checkpoint       {checkpoints.path_of(request.checkpoints, saved)}")
+    print(f"took             {time.monotonic() - started:.0f} s")
+
+
+class _Progress:
+    """Prints one line per logged step, and keeps what an error message needs."""
+
+    def __init__(self, verbose: bool) -> None:
+        self.verbose = verbose
+        self.was_interrupted = False
+        self.last_error = ""
+        self._live = sys.stdout.isatty() and not verbose
+        self._printed = 0
+
+    def line(self, text: str) -> None:
+        """Take in one line of the training log."""
+        if self.verbose:
+            print(text, end="", flush=True)
+        item = log.parse(text)
+        stripped = text.split("]: ", 1)[-1].strip()
+        if stripped.split(":")[0].endswith(("Error", "SystemExit", "Exception")) and ":" in stripped:
+            self.last_error = self.last_error or stripped[:300]
+        if text.startswith("megatron_nemotron3") and not self.verbose:
+            print(text, end="", flush=True)
+        if isinstance(item, log.Step) and not self.verbose:
+            self._step(item)
+        elif isinstance(item, log.Validation) and item.which == "validation" and not self.verbose:
+            print(f"step {item.iteration:5d}  validation loss {item.loss:.3f}", flush=True)
+
+    def _step(self, step: log.Step) -> None:
+        # On a terminal one line is rewritten; in a file about twenty lines remain.
+        mtp = " ".join(f"{loss:.3f}" for loss in step.mtp)
+        text = f"step {step.iteration:5d}/{step.total}  loss {step.loss:.3f}" + (f"  MTP {mtp}" if mtp else "")
+        text += f"  {step.seconds:.2f} s/step"
+        last = step.iteration == step.total
+        if self._live:
+            print(f"\r{text:<100}", end="\n" if last else "", flush=True)
+        elif last or step.iteration >= self._printed + step.total / 20 or step.iteration == 1:
+            self._printed = step.iteration
+            print(text, flush=True)
+
+    def interrupted(self) -> None:
+        """Called at every interrupt."""
+        first, self.was_interrupted = not self.was_interrupted, True
+        print("\ninterrupted: saving a checkpoint first; again to stop at once" if first else "\nstopping")
+

@@ -1,0 +1,84 @@
+"""Read what Megatron's training loop prints. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+_STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")
+_ITEM = re.compile(r"\| ([^|:]+?): *([-+0-9.eE]+|nan|inf) ")
+_VALID = re.compile(r"validation loss at iteration (\d+) on (\w+) set \| lm loss value: ([-+0-9.eE]+)")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One log line of training: losses are nats per token, averaged over the log interval."""
+
+    iteration: int
+    total: int
+    values: dict[str, float]
+
+    @property
+    def loss(self) -> float:
+        """Next-token loss, MTP not included."""
+        return self.values["lm loss"]
+
+    @property
+    def mtp(self) -> list[float]:
+        """Loss of each MTP depth, in order."""
+        found = sorted(key for key in self.values if re.fullmatch(r"mtp_\d+ loss", key))
+        return [self.values[key] for key in found]
+
+    @property
+    def seconds(self) -> float:
+        """Time per step."""
+        return self.values.get("elapsed time per iteration (ms)", 0.0) / 1e3
+
+
+@dataclass(frozen=True)
+class Validation:
+    """One evaluation: `which` is "validation" or "test"."""
+
+    iteration: int
+    which: str
+    loss: float
+
+
+@dataclass
+class Curve:
+    """Everything a log says, one entry per iteration; of a step trained twice the later one counts."""
+
+    steps: dict[int, Step] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
+    test: dict[int, float] = field(default_factory=dict)
+
+    def add(self, line: str) -> Step | Validation | None:
+        """Take in one line; what it held, if anything."""
+        item = parse(line)
+        if isinstance(item, Step):
+            self.steps[item.iteration] = item
+        elif isinstance(item, Validation):
+            (self.validation if item.which == "validation" else self.test)[item.iteration] = item.loss
+        return item
+
+
+def parse(line: str) -> Step | Validation | None:
+    """A line of Megatron's log, if it is one with losses."""
+    if (found := _VALID.search(line)) is not None:
+        return Validation(int(found[1]), found[2], float(found[3]))
+    if (found := _STEP.search(line)) is not None and "lm loss" in line:
+        values = {key.strip(): float(value) for key, value in _ITEM.findall(line)}
+        return Step(int(found[1]), int(found[2]), values)
+    return None
+
+
+def read(path: str) -> Curve:
+    """The curve of a log file; empty if there is none."""
+    curve = Curve()
+    try:
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                curve.add(line)
+    except FileNotFoundError:
+        pass
+    return curve

@@ -1,0 +1,56 @@
+"""What a run came to: a line, and a plot of its losses."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from megatron_nemotron3.train.log import Curve
+
+
+def plot(curve: Curve, path: Path, title: str, baseline: float | None) -> None:
+    """Write a PNG: training, MTP and validation loss in nats per token, the unigram baseline dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = sorted(curve.steps)
+    figure, axes = plt.subplots(figsize=(8, 5), dpi=120)
+    axes.plot(steps, [curve.steps[i].loss for i in steps], label="training, next token")
+    for depth in range(max((len(curve.steps[i].mtp) for i in steps), default=0)):
+        values = [(i, curve.steps[i].mtp[depth]) for i in steps if len(curve.steps[i].mtp) > depth]
+        axes.plot(*zip(*values), lw=1, alpha=0.7, label=f"training, MTP depth {depth + 1}")
+    if curve.validation:
+        points = sorted(curve.validation.items())
+        axes.plot(*zip(*points), "ko", ms=5, label="validation, next token")
+    if baseline is not None:
+        axes.axhline(baseline, color="gray", ls="--", lw=1, label=f"unigram baseline {baseline:.3f}")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    figure.savefig(temporary, format="png")
+    plt.close(figure)
+    os.replace(temporary, path)
+
+
+def verdict(curve: Curve, baseline: float | None) -> list[str]:
+    """Lines on the losses: first and last of training, validation against the baseline."""
+    if not curve.steps:
+        return ["no step was logged"]
+    first, last = curve.steps[min(curve.steps)], curve.steps[max(curve.steps)]
+    lines = [f"training loss    {first.loss:.3f} at step {first.iteration} -> {last.loss:.3f} at {last.iteration}"]
+    if last.mtp:
+        depths = ", ".join(f"depth {k}: {loss:.3f}" for k, loss in enumerate(last.mtp, 1))
+        lines.append(f"MTP loss         {depths}")
+    if curve.validation:
+        step = max(curve.validation)
+        loss = curve.validation[step]
+        lines.append(f"validation loss  {loss:.3f} at step {step} (perplexity {math.exp(min(loss, 80)):,.1f})")
+        if baseline is not None:
+            side = "below" if loss < baseline else "NOT below"
+            lines.append(f"unigram baseline {baseline:.3f} on the same text: the model is {side} it")
+    return lines

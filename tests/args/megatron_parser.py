@@ -1,0 +1,111 @@
+"""Run by test_megatron.py in a process of its own: Megatron's parser mutates globals and the environment.
+
+stdin: a JSON list of {"argv": [...], "world_size": n, "patched": bool}. Into the file named by the first
+argument (Megatron logs to stdout): a line of JSON for each, the arguments and the TransformerConfig, or
+the error.
+
+What needs a GPU or Transformer Engine only to be asked about is answered here if "patched", and nothing else:
+the compute capability, Transformer Engine's version, and whether its permutation kernels exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import io
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it; callables and dtypes by name."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, (str, int, float, bool)) or value is None:
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return getattr(value, "__name__", str(value))
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    jobs = json.load(sys.stdin)
+    answers = Path(sys.argv[1])
+    os.environ.update(RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
+
+    import argparse
+
+    from megatron.core.transformer import transformer_config
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.training import arguments
+    from megatron.training.argument_utils import core_transformer_config_from_args
+    from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+    # Building the parser takes most of the time; parse_args would build it anew for each set.
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    arguments.add_megatron_arguments(parser)
+
+    def run(argv: list[str], world_size: int) -> dict[str, Any]:
+        os.environ["WORLD_SIZE"] = str(world_size)
+        sys.argv = ["pretrain_hybrid.py", *argv]
+        with mock.patch.object(arguments, "add_megatron_arguments", lambda _: parser):
+            args = arguments.parse_args()
+        arguments.validate_args(args)
+        config = core_transformer_config_from_args(args)
+        padded = args.vocab_size and calculate_padded_vocab_size(
+            args.vocab_size,
+            args.make_vocab_size_divisible_by,
+            args.tensor_model_parallel_size,
+            logging_enabled=False,
+        )
+        return {
+            "args": {name: plain(value) for name, value in vars(args).items()},
+            "config": {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)},
+            "padded_vocab_size": padded,
+        }
+
+    kernels = (
+        "fused_permute",
+        "fused_permute_with_probs",
+        "fused_sort_chunks_by_index",
+        "fused_sort_chunks_by_index_with_probs",
+        "fused_unpermute",
+    )
+
+    def patches() -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        stack.enter_context(mock.patch("torch.cuda.get_device_capability", lambda *_: (10, 0)))
+        stack.enter_context(mock.patch.object(arguments, "get_device_arch_version", lambda: 10))
+        for module in (arguments, transformer_config):
+            stack.enter_context(mock.patch.object(module, "is_te_min_version", lambda *_, **__: True))
+        for kernel in kernels:
+            stack.enter_context(mock.patch.object(moe_utils, kernel, object()))
+        return stack
+
+    with (
+        answers.open("w") as out,
+        mock.patch.object(arguments, "_print_args", lambda *_: None),  # 800 lines a set
+    ):
+        for job in jobs:
+            log = io.StringIO()
+            try:
+                with (
+                    patches() if job["patched"] else contextlib.nullcontext(),
+                    contextlib.redirect_stdout(log),
+                    contextlib.redirect_stderr(log),
+                ):
+                    answer = run(job["argv"], job["world_size"])
+            except (Exception, SystemExit) as error:
+                answer = {"error": f"{type(error).__name__}: {error} {log.getvalue()[-500:]}"}
+            print(json.dumps(answer), file=out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Every rule fires where it should, names numbers and a cure, and is silent on the published launches."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from megatron_nemotron3 import models
+from megatron_nemotron3.args import (
+    BACKENDS,
+    RULES,
+    ParallelLayout,
+    RuleError,
+    TrainingSchedule,
+    check,
+    flags,
+    published,
+    published_layout,
+)
+
+SUPER = models.get("super")
+ULTRA = models.get("ultra")
+NANO_4B = models.get("nano-4b")
+TINY = models.get("super-tiny")
+WSD = TrainingSchedule(
+    global_batch_size=16, train_iters=100, lr=1e-3, min_lr=1e-5, lr_decay_iters=100, lr_wsd_decay_iters=10
+)
+FILE = "precision.yaml"
+
+
+def layout(**sizes: Any) -> ParallelLayout:
+    return ParallelLayout(**sizes)
+
+
+#: rule -> (arguments of check that violate it, what the message must contain)
+VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
+    "heads-tp": ({"config": SUPER.but(num_attention_heads=36), "layout": layout(tp=8)}, "36 .* TP=8"),
+    "query-groups-tp": (
+        {"config": SUPER.but(num_attention_heads=24, num_query_groups=6), "layout": layout(tp=4)},
+        "num_query_groups=6 and TP=4",
+    ),
+    "mamba-heads-tp": (
+        {"config": SUPER.but(mamba_num_heads=36, mamba_num_groups=4), "layout": layout(tp=8)},
+        "mamba_num_heads=36 .* TP=8.* TP 1, 2, 3, 4",
+    ),
+    "mamba-groups-tp": ({"layout": layout(tp=16)}, "mamba_num_groups=8 .* TP=16: use TP 1, 2, 4, 8$"),
+    "dense-ffn-tp": ({"config": NANO_4B.but(dense_ffn_hidden_size=12546), "layout": layout(tp=4)}, "12546"),
+    "shared-expert-tp": (
+        {"config": SUPER.but(moe_shared_expert_intermediate_size=5377), "layout": layout(tp=2)},
+        "5377 .* TP=2",
+    ),
+    "expert-ffn-etp": ({"layout": layout(etp=5, dp=5)}, "moe_ffn_hidden_size=2688 .* ETP=5"),
+    "experts-ep": ({"layout": layout(ep=3, dp=3)}, "num_moe_experts=512 .* EP=3"),
+    "mtp-hidden-tp": ({"config": SUPER.but(hidden_size=4100), "layout": layout(tp=8)}, "4100 .* TP=8"),
+    "vocabulary-tp": ({"config": SUPER.but(vocab_size=131073), "layout": layout(tp=2)}, "131073 .* TP=2"),
+    "mamba-heads-cp": ({"layout": layout(tp=8, cp=32)}, "16 heads a rank, not divisible by CP=32"),
+    "mamba-groups-cp": (
+        {"config": SUPER.but(mamba_num_heads=144, mamba_num_groups=6), "layout": layout(cp=4)},
+        "6 groups a rank; with CP=4",
+    ),
+    "experts-without-moe": ({"config": NANO_4B, "layout": layout(ep=2, dp=2)}, "EP=2 .* ep=1"),
+    "expert-grid": ({"layout": layout(tp=2, ep=64, dp=8)}, "TP.CP.DP=16 .* ETP.EP=64: .* multiple of 32"),
+    "layers-pipeline": ({"layout": layout(pp=16, vpp=8)}, "88 layers .* PP.VPP=128"),
+    "vpp-without-pp": ({"layout": layout(vpp=2)}, "VPP=2 .* PP=1"),
+    "moe-tp-without-sp": ({"layout": layout(tp=2, sp=False)}, "TP=2"),
+    "sp-without-tp": ({"layout": layout(sp=True)}, "TP=1"),
+    "sequence-cp": ({"layout": layout(cp=4), "schedule": TrainingSchedule(seq_length=100)}, "100 .* 8"),
+    "sequence-sp": ({"layout": layout(tp=8), "schedule": TrainingSchedule(seq_length=100)}, "100 .* CP.TP=8"),
+    "conv-kernel": ({"config": SUPER.but(mamba_conv_kernel=3)}, "mamba_conv_kernel=3"),
+    "global-batch": ({"layout": layout(dp=3), "schedule": WSD}, "16 .* micro_batch_size.DP=3"),
+    "vpp-microbatches": ({"layout": layout(pp=3, vpp=2), "schedule": WSD}, "PP=3, but a step has 16"),
+    "learning-rate-order": (
+        {"schedule": TrainingSchedule(train_iters=9, lr=1e-5, min_lr=1e-3, lr_wsd_decay_iters=1)},
+        "0.001 exceeds lr=1e-05",
+    ),
+    "warmup-length": (
+        {"schedule": TrainingSchedule(train_iters=9, lr_warmup_iters=9)},
+        "lr_warmup_iters=9 .* 9",
+    ),
+    "wsd-decay-length": (
+        {"schedule": TrainingSchedule(train_samples=9, lr=1e-3, min_lr=0.0)},
+        "lr=0.001 .* lr_wsd_decay_samples",
+    ),
+    "schedule-unknown": ({"schedule": published(models.get("lightning"))}, "train, lr, min_lr"),
+    "nvfp4-without-file": ({"precision": "nvfp4"}, "te_precision_config_file=PATH"),
+    "precision-file-unused": ({"te_precision_config_file": FILE}, "bf16"),
+    "bf16-layers-range": (
+        {
+            "precision": "nvfp4",
+            "te_precision_config_file": FILE,
+            "extra": ("--num-layers-at-end-in-bf16", "500"),
+        },
+        "500 at the end of 88",
+    ),
+    "mxfp8-tail-pipeline": ({"precision": "mxfp8", "layout": layout(pp=8)}, "14 BF16 .* layers/PP=11"),
+    "mxfp8-torch": ({"precision": "mxfp8", "backend": "torch"}, "backend te"),
+    "nvfp4-torch": (
+        {"precision": "nvfp4", "backend": "torch", "te_precision_config_file": FILE},
+        "emulated",
+    ),
+    "weight-alignment": (
+        {"config": NANO_4B, "layout": layout(tp=8), "precision": "mxfp8", "backend": "te"},
+        r"in_proj.weight \[2188, 3136\]",
+    ),
+    "weight-alignment-emulated": (
+        {
+            "config": NANO_4B,
+            "layout": layout(tp=8),
+            "precision": "nvfp4",
+            "backend": "torch",
+            "te_precision_config_file": FILE,
+        },
+        r"in_proj.weight \[2188, 3136\]",
+    ),
+    "fp4-row-alignment": (
+        {"layout": layout(tp=8), "precision": "nvfp4", "te_precision_config_file": FILE},
+        r"in_proj.weight \[2320, 4096\]",
+    ),
+    "token-alignment": (
+        {
+            "precision": "nvfp4",
+            "te_precision_config_file": FILE,
+            "schedule": TrainingSchedule(seq_length=8),
+        },
+        "8 tokens .* 16",
+    ),
+    "reserved-option": ({"extra": ("--seq-length", "1")}, "--seq-length .* schedule.seq_length"),
+    "gpt-pipeline-option": ({"extra": ("--num-layers", "88")}, "--num-layers"),
+    "packed-cp-mtp": ({"layout": layout(cp=2), "extra": ("--sft",)}, "--sft with CP=2"),
+    "packed-cp-torch": (
+        {"config": models.get("nano"), "layout": layout(cp=2), "extra": ("--sft",), "backend": "torch"},
+        "--sft with CP=2",
+    ),
+    "padding-allgather": (
+        {
+            "precision": "mxfp8",
+            "backend": "te",
+            "extra": ("--moe-token-dispatcher-type", "allgather"),
+        },
+        "alltoall or flex",
+    ),
+    "moe-shared-expert-overlap": ({"extra": ("--moe-shared-expert-overlap",)}, "drop it"),
+    "overlap-moe-expert-parallel-comm": ({"extra": ("--overlap-moe-expert-parallel-comm",)}, "drop it"),
+    "use-transformer-engine-op-fuser": (
+        {
+            "extra": ("--use-transformer-engine-op-fuser",),
+            "precision": "nvfp4",
+            "te_precision_config_file": FILE,
+        },
+        "MTP",
+    ),
+    "fp4-param-gather": ({"extra": ("--fp4-param-gather",)}, "drop it"),
+    "yaml-cfg": ({"extra": ("--yaml-cfg", "x")}, "use flags"),
+    "grad-reduce-in-bf16": ({"extra": ("--grad-reduce-in-bf16",)}, "Ultra .* FP32"),
+    "use-checkpoint-args": ({"extra": ("--use-checkpoint-args",)}, "--spec"),
+    "moe-per-layer-logging": ({"extra": ("--moe-per-layer-logging",)}, "MTP"),
+}
+
+#: Options that are harmless without what makes them harmful.
+HARMLESS: list[dict[str, Any]] = [
+    {"config": models.get("nano"), "extra": ("--moe-shared-expert-overlap",)},
+    {"config": models.get("nano"), "extra": ("--grad-reduce-in-bf16",)},
+    {"config": models.get("nano"), "extra": ("--sft",), "layout": layout(cp=2), "backend": "te"},
+    {"extra": ("--sft",)},
+    {"extra": ("--use-transformer-engine-op-fuser",)},
+    {"extra": ("--moe-token-dispatcher-type", "allgather")},
+    {"precision": "nvfp4", "allow_plain_nvfp4": True, "backend": "te"},
+    {"precision": "nvfp4", "extra": ("--te-precision-config-file=x",), "backend": "te"},
+    {"schedule": TrainingSchedule(), "extra": ("--train-iters", "5", "--lr", "1", "--min-lr", "0")},
+]
+
+
+def violations(arguments: dict[str, Any]) -> dict[str, Any]:
+    found = check(**{"config": SUPER, "layout": ParallelLayout(), **arguments})
+    return {violation.rule: violation for violation in found}
+
+
+def test_every_rule_is_tested() -> None:
+    assert {rule.name for rule in RULES} == set(VIOLATED)
+    assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize("name", VIOLATED)
+def test_rule_fires(name: str) -> None:
+    arguments, message = VIOLATED[name]
+    found = violations(arguments)
+    assert name in found
+    assert re.search(message, found[name].message, re.S), found[name].message
+    severity = next(rule.severity for rule in RULES if rule.name == name)
+    assert found[name].severity == severity
+    arguments = {"config": SUPER, "layout": ParallelLayout(), **arguments}
+    config, where = arguments.pop("config"), arguments.pop("layout")
+    if severity == "error":
+        with pytest.raises(RuleError, match=re.escape(name)):
+            flags(config, where, **arguments)
+    elif not any(violation.severity == "error" for violation in found.values()):
+        assert flags(config, where, **arguments)
+
+
+@pytest.mark.parametrize("name", ["nano", "super", "ultra"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_silent_on_published_launches(name: str, precision: str, backend: str) -> None:
+    """Ultra's 2 KV groups at TP 8 included: Megatron gathers them."""
+    config = models.get(name)
+    where = published_layout(config)
+    assert where is not None
+    file = FILE if precision == "nvfp4" else None
+    found = check(config, where, precision, backend, published(config), te_precision_config_file=file)
+    expected = {("mxfp8", "torch"): ["mxfp8-torch"], ("nvfp4", "torch"): ["nvfp4-torch"]}
+    assert [violation.rule for violation in found] == expected.get((precision, backend), [])
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "seq_length"),
+    [
+        ("nano", {"cp": 8, "tp": 8, "ep": 8, "pp": 4}, 524288),
+        ("super", {"cp": 64, "tp": 2, "ep": 64}, 1048576),
+        ("ultra", {"cp": 32, "tp": 8, "ep": 128, "pp": 2}, 1048576),
+    ],
+)
+def test_silent_on_published_long_context(name: str, sizes: dict[str, int], seq_length: int) -> None:
+    """More context-parallel ranks than Mamba groups a rank: Megatron replicates the groups."""
+    schedule = TrainingSchedule(
+        seq_length=seq_length, train_iters=1, lr=1e-5, min_lr=1e-5, lr_wsd_decay_iters=1
+    )
+    assert check(models.get(name), layout(**sizes), "bf16", "te", schedule) == []
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_silent_on_tiny_models(name: str) -> None:
+    tiny = models.get(f"{name}-tiny")
+    for where in (layout(), layout(tp=2, dp=2), layout(pp=2, vpp=2), layout(cp=2), layout(tp=4)):
+        assert check(tiny, where) == []
+
+
+@pytest.mark.parametrize("arguments", HARMLESS, ids=str)
+def test_silent_where_harmless(arguments: dict[str, Any]) -> None:
+    assert violations(arguments) == {}
+
+
+def test_all_errors_are_listed_at_once() -> None:
+    with pytest.raises(RuleError) as caught:
+        flags(ULTRA, layout(tp=16, ep=3, sp=False), extra=("--yaml-cfg", "x", "--grad-reduce-in-bf16"))
+    names = [violation.rule for violation in caught.value.violations]
+    assert names == ["mamba-groups-tp", "experts-ep", "expert-grid", "moe-tp-without-sp", "yaml-cfg"]
+    assert all(f"[{name};" in str(caught.value) for name in names)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ValueError, match="fp16.*bf16, fp32, mxfp8, nvfp4"):
+        check(SUPER, layout(), "fp16")
+    with pytest.raises(ValueError, match="cuda.*auto, te, torch"):
+        check(SUPER, layout(), "bf16", "cuda")
