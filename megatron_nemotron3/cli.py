@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 from megatron_nemotron3.args import BACKENDS, PRECISIONS, ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config, get, names
 from megatron_nemotron3.models import tiny as make_tiny
+from megatron_nemotron3.optional import quiet_on_cpu, te_problem
 
 LAYOUT = {
     "tp": "tensor parallel size",
@@ -66,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--data-path", nargs="+", default=[], metavar="PREFIX", help="Megatron .bin/.idx instead")
     train.add_argument("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer for --data-path")
     train.add_argument("--steps", type=int, metavar="N")
+    train.add_argument("--seq-length", type=int, metavar="N", help="tokens per sequence")
     train.add_argument("--micro-batch-size", type=int, metavar="N")
     train.add_argument("--global-batch-size", type=int, metavar="N")
     train.add_argument("--lr", type=float, metavar="RATE")
@@ -125,12 +128,11 @@ def _train(options: argparse.Namespace, extra: Sequence[str]) -> int:
     from megatron_nemotron3.train.command import Request, run
 
     config = _config(options)
-    if options.backend == "te":
-        from megatron_nemotron3.layers.backend import te_problem
-
-        if problem := te_problem():
-            raise ValueError(f"--backend te: {problem}")
+    if options.backend == "te" and (problem := te_problem()):
+        raise ValueError(f"--backend te: {problem}")
     device = resolve_device(options.device)
+    if device == "cpu":
+        quiet_on_cpu()
     # On a CPU the torch backend is the only one; naming it makes the flags fit.
     backend = "torch" if device == "cpu" and options.backend == "auto" else options.backend
     request = Request(
@@ -145,6 +147,7 @@ def _train(options: argparse.Namespace, extra: Sequence[str]) -> int:
         data_path=tuple(options.data_path),
         tokenizer=options.tokenizer,
         steps=options.steps,
+        seq_length=options.seq_length,
         micro_batch_size=options.micro_batch_size,
         global_batch_size=options.global_batch_size,
         lr=options.lr,
@@ -175,7 +178,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         words, extra = words[:cut], words[cut + 1 :]
     options = parser().parse_args(words)
     try:
-        return COMMANDS[options.command](options, extra)
+        status = COMMANDS[options.command](options, extra)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `nemotron3 flags … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as problem:
         print(f"nemotron3 {options.command}: {problem}", file=sys.stderr)
         return 2

@@ -250,6 +250,43 @@ def _gloo(backend: Any) -> Any:
     return "gloo" if isinstance(backend, str) and "nccl" in backend else backend
 
 
+def _fallback_table() -> list[tuple[Any, str, Any]]:
+    """Where TE or apex is installed, Megatron binds its kernels at import; its own fallbacks run anywhere."""
+    import torch
+    from megatron.core import utils
+
+    apply, norm, scale = (
+        getattr(utils, f"local_multi_tensor_{name}") for name in ("applier", "l2_norm", "scale")
+    )
+    bound: dict[str, dict[str, Any]] = {
+        "core.transformer.moe.moe_utils": {"te_general_gemm": None},
+        "core.optimizer": {
+            "Adam": torch.optim.AdamW,
+            "SGD": torch.optim.SGD,
+            "USING_PYTORCH_OPTIMIZER": True,
+        },
+        "core.optimizer.distrib_optimizer": {
+            "Adam": torch.optim.Adam,
+            "HAVE_APEX_OR_TE": False,
+            "USING_TE_OPTIMIZER": False,
+            "USING_APEX_OPTIMIZER": False,
+        },
+        "core.optimizer.optimizer": {"multi_tensor_applier": apply, "multi_tensor_scale_impl": scale},
+        "core.optimizer.clip_grads": {
+            "multi_tensor_applier": apply,
+            "l2_norm_impl": norm,
+            "multi_tensor_scale_impl": scale,
+            "multi_tensor_scale_tensor_impl": None,
+        },
+        "training.utils.common_utils": {"multi_tensor_applier": apply, "multi_tensor_l2norm": norm},
+    }
+    return [
+        (importlib.import_module(f"megatron.{module}"), name, value)
+        for module, names in bound.items()
+        for name, value in names.items()
+    ]
+
+
 def _optimizer_table() -> list[tuple[Any, str, Any]]:
     """Resuming the distributed optimizer with torch's Adam (no apex, no TE).
 
@@ -302,7 +339,7 @@ def _megatron_table(announce: Callable[[str], None]) -> list[tuple[Any, str, Any
         datasets = importlib.import_module("megatron.core.datasets.utils")
     except ImportError:  # megatron.core alone: scripts without the training loop
         return table
-    table += _optimizer_table()
+    table += [*_fallback_table(), *_optimizer_table()]
 
     parse_args = arguments.parse_args
     announced: list[bool] = []  # Megatron parses its arguments more than once

@@ -87,8 +87,8 @@ def verify_stack(attribute: str) -> None:
     import torch
 
     from megatron_nemotron3 import specs
-    from megatron_nemotron3.layers.backend import te_problem
     from megatron_nemotron3.layers.stack import Nemotron3Stack
+    from megatron_nemotron3.optional import te_problem
 
     if not hasattr(specs, attribute):
         known = [
@@ -123,6 +123,10 @@ def main(argv: list[str] | None = None) -> None:
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
 
     from megatron_nemotron3.cpu import cpu_mode
+    from megatron_nemotron3.optional import quiet_on_cpu
+
+    if device == "cpu":
+        quiet_on_cpu()
 
     def announce(message: str) -> None:
         if os.environ.get("RANK", "0") == "0":

@@ -111,7 +111,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | os.Path
     )
     tokenizer.train_from_iterator(texts, trainer)
 
-    # PreTrainedTokenizerFast is the name both transformers 4 and 5 accept for "whatever tokenizer.json says".
+    # PreTrainedTokenizerFast: whatever tokenizer.json says (run with transformers 5.23; 4 not tried).
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_DOCUMENT,

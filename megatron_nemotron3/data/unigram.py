@@ -8,8 +8,8 @@ loss is a line to print beside the final loss: above it, the model has learnt no
     entropy        -sum_t p(t) log p(t)            p: training split, not smoothed
 
 all in nats per token, as Megatron prints its loss (`lm loss`). Smoothing is add-one (Laplace): p(t) =
-(n(t) + 1) / (N + V), V the vocabulary before Megatron pads it; every token gets some probability, and with
-N of a million and V of two thousand the smoothing itself costs about 0.001 nats.
+(n(t) + 1) / (N + V), V the vocabulary before Megatron pads it, so every token gets some probability. With
+N of 1.9 million and V of 2048 (the default corpus) it costs less than 0.0001 nats on the training split.
 
 Tokens are counted in the .bin/.idx Megatron reads and over the documents its --split gives to training and
 validation, end-of-document tokens included (Megatron's loss includes them unless --eod-mask-loss).

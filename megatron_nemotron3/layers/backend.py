@@ -7,7 +7,6 @@ a `--spec` module into its own stock model without a word.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from megatron_nemotron3.layers.latent_moe import LatentMoELayer
 from megatron_nemotron3.layers.linear import NormColumnParallelLinear
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.layers.norm import RMSNorm
+from megatron_nemotron3.optional import te_problem
 
 
 @dataclass(frozen=True)
@@ -75,23 +75,6 @@ TORCH = Backend(
         "latent": "torch",
     },
 )
-
-
-def te_problem() -> str | None:
-    """Why TE cannot be used here, with the cure, or None if it can be built."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        return (
-            "package transformer-engine is not installed: "
-            "pip install 'transformer-engine[pytorch]', or use the torch backend"
-        )
-    from megatron.core.extensions import transformer_engine as extension
-
-    if not extension.HAVE_TE:
-        return (
-            "package transformer-engine is installed but megatron-core cannot import it "
-            "(try: python -c 'import transformer_engine.pytorch'), or use the torch backend"
-        )
-    return None
 
 
 def default_backend() -> str:

@@ -179,19 +179,16 @@ class _Inputs(NamedTuple):
 
     def check(self) -> None:
         if self.x.dim() != 4 or self.B.dim() != 4 or self.x.shape[1] == 0:
-            shapes = f"x {tuple(self.x.shape)}, B {tuple(self.B.shape)}"
-            raise ValueError(f"{shapes}: must be [b, s, h, p] and [b, s, g, n] with at least one token")
+            found = f"x {tuple(self.x.shape)}, B {tuple(self.B.shape)}"
+            raise ValueError(f"{found}: must be [b, s, h, p] and [b, s, g, n] with at least one token")
         (b, s, h, p), (g, n) = self.x.shape, self.B.shape[2:]
         if g == 0 or h % g:
             raise ValueError(f"h={h} heads are not divisible by g={g} groups: use a g that divides h")
-        shapes = {"dt": (b, s, h), "A": (h,), "B": (b, s, g, n), "C": (b, s, g, n), "D": (h,)}
-        shapes |= {"initial_state": (b, h, p, n), "seq_idx": (b, s)}
-        for name, shape in shapes.items():
-            tensor = getattr(self, name)
+        expected = ((b, s, h, p), (b, s, h), (h,), (b, s, g, n), (b, s, g, n), (h,), (b, h, p, n), (b, s))
+        for name, tensor, shape in zip(self._fields, self, expected, strict=True):
             if tensor is not None and tuple(tensor.shape) != shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}, x {tuple(self.x.shape)} asks for {shape}"
-                )
+                found = f"{name} has shape {tuple(tensor.shape)}"
+                raise ValueError(f"{found}, x {tuple(self.x.shape)} and B ask for {shape}")
 
 
 def _accumulation_dtype(x: Tensor) -> torch.dtype:
@@ -216,9 +213,8 @@ class _Block:
 
     def store(self, out: Tensor, value: Tensor) -> None:
         """Write [cells, l, ...] into out [b, s, ...]."""
-        out[self.rows, self.tokens].unflatten(1, (self.nc, self.l)).copy_(
-            value.unflatten(0, (self.nb, self.nc))
-        )
+        target = out[self.rows, self.tokens].unflatten(1, (self.nc, self.l))
+        target.copy_(value.unflatten(0, (self.nb, self.nc)))
 
 
 def _blocks(x: Tensor) -> list[_Block]:
@@ -251,33 +247,28 @@ class _Decays:
     carry: Tensor  # [cells, h]     weight of the entering state in the leaving state
     between: Tensor  # [cells, h, l, l]  token -> later token; the upper triangle is finite and meaningless
     mask: Tensor  # [cells or 1, 1, l, l]  1 where the second token is seen by the first, else 0
-    forgets: Tensor  # [cells, l, h]  True where nothing of the state before this token is left
 
 
 def _decays(block: _Block, dt: Tensor, A: Tensor, starts: Tensor | None, acc: torch.dtype) -> _Decays:
     dt = block.load(dt, acc)
     floor = LOG_DECAY_FLOOR[acc]
-    log_decay = dt * A
-    forgets = log_decay <= floor
     # FP64 sums: a long sum in FP32 would round each partial sum, and decays are differences of two.
     # The clamp bounds them: after a huge dt * A a difference would have no digits left, or be inf - inf.
-    cum = log_decay.clamp_min(2 * floor).double().cumsum(1)
+    cum = (dt * A).clamp_min(2 * floor).double().cumsum(1)
     reach_in, reach_out = _decay(cum.to(acc, copy=True), floor), _decay((cum[:, -1:] - cum).to(acc), floor)
     carry = reach_in[:, -1]
     mask = torch.ones(block.l, block.l, dtype=acc, device=dt.device).tril_()[None, None]
     if starts is not None:
-        begins = block.load(starts, torch.bool)
-        document = begins.cumsum(1)  # 0: the document that enters the cell
+        document = block.load(starts, torch.bool).cumsum(1)  # 0: the document that enters the cell
         same = document[:, :, None] == document[:, None, :]
         mask = mask * same.unsqueeze(1)
         reach_in = reach_in * (document == 0).unsqueeze(-1)
         reach_out = reach_out * (document == document[:, -1:]).unsqueeze(-1)
         carry = reach_in[:, -1]
-        forgets = forgets | begins.unsqueeze(-1)
     a = cum.to(acc).transpose(1, 2).contiguous()
     # Clamping to 0 before exp keeps the unused upper triangle finite: no inf * 0.
     between = _decay((a.unsqueeze(-1) - a.unsqueeze(-2)).clamp_max_(0), floor)
-    return _Decays(dt, reach_in, reach_out, carry, between, mask, forgets)
+    return _Decays(dt, reach_in, reach_out, carry, between, mask)
 
 
 def _decay(exponent: Tensor, floor: float) -> Tensor:
@@ -286,9 +277,10 @@ def _decay(exponent: Tensor, floor: float) -> Tensor:
 
 
 def _groups(t: Tensor, g: int, weight: Tensor | None = None) -> Tensor:
-    """[cells, l, g, n] -> [cells * g, l, n]; or [cells, l, h, p], weight [cells, l, h] -> [cells * g, l, h/g * p].
+    """[cells, l, g, n] -> [cells * g, l, n]; with a weight x [cells, l, h, p] likewise.
 
-    The heads of a group lie side by side in one matrix, each multiplied by its weight on the way.
+    The heads of a group then lie side by side in one matrix [l, h/g * p], each token and head
+    multiplied by its weight [cells, l, h] on the way.
     """
     cells, length, k, m = t.shape
     if weight is None:
@@ -303,18 +295,17 @@ def _pass(block: _Block, added: Tensor, carry: Tensor, state: Tensor, order: Ite
     """The recurrence over cells: state <- carry * state + added, in place, in the given order of chunks.
 
     Args:
-        added: [cells * g, h/g * p, n], overwritten.   carry: [cells, h].   state: [b, h, p, n].
+        added: [cells * g, h/g * p, n], overwritten.   carry: [cells, h].   state: [nb, h, p, n].
 
     Returns:
         The state before each step, in the memory and shape of `added`.
     """
-    current = state[block.rows]
-    steps = added.view(block.nb, block.nc, *current.shape[1:])
+    steps = added.view(block.nb, block.nc, *state.shape[1:])
     carry = carry.view(block.nb, block.nc, -1, 1, 1)
     for c in order:
-        after = torch.addcmul(steps[:, c], carry[:, c], current)
-        steps[:, c] = current
-        current.copy_(after)
+        after = torch.addcmul(steps[:, c], carry[:, c], state)
+        steps[:, c] = state
+        state.copy_(after)
     return added
 
 
@@ -371,7 +362,7 @@ def _scan_forward(inputs: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
         # 1. States: what the tokens of each cell add, then the recurrence from cell to cell.
         states[block.rows, block.index] = state[block.rows]
         added = torch.bmm(_groups(u, g, k.reach_out).transpose(1, 2), B_)
-        entering = _pass(block, added, k.carry, state, range(block.nc))
+        entering = _pass(block, added, k.carry, state[block.rows], range(block.nc))
         # 2. Output from the entering state: one product per group.
         off = torch.bmm(C_, entering.transpose(1, 2))
         # 3. Output from tokens of the same cell: scores once per group, decays per head.
@@ -410,9 +401,9 @@ def _scan_backward(inputs: _Inputs, states: Tensor, dy: Tensor, dstate: Tensor) 
         # 1. The state entering each cell again; the gradient of the one leaving it, backward in time.
         u_out, dy_in = _groups(u, g, k.reach_out), _groups(dy_, g, k.reach_in)
         entering = torch.bmm(u_out.transpose(1, 2), B_)
-        entering = _pass(block, entering, k.carry, states[:, block.index].clone(), range(block.nc))
+        entering = _pass(block, entering, k.carry, states[block.rows, block.index].clone(), range(block.nc))
         leaving = torch.bmm(dy_in.transpose(1, 2), C_)
-        leaving = _pass(block, leaving, k.carry, dstate, reversed(range(block.nc)))
+        leaving = _pass(block, leaving, k.carry, dstate[block.rows], reversed(range(block.nc)))
 
         # 2. Through the states: off = C entering^T, added = u_out^T B.
         off = torch.bmm(C_, entering.transpose(1, 2)).mul_(dy_in)
@@ -430,14 +421,16 @@ def _scan_backward(inputs: _Inputs, states: Tensor, dy: Tensor, dstate: Tensor) 
         dmixing = torch.bmm(dy_h, _heads(u).transpose(1, 2)).view(square)
         dscores_h = dmixing.mul_(between)
         dscores = dscores_h.sum(2).mul_(k.mask).view(cells * g, length, length)
-        # A token's weight on itself has no decay: leaving it out removes two large equal terms below.
-        scores.diagonal(dim1=-2, dim2=-1).zero_()
-        dlog = dscores_h.mul_(scores.unsqueeze(2)).view(cells, h, length, length)
-        dcum = (dlog.sum(-1) - dlog.sum(-2)).transpose(1, 2)  # [cells, l, h]
+        dlog = dscores_h.mul_(scores.unsqueeze(2))  # of log between
 
-        # 4. log reach_in_t sums the steps up to t, log reach_out_t those after t.
-        dstep = (dcum + dlog_in).flip(1).cumsum(1).flip(1) + (dlog_out.cumsum(1) - dlog_out)
-        dstep = (dstep + dlog_carry.unsqueeze(1)).masked_fill_(k.forgets, 0.0)
+        # 4. A step is in `between` of every pair it separates, in reach_in from its token on, in reach_out
+        # of the tokens before. Summing just these terms, instead of subtracting sums over rows and columns,
+        # leaves no rounding behind where nothing passes: after a strong decay, between documents.
+        onward = torch.ones(length, length, dtype=acc, device=x.device).tril_()  # [l, t]: t <= l
+        before = onward.tril(-1)  # [t, s]: s < t
+        separated = (dlog.view(-1, length) @ before.t()).view(cells, h, length, length).mul_(onward)
+        dstep = separated.sum(-2).transpose(1, 2) + onward.t() @ dlog_in + before @ dlog_out
+        dstep += dlog_carry.unsqueeze(1)
         dA += (dstep * k.dt).sum((0, 1))
         block.store(ddt, dstep * A_ + (du * x_).sum(-1))
         dC_ = torch.bmm(dscores, B_).baddbmm_(dy_in, entering)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class Request:
     tokenizer: str | None = None
     max_bytes: int | None = None
     steps: int | None = None
+    #: Tokens per sequence; None: the model's.
+    seq_length: int | None = None
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
     lr: float | None = None
@@ -52,6 +55,7 @@ def schedule_of(request: Request) -> TrainingSchedule:
         return _tiny_schedule(request)
     schedule = published(request.config)
     changes = {
+        "seq_length": request.seq_length,
         "micro_batch_size": request.micro_batch_size,
         "global_batch_size": request.global_batch_size,
         "lr": request.lr,
@@ -86,6 +90,7 @@ def _tiny_schedule(request: Request) -> TrainingSchedule:
     micro = request.micro_batch_size or 4
     lr = request.lr or 4e-3
     return TrainingSchedule(
+        seq_length=request.seq_length,
         micro_batch_size=micro,
         global_batch_size=request.global_batch_size or micro * request.layout.dp * (2 if request.layout.pp > 1 else 1),
         lr=lr,
@@ -149,7 +154,7 @@ def run(request: Request) -> int:
     finally:
         checkpoints.remove_incomplete(request.checkpoints)
     if status != 0 and not progress.was_interrupted:
-        raise ValueError(f"{progress.last_error or f'training ended with status {status}'} (see {log_file})")
+        raise ValueError(f"{_cause(request, progress, status)} (see {log_file})")
 
     saved = checkpoints.latest(request.checkpoints)
     curve = log.read(str(log_file))
@@ -159,6 +164,18 @@ def run(request: Request) -> int:
         print(f"interrupted: {where}")
         return 130
     return 0
+
+
+def _cause(request: Request, progress: _Progress, status: int) -> str:
+    """One sentence on why training stopped."""
+    if "CheckpointException" in progress.last_error or "No space left" in progress.last_error:
+        # Megatron's writer processes keep the reason to themselves; a full disk is the usual one.
+        free = shutil.disk_usage(request.output).free / 1e6
+        return (
+            f"saving a checkpoint below {request.checkpoints} failed; {free:,.0f} MB are free there: "
+            "make room or choose another --output, the same command goes on from the last checkpoint"
+        )
+    return progress.last_error or f"training ended with status {status}"
 
 
 def _data(request: Request) -> tuple[TrainingData, float | None]:

@@ -1,0 +1,110 @@
+"""The .bin/.idx written here, read back with Megatron's reader; failures leave no half of a data set."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+
+from megatron_nemotron3.data import TokenizerInfo, byte_tokenizer, write_dataset
+
+indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+
+DOCS = ["first\n", "", "zweites é\n", "3"]
+
+
+def test_documents_come_back(tmp_path):
+    tokenizer = byte_tokenizer()
+    info = write_dataset(iter(DOCS), tokenizer, tmp_path / "new" / "corpus")
+    dataset = indexed_dataset.IndexedDataset(info.prefix)
+    kept = [doc for doc in DOCS if doc]
+    assert info.documents == len(dataset) == len(kept)
+    assert dataset.document_indices.tolist() == [0, 1, 2, 3]
+    for ids, doc in zip(dataset, kept, strict=True):
+        assert ids[-1] == tokenizer.eod and tokenizer.eod not in ids[:-1]
+        assert tokenizer.decode(ids.tolist()) == doc
+    assert info.tokens == dataset.sequence_lengths.sum() == sum(len(doc.encode()) + 1 for doc in kept)
+    assert sorted(os.listdir(tmp_path / "new")) == ["corpus.bin", "corpus.idx"]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65499, "uint16"), (65500, "int32")])
+def test_type_on_disk(tmp_path, vocab_size, dtype):
+    tokenizer = TokenizerInfo("NullTokenizer", None, vocab_size=vocab_size, eod=vocab_size - 1)
+    info = write_dataset(["a"], tokenizer, tmp_path / "x")
+    assert info.dtype == dtype
+    assert os.path.getsize(info.prefix + ".bin") == info.tokens * np.dtype(dtype).itemsize
+    # Held by name: its arrays are views of a map that is closed with it, and reading one then crashes.
+    dataset = indexed_dataset.IndexedDataset(info.prefix)
+    assert dataset[0].tolist() == [97, vocab_size - 1]
+
+
+def test_token_outside_the_vocabulary(tmp_path):
+    with pytest.raises(ValueError, match=r"document 1 has a token outside 0 \.\. 99 .*largest 122"):
+        write_dataset(
+            ["a", "z"], TokenizerInfo("NullTokenizer", None, vocab_size=100, eod=99), tmp_path / "x"
+        )
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_documents(tmp_path):
+    with pytest.raises(ValueError, match="no document with a token"):
+        write_dataset(["", ""], byte_tokenizer(), tmp_path / "x")
+    assert os.listdir(tmp_path) == []
+
+
+def _fail_at(monkeypatch, owner, name, call):
+    """Let `owner.name` raise ENOSPC at its `call`-th call, as a full disk does."""
+    original, calls = getattr(owner, name), []
+
+    def function(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, function)
+
+
+BUILDER = indexed_dataset.IndexedDatasetBuilder
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "old_stays"),
+    [
+        (BUILDER, "__init__", 1, True),
+        (BUILDER, "add_document", 1, True),
+        (BUILDER, "add_document", 3, True),
+        (BUILDER, "finalize", 1, True),
+        (indexed_dataset._IndexWriter, "write", 1, True),
+        (os, "fsync", 1, True),
+        (os, "fsync", 2, True),
+        (os, "replace", 1, False),
+        (os, "replace", 2, False),
+    ],
+)
+def test_full_disk(tmp_path, monkeypatch, owner, name, call, old_stays):
+    prefix = tmp_path / "corpus"
+    write_dataset(["old"], byte_tokenizer(), prefix)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    _fail_at(monkeypatch, owner, name, call)
+    with pytest.raises(OSError, match=r"while writing corpus\.bin, corpus\.idx \(\d+ MB free\)") as caught:
+        write_dataset(DOCS, byte_tokenizer(), prefix)
+    assert caught.value.errno == errno.ENOSPC
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    if old_stays:
+        assert after == before
+    else:
+        # A move failed: never an .idx beside a .bin that is not its own.
+        assert "corpus.idx" not in after
+    monkeypatch.undo()
+    assert write_dataset(DOCS, byte_tokenizer(), prefix).documents == 3
+
+
+def test_other_errors_pass_unchanged(tmp_path, monkeypatch):
+    def denied(*args, **kwargs):
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr(BUILDER, "add_document", denied)
+    with pytest.raises(PermissionError, match="denied"):
+        write_dataset(DOCS, byte_tokenizer(), tmp_path / "x")
+    assert os.listdir(tmp_path) == []

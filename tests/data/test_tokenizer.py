@@ -1,0 +1,99 @@
+"""The tokenizer trained here: lossless, the same every time, and whole on disk or absent."""
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_nemotron3.data import byte_tokenizer, read_texts, train_tokenizer
+from megatron_nemotron3.data.tokenizer import END_OF_DOCUMENT
+
+VOCAB = 512
+TEXTS = read_texts(max_bytes=200_000).documents
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    return train_tokenizer(TEXTS, VOCAB, tmp_path_factory.mktemp("bpe"))
+
+
+def test_what_it_says_of_itself(bpe):
+    assert (bpe.vocab_size, bpe.eod) == (VOCAB, 0)
+    assert bpe.flags == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", bpe.tokenizer_model]
+    assert Path(bpe.tokenizer_model).is_absolute()
+    assert sorted(os.listdir(bpe.tokenizer_model)) == ["tokenizer.json", "tokenizer_config.json"]
+    config = json.loads(Path(bpe.tokenizer_model, "tokenizer_config.json").read_text())
+    assert config["eos_token"] != config["pad_token"]
+
+
+@given(ANY_TEXT)
+def test_any_text_comes_back(bpe, text):
+    for tokenizer in (bpe, byte_tokenizer()):
+        (ids,) = tokenizer.encode([text])
+        assert tokenizer.decode(ids) == text
+        assert all(0 <= i < tokenizer.vocab_size for i in ids)
+        assert tokenizer.eod not in ids
+        assert tokenizer.decode([*ids, tokenizer.eod]) == text
+
+
+def test_the_name_of_the_end_of_document_does_not_end_one(bpe):
+    (ids,) = bpe.encode([f"see {END_OF_DOCUMENT} there"])
+    assert bpe.eod not in ids
+    assert bpe.decode(ids) == f"see {END_OF_DOCUMENT} there"
+
+
+def test_it_compresses(bpe):
+    bpe_tokens = sum(map(len, bpe.encode(TEXTS)))
+    byte_tokens = sum(map(len, byte_tokenizer().encode(TEXTS)))
+    assert byte_tokens == sum(len(text.encode()) for text in TEXTS)
+    assert bpe_tokens < 0.6 * byte_tokens
+
+
+_TRAIN = """
+import sys
+from megatron_nemotron3.data import read_texts, train_tokenizer
+train_tokenizer(read_texts(max_bytes=200_000).documents, 512, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("threads", ["1", "4"])
+def test_same_input_same_bytes_in_another_process(bpe, tmp_path, threads):
+    environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+    subprocess.run([sys.executable, "-c", _TRAIN, str(tmp_path)], env=environment, check=True)
+    for name in os.listdir(bpe.tokenizer_model):
+        digests = [
+            hashlib.sha256(Path(f, name).read_bytes()).digest() for f in (bpe.tokenizer_model, tmp_path)
+        ]
+        assert digests[0] == digests[1]
+
+
+def test_few_texts_give_a_smaller_vocabulary(tmp_path):
+    info = train_tokenizer(["ab ab ab"], 2048, tmp_path)
+    assert 258 < info.vocab_size < 270
+    assert max(info.encode(["ab ab"])[0]) < info.vocab_size
+
+
+def test_vocabulary_too_small(tmp_path):
+    with pytest.raises(ValueError, match=r"vocab_size=257 .* use 258 or more"):
+        train_tokenizer(TEXTS, 257, tmp_path)
+    assert train_tokenizer(TEXTS, 258, tmp_path).vocab_size == 258
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_full_disk_leaves_no_tokenizer(tmp_path, monkeypatch, call):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(f"os.{call}", full)
+    with pytest.raises(OSError, match=r"No space left .* MB free.*free some space") as caught:
+        train_tokenizer(["text"], 258, tmp_path)
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,92 @@
+"""The unigram baseline against sums written out, and the split against its own laws."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_nemotron3.data import (
+    byte_tokenizer,
+    default_split,
+    split_documents,
+    unigram_baseline,
+    write_dataset,
+)
+from megatron_nemotron3.data.unigram import cross_entropy, entropy
+
+pytest.importorskip("megatron.core")
+
+
+def test_against_torch(tmp_path):
+    generator = np.random.default_rng(0)
+    docs = ["".join(map(chr, generator.integers(97, 97 + 1 + i % 20, 50))) for i in range(100)]
+    info = write_dataset(docs, byte_tokenizer(), tmp_path / "x")
+    baseline = unigram_baseline(info.prefix, "90,10,0", 257)
+    train, valid = (
+        torch.tensor([t for doc in part for t in [*doc.encode(), 256]]) for part in (docs[:90], docs[90:])
+    )
+    assert (baseline.train_tokens, baseline.valid_tokens) == (len(train), len(valid)) == (90 * 51, 10 * 51)
+    counts = torch.bincount(train, minlength=257).double()
+    logits = (counts + 1).log().expand(len(valid), 257)
+    assert baseline.cross_entropy == pytest.approx(torch.nn.functional.cross_entropy(logits, valid).item())
+    assert baseline.entropy == pytest.approx(torch.distributions.Categorical(counts).entropy().item())
+    assert baseline.uniform == math.log(257)
+    assert baseline.entropy < baseline.cross_entropy < baseline.uniform
+
+
+def test_by_hand():
+    # p = (3+1)/(4+2), (1+1)/(4+2); q = one of each.
+    expected = -(math.log(4 / 6) + math.log(2 / 6)) / 2
+    assert cross_entropy(np.array([1, 1]), np.array([3, 1])) == pytest.approx(expected)
+    assert entropy(np.array([2, 2, 0])) == pytest.approx(math.log(2))
+    # A token never seen in training costs a finite amount.
+    assert cross_entropy(np.array([0, 0, 1]), np.array([7, 0, 0])) == pytest.approx(math.log(10))
+
+
+@given(st.lists(st.integers(0, 50), min_size=1).filter(any))
+def test_no_other_prediction_beats_the_entropy(counts):
+    array = np.array(counts)
+    assert 0 <= entropy(array) <= math.log(len(counts)) + 1e-12
+    assert cross_entropy(array, array) >= entropy(array) - 1e-12
+
+
+def test_errors(tmp_path):
+    info = write_dataset(["a"] * 10, byte_tokenizer(), tmp_path / "x")
+    with pytest.raises(ValueError, match="no training or no validation part"):
+        unigram_baseline(info.prefix, "100,0,0", 257)
+    with pytest.raises(ValueError, match="holds token 256, outside a vocabulary of 256"):
+        unigram_baseline(info.prefix, "50,50,0", 256)
+    with pytest.raises(ValueError, match="gives validation none of the 10 documents"):
+        unigram_baseline(info.prefix, "98,2,0", 257)
+
+
+@given(st.tuples(*[st.integers(0, 100)] * 3).filter(any), st.integers(1, 10_000))
+def test_splits_are_a_partition(weights, documents):
+    split = ",".join(map(str, weights))
+    try:
+        parts = split_documents(split, documents)
+    except ValueError as error:
+        assert f"none of the {documents} documents" in str(error)
+        assert documents * min(w for w in weights if w) / sum(weights) <= 1
+        return
+    assert [part is None for part in parts] == [weight == 0 for weight in weights]
+    assert [i for part in parts if part is not None for i in part] == list(range(documents))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "split"),
+    [
+        ([1] * 1000, "98,2,0"),
+        ([1] * 10, "95,5,0"),  # round(0.98 * 10) = 10 holds out nothing, round(9.5) = 10 neither
+        ([1] * 2, "80,20,0"),
+        ([1000] * 99 + [1], "95,5,0"),  # the last document alone is too little
+        ([10_000, 1], "80,20,0"),  # nothing better exists
+    ],
+)
+def test_default_split(lengths, split):
+    chosen = default_split(lengths)
+    train, valid, test = split_documents(chosen, len(lengths))
+    assert train and valid and test is None

@@ -1,0 +1,84 @@
+"""The CPU shim: every name it replaces is put back, and nothing happens without being asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_nemotron3 import cpu
+
+
+def _attributes() -> dict[tuple[int, str], object]:
+    table = [*cpu._torch_table(), *cpu._megatron_table(print)]
+    return {(id(target), name): getattr(target, name) for target, name, _ in table}
+
+
+def test_everything_is_put_back() -> None:
+    before = _attributes()
+    assert len(before) > 60
+    with cpu.cpu_mode():
+        assert torch.cuda.is_available() and str(torch.cuda.current_device()) == "cpu"
+    after = _attributes()
+    changed = [name for (key, name), value in before.items() if after[key, name] is not value]
+    assert changed == []
+    assert not cpu.is_active()
+
+
+def test_everything_is_put_back_after_an_error() -> None:
+    before = _attributes()
+    with pytest.raises(ZeroDivisionError), cpu.cpu_mode():
+        1 / 0  # noqa: B018
+    after = _attributes()
+    assert all(after[key] is value for key, value in before.items())
+    assert not cpu.is_active()
+
+
+def test_nested_blocks_are_one() -> None:
+    with cpu.cpu_mode():
+        with cpu.cpu_mode():
+            assert cpu.is_active()
+        assert cpu.is_active() and torch.zeros(1, device="cuda").device.type == "cpu"
+    assert not cpu.is_active()
+
+
+def test_names_mean_the_cpu() -> None:
+    with cpu.cpu_mode():
+        x = torch.ones(2, device="cuda:0")
+        assert x.device.type == "cpu"
+        assert x.type() == "torch.cuda.FloatTensor"
+        assert x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
+        assert x.type("torch.cuda.DoubleTensor").dtype == torch.float64
+        assert x.to("cuda").device.type == "cpu" and x.cuda() is x
+        assert torch.nn.Linear(1, 1).cuda().weight.device.type == "cpu"
+        assert isinstance(x, torch.cuda.FloatTensor)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        event.synchronize()
+    assert torch.ones(2).type() == "torch.FloatTensor"
+
+
+def test_the_rng_tracker_has_streams_of_its_own() -> None:
+    with cpu.cpu_mode():
+        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+        tracker = CudaRNGStatesTracker()
+        torch.manual_seed(1)
+        tracker.add("one", 7)
+        plain = torch.rand(3)
+        with tracker.fork("one"):
+            first = torch.rand(3)
+        torch.manual_seed(1)
+        assert torch.equal(torch.rand(3), plain), "adding a stream moved the default one"
+        with tracker.fork("one"):
+            assert not torch.equal(torch.rand(3), first), "a stream must go on, not start again"
+        torch.manual_seed(7)
+        assert torch.equal(torch.rand(3), first)
+
+
+def test_importing_activates_nothing() -> None:
+    code = "import megatron_nemotron3.cpu as c, torch; print(c.is_active(), torch.cuda.is_available())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["False", str(torch.cuda.is_available())]

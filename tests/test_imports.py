@@ -1,0 +1,80 @@
+"""Imports point one way, and the light modules stay light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "megatron_nemotron3"
+
+#: part -> parts it may import. A part is a top-level module or folder of the package.
+ALLOWED = {
+    "models": set(),
+    "args": {"models"},
+    "optional": set(),
+    "cpu": set(),
+    "data": set(),
+    "layers": {"cpu", "optional"},
+    "specs": {"layers", "optional"},
+    "build": {"args", "cpu", "layers", "models"},
+    "pretrain": {"build"},
+    "run": {"cpu", "layers", "optional", "specs"},
+    "train": {"args", "data", "models"},
+    "cli": {"args", "models", "optional", "run", "train"},
+    "__main__": {"cli"},
+}
+#: parts whose import costs neither torch nor megatron, numpy, yaml
+LIGHT = ("models", "args", "data", "optional", "run", "cli", "train.command")
+
+
+def _imports(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] if node.module != "megatron_nemotron3" else [f"{node.module}.{a.name}" for a in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("megatron_nemotron3.")}
+    return found
+
+
+def test_every_part_is_listed() -> None:
+    parts = {p.stem for p in PACKAGE.iterdir() if (p.suffix == ".py" or p.is_dir()) and not p.name.startswith("__p")}
+    assert parts - {"__init__", "py"} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("part", ALLOWED)
+def test_imports_point_one_way(part: str) -> None:
+    files = [PACKAGE / f"{part}.py"] if (PACKAGE / f"{part}.py").exists() else list((PACKAGE / part).rglob("*.py"))
+    assert files
+    used = set().union(*(_imports(file) for file in files)) - {part}
+    assert used <= ALLOWED[part], f"{part} imports {sorted(used - ALLOWED[part])}"
+
+
+@pytest.mark.parametrize("part", LIGHT)
+def test_light_parts_import_nothing_heavy(part: str) -> None:
+    code = (
+        f"import sys, megatron_nemotron3, megatron_nemotron3.{part}; "
+        "print([m for m in ('torch', 'megatron.core', 'numpy', 'yaml', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_the_facade_names_exist() -> None:
+    import megatron_nemotron3 as n3
+
+    for name in n3.__all__:
+        assert getattr(n3, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        n3.nothing  # noqa: B018
+
+
+def test_no_file_is_long() -> None:
+    long = {str(f): n for f in PACKAGE.rglob("*.py") if (n := len(f.read_text().splitlines())) > 400}
+    assert long == {}

@@ -1,0 +1,239 @@
+"""What `--spec megatron_nemotron3.specs …` promises, and how `python -m megatron_nemotron3.run` refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import build_hybrid, initialize, run_distributed, run_fresh
+
+ROOT = Path(__file__).parents[1]
+MODULE = "megatron_nemotron3.specs"
+SPECS = ("nemotron3_stack_spec", "nemotron3_torch_stack_spec", "nemotron3_te_stack_spec")
+OPTIONAL = ("transformer_engine", "mamba_ssm", "causal_conv1d", "apex", "flash_attn")
+
+#: Command lines of megatron_nemotron3.run that must end in exit code 2, and what the message must name.
+REFUSED_EARLY: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "no script": ([], ("no SCRIPT given", "usage:")),
+    "missing script": (["nowhere.py", "--seed", "1"], ("nowhere.py", "does not exist")),
+    "unknown device": (["--device", "tpu", "script.py"], ("tpu", "auto, cpu or cuda")),
+    "unknown option": (["--fast", "script.py"], ("--fast", "usage:")),
+}
+#: The same, refused when Megatron has been imported.
+REFUSED_LATE: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "unknown spec": (
+        ["script.py", "--spec", MODULE, "nemotron9_stack_spec"],
+        ("nemotron9_stack_spec", *SPECS),
+    ),
+    "TE spec": (["script.py", "--spec", MODULE, SPECS[2]], (SPECS[2], "transformer-engine", "pip install")),
+}
+
+#: Without the optional packages: what the module has, what is picked, what building the TE stack says.
+WITHOUT = f"""
+import json, sys
+for name in {OPTIONAL!r}:
+    sys.modules[name] = None  # import raises ImportError
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from tests.helpers import build_hybrid, initialize, run_distributed
+specs = __import__({MODULE!r}, fromlist=["_"])
+
+def build(name):
+    initialize()
+    try:
+        return type(build_hybrid("M", vars(specs)[name]).decoder).__qualname__
+    except ImportError as error:
+        return "ImportError: " + str(error)
+
+found = {{name: isinstance(import_module([{MODULE!r}, name]), ModuleSpec) for name in {SPECS!r}}}
+auto = specs.nemotron3_stack_spec is specs.nemotron3_torch_stack_spec
+built = {{name: run_distributed(build, 1, name)[0] for name in {SPECS!r}}}
+print("RESULT", json.dumps({{"found": found, "auto is torch": auto, "built": built}}))
+"""
+
+
+def start(arguments: list[str], folder: Path) -> subprocess.Popen[str]:
+    """A Python process in `folder` without Python warnings and without torchrun's environment."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+    }
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with `script.py`."""
+    (tmp_path / "script.py").write_text("import sys\nprint('THE SCRIPT RAN', *sys.argv[1:])\n")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def without() -> dict[str, Any]:
+    """What `WITHOUT` printed."""
+    with start(["-c", WITHOUT], ROOT) as process:
+        out, err = process.communicate(timeout=120)
+    lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
+    assert lines, err
+    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
+
+
+@pytest.mark.parametrize("case", REFUSED_EARLY)
+def test_refused_before_megatron_is_imported(case: str, folder: Path) -> None:
+    arguments, expected = REFUSED_EARLY[case]
+    with start(["-m", "megatron_nemotron3.run", *arguments], folder) as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert out == ""
+    assert_refusal(err, expected)
+
+
+@pytest.mark.parametrize("case", REFUSED_LATE)
+def test_refused_before_the_script_runs(case: str, folder: Path) -> None:
+    if case == "TE spec" and te_installed():
+        pytest.skip("TransformerEngine is installed: its spec is accepted")
+    arguments, expected = REFUSED_LATE[case]
+    code, out, err = run_fresh(call_main, ["--device", "cpu", *arguments], str(folder))
+    assert code == 2
+    assert "THE SCRIPT RAN" not in out
+    assert_refusal(err, expected)
+
+
+@pytest.mark.parametrize("spec", [[], ["--spec", MODULE, SPECS[1]], ["--spec", "some.module", "nothing"]])
+def test_other_command_lines_run_the_script(spec: list[str], folder: Path) -> None:
+    """The refusals above are not because nothing ever runs."""
+    code, out, err = run_fresh(call_main, ["--device", "cpu", "script.py", *spec], str(folder))
+    assert (code, out, err) == (0, " ".join(["THE SCRIPT RAN", *spec]) + "\n", "")
+
+
+def call_main(arguments: list[str], folder: str) -> tuple[Any, str, str]:
+    """(exit code, stdout, stderr) of `megatron_nemotron3.run` in `folder`."""
+    from megatron_nemotron3.run import main
+
+    os.chdir(folder)
+    code: Any = 0
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            code = end.code
+    return code, out.getvalue(), err.getvalue()
+
+
+def assert_refusal(err: str, expected: tuple[str, ...]) -> None:
+    """One or two lines that name what is wrong."""
+    assert err.startswith("megatron_nemotron3.run: "), err
+    assert 1 <= len(err.splitlines()) <= 2, err
+    for text in expected:
+        assert text in err
+
+
+def te_installed() -> bool:
+    """Whether the TE spec is a real one here."""
+    from megatron_nemotron3.layers.backend import te_problem
+
+    return te_problem() is None
+
+
+def test_names_are_plain_attributes() -> None:
+    """Megatron reads `vars(module)[name]`: no property, no module `__getattr__`."""
+    from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+
+    from megatron_nemotron3 import specs
+
+    for name in SPECS:
+        assert isinstance(vars(specs)[name], ModuleSpec)
+        # The list of two words is what argparse gives `--spec`.
+        assert import_module([MODULE, name]) is vars(specs)[name]
+
+
+def test_auto_is_torch_without_a_gpu() -> None:
+    import torch
+
+    from megatron_nemotron3 import specs
+
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    assert specs.nemotron3_stack_spec is specs.nemotron3_torch_stack_spec
+
+
+def test_import_and_build_without_optional_packages(without: dict[str, Any]) -> None:
+    assert without["found"] == dict.fromkeys(SPECS, True)
+    assert without["auto is torch"]
+    for name in SPECS[:2]:
+        assert without["built"][name] == "Nemotron3Stack"
+
+
+def test_te_stack_without_te_says_so_when_built(without: dict[str, Any]) -> None:
+    message = without["built"]["nemotron3_te_stack_spec"]
+    assert message.startswith("ImportError: ")
+    assert "nemotron3_te_stack_spec" in message and "transformer-engine is not installed" in message
+
+
+def build_twice_on_two_stages() -> tuple[str, bool]:
+    """(what this rank printed, whether it has a final norm)."""
+    from megatron_nemotron3.specs import nemotron3_torch_stack_spec
+
+    initialize(pp=2)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for _ in range(2):
+            model = build_hybrid("M|*", nemotron3_torch_stack_spec)
+    return printed.getvalue(), hasattr(model.decoder, "final_norm")
+
+
+def test_description_is_printed_once_on_rank_0() -> None:
+    from megatron_nemotron3.specs import nemotron3_torch_stack_spec
+
+    (first, first_norm), (second, last_norm) = run_distributed(build_twice_on_two_stages, 2)
+    description = nemotron3_torch_stack_spec.submodules.description
+    assert description.startswith("backend torch: ")
+    assert first == f"megatron_nemotron3: {description}\n"
+    assert second == ""
+    assert (first_norm, last_norm) == (False, True)  # only the last stage ends in a norm
+
+
+def build_with_final_norm(params: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
+    """(keyword arguments the final norm's builder got, whether the model has what it returned)."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_nemotron3.layers.norm import RMSNorm
+    from megatron_nemotron3.specs import nemotron3_torch_stack_spec as stock
+
+    calls: list[dict[str, Any]] = []
+    made: list[RMSNorm] = []
+
+    def final_norm(**kwargs: Any) -> RMSNorm:
+        calls.append({k: v for k, v in kwargs.items() if k != "config"})
+        made.append(RMSNorm(**kwargs))
+        return made[0]
+
+    initialize()
+    spec = ModuleSpec(
+        module=stock.module, submodules=replace(stock.submodules, final_norm=final_norm), params=params
+    )
+    decoder = build_hybrid("M", spec, layernorm_epsilon=3e-5).decoder
+    return calls, bool(made) and decoder.final_norm is made[0]
+
+
+@pytest.mark.parametrize("params", [{}, {"post_layer_norm": False}])
+def test_final_norm_comes_from_the_spec(params: dict[str, Any]) -> None:
+    calls, used = run_distributed(build_with_final_norm, 1, params)[0]
+    assert calls == ([] if params else [{"hidden_size": 64, "eps": 3e-5}])
+    assert used is not bool(params)

@@ -1,0 +1,60 @@
+"""Reading Megatron's log, and knowing which checkpoint is complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3.train import checkpoints, log
+
+STEP = (
+    " [2026-11-21 14:29:40.907512] iteration        3/       4 | consumed samples:           24 | "
+    "elapsed time per iteration (ms): 147.1 | learning rate: 2.318020E-04 | global batch size:     8 | "
+    "lm loss: 5.185680E+00 | mtp_1 loss: 5.462492E+00 | mtp_2 loss: 5.437578E+00 | loss scale: 1.0 | "
+    "grad norm: 1.770 | number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+)
+VALID = " validation loss at iteration 4 on validation set | lm loss value: 5.047692E+00 | lm loss PPL: 1.5E+02 | \n"
+
+
+def test_a_step() -> None:
+    step = log.parse(STEP)
+    assert isinstance(step, log.Step)
+    assert (step.iteration, step.total, step.loss) == (3, 4, 5.18568)
+    assert step.mtp == [5.462492, 5.437578]
+    assert step.seconds == pytest.approx(0.1471)
+    assert step.values["grad norm"] == 1.77
+
+
+def test_other_lines() -> None:
+    assert log.parse(VALID) == log.Validation(4, "validation", 5.047692)
+    assert log.parse("[after training is done] iteration 3/4") is None
+    assert log.parse("") is None
+
+
+def test_a_step_trained_twice_counts_once(tmp_path: Path) -> None:
+    file = tmp_path / "train.log"
+    file.write_text(STEP + STEP.replace("5.185680E+00", "5.0E+00") + VALID)
+    curve = log.read(str(file))
+    assert [s.loss for s in curve.steps.values()] == [5.0]
+    assert curve.validation == {4: 5.047692}
+    assert log.read(str(tmp_path / "none")).steps == {}
+
+
+def test_incomplete_checkpoints_are_removed(tmp_path: Path) -> None:
+    for iteration in (2, 4, 6):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    (tmp_path / "iter_other").mkdir()
+    (tmp_path / checkpoints.TRACKER).write_text("4")
+    assert checkpoints.latest(tmp_path) == 4
+    assert checkpoints.remove_incomplete(tmp_path) == [tmp_path / "iter_0000006"]
+    assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000004", "iter_other"]
+    (tmp_path / checkpoints.TRACKER).unlink()
+    assert len(checkpoints.remove_incomplete(tmp_path)) == 2
+
+
+def test_room_is_checked_before_any_work(tmp_path: Path) -> None:
+    checkpoints.check_room(tmp_path / "not" / "there", 1)
+    with pytest.raises(ValueError, match="a checkpoint needs .* MB, but .* MB are free"):
+        checkpoints.check_room(tmp_path / "not" / "there", 1 << 60)
+    assert not (tmp_path / "not").exists()

@@ -1,0 +1,127 @@
+"""The train command from end to end: text in, falling loss, checkpoint, resume, interrupt, full disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3.train import checkpoints, log
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def _command(output: Path, text: Path, *more: str) -> list[str]:
+    words = ["train", "super", "--tiny", "--device", "cpu", "--output", str(output), "--text", str(text)]
+    # Short sequences keep the test quick; the model keeps all its parts.
+    return [sys.executable, "-m", "megatron_nemotron3", *words, "--seq-length", "64", *more]
+
+
+def _run(words: list[str], **kwargs: object) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of real text: some of the standard library's sources."""
+    folder = tmp_path_factory.mktemp("text")
+    for file in sorted(Path(os.__file__).parent.glob("a*.py"))[:6]:
+        (folder / file.name).write_text(file.read_text())
+    return folder
+
+
+def test_trains_saves_and_resumes_with_the_same_losses(text: Path, tmp_path: Path) -> None:
+    steps = ["--steps", "6", "--micro-batch-size", "2"]
+    whole = _run(_command(tmp_path / "whole", text, *steps))
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert "unigram baseline" in whole.stdout and "CPU run" in whole.stdout and "backend torch" in whole.stdout
+    assert (tmp_path / "whole" / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    expected = log.read(str(tmp_path / "whole" / "train.log")).steps
+    assert sorted(expected) == [1, 2, 3, 4, 5, 6]
+    assert expected[6].loss < expected[1].loss - 0.3
+    assert len(expected[6].mtp) == 2
+
+    parts = tmp_path / "parts"
+    first = _run([*_command(parts, text, *steps), "--", "--exit-interval", "3"])
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert checkpoints.latest(parts / "checkpoints") == 3
+    second = _run(_command(parts, text, *steps))
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "resuming from step 3" in second.stdout
+    resumed = log.read(str(parts / "train.log")).steps
+    # The log line after the first of a run averages with it (upstream does not reset its sums there).
+    for step in (4, 6):
+        assert resumed[step].values["lm loss"] == expected[step].values["lm loss"]
+        assert resumed[step].mtp == expected[step].mtp
+    assert resumed[5].loss == pytest.approx((expected[4].loss + expected[5].loss) / 2, abs=2e-6)
+
+    third = _run(_command(parts, text, *steps))
+    assert third.returncode == 0 and "already trained to step 6" in third.stdout
+
+
+def test_an_interrupt_saves_first(text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    words = _command(output, text, "--steps", "500", "--micro-batch-size", "2")
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not log.read(str(output / "train.log")).steps:
+        time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, out
+    saved = checkpoints.latest(output / "checkpoints")
+    assert saved is not None and saved < 500
+    assert f"step {saved} is saved; the same command goes on from there" in out
+    assert [p.name for p in (output / "checkpoints").glob("iter_*")] == [f"iter_{saved:07d}"]
+
+
+def test_a_full_disk_leaves_nothing_half_written(text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    words = _command(output, text, "--steps", "2", "--micro-batch-size", "2")
+    # A limit on file size is what a test can have of a full disk: the write of the weights fails.
+    limited = ["bash", "-c", 'ulimit -f 8000; trap "" XFSZ; exec "$@"', "bash", *words]
+    result = _run(limited)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "saving a checkpoint" in result.stderr and "MB are free" in result.stderr
+    assert list((output / "checkpoints").glob("iter_*")) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["supper"], "did you mean 'super'"),
+        (["super", "--tiny", "--tp", "3"], "TP=3"),
+        (["super", "--tiny", "--text", "/nowhere"], "/nowhere"),
+        (["super", "--tiny", "--data-path", "x"], "--tokenizer"),
+        (["super", "--tiny", "--backend", "te"], "transformer-engine"),
+        (["nano-4b"], "--steps"),
+        (["super", "--tiny", "--precision", "int3"], "int3"),
+        (["super", "--tiny", "--device", "cuda"], "torch sees no GPU"),
+    ],
+)
+def test_bad_input(words: list[str], message: str, tmp_path: Path) -> None:
+    if "cuda" in words and __import__("torch").cuda.is_available():
+        pytest.skip("a GPU is here")
+    output = tmp_path / "run"
+    result = _run([sys.executable, "-m", "megatron_nemotron3", "train", *words, "--output", str(output)])
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not output.exists()
+
+
+def test_a_text_folder_without_text(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "blob").write_bytes(b"\0\1\2")
+    result = _run(_command(tmp_path / "run", tmp_path / "text"))
+    assert result.returncode == 2 and str(tmp_path / "text") in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list((tmp_path / "run").rglob("*.bin"))
