@@ -34,7 +34,7 @@ DEV = [
 setup(
     name="megatron-nemotron3",
     version=VERSION,
-    description="NVIDIA Nemotron 3 (Mamba-2, attention, LatentMoE, MTP) for stock Megatron-LM, on GPU and CPU",
+    description="NVIDIA Nemotron 3 (Mamba-2, attention, LatentMoE, MTP) for stock Megatron-LM",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

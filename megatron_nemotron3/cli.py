@@ -53,8 +53,10 @@ def parser() -> argparse.ArgumentParser:
     _add_model(emit)
     _add_run(emit, precision="bf16")
     emit.add_argument("--shell", action="store_true", help="quoted for eval in a shell script")
-    emit.add_argument("--te-precision-config-file", metavar="FILE", help="per-module formats; nvfp4 needs it")
-    emit.add_argument("--schedule", choices=["published", "none"], default="none", help="emit batch and rates")
+    emit.add_argument("--te-precision-config-file", metavar="FILE", help="per-module formats (nvfp4)")
+    emit.add_argument(
+        "--schedule", choices=["published", "none"], default="none", help="emit batch and rates"
+    )
 
     commands.add_parser("run", help="run a stock Megatron script, on CPU if there is no GPU", add_help=False)
 
@@ -63,9 +65,11 @@ def parser() -> argparse.ArgumentParser:
     _add_run(train, precision=None)
     train.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     train.add_argument("--output", type=Path, metavar="DIR", help="default: runs/NAME")
-    train.add_argument("--text", metavar="PATH", help="text file, .jsonl or folder; default: Python's own sources")
+    train.add_argument("--text", metavar="PATH", help="file, .jsonl or folder; default: Python's sources")
     train.add_argument("--max-bytes", type=int, metavar="N", help="of text, at most")
-    train.add_argument("--data-path", nargs="+", default=[], metavar="PREFIX", help="Megatron .bin/.idx instead")
+    train.add_argument(
+        "--data-path", nargs="+", default=[], metavar="PREFIX", help="Megatron data sets instead"
+    )
     train.add_argument("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer for --data-path")
     train.add_argument("--steps", type=int, metavar="N")
     train.add_argument("--seq-length", type=int, metavar="N", help="tokens per sequence")

@@ -24,6 +24,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3 import no_cuda
+
 _active = False
 
 #: Megatron arguments that cannot hold on a CPU, and what they become (applied after parsing).
@@ -48,77 +50,6 @@ ARGUMENTS: dict[str, Any] = {
 def is_active() -> bool:
     """Whether code runs inside `cpu_mode`."""
     return _active
-
-
-class _Stream:
-    """A stream on a machine where everything happens in order."""
-
-    cuda_stream = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-    def query(self) -> bool:
-        return True
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return (0, 0)
-
-
-class _Event:
-    """An event that has always happened; its clock is the host's."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._time = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        import time
-
-        self._time = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: _Event) -> float:
-        """Milliseconds between two records."""
-        return (end._time - self._time) * 1e3
-
-
-class _Device(nullcontext):
-    """`with torch.cuda.device(i)`; a class, because torch asks isinstance."""
-
-
-class _Properties:
-    """`torch.cuda.get_device_properties`: an Ampere in name, so that --moe-grouped-gemm is accepted."""
-
-    name, major, minor = "cpu", 8, 0
-    multi_processor_count, total_memory = 1, 0
-
-
-class _Generators:
-    """`torch.cuda.default_generators`: every index is the CPU generator."""
-
-    def __getitem__(self, index: Any) -> Any:
-        import torch
-
-        return torch.default_generator
-
-    def __len__(self) -> int:
-        return 1
 
 
 def _names_cuda(device: Any) -> bool:
@@ -163,37 +94,37 @@ def _torch_table() -> list[tuple[Any, str, Any]]:
         return original_type(self, dtype, *args, **kwargs)
 
     original_type = torch.Tensor.type
-    factories = ["tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "randperm", "eye", "linspace", "as_tensor"]
+    factories = "tensor empty zeros ones full arange rand randn randint randperm eye linspace as_tensor"
     cuda: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: cpu,
         "set_device": nothing,
-        "device": _Device,
+        "device": no_cuda.Device,
         "synchronize": nothing,
         "empty_cache": nothing,
         "manual_seed": torch.default_generator.manual_seed,
         "manual_seed_all": nothing,  # torch.manual_seed calls it after seeding the CPU
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
-        "default_generators": _Generators(),
-        "Stream": _Stream,
-        "Event": _Event,
+        "default_generators": no_cuda.Generators(),
+        "Stream": no_cuda.Stream,
+        "Event": no_cuda.Event,
         "stream": lambda *_: nullcontext(),
         "set_stream": nothing,
-        "current_stream": lambda *_: _Stream(),
-        "default_stream": lambda *_: _Stream(),
+        "current_stream": lambda *_: no_cuda.Stream(),
+        "default_stream": lambda *_: no_cuda.Stream(),
         "is_current_stream_capturing": lambda: False,
         "get_device_capability": lambda *_: (8, 0),  # what --moe-grouped-gemm asks for
-        "get_device_properties": lambda *_: _Properties(),
+        "get_device_properties": lambda *_: no_cuda.Properties(),
         "get_device_name": lambda *_: "cpu",
         "memory_allocated": zero,
         "max_memory_allocated": zero,
         "memory_reserved": zero,
         "max_memory_reserved": zero,
         "reset_peak_memory_stats": nothing,
-        "memory_stats": lambda *_: _Zeros(),
+        "memory_stats": lambda *_: no_cuda.Zeros(),
         "device_memory_used": zero,
         "FloatTensor": torch.FloatTensor,
         "HalfTensor": torch.HalfTensor,
@@ -209,7 +140,7 @@ def _torch_table() -> list[tuple[Any, str, Any]]:
         (torch.cuda.random, "set_rng_state", cuda["set_rng_state"]),
         (torch.cuda.nvtx, "range_push", nothing),
         (torch.cuda.nvtx, "range_pop", nothing),
-        *((torch, name, _on_cpu(getattr(torch, name))) for name in factories),
+        *((torch, name, _on_cpu(getattr(torch, name))) for name in factories.split()),
         (torch.Tensor, "to", _on_cpu(torch.Tensor.to)),
         (torch.Tensor, "cuda", lambda self, *_, **__: self),
         (torch.Tensor, "pin_memory", lambda self, *_, **__: self),
@@ -218,13 +149,6 @@ def _torch_table() -> list[tuple[Any, str, Any]]:
         (torch.nn.Module, "cuda", lambda self, *_: self),
         *_distributed_table(),
     ]
-
-
-class _Zeros(dict):
-    """Memory statistics of a device without memory."""
-
-    def __missing__(self, key: str) -> int:
-        return 0
 
 
 def _distributed_table() -> list[tuple[Any, str, Any]]:

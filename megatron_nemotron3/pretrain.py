@@ -101,7 +101,8 @@ def forward_step(data_iterator: Iterator[_Batch], model: torch.nn.Module) -> tup
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )
-    return output, partial(loss_function, batch["loss_mask"])
+    # Middle stages have no mask; Megatron calls the loss function on the last stage only.
+    return output, partial(loss_function, batch["loss_mask"])  # type: ignore[arg-type]
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
@@ -146,7 +147,9 @@ def main() -> None:
     args = parse_and_validate_args()
     if given := [name for name in UNSUPPORTED if getattr(args, name, None)]:
         option = "--" + given[0].replace("_", "-")
-        raise SystemExit(f"{option} is not part of this entry: run the stock pretrain_hybrid.py with our flags")
+        raise SystemExit(
+            f"{option} is not part of this entry: run the stock pretrain_hybrid.py with our flags"
+        )
     pretrain(
         pretrain_cfg_container_from_args(args),
         datasets_provider,

@@ -90,10 +90,8 @@ def verify_stack(attribute: str) -> None:
     from megatron_nemotron3.layers.stack import Nemotron3Stack
     from megatron_nemotron3.optional import te_problem
 
-    if not hasattr(specs, attribute):
-        known = [
-            name for name in vars(specs) if name.endswith("_stack_spec") and name.startswith("nemotron3")
-        ]
+    known = [name for name in vars(specs) if name.startswith("nemotron3") and name.endswith("_stack_spec")]
+    if attribute not in known:
         fail(f"--spec {SPEC_MODULE} {attribute}: no such spec; there are {', '.join(sorted(known))}")
     if attribute == "nemotron3_te_stack_spec" and (problem := te_problem()):
         fail(f"--spec {SPEC_MODULE} {attribute}: {problem}")

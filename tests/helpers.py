@@ -1,24 +1,28 @@
 """Distributed tests as plain functions, and small stock models to run them on. Needs torch and megatron-core.
 
-def check(width):                      # module level: worker processes import it by name
-    initialize(tp=2)
-    model = build_hybrid("M*", nemotron3_torch_stack_spec)
-    ...
-    return something_picklable
+A test is a module-level function, because worker processes import it by name:
 
-first, second = run_distributed(check, 2, 64)
+    def check(width):
+        initialize(tp=2)
+        model = build_hybrid("M*", nemotron3_torch_stack_spec, hidden_size=width)
+        ...
+        return something_picklable
+
+    first, second = run_distributed(check, 2, 64)
 """
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
+import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -61,7 +65,7 @@ PRELOAD = [
     "megatron.core.models.hybrid.hybrid_model",
     "megatron.core.optimizer.distrib_optimizer",
     "megatron.core.dist_checkpointing",
-    "megatron.training.arguments",
+    "megatron.training",
 ]
 
 #: Pattern and extra fields of the golden models; the layouts are (world size, arguments of `initialize`).
@@ -108,6 +112,32 @@ def run_fresh(function: Callable[..., Any], *args: Any, timeout: float = 120) ->
     return _start(pickle.dumps((function, args, dict(os.environ))), 1, None, timeout)[0]
 
 
+def run_launcher(argv: list[str], world_size: int, timeout: float = 120) -> str:
+    """What `torchrun --nproc-per-node WORLD_SIZE -m megatron_nemotron3.run ARGV…` prints, ranks in order.
+
+    The processes are forked with Megatron imported, which saves the ten seconds a start costs.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}):
+        call = pickle.dumps((_launch, (argv,), dict(os.environ)))
+    return "".join(_start(call, world_size, None, timeout))
+
+
+def _launch(argv: list[str]) -> str:
+    from megatron_nemotron3.run import main
+
+    output = io.StringIO()
+    with redirect_stdout(output):
+        try:
+            main(argv)
+        except SystemExit as end:  # --exit-interval leaves this way
+            if end.code:
+                raise
+    return output.getvalue()
+
+
 def _start(call: bytes, world_size: int, store: str | None, timeout: float) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -119,7 +149,9 @@ def _start(call: bytes, world_size: int, store: str | None, timeout: float) -> l
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_worker, args=(sender, call, rank, world_size, store, timeout), daemon=True
+                target=_worker,
+                args=(sender, call, rank, world_size, store, timeout),
+                daemon=store is not None,  # a launcher's checkpoint writer is a child of its own
             )
             process.start()
             sender.close()  # so that a dead worker reads as end of file
@@ -181,14 +213,26 @@ def _worker(
         function, args, environment = pickle.loads(call)
         os.environ.clear()  # the server's is as old as the server
         os.environ.update(environment)
+        if store is None:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         with nullcontext() if store is None else _rank(rank, world_size, store, timeout):
-            message = pickle.dumps((0.0, function(*args), None))
-            if store is not None:
-                torch.distributed.barrier()  # nobody leaves while another still talks to it
+            try:
+                message = pickle.dumps((0.0, function(*args), None))
+                if store is not None:
+                    torch.distributed.barrier()  # nobody leaves while another still talks to it
+            except BaseException:
+                _report_failure(sender)  # before leaving makes other ranks fail, too
+                raise
+        sender.send_bytes(message)
     except BaseException:
-        message = pickle.dumps((time.monotonic(), None, traceback.format_exc()))
-    sender.send_bytes(message)
-    sender.close()
+        _report_failure(sender)
+
+
+def _report_failure(sender: Connection) -> None:
+    """Send the traceback, once."""
+    if not sender.closed:
+        sender.send_bytes(pickle.dumps((time.monotonic(), None, traceback.format_exc())))
+        sender.close()
 
 
 @contextmanager

@@ -16,7 +16,8 @@ ALLOWED = {
     "models": set(),
     "args": {"models"},
     "optional": set(),
-    "cpu": set(),
+    "cpu": {"no_cuda"},
+    "no_cuda": set(),
     "data": set(),
     "layers": {"cpu", "optional"},
     "specs": {"layers", "optional"},
@@ -36,7 +37,11 @@ def _imports(file: Path) -> set[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module] if node.module != "megatron_nemotron3" else [f"{node.module}.{a.name}" for a in node.names]
+            names = (
+                [node.module]
+                if node.module != "megatron_nemotron3"
+                else [f"{node.module}.{a.name}" for a in node.names]
+            )
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         found |= {name.split(".")[1] for name in names if name.startswith("megatron_nemotron3.")}
@@ -44,13 +49,21 @@ def _imports(file: Path) -> set[str]:
 
 
 def test_every_part_is_listed() -> None:
-    parts = {p.stem for p in PACKAGE.iterdir() if (p.suffix == ".py" or p.is_dir()) and not p.name.startswith("__p")}
+    parts = {
+        p.stem
+        for p in PACKAGE.iterdir()
+        if (p.suffix == ".py" or p.is_dir()) and not p.name.startswith("__p")
+    }
     assert parts - {"__init__", "py"} == set(ALLOWED)
 
 
 @pytest.mark.parametrize("part", ALLOWED)
 def test_imports_point_one_way(part: str) -> None:
-    files = [PACKAGE / f"{part}.py"] if (PACKAGE / f"{part}.py").exists() else list((PACKAGE / part).rglob("*.py"))
+    files = (
+        [PACKAGE / f"{part}.py"]
+        if (PACKAGE / f"{part}.py").exists()
+        else list((PACKAGE / part).rglob("*.py"))
+    )
     assert files
     used = set().union(*(_imports(file) for file in files)) - {part}
     assert used <= ALLOWED[part], f"{part} imports {sorted(used - ALLOWED[part])}"

@@ -125,6 +125,11 @@ class TorchCoreAttention(MegatronModule):
                 f"packed sequences with CP={self.cp_group.size()} are not computed by the torch "
                 "backend: use CP=1 or the TE backend"
             )
+        if packed.qkv_format != "thd" or packed.cu_seqlens_q is None:
+            raise ValueError(
+                f"packed sequences with qkv_format={packed.qkv_format!r}: the torch backend takes 'thd' "
+                "with cu_seqlens_q"
+            )
         borders = (
             packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
         )

@@ -24,8 +24,8 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from megatron_nemotron3.layers.functional import weighted_squared_relu
 
+from megatron_nemotron3.layers.functional import weighted_squared_relu
 from megatron_nemotron3.layers.grouped import grouped_linear
 
 
@@ -184,7 +184,7 @@ class GroupedExperts(TEGroupedMLP):
             raise ValueError(f"experts with {gate}{activation}: this family has --squared-relu")
         super().__init__(num_local_experts, config, *args, **kwargs)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         permuted_local_hidden_states: torch.Tensor,
         tokens_per_expert: torch.Tensor,

@@ -60,7 +60,7 @@ class _GroupedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None

@@ -84,8 +84,6 @@ class LatentMoELayer(MoELayer):
 
     def _build_latent_projections(self, name: str | None) -> None:
         config = self.config
-        if config.add_bias_linear:
-            raise ValueError("LatentMoE projections have no bias: pass --disable-bias-linear")
         tail = {key: self._modules.pop(key) for key in ("experts", "shared_experts") if key in self._modules}
         for key, sizes, init in (
             ("fc1_latent_proj", (config.hidden_size, config.moe_latent_size), config.init_method),

@@ -98,9 +98,9 @@ class DuplicatedLinear(torch.nn.Module):
                 # The tracker's data-parallel stream is the same on every tensor-parallel rank.
                 with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
                     init_method(self.weight)
-        self.weight.allreduce = True
-        self.weight.sequence_parallel = config.sequence_parallel
-        self.weight.tensor_model_parallel = False
+        self.weight.allreduce = True  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.tensor_model_parallel = False  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """[..., input_size] -> ([..., output_size], no bias)."""

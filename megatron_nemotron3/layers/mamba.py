@@ -29,8 +29,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_nemotron3.layers.conv import causal_conv1d
 
+from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.norm import GatedGroupRMSNorm
 from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens, ssd_chunked
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
 from megatron_nemotron3.layers.functional import gated_group_rms_norm, rms_norm
 
 

@@ -1,7 +1,7 @@
 """Checkpoint folders as Megatron writes them: which is complete, and how much room the next one needs.
 
-    FOLDER/latest_checkpointed_iteration.txt    written last, so what it names is complete
-    FOLDER/iter_0000300/  __0_0.distcp …  metadata.json
+FOLDER/latest_checkpointed_iteration.txt    written last, so what it names is complete
+FOLDER/iter_0000300/  __0_0.distcp …  metadata.json
 """
 
 from __future__ import annotations
@@ -58,6 +58,6 @@ def check_room(folder: Path, need: int) -> None:
     free = shutil.disk_usage(place).free
     if free < need:
         raise ValueError(
-            f"{os.fspath(folder)}: a checkpoint needs {need / 1e6:,.0f} MB, but {free / 1e6:,.0f} MB are free: "
-            "choose another --output"
+            f"{os.fspath(folder)}: a checkpoint needs {need / 1e6:,.0f} MB, but {free / 1e6:,.0f} MB are "
+            "free: choose another --output"
         )

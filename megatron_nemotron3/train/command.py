@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.args import ParallelLayout, TrainingData, TrainingSchedule, flags, published, to_argv
 from megatron_nemotron3.models import Nemotron3Config, count
@@ -75,7 +76,7 @@ def schedule_of(request: Request) -> TrainingSchedule:
     return schedule
 
 
-def _lengths(steps: int) -> dict[str, int]:
+def _lengths(steps: int) -> dict[str, Any]:
     """Warm-up of a tenth, decay over the last fifth (WSD)."""
     return {
         "train_iters": steps,
@@ -92,7 +93,8 @@ def _tiny_schedule(request: Request) -> TrainingSchedule:
     return TrainingSchedule(
         seq_length=request.seq_length,
         micro_batch_size=micro,
-        global_batch_size=request.global_batch_size or micro * request.layout.dp * (2 if request.layout.pp > 1 else 1),
+        global_batch_size=request.global_batch_size
+        or micro * request.layout.dp * (2 if request.layout.pp > 1 else 1),
         lr=lr,
         min_lr=lr / 100,
         eval_interval=max(1, steps // 4),
@@ -129,7 +131,8 @@ def run(request: Request) -> int:
         )
 
     argv(TrainingData())  # rules first: nothing is written for a layout that cannot run
-    print(f"{config.title} [{config.name}]: {size.trainable:,} parameters, {request.layout}, {request.precision}")
+    what = f"{size.trainable:,} parameters, {request.layout}, {request.precision}"
+    print(f"{config.title} [{config.name}]: {what}")
     data, baseline = _data(request)
     for leftover in checkpoints.remove_incomplete(request.checkpoints):
         print(f"removed {leftover}: its save had been interrupted")
@@ -160,7 +163,9 @@ def run(request: Request) -> int:
     curve = log.read(str(log_file))
     _report(request, curve, baseline, started)
     if progress.was_interrupted:
-        where = f"step {saved} is saved; the same command goes on from there" if saved else "no checkpoint yet"
+        where = (
+            f"step {saved} is saved; the same command goes on from there" if saved else "no checkpoint yet"
+        )
         print(f"interrupted: {where}")
         return 130
     return 0
@@ -259,7 +264,9 @@ class _Progress:
     def _step(self, step: log.Step) -> None:
         # On a terminal one line is rewritten; in a file about twenty lines remain.
         mtp = " ".join(f"{loss:.3f}" for loss in step.mtp)
-        text = f"step {step.iteration:5d}/{step.total}  loss {step.loss:.3f}" + (f"  MTP {mtp}" if mtp else "")
+        text = f"step {step.iteration:5d}/{step.total}  loss {step.loss:.3f}" + (
+            f"  MTP {mtp}" if mtp else ""
+        )
         text += f"  {step.seconds:.2f} s/step"
         last = step.iteration == step.total
         if self._live:
@@ -272,4 +279,3 @@ class _Progress:
         """Called at every interrupt."""
         first, self.was_interrupted = not self.was_interrupted, True
         print("\ninterrupted: saving a checkpoint first; again to stop at once" if first else "\nstopping")
-

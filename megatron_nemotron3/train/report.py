@@ -42,14 +42,18 @@ def verdict(curve: Curve, baseline: float | None) -> list[str]:
     if not curve.steps:
         return ["no step was logged"]
     first, last = curve.steps[min(curve.steps)], curve.steps[max(curve.steps)]
-    lines = [f"training loss    {first.loss:.3f} at step {first.iteration} -> {last.loss:.3f} at {last.iteration}"]
+    lines = [
+        f"training loss    {first.loss:.3f} at step {first.iteration} -> {last.loss:.3f} at {last.iteration}"
+    ]
     if last.mtp:
         depths = ", ".join(f"depth {k}: {loss:.3f}" for k, loss in enumerate(last.mtp, 1))
         lines.append(f"MTP loss         {depths}")
     if curve.validation:
         step = max(curve.validation)
         loss = curve.validation[step]
-        lines.append(f"validation loss  {loss:.3f} at step {step} (perplexity {math.exp(min(loss, 80)):,.1f})")
+        lines.append(
+            f"validation loss  {loss:.3f} at step {step} (perplexity {math.exp(min(loss, 80)):,.1f})"
+        )
         if baseline is not None:
             side = "below" if loss < baseline else "NOT below"
             lines.append(f"unigram baseline {baseline:.3f} on the same text: the model is {side} it")

@@ -97,9 +97,8 @@ def mamba_layer(layer: Any, x: Tensor) -> Tensor:
     decay = torch.exp(-dt * mixer.A_log.exp())
     state, ys = torch.zeros(heads, inner // heads, n), []
     for t in range(len(x)):
-        added = dt[t, :, None, None] * u[t, :, :, None] * B[t, :, None, :]
-        state = decay[t, :, None, None] * state + added
-        ys.append((state * C[t, :, None, :]).sum(-1) + mixer.D[:, None] * u[t])
+        state = decay[t, :, None, None] * state + (dt[t, :, None] * u[t])[..., None] * B[t, :, None]
+        ys.append((state * C[t, :, None]).sum(-1) + mixer.D[:, None] * u[t])
     gated = (torch.stack(ys).flatten(1) * F.silu(z)).view(len(x), groups, -1)
     return x + rms(gated, mixer.norm.weight.view(groups, -1)).flatten(1) @ mixer.out_proj.weight.T
 
@@ -133,13 +132,18 @@ def per_sequence(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def gradients(out: Tensor, inputs: Sequence[Tensor], cotangent: Tensor | None = None) -> list[Tensor]:
     """Of every input, zero where the output does not depend on it. The graph is kept."""
-    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-    return list(torch.autograd.grad(out, inputs, cotangent, **options))
+    return list(torch.autograd.grad(out, inputs, cotangent, retain_graph=True, materialize_grads=True))
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    """To 1e-5 of the largest element, or of 1."""
+    scale = max(float(theirs.detach().abs().max()), 1.0)
+    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=1e-5 * scale)
 
 
 def assert_same(ours: Tensor, theirs: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Outputs equal to 1e-5 of the largest, gradients of `inputs` to 1e-4 of each one's norm."""
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * max(float(theirs.detach().abs().max()), 1.0))
+    """Outputs are close, and gradients of `inputs` equal to 1e-4 of each one's norm."""
+    assert_close(ours, theirs)
     cotangent = random(*ours.shape, seed=5)
     for a, b in zip(gradients(ours, inputs, cotangent), gradients(theirs, inputs, cotangent), strict=True):
         assert (a - b).norm() <= 1e-4 * b.norm(), f"{tuple(a.shape)}: {(a - b).norm() / b.norm():.1e}"
@@ -156,9 +160,6 @@ def norm(**changes: Any) -> RMSNorm:
 def linear(**changes: Any) -> NormColumnParallelLinear:
     config = transformer_config(MODEL, **changes)
     return NormColumnParallelLinear(24, 40, config=config, init_method=config.init_method, bias=False)
-
-
-# --- layers -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", DEFINITIONS, ids=["mamba", "moe", "attention"])
@@ -266,10 +267,10 @@ def test_packed_model_is_separate(model: Any) -> None:
     with torch.no_grad(), model.mtp.register_forward_hook(lambda *call: seen.append(call[-1])):
         logits = model(ids, positions, None, packed_seq_params=pack(lengths, lengths))
         separate = [model(i, p, None) for i, p in zip(ids.split(lengths, 1), positions.split(lengths, 1))]
-    torch.testing.assert_close(logits, torch.cat(separate, dim=1), rtol=0, atol=1e-5)
+    assert_close(logits, torch.cat(separate, dim=1))
     depths = zip(*(hidden.chunk(3) for hidden in seen[1:]))
     for together, apart in zip(seen[0].chunk(3), depths, strict=True):
-        torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-5)
+        assert_close(together, torch.cat(apart))
 
 
 # --- multi-token prediction -------------------------------------------------------------------------
@@ -318,16 +319,14 @@ def test_mtp_is_its_definition(model: Any) -> None:
     h0 = model.decoder(model.embedding(ids, positions), None)
     expected_hidden = mtp_definition(model, h0, ids)
     for ours, theirs in zip(seen[0].chunk(3), [h0, *expected_hidden], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-
+        assert_close(ours, theirs)
     expected_main = cross_entropy(model, h0, labels)
-    torch.testing.assert_close(main, expected_main, rtol=0, atol=1e-5)
+    assert_close(main, expected_main)
     losses: list[Tensor] = []
     for hidden in expected_hidden:
         labels, mask = shift(labels), shift(mask)
         losses.append((cross_entropy(model, hidden, labels) * mask).sum() / mask.sum())
-    logged = MTPLossLoggingHelper.tracker["loss_values"]
-    torch.testing.assert_close(logged, torch.stack(losses).detach(), rtol=0, atol=1e-5)
+    assert_close(MTPLossLoggingHelper.tracker["loss_values"], torch.stack(losses))
 
     # The scaled losses enter the gradient beside the main loss, and depth 2 passes through depth 1.
     scaled = [MODEL.mtp_loss_scaling_factor / MODEL.mtp_num_layers * loss for loss in losses]

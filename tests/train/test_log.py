@@ -14,7 +14,9 @@ STEP = (
     "lm loss: 5.185680E+00 | mtp_1 loss: 5.462492E+00 | mtp_2 loss: 5.437578E+00 | loss scale: 1.0 | "
     "grad norm: 1.770 | number of skipped iterations:   0 | number of nan iterations:   0 |\n"
 )
-VALID = " validation loss at iteration 4 on validation set | lm loss value: 5.047692E+00 | lm loss PPL: 1.5E+02 | \n"
+VALID = (
+    " validation loss at iteration 4 on validation set | lm loss value: 5.047692E+00 | lm loss PPL: 156 | \n"
+)
 
 
 def test_a_step() -> None:

@@ -40,7 +40,9 @@ def test_trains_saves_and_resumes_with_the_same_losses(text: Path, tmp_path: Pat
     steps = ["--steps", "6", "--micro-batch-size", "2"]
     whole = _run(_command(tmp_path / "whole", text, *steps))
     assert whole.returncode == 0, whole.stdout + whole.stderr
-    assert "unigram baseline" in whole.stdout and "CPU run" in whole.stdout and "backend torch" in whole.stdout
+    assert (
+        "unigram baseline" in whole.stdout and "CPU run" in whole.stdout and "backend torch" in whole.stdout
+    )
     assert (tmp_path / "whole" / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     expected = log.read(str(tmp_path / "whole" / "train.log")).steps
     assert sorted(expected) == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,234 @@
+"""Norms and squared ReLU against their references: values, gradients, memory.
+
+Tolerance. The reference runs in FP64 on the same (already rounded) inputs. Values go through fewer than 12
+roundings and a mean over the group (whose relative error is at most group * eps, as its terms are positive):
+m = group + 12. Gradients subtract the part along u; both parts are at most
+rstd * (|dy w| + |unit| mean |dy w unit|) =: size_u. Weight gradients add r rows, w gradients d columns.
+Results in a narrower dtype are rounded once more: eps(dtype) * |value|.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_nemotron3.layers import functional
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
+BLOCKS = st.sampled_from([1, 64, 2**18])
+
+
+def leaf(*shape, dtype):
+    return torch.randn(*shape, dtype=dtype).requires_grad_()
+
+
+def run(form, inputs, dy, **options):
+    y = form(*inputs, **options)
+    return [y, *torch.autograd.grad((y.to(dy.dtype) * dy).sum(), inputs)]
+
+
+def check(fast, reference, inputs, sizes, terms, **options):
+    """`sizes` (FP64, of each result) times `terms` roundings bound the error of y and every gradient."""
+    x = inputs[0]
+    dy = torch.randn_like(x)
+    got = run(fast, inputs, dy, **options)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want = run(reference, exact, dy.double(), **options)
+    eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    for i, (a, b, size, m) in enumerate(zip(got, want, sizes(exact, dy.double()), terms, strict=True)):
+        assert a.dtype == (x if i == 0 else inputs[i - 1]).dtype
+        limit = torch.finfo(a.dtype).eps * b.abs() + m * eps * size
+        assert ((a.double() - b).abs() <= limit).all(), f"result {i}"
+
+
+def norm_sizes(group, eps):
+    def sizes(exact, dy):
+        x, *gate, weight = (t.detach() for t in exact)
+        z = gate[0] if gate else None
+        u = x if z is None else x * F.silu(z)
+        rstd = torch.rsqrt(u.unflatten(-1, (-1, group)).square().mean(-1, keepdim=True) + eps)
+        unit = (u.unflatten(-1, (-1, group)) * rstd).abs()
+        dunit = (dy * weight).abs().unflatten(-1, (-1, group))
+        size_u = (rstd * (dunit + unit * (dunit * unit).mean(-1, keepdim=True))).flatten(-2)
+        dweight = (dy.abs() * unit.flatten(-2)).flatten(0, -2).sum(0)
+        y = unit.flatten(-2) * weight.abs()
+        if z is None:
+            return [y, size_u, dweight]
+        return [y, size_u * F.silu(z).abs(), size_u * x.abs() * 1.1, dweight]
+
+    return sizes
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lead=st.sampled_from([(1,), (7,), (3, 5), (2, 1, 4)]),
+    d=st.integers(1, 40),
+    dtype=DTYPES,
+    block=BLOCKS,
+    seed=st.integers(0, 2**20),
+)
+def test_rms_norm(lead, d, dtype, block, seed):
+    torch.manual_seed(seed)
+    rows = torch.Size(lead).numel()
+    inputs = [leaf(*lead, d, dtype=dtype), leaf(d, dtype=dtype)]
+    m = [d + 12, 4 * (d + 12), rows + d + 12]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "BLOCK_ELEMENTS", block)
+        check(functional.rms_norm, functional.rms_norm_reference, inputs, norm_sizes(d, 1e-5), m, eps=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lead=st.sampled_from([(1,), (7,), (3, 5)]),
+    groups=st.integers(1, 4),
+    group_size=st.integers(1, 12),
+    dtype=DTYPES,
+    block=BLOCKS,
+    seed=st.integers(0, 2**20),
+)
+def test_gated_group_rms_norm(lead, groups, group_size, dtype, block, seed):
+    torch.manual_seed(seed)
+    rows, d = torch.Size(lead).numel(), groups * group_size
+    inputs = [leaf(*lead, d, dtype=dtype), leaf(*lead, d, dtype=dtype), leaf(d, dtype=torch.float32)]
+    if dtype == torch.float64:
+        inputs[2] = inputs[2].detach().double().requires_grad_()
+    m = group_size + 12
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "BLOCK_ELEMENTS", block)
+        check(
+            functional.gated_group_rms_norm,
+            functional.gated_group_rms_norm_reference,
+            inputs,
+            norm_sizes(group_size, 1e-5),
+            [m, 4 * m, 4 * m, rows + m],
+            group_size=group_size,
+        )
+
+
+def test_group_norm_written_out():
+    """Each group of each row has a root mean square of 1 after the gate, then the weight."""
+    torch.manual_seed(0)
+    x, z, weight = (torch.randn(3, 4, 6, dtype=torch.float64) for _ in range(3))
+    weight = weight[0, 0]
+    y = functional.gated_group_rms_norm(x, z, weight, group_size=3, eps=1e-5)
+    for row, column, first in [(0, 0, 0), (2, 3, 3), (1, 2, 3)]:
+        part = slice(first, first + 3)
+        gate = z[row, column, part]
+        u = x[row, column, part] * gate / (1 + torch.exp(-gate))
+        want = u / torch.sqrt((u * u).sum() / 3 + 1e-5) * weight[part]
+        torch.testing.assert_close(y[row, column, part], want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_against_torch(dtype):
+    """torch's own RMS norm, weights of one: the same value up to its last rounding."""
+    torch.manual_seed(0)
+    x = torch.randn(20, 64, dtype=dtype)
+    torch.testing.assert_close(functional.rms_norm(x, torch.ones(64), 1e-5), F.rms_norm(x, (64,), eps=1e-5))
+
+
+def test_rms_norm_rounds_once():
+    """BF16 in, FP32 weight: product and weight are rounded together, not one after the other."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(50, 64).bfloat16(), torch.rand(64) + 0.5
+    wide = functional.rms_norm_reference(x.double(), weight.double())
+    assert torch.equal(functional.rms_norm(x, weight), wide.float().bfloat16())
+
+
+def weighted_sizes(exact, dy):
+    x, w = (t.detach() for t in exact)
+    positive = F.relu(x)
+    y = positive.square() * w.abs().unsqueeze(-1)
+    dx = 2 * positive * (w.unsqueeze(-1) * dy).abs()
+    return [y, dx, (positive.square() * dy.abs()).sum(-1)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(0, 30), d=st.integers(1, 20), dtype=DTYPES, block=BLOCKS, seed=st.integers(0, 2**20))
+def test_weighted_squared_relu(n, d, dtype, block, seed):
+    torch.manual_seed(seed)
+    inputs = [leaf(n, d, dtype=dtype), leaf(n, dtype=torch.promote_types(dtype, torch.float32))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "BLOCK_ELEMENTS", block)
+        check(
+            functional.weighted_squared_relu,
+            functional.weighted_squared_relu_reference,
+            inputs,
+            weighted_sizes,
+            [4, 4, d + 4],
+        )
+
+
+@settings(max_examples=20, deadline=None)
+@given(shape=st.sampled_from([(1,), (5, 7), (2, 3, 4)]), dtype=DTYPES, seed=st.integers(0, 2**20))
+def test_squared_relu(shape, dtype, seed):
+    """Equal to the last bit in every dtype: relu is exact, the square and its gradient round once."""
+    torch.manual_seed(seed)
+    x, dy = leaf(*shape, dtype=dtype), torch.randn(*shape, dtype=dtype)
+    got, want = (run(form, [x], dy) for form in (functional.squared_relu, functional.squared_relu_reference))
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=torch.finfo(dtype).eps, atol=0)
+
+
+def test_gradcheck():
+    torch.manual_seed(0)
+    x, z, weight, w = (
+        leaf(4, 6, dtype=torch.float64),
+        *(leaf(*s, dtype=torch.float64) for s in [(4, 6), (6,), (4,)]),
+    )
+    assert torch.autograd.gradcheck(functional.rms_norm, (x, weight))
+    assert torch.autograd.gradcheck(
+        lambda *t: functional.gated_group_rms_norm(*t, group_size=3), (x, z, weight)
+    )
+    assert torch.autograd.gradcheck(functional.weighted_squared_relu, (x, w))
+
+
+@pytest.mark.parametrize("strided", ["x", "z", "dy"])
+def test_strided_inputs(strided):
+    """Transposed [s, b, d] views, as between the scan and the norm."""
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(3, 5, 8) for name in ("x", "z", "dy")}
+    plain = {k: v.clone() for k, v in tensors.items()}
+    tensors[strided] = tensors[strided].transpose(0, 1).contiguous().transpose(0, 1)
+    results = []
+    for t in (tensors, plain):
+        x, z = t["x"].requires_grad_(), t["z"].requires_grad_()
+        y = functional.gated_group_rms_norm(x, z, torch.ones(8), group_size=4)
+        results.append([y, *torch.autograd.grad(y, [x, z], t["dy"])])
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_saved_memory():
+    """BF16 inputs are saved as they are; the norm adds one FP32 value per row and group."""
+    x, z, w = (leaf(*s, dtype=torch.bfloat16) for s in [(16, 32), (16, 32), (16,)])
+    weight = leaf(32, dtype=torch.bfloat16)
+    calls = {
+        "rms_norm": (lambda: functional.rms_norm(x, weight), [16]),
+        "gated": (lambda: functional.gated_group_rms_norm(x, z, weight, group_size=8), [16 * 4]),
+        "weighted": (lambda: functional.weighted_squared_relu(x, w), []),
+    }
+    for name, (call, expected) in calls.items():
+        saved = {}
+
+        def pack(t, saved=saved):
+            saved[t.data_ptr()] = t
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            call()
+        given = {t.data_ptr() for t in (x, z, w, weight)}
+        assert [t.numel() for p, t in saved.items() if p not in given] == expected, name
+
+
+def test_errors_name_the_numbers():
+    x = torch.zeros(2, 6)
+    for form in (functional.gated_group_rms_norm, functional.gated_group_rms_norm_reference):
+        with pytest.raises(ValueError, match="6 channels are not a multiple of group_size=4"):
+            form(x, x, torch.ones(6), group_size=4)
+        with pytest.raises(ValueError, match=r"weight has shape \(5,\)"):
+            form(x, x, torch.ones(5), group_size=3)
+    with pytest.raises(ValueError, match=r"w \(3,\) must be \(2,\)"):
+        functional.weighted_squared_relu(x, torch.ones(3))

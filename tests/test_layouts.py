@@ -1,0 +1,156 @@
+"""Every layout of docs/cpu.md trains on gloo: through our entry, and the stock script of a checkout."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3.args import ParallelLayout, TrainingData, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.models import get, tiny
+from megatron_nemotron3.train import launch, log
+from tests.helpers import run_launcher
+
+ROOT = Path(__file__).parent.parent
+CHECKOUT = os.environ.get("MEGATRON_LM_DIR")
+STOCK = Path(CHECKOUT or "/nowhere") / "pretrain_hybrid.py"
+SCRIPTS = [
+    pytest.param(launch.ENTRY, id="ours"),
+    pytest.param(
+        STOCK,
+        id="stock",
+        marks=[
+            pytest.mark.checkout,
+            pytest.mark.skipif(not STOCK.is_file(), reason="MEGATRON_LM_DIR names no Megatron-LM checkout"),
+        ],
+    ),
+]
+LAYOUTS = {
+    "one": (ParallelLayout(), ()),
+    "tp2-sp": (ParallelLayout(tp=2), ()),
+    "ep2-allgather": (ParallelLayout(dp=2, ep=2), ("--moe-token-dispatcher-type", "allgather")),
+    "ep2-alltoall": (ParallelLayout(dp=2, ep=2), ("--moe-token-dispatcher-type", "alltoall")),
+    "pp2": (ParallelLayout(pp=2), ()),
+    "dp2-distributed-optimizer": (ParallelLayout(dp=2), ("--use-distributed-optimizer",)),
+}
+STEPS = 4
+#: The smallest form with every part: M, E with latent, *, two shared MTP depths.
+CONFIG = tiny(get("super")).but(pattern="MEM*EME*", vocab_size=255)
+
+
+def _argv(layout: ParallelLayout, extra: tuple[str, ...], **data: object) -> list[str]:
+    schedule = TrainingSchedule(
+        seq_length=64,
+        micro_batch_size=1,
+        global_batch_size=4,
+        train_iters=STEPS,
+        lr=3e-3,
+        min_lr=1e-4,
+        lr_decay_iters=STEPS,
+        lr_wsd_decay_iters=1,
+        eval_iters=1,
+        eval_interval=100,
+        log_interval=1,
+        save_interval=2,
+    )
+    given = TrainingData(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=255, **data)  # type: ignore[arg-type]
+    return to_argv(
+        flags(CONFIG, layout, precision="fp32", backend="torch", schedule=schedule, data=given, extra=extra)
+    )
+
+
+def _train(script: Path, layout: ParallelLayout, argv: list[str]) -> log.Curve:
+    if script == launch.ENTRY:
+        output = run_launcher(["--device", "cpu", str(script), *argv], layout.world_size)
+    else:  # as a user starts it: the checkout's Megatron, not the one installed
+        words = launch.command(argv, layout.world_size, "cpu")
+        words[words.index(str(launch.ENTRY))] = str(script)
+        env = {**launch.environment(layout.world_size, "cpu"), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(words, env=env, cwd="/", capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        output = done.stdout
+    curve = log.Curve()
+    for line in output.splitlines():
+        curve.add(line)
+    return curve
+
+
+@functools.cache
+def _run(script: Path, name: str) -> log.Curve:
+    layout, extra = LAYOUTS[name]
+    return _train(script, layout, _argv(layout, extra))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_trains(script: Path, name: str) -> None:
+    curve = _run(script, name)
+    assert sorted(curve.steps) == [1, 2, 3, 4]
+    first, last = curve.steps[1], curve.steps[STEPS]
+    # Before any step the model knows nothing: log 255 = 5.54, and 0.4 for logits of variance 0.8.
+    assert all(5.4 < loss < 6.4 for loss in (first.loss, *first.mtp)) and len(first.mtp) == 2
+    assert last.loss < first.loss - 0.2
+    assert curve.validation and curve.test
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("name", "same_as"), [("dp2-distributed-optimizer", "one"), ("ep2-alltoall", "ep2-allgather")]
+)
+def test_layouts_with_the_same_weights_agree(script: Path, name: str, same_as: str) -> None:
+    """Both start from the same weights; sums in another order may move the last printed digit."""
+    one, other = _run(script, name).steps, _run(script, same_as).steps
+    for step in one:
+        assert one[step].loss == pytest.approx(other[step].loss, rel=3e-6)
+        assert one[step].mtp == pytest.approx(other[step].mtp, rel=3e-6)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_resuming_the_distributed_optimizer_changes_nothing(script: Path, tmp_path: Path) -> None:
+    """Upstream cannot resume it with torch's Adam; the shim mends that (cpu._optimizer_table)."""
+    name = "dp2-distributed-optimizer"
+    layout, extra = LAYOUTS[name]
+    folders = {"save": str(tmp_path), "load": str(tmp_path)}
+    _train(script, layout, _argv(layout, (*extra, "--exit-interval", "2"), **folders))
+    resumed = _train(script, layout, _argv(layout, extra, **folders)).steps
+    whole = _run(script, name).steps
+    assert sorted(resumed) == [3, 4]
+    assert resumed[3].loss == pytest.approx(whole[3].loss, rel=3e-6)
+    # The second line of a run averages with the first (upstream).
+    assert resumed[4].loss == pytest.approx((whole[3].loss + whole[4].loss) / 2, rel=3e-6)
+
+
+def test_a_foreign_stack_stops_the_run(tmp_path: Path) -> None:
+    """What Megatron builds is looked at: here a script that swaps our spec for upstream's stack class."""
+    script = tmp_path / "swap.py"
+    script.write_text(
+        "import runpy, sys\n"
+        "from megatron.core.models.hybrid.hybrid_block import HybridStack\n"
+        "from megatron_nemotron3 import specs\n"
+        "specs.nemotron3_torch_stack_spec.module = HybridStack\n"
+        "import megatron.core.models.hybrid.hybrid_block as block\n"
+        "from megatron_nemotron3.layers.norm import RMSNorm\n"
+        "block.TENorm = RMSNorm\n"
+        f"runpy.run_path({str(launch.ENTRY)!r}, run_name='__main__')\n"
+    )
+    words = launch.command(_argv(ParallelLayout(), ()), 1, "cpu")
+    words[words.index(str(launch.ENTRY))] = str(script)
+    done = subprocess.run(
+        words, env=launch.environment(1, "cpu"), cwd="/", capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode != 0
+    assert "HybridStack" in done.stderr
+    assert "lm loss" not in done.stdout
+
+
+if __name__ == "__main__":  # the figures of docs/cpu.md
+    for script_name in [launch.ENTRY, *([STOCK] if STOCK.is_file() else [])]:
+        for layout_name in LAYOUTS:
+            steps = _run(Path(script_name), layout_name).steps
+            shown = " ".join(f"{steps[i].loss:.6f}" for i in sorted(steps))
+            print(f"{Path(script_name).name:20} {layout_name:28} {shown}")
+    sys.exit(0)
