@@ -10,10 +10,11 @@ Megatron's own model builder. So a model built here is the one the stock script 
 
 from __future__ import annotations
 
+import io
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 from unittest.mock import patch
 
@@ -43,7 +44,11 @@ def megatron_args(argv: Sequence[str], world_size: int) -> Namespace:
     """
     from megatron.training import arguments
 
-    with patch.object(sys, "argv", ["megatron_nemotron3", *argv]), _environment_of(world_size):
+    with (
+        patch.object(sys, "argv", ["megatron_nemotron3", *argv]),
+        _environment_of(world_size),
+        redirect_stdout(io.StringIO()),  # a thousand lines of defaults
+    ):
         args = arguments.parse_args()
         arguments.validate_args(args)
     return args

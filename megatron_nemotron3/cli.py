@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.args import BACKENDS, PRECISIONS, ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config, get, names
@@ -30,6 +31,15 @@ LAYOUT = {
     "etp": "tensor parallel size inside an expert",
     "cp": "context parallel size",
     "dp": "data parallel size",
+}
+
+
+SCHEDULE: dict[str, tuple[type, str]] = {
+    "steps": (int, "iterations; warm-up and decay follow"),
+    "seq_length": (int, "tokens per sequence"),
+    "micro_batch_size": (int, "sequences per rank and microbatch"),
+    "global_batch_size": (int, "sequences per step"),
+    "lr": (float, "peak learning rate"),
 }
 
 
@@ -71,11 +81,6 @@ def parser() -> argparse.ArgumentParser:
         "--data-path", nargs="+", default=[], metavar="PREFIX", help="Megatron data sets instead"
     )
     train.add_argument("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer for --data-path")
-    train.add_argument("--steps", type=int, metavar="N")
-    train.add_argument("--seq-length", type=int, metavar="N", help="tokens per sequence")
-    train.add_argument("--micro-batch-size", type=int, metavar="N")
-    train.add_argument("--global-batch-size", type=int, metavar="N")
-    train.add_argument("--lr", type=float, metavar="RATE")
     train.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
     return top
 
@@ -88,6 +93,8 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 def _add_run(command: argparse.ArgumentParser, precision: str | None) -> None:
     for name, text in LAYOUT.items():
         command.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
+    for option, (kind, text) in SCHEDULE.items():
+        command.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
     command.add_argument("--precision", choices=PRECISIONS, default=precision)
     command.add_argument("--backend", choices=BACKENDS, default="auto")
     command.epilog = "After a lone -- more Megatron options may follow; one given there replaces ours."
@@ -102,6 +109,10 @@ def _layout(options: argparse.Namespace) -> ParallelLayout:
     return ParallelLayout(**{name: getattr(options, name) for name in LAYOUT})
 
 
+def _given_schedule(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in SCHEDULE}
+
+
 def _show(options: argparse.Namespace, extra: Sequence[str]) -> int:
     from megatron_nemotron3.models.show import describe, render
 
@@ -111,15 +122,16 @@ def _show(options: argparse.Namespace, extra: Sequence[str]) -> int:
 
 
 def _flags(options: argparse.Namespace, extra: Sequence[str]) -> int:
-    from megatron_nemotron3.args import flags, published, render
+    from megatron_nemotron3.args import TrainingSchedule, adjusted, flags, published, render
 
     config = _config(options)
+    start = published(config) if options.schedule == "published" else TrainingSchedule()
     emitted = flags(
         config,
         _layout(options),
         precision=options.precision,
         backend=options.backend,
-        schedule=published(config) if options.schedule == "published" else None,
+        schedule=adjusted(start, **_given_schedule(options)),
         extra=extra,
         te_precision_config_file=options.te_precision_config_file,
     )
@@ -150,11 +162,7 @@ def _train(options: argparse.Namespace, extra: Sequence[str]) -> int:
         max_bytes=options.max_bytes,
         data_path=tuple(options.data_path),
         tokenizer=options.tokenizer,
-        steps=options.steps,
-        seq_length=options.seq_length,
-        micro_batch_size=options.micro_batch_size,
-        global_batch_size=options.global_batch_size,
-        lr=options.lr,
+        **_given_schedule(options),
         verbose=options.verbose,
         extra=tuple(extra),
     )

@@ -12,7 +12,7 @@ from megatron_nemotron3.args.pipeline import cut_pattern
 from megatron_nemotron3.args.precision import PRECISIONS, bf16_tail
 from megatron_nemotron3.args.rule import Rule, Violation
 from megatron_nemotron3.args.rules import RULES, RuleError, check
-from megatron_nemotron3.args.schedule import TrainingSchedule, published, smoke
+from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted, published, smoke
 
 __all__ = [
     "BACKENDS",
@@ -25,6 +25,7 @@ __all__ = [
     "TrainingData",
     "TrainingSchedule",
     "Violation",
+    "adjusted",
     "bf16_tail",
     "check",
     "cut_pattern",

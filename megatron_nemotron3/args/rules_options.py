@@ -117,7 +117,8 @@ OPTION_RULES: tuple[Rule, ...] = (
         "--moe-shared-expert-overlap",
         "not supported in training together with latent experts; drop it",
         "megatron/core/transformer/moe/moe_layer.py",
-        lambda c: c.config.moe_latent_size,
+        # Our torch backend overlaps it itself (layers/latent_moe.py).
+        lambda c: c.config.moe_latent_size and c.backend != "torch",
     ),
     _option(
         "--overlap-moe-expert-parallel-comm",

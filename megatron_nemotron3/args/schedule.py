@@ -6,7 +6,7 @@ no flag is emitted for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -151,3 +151,37 @@ def smoke(config: Nemotron3Config, iters: int = 20, global_batch_size: int = 4) 
         save_interval=iters,
         log_interval=1,
     )
+
+
+def adjusted(
+    schedule: TrainingSchedule,
+    *,
+    steps: int | None = None,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    global_batch_size: int | None = None,
+    lr: float | None = None,
+) -> TrainingSchedule:
+    """`schedule` with what is given replaced; None leaves it.
+
+    Args:
+        steps: iterations; warm-up becomes the first tenth and the WSD decay the last fifth.
+        lr: peak rate; the minimum becomes a hundredth of it, as in the published schedules.
+    """
+    changes: dict[str, int | float | None] = {
+        "seq_length": seq_length,
+        "micro_batch_size": micro_batch_size,
+        "global_batch_size": global_batch_size,
+        "lr": lr,
+        "min_lr": lr and lr / 100,
+    }
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if steps is not None:
+        changes |= dict.fromkeys(_SAMPLES)
+        changes |= {
+            "train_iters": steps,
+            "lr_warmup_iters": steps // 10,
+            "lr_decay_iters": steps,
+            "lr_wsd_decay_iters": max(1, steps // 5),
+        }
+    return replace(schedule, **changes)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_nemotron3.layers.ssd import document_starts
+from megatron_nemotron3.layers.chunked_scan import document_starts
 
 #: Elements [rows, tokens, c] handled at once, by device type; 1 MiB in FP32 on CPU, to stay in cache.
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}

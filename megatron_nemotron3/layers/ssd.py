@@ -17,24 +17,17 @@ dtype of x, every gradient the dtype of its input.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-#: Tokens of one chunk inside `ssd_chunked`. Measured on two AVX-512 cores among 32, 64, 128 and 256.
-CHUNK = 64
-#: Elements of the [cells, h, l, l] decay matrices handled at once, by device type. The CPU figure keeps
-#: them in the second-level cache (2 MiB in FP32); on a GPU larger batches fill the machine.
-BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
-#: Fewest chunks of a block where the sequence has them. One state per block is saved for backward.
-MIN_CHUNKS = 4
-#: Log decays at or below this count as a decay of 0. In FP32 it drops factors below 9e-27, 1e19 times less
-#: than rounding: denormal products of them made this scan 3 times slower. In FP64 exp is 0 there anyway.
-LOG_DECAY_FLOOR = {torch.float32: -60.0, torch.float64: -750.0}
+from megatron_nemotron3.layers.chunked_scan import (
+    ChunkedScan,
+    Inputs,
+    accumulation_dtype,
+    document_starts,
+)
 
 
 def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
@@ -45,13 +38,6 @@ def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
     position = torch.arange(total, device=cu_seqlens.device)
     ends = cu_seqlens[1:].to(position.dtype).contiguous()
     return torch.searchsorted(ends, position, right=True, out_int32=True).unsqueeze(0)
-
-
-def document_starts(seq_idx: Tensor) -> Tensor:
-    """Bool [b, s]: True where seq_idx [b, s] differs from the token before. The first token is False."""
-    starts = torch.zeros_like(seq_idx, dtype=torch.bool)
-    torch.ne(seq_idx[:, 1:], seq_idx[:, :-1], out=starts[:, 1:])
-    return starts
 
 
 def ssd_reference(
@@ -68,7 +54,7 @@ def ssd_reference(
     return_final_state: bool = False,
 ) -> Any:
     """The recurrence, token by token. Arguments, result and errors as `ssd_chunked`; slow, for tests."""
-    inputs = _Inputs(x, dt, A, B, C, D, initial_state, seq_idx)
+    inputs = Inputs(x, dt, A, B, C, D, initial_state, seq_idx)
     inputs.check()
     acc, dtype = inputs.acc, x.dtype
     state = inputs.state(initial_state)
@@ -98,7 +84,7 @@ def ssd_step(
     Returns:
         y [b, h, p] in the dtype of x, and the new state.
     """
-    acc = _accumulation_dtype(x)
+    acc = accumulation_dtype(x)
     heads_per_group = x.shape[1] // B.shape[1]
     x_, dt_ = x.to(acc), dt.to(acc)
     B_, C_ = (m.to(acc).repeat_interleave(heads_per_group, dim=1).unsqueeze(-2) for m in (B, C))
@@ -148,300 +134,7 @@ def ssd_chunked(
     Saved for backward: the inputs and one state per `MIN_CHUNKS * CHUNK` tokens or more. Decay and score
     matrices [cells, h, CHUNK, CHUNK] exist for one block at a time (`BLOCK_ELEMENTS`) and are recomputed.
     """
-    inputs = _Inputs(x, dt, A, B, C, D, initial_state, seq_idx)
+    inputs = Inputs(x, dt, A, B, C, D, initial_state, seq_idx)
     inputs.check()
-    y, state = _ChunkedScan.apply(*inputs)
+    y, state = ChunkedScan.apply(*inputs)
     return (y, state) if return_final_state else y
-
-
-class _Inputs(NamedTuple):
-    """The tensors of a scan, in the order in which autograd sees them."""
-
-    x: Tensor
-    dt: Tensor
-    A: Tensor
-    B: Tensor
-    C: Tensor
-    D: Tensor | None
-    initial_state: Tensor | None
-    seq_idx: Tensor | None
-
-    @property
-    def acc(self) -> torch.dtype:
-        return _accumulation_dtype(self.x)
-
-    def state(self, value: Tensor | None) -> Tensor:
-        """A fresh state [b, h, p, n]: a copy of `value`, or zeros."""
-        if value is not None:
-            return value.to(self.acc, copy=True)
-        b, _, h, p = self.x.shape
-        return torch.zeros(b, h, p, self.B.shape[-1], dtype=self.acc, device=self.x.device)
-
-    def check(self) -> None:
-        if self.x.dim() != 4 or self.B.dim() != 4 or self.x.shape[1] == 0:
-            found = f"x {tuple(self.x.shape)}, B {tuple(self.B.shape)}"
-            raise ValueError(f"{found}: must be [b, s, h, p] and [b, s, g, n] with at least one token")
-        (b, s, h, p), (g, n) = self.x.shape, self.B.shape[2:]
-        if g == 0 or h % g:
-            raise ValueError(f"h={h} heads are not divisible by g={g} groups: use a g that divides h")
-        expected = ((b, s, h, p), (b, s, h), (h,), (b, s, g, n), (b, s, g, n), (h,), (b, h, p, n), (b, s))
-        for name, tensor, shape in zip(self._fields, self, expected, strict=True):
-            if tensor is not None and tuple(tensor.shape) != shape:
-                found = f"{name} has shape {tuple(tensor.shape)}"
-                raise ValueError(f"{found}, x {tuple(self.x.shape)} and B ask for {shape}")
-
-
-def _accumulation_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Some chunks of some batch rows: cells [nb * nc] of l tokens each."""
-
-    rows: slice
-    tokens: slice
-    nb: int
-    nc: int
-    l: int  # tokens of a chunk
-    index: int  # counts the blocks of one row in time
-
-    def load(self, t: Tensor, dtype: torch.dtype) -> Tensor:
-        """[b, s, ...] -> [cells, l, ...]; a view where possible."""
-        t = t[self.rows, self.tokens].to(dtype)
-        return t.reshape(self.nb * self.nc, self.l, *t.shape[2:])
-
-    def store(self, out: Tensor, value: Tensor) -> None:
-        """Write [cells, l, ...] into out [b, s, ...]."""
-        target = out[self.rows, self.tokens].unflatten(1, (self.nc, self.l))
-        target.copy_(value.unflatten(0, (self.nb, self.nc)))
-
-
-def _blocks(x: Tensor) -> list[_Block]:
-    """Cut [b, s] into blocks; those of one row come in order of time, the last may be shorter."""
-    b, s, h = x.shape[:3]
-    length = min(s, CHUNK)
-    whole = s // length
-    budget = BLOCK_ELEMENTS.get(x.device.type, BLOCK_ELEMENTS["cuda"])
-    cells = max(MIN_CHUNKS, budget // (h * length * length))
-    nc = min(whole, cells)
-    nb = min(b, max(1, cells // nc))
-    # (chunks, tokens in each, first token) of every block of a row; the last chunk may be short.
-    in_time = [(min(nc, whole - c), length, c * length) for c in range(0, whole, nc)]
-    if s % length:
-        in_time.append((1, s % length, whole * length))
-    return [
-        _Block(slice(row, min(row + nb, b)), slice(t, t + n * m), min(nb, b - row), n, m, i)
-        for row in range(0, b, nb)
-        for i, (n, m, t) in enumerate(in_time)
-    ]
-
-
-@dataclass(frozen=True)
-class _Decays:
-    """What the time steps of a block determine."""
-
-    dt: Tensor  # [cells, l, h]
-    reach_in: Tensor  # [cells, l, h]  weight of the entering state at each token
-    reach_out: Tensor  # [cells, l, h]  weight of each token in the leaving state
-    carry: Tensor  # [cells, h]     weight of the entering state in the leaving state
-    between: Tensor  # [cells, h, l, l]  token -> later token; the upper triangle is finite and meaningless
-    mask: Tensor  # [cells or 1, 1, l, l]  1 where the second token is seen by the first, else 0
-
-
-def _decays(block: _Block, dt: Tensor, A: Tensor, starts: Tensor | None, acc: torch.dtype) -> _Decays:
-    dt = block.load(dt, acc)
-    floor = LOG_DECAY_FLOOR[acc]
-    # FP64 sums: a long sum in FP32 would round each partial sum, and decays are differences of two.
-    # The clamp bounds them: after a huge dt * A a difference would have no digits left, or be inf - inf.
-    cum = (dt * A).clamp_min(2 * floor).double().cumsum(1)
-    reach_in, reach_out = _decay(cum.to(acc, copy=True), floor), _decay((cum[:, -1:] - cum).to(acc), floor)
-    carry = reach_in[:, -1]
-    mask = torch.ones(block.l, block.l, dtype=acc, device=dt.device).tril_()[None, None]
-    if starts is not None:
-        document = block.load(starts, torch.bool).cumsum(1)  # 0: the document that enters the cell
-        same = document[:, :, None] == document[:, None, :]
-        mask = mask * same.unsqueeze(1)
-        reach_in = reach_in * (document == 0).unsqueeze(-1)
-        reach_out = reach_out * (document == document[:, -1:]).unsqueeze(-1)
-        carry = reach_in[:, -1]
-    a = cum.to(acc).transpose(1, 2).contiguous()
-    # Clamping to 0 before exp keeps the unused upper triangle finite: no inf * 0.
-    between = _decay((a.unsqueeze(-1) - a.unsqueeze(-2)).clamp_max_(0), floor)
-    return _Decays(dt, reach_in, reach_out, carry, between, mask)
-
-
-def _decay(exponent: Tensor, floor: float) -> Tensor:
-    """exp(exponent) in place, 0 at or below the floor. Cut before exp, which is slow on denormals too."""
-    return torch.threshold_(exponent, floor, -torch.inf).exp_()
-
-
-def _groups(t: Tensor, g: int, weight: Tensor | None = None) -> Tensor:
-    """[cells, l, g, n] -> [cells * g, l, n]; with a weight x [cells, l, h, p] likewise.
-
-    The heads of a group then lie side by side in one matrix [l, h/g * p], each token and head
-    multiplied by its weight [cells, l, h] on the way.
-    """
-    cells, length, k, m = t.shape
-    if weight is None:
-        return t.transpose(1, 2).reshape(cells * g, length, m)
-    out = t.new_empty(cells, g, length, k // g, m)
-    split = t.unflatten(2, (g, -1)).transpose(1, 2)
-    torch.mul(split, weight.unflatten(2, (g, -1)).transpose(1, 2).unsqueeze(-1), out=out)
-    return out.view(cells * g, length, -1)
-
-
-def _pass(block: _Block, added: Tensor, carry: Tensor, state: Tensor, order: Iterable[int]) -> Tensor:
-    """The recurrence over cells: state <- carry * state + added, in place, in the given order of chunks.
-
-    Args:
-        added: [cells * g, h/g * p, n], overwritten.   carry: [cells, h].   state: [nb, h, p, n].
-
-    Returns:
-        The state before each step, in the memory and shape of `added`.
-    """
-    steps = added.view(block.nb, block.nc, *state.shape[1:])
-    carry = carry.view(block.nb, block.nc, -1, 1, 1)
-    for c in order:
-        after = torch.addcmul(steps[:, c], carry[:, c], state)
-        steps[:, c] = state
-        state.copy_(after)
-    return added
-
-
-def _heads(t: Tensor) -> Tensor:
-    """[cells, l, h, p] -> [cells * h, l, p]."""
-    return t.transpose(1, 2).flatten(0, 1)
-
-
-def _tokens_first(t: Tensor, cells: int, width: int) -> Tensor:
-    """[cells * k, l, m] -> [cells, l, -1, width], the inverse of `_groups` and `_heads`."""
-    t = t.unflatten(0, (cells, -1))
-    if t.shape[-1] == width:
-        return t.transpose(1, 2)
-    return t.unflatten(-1, (-1, width)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-
-
-class _ChunkedScan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        with torch.autocast(inputs[0].device.type, enabled=False):
-            y, states, state = _scan_forward(_Inputs(*inputs))
-        ctx.save_for_backward(*inputs, states)
-        ctx.set_materialize_grads(False)
-        return y, state
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
-        *saved, states = ctx.saved_tensors
-        inputs = _Inputs(*saved)
-        dy = torch.zeros_like(inputs.x) if dy is None else dy
-        with torch.autocast(dy.device.type, enabled=False):
-            return _scan_backward(inputs, states, dy, inputs.state(dstate))
-
-
-def _scan_forward(inputs: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, the state entering each block [b, blocks in time, h, p, n], the final state."""
-    x, dt, A, B, C, D, initial_state, seq_idx = inputs
-    b, s, h, p = x.shape
-    g, n = B.shape[2:]
-    acc = inputs.acc
-    A_ = A.to(acc)
-    starts = None if seq_idx is None else document_starts(seq_idx)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    blocks = _blocks(x)
-    states = torch.empty(b, blocks[-1].index + 1, h, p, n, dtype=acc, device=x.device)
-    state = inputs.state(initial_state)
-    for block in blocks:
-        cells = block.nb * block.nc
-        k = _decays(block, dt, A_, starts, acc)
-        x_, B_, C_ = block.load(x, acc), _groups(block.load(B, acc), g), _groups(block.load(C, acc), g)
-        u = x_ * k.dt.unsqueeze(-1)
-
-        # 1. States: what the tokens of each cell add, then the recurrence from cell to cell.
-        states[block.rows, block.index] = state[block.rows]
-        added = torch.bmm(_groups(u, g, k.reach_out).transpose(1, 2), B_)
-        entering = _pass(block, added, k.carry, state[block.rows], range(block.nc))
-        # 2. Output from the entering state: one product per group.
-        off = torch.bmm(C_, entering.transpose(1, 2))
-        # 3. Output from tokens of the same cell: scores once per group, decays per head.
-        scores = torch.bmm(C_, B_.transpose(1, 2)).view(cells, g, block.l, block.l).mul_(k.mask)
-        mixing = k.between.view(cells, g, -1, block.l, block.l).mul_(scores.unsqueeze(2))
-        diag = torch.bmm(mixing.view(cells * h, block.l, block.l), _heads(u))
-
-        out = torch.addcmul(
-            _tokens_first(diag, cells, p), _tokens_first(off, cells, p), k.reach_in.unsqueeze(-1)
-        )
-        if D is not None:
-            out.addcmul_(x_, D.to(acc).unsqueeze(-1))
-        block.store(y, out)
-    return y, states, state
-
-
-def _scan_backward(inputs: _Inputs, states: Tensor, dy: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the inputs; `dstate`, of the final state, is overwritten."""
-    x, dt, A, B, C, D, initial_state, seq_idx = inputs
-    b, s, h, p = x.shape
-    g, n = B.shape[2:]
-    acc = inputs.acc
-    A_ = A.to(acc)
-    starts = None if seq_idx is None else document_starts(seq_idx)
-    dx, ddt, dB, dC = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt, B, C))
-    dA = torch.zeros(h, dtype=acc, device=x.device)
-    dD = torch.zeros_like(dA)
-    for block in reversed(_blocks(x)):
-        cells, length = block.nb * block.nc, block.l
-        square = (cells, g, -1, length, length)
-        k = _decays(block, dt, A_, starts, acc)
-        x_, B_, C_ = block.load(x, acc), _groups(block.load(B, acc), g), _groups(block.load(C, acc), g)
-        dy_ = block.load(dy, acc)
-        u = x_ * k.dt.unsqueeze(-1)
-
-        # 1. The state entering each cell again; the gradient of the one leaving it, backward in time.
-        u_out, dy_in = _groups(u, g, k.reach_out), _groups(dy_, g, k.reach_in)
-        entering = torch.bmm(u_out.transpose(1, 2), B_)
-        entering = _pass(block, entering, k.carry, states[block.rows, block.index].clone(), range(block.nc))
-        leaving = torch.bmm(dy_in.transpose(1, 2), C_)
-        leaving = _pass(block, leaving, k.carry, dstate[block.rows], reversed(range(block.nc)))
-
-        # 2. Through the states: off = C entering^T, added = u_out^T B.
-        off = torch.bmm(C_, entering.transpose(1, 2)).mul_(dy_in)
-        du = _tokens_first(torch.bmm(B_, leaving.transpose(1, 2)), cells, p) * k.reach_out.unsqueeze(-1)
-        dlog_in = _tokens_first(off, cells, p).sum(-1)  # [cells, l, h], gradient of log reach_in
-        dlog_out = (u * du).sum(-1)  # of log reach_out
-        dlog_carry = (leaving * entering).view(cells, h, -1).sum(-1) * k.carry
-
-        # 3. Through the cell: mixing = between * scores.
-        scores = torch.bmm(C_, B_.transpose(1, 2)).view(cells, g, length, length).mul_(k.mask)
-        between = k.between.view(square)
-        mixing = (between * scores.unsqueeze(2)).view(cells * h, length, length)
-        dy_h = _heads(dy_)
-        du = du + _tokens_first(torch.bmm(mixing.transpose(1, 2), dy_h), cells, p)
-        dmixing = torch.bmm(dy_h, _heads(u).transpose(1, 2)).view(square)
-        dscores_h = dmixing.mul_(between)
-        dscores = dscores_h.sum(2).mul_(k.mask).view(cells * g, length, length)
-        dlog = dscores_h.mul_(scores.unsqueeze(2))  # of log between
-
-        # 4. A step is in `between` of every pair it separates, in reach_in from its token on, in reach_out
-        # of the tokens before. Summing just these terms, instead of subtracting sums over rows and columns,
-        # leaves no rounding behind where nothing passes: after a strong decay, between documents.
-        onward = torch.ones(length, length, dtype=acc, device=x.device).tril_()  # [l, t]: t <= l
-        before = onward.tril(-1)  # [t, s]: s < t
-        separated = (dlog.view(-1, length) @ before.t()).view(cells, h, length, length).mul_(onward)
-        dstep = separated.sum(-2).transpose(1, 2) + onward.t() @ dlog_in + before @ dlog_out
-        dstep += dlog_carry.unsqueeze(1)
-        dA += (dstep * k.dt).sum((0, 1))
-        block.store(ddt, dstep * A_ + (du * x_).sum(-1))
-        dC_ = torch.bmm(dscores, B_).baddbmm_(dy_in, entering)
-        dB_ = torch.bmm(dscores.transpose(1, 2), C_).baddbmm_(u_out, leaving)
-        block.store(dC, _tokens_first(dC_, cells, n))
-        block.store(dB, _tokens_first(dB_, cells, n))
-        dx_ = du * k.dt.unsqueeze(-1)
-        if D is not None:
-            dD += (dy_ * x_).sum((0, 1, 3))
-            dx_.addcmul_(dy_, D.to(acc).unsqueeze(-1))
-        block.store(dx, dx_)
-    dD_ = None if D is None else dD.to(D.dtype)
-    dinitial = None if initial_state is None else dstate.to(initial_state.dtype)
-    return dx, ddt, dA.to(A.dtype), dB, dC, dD_, dinitial, None

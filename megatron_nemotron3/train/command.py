@@ -7,9 +7,16 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron_nemotron3.args import ParallelLayout, TrainingData, TrainingSchedule, flags, published, to_argv
+from megatron_nemotron3.args import (
+    ParallelLayout,
+    TrainingData,
+    TrainingSchedule,
+    adjusted,
+    flags,
+    published,
+    to_argv,
+)
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.train import checkpoints, launch, log, report
 
@@ -52,57 +59,30 @@ def schedule_of(request: Request) -> TrainingSchedule:
     Raises:
         ValueError: the model has no published schedule and options leave a part open.
     """
-    if request.config.name.endswith("-tiny"):
-        return _tiny_schedule(request)
-    schedule = published(request.config)
-    changes = {
-        "seq_length": request.seq_length,
-        "micro_batch_size": request.micro_batch_size,
-        "global_batch_size": request.global_batch_size,
-        "lr": request.lr,
-        "min_lr": request.lr and request.lr / 100,
+    given = {
+        name: getattr(request, name)
+        for name in ("steps", "seq_length", "micro_batch_size", "global_batch_size", "lr")
     }
-    fields = {k: getattr(schedule, k) for k in schedule.__dataclass_fields__}
-    fields.update({k: v for k, v in changes.items() if v is not None})
-    if request.steps is not None:
-        for name in ("train", "lr_warmup", "lr_decay", "lr_wsd_decay"):
-            fields[f"{name}_samples"] = None
-        fields.update(_lengths(request.steps))
-    schedule = TrainingSchedule(**fields)
-    if schedule.unknown:
-        options = {"train": "--steps", "lr": "--lr", "min_lr": "--lr"}
-        missing = sorted({options[name] for name in schedule.unknown})
-        raise ValueError(f"{request.config.title} has no published schedule: give {' and '.join(missing)}")
-    return schedule
-
-
-def _lengths(steps: int) -> dict[str, Any]:
-    """Warm-up of a tenth, decay over the last fifth (WSD)."""
-    return {
-        "train_iters": steps,
-        "lr_warmup_iters": steps // 10,
-        "lr_decay_iters": steps,
-        "lr_wsd_decay_iters": max(1, steps // 5),
-    }
-
-
-def _tiny_schedule(request: Request) -> TrainingSchedule:
-    steps = request.steps or 200
-    micro = request.micro_batch_size or 4
-    lr = request.lr or 4e-3
-    return TrainingSchedule(
-        seq_length=request.seq_length,
-        micro_batch_size=micro,
-        global_batch_size=request.global_batch_size
-        or micro * request.layout.dp * (2 if request.layout.pp > 1 else 1),
-        lr=lr,
-        min_lr=lr / 100,
+    if not request.config.name.endswith("-tiny"):
+        schedule = adjusted(published(request.config), **given)
+        if schedule.unknown:
+            options = {"train": "--steps", "lr": "--lr", "min_lr": "--lr"}
+            missing = sorted({options[name] for name in schedule.unknown})
+            raise ValueError(
+                f"{request.config.title} has no published schedule: give {' and '.join(missing)}"
+            )
+        return schedule
+    layout = request.layout
+    steps, micro = request.steps or 300, request.micro_batch_size or 4
+    batch = micro * layout.dp * (2 * layout.pp if layout.pp > 1 else 1)
+    short = TrainingSchedule(
         eval_interval=max(1, steps // 4),
         eval_iters=8,
         save_interval=max(1, steps // 2),
         log_interval=max(1, steps // 100),
-        **_lengths(steps),
     )
+    defaults = {"steps": steps, "micro_batch_size": micro, "global_batch_size": batch, "lr": 4e-3}
+    return adjusted(short, **(defaults | {k: v for k, v in given.items() if v is not None}))
 
 
 def run(request: Request) -> int:

@@ -109,7 +109,7 @@ def test_at_the_default_block_border(s):
 
 def test_formula_written_out():
     inputs = {n: v.detach() for n, v in make_inputs(2, 6, 3, 4, dtype=torch.float64).items()}
-    seq_idx = make_documents(2, 6, [(0, 2), (1, 5)])
+    seq_idx = make_documents(2, 6, [(0, 1), (0, 2), (1, 5)])
     for form in (conv.causal_conv1d, conv.causal_conv1d_reference):
         y, last = convolve(form, inputs, seq_idx=seq_idx, return_final_state=True)
         for row in range(2):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_nemotron3.layers import ssd
+from megatron_nemotron3.layers import chunked_scan, ssd
 
 NAMES = ("x", "dt", "A", "B", "C", "D", "initial_state")
 DROPPED = 1e-20
@@ -88,9 +88,9 @@ def check_against_reference(inputs, seq_idx, seed=1):
     want = values_and_gradients(ssd.ssd_reference, exact, seq_idx, dy.double(), dstate.double())
     size = magnitudes(inputs, seq_idx, dy, dstate)
 
-    exponent = (exact["dt"] * exact["A"]).abs().clamp_max(-2 * ssd.LOG_DECAY_FLOOR[torch.float32])
-    largest = exponent.flatten(1).unfold(1, min(s, ssd.CHUNK) * h, h).sum(-1).max().item() / h
-    m = n + h // g * p + 2 * ssd.CHUNK + s + 2 * largest
+    exponent = (exact["dt"] * exact["A"]).abs().clamp_max(-2 * chunked_scan.LOG_DECAY_FLOOR[torch.float32])
+    largest = exponent.flatten(1).unfold(1, min(s, chunked_scan.CHUNK) * h, h).sum(-1).max().item() / h
+    m = n + h // g * p + 2 * chunked_scan.CHUNK + s + 2 * largest
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
     for name, value in want.items():
         assert got[name].dtype == (inputs[name].dtype if name in inputs else got[name].dtype)
@@ -124,8 +124,8 @@ def test_chunked_is_the_recurrence(s, b, g, heads_per_group, p, n, dtype, border
 @pytest.mark.parametrize("elements", [1, 2**13, 2**30])
 def test_result_does_not_depend_on_the_blocks(monkeypatch, elements):
     """One chunk of one row at a time, some, everything at once; 2 heads * 64 * 64 = 2**13 a chunk."""
-    monkeypatch.setitem(ssd.BLOCK_ELEMENTS, "cpu", elements)
-    monkeypatch.setattr(ssd, "MIN_CHUNKS", 1)
+    monkeypatch.setitem(chunked_scan.BLOCK_ELEMENTS, "cpu", elements)
+    monkeypatch.setattr(chunked_scan, "MIN_CHUNKS", 1)
     inputs = make_inputs(3, 200, 2, 3, 1, 4)
     check_against_reference(inputs, make_documents(3, 200, [(0, 10), (1, 64), (2, 128), (2, 129)]))
 
@@ -209,7 +209,7 @@ def test_seq_idx_from_cu_seqlens():
 
 @pytest.mark.parametrize("with_documents", [False, True])
 def test_gradcheck(monkeypatch, with_documents):
-    monkeypatch.setattr(ssd, "CHUNK", 3)
+    monkeypatch.setattr(chunked_scan, "CHUNK", 3)
     seq_idx = make_documents(2, 8, [(0, 3), (1, 1), (1, 2), (1, 7)]) if with_documents else None
     inputs = make_inputs(2, 8, 4, 2, 2, 2, dtype=torch.float64)
 
@@ -278,11 +278,11 @@ def saved_tensors(s):
 
 def test_saved_memory(monkeypatch):
     """Inputs and one state per block of MIN_CHUNKS chunks: linear in s, and no [l, l] matrix."""
-    monkeypatch.setitem(ssd.BLOCK_ELEMENTS, "cpu", 1)  # the fewest chunks a block may have
+    monkeypatch.setitem(chunked_scan.BLOCK_ELEMENTS, "cpu", 1)  # the fewest chunks a block may have
     short, _, _ = saved_tensors(1024)
     total, given, extra = saved_tensors(2048)
-    assert extra == 2048 // (ssd.MIN_CHUNKS * ssd.CHUNK) * 8 * 16 * 128
-    assert extra < 2048 * 8 * ssd.CHUNK  # elements of the [l, l] matrices of all heads
+    assert extra == 2048 // (chunked_scan.MIN_CHUNKS * chunked_scan.CHUNK) * 8 * 16 * 128
+    assert extra < 2048 * 8 * chunked_scan.CHUNK  # elements of the [l, l] matrices of all heads
     # A state adds n / (MIN_CHUNKS * CHUNK) = 1/2 of x, and x is less than all inputs.
     assert total <= 1.5 * given
     assert total <= 2 * short

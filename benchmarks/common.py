@@ -1,0 +1,210 @@
+"""What the benchmarks share: the model they run, a world of one process, memory and time, a table.
+
+Every side of a comparison runs in a process of its own (`Worker`), so that its memory is its own; the
+parent asks them in turn, so that a busy machine disturbs all of them alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # `python benchmarks/x.py` finds the package and tests.parity.mapping
+
+MIB = 2**20
+
+
+def model(pattern: str = "MEMEM*EMEME") -> Any:
+    """The benchmarks' `Nemotron3Config`: the family's proportions at hidden size 256.
+
+    Mamba: inner width 2 * 256, head dimension 64 and state 128 as published; 2 groups instead of 8, so that
+    a group still serves several heads (4; published: 8 to 32). Latent 1/4 of the hidden size, shared expert
+    twice a routed one, 32 experts, top-6.
+    """
+    from megatron_nemotron3.models import Nemotron3Config
+
+    return Nemotron3Config(
+        name="benchmark",
+        title="Nemotron 3 proportions at hidden size 256",
+        pattern=pattern,
+        hidden_size=256,
+        vocab_size=2048,
+        seq_length=8192,
+        max_position_embeddings=8192,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=64,
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        mamba_state_dim=128,
+        mamba_num_groups=2,
+        dense_ffn_hidden_size=1024,
+        num_moe_experts=32,
+        moe_router_topk=6,
+        moe_ffn_hidden_size=176,
+        moe_shared_expert_intermediate_size=352,
+        moe_latent_size=64,
+        moe_router_topk_scaling_factor=5.0,
+        init_method_std=0.0559,
+    )
+
+
+def set_threads() -> None:
+    """As many threads as OMP_NUM_THREADS says, by default two."""
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+
+
+@contextmanager
+def world_of_one(seed: int = 1234) -> Iterator[None]:
+    """`cpu_mode` and Megatron's groups for this process alone."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_nemotron3.cpu import cpu_mode
+
+    with cpu_mode():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            parallel_state.initialize_model_parallel()
+            torch.manual_seed(seed)
+            model_parallel_cuda_manual_seed(seed)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def _status(field: str) -> int:
+    """Bytes of a field of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}: these benchmarks measure memory on Linux only")
+
+
+def peak_memory(function: Callable[[], Any]) -> int:
+    """Bytes by which the resident memory of this process rises at most while `function` runs.
+
+    Freed memory is given back to the system first, and the kernel's high-water mark (VmHWM) is reset, so
+    the figure is what `function` needs, whatever ran before.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    function()
+    return max(0, _status("VmHWM") - before)
+
+
+def available_memory() -> int:
+    """Bytes the machine can still give (MemAvailable)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+class Worker:
+    """An object in a process of its own; `call` runs one of its methods there.
+
+    Args:
+        factory: module-level callable that makes the object, called in the new process.
+    """
+
+    def __init__(self, factory: Callable[..., Any], *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, factory, args), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The method's result. Raises RuntimeError if it failed or the process died (out of memory)."""
+        self._pipe.send((method, args))
+        try:
+            fine, result = self._pipe.recv()
+        except EOFError as error:
+            raise RuntimeError(f"the process died in {method}{args}, likely out of memory") from error
+        if not fine:
+            raise RuntimeError(f"{method}{args}: {result}")
+        return result
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(timeout=10)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+def _serve(pipe: Any, factory: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    set_threads()
+    served = factory(*args)
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, getattr(served, method)(*arguments)))
+        except Exception as error:  # noqa: BLE001  (told to the parent)
+            pipe.send((False, f"{type(error).__name__}: {error}"))
+
+
+def timed(function: Callable[[], Any]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def in_turn(calls: Sequence[Callable[[], float]], repetitions: int) -> list[float]:
+    """Median result of each call, all of them called once a round after one round that does not count."""
+    results: list[list[float]] = [[] for _ in calls]
+    for round_ in range(repetitions + 1):
+        for call, values in zip(calls, results, strict=True):
+            value = call()
+            if round_:
+                values.append(value)
+    return [statistics.median(values) for values in results]
+
+
+def machine() -> str:
+    """One line on where the figures come from."""
+    import torch
+
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    threads = os.environ.get("OMP_NUM_THREADS", "2")
+    return (
+        f"{platform.machine()}, {os.cpu_count()} CPUs, {threads} threads, torch {torch.__version__}, load {load}"
+    )
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A Markdown table."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)) + " |"
+
+    print(line(header))
+    print("|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
+    for row in rows:
+        print(line(row))
+    sys.stdout.flush()
