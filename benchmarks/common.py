@@ -163,7 +163,7 @@ def _serve(pipe: Any, factory: Callable[..., Any], args: tuple[Any, ...]) -> Non
             return
         try:
             pipe.send((True, getattr(served, method)(*arguments)))
-        except Exception as error:  # noqa: BLE001  (told to the parent)
+        except Exception as error:
             pipe.send((False, f"{type(error).__name__}: {error}"))
 
 
@@ -191,9 +191,7 @@ def machine() -> str:
 
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     threads = os.environ.get("OMP_NUM_THREADS", "2")
-    return (
-        f"{platform.machine()}, {os.cpu_count()} CPUs, {threads} threads, torch {torch.__version__}, load {load}"
-    )
+    return f"{platform.machine()}, {os.cpu_count()} CPUs, {threads} threads, torch {torch.__version__}, load {load}"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

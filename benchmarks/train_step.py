@@ -149,12 +149,16 @@ class Theirs(Side):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="lengths 512 and 2048, three repetitions")
     parser.add_argument("--lengths", type=int, nargs="+", default=None, help=f"default: {LENGTHS}")
     parser.add_argument("--repetitions", type=int, default=None)
     parser.add_argument("--ours-only", action="store_true", help="do not run transformers")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: ours only")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: ours only"
+    )
     args = parser.parse_args()
     lengths = args.lengths or (LENGTHS[:2] if args.quick else LENGTHS)
     repetitions = args.repetitions or (3 if args.quick else 5)

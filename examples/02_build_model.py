@@ -1,0 +1,19 @@
+"""Build a tiny Super on the CPU and take one training step by hand."""
+
+import torch
+
+import megatron_nemotron3 as n3
+
+with n3.cpu_mode():  # leave out on a GPU
+    model = n3.build_model("super", tiny=True, precision="fp32", backend="torch")
+    print(type(model).__name__, f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 2048, (2, 128))  # [b, s]
+    positions = torch.arange(128).expand(2, -1)
+    for step in range(3):
+        # With labels a Megatron model returns token losses [b, s]; MTP losses ride along in the backward.
+        loss = model(tokens, positions, None, labels=tokens).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"step {step}: loss {loss.item():.3f}")

@@ -1,0 +1,23 @@
+"""A model of your own in this family: change the dataclass, get flags, counts and a model from it."""
+
+import megatron_nemotron3 as n3
+from megatron_nemotron3.args import flags
+from megatron_nemotron3.models import count, get, tiny
+
+# Twice the experts at a quarter of the width ("acc" of LatentMoE), one attention layer more, no MTP.
+own = tiny(get("super")).but(
+    name="mine",
+    title="My hybrid",
+    pattern="MEM*EM*EME",
+    num_moe_experts=64,
+    moe_router_topk=12,
+    moe_latent_size=32,
+    mtp_pattern=None,
+    mtp_num_layers=0,
+)
+print(f"{own.title}: {count(own).trainable:,} parameters")
+print(*flags(own, precision="fp32", backend="torch")[:2], sep="\n")
+
+with n3.cpu_mode():
+    model = n3.build_model(own, precision="fp32", backend="torch")
+assert sum(p.numel() for p in model.parameters()) == count(own).trainable

@@ -1,0 +1,34 @@
+"""Megatron's own pretrain() with our model provider: what a pipeline with an entry of its own writes.
+
+    python -m megatron_nemotron3.run examples/04_pretrain_with_model_provider.py
+
+Real entries parse the command line; this one brings its options, so that it runs as it stands.
+"""
+
+import sys
+
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+from megatron_nemotron3 import get, model_provider
+from megatron_nemotron3.args import TrainingSchedule, adjusted, flags, mock_data, to_argv
+from megatron_nemotron3.models import tiny
+from megatron_nemotron3.pretrain import datasets_provider, forward_step
+
+config = tiny(get("nano"))
+schedule = adjusted(
+    TrainingSchedule(log_interval=1, eval_iters=1), steps=3, seq_length=64, global_batch_size=2, lr=1e-3
+)
+sys.argv += to_argv(
+    flags(config, precision="fp32", backend="torch", schedule=schedule, data=mock_data(config))
+)
+
+pretrain(
+    pretrain_cfg_container_from_args(parse_and_validate_args()),
+    datasets_provider,
+    ModelType.encoder_or_decoder,
+    forward_step,
+    model_provider=model_provider,
+)

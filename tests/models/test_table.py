@@ -1,0 +1,18 @@
+"""The documentation's table is the catalog."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_nemotron3.models.table import markdown
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == markdown(), "python -m megatron_nemotron3.models.table > docs/models.md"
+
+
+def test_published_totals_are_on_the_page() -> None:
+    for total in ("31,577,940,288", "123,611,033,088", "560,524,603,904", "42,683", "51,023"):
+        assert total in markdown()

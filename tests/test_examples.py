@@ -1,0 +1,75 @@
+"""Every example, recipe and README command runs as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+RECIPES = sorted((ROOT / "recipes").glob("*/pretrain.sh"))
+
+
+def _run(words: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    full = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(words, cwd=ROOT, env=full, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
+def test_example(example: Path) -> None:
+    launcher = ["-m", "megatron_nemotron3.run"] if "megatron_nemotron3.run" in example.read_text() else []
+    done = _run([sys.executable, *launcher, str(example)])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.parent.name)
+def test_recipe_prints_its_command(recipe: Path) -> None:
+    env = {"DRY_RUN": "1", "DATA_PATH": "/data/x", "TOKENIZER": "/tok", "GPUS": "8", "NNODES": "128"}
+    done = _run(["bash", str(recipe)], **env)
+    assert done.returncode == 0, done.stderr
+    assert "--spec megatron_nemotron3.specs nemotron3_te_stack_spec" in done.stdout
+    assert "--train-samples 3051757813" in done.stdout
+    assert done.stdout.count("\n") == 1
+    assert len(recipe.read_text().splitlines()) <= 60
+
+
+def test_recipe_stops_at_a_layout_that_cannot_work() -> None:
+    env = {"DRY_RUN": "1", "DATA_PATH": "/data/x", "TOKENIZER": "/tok", "GPUS": "6"}
+    done = _run(["bash", str(ROOT / "recipes/super/pretrain.sh")], **env)
+    assert done.returncode == 2
+    assert "EP" in done.stderr and "torch.distributed.run" not in done.stdout
+
+
+def test_readme_commands() -> None:
+    """The commands of the README that need no GPU, as written."""
+    text = (ROOT / "README.md").read_text()
+    words = re.findall(r"^nemotron3 [^#\n]*", text, re.M)
+    assert len(words) >= 2
+    for line in words:
+        done = _run([sys.executable, "-m", "megatron_nemotron3", *line.split()[1:]])
+        assert done.returncode == 0, line + done.stderr
+    shell = re.search(r"```bash\n(flags=\$\(nemotron3.*?eval[^\n]*)\n", text, re.S)
+    assert shell is not None
+    script = (
+        'nemotron3() { python -m megatron_nemotron3 "$@"; }\n' + shell[1] + '\nprintf "%s\\n" "${ARGS[@]}"\n'
+    )
+    done = _run(["bash", "-c", script])
+    assert done.returncode == 0, done.stderr
+    assert "--hybrid-layer-pattern" in done.stdout.splitlines()
+    python = re.search(r"```python\n(.*?)```", text, re.S)
+    assert python is not None
+    done = _run([sys.executable, "-c", python[1]])
+    assert done.returncode == 0, done.stderr
+
+
+def test_documents_link_to_files_that_exist() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
