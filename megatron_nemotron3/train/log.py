@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")
 _ITEM = re.compile(r"\| ([^|:]+?): *([-+0-9.eE]+|nan|inf) ")
-_VALID = re.compile(r"validation loss at iteration (\d+) on (\w+) set \| lm loss value: ([-+0-9.eE]+)")
+# During training the line names no set: it is the validation set.
+_VALID = re.compile(r"validation loss at iteration (\d+)(?: on (\w+) set)? \| lm loss value: ([-+0-9.eE]+)")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Curve:
 def parse(line: str) -> Step | Validation | None:
     """A line of Megatron's log, if it is one with losses."""
     if (found := _VALID.search(line)) is not None:
-        return Validation(int(found[1]), found[2], float(found[3]))
+        return Validation(int(found[1]), found[2] or "validation", float(found[3]))
     if (found := _STEP.search(line)) is not None and "lm loss" in line:
         values = {key.strip(): float(value) for key, value in _ITEM.findall(line)}
         return Step(int(found[1]), int(found[2]), values)

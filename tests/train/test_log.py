@@ -30,6 +30,8 @@ def test_a_step() -> None:
 
 def test_other_lines() -> None:
     assert log.parse(VALID) == log.Validation(4, "validation", 5.047692)
+    assert log.parse(VALID.replace(" on validation set", "")) == log.Validation(4, "validation", 5.047692)
+    assert log.parse(VALID.replace("on validation", "on test")) == log.Validation(4, "test", 5.047692)
     assert log.parse("[after training is done] iteration 3/4") is None
     assert log.parse("") is None
 
