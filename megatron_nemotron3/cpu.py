@@ -339,7 +339,9 @@ def cpu_mode(announce: Callable[[str], None] = lambda message: None) -> Iterator
             setattr(target, name, value)
             stack.callback(setattr, target, name, original)
         # Megatron insists on it for tensor parallelism; without CUDA it means nothing.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
+            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+            stack.callback(os.environ.pop, "CUDA_DEVICE_MAX_CONNECTIONS", None)
         # jit_fuser is torch.compile, which wants a device to compile for.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Here the generator "on the device" is the CPU's own, and it is put back like any other.

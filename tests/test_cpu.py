@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -16,14 +17,16 @@ def _attributes() -> dict[tuple[int, str], object]:
     return {(id(target), name): getattr(target, name) for target, name, _ in table}
 
 
-def test_everything_is_put_back() -> None:
-    before = _attributes()
+def test_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    before, environment = _attributes(), dict(os.environ)
     assert len(before) > 60
     with cpu.cpu_mode():
         assert torch.cuda.is_available() and str(torch.cuda.current_device()) == "cpu"
     after = _attributes()
     changed = [name for (key, name), value in before.items() if after[key, name] is not value]
     assert changed == []
+    assert dict(os.environ) == environment
     assert not cpu.is_active()
 
 

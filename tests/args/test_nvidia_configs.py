@@ -1,6 +1,6 @@
 """Every option of NVIDIA's public configurations is ours with the same value, or a table says why not.
 
-Reads the Megatron-LM checkout (tag core_v0.19.0) that the environment variable MEGATRON_LM names; skipped
+Reads the Megatron-LM checkout (tag core_v0.19.0) that the environment variable MEGATRON_LM_DIR names; skipped
 without.
 """
 
@@ -16,8 +16,8 @@ import pytest
 from megatron_nemotron3 import models
 from megatron_nemotron3.args import ParallelLayout, flags, published, published_layout
 
-ROOT = os.environ.get("MEGATRON_LM")
-pytestmark = pytest.mark.skipif(not ROOT, reason="MEGATRON_LM names no Megatron-LM checkout")
+ROOT = os.environ.get("MEGATRON_LM_DIR")
+pytestmark = pytest.mark.skipif(not ROOT, reason="MEGATRON_LM_DIR names no Megatron-LM checkout")
 
 MODELOPT = "examples/post_training/modelopt/conf/nvidia"
 RELEASE = "tests/functional_tests/test_cases/nemotron/nemotron3_super_release_gb200/model_config.yaml"

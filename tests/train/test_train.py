@@ -72,7 +72,11 @@ def test_an_interrupt_saves_first(text: Path, tmp_path: Path) -> None:
     words = _command(output, text, "--steps", "500", "--micro-batch-size", "2")
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not log.read(str(output / "train.log")).steps:
+    while (
+        process.poll() is None
+        and time.monotonic() < deadline
+        and not log.read(str(output / "train.log")).steps
+    ):
         time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=120)
