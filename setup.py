@@ -14,7 +14,7 @@ TRAIN = [
     "torch>=2.6",
     "einops",
     "matplotlib",
-    "rich",
+    "tensorboard",
     "tokenizers",
     "transformers",
 ]
