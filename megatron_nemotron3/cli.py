@@ -199,6 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as problem:
         print(f"nemotron3 {options.command}: {problem}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as missing:
+        cure = "pip install 'megatron-nemotron3[train]'"
+        print(
+            f"nemotron3 {options.command}: package {missing.name} is not installed: {cure}", file=sys.stderr
+        )
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

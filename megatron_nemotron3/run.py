@@ -49,8 +49,10 @@ def split_arguments(argv: list[str]) -> tuple[str, str, list[str]]:
 
 def resolve_device(device: str) -> str:
     """auto -> cuda where torch sees a GPU, else cpu."""
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError:
+        fail("package torch is not installed: pip install 'megatron-nemotron3[train]'")
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         fail("--device cuda, but torch sees no GPU: use --device cpu")

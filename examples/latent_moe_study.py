@@ -1,0 +1,129 @@
+"""LatentMoE at CPU scale: baseline against "eff" and "acc" (arXiv 2601.18089), paired seeds, real text.
+
+    python examples/latent_moe_study.py [--steps 250] [--seeds 3] [--output runs/latent_moe_study]
+
+The three differ in their experts alone. With alpha = hidden size / latent size = 4:
+
+    baseline   N experts, top-K, width d
+    eff        alpha N experts, top-K, latent width d / alpha: routed FLOPs and all-to-all bytes / alpha
+    acc        alpha N experts, top-alpha K, latent width d / alpha: both as the baseline's
+
+Same text, order of samples and schedule for all; every seed is one triple, so differences are paired. Half an
+hour of two cores says whether the machinery works and how large the noise is, not what holds at scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from pathlib import Path
+
+from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.data import prepare
+from megatron_nemotron3.models import Nemotron3Config, count, get, tiny
+from megatron_nemotron3.train import log
+from megatron_nemotron3.train.command import Request, run
+
+ALPHA = 4
+BASE = tiny(get("nano")).but(
+    name="baseline-tiny",
+    pattern="MEME*EME",
+    num_moe_experts=16,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=96,
+)
+LATENT = {"num_moe_experts": ALPHA * 16, "moe_latent_size": BASE.hidden_size // ALPHA}
+VARIANTS = {
+    "baseline": BASE,
+    "eff": BASE.but(name="eff-tiny", **LATENT),
+    "acc": BASE.but(name="acc-tiny", moe_router_topk=ALPHA * 2, **LATENT),
+}
+
+
+def routed_flops(config: Nemotron3Config) -> int:
+    """Forward FLOPs a token spends in one layer's routed experts, latent projections included."""
+    assert config.moe_router_topk is not None and config.moe_ffn_hidden_size is not None
+    experts = config.moe_router_topk * 2 * config.expert_input_size * config.moe_ffn_hidden_size
+    projections = 2 * config.hidden_size * config.moe_latent_size if config.moe_latent_size else 0
+    return 2 * (experts + projections)
+
+
+def all_to_all_bytes(config: Nemotron3Config) -> int:
+    """BF16 bytes of a token in one layer's dispatch and combine, forward and backward, no expert local."""
+    assert config.moe_router_topk is not None
+    return 2 * 2 * config.moe_router_topk * config.expert_input_size * 2
+
+
+def train(config: Nemotron3Config, seed: int, steps: int, folder: Path, prefix: str, tokenizer: str) -> float:
+    """Validation loss (nats per token) after `steps`; a finished run is read, not repeated."""
+    output = folder / f"{config.name}-seed{seed}"
+    status = run(
+        Request(
+            config=config,
+            layout=ParallelLayout(),
+            precision="fp32",
+            backend="torch",
+            device="cpu",
+            output=output,
+            data_path=(prefix,),
+            tokenizer=tokenizer,
+            steps=steps,
+            extra=("--seed", str(seed), "--eval-iters", "32", "--eval-interval", str(steps)),
+        )
+    )
+    if status != 0:
+        raise SystemExit(status)
+    curve = log.read(str(output / "train.log"))
+    return curve.validation[max(curve.validation)]
+
+
+def mean_and_error(values: list[float]) -> str:
+    """Mean and standard error of the mean; one value has no error."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return f"{statistics.mean(values):+.4f} ± {error:.4f}"
+
+
+def main() -> None:
+    """Train all variants and print the table."""
+    parser = argparse.ArgumentParser(description="LatentMoE at CPU scale, paired seeds.")
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path("runs/latent_moe_study"))
+    options = parser.parse_args()
+
+    text = prepare(None, options.output / "data", vocab_size=BASE.vocab_size)
+    assert text.tokenizer.tokenizer_model is not None
+    losses: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for seed in range(1, options.seeds + 1):
+        for name, config in VARIANTS.items():
+            arguments = (options.steps, options.output, text.prefix, text.tokenizer.tokenizer_model)
+            losses[name].append(train(config, seed, *arguments))
+
+    print(f"\n{options.steps} steps, seeds 1..{options.seeds}, validation loss in nats per token\n")
+    columns = [
+        "experts, top-k, width",
+        "loss",
+        "minus baseline",
+        "routed FLOPs",
+        "all-to-all",
+        "active",
+        "stored",
+    ]
+    print("| variant | " + " | ".join(columns) + " |\n|-|" + "-|" * len(columns))
+    for name, config in VARIANTS.items():
+        differences = [a - b for a, b in zip(losses[name], losses["baseline"])]
+        cells = [
+            f"{config.num_moe_experts}, {config.moe_router_topk}, {config.expert_input_size}",
+            mean_and_error(losses[name]),
+            "" if name == "baseline" else mean_and_error(differences),
+            f"{routed_flops(config) / routed_flops(BASE):.2f}x",
+            f"{all_to_all_bytes(config) / all_to_all_bytes(BASE):.2f}x",
+            f"{count(config).active['without_embeddings']:,}",
+            f"{count(config).trainable:,}",
+        ]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
