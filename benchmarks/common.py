@@ -1,7 +1,8 @@
 """What the benchmarks share: the model they run, a world of one process, memory and time, a table.
 
 Every side of a comparison runs in a process of its own (`Worker`), so that its memory is its own; the
-parent asks them in turn, so that a busy machine disturbs all of them alike.
+parent asks them in turn, so that a busy machine disturbs all of them alike. On a machine with other work,
+set OMP_WAIT_POLICY=passive: OpenMP threads that spin for a core somebody else has cost ten times the step.
 """
 
 from __future__ import annotations
@@ -189,9 +190,11 @@ def machine() -> str:
     """One line on where the figures come from."""
     import torch
 
+    policy = os.environ.get("OMP_WAIT_POLICY", "default")
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
-    threads = os.environ.get("OMP_NUM_THREADS", "2")
-    return f"{platform.machine()}, {os.cpu_count()} CPUs, {threads} threads, torch {torch.__version__}, load {load}"
+    threads = f"{os.environ.get('OMP_NUM_THREADS', '2')} threads (wait policy {policy})"
+    cpu = f"{platform.machine()}, {os.cpu_count()} CPUs"
+    return f"{cpu}, {threads}, torch {torch.__version__}, load {load}"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -78,10 +78,10 @@ def train(config: Nemotron3Config, seed: int, steps: int, folder: Path, prefix: 
     return curve.validation[max(curve.validation)]
 
 
-def mean_and_error(values: list[float]) -> str:
+def mean_and_error(values: list[float], sign: str = "") -> str:
     """Mean and standard error of the mean; one value has no error."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return f"{statistics.mean(values):+.4f} ± {error:.4f}"
+    return f"{statistics.mean(values):{sign}.4f} ± {error:.4f}"
 
 
 def main() -> None:
@@ -116,7 +116,7 @@ def main() -> None:
         cells = [
             f"{config.num_moe_experts}, {config.moe_router_topk}, {config.expert_input_size}",
             mean_and_error(losses[name]),
-            "" if name == "baseline" else mean_and_error(differences),
+            "" if name == "baseline" else mean_and_error(differences, "+"),
             f"{routed_flops(config) / routed_flops(BASE):.2f}x",
             f"{all_to_all_bytes(config) / all_to_all_bytes(BASE):.2f}x",
             f"{count(config).active['without_embeddings']:,}",

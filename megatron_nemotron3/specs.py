@@ -108,7 +108,9 @@ def stack_spec(backend: Backend) -> ModuleSpec:
             pre_mlp_layernorm=backend.norm,
             mlp=partial(
                 backend.moe_layer,
-                submodules=MoESubmodules(experts=backend.experts, shared_experts=shared_experts),
+                submodules=MoESubmodules(
+                    experts=backend.experts, shared_experts=shared_experts, router=backend.router
+                ),
             ),
             mlp_bda=get_bias_dropout_add,
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
@@ -11,6 +12,11 @@ _NVTE = {name for name in os.environ if name.startswith("NVTE_")}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Megatron writes its attention backend to NVTE_* variables, which the next model must not inherit."""
+    """What Megatron leaves in the process must not reach the next model.
+
+    It writes its attention backend to NVTE_* variables, and sizes its MoE metrics for the first model.
+    """
+    if (moe_logging := sys.modules.get("megatron.core.transformer.moe.moe_logging")) is not None:
+        moe_logging.destroy_moe_metrics_tracker()
     for name in [name for name in os.environ if name.startswith("NVTE_") and name not in _NVTE]:
         del os.environ[name]

@@ -105,6 +105,15 @@ OPTION_RULES: tuple[Rule, ...] = (
         "megatron_nemotron3/layers/attention.py",
     ),
     Rule(
+        "recompute-layernorm-torch",
+        lambda c: c.backend == "torch" and "layernorm" in (c.options.get("--recompute-modules") or ()),
+        lambda c: (
+            "--recompute-modules layernorm raises NameError without TransformerEngine: drop it, or use "
+            "backend te"
+        ),
+        "megatron/core/tensor_parallel/random.py",
+    ),
+    Rule(
         "padding-allgather",
         lambda c: c.quantized and c.config.is_moe and _dispatcher(c) == "allgather",
         lambda c: (

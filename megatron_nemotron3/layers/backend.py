@@ -22,7 +22,7 @@ from megatron_nemotron3.layers.experts import (
     GroupedExperts,
     RowParallelGroupedLinear,
 )
-from megatron_nemotron3.layers.latent_moe import LatentMoELayer
+from megatron_nemotron3.layers.latent_moe import CountingRouter, LatentMoELayer
 from megatron_nemotron3.layers.linear import NormColumnParallelLinear
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.layers.norm import RMSNorm
@@ -43,6 +43,7 @@ class Backend:
     mixer: Any
     moe_layer: Any
     experts: Any
+    router: Any
     #: part -> implementation, for the log line.
     parts: dict[str, str]
 
@@ -60,6 +61,7 @@ TORCH = Backend(
     core_attention=TorchCoreAttention,
     mixer=Mamba2Mixer,
     moe_layer=LatentMoELayer,
+    router=CountingRouter,
     experts=partial(
         GroupedExperts,
         submodules=GroupedMLPSubmodules(

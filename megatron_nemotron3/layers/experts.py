@@ -26,7 +26,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_nemotron3.layers.functional import weighted_squared_relu
-from megatron_nemotron3.layers.grouped import grouped_linear
+from megatron_nemotron3.layers.grouped import grouped_linear, grouped_squared_relu_linear
+from megatron_nemotron3.layers.grouped_gpu import grouped_linear_cuda
+from megatron_nemotron3.optional import gpu_kernels_enabled
 
 
 class GroupedLinear(torch.nn.Module):
@@ -117,7 +119,8 @@ class GroupedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
         """[t, input] sorted by expert -> ([t, output], no bias); t = sum(tokens_per_expert)."""
-        return grouped_linear(x, self.weights(), tokens_per_expert), None
+        form = grouped_linear_cuda if x.is_cuda and gpu_kernels_enabled() else grouped_linear
+        return form(x, self.weights(), tokens_per_expert), None
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here."""
@@ -204,10 +207,7 @@ class GroupedExperts(TEGroupedMLP):
         counts = tokens_per_expert.tolist()
         hidden, _ = self.linear_fc1(permuted_local_hidden_states, counts)
         if self.activation_recompute and self.training:
-            hidden = torch.utils.checkpoint.checkpoint(
-                weighted_squared_relu, hidden, permuted_probs, use_reentrant=False
-            )
-        else:
-            hidden = weighted_squared_relu(hidden, permuted_probs)
-        output, _ = self.linear_fc2(hidden, counts)
+            weights = self.linear_fc2.weights()
+            return grouped_squared_relu_linear(hidden, permuted_probs, weights, counts), None
+        output, _ = self.linear_fc2(weighted_squared_relu(hidden, permuted_probs), counts)
         return output, None

@@ -22,10 +22,25 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_nemotron3.layers.dispatch import AlltoAllTokenDispatcher
 from megatron_nemotron3.layers.linear import DuplicatedLinear
+
+
+class CountingRouter(TopKRouter):
+    """Upstream's router, with exact load counts in BF16 training.
+
+    Megatron's Float16Module narrows every buffer; upstream widens `expert_bias` again but not
+    `local_tokens_per_expert`, so counts above 256 stall and the bias update sees wrong loads.
+    """
+
+    def _maintain_float32_expert_bias(self) -> None:
+        super()._maintain_float32_expert_bias()
+        counts = self.local_tokens_per_expert
+        if counts is not None and counts.dtype != torch.float32:
+            counts.data = counts.data.float()
 
 
 class LatentMoELayer(MoELayer):

@@ -32,7 +32,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.norm import GatedGroupRMSNorm
-from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens, ssd_chunked
+from megatron_nemotron3.layers.scan_kernels import TORCH, select_scan
+from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
+from megatron_nemotron3.optional import gpu_kernels_enabled
 
 #: Initial A ~ U(1, 16) and dt ~ exp U(log 1e-3, log 1e-1), as in the Mamba-2 code and Megatron.
 A_INIT_RANGE = (1.0, 16.0)
@@ -266,7 +268,8 @@ class Mamba2Mixer(MambaMixer):
         xbc = causal_conv1d(xbc, self.cp.get_conv1d_weight(), self.cp.get_conv1d_bias(), seq_idx=seq_idx)
         inner, bc = self.cp.d_inner_local_tpcp, groups * self.d_state
         x, B, C = torch.split(xbc, [inner, bc, bc], dim=-1)
-        y = ssd_chunked(
+        ssd = select_scan(x) if gpu_kernels_enabled() else TORCH
+        y = ssd(
             x.reshape(b, s, heads, self.headdim),
             F.softplus(dt.float() + self.cp.get_dt_bias().float()),
             -torch.exp(self.cp.get_A_log().float()),

@@ -133,6 +133,10 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
         {"config": models.get("nano"), "layout": layout(cp=2), "extra": ("--sft",), "backend": "torch"},
         "--sft with CP=2",
     ),
+    "recompute-layernorm-torch": (
+        {"extra": ("--recompute-modules", "core_attn", "layernorm"), "backend": "torch"},
+        "--recompute-modules layernorm",
+    ),
     "padding-allgather": (
         {
             "precision": "mxfp8",

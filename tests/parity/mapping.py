@@ -192,6 +192,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             normal(tensor, -3.0, 1.5)
         elif name.endswith("A_log"):
             normal(tensor, 1.0, 1.0)
+        elif re.search(r"conv1d_(weight|bias)$", name):
+            normal(tensor, 0.0, 0.4)
         elif name.endswith("layer_norm_weight") or re.search(r"norm\.weight$", name) or name.endswith(".D"):
             normal(tensor, 1.0, 0.3)
         elif tensor.is_floating_point() and tensor.dim() == 2:

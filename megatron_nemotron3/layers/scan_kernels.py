@@ -1,0 +1,118 @@
+"""Which SSD scan runs: mamba-ssm's kernels, our Triton kernels or plain torch, behind one signature.
+
+The first that fits, in this order:
+
+    mamba-ssm     CUDA, BF16 and FP16, if `mamba_ssm.ops.triton.ssd_combined` can be imported. Not FP32: its
+                  products round FP32 factors to TF32 (10 bits).
+    Triton        CUDA, BF16 to FP32, if Triton can be imported: `triton_scan.ssd_triton`
+    torch         everywhere: `ssd.ssd_chunked`
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.layers.chunked_scan import Inputs, document_starts
+from megatron_nemotron3.layers.ssd import ssd_chunked
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A callable with the signature of `ssd.ssd_chunked`, and its name for the log line."""
+
+    name: str
+    function: Callable[..., Any]
+    dtypes: frozenset[torch.dtype]  # of x
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+HALF = frozenset({torch.bfloat16, torch.float16})
+TORCH = Scan("torch chunked SSD", ssd_chunked, HALF | {torch.float32, torch.float64})
+
+
+def select_scan(x: Tensor) -> Scan:
+    """The quickest scan for x [b, s, h, p]: by its device and dtype. Cheap to call at every step."""
+    if not x.is_cuda:
+        return TORCH
+    return next(scan for scan in cuda_scans() if x.dtype in scan.dtypes)
+
+
+@cache
+def cuda_scans() -> tuple[Scan, ...]:
+    """The scans that can run on CUDA here, quickest first; the last is plain torch."""
+    return tuple(scan for scan in (_mamba_ssm(), _triton(), TORCH) if scan is not None)
+
+
+def _mamba_ssm() -> Scan | None:
+    try:
+        module = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+    # A package built for another torch fails with whatever its binary parts raise.
+    except (ImportError, OSError, RuntimeError):
+        return None
+    return mamba_ssm_scan(module)
+
+
+def _triton() -> Scan | None:
+    try:
+        from megatron_nemotron3.layers.triton_scan import ssd_triton, unsupported
+    except ImportError:
+        return None
+
+    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any) -> Any:
+        form = ssd_chunked if unsupported(x, B) else ssd_triton
+        return form(x, dt, A, B, C, **options)
+
+    return Scan("Triton chunked SSD", scan, HALF | {torch.float32})
+
+
+def mamba_ssm_scan(module: ModuleType | Any) -> Scan:
+    """`mamba_chunk_scan_combined` of `module` behind our signature.
+
+    It differs in three points. Its `initial_states` belong to document 0 and are dropped where the first
+    token has another index, ours to the document of the first token: documents are counted from 0 again.
+    B and C must have the dtype of x. States between chunks it rounds to the dtype of C on their way to the
+    output; initial and final states are FP32.
+    """
+    kernel = module.mamba_chunk_scan_combined
+
+    def scan(
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *,
+        D: Tensor | None = None,
+        chunk_size: int = 128,
+        initial_state: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        return_final_state: bool = False,
+    ) -> Any:
+        Inputs(x, dt, A, B, C, D, initial_state, seq_idx).check()
+        if seq_idx is not None:
+            seq_idx = document_starts(seq_idx).cumsum(1, dtype=torch.int32)
+        return kernel(
+            x,
+            dt.float(),  # after softplus
+            A.float(),
+            B.to(x.dtype),
+            C.to(x.dtype),
+            chunk_size,
+            D=None if D is None else D.float(),
+            initial_states=None if initial_state is None else initial_state.float(),
+            seq_idx=seq_idx,
+            dt_softplus=False,
+            return_final_states=return_final_state,
+        )
+
+    return Scan("mamba-ssm Triton SSD", scan, HALF)

@@ -1,0 +1,497 @@
+"""The Triton kernels and the choice among scans, without a GPU; tests/gpu runs the same checks on one.
+
+Triton's interpreter runs kernels on CPU tensors if TRITON_INTERPRET=1 is set before Triton is imported. Some
+other test may have imported it: this file runs itself in a process of its own, once, where it has the tests
+of kernels. Besides, every kernel is compiled for SM 9.0, which needs no GPU.
+
+Tolerance of the scan as in test_ssd.py (m roundings to FP32 of at most sum |terms|), with two changes. A
+decay is exp of a sum kept to FP32 precision and cut at LOG_DECAY_FLOOR, so it is off by at most 60 eps. In
+BF16 at most two factors of every term are rounded on the way, by eps / 2 each.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_nemotron3.layers import functional, grouped_gpu, scan_kernels, ssd
+from megatron_nemotron3.layers.chunked_scan import LOG_DECAY_FLOOR
+from megatron_nemotron3.layers.grouped import grouped_linear_reference
+from tests.layers.test_ssd import (
+    DROPPED,
+    magnitudes,
+    make_documents,
+    make_inputs,
+    scan,
+    values_and_gradients,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+#: b, s, h, p, g, n, borders of documents, initial state and D
+SCANS = [
+    (1, 1, 1, 1, 1, 1, [], True),
+    (1, 40, 2, 3, 1, 4, [], False),
+    (2, 37, 4, 8, 2, 20, [(0, 10), (1, 16), (1, 17), (0, 35)], True),
+    (2, 32, 3, 17, 1, 16, [(0, 16), (1, 29)], True),
+    (1, 19, 2, 4, 2, 5, [(0, t) for t in range(19)], True),
+]
+
+
+def check_scan(form, shape, *, dtype, device="cpu", roundings=2, strided=False):
+    """A scan against the recurrence in FP64: y, final state, all gradients. `roundings` to BF16 of a term."""
+    b, s, h, p, g, n, borders, rest = shape
+    inputs = make_inputs(b, s, h, p, g, n, dtype=dtype, with_state=rest)
+    if not rest:
+        inputs["D"] = None
+    seq_idx = make_documents(b, s, borders) if borders else None
+    torch.manual_seed(1)
+    dy = torch.randn(b, s, h, p, dtype=dtype)
+    dstate = torch.randn(b, h, p, n)
+    exact = {k: None if v is None else v.detach().double().requires_grad_() for k, v in inputs.items()}
+    want = values_and_gradients(ssd.ssd_reference, exact, seq_idx, dy.double(), dstate.double())
+    size = magnitudes(inputs, seq_idx, dy, dstate)
+
+    def place(t):
+        if t is None:
+            return None
+        t = t.detach().to(device)
+        if strided and t.dim() == 1:
+            t = torch.stack([t, t], -1)[:, 0]
+        elif strided:  # rows further apart than their length, and transposed
+            t = torch.cat([t, t], -1).transpose(0, 1).contiguous().transpose(0, 1)[..., : t.shape[-1]]
+        return t.requires_grad_(t.is_floating_point())
+
+    placed = {k: place(v) for k, v in inputs.items()}
+    got = values_and_gradients(form, placed, place(seq_idx), place(dy).detach(), place(dstate).detach())
+    m = n + h // g * p + 2 * 64 + s - LOG_DECAY_FLOOR[torch.float32]
+    narrow = roundings * torch.finfo(dtype).eps / 2 if dtype == torch.bfloat16 else 0.0
+    eps = m * torch.finfo(torch.float32).eps + narrow
+    for name, value in want.items():
+        dtype_wanted = inputs[name].dtype if name in inputs else {"y": dtype, "state": torch.float32}[name]
+        assert got[name].dtype == dtype_wanted, name
+        limit = torch.finfo(dtype_wanted).eps * value.abs() + eps * size[name] + DROPPED
+        excess = ((got[name].cpu().double() - value).abs() - limit).max().item()
+        assert excess <= 0, f"{name} is {excess:.2e} over its limit (magnitude {size[name]:.2e})"
+        error = (got[name].cpu().double() - value).norm() / value.norm()
+        # Errors of many terms average out: closer than the bound by far, unless a term is missing.
+        tolerance = roundings * 1e-2 if dtype == torch.bfloat16 else 1e-5
+        assert not error > tolerance, f"{name} is off by {error:.1e}"
+    return got
+
+
+def check_activation(form, rows, width, dtype, device="cpu"):
+    """relu(x)^2 * w in strided memory: values to the last bit, w gradients to a sum's rounding."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, 2 * width, dtype=dtype)[:, :width]
+    w, dy = torch.rand(2 * rows)[::2], torch.randn(width, rows, dtype=dtype).t()
+    results = []
+    for call, move in ((form, lambda t: t.to(device)), (functional.weighted_squared_relu, lambda t: t)):
+        x_, w_ = move(x).detach().requires_grad_(), move(w).detach().requires_grad_()
+        y = call(x_, w_)
+        results.append([t.cpu() for t in (y, *torch.autograd.grad(y, (x_, w_), move(dy)))])
+    (y, dx, dw), (y_, dx_, dw_) = results
+    assert y.dtype == dx.dtype == dtype and dw.dtype == torch.float32
+    assert torch.equal(y, y_)
+    torch.testing.assert_close(dx, dx_, rtol=torch.finfo(dtype).eps, atol=0)
+    size = (x.float().relu().square() * dy.float().abs()).sum(-1)
+    assert ((dw - dw_).abs() <= 2 * (width + 4) * torch.finfo(torch.float32).eps * size).all()
+
+
+def check_grouped(counts, out, width, *, device="cpu", together=False, as_tensor=False):
+    """BF16 products against FP64 ones: each result is one sum of BF16 products, rounded to BF16 once."""
+    torch.manual_seed(0)
+    x = torch.randn(sum(counts), width).bfloat16()
+    weights = [torch.randn(out, width).bfloat16() for _ in counts]
+    dy = torch.randn(sum(counts), out).bfloat16()
+
+    def run(call, leaves, dy, counts):
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        if together:
+            grouped_gpu.one_allocation(leaves[1:])
+        y = call(leaves[0], leaves[1:], counts)
+        return [y, *torch.autograd.grad(y, leaves, dy)]
+
+    on_device = torch.tensor(counts, device=device) if as_tensor else counts
+    got = run(
+        grouped_gpu.grouped_linear_cuda, [t.to(device) for t in (x, *weights)], dy.to(device), on_device
+    )
+    want = run(grouped_linear_reference, [t.double() for t in (x, *weights)], dy.double(), counts)
+    size = run(grouped_linear_reference, [t.double().abs() for t in (x, *weights)], dy.double().abs(), counts)
+    terms = max(out, width, *counts)
+    for i, (a, b, c) in enumerate(zip(got, want, size, strict=True)):
+        assert a.dtype == torch.bfloat16
+        limit = torch.finfo(a.dtype).eps * b.abs() + terms * torch.finfo(torch.float32).eps * c
+        assert ((a.cpu().double() - b).abs() <= limit).all(), f"result {i}"
+
+
+# In the interpreter
+
+
+def repair_interpreter():
+    """Three gaps of the interpreter of Triton 3.6. numpy >= 2.4 refuses its loop bounds (arrays of one
+    element as numbers). It multiplies the bit patterns of BF16. It cuts FP32 to BF16; a GPU rounds."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    patch, dot, cast = interpreter._patch_lang_tensor, builder.create_dot, builder.cast_impl
+
+    def patch_index(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def widen(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(wide, tl.float32)
+
+    def round_to_nearest(self, source, dtype):
+        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, dtype)
+        rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16()
+        return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
+
+    interpreter._patch_lang_tensor = patch_index
+    builder.create_dot = lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest)
+    builder.cast_impl = round_to_nearest
+
+
+@with_triton
+def test_kernels_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-5000:]
+    assert "skipped" not in done.stdout, done.stdout[-5000:]
+
+
+if INTERPRETED:
+    from megatron_nemotron3.layers import triton_activation, triton_scan
+
+    repair_interpreter()
+
+    @pytest.fixture
+    def short_cells(monkeypatch):
+        """Cells of 16 tokens, so that short sequences have several and a ragged last one."""
+        monkeypatch.setattr(triton_scan, "CHUNK", 16)
+        monkeypatch.setattr(triton_scan, "PASS_BLOCK", 64)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("shape", SCANS)
+    def test_interpreted_scan(short_cells, shape, dtype):
+        check_scan(triton_scan.ssd_triton, shape, dtype=dtype, strided=len(shape[6]) == 2)
+
+    def test_interpreted_scan_with_cells_of_64():
+        check_scan(triton_scan.ssd_triton, (1, 70, 2, 4, 1, 4, [(0, 65)], True), dtype=torch.float32)
+
+    def test_interpreted_mixed_dtypes(short_cells):
+        """x in BF16, B and C in FP32: every product in FP32."""
+        i = {k: v.detach() for k, v in make_inputs(1, 20, 2, 3, 1, 4).items()}
+        i["x"] = i["x"].bfloat16()
+        want = scan(ssd.ssd_chunked, i, return_final_state=True)
+        got = scan(triton_scan.ssd_triton, i, return_final_state=True)
+        torch.testing.assert_close(got, want)
+
+    def test_interpreted_gradient_of_one_result(short_cells):
+        """The final state alone, or y alone, in a loss; and no gradient where none is asked for."""
+        for result in (0, 1):
+            gradients = []
+            for form in (ssd.ssd_chunked, triton_scan.ssd_triton):
+                i = make_inputs(1, 20, 2, 3, 1, 4)
+                i["dt"] = i["dt"].detach()
+                y = scan(form, i, return_final_state=True)[result]
+                leaves = [v for v in i.values() if v.requires_grad]
+                gradients.append(torch.autograd.grad(y.square().sum(), leaves, allow_unused=True))
+            for a, b in zip(*gradients, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+    def test_interpreted_strong_decay(short_cells):
+        """Time steps that empty the state, however long: nothing overflows, and decays between the
+        tokens after them keep their precision."""
+        i = make_inputs(1, 40, 2, 3, 1, 4)
+        with torch.no_grad():
+            strong = [*range(2, 12), 17]
+            i["dt"][:, strong] = 1e4
+            i["dt"][:, 30] = 1e30
+            i["x"][:, [*strong, 30]] = 0.0
+            i["A"].fill_(-1.0)
+        want = scan(ssd.ssd_reference, {k: v.detach().double() for k, v in i.items()})
+        y = scan(triton_scan.ssd_triton, i)
+        torch.testing.assert_close(y.double(), want, rtol=2e-6, atol=2e-6 * want.abs().max().item())
+        finite = torch.autograd.grad(y[:, 18:].sum(), [i["x"], i["dt"], i["B"], i["C"]])
+        assert all(t.isfinite().all() for t in finite)
+
+    def test_interpreted_errors():
+        i = make_inputs(1, 2, 2, 3, 1, 4, dtype=torch.float64)
+        with pytest.raises(ValueError, match="FP64: use ssd_chunked"):
+            scan(triton_scan.ssd_triton, i)
+        with pytest.raises(ValueError, match="head dimension 129 and state size 4"):
+            scan(triton_scan.ssd_triton, make_inputs(1, 2, 1, 129, 1, 4))
+        with pytest.raises(ValueError, match="head dimension 64 and state size 257"):
+            scan(triton_scan.ssd_triton, make_inputs(1, 2, 1, 64, 1, 257))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("rows, width", [(0, 8), (1, 1), (5, 16), (4, 37)])
+    def test_interpreted_activation(monkeypatch, rows, width, dtype):
+        monkeypatch.setattr(triton_activation, "BLOCK", 16)
+        check_activation(triton_activation.weighted_squared_relu, rows, width, dtype)
+
+    def test_interpreted_activation_shows_nan():
+        x = torch.tensor([[1.0, torch.nan, -1.0]])
+        y = triton_activation.weighted_squared_relu(x, torch.ones(1))
+        assert y.isnan().tolist() == [[False, True, False]]
+        with pytest.raises(ValueError, match=r"x \(1, 3\) and w \(2,\)"):
+            triton_activation.weighted_squared_relu(x, torch.ones(2))
+
+
+# Compiled for SM 9.0, without a GPU
+
+COMPILE = """
+import json, sys
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from megatron_nemotron3.layers import triton_activation, triton_scan, triton_scan_kernels as kernels
+
+wide = {"x", "B", "C", "dy", "v", "M", "y", "dx", "dB", "dC"}  # in the model's dtype
+numbers = {"s", "h", "p", "nc", "per_group", "size", "width"}
+scan = dict(n=128, L=triton_scan.CHUNK, P=64, N=128, DOT=tl.bfloat16)
+cases = [(getattr(kernels, name), scan, triton_scan.WARPS[key], stages) for name, key, stages in (
+    ("cell_states", "states", 3), ("outputs", "outputs", 3), ("head_gradients", "head_gradients", 3),
+    ("group_gradients", "group_gradients", 2))]
+for reverse in (False, True):
+    cases.append((kernels.pass_states, dict(BLOCK=triton_scan.PASS_BLOCK, REVERSE=reverse), 4, 3))
+# Without documents and D; sizes of 1, which the compiler takes as constants.
+bare = dict(document=None, D=None, s=1, h=1, per_group=1, p=1, x_h=1)
+for kernel in (kernels.outputs, kernels.head_gradients, kernels.group_gradients):
+    given = {k: v for k, v in (scan | bare).items() if k in kernel.arg_names}
+    cases.append((kernel, given, 4, 1))
+for kernel in (triton_activation._forward, triton_activation._backward):
+    cases.append((kernel, dict(BLOCK=1024), 4, 3))
+for kernel, constants, warps, stages in cases:
+    def kind(name):
+        if name in constants:
+            return "constexpr"
+        if name in wide:
+            return "*bf16"
+        if name == "document":
+            return "*i32"
+        return "i32" if name in numbers or "_" in name else "*fp32"
+    signature = {name: kind(name) for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(k),): v for k, v in constants.items()}
+    source = ASTSource(kernel, signature, values)
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    products = compiled.asm["ptx"].count("wgmma.mma_async")
+    print("RESULT", json.dumps([kernel.__name__, compiled.metadata.shared, products]))
+"""
+
+
+@with_triton
+@pytest.mark.full
+def test_kernels_compile_for_hopper(tmp_path):
+    """What the interpreter cannot say: the compiler accepts the kernels, in BF16 at p = 64, n = 128, they
+    fit in shared memory and their products use the tensor cores."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    rows = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(rows) == 11
+    for name, shared, products in rows:
+        assert shared <= 227 * 1024, name
+        assert (products > 0) == (name in {"cell_states", "outputs", "head_gradients", "group_gradients"}), (
+            name
+        )
+
+
+# The choice
+
+
+def reference_mamba_ssm(seen):
+    """A stand-in for `mamba_ssm.ops.triton.ssd_combined` with its signature (v2.2.2 to v2.3.2), its rule for
+    initial states and its result dtypes; computes with `ssd_reference` and records its arguments."""
+
+    def mamba_chunk_scan_combined(
+        x,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size,
+        D=None,
+        z=None,
+        dt_bias=None,
+        initial_states=None,
+        seq_idx=None,
+        cu_seqlens=None,
+        dt_softplus=False,
+        dt_limit=(0.0, float("inf")),
+        return_final_states=False,
+        return_varlen_states=False,
+    ):
+        bound = inspect.currentframe().f_locals
+        seen.append({k: v for k, v in bound.items() if k != "seen"})
+        if seq_idx is not None and initial_states is not None:
+            of_first = (seq_idx[:, 0] == 0).to(initial_states.dtype)
+            initial_states = initial_states * of_first[:, None, None, None]
+        options = {"D": D, "initial_state": initial_states, "seq_idx": seq_idx}
+        y, state = ssd.ssd_reference(x, dt, A, B, C, **options, return_final_state=True)
+        return (y, state.float()) if return_final_states else y
+
+    return SimpleNamespace(mamba_chunk_scan_combined=mamba_chunk_scan_combined)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mamba_ssm_adapter(dtype):
+    """Same result as the reference, with documents that do not start at 0; what reaches the kernel."""
+    seen = []
+    form = scan_kernels.mamba_ssm_scan(reference_mamba_ssm(seen))
+    for shape in SCANS:
+        check_scan(form, shape, dtype=dtype)
+    inputs = make_inputs(2, 20, 2, 3, 1, 4, dtype=dtype)
+    seq_idx = make_documents(2, 20, [(0, 7)]) + 5
+    want = scan(ssd.ssd_reference, inputs, seq_idx, return_final_state=True)
+    got = scan(form, inputs, seq_idx, return_final_state=True, chunk_size=256)
+    torch.testing.assert_close(got, want)
+    last = seen[-1]
+    assert last["seq_idx"].tolist() == [[0] * 7 + [1] * 13, [0] * 20]
+    assert last["seq_idx"].dtype == torch.int32 and last["seq_idx"].is_contiguous()
+    assert last["chunk_size"] == 256 and last["return_final_states"] is True
+    assert last["dt_softplus"] is False and last["dt_bias"] is None and last["z"] is None
+    for name in ("dt", "A", "D", "initial_states"):
+        assert last[name].dtype == torch.float32, name
+    for name in ("x", "B", "C"):
+        assert last[name].dtype == dtype, name
+    assert isinstance(scan(form, inputs), torch.Tensor)
+    with pytest.raises(ValueError, match="dt has shape"):
+        scan(form, inputs | {"dt": inputs["dt"][:, 1:]})
+
+
+def test_mamba_ssm_signature():
+    """Against the installed package, where there is one."""
+    module = pytest.importorskip("mamba_ssm.ops.triton.ssd_combined", reason="mamba-ssm is not installed")
+    fake = inspect.signature(reference_mamba_ssm([]).mamba_chunk_scan_combined)
+    real = inspect.signature(module.mamba_chunk_scan_combined)
+    assert list(real.parameters)[: len(fake.parameters)] == list(fake.parameters)
+
+
+def test_choice(monkeypatch):
+    """By device and dtype, from what can be imported; the last resort is plain torch."""
+    fake = scan_kernels.mamba_ssm_scan(reference_mamba_ssm([]))
+    own = scan_kernels.Scan("Triton chunked SSD", ssd.ssd_chunked, scan_kernels.HALF | {torch.float32})
+    for mamba, triton, names in (
+        (fake, own, ["mamba-ssm Triton SSD", "Triton chunked SSD", "torch chunked SSD"]),
+        (None, own, ["Triton chunked SSD", "Triton chunked SSD", "torch chunked SSD"]),
+        (fake, None, ["mamba-ssm Triton SSD", "torch chunked SSD", "torch chunked SSD"]),
+        (None, None, ["torch chunked SSD"] * 3),
+    ):
+        monkeypatch.setattr(scan_kernels, "_mamba_ssm", lambda mamba=mamba: mamba)
+        monkeypatch.setattr(scan_kernels, "_triton", lambda triton=triton: triton)
+        scan_kernels.cuda_scans.cache_clear()
+        dtypes = (torch.bfloat16, torch.float32, torch.float64)
+        on_gpu = [SimpleNamespace(is_cuda=True, dtype=dtype) for dtype in dtypes]
+        assert [scan_kernels.select_scan(x).name for x in on_gpu] == names
+        assert scan_kernels.select_scan(torch.zeros(1)).name == "torch chunked SSD"
+    scan_kernels.cuda_scans.cache_clear()
+
+
+def test_broken_mamba_ssm_is_passed_over(monkeypatch):
+    def broken(name):
+        raise OSError("undefined symbol")
+
+    monkeypatch.setattr(scan_kernels.importlib, "import_module", broken)
+    assert scan_kernels._mamba_ssm() is None
+
+
+@with_triton
+def test_too_wide_goes_to_torch():
+    """The Triton choice runs plain torch where its kernels cannot: a state size over their limit."""
+    choice = scan_kernels._triton()
+    inputs = make_inputs(1, 3, 1, 2, 1, 300)
+    torch.testing.assert_close(scan(choice, inputs), scan(ssd.ssd_chunked, inputs))
+
+
+# The grouped product: torch has it on the CPU, too
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_grouped_linear(together, as_tensor):
+    check_grouped([3, 0, 5, 1], 16, 8, together=together, as_tensor=as_tensor)
+    check_grouped([0, 4], 8, 24, together=together, as_tensor=as_tensor)
+    check_grouped([6], 8, 8, together=together, as_tensor=as_tensor)
+
+
+@pytest.mark.parametrize("counts, out, width", [([2, 3], 12, 8), ([2, 3], 8, 9), ([0, 0], 8, 8)])
+def test_grouped_falls_back(counts, out, width, monkeypatch):
+    """Widths that break alignment, no rows at all: the loop over experts computes, also in FP32."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("torch's grouped product must not be called")
+
+    monkeypatch.setattr(grouped_gpu, "_grouped_mm", refuse)
+    check_grouped(counts, out, width)
+    check_grouped(counts, out, width, as_tensor=True)
+
+
+def test_grouped_problems():
+    x, w = torch.zeros(4, 8).bfloat16(), torch.zeros(8, 8).bfloat16()
+    assert grouped_gpu.grouped_mm_problem(x, [w]) is None
+    assert "torch.float32" in grouped_gpu.grouped_mm_problem(x.float(), [w.float()])
+    assert "width 12 is not a multiple of 8" in grouped_gpu.grouped_mm_problem(x, [w.new_zeros(12, 8)])
+    assert "1025 local experts" in grouped_gpu.grouped_mm_problem(x, [w] * 1025)
+    with pytest.raises(
+        ValueError, match="counts of 2 experts add up to 5, but there are 1 weights and 4 rows"
+    ):
+        grouped_gpu.grouped_linear_cuda(x, [w], [2, 3])
+
+
+def test_matrices_are_stacked_without_a_copy_where_they_can_be():
+    weights = [torch.nn.Parameter(torch.randn(8, 16).bfloat16()) for _ in range(3)]
+    values = [w.detach().clone() for w in weights]
+    want = torch.stack(values)
+    copy = grouped_gpu.stacked(weights)
+    assert torch.equal(copy, want) and copy.data_ptr() != weights[0].data_ptr()
+
+    together = grouped_gpu.one_allocation(weights)
+    assert all(isinstance(w, torch.nn.Parameter) and torch.equal(w, v) for w, v in zip(weights, values))
+    view = grouped_gpu.stacked(weights)
+    assert torch.equal(view, want) and view.data_ptr() == together.data_ptr() == weights[0].data_ptr()
+    assert grouped_gpu.stacked(weights[1:]).data_ptr() == weights[1].data_ptr()
+    assert grouped_gpu.stacked(weights[:1]).data_ptr() == weights[0].data_ptr()
+
+    # Equal gaps as in a padded buffer are fine; falling addresses, uneven or unaligned gaps are not.
+    def cut(starts):
+        buffer = torch.randn(1000).bfloat16()
+        return [buffer[i : i + 128].view(8, 16) for i in starts]
+
+    cases = {
+        (0, 192, 384): True,
+        (384, 192, 0): False,
+        (0, 128, 384): False,
+        (0, 132, 264): False,
+        (0, 64, 128): False,
+        (4, 132, 260): False,
+    }
+    for starts, is_view in cases.items():
+        weights = cut(starts)
+        result = grouped_gpu.stacked(weights)
+        assert torch.equal(result, torch.stack(weights))
+        assert (result.data_ptr() == weights[0].data_ptr()) == is_view, starts
