@@ -239,7 +239,7 @@ def test_no_dense_intermediate(world: None, latent: int | None) -> None:
     )
     layer = megatron_model(model).decoder.layers[0].train()
     tokens, width = 1024, max(32, latent or 48)
-    routed = tokens * 22 * width * 8  # int64 where upstream spreads the rows' indices over their width
+    routed = tokens * 22 * width * 8  # int64: upstream views the rows' indices over their width
     routing_map = tokens * 512 * 8  # int64 where upstream counts and sorts it
     weights = 512 * 32 * (latent or 48) * 4
     dense = tokens * 512 * width * 4
