@@ -26,7 +26,9 @@ from megatron_nemotron3.layers.latent_moe import CountingRouter, LatentMoELayer
 from megatron_nemotron3.layers.linear import NormColumnParallelLinear
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.layers.norm import RMSNorm
-from megatron_nemotron3.optional import te_problem
+from megatron_nemotron3.layers.scan_kernels import TORCH as TORCH_SCAN
+from megatron_nemotron3.layers.scan_kernels import cuda_scans
+from megatron_nemotron3.optional import gpu_kernels_enabled, te_problem
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,21 @@ class Backend:
         return f"backend {self.name}: " + "; ".join(f"{part} {how}" for part, how in self.parts.items())
 
 
+def _torch_parts() -> dict[str, str]:
+    """What computes each part of the torch backend on this machine."""
+    parts = {
+        "linear": "Megatron local",
+        "norm": "torch RMSNorm",
+        "attention": "torch SDPA",
+        "scan": TORCH_SCAN.name,
+        "experts": "torch grouped",
+        "latent": "torch",
+    }
+    if torch.cuda.is_available() and not cpu.is_active() and gpu_kernels_enabled():
+        parts |= {"scan": f"{cuda_scans()[0].name} (BF16)", "experts": "torch grouped_mm (BF16)"}
+    return parts
+
+
 TORCH = Backend(
     name="torch",
     norm=RMSNorm,
@@ -68,14 +85,7 @@ TORCH = Backend(
             linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear
         ),
     ),
-    parts={
-        "linear": "Megatron local",
-        "norm": "torch RMSNorm",
-        "attention": "torch SDPA",
-        "scan": "torch chunked SSD",
-        "experts": "torch grouped",
-        "latent": "torch",
-    },
+    parts=_torch_parts(),
 )
 
 

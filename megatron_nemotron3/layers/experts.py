@@ -27,7 +27,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_nemotron3.layers.functional import weighted_squared_relu
 from megatron_nemotron3.layers.grouped import grouped_linear, grouped_squared_relu_linear
-from megatron_nemotron3.layers.grouped_gpu import grouped_linear_cuda
+from megatron_nemotron3.layers.grouped_gpu import grouped_linear_cuda, one_allocation
 from megatron_nemotron3.optional import gpu_kernels_enabled
 
 
@@ -91,6 +91,8 @@ class GroupedLinear(torch.nn.Module):
                 self._initialize(weight, shape, init_method)
             weight.allreduce = not own_groups  # type: ignore[attr-defined]
             self.register_parameter(f"weight{i}", weight)
+        if torch.device(device).type == "cuda" and gpu_kernels_enabled():
+            one_allocation(self.weights())  # the grouped product then reads them without a copy
 
     def _initialize(
         self, weight: torch.nn.Parameter, shape: list[int], init_method: Callable[[torch.Tensor], Any]
@@ -209,5 +211,15 @@ class GroupedExperts(TEGroupedMLP):
         if self.activation_recompute and self.training:
             weights = self.linear_fc2.weights()
             return grouped_squared_relu_linear(hidden, permuted_probs, weights, counts), None
-        output, _ = self.linear_fc2(weighted_squared_relu(hidden, permuted_probs), counts)
+        activation = (
+            _fused_activation() if hidden.is_cuda and gpu_kernels_enabled() else weighted_squared_relu
+        )
+        output, _ = self.linear_fc2(activation(hidden, permuted_probs), counts)
         return output, None
+
+
+def _fused_activation() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The Triton form of `weighted_squared_relu`; imported late, because a CPU has no use for Triton."""
+    from megatron_nemotron3.layers import triton_activation
+
+    return triton_activation.weighted_squared_relu
