@@ -1,40 +1,14 @@
 #!/usr/bin/env bash
 # Pre-train Nemotron 3 Ultra 550B-A55B with its published schedule. DRY_RUN=1 prints the command only.
+# Precision: the published model is an NVFP4 mix; this recipe trains BF16 (docs/everything.md, Precision).
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd)
 
 # architecture: every number comes from the catalog (nemotron3 show ultra)
 MODEL=ultra
 
 # parallelism: the published launch is 6144 GB200, TP8 EP64 PP1, MBS 2 (HybridEP dispatch there, alltoall here).
-# Its DP follows from the number of GPUs: world size / (TP * PP * CP).
-WORLD=$(( ${GPUS:-8} * ${NNODES:-1} ))
 TP=${TP:-8}
-PP=${PP:-1}
-CP=${CP:-1}
 EP=${EP:-64}
-LAYOUT="--tp $TP --pp $PP --cp $CP --ep $EP --dp $(( WORLD / (TP * PP * CP) ))"
 
-# precision: the published model is an NVFP4 mix; this recipe trains BF16 (docs/everything.md, Precision)
-PRECISION=${PRECISION:-bf16}
-
-# data
-DATA=(--data-path ${DATA_PATH:?set DATA_PATH to the prefix of a Megatron .bin/.idx}
-    --split "${SPLIT:-99,1,0}"
-    --tokenizer-type HuggingFaceTokenizer
-    --tokenizer-model "${TOKENIZER:?set TOKENIZER to a Hugging Face tokenizer folder}")
-
-# logging and checkpoints
-OUTPUT=${OUTPUT:-runs/ultra}
-LOGGING=(--save "$OUTPUT/checkpoints" --load "$OUTPUT/checkpoints" --save-interval "${SAVE_INTERVAL:-200}"
-    --tensorboard-dir "$OUTPUT/tensorboard" --exit-signal-handler)
-
-# what NVIDIA's public launch scripts export
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-export NVTE_FWD_LAYERNORM_SM_MARGIN=${NVTE_FWD_LAYERNORM_SM_MARGIN:-16}
-export NVTE_BWD_LAYERNORM_SM_MARGIN=${NVTE_BWD_LAYERNORM_SM_MARGIN:-16}
-export NVTE_FUSED_ATTN=${NVTE_FUSED_ATTN:-0}
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-
-. "$here/../common.sh"
+. "$(cd "$(dirname "$0")" && pwd)/../common.sh"
 launch
