@@ -214,8 +214,9 @@ def _fallback_table() -> list[tuple[Any, str, Any]]:
 def _optimizer_table() -> list[tuple[Any, str, Any]]:
     """Resuming the distributed optimizer with torch's Adam (no apex, no TE).
 
-    Upstream asks for the step count before any state exists; and after loading, the step of every
-    parameter is one shared tensor, which Adam advances once per parameter, or a placeholder's zero.
+    Upstream asks for the step count before any state exists; after loading, the step of every parameter is
+    one shared tensor, which Adam advances once per parameter, or a placeholder's zero; and a fully
+    reshardable checkpoint, which has no step per parameter, is searched for one.
     """
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -240,7 +241,13 @@ def _optimizer_table() -> list[tuple[Any, str, Any]]:
         for values in self.optimizer.state.values():
             values["step"] = torch.tensor(float(max(steps)))
 
+    set_state = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_state_without_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        set_state(self, parameter, {"step": None, **tensors})  # what is no tensor is left as it is
+
     return [
+        (DistributedOptimizer, "_set_main_param_and_optimizer_states", set_state_without_step),
         (DistributedOptimizer, "state_dict", state_dict_of_started),
         (DistributedOptimizer, "load_state_dict", load_state_dict_with_steps),
     ]
@@ -251,12 +258,15 @@ def _megatron_table(announce: Callable[[str], None]) -> list[tuple[Any, str, Any
     import torch
 
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     table: list[tuple[Any, str, Any]] = [
         (rng, "_lazy_call", lambda callback, **_: callback()),
         (rng, "_lazy_init", lambda: None),
         (rng, "device_ctx_manager", lambda *_: nullcontext()),
         (rng, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (rng, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        # Kept by the class for all models: a stand-in must not outlive the block.
+        (dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None),
     ]
     try:
         arguments = importlib.import_module("megatron.training.arguments")

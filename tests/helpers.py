@@ -80,7 +80,12 @@ GOLDEN_LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 
 
 def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    apart: bool = False,
+    children: bool = False,
 ) -> list[Any]:
     """Call `function(*args)` on every rank of a gloo world on the CPU; return the ranks' results in order.
 
@@ -90,7 +95,10 @@ def run_distributed(
     importable by name, arguments and results picklable.
 
     Args:
-        timeout: seconds, imports included; not for a world of one.
+        timeout: seconds, imports included; not for a world of one right here.
+        apart: a process of its own for a world of one, too. Megatron's DistributedDataParallel is never
+            freed, and with it stay some sixty gloo threads, which poll.
+        children: the ranks start processes of their own (Megatron's checkpoint writer).
 
     Raises:
         RuntimeError: a rank failed; the message has the traceback of the one that failed first.
@@ -98,10 +106,11 @@ def run_distributed(
     """
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
-        if world_size == 1:
+        if world_size == 1 and not apart:
             with mock.patch.dict(os.environ), _rank(0, 1, store, timeout):
                 return [function(*args)]
-        return _start(pickle.dumps((function, args, dict(os.environ))), world_size, store, timeout)
+        call = pickle.dumps((function, args, dict(os.environ)))
+        return _start(call, world_size, store, timeout, daemon=not children)
 
 
 def run_fresh(function: Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
@@ -109,7 +118,7 @@ def run_fresh(function: Callable[..., Any], *args: Any, timeout: float = 120) ->
 
     As `run_distributed`, without CPU mode and without a world.
     """
-    return _start(pickle.dumps((function, args, dict(os.environ))), 1, None, timeout)[0]
+    return _start(pickle.dumps((function, args, dict(os.environ))), 1, None, timeout, daemon=False)[0]
 
 
 def run_launcher(argv: list[str], world_size: int, timeout: float = 120) -> str:
@@ -122,7 +131,8 @@ def run_launcher(argv: list[str], world_size: int, timeout: float = 120) -> str:
         port = str(probe.getsockname()[1])
     with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}):
         call = pickle.dumps((_launch, (argv,), dict(os.environ)))
-    return "".join(_start(call, world_size, None, timeout))
+    # Its checkpoint writer is a child of its own.
+    return "".join(_start(call, world_size, None, timeout, daemon=False))
 
 
 def _launch(argv: list[str]) -> str:
@@ -138,7 +148,7 @@ def _launch(argv: list[str]) -> str:
     return output.getvalue()
 
 
-def _start(call: bytes, world_size: int, store: str | None, timeout: float) -> list[Any]:
+def _start(call: bytes, world_size: int, store: str | None, timeout: float, daemon: bool) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     deadline = time.monotonic() + timeout
@@ -151,7 +161,7 @@ def _start(call: bytes, world_size: int, store: str | None, timeout: float) -> l
             process = context.Process(
                 target=_worker,
                 args=(sender, call, rank, world_size, store, timeout),
-                daemon=store is not None,  # a launcher's checkpoint writer is a child of its own
+                daemon=daemon,
             )
             process.start()
             sender.close()  # so that a dead worker reads as end of file

@@ -20,6 +20,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_nemotron3.layers.context import document_borders, gathered_positions, zigzag
+
 #: Mask types that mean "each token sees itself and what came before it".
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -120,29 +122,34 @@ class TorchCoreAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
         """Documents one after the other along the token axis: each attends to itself alone."""
-        if self.cp_group.size() > 1:
-            raise ValueError(
-                f"packed sequences with CP={self.cp_group.size()} are not computed by the torch "
-                "backend: use CP=1 or the TE backend"
-            )
-        if packed.qkv_format != "thd" or packed.cu_seqlens_q is None:
-            raise ValueError(
-                f"packed sequences with qkv_format={packed.qkv_format!r}: the torch backend takes 'thd' "
-                "with cu_seqlens_q"
-            )
-        borders = (
-            packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
-        )
-        ends = borders.tolist()
-        if ends[-1] < query.shape[0]:
-            ends.append(query.shape[0])  # trailing padding attends to itself
+        cp = self.cp_group.size()
+        borders = document_borders(packed, query.shape[0] * cp)
+        held = None  # position in the pack of this rank's queries, in their order
+        if cp > 1:
+            held = zigzag(borders, cp, self.cp_group.rank()).to(query.device)
+            order = gathered_positions(borders, cp).argsort().to(key.device)
+            key, value = (self._gather(t).index_select(0, order) for t in (key, value))
         pieces = []
-        for start, end in zip(ends[:-1], ends[1:], strict=True):
-            if end > start:
-                # [t, h, c] -> [1, h, t, c]
-                q, k, v = (t[start:end].transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-                pieces.append(self._attend(q, k, v, None).squeeze(0).transpose(0, 1))
+        for start, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+            if end == start:
+                continue
+            mine = slice(start // cp, end // cp)
+            # [t, h, c] -> [1, h, t, c]
+            q, k, v = (
+                t.transpose(0, 1).unsqueeze(0) for t in (query[mine], key[start:end], value[start:end])
+            )
+            mask = None if held is None else self._seen(held[mine], start, end)
+            pieces.append(self._attend(q, k, v, mask).squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
+
+    @staticmethod
+    def _seen(held: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """Causal mask [queries, end - start] of queries at positions `held`, keys start .. end - 1."""
+        return torch.arange(start, end, device=held.device)[None, :] <= held[:, None]
+
+    def _gather(self, t: torch.Tensor) -> torch.Tensor:
+        """[s / cp, ...] -> [s, ...], ranks one after the other; gradients are summed on the way back."""
+        return gather_from_sequence_parallel_region(t.contiguous(), group=self.cp_group)
 
     def _gather_context(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -156,15 +163,7 @@ class TorchCoreAttention(MegatronModule):
             [s / cp, s] for this rank's queries in that order.
         """
         cp, rank = self.cp_group.size(), self.cp_group.rank()
-        key, value = (
-            gather_from_sequence_parallel_region(t.contiguous(), group=self.cp_group) for t in (key, value)
-        )
-        chunk = query.shape[0] // 2
-        steps = torch.arange(chunk, device=query.device)
-
-        def positions(r: int) -> torch.Tensor:
-            return torch.cat([r * chunk + steps, (2 * cp - 1 - r) * chunk + steps])
-
-        q_pos = positions(rank)
-        k_pos = torch.cat([positions(r) for r in range(cp)])
-        return key, value, k_pos[None, :] <= q_pos[:, None]
+        borders = torch.tensor([0, query.shape[0] * cp])
+        mine, gathered = zigzag(borders, cp, rank), gathered_positions(borders, cp)
+        mask = gathered[None, :] <= mine[:, None]
+        return self._gather(key), self._gather(value), mask.to(query.device)

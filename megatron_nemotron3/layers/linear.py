@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
+from megatron_nemotron3.layers.extra_state import EmptyExtraState
 from megatron_nemotron3.layers.norm import RMSNorm, new_norm_weight, norm_gain
 
 
@@ -61,7 +62,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(normed, weight, runtime_gather_output)
 
 
-class DuplicatedLinear(torch.nn.Module):
+class DuplicatedLinear(EmptyExtraState):
     """Y = X W^T with the whole W on every tensor-parallel rank; no communication in forward.
 
     With sequence parallelism each rank sees its own tokens, so the gradient is a partial sum: the

@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_nemotron3.layers.context import PackedContextParallel
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.norm import GatedGroupRMSNorm
 from megatron_nemotron3.layers.scan_kernels import TORCH, select_scan
@@ -167,7 +167,7 @@ class Mamba2Mixer(MambaMixer):
             tp_group=self.tp_group,
             name=f"{name}.out_proj" if name is not None else None,
         )
-        self.cp = MambaContextParallel(
+        self.cp = PackedContextParallel(
             cp_group=pg_collection.cp,
             d_inner_local_tp=self.sizes.inner,
             nheads_local_tp=self.sizes.heads,

@@ -369,10 +369,6 @@ REFUSALS = {
     "softmax": (lambda: core_attention(softmax_type="off-by-one"), "off-by-one.*full softmax"),
     "window": (lambda: core_attention(window_size=(8, 0)), r"window_size=\(8, 0\)"),
     "attention bias": (lambda: core_attention()(*QKV, attention_bias=QKV[0]), "attention_bias"),
-    "packed, CP": (
-        lambda: core_attention(cp=2)(*QKV, packed_seq_params=pack([4], [4])),
-        "CP=2.*use CP=1",
-    ),
     "layer norm": (lambda: norm(normalization="LayerNorm"), "'LayerNorm'.*--normalization RMSNorm"),
     "linear after layer norm": (lambda: linear(normalization="LayerNorm"), "--normalization RMSNorm"),
     "gated experts": (

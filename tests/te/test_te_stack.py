@@ -152,7 +152,29 @@ def test_torch_stack_has_the_te_stacks_keys(model: str, described: dict[str, Any
     torch_, te = described[f"torch {model}"], described[f"te {model}"]
     assert list(torch_["parameters"].items()) == list(te["parameters"].items())
     assert without_extra_state(torch_["checkpoint"]) == without_extra_state(te["checkpoint"])
-    assert set(torch_["checkpoint"]) <= set(te["checkpoint"])
+    assert set(torch_["checkpoint"]) == set(te["checkpoint"])
+
+
+#: Run by TE_PYTHON: checkpoints from each spec into the other.
+INTERCHANGE = f"""
+import json, logging, warnings
+warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
+from tests.te.interchange import exchange
+
+specs = {SPECS!r}
+print("RESULT", json.dumps({{f"{{a}} to {{b}}": exchange(specs[a], specs[b]) for a, b in [
+    ("torch", "stock"), ("stock", "torch"), ("torch", "te"), ("te", "torch")
+]}}))
+"""
+
+
+def test_checkpoints_move_between_the_specs() -> None:
+    """Strictness on (`raise_all`): nothing missing, nothing left over, every weight the same to the bit."""
+    pairs = run_with_te(INTERCHANGE)
+    tensors = len(without_extra_state(GOLDEN["super_like"]["checkpoint"]))
+    assert len(pairs) == 4
+    for pair, layouts in pairs.items():
+        assert len(layouts) == 4 and set(layouts.values()) == {tensors}, (pair, layouts)
 
 
 def test_decoder_is_our_stack(described: dict[str, Any]) -> None:

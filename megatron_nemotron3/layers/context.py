@@ -1,0 +1,95 @@
+"""Where the tokens of packed documents are under context parallelism, and the way to Mamba's order and back.
+
+Megatron cuts every document into 2 * cp chunks of equal length and gives rank r chunks r and 2 * cp - 1 - r
+(zigzag), so that causal attention is even work. Attention does not mind the order; convolution and scan need
+all tokens in sequence. Upstream asks TransformerEngine's CUDA library for these positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
+
+
+def document_borders(packed: PackedSeqParams, total: int) -> torch.Tensor:
+    """First token of every document and, last, `total`: [documents + 1] of int64, on the host.
+
+    Documents lie at their padded places where those differ. What follows the last one is padding, taken for
+    a document of its own.
+
+    Raises:
+        ValueError: a layout other than thd, or borders beyond `total` tokens.
+    """
+    if packed.qkv_format != "thd" or packed.cu_seqlens_q is None:
+        raise ValueError(
+            f"packed sequences with qkv_format={packed.qkv_format!r}: the torch backend takes 'thd' "
+            "with cu_seqlens_q"
+        )
+    padded = packed.cu_seqlens_q_padded
+    borders = (packed.cu_seqlens_q if padded is None else padded).long().cpu()
+    last = int(borders[-1])
+    if last > total:
+        raise ValueError(f"cu_seqlens end at {last}, but there are {total} tokens: pass those of this batch")
+    return borders if last == total else torch.cat([borders, borders.new_tensor([total])])
+
+
+def zigzag(borders: torch.Tensor, cp: int, rank: int) -> torch.Tensor:
+    """Positions [total / cp] in the pack of the tokens that context-parallel rank `rank` of `cp` holds.
+
+    Args:
+        borders: `document_borders`, [documents + 1].
+
+    Raises:
+        ValueError: a document is not divisible by 2 * cp.
+    """
+    held = []
+    for start, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+        if (end - start) % (2 * cp):
+            raise ValueError(
+                f"a packed document of {end - start} tokens is not divisible by 2*CP={2 * cp}: pad documents "
+                f"to a multiple of {2 * cp} (cu_seqlens_q_padded)"
+            )
+        chunk = (end - start) // (2 * cp)
+        for index in (rank, 2 * cp - 1 - rank):
+            held.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
+    return torch.cat(held)
+
+
+def gathered_positions(borders: torch.Tensor, cp: int) -> torch.Tensor:
+    """Positions [total] in the pack of all tokens, ranks one after the other as a gather returns them."""
+    return torch.cat([zigzag(borders, cp, rank) for rank in range(cp)])
+
+
+class PackedContextParallel(MambaContextParallel):
+    """Upstream's exchange of tokens against heads, for packed documents without TransformerEngine.
+
+    Upstream's own order for plain sequences is undone or redone on the way: one index for both.
+    """
+
+    def pre_conv_ssm(
+        self, input_: torch.Tensor, packed_seq_params: PackedSeqParams | None = None
+    ) -> torch.Tensor:
+        """[s / cp, b, d] as this rank holds it -> [s, b, d / cp] in sequence."""
+        output = super().pre_conv_ssm(input_)
+        if self.cp_size == 1 or packed_seq_params is None:
+            return output
+        return output.index_select(0, self._order(packed_seq_params, output).argsort())
+
+    def post_conv_ssm(
+        self, input_: torch.Tensor, packed_seq_params: PackedSeqParams | None = None
+    ) -> torch.Tensor:
+        """[s, b, d / cp] in sequence -> [s / cp, b, d] as this rank holds it."""
+        if self.cp_size > 1 and packed_seq_params is not None:
+            input_ = input_.index_select(0, self._order(packed_seq_params, input_))
+        return super().post_conv_ssm(input_)
+
+    def _order(self, packed: PackedSeqParams, tokens: torch.Tensor) -> torch.Tensor:
+        """Position in the pack of each token, in the order upstream takes for plain sequence."""
+        total = tokens.shape[0]
+        packs = gathered_positions(document_borders(packed, total), self.cp_size)
+        plain = gathered_positions(torch.tensor([0, total]), self.cp_size)
+        # Gathered token i lies at plain[i] for upstream, at packs[i] in truth.
+        order = torch.empty_like(packs)
+        order[plain] = packs
+        return order.to(tokens.device)

@@ -1,0 +1,89 @@
+"""The tokens of a case, and each rank's share of them. Runs on the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.parallel.case import Case
+
+#: Tensors of a micro-batch [b, s / cp], and its PackedSeqParams or None.
+Batch = tuple[dict[str, Tensor], Any]
+
+
+def batches(case: Case) -> Callable[[int], Iterator[Batch]]:
+    """Step -> this data-parallel rank's micro-batches, in the order in which one rank would see them."""
+    from megatron.core import parallel_state
+
+    dp, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    cut = _cut_packed if case.documents else _cut
+
+    def of(step: int) -> Iterator[Batch]:
+        whole = global_batch(case, step)
+        for first in range(rank * case.micro_batch_size, case.sequences, dp * case.micro_batch_size):
+            batch = {key: t[first : first + case.micro_batch_size] for key, t in whole.items()}
+            if case.separate:
+                assert case.documents is not None
+                parts = zip(*(t.split(case.documents, dim=1) for t in batch.values()))
+                yield from ((dict(zip(batch, part)), None) for part in parts)
+            else:
+                yield cut(case, batch)
+
+    return of
+
+
+def global_batch(case: Case, step: int) -> dict[str, Tensor]:
+    """Tokens, labels, loss mask and positions [sequences, s] of one optimizer step."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + step)
+    n, lengths = case.sequences, case.documents or (case.seq_length,)
+    words = case.config.vocab_size
+    streams = [torch.randint(words, (n, length + 1), generator=generator) for length in lengths]
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(n, -1)
+    # Where another number of tokens counts in every sequence, a mean of means is not the mean.
+    random = torch.rand(n, case.seq_length, generator=generator) < torch.linspace(0.5, 1.0, n)[:, None]
+    depths = case.config.mtp_num_layers or 0
+    counted = {"none": positions >= 0, "random": random, "heads": positions >= depths}[case.mask]
+    return {
+        "tokens": torch.cat([stream[:, :-1] for stream in streams], dim=1),
+        "labels": torch.cat([stream[:, 1:] for stream in streams], dim=1),
+        "loss_mask": counted.float(),
+        "position_ids": positions,
+    }
+
+
+def _cut(case: Case, batch: dict[str, Tensor]) -> Batch:
+    """This context-parallel rank's share, as the stock script cuts it."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    group = parallel_state.get_context_parallel_group()
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group), None
+
+
+def _cut_packed(case: Case, batch: dict[str, Tensor]) -> Batch:
+    """The same for packed documents: two chunks of each, the rank'th from the front and from the back."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    assert case.documents is not None and case.micro_batch_size == 1
+    cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    held = []
+    lengths = (case.seq_length,) if case.cut_whole else case.documents
+    for document in torch.arange(case.seq_length).split(lengths):
+        chunks = document.chunk(2 * cp)
+        held += [chunks[rank], chunks[-1 - rank]]
+    index = torch.cat(held)
+    borders = torch.tensor((0, *case.documents), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    longest = max(case.documents)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        total_tokens=case.seq_length,
+    )
+    return {key: t[:, index].contiguous() for key, t in batch.items()}, packed

@@ -1,0 +1,71 @@
+"""What is trained, on what, and in which layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.models import Nemotron3Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, how it is spread, and what it is trained on."""
+
+    config: Nemotron3Config
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    #: Megatron options on top of ours.
+    extra: tuple[str, ...] = ()
+    seq_length: int = 64
+    micro_batch_size: int = 1
+    sequences: int = 4  # of a global batch
+    steps: int = 3
+    seed: int = 7
+    #: Tokens that do not count. "random": another number in every sequence. "heads": the first ones of every
+    #: document, as many as there are MTP depths.
+    mask: Literal["none", "random", "heads"] = "random"
+    #: Lengths of the documents packed into each sequence (THD), None for plain sequences.
+    documents: tuple[int, ...] | None = None
+    #: Cut a packed sequence over context-parallel ranks as if it were one document
+    #: (`--dataloader-inter-document-masking` does).
+    cut_whole: bool = False
+    #: Every document a micro-batch of its own instead: what packing must be equal to. One rank only.
+    separate: bool = False
+    #: Importable function called with this rank's chunks before DistributedDataParallel wraps them, to break
+    #: something.
+    sabotage: Callable[[Sequence[Any]], None] | None = None
+
+    def at(self, layout: ParallelLayout, *extra: str, **changes: Any) -> Case:
+        """The same training in another layout."""
+        return replace(self, layout=layout, extra=(*self.extra, *extra), **changes)
+
+    def argv(self) -> list[str]:
+        """Megatron's command line."""
+        schedule = TrainingSchedule(
+            seq_length=self.seq_length,
+            micro_batch_size=self.micro_batch_size,
+            global_batch_size=self.sequences,
+            train_iters=self.steps,
+            lr=1e-2,
+            min_lr=1e-2,
+            lr_decay_iters=self.steps,
+            lr_wsd_decay_iters=1,
+            eval_iters=0,
+            eval_interval=100,
+            log_interval=1,
+            save_interval=100,
+        )
+        return to_argv(
+            flags(
+                self.config,
+                self.layout,
+                precision="fp32",
+                backend="torch",
+                schedule=schedule,
+                # The step of Adam divides by |gradient| + epsilon. With an epsilon above the gradients it
+                # is nearly linear in them; with 1e-8 rounding noise of a zero gradient moves a weight by lr.
+                extra=("--adam-eps", "1e-2", *self.extra),
+            )
+        )

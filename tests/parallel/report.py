@@ -1,0 +1,35 @@
+"""The table of docs/equivalence.md: `OMP_NUM_THREADS=1 python -m tests.parallel.report [LAYOUT…]`.
+
+Runs every layout for every model, as `make test-full` does, and prints how far from one process it came.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+
+from tests.parallel.compare import Distance, cases, check
+from tests.parallel.layouts import CASES, LAYOUTS
+
+
+def cell(gradients: Distance, after: Distance) -> str:
+    """Largest relative differences of gradients and weights, and the largest share of a tolerance."""
+    share = max(gradients.share, after.share)
+    return f"{gradients.relative:.0e} / {after.relative:.0e} ({share:.0%})"
+
+
+def main(names: list[str]) -> None:
+    """Print the rows of `names`, or all."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    print("| layout | world | " + " | ".join(CASES) + " |")
+    print("|-|-|" + "-|" * len(CASES))
+    for name in names or LAYOUTS:
+        row = LAYOUTS[name]
+        cells = [cell(*check(*cases(model, name))) if model in row.models else "" for model in CASES]
+        print(f"| {name} | {row.sizes.world_size} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

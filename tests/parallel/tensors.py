@@ -1,0 +1,96 @@
+"""A model's tensors as if there were one rank, under their checkpoint keys, whole.
+
+`load` cuts them for this rank and `gather` puts the ranks' pieces together again, so runs of different
+layouts compare key by key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Tensors of a whole model by checkpoint key.
+Tensors = dict[str, Tensor]
+#: (key, global shape, offset, this rank's part) of everything a rank holds.
+Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
+
+
+def gather(ranks: Sequence[Pieces]) -> Tensors:
+    """Whole tensors of the ranks' pieces. Copies must be equal to the bit, and nothing may be missing."""
+    whole: Tensors = {}
+    seen: dict[str, Tensor] = {}
+    for pieces in ranks:
+        for key, shape, offset, part in pieces:
+            if key not in whole:
+                whole[key] = torch.zeros(shape, dtype=part.dtype)
+                seen[key] = torch.zeros(shape, dtype=torch.bool)
+            assert tuple(whole[key].shape) == shape, f"{key}: {tuple(whole[key].shape)} and {shape}"
+            place = tuple(slice(o, o + n) for o, n in zip(offset, part.shape))
+            old, known = whole[key][place], seen[key][place]
+            difference = torch.where(known, (old - part).abs(), 0.0)
+            assert not difference.any(), f"{key}: ranks differ by {difference.max():.3g} in a shared part"
+            whole[key][place] = part
+            seen[key][place] = True
+    missing = [key for key, mask in seen.items() if not mask.all()]
+    assert not missing, f"no rank holds all of {missing}"
+    return whole
+
+
+# What follows runs on the ranks.
+
+
+def sharded(chunks: Sequence[Any]) -> list[Any]:
+    """The ShardedTensors of a rank's model chunks, data as views of the parameters and buffers."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    found = []
+    for chunk in chunks:
+        state = unwrap(chunk).sharded_state_dict(metadata=metadata)
+        apply_factories(state)
+        found += [v for v in nested_values(state) if isinstance(v, ShardedTensor)]
+    return found
+
+
+def unwrap(chunk: Any) -> Any:
+    """The model inside Megatron's wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def pieces(chunks: Sequence[Any]) -> Pieces:
+    """Copies of everything this rank would save."""
+    result: Pieces = []
+    for t in sharded(chunks):
+        part = t.data.detach().clone()
+        part = part.reshape((1,) * t.prepend_axis_num + part.shape)
+        result.append((t.key, tuple(t.global_shape), tuple(t.global_offset), part))
+    return result
+
+
+def load(chunks: Sequence[Any], weights: Tensors) -> None:
+    """Copy this rank's part of the whole model's weights into it."""
+    with torch.no_grad():
+        for t in sharded(chunks):
+            offset, local = t.global_offset, (1,) * t.prepend_axis_num + tuple(t.data.shape)
+            part = weights[t.key][tuple(slice(o, o + n) for o, n in zip(offset, local))]
+            t.data.copy_(part.reshape(t.data.shape))
+
+
+def gradients(chunks: Sequence[Any]) -> Pieces:
+    """Copies of the accumulated gradients, cut and named as the parameters are."""
+    parameters = [p for chunk in chunks for p in unwrap(chunk).parameters()]
+    values = [p.data for p in parameters]
+    try:
+        for p in parameters:
+            p.data = p.main_grad.clone()
+        return [piece for piece in pieces(chunks) if not piece[0].endswith("expert_bias")]
+    finally:
+        for p, value in zip(parameters, values):
+            p.data = value

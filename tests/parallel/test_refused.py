@@ -1,0 +1,81 @@
+"""The wrong numbers that rules about layouts prevent: what Megatron computes where it does not refuse.
+
+Each is shown on one rank against several; the rule of that name is in `args/rules_*.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_nemotron3.args import ParallelLayout
+from tests.parallel.case import Case
+from tests.parallel.layouts import CASES, PER_TOKEN
+from tests.parallel.noise import reference, weights
+from tests.parallel.world import Result, train
+
+CP2 = ParallelLayout(cp=2)
+
+
+def relative(one: Result, other: Result, part: str = "") -> float:
+    """Largest difference of the gradients whose name holds `part`, over the largest element of the tensor."""
+    assert any(part in key for key in one.gradients)
+    return max(
+        float((value - other.gradients[key]).abs().max() / value.abs().max())
+        for key, value in one.gradients.items()
+        if part in key
+    )
+
+
+def runs(case: Case, other: Case | None = None) -> tuple[Result, Result]:
+    """(one rank, CP 2) for one step."""
+    case = replace(case, steps=1)
+    return reference(case), train(replace(other or case, steps=1).at(CP2), weights(case))
+
+
+def test_mtp_weighs_each_context_rank_by_its_own_tokens() -> None:
+    """mtp-cp: Megatron scales the MTP loss by tokens that count over those left after the roll, on each rank.
+
+    Without a mask every rank keeps s / cp tokens; the roll takes k of them at depth k, all from rank 0, which
+    has the end of the sequence. Its share weighs (s/2) / (s/2 - k) instead of s / (s - k). Here s = 64.
+    """
+    one, two = runs(replace(CASES["super"], mask="none"))
+    error = relative(one, two, "mtp.")
+    assert 5e-3 < error < 5e-2
+    # All of it comes from MTP: the output layer, which the decoder shares with it, is off by less.
+    assert relative(one, two, "output_layer") < error
+
+
+def test_masked_mtp_under_context_parallelism_is_off_by_percents() -> None:
+    """mtp-cp-masked: where ranks hold different numbers of tokens that count, the weights differ at any s."""
+    one, two = runs(replace(CASES["super"], mask="random"))
+    assert relative(one, two, "mtp.") > 2e-2
+
+
+def test_masked_mean_loss_under_context_parallelism_is_a_mean_of_means() -> None:
+    """masked-mean-cp: without --calculate-per-token-loss every rank divides by its own number of tokens."""
+    one, two = runs(replace(CASES["nano"], mask="random"))
+    assert relative(one, two) > 5e-2
+    assert abs(one.losses[0] - two.losses[0]) < 1e-5  # the printed loss does not show it
+
+
+def test_documents_cut_as_one_sequence_reach_mamba_in_the_wrong_order() -> None:
+    """inter-document-cp: the script cuts the whole sequence in chunks, Mamba expects each document cut."""
+    packed = replace(
+        CASES["nano"],
+        documents=(16, 32, 16),
+        extra=("--moe-aux-loss-coeff", "0", PER_TOKEN),
+        mask="none",
+    )
+    one, right = runs(packed)
+    assert relative(one, right) < 1e-4
+    one, wrong = runs(packed, replace(packed, cut_whole=True))
+    assert abs(one.losses[0] - wrong.losses[0]) > 1e-3
+
+
+@pytest.mark.parametrize("documents", [(8, 30, 10, 16)])
+def test_documents_that_do_not_divide_are_refused(documents: tuple[int, ...]) -> None:
+    packed = replace(CASES["nano"], documents=documents, extra=(PER_TOKEN,))
+    with pytest.raises(RuntimeError, match=r"30 tokens is not divisible by 2\*CP=4: pad documents"):
+        train(replace(packed, cut_whole=True, steps=1).at(CP2))

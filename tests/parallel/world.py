@@ -1,0 +1,218 @@
+"""One training run in any layout, through Megatron's own schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.models import Nemotron3Config
+from tests.helpers import initialize, run_distributed
+from tests.parallel.batch import Batch, batches
+from tests.parallel.case import Case
+from tests.parallel.tensors import Pieces, Tensors, gather, gradients, load, pieces
+
+
+@dataclass
+class Result:
+    """What a run computed."""
+
+    #: Of each step: mean loss of all tokens, gradient norm, mean loss of each MTP depth.
+    losses: list[float]
+    norms: list[float]
+    mtp: list[list[float]]
+    #: Of the first step.
+    gradients: Tensors
+    #: After the last step; expert biases among them.
+    weights: Tensors
+
+
+def train(case: Case, weights: Tensors | None = None, timeout: float = 300) -> Result:
+    """Train `case` on its world, from the whole model's `weights` (None: as Megatron initializes them)."""
+    ranks = run_distributed(_train, case.layout.world_size, case, weights, timeout=timeout, apart=True)
+    first = ranks[0]
+    assert all(r["losses"] == first["losses"] and r["norms"] == first["norms"] for r in ranks), (
+        "ranks report different numbers"
+    )
+    return Result(
+        losses=first["losses"],
+        norms=first["norms"],
+        mtp=ranks[-1]["mtp"],
+        gradients=gather([r["gradients"] for r in ranks]),
+        weights=gather([r["weights"] for r in ranks]),
+    )
+
+
+def initial_weights(config: Nemotron3Config, seed: int = 0, extra: tuple[str, ...] = ()) -> Tensors:
+    """Random weights of the whole model in which nothing is 1, 0 or equal to its neighbor by default."""
+    (pieces,) = run_distributed(_built, 1, Case(config=config, extra=extra), apart=True)
+    generator = torch.Generator().manual_seed(seed)
+
+    def randomized(key: str, tensor: Tensor) -> Tensor:
+        noise = torch.randn(tensor.shape, generator=generator)
+        if key.endswith("expert_bias"):
+            return noise * 1e-2
+        if tensor.dim() == 1:  # gains, biases, A, D, dt
+            return tensor + 0.1 * noise
+        return tensor
+
+    return {key: randomized(key, tensor) for key, tensor in gather([pieces]).items()}
+
+
+# What follows runs on the ranks.
+
+
+def initialize_layout(layout: ParallelLayout) -> None:
+    """Megatron's groups of a layout."""
+    vpp = layout.vpp if layout.vpp > 1 else None
+    initialize(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp, cp=layout.cp, vpp=vpp)
+
+
+def build(case: Case) -> tuple[list[Any], Any, Any]:
+    """Groups, this rank's chunks wrapped as the stock training loop wraps them, its arguments and configs."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
+
+    from megatron_nemotron3.build import megatron_args
+
+    initialize_layout(case.layout)
+    args = megatron_args(case.argv(), case.layout.world_size)
+    if args.vocab_size is None:
+        args.vocab_size = case.config.vocab_size
+    model_config = hybrid_config_from_args(args)
+    if case.sabotage is not None:
+        model_config.pre_wrap_hooks = [case.sabotage]
+    configs = pretrain_cfg_container_from_args(args, model_config)
+    chunks = model_config.get_builder_cls()(model_config).build_distributed_models(
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(), ddp_config=configs.ddp
+    )
+    return chunks, configs, args
+
+
+def _built(case: Case) -> Pieces:
+    return pieces(build(case)[0])
+
+
+def _loss(mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    loss, tokens = (output.float() * mask).sum(), mask.sum().to(torch.int)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+def _forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
+    batch, packed = next(iterator)
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        packed_seq_params=packed,
+    )
+    return output, partial(_loss, batch["loss_mask"])
+
+
+class Run:
+    """A model in training on this rank, driven as the stock training loop drives it."""
+
+    def __init__(self, case: Case, weights: Tensors | None) -> None:
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.optimizer import get_megatron_optimizer
+        from megatron.core.utils import get_model_config
+
+        self.case = case
+        self.chunks, configs, self.args = build(case)
+        if weights is not None:
+            load(self.chunks, weights)
+        self.optimizer = get_megatron_optimizer(configs.optimizer, self.chunks)
+        config = get_model_config(self.chunks[0])
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+        if configs.ddp.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        for chunk in self.chunks:
+            chunk.train()
+
+    def forward_backward(self, step: int, whole_gradients: bool = False) -> float:
+        """Gradients of optimizer step `step`. Returns the loss per token of the global batch.
+
+        Args:
+            whole_gradients: reduce all of them to every rank, not just what its optimizer asks for.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        case, data = self.case, batches(self.case)
+        microbatches = case.sequences // case.micro_batch_size // case.layout.dp
+        if case.separate:
+            microbatches *= len(case.documents or ())
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+            chunk.force_all_reduce = whole_gradients
+        self.optimizer.zero_grad()
+        several = len(self.chunks) > 1
+        reported = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=[data(step) for _ in self.chunks] if several else data(step),
+            model=self.chunks if several else self.chunks[0],
+            num_microbatches=microbatches,
+            seq_length=case.seq_length,
+            micro_batch_size=case.micro_batch_size,
+            decoder_seq_length=case.seq_length,
+            forward_only=False,
+            force_all_reduce=whole_gradients,
+        )
+        return _mean_loss(reported)
+
+    def step(self) -> float:
+        """One step of the optimizer. Returns the norm of the gradients."""
+        _, norm, _ = self.optimizer.step()
+        return float(norm)
+
+
+def _train(case: Case, weights: Tensors | None) -> dict[str, Any]:
+    """A run on this rank."""
+    run = Run(case, weights)
+    result: dict[str, Any] = {"losses": [], "norms": [], "mtp": []}
+    for step in range(case.steps):
+        # All of the first step's gradients on every rank; afterwards as the optimizer asks for them.
+        result["losses"].append(run.forward_backward(step, whole_gradients=step == 0))
+        if step == 0:
+            result["gradients"] = gradients(run.chunks)
+        result["mtp"].append(_mtp_losses())
+        result["norms"].append(run.step())
+    result["weights"] = pieces(run.chunks)
+    return result
+
+
+def _mean_loss(reported: list[dict[str, Tensor]]) -> float:
+    """Loss per token of the global batch, the same on every rank."""
+    from megatron.core import parallel_state
+
+    total = torch.zeros(2)
+    for values in reported:
+        total += values["lm loss"]
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        torch.distributed.all_reduce(total, group=group)
+    torch.distributed.broadcast(
+        total,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return float(total[0] / total[1])
+
+
+def _mtp_losses() -> list[float]:
+    """Loss of each MTP depth as Megatron logs it, on ranks of the last stage."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    MTPLossLoggingHelper.reduce_metrics_in_tracker()
+    tracker = MTPLossLoggingHelper.tracker
+    values = tracker["loss_values"].tolist() if "loss_values" in tracker else []
+    MTPLossLoggingHelper.clean_metrics_in_tracker()
+    return values
