@@ -1,0 +1,84 @@
+"""What train_step_gpu.py runs: stacks of published width cut to a few layers, and their model FLOPs.
+
+Standard library and `megatron_nemotron3.models` only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.models import Nemotron3Config
+
+#: Layers of a cut stack: enough for every kind, few enough for one GPU.
+LAYERS = range(8, 13)
+#: Bytes of a parameter and its gradient in BF16, and what a step may need besides (activations, logits).
+BYTES_PER_PARAMETER = 4
+RESERVE = 40 * 2**30
+
+
+def cut(pattern: str) -> str:
+    """The first 8 to 12 layers of a pattern: as many as come nearest to its shares of M, * and E."""
+
+    def distance(size: int) -> float:
+        head = pattern[:size]
+        return sum(abs(head.count(k) / size - pattern.count(k) / len(pattern)) for k in set(pattern))
+
+    return pattern[: min(LAYERS, key=distance)]
+
+
+def stack(name: str, *, tiny: bool = False) -> Nemotron3Config:
+    """The catalog model `name` without MTP, cut to a few layers (`cut`); or its tiny form, whole."""
+    from megatron_nemotron3.models import get
+    from megatron_nemotron3.models import tiny as make_tiny
+
+    config = get(name).but(mtp_pattern=None, mtp_num_layers=0)
+    return make_tiny(config) if tiny else config.but(pattern=cut(config.pattern))
+
+
+def fitting(config: Nemotron3Config, capacity: int) -> Nemotron3Config:
+    """`config`, its routed experts halved until weights, gradients and `RESERVE` fit in `capacity` bytes.
+
+    Raises:
+        ValueError: it does not fit with twice the experts of a token either.
+    """
+    from megatron_nemotron3.models.parameters import count
+
+    while (need := BYTES_PER_PARAMETER * count(config).stored + RESERVE) > capacity:
+        experts, topk = config.num_moe_experts or 0, config.moe_router_topk or 0
+        if experts // 2 < 2 * topk:
+            raise ValueError(
+                f"{config.title} with {experts} experts needs {need / 2**30:.0f} GiB, "
+                f"the device has {capacity / 2**30:.0f}: use a larger device"
+            )
+        config = config.but(num_moe_experts=experts // 2)
+    return config
+
+
+def flops_per_token(config: Nemotron3Config, tokens: int) -> dict[str, float]:
+    """Model FLOPs of one token in forward and backward, by term, for sequences of `tokens`.
+
+    matmul     6 a parameter of every matrix the token is multiplied with: a multiply-add is 2, and backward
+               makes one product for the input and one for the weight (arXiv 2001.08361, section 2.1). The
+               routed experts count k of N times, the router and the output layer once, the embedding not.
+    attention  QK^T and PV over the s / 2 keys a token sees on average: 3 * 2 * 2 * (s / 2) * heads * c.
+    scan       3 * 7 * inner * state: the recurrence of Mamba-2, as Megatron-LM 0.19 counts it
+               (`num_floating_point_operations` in megatron/training/training.py). A chunked scan executes
+               more; what is executed is not the model's.
+
+    Norms, activations, the convolution and recomputation are left out. For Super the sum is Megatron's plus
+    the router's; Megatron takes 2 * hidden for the inner width of Mamba, which Nano (64 heads of 64 at
+    hidden 2688) does not have.
+    """
+    from megatron_nemotron3.models.parameters import layer_tensors
+
+    matrices = config.vocab_size * config.hidden_size
+    for kind in config.pattern:
+        matrices += sum(t.active_elements for t in layer_tensors(config, kind) if len(t.shape) == 2)
+    attention = 6 * tokens * config.num_attention_heads * config.kv_channels
+    scan = 21 * config.mamba_inner_size * config.mamba_state_dim
+    return {
+        "matmul": 6.0 * matrices,
+        "attention": float(attention * config.pattern.count("*")),
+        "scan": float(scan * config.pattern.count("M")),
+    }

@@ -1,0 +1,101 @@
+"""The same random weights for every side, made on the device they live on.
+
+Each tensor is a function of its Hugging Face name: a side can give its memory back and fill it again, so a
+device holds one model at a time, and no weights travel between processes. Values are rounded to BF16, so that
+sides which keep a few parameters in FP32 hold the same numbers.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Hugging Face name -> mean and standard deviation; every other tensor is a matrix with 1 / sqrt(inputs).
+_SCALES = {
+    r"\.dt_bias$": (-3.0, 1.5),
+    r"\.A_log$": (1.0, 1.0),
+    r"\.conv1d\.(weight|bias)$": (0.0, 0.4),
+    r"(\.D|norm\.weight|norm_f\.weight)$": (1.0, 0.1),
+    r"embeddings\.weight$": (0.0, 1.0),
+}
+_BIAS = "e_score_correction_bias"
+#: Between the expert biases that pin the routing: scores lie between 0 and 1.
+_PINNED_GAP = 10.0
+
+
+def megatron_pieces(module: torch.nn.Module, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, part of a tensor of Megatron's model) for all it has; of experts "name#e"."""
+    from tests.parity import mapping
+
+    queries = config.num_attention_heads // config.num_query_groups
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    for name, tensor in tensors:
+        if name.endswith("local_tokens_per_expert"):
+            continue
+        if match := mapping._EXPERT.fullmatch(name):
+            layer, fc, expert = match.groups()
+            yield f"model.layers.{layer}.mixer.experts.{'up' if fc == '1' else 'down'}_proj#{expert}", tensor
+        elif match := mapping._QKV.fullmatch(name):
+            blocks = tensor.detach().view(config.num_query_groups, queries + 2, config.kv_channels, -1)
+            for part, rows in (("q", blocks[:, :queries]), ("k", blocks[:, -2]), ("v", blocks[:, -1])):
+                yield f"model.layers.{match[1]}.mixer.{part}_proj.weight", rows
+        else:
+            yield mapping._same(name), tensor
+
+
+def transformers_pieces(module: torch.nn.Module, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """The same of transformers' model."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if ".experts." in name:
+            for expert, matrix in enumerate(tensor.detach()):
+                yield f"{name}#{expert}", matrix
+        else:
+            yield name, tensor
+
+
+@torch.no_grad()
+def fill(pieces: Iterator[tuple[str, Tensor]], *, pinned: bool = False) -> None:
+    """Write the weights of every piece.
+
+    Args:
+        pinned: the router's biases are far apart, so that every token of a layer goes to the same experts
+            however its scores are rounded; else they are zero.
+    """
+    for name, target in pieces:
+        generator = torch.Generator(target.device).manual_seed(zlib.crc32(name.encode()))
+        if name.endswith(_BIAS):
+            order = torch.randperm(target.numel(), generator=generator, device=target.device)
+            target.copy_(order * _PINNED_GAP if pinned else torch.zeros_like(target))
+            continue
+        fixed = (scale for pattern, scale in _SCALES.items() if re.search(pattern, name))
+        mean, std = next(fixed, (0.0, target.shape[-1] ** -0.5))
+        value = torch.randn(target.numel(), generator=generator, device=target.device)
+        target.copy_(value.mul_(std).add_(mean).bfloat16().view(target.shape))
+
+
+class Storages:
+    """The memory of a module's parameters: given back and asked for again, views and identities unchanged."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        found = (p.untyped_storage() for p in module.parameters())
+        self._storages = {s._cdata: (s, s.nbytes()) for s in found}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(size for _, size in self._storages.values())
+
+    def release(self) -> None:
+        """Free them; whatever they held is lost."""
+        for storage, _ in self._storages.values():
+            storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Allocate them again, with undefined contents."""
+        for storage, size in self._storages.values():
+            storage.resize_(size)
