@@ -152,8 +152,10 @@ def _torch_table() -> list[tuple[Any, str, Any]]:
 
 
 def _distributed_table() -> list[tuple[Any, str, Any]]:
-    """nccl becomes gloo; options that only nccl understands are dropped."""
+    """nccl becomes gloo; options that only nccl understands are dropped, collectives it lacks are made."""
     import torch.distributed as dist
+
+    from megatron_nemotron3 import uneven
 
     def on_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -167,7 +169,11 @@ def _distributed_table() -> list[tuple[Any, str, Any]]:
 
         return wrapper
 
-    return [(dist, name, on_gloo(getattr(dist, name))) for name in ("init_process_group", "new_group")]
+    return [
+        *((dist, name, on_gloo(getattr(dist, name))) for name in ("init_process_group", "new_group")),
+        (dist, "all_gather", uneven.all_gather),
+        (dist, "reduce_scatter", uneven.reduce_scatter),
+    ]
 
 
 def _gloo(backend: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_nemotron3 import cpu
+from tests.helpers import run_distributed
 
 
 def _attributes() -> dict[tuple[int, str], object]:
@@ -85,3 +86,23 @@ def test_importing_activates_nothing() -> None:
     code = "import megatron_nemotron3.cpu as c, torch; print(c.is_active(), torch.cuda.is_available())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["False", str(torch.cuda.is_available())]
+
+
+def uneven_collectives(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """All parts gathered, and this rank's sum; rank r has r + 1 rows, rank 2 none."""
+    rank, rows = torch.distributed.get_rank(), [1, 2, 0]
+    mine = torch.full((rows[rank], 3), float(rank + 1), dtype=dtype)
+    gathered = torch.empty(sum(rows), 3, dtype=dtype)
+    torch.distributed.all_gather(list(gathered.split(rows)), mine)
+    summed = torch.empty(rows[rank], 3, dtype=dtype)
+    torch.distributed.reduce_scatter(summed, list((gathered * (rank + 1)).split(rows)))
+    return gathered, summed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_collectives_of_unequal_parts(dtype: torch.dtype) -> None:
+    """Expert TP with EP moves them; gloo alone refuses."""
+    ranks = run_distributed(uneven_collectives, 3, dtype)
+    for rank, (gathered, summed) in enumerate(ranks):
+        assert gathered[:, 0].tolist() == [1, 2, 2]
+        assert summed[:, 0].tolist() == [[6], [12, 12], []][rank]

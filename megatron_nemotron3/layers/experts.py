@@ -25,13 +25,13 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_nemotron3.layers.functional import weighted_squared_relu
-from megatron_nemotron3.layers.grouped import grouped_linear, grouped_squared_relu_linear
+from megatron_nemotron3.layers.extra_state import EmptyExtraState
+from megatron_nemotron3.layers.grouped import grouped_linear, squared_relu_experts
 from megatron_nemotron3.layers.grouped_gpu import grouped_linear_cuda, one_allocation
 from megatron_nemotron3.optional import gpu_kernels_enabled
 
 
-class GroupedLinear(torch.nn.Module):
+class GroupedLinear(EmptyExtraState):
     """E independent linear layers without bias, applied to tokens sorted by expert.
 
     Communication between tensor-parallel ranks is the token dispatcher's job, as for every expert
@@ -119,8 +119,14 @@ class GroupedLinear(torch.nn.Module):
         """The local experts' matrices, each [output, input]."""
         return [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
 
-    def forward(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
-        """[t, input] sorted by expert -> ([t, output], no bias); t = sum(tokens_per_expert)."""
+    def forward(self, x: torch.Tensor | None, tokens_per_expert: list[int]) -> tuple[Any, None]:
+        """[t, input] sorted by expert -> ([t, output], no bias); t = sum(tokens_per_expert).
+
+        Without x the matrices themselves, for who computes both linears at once: Megatron waits for
+        parameters on their way (`--overlap-param-gather`) in a hook on the call of their module.
+        """
+        if x is None:
+            return self.weights(), None
         form = grouped_linear_cuda if x.is_cuda and gpu_kernels_enabled() else grouped_linear
         return form(x, self.weights(), tokens_per_expert), None
 
@@ -143,7 +149,7 @@ class GroupedLinear(torch.nn.Module):
             if not singleton:
                 offsets = (*sharded_offsets, (len(sharded_offsets), expert, total))
             part = make_sharded_tensors_for_checkpoint(
-                {f"{i}.weight": weight},
+                {f"{i}.weight": weight, f"{i}._extra_state": None},
                 "",
                 {f"{i}.weight": self.split_axis},
                 offsets,
@@ -151,9 +157,11 @@ class GroupedLinear(torch.nn.Module):
                 dp_cp_group=metadata["dp_cp_group"],
             )
             replace_prefix_for_sharding(part, f"{i}.", f"{expert}.{prefix}" if singleton else prefix)
-            tensor = part[f"{i}.weight"]
-            tensor.replica_id = (*tensor.replica_id[:2], self.expt_dp_group.rank())
-            result[f"{prefix}weight{i}"] = tensor
+            for name, entry in part.items():
+                entry.replica_id = (*entry.replica_id[:2], self.expt_dp_group.rank())
+                kind = name.removeprefix(f"{i}.")
+                number = "" if i == 0 and kind == "_extra_state" else i
+                result[f"{prefix}{kind}{number}"] = entry
         return result
 
     def extra_repr(self) -> str:
@@ -207,14 +215,13 @@ class GroupedExperts(TEGroupedMLP):
             [t, e] and no bias.
         """
         counts = tokens_per_expert.tolist()
-        hidden, _ = self.linear_fc1(permuted_local_hidden_states, counts)
-        if self.activation_recompute and self.training:
-            weights = self.linear_fc2.weights()
-            return grouped_squared_relu_linear(hidden, permuted_probs, weights, counts), None
-        activation = (
-            _fused_activation() if hidden.is_cuda and gpu_kernels_enabled() else weighted_squared_relu
-        )
-        output, _ = self.linear_fc2(activation(hidden, permuted_probs), counts)
+        x, probs = permuted_local_hidden_states, permuted_probs
+        recompute = self.activation_recompute and self.training
+        if recompute or not (x.is_cuda and gpu_kernels_enabled()):
+            fc1, fc2 = self.linear_fc1(None, counts)[0], self.linear_fc2(None, counts)[0]
+            return squared_relu_experts(x, probs, fc1, fc2, counts, recompute=recompute), None
+        hidden, _ = self.linear_fc1(x, counts)
+        output, _ = self.linear_fc2(_fused_activation()(hidden, probs), counts)
         return output, None
 
 

@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from megatron_nemotron3.layers.extra_state import EmptyExtraState
 from megatron_nemotron3.layers.functional import gated_group_rms_norm, rms_norm
 
 
@@ -29,7 +30,7 @@ def norm_gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     return weight + 1 if zero_centered else weight
 
 
-class RMSNorm(torch.nn.Module):
+class RMSNorm(EmptyExtraState):
     """y = x / rms(x) * gain over the last dimension, statistics in FP32, output in the input's dtype.
 
     Built as Megatron builds norms: `RMSNorm(config=…, hidden_size=…, eps=…)`. Input [s, b, d].

@@ -1,4 +1,4 @@
-"""Norms and squared ReLU against their references: values, gradients, memory.
+"""Norms, squared ReLU and experts against their references: values, gradients, memory.
 
 Tolerance. The reference runs in FP64 on the same (already rounded) inputs. Values go through fewer than 12
 roundings and a mean over the group (whose relative error is at most group * eps, as its terms are positive):
@@ -9,13 +9,16 @@ Results in a narrower dtype are rounded once more: eps(dtype) * |value|.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_nemotron3.layers import functional
+from megatron_nemotron3.layers import functional, grouped
+from megatron_nemotron3.layers.experts import GroupedExperts, GroupedLinear
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 BLOCKS = st.sampled_from([1, 64, 2**18])
@@ -223,6 +226,97 @@ def test_saved_memory():
         assert [t.numel() for p, t in saved.items() if p not in given] == expected, name
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)),
+    block=st.sampled_from([1, 20, 2**17]),
+    recompute=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_experts_are_three_steps(counts, sizes, block, recompute, seed):
+    """FC1, activation, FC2 apart, by autograd: values and every gradient, whatever is done at once."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    (width, f, out), t = sizes, sum(counts)
+    x, probs = draw(t, width), draw(t)
+    fc1, fc2 = [draw(f, width) for _ in counts], [draw(out, f) for _ in counts]
+    hidden = grouped.grouped_linear_reference(x, fc1, counts)
+    theirs = grouped.grouped_linear_reference(
+        functional.weighted_squared_relu_reference(hidden, probs), fc2, counts
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "BLOCK_ELEMENTS", block)
+        ours = grouped.squared_relu_experts(x, probs, fc1, fc2, counts, recompute=recompute)
+    torch.testing.assert_close(ours, theirs)
+    cotangent, inputs = draw(t, out).detach(), [x, probs, *fc1, *fc2]
+    ours_gradients = torch.autograd.grad(ours, inputs, cotangent)
+    theirs_gradients = torch.autograd.grad(theirs, inputs, cotangent, materialize_grads=True)
+    torch.testing.assert_close(ours_gradients, theirs_gradients)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_experts_in_bfloat16(recompute):
+    """BF16 between the products, FP32 in the activation: as near to FP32 as the three steps apart."""
+    counts = [30, 0, 50]
+    torch.manual_seed(0)
+    shapes = [(80, 16), (80,), *[(8, 16)] * 3, *[(16, 8)] * 3]
+    leaves, cotangent = [torch.randn(shape) for shape in shapes], torch.randn(80, 16).bfloat16()
+
+    def apart(x, probs, *weights):
+        hidden = grouped.grouped_linear_reference(x, list(weights[:3]), counts)
+        activation = functional.weighted_squared_relu_reference(hidden, probs)
+        return grouped.grouped_linear_reference(activation, list(weights[3:]), counts)
+
+    def together(x, probs, *weights):
+        return grouped.squared_relu_experts(
+            x, probs, list(weights[:3]), list(weights[3:]), counts, recompute=recompute
+        )
+
+    def run_as(form, dtype):
+        # Routing probabilities are FP32 in BF16 training.
+        inputs = [t.clone() if i == 1 else t.bfloat16().to(dtype) for i, t in enumerate(leaves)]
+        inputs = [t.requires_grad_() for t in inputs]
+        y = form(*inputs)
+        return [y, *torch.autograd.grad(y, inputs, cotangent.to(y.dtype), materialize_grads=True)]
+
+    exact = run_as(apart, torch.float32)
+    for ours, theirs, want in zip(
+        run_as(together, torch.bfloat16), run_as(apart, torch.bfloat16), exact, strict=True
+    ):
+        assert ours.dtype == theirs.dtype
+        assert (ours - want).norm() <= 1.2 * (theirs - want).norm() + 1e-6 * want.norm()
+
+
+class Linears(GroupedLinear):
+    """Two matrices without Megatron's groups."""
+
+    def __init__(self, *shape):
+        torch.nn.Module.__init__(self)
+        self.num_gemms = 2
+        for i in range(2):
+            self.register_parameter(f"weight{i}", torch.nn.Parameter(torch.randn(shape)))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_experts_call_their_linears(recompute):
+    """Megatron's `--overlap-param-gather` waits for parameters in a forward pre-hook of their module."""
+    experts = SimpleNamespace(linear_fc1=Linears(5, 3), linear_fc2=Linears(3, 5))
+    experts.activation_recompute, experts.training = recompute, True
+    called = []
+    for linear in (experts.linear_fc1, experts.linear_fc2):
+        linear.register_forward_pre_hook(lambda module, *_: called.append(module))
+    x, probs, counts = torch.randn(7, 3), torch.rand(7), torch.tensor([4, 3])
+    y, _ = GroupedExperts.forward(experts, x, counts, probs)
+    assert called == [experts.linear_fc1, experts.linear_fc2]
+    hidden, _ = experts.linear_fc1(x, [4, 3])
+    activation = functional.weighted_squared_relu_reference(hidden, probs)
+    torch.testing.assert_close(y, experts.linear_fc2(activation, [4, 3])[0])
+
+
 def test_errors_name_the_numbers():
     x = torch.zeros(2, 6)
     for form in (functional.gated_group_rms_norm, functional.gated_group_rms_norm_reference):
@@ -232,3 +326,5 @@ def test_errors_name_the_numbers():
             form(x, x, torch.ones(5), group_size=3)
     with pytest.raises(ValueError, match=r"w \(3,\) must be \(2,\)"):
         functional.weighted_squared_relu(x, torch.ones(3))
+    with pytest.raises(ValueError, match="1 experts add up to 3, but there are 1 weights and 2 rows"):
+        grouped.squared_relu_experts(x, torch.ones(2), [x], [x], [3])
