@@ -9,6 +9,8 @@ import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_nemotron3.monitor.attach import watch_stack
+
 
 @dataclass
 class Nemotron3StackSubmodules(HybridStackSubmodules):
@@ -43,3 +45,4 @@ class Nemotron3Stack(HybridStack):
             Nemotron3Stack._announced = True
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
                 print(f"megatron_nemotron3: {submodules.description}", flush=True)
+        watch_stack(self)

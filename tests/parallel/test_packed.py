@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.layers.context import document_borders, gathered_positions, zigzag
+from megatron_nemotron3.layers.mtp import MTPLayer, check_borders
 from tests.parallel.case import Case
 from tests.parallel.compare import check
 from tests.parallel.layouts import CASES, PER_TOKEN
+from tests.parallel.world import train
 
 #: The load-balancing loss is of a sequence, and a pack is one sequence to Megatron (Megatron-LM #6108).
 NO_AUX = ("--moe-aux-loss-coeff", "0")
@@ -78,3 +81,29 @@ def test_borders() -> None:
         document_borders(_Packed([0, 8], layout="sbhd"), 8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"10 tokens is not divisible by 2\*CP=4: pad"):
         zigzag(torch.tensor([0, 10]), 2, 0)
+
+
+def test_mtp_refuses_borders_that_only_padding_knows() -> None:
+    check_borders(_Packed([0, 8, 12]))  # type: ignore[arg-type]
+    check_borders(_Packed([0, 8, 12], padded=[0, 8, 12]))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"end at \[0, 7, 10\] and are padded to \[0, 8, 12\].*#6205"):
+        check_borders(_Packed([0, 7, 10], padded=[0, 8, 12]))  # type: ignore[arg-type]
+
+
+def forget_borders(chunks: Any) -> None:
+    """Make the first MTP depth see padded borders that are not the rolled ones."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, MTPLayer):
+                module.register_forward_pre_hook(_pad, with_kwargs=True)
+
+
+def _pad(module: Any, args: Any, kwargs: Any) -> Any:
+    packed = replace(kwargs["packed_seq_params"])
+    packed.cu_seqlens_q_padded = packed.cu_seqlens_q + 1
+    return args, {**kwargs, "packed_seq_params": packed}
+
+
+def test_mtp_refuses_them_in_training() -> None:
+    with pytest.raises(RuntimeError, match="ValueError: packed documents end at"):
+        train(replace(DOCUMENTS["super"], sabotage=forget_borders, steps=1))

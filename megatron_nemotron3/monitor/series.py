@@ -1,0 +1,114 @@
+"""Names of the series, and the few numbers of them that go into the log line. Standard library only.
+
+`Values` is kind -> row -> value: a row is a layer ("layer_007") or one depth of an MTP layer
+("mtp_2_layer_1"); TensorBoard and wandb get each as `kind/row`.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from dataclasses import dataclass
+
+Values = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One monitored quantity."""
+
+    title: str
+    unit: str
+    log_scale: bool = False
+
+
+KINDS: dict[str, Kind] = {
+    "max_vio": Kind("MaxVio, global batch", "largest load / mean load"),
+    "max_vio_micro_mean": Kind("MaxVio of a micro-batch, mean", "largest load / mean load"),
+    "max_vio_micro_worst": Kind("MaxVio of a micro-batch, worst", "largest load / mean load"),
+    "dead_experts": Kind("experts without a token, global batch", "experts"),
+    "dead_experts_interval": Kind("experts without a token, interval", "experts"),
+    "expert_bias_spread": Kind("expert bias, largest - smallest", "score"),
+    "latent_rms": Kind("latent the experts read", "RMS", log_scale=True),
+    "residual_rms": Kind("residual stream behind the layer", "RMS", log_scale=True),
+    "zero_gradients": Kind("exactly zero gradients", "share of the layer's weights"),
+}
+#: Section of the aggregates in TensorBoard and wandb.
+AGGREGATES = "monitor"
+
+_DECODER = re.compile(r"layer_(\d+)")
+_MTP = re.compile(r"mtp_(\d+)_layer_(\d+)")
+_MTP_SHARED = re.compile(r"mtp_layer_(\d+)")
+
+
+def decoder_row(number: int) -> str:
+    """Row of decoder layer `number` (1-based, over all pipeline stages)."""
+    return f"layer_{number:03d}"
+
+
+def mtp_row(depth: int, number: int) -> str:
+    """Row of layer `number` of MTP depth `depth`, both 1-based."""
+    return f"mtp_{depth}_layer_{number}"
+
+
+def shared_mtp_row(number: int) -> str:
+    """Row of the weights of an MTP layer that every depth uses."""
+    return f"mtp_layer_{number}"
+
+
+def is_decoder(row: str) -> bool:
+    """Whether the row is a decoder layer."""
+    return _DECODER.fullmatch(row) is not None
+
+
+def spoken(row: str) -> str:
+    """A row as the log line says it: "layer 7", "MTP depth 2 layer 1"."""
+    if found := _DECODER.fullmatch(row):
+        return f"layer {int(found[1])}"
+    if found := _MTP.fullmatch(row):
+        return f"MTP depth {found[1]} layer {found[2]}"
+    if found := _MTP_SHARED.fullmatch(row):
+        return f"MTP layer {found[1]}"
+    return row
+
+
+def aggregates(values: Values) -> dict[str, float]:
+    """The numbers over all layers: what the log line shows, and the median MaxVio."""
+    found: dict[str, float] = {}
+    if load := values.get("max_vio"):
+        found["worst_max_vio"] = max(load.values())
+        found["median_max_vio"] = statistics.median(load.values())
+    if micro := values.get("max_vio_micro_worst"):
+        found["worst_micro_batch_max_vio"] = max(micro.values())
+    for kind in ("dead_experts", "dead_experts_interval"):
+        if dead := values.get(kind):
+            found[kind] = sum(dead.values())
+    decoder = [row for row in sorted(values.get("residual_rms", {})) if is_decoder(row)]
+    if decoder and (first := values["residual_rms"][decoder[0]]) > 0:
+        found["residual_rms_last_over_first"] = values["residual_rms"][decoder[-1]] / first
+    return found
+
+
+def log_line(values: Values, numbers: dict[str, float]) -> str:
+    """The part of Megatron's log line: ` name: number … |` each, as Megatron writes its own."""
+    parts: list[str] = []
+    for name, kind, text in (
+        ("worst_max_vio", "max_vio", "worst MaxVio"),
+        ("worst_micro_batch_max_vio", "max_vio_micro_worst", "in a micro-batch"),
+    ):
+        if name in numbers:
+            where = max(values[kind], key=values[kind].__getitem__)
+            parts.append(f"{text}: {numbers[name]:.2f} ({spoken(where)})")
+    if "dead_experts" in numbers:
+        parts.append(f"dead experts: {numbers['dead_experts']:.0f}")
+    if "residual_rms_last_over_first" in numbers:
+        parts.append(f"residual RMS last/first: {numbers['residual_rms_last_over_first']:.3G}")
+    if "zero_gradients" in numbers:
+        parts.append(f"zero gradients: {100 * numbers['zero_gradients']:.3f} %")
+    return "".join(f" {part} |" for part in parts)
+
+
+def scalars(values: Values, numbers: dict[str, float]) -> dict[str, float]:
+    """Everything for TensorBoard and wandb: tag -> value."""
+    found = {f"{kind}/{row}": value for kind, rows in values.items() for row, value in rows.items()}
+    return found | {f"{AGGREGATES}/{name}": value for name, value in numbers.items()}

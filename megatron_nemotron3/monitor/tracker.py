@@ -1,0 +1,113 @@
+"""Megatron's MoE metric tracker with the monitors' numbers in its report.
+
+The training loop calls `report` on every rank after every step, prints what it returns in the log line and
+hands it the TensorBoard and wandb writers (on the last rank). That is all the loop needs to know of us.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from megatron_nemotron3.monitor.alarms import Watchdog
+from megatron_nemotron3.monitor.reduce import measure
+from megatron_nemotron3.monitor.series import aggregates, log_line, scalars
+from megatron_nemotron3.monitor.watched import Switch, WatchedLayer
+
+
+class Monitor:
+    """The watched layers of this process and when to measure them.
+
+    The first step of a run is measured, like the one Megatron always prints; then every `interval`-th.
+    """
+
+    def __init__(self, interval: int, groups: Any) -> None:
+        self.interval = interval
+        self.groups = groups
+        self.switch = Switch()
+        self.watchdog = Watchdog()
+        self._layers: weakref.WeakSet[WatchedLayer] = weakref.WeakSet()
+
+    def add(self, layer: WatchedLayer) -> None:
+        """Its module keeps it alive, through its hooks."""
+        self._layers.add(layer)
+
+    @property
+    def layers(self) -> list[WatchedLayer]:
+        """Those of models that still exist, in the order of their names."""
+        return sorted(self._layers, key=lambda layer: layer.name)
+
+    def report(self, loss_scale: float, iteration: int, writer: Any, wandb_writer: Any) -> str:
+        """The part of the log line for the step that just ended; "" if it was not measured. Collective."""
+        line = ""
+        if self.switch.on:
+            line = self._report(loss_scale, iteration, writer, wandb_writer)
+        self.switch.on = (iteration + 1) % self.interval == 0
+        return line
+
+    def _report(self, loss_scale: float, iteration: int, writer: Any, wandb_writer: Any) -> str:
+        trained = [layer for layer in self.layers if layer.has_data]
+        with torch.no_grad():
+            values, totals = measure(trained, self.groups)
+            mtp = _mtp_losses(loss_scale)
+        for layer in trained:
+            layer.clear()
+        if not values:
+            return ""
+        numbers = aggregates(values) | totals
+        tags = scalars(values, numbers)
+        if writer is not None:
+            for tag, value in tags.items():
+                writer.add_scalar(tag, value, iteration)
+        if wandb_writer is not None:
+            wandb_writer.log(tags, iteration)
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            for finding in self.watchdog.add(iteration, tags | mtp):
+                print(f"megatron_nemotron3: WARNING: {finding}", flush=True)
+        return log_line(values, numbers)
+
+
+class MonitorTracker(MoEMetricsTracker):
+    """Upstream's tracker; `report` adds the monitors' numbers to what upstream reports."""
+
+    def __init__(self, monitor: Monitor, before: MoEMetricsTracker) -> None:
+        super().__init__()
+        self._metrics = before._metrics
+        self.monitor = monitor
+
+    def report(
+        self,
+        loss_scale: float,
+        iteration: int,
+        writer: Any = None,
+        wandb_writer: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> str:
+        """As upstream's."""
+        line: str = super().report(loss_scale, iteration, writer, wandb_writer, *args, **kwargs)
+        return line + self.monitor.report(loss_scale, iteration, writer, wandb_writer)
+
+
+def _mtp_losses(loss_scale: float) -> dict[str, float]:
+    """Loss of each MTP depth under the tag Megatron writes it; nothing where there is no MTP. Collective.
+
+    Megatron reduces and logs them right after `report`, so they are copied here and left as they are.
+    """
+    tracker = MTPLossLoggingHelper.tracker
+    if "loss_values" not in tracker:
+        return {}
+    losses = tracker["loss_values"].clone()
+    for name, op in (
+        ("reduce_group", torch.distributed.ReduceOp.SUM),
+        ("avg_group", torch.distributed.ReduceOp.SUM),
+    ):
+        if (group := tracker.get(name)) is not None:
+            torch.distributed.all_reduce(losses, op=op, group=group)
+            if name == "avg_group":  # not every backend averages
+                losses /= group.size()
+    return {f"mtp_{i} loss": loss * loss_scale for i, loss in enumerate(losses.tolist(), 1)}

@@ -1,0 +1,119 @@
+"""`nemotron3 watch`: the monitored series of a run as one PNG, and what the warnings have to say."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.monitor import events
+from megatron_nemotron3.monitor.alarms import scan
+from megatron_nemotron3.monitor.events import History
+from megatron_nemotron3.monitor.series import KINDS
+
+#: Megatron's own tags.
+_LOSS = re.compile(r"(lm|mtp_\d+) loss")
+COLUMNS = 3
+#: More rows than this are a heat map, fewer are lines.
+LINES = 12
+
+
+def watch(folder: Path, output: Path | None = None) -> int:
+    """Plot the run in `folder` to `output` (default: monitor.png in it); print findings. Exit status 0.
+
+    Raises:
+        ValueError: no event files, a corrupt one, or none of our series in them.
+        OSError: the PNG cannot be written.
+        ModuleNotFoundError: tensorboard or matplotlib is not installed.
+    """
+    files = events.find(folder)
+    history = events.read(files)
+    panels = {kind: rows for kind in KINDS if (rows := _rows(history, kind))}
+    if not panels:
+        raise ValueError(
+            f"{folder}: {len(files)} event file(s) hold no monitored series; monitors are off with "
+            "NEMOTRON3_MONITOR=0, for models without experts, and with CUDA graphs"
+        )
+    output = output or folder / "monitor.png"
+    plot(history, panels, output, str(folder))
+    points = max(len(points) for rows in panels.values() for points in rows.values())
+    print(f"{len(panels)} series of up to {max(map(len, panels.values()))} layers, {points} points: {output}")
+    for finding in scan(history):
+        print(f"WARNING: {finding}")
+    return 0
+
+
+def plot(history: History, panels: dict[str, History], path: Path, title: str) -> None:
+    """One small panel per kind (kind -> row -> points), losses first. The file is whole or not there."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = -(-(1 + len(panels)) // COLUMNS)
+    figure, grid = plt.subplots(
+        rows, COLUMNS, figsize=(5 * COLUMNS, 3.2 * rows), dpi=110, squeeze=False, layout="constrained"
+    )
+    cells = iter(grid.flat)
+    _losses(next(cells), history)
+    for kind, series in panels.items():
+        _panel(figure, next(cells), kind, series)
+    for unused in cells:
+        unused.set_axis_off()
+    figure.suptitle(title)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        figure.savefig(temporary, format="png")
+        os.replace(temporary, path)
+    finally:
+        plt.close(figure)
+        temporary.unlink(missing_ok=True)
+
+
+def _rows(history: History, kind: str) -> History:
+    prefix = f"{kind}/"
+    return {tag.removeprefix(prefix): history[tag] for tag in sorted(history) if tag.startswith(prefix)}
+
+
+def _losses(axes: Any, history: History) -> None:
+    for tag in sorted(filter(_LOSS.fullmatch, history)):
+        axes.plot(*zip(*history[tag]), lw=1, label=tag)
+    axes.set_title("loss (nats per token)", fontsize=9)
+    if axes.lines:
+        axes.legend(fontsize=7)
+    axes.grid(alpha=0.3)
+
+
+def _panel(figure: Any, axes: Any, kind: str, series: History) -> None:
+    from matplotlib.colors import LogNorm
+
+    about = KINDS[kind]
+    axes.set_title(f"{about.title} ({about.unit})", fontsize=9)
+    if len(series) <= LINES:
+        for row, points in series.items():
+            axes.plot(*zip(*points), lw=1, marker="." if len(points) == 1 else None, label=row)
+        if about.log_scale:
+            axes.set_yscale("log")
+        axes.legend(fontsize=6, ncols=2)
+        axes.grid(alpha=0.3)
+        return
+    steps = sorted({step for points in series.values() for step, _ in points})
+    column = {step: i for i, step in enumerate(steps)}
+    table = [[float("nan")] * len(steps) for _ in series]
+    for line, points in zip(table, series.values()):
+        for step, value in points:
+            line[column[step]] = value
+    positive = about.log_scale and all(v > 0 for line in table for v in line if v == v)
+    image = axes.pcolormesh(
+        steps if len(steps) > 1 else [steps[0], steps[0] + 1],
+        range(len(series)) if len(steps) > 1 else range(len(series) + 1),
+        table,
+        norm=LogNorm() if positive else None,
+        shading="nearest" if len(steps) > 1 else "flat",
+    )
+    figure.colorbar(image, ax=axes)
+    ticks = range(0, len(series), max(1, len(series) // 8))
+    axes.set_yticks([t + (0.0 if len(steps) > 1 else 0.5) for t in ticks], [list(series)[t] for t in ticks])
+    axes.tick_params(labelsize=6)
+    axes.invert_yaxis()

@@ -1,0 +1,167 @@
+"""The warnings: on series shaped like the Ultra report's figures, and silent on healthy noisy ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from megatron_nemotron3.monitor.alarms import (
+    SMOOTH,
+    THRESHOLDS,
+    WINDOW,
+    Finding,
+    Watchdog,
+    mtp_loss_rise,
+    router_outlier,
+    scan,
+)
+
+Shape = Callable[[float], float]
+POINTS, LAYERS = 300, 8
+#: MaxVio of a healthy run at the end of its figure: first layer, all others (Ultra report).
+FIRST, MEDIAN = 4.8, 1.2
+
+
+def history(
+    seed: int,
+    first: Shape,
+    mtp: tuple[Shape, ...],
+    points: int = POINTS,
+    noise: float = 0.15,
+    batch_noise: float = 0.02,
+    depth_noise: float = 0.004,
+) -> dict[str, list[tuple[int, float]]]:
+    """A run of `points` measurements, 10 iterations apart; shapes are functions of progress 0 … 1.
+
+    MaxVio is at least 1 and its excess has lognormal noise. All losses share the noise of the batch.
+    """
+    chance = random.Random(seed)
+    series: dict[str, list[tuple[int, float]]] = {}
+    for i in range(points):
+        x, iteration = i / (points - 1), 10 * (i + 1)
+        for layer in range(LAYERS):
+            level = first(x) if layer == 0 else MEDIAN + 0.1 * (layer % 3)
+            value = 1 + (level - 1) * math.exp(chance.gauss(0, noise))
+            series.setdefault(f"max_vio/layer_{2 * layer + 2:03d}", []).append((iteration, value))
+        batch = math.exp(chance.gauss(0, batch_noise))
+        for depth, shape in enumerate(mtp, 1):
+            value = shape(x) * batch * math.exp(chance.gauss(0, depth_noise))
+            series.setdefault(f"mtp_{depth} loss", []).append((iteration, value))
+    return series
+
+
+def healthy_loss(depth: int) -> Shape:
+    """Falls from log V fast, then slowly; deeper is harder, which shows only once something is learned."""
+    return lambda x: 1.8 + 0.25 * depth + (11.8 - 1.8 - 0.25 * depth) * math.exp(-12 * x) - 0.1 * x
+
+
+def flat(level: float) -> Shape:
+    return lambda x: level
+
+
+def stops_at(x0: float, before: Shape, slope: float) -> Shape:
+    """`before` until progress x0, then a rise that reaches `slope` at the end."""
+    return lambda x: before(x) + slope * max(0.0, x - x0) / (1 - x0)
+
+
+HEALTHY = (healthy_loss(1), healthy_loss(2))
+
+
+def test_ultras_second_divergence() -> None:
+    """MaxVio of the first MoE layer 4.8 -> 12, the median at 1.2: said once, before it is at 12."""
+    series = history(0, stops_at(0.5, flat(FIRST), 12 - FIRST), HEALTHY)
+    (finding,) = scan(series)
+    assert finding.rule == "router_outlier"
+    begin, end = 10 * POINTS * 0.5, 10 * POINTS
+    assert begin < finding.iteration < begin + 0.8 * (end - begin)
+    assert "layer 2 is " in finding.message and "4.8 to 12" in finding.message
+    assert f"({series['max_vio/layer_002'][-1][1]:.1f}" not in finding.message  # not the end: the moment
+
+
+def test_ultras_first_divergence() -> None:
+    """The loss of MTP depth 2 rises, depth 1's does not."""
+    rising = stops_at(0.7, HEALTHY[1], 0.6)
+    (finding,) = scan(history(1, flat(FIRST), (HEALTHY[0], rising)))
+    assert finding.rule == "mtp_loss_rise" and finding.iteration > 0.7 * 10 * POINTS
+    assert "MTP depth 2 rose by" in finding.message and "--grad-reduce-in-bf16" in finding.message
+
+
+def test_both_are_said_once_each() -> None:
+    series = history(
+        2,
+        stops_at(0.3, flat(FIRST), 12 - FIRST),
+        (HEALTHY[0], stops_at(0.5, HEALTHY[1], 2.0)),
+    )
+    assert sorted(finding.rule for finding in scan(series)) == ["mtp_loss_rise", "router_outlier"]
+
+
+def test_one_mtp_depth_alone() -> None:
+    assert [f.rule for f in scan(history(3, flat(2), (stops_at(0.7, HEALTHY[0], 0.8),)))] == ["mtp_loss_rise"]
+
+
+@pytest.mark.parametrize("first_layer", [MEDIAN, 2.0, FIRST])
+def test_no_false_alarm(first_layer: float) -> None:
+    """1,000 healthy runs over three levels of the first layer and several lengths and noises."""
+    for seed in range(334):
+        chance = random.Random(1000 + seed)
+        series = history(
+            seed,
+            flat(first_layer),
+            HEALTHY if seed % 3 else HEALTHY[:1],
+            points=chance.choice((60, 90, 150)),
+            noise=chance.uniform(0.05, 0.25),
+            batch_noise=chance.uniform(0.002, 0.05),
+            depth_noise=chance.uniform(0.001, 0.01),
+        )
+        assert scan(series) == [], seed
+
+
+def test_new_data_moves_all_depths_and_is_no_finding() -> None:
+    """A step in the loss, as at a change of the data blend, is as high in both depths."""
+
+    def step(depth: int) -> Shape:
+        return lambda x: healthy_loss(depth)(x) + (0.4 if x > 0.6 else 0.0)
+
+    assert scan(history(4, flat(FIRST), (step(1), step(2)))) == []
+
+
+def test_one_bad_measurement_is_no_finding() -> None:
+    series = history(5, flat(2.0), HEALTHY)
+    at = POINTS // 2
+    series["max_vio/layer_002"][at] = (10 * (at + 1), 23.0)
+    series["mtp_2 loss"][at] = (10 * (at + 1), 9.0)
+    assert scan(series) == []
+
+
+def test_too_little_to_say() -> None:
+    """Fewer layers, or points, than the table asks for."""
+    series = history(6, flat(12.0), (healthy_loss(1), stops_at(0.5, healthy_loss(2), 5.0)), points=30)
+    few_layers = {t: p for t, p in series.items() if t in [f"max_vio/layer_{n:03d}" for n in (2, 4, 6)]}
+    assert len(few_layers) == THRESHOLDS["min_moe_layers"].value - 1
+    assert router_outlier(few_layers) is None
+    assert router_outlier({t: p[: SMOOTH - 1] for t, p in series.items()}) is None
+    assert isinstance(router_outlier(series), Finding)
+    assert mtp_loss_rise(series) is None and len(series["mtp_2 loss"]) < THRESHOLDS["mtp_history"].value
+    assert router_outlier({}) is None and mtp_loss_rise({}) is None
+
+
+def test_the_mtp_rows_of_the_router_are_not_compared_with_the_decoder() -> None:
+    series = {t.replace("layer_002", "mtp_1_layer_2"): p for t, p in history(7, flat(12.0), ()).items()}
+    assert router_outlier(series) is None
+
+
+def test_memory_is_bounded() -> None:
+    dog = Watchdog()
+    for i in range(3 * WINDOW):
+        dog.add(i, {"max_vio/layer_001": 1.0, "mtp_1 loss": 2.0, "residual_rms/layer_001": 1.0})
+    assert {tag: len(points) for tag, points in dog.series.items()} == {
+        "max_vio/layer_001": WINDOW,
+        "mtp_1 loss": WINDOW,
+    }
+
+
+def test_every_threshold_has_a_source() -> None:
+    assert all(t.source and ("report" in t.source or "this package" in t.source) for t in THRESHOLDS.values())

@@ -1,0 +1,211 @@
+"""The same numbers from every layout, through Megatron's own loop: log line and TensorBoard file."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron_nemotron3.args import ParallelLayout, TrainingData, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.models import get, tiny
+from megatron_nemotron3.monitor import events
+from megatron_nemotron3.monitor.series import KINDS
+from megatron_nemotron3.train import launch, log
+from tests.helpers import run_launcher
+
+STOCK = Path(os.environ.get("MEGATRON_LM_DIR") or "/nowhere") / "pretrain_hybrid.py"
+#: Every part: M, E with a latent width, *, two MTP depths that share their weights.
+CONFIG = tiny(get("super")).but(pattern="EM*E", vocab_size=255)
+STEPS = 2
+LAYOUTS = {
+    "one": (ParallelLayout(), ()),
+    "tp2-sp": (ParallelLayout(tp=2), ()),
+    "ep2": (ParallelLayout(dp=2, ep=2), ()),
+    "pp2": (ParallelLayout(pp=2), ()),
+    "pp2-vpp2": (ParallelLayout(pp=2, vpp=2), ()),
+    "dp2": (ParallelLayout(dp=2), ()),
+    "dp2-distributed-optimizer": (ParallelLayout(dp=2), ("--use-distributed-optimizer",)),
+    "cp2": (ParallelLayout(cp=2), ()),
+    "tp2-ep2": (ParallelLayout(tp=2, ep=2), ("--use-distributed-optimizer",)),
+    "recompute": (
+        ParallelLayout(),
+        ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    ),
+}
+#: Sums in another order move the last digits.
+RTOL = 2e-5
+QUICK = ("tp2-sp", "ep2", "pp2")
+
+
+def argv(layout: ParallelLayout, extra: tuple[str, ...], steps: int = STEPS, **data: object) -> list[str]:
+    """A short run on mock data."""
+    schedule = TrainingSchedule(
+        seq_length=64,
+        micro_batch_size=1,
+        global_batch_size=4,
+        train_iters=steps,
+        # Adam's first step is lr whatever the gradient: where that is rounding alone, layouts part ways.
+        lr=1e-6,
+        min_lr=1e-7,
+        lr_decay_iters=steps,
+        lr_wsd_decay_iters=1,
+        eval_iters=0,
+        eval_interval=100,
+        log_interval=1,
+        save_interval=100,
+    )
+    given = TrainingData(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=255, **data)  # type: ignore[arg-type]
+    return to_argv(
+        flags(CONFIG, layout, precision="fp32", backend="torch", schedule=schedule, data=given, extra=extra)
+    )
+
+
+def train(words: list[str], layout: ParallelLayout, script: Path = launch.ENTRY) -> str:
+    """What the run prints."""
+    if script == launch.ENTRY:
+        return run_launcher(["--device", "cpu", str(script), *words], layout.world_size)
+    command = launch.command(words, layout.world_size, "cpu")
+    command[command.index(str(launch.ENTRY))] = str(script)
+    env = {**launch.environment(layout.world_size, "cpu"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+@functools.cache
+def folder() -> Path:
+    """Kept for all tests of this module, removed with the process."""
+    keep = tempfile.TemporaryDirectory(prefix="monitor-tests-")
+    _KEPT.append(keep)
+    return Path(keep.name)
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@functools.cache
+def weights() -> str:
+    """A checkpoint of one process, so that every layout starts from the same weights."""
+    target = str(folder() / "weights")
+    with mock.patch.dict(os.environ):
+        os.environ.pop("NEMOTRON3_MONITOR", None)
+        output = train(argv(ParallelLayout(), (), steps=1, save=target), ParallelLayout())
+    assert "lm loss" in output and "worst MaxVio" in output  # on by default, and the first step is measured
+    return target
+
+
+@functools.cache
+def run(name: str, script: Path = launch.ENTRY) -> tuple[dict[int, log.Step], events.History]:
+    """(log lines, TensorBoard series) of two steps from those weights."""
+    layout, extra = LAYOUTS[name]
+    board = folder() / f"{script.stem}-{name}"
+    words = argv(
+        layout,
+        (*extra, "--finetune", "--no-load-optim", "--no-load-rng"),
+        load=weights(),
+        tensorboard_dir=str(board),
+    )
+    curve = log.Curve()
+    with mock.patch.dict(os.environ, {"NEMOTRON3_MONITOR": "1"}):
+        output = train(words, layout, script)
+    for line in output.splitlines():
+        curve.add(line)
+    return curve.steps, events.read(events.find(board))
+
+
+def monitored(history: events.History) -> dict[str, dict[int, float]]:
+    """Our series alone."""
+    return {tag: dict(points) for tag, points in history.items() if tag.split("/")[0] in {*KINDS, "monitor"}}
+
+
+def assert_same(name: str, script: Path = launch.ENTRY) -> None:
+    """All values of a layout are those of one process."""
+    lines, history = run(name, script)
+    expected_lines, expected = run("one")
+    ours, theirs = monitored(history), monitored(expected)
+    assert ours.keys() == theirs.keys()
+    for tag, points in theirs.items():
+        for step, value in points.items():
+            zero = 2e-6 if "zero" in tag else 0.0  # rounding makes or breaks a zero once in a while
+            assert ours[tag][step] == pytest.approx(value, rel=RTOL, abs=zero), (tag, step)
+    for step in expected_lines:
+        for item in LINE:
+            assert lines[step].values[item] == pytest.approx(
+                expected_lines[step].values[item], rel=2e-2, abs=1e-3
+            )
+
+
+LINE = ("worst MaxVio", "in a micro-batch", "dead experts", "residual RMS last/first", "zero gradients")
+
+
+def test_the_real_log_line_and_tensorboard_agree() -> None:
+    """Of one process: every step, every series, every layer."""
+    lines, history = run("one")
+    assert sorted(lines) == [1, 2]
+    decoder, mtp = range(1, 5), [(d, n) for d in (1, 2) for n in (1, 2)]
+    residual = {f"layer_{n:03d}" for n in decoder} | {f"mtp_{d}_layer_{n}" for d, n in mtp}
+    moe = {"layer_001", "layer_004", "mtp_1_layer_2", "mtp_2_layer_2"}
+    weights_of = {f"layer_{n:03d}" for n in decoder} | {"mtp_layer_1", "mtp_layer_2"}
+    routers = {"layer_001", "layer_004", "mtp_layer_2"}
+    rows = {
+        "max_vio": moe,
+        "max_vio_micro_mean": moe,
+        "max_vio_micro_worst": moe,
+        "latent_rms": moe,
+        "dead_experts": routers,
+        "dead_experts_interval": routers,
+        "expert_bias_spread": routers,
+        "residual_rms": residual,
+        "zero_gradients": weights_of,
+    }
+    series = monitored(history)
+    assert {tag for tag in series if not tag.startswith("monitor/")} == {
+        f"{kind}/{row}" for kind in KINDS for row in rows[kind]
+    }
+    assert all(sorted(points) == [1, 2] for points in series.values())
+    for step, line in lines.items():
+        worst = max(series[f"max_vio/{row}"][step] for row in moe)
+        assert line.values["worst MaxVio"] == pytest.approx(worst, abs=6e-3)
+        assert line.values["dead experts"] == series["monitor/dead_experts"][step]
+        share = 100 * series["monitor/zero_gradients"][step]
+        assert line.values["zero gradients"] == pytest.approx(share, abs=1e-3)
+        assert line.values["lm loss"] > 0 and len(line.mtp) == 2  # what stands around it is still read
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in LAYOUTS if n != "one"]
+)
+def test_every_layout_reports_what_one_process_does(name: str) -> None:
+    assert_same(name)
+
+
+@pytest.mark.full
+@pytest.mark.checkout
+@pytest.mark.skipif(not STOCK.is_file(), reason="MEGATRON_LM_DIR names no Megatron-LM checkout")
+@pytest.mark.parametrize("name", ["one", "tp2-sp"])
+def test_the_stock_script_reports_it_too(name: str) -> None:
+    assert_same(name, STOCK)
+
+
+@pytest.mark.full
+def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    """Same values after a resume as without a break; its first step is measured, as Megatron prints it."""
+    layout = ParallelLayout()
+    with mock.patch.dict(os.environ, {"NEMOTRON3_MONITOR": "2"}):
+        boards = {name: tmp_path / name for name in ("whole", "parts")}
+        train(argv(layout, (), steps=4, tensorboard_dir=str(boards["whole"])), layout)
+        kept = {"save": str(tmp_path / "ckpt"), "load": str(tmp_path / "ckpt")}
+        words = argv(layout, ("--exit-interval", "2"), steps=4, tensorboard_dir=str(boards["parts"]), **kept)
+        train(words, layout)
+        train(argv(layout, (), steps=4, tensorboard_dir=str(boards["parts"]), **kept), layout)
+    whole, parts = (monitored(events.read(events.find(board))) for board in boards.values())
+    assert whole.keys() == parts.keys()
+    for tag, points in whole.items():
+        assert sorted(points) == [1, 2, 4] and sorted(parts[tag]) == [1, 2, 3, 4]
+        if "interval" not in tag:  # the interval of step 4 began at the resume
+            assert {i: parts[tag][i] for i in points} == pytest.approx(points, rel=1e-6)
