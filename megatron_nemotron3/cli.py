@@ -4,6 +4,8 @@
     nemotron3 flags NAME [--tp …]         Megatron's options for it
     nemotron3 run SCRIPT ARGS…            a stock Megatron script, on CPU if there is no GPU
     nemotron3 train NAME [--tiny]         prepare text, train, report
+    nemotron3 watch DIR                   plot the monitored series of a run
+    nemotron3 check DIR [--full]          is a checkpoint complete and undamaged
 
 Exit code 2 and one line on stderr for input that cannot work.
 """
@@ -21,6 +23,7 @@ from typing import Any
 from megatron_nemotron3.args import BACKENDS, PRECISIONS, ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config, get, names
 from megatron_nemotron3.models import tiny as make_tiny
+from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.optional import quiet_on_cpu, te_problem
 
 LAYOUT = {
@@ -81,7 +84,19 @@ def parser() -> argparse.ArgumentParser:
         "--data-path", nargs="+", default=[], metavar="PREFIX", help="Megatron data sets instead"
     )
     train.add_argument("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer for --data-path")
+    train.add_argument("--monitor", type=int, metavar="N", help="iterations between measurements, 0: off")
     train.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
+
+    watch = commands.add_parser("watch", help="plot the monitored series of a run")
+    watch.add_argument("folder", type=Path, metavar="DIR", help="of --tensorboard-dir")
+    watch.add_argument("--output", type=Path, metavar="PNG", help="default: DIR/monitor.png")
+
+    check = commands.add_parser("check", help="is a checkpoint complete and undamaged")
+    check.add_argument(
+        "folder", type=Path, metavar="DIR", help="one checkpoint, or the folder with the tracker"
+    )
+    check.add_argument("--full", action="store_true", help="read everything and compare CRC32s")
+    check.add_argument("--workers", type=int, default=4, metavar="N", help="threads of --full (default 4)")
     return top
 
 
@@ -144,6 +159,8 @@ def _train(options: argparse.Namespace, extra: Sequence[str]) -> int:
     from megatron_nemotron3.train.command import Request, run
 
     config = _config(options)
+    if options.monitor is not None:  # the training processes read it there
+        os.environ[settings.VARIABLE] = str(settings.parse_interval(str(options.monitor)))
     if options.backend == "te" and (problem := te_problem()):
         raise ValueError(f"--backend te: {problem}")
     device = resolve_device(options.device)
@@ -169,10 +186,26 @@ def _train(options: argparse.Namespace, extra: Sequence[str]) -> int:
     return run(request)
 
 
+def _check(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    from megatron_nemotron3.checkpoint.command import check
+
+    if options.workers < 1:
+        raise ValueError(f"--workers {options.workers}: give 1 or more")
+    return check(options.folder, full=options.full, workers=options.workers)
+
+
+def _watch(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    from megatron_nemotron3.monitor.watch import watch
+
+    return watch(options.folder, options.output)
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int]] = {
     "show": _show,
     "flags": _flags,
     "train": _train,
+    "watch": _watch,
+    "check": _check,
 }
 
 

@@ -1,12 +1,15 @@
 """Run an unmodified Megatron script, on the CPU if there is no GPU.
 
-    python -m megatron_nemotron3.run [--device auto|cpu|cuda] SCRIPT ARGS…
+    python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] SCRIPT ARGS…
     torchrun --nproc-per-node 2 -m megatron_nemotron3.run SCRIPT ARGS…
 
 The script runs as `__main__` with ARGS as its command line and its own folder first on the path, as
-`python SCRIPT ARGS…` would run it. Two things are added: without a GPU (or with `--device cpu`) CUDA
+`python SCRIPT ARGS…` would run it. Three things are added: without a GPU (or with `--device cpu`) CUDA
 names mean the CPU (`megatron_nemotron3.cpu`), and if `--spec megatron_nemotron3.specs …` is among ARGS,
-the run stops unless that stack is what gets built. Exit code 2: the command line is wrong.
+the run stops unless that stack is what gets built; and before it starts the folder of `--load` is made to
+name its last complete checkpoint (`megatron_nemotron3.checkpoint.resume`). `--monitor N` sets
+NEMOTRON3_MONITOR (docs/monitor.md): stability monitors at every N-th iteration, 0 for none. Exit code 2: the
+command line is wrong, or the checkpoint to load is damaged.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import sys
 from contextlib import nullcontext
 from typing import NoReturn
 
-USAGE = "usage: python -m megatron_nemotron3.run [--device auto|cpu|cuda] SCRIPT ARGS…"
+from megatron_nemotron3.monitor import settings
+
+USAGE = "usage: python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] SCRIPT ARGS…"
 SPEC_MODULE = "megatron_nemotron3.specs"
 
 
@@ -37,14 +42,25 @@ def split_arguments(argv: list[str]) -> tuple[str, str, list[str]]:
             print(__doc__)
             raise SystemExit(0)
         name, _, value = option.partition("=")
-        if name != "--device":
+        if name not in ("--device", "--monitor"):
             fail(f"unknown option {option} before SCRIPT\n{USAGE}")
-        device = value or (rest.pop(0) if rest else "")
+        value = value or (rest.pop(0) if rest else "")
+        if name == "--monitor":
+            _set_monitor(value)
+            continue
+        device = value
         if device not in ("auto", "cpu", "cuda"):
             fail(f"--device {device!r}: choose auto, cpu or cuda")
     if not rest:
         fail(f"no SCRIPT given\n{USAGE}")
     return device, rest[0], rest[1:]
+
+
+def _set_monitor(value: str) -> None:
+    try:
+        os.environ[settings.VARIABLE] = str(settings.parse_interval(value))
+    except ValueError:
+        fail(f"--monitor {value!r}: give the interval in iterations, or 0 for off")
 
 
 def resolve_device(device: str) -> str:
@@ -112,6 +128,17 @@ def verify_stack(attribute: str) -> None:
     handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
 
 
+def settle_checkpoint(arguments: list[str]) -> None:
+    """Make the folder of `--load` name its last complete checkpoint; stop if what it names is damaged."""
+    from megatron_nemotron3.checkpoint.resume import before_start
+
+    try:
+        for line in before_start(arguments, rank=int(os.environ["RANK"])):
+            print(f"megatron_nemotron3: {line}", flush=True)
+    except ValueError as problem:
+        fail(str(problem))
+
+
 def main(argv: list[str] | None = None) -> None:
     """Entry point; `argv` without the program name."""
     device, script, arguments = split_arguments(sys.argv[1:] if argv is None else argv)
@@ -119,6 +146,7 @@ def main(argv: list[str] | None = None) -> None:
         fail(f"script {script} does not exist")
     device = resolve_device(device)
     single_process_environment()
+    settle_checkpoint(arguments)
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
 

@@ -18,8 +18,11 @@ COMMANDS = {
     "show": {"--tiny", "--json"},
     "flags": {"--tiny", "--shell", "--te-precision-config-file", "--schedule"} | RUN,
     "run": set(),
+    "watch": {"--output"},
+    "check": {"--full", "--workers"},
     "train": {
-        "--tiny", "--device", "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--verbose",
+        "--tiny", "--device", "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
+        "--verbose",
     }
     | RUN,
 }  # fmt: skip

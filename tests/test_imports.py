@@ -16,20 +16,33 @@ ALLOWED = {
     "models": set(),
     "args": {"models"},
     "optional": set(),
-    "cpu": {"no_cuda"},
+    "cpu": {"no_cuda", "uneven"},
     "no_cuda": set(),
+    "uneven": set(),
     "data": set(),
-    "layers": {"cpu", "optional"},
+    "monitor": set(),
+    "checkpoint": set(),
+    "layers": {"cpu", "monitor", "optional"},
     "specs": {"layers", "optional"},
     "build": {"args", "cpu", "layers", "models"},
     "pretrain": {"build"},
-    "run": {"cpu", "layers", "optional", "specs"},
-    "train": {"args", "data", "models"},
-    "cli": {"args", "models", "optional", "run", "train"},
+    "run": {"checkpoint", "cpu", "layers", "monitor", "optional", "specs"},
+    "train": {"args", "checkpoint", "data", "models"},
+    "cli": {"args", "checkpoint", "models", "monitor", "optional", "run", "train"},
     "__main__": {"cli"},
 }
 #: parts whose import costs neither torch nor megatron, numpy, yaml
-LIGHT = ("models", "args", "data", "optional", "run", "cli", "train.command")
+LIGHT = (
+    "models",
+    "args",
+    "data",
+    "optional",
+    "checkpoint",
+    "monitor.settings",
+    "run",
+    "cli",
+    "train.command",
+)
 
 
 def _imports(file: Path) -> set[str]:

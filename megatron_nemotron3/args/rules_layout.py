@@ -52,6 +52,10 @@ def _kv_groups(c: Context) -> bool:
     return groups % tp != 0 and tp % groups != 0
 
 
+def _qkv_rows(c: Context) -> int:
+    return (c.config.num_attention_heads + 2 * c.config.num_query_groups) * c.config.kv_channels
+
+
 def _dense_ranks(c: Context) -> int:
     return c.layout.tp * c.layout.cp * c.layout.dp
 
@@ -61,6 +65,16 @@ def _number(attribute: str) -> Callable[[Context], int]:
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (
+    Rule(
+        "pattern-dash",
+        # A dash alone is a value to argparse.
+        lambda c: c.config.pattern.startswith("-") and c.config.full_pattern != "-",
+        lambda c: (
+            f"pattern={c.config.pattern!r} starts with '-', so Megatron's parser takes it for an option: "
+            "start with M, * or E"
+        ),
+        _ARGUMENTS,
+    ),
     Rule(
         "heads-tp",
         lambda c: c.config.num_attention_heads % c.layout.tp,
@@ -78,6 +92,22 @@ LAYOUT_RULES: tuple[Rule, ...] = (
             f"use TP {divisors(c.config.num_query_groups)} or a multiple of {c.config.num_query_groups}"
         ),
         f"{_CONFIG}; below TP the groups are gathered (megatron/core/transformer/attention.py)",
+    ),
+    Rule(
+        "qkv-tp",
+        # With a whole number of groups a rank the rows are whole too.
+        lambda c: (
+            "*" in c.kinds
+            and not c.config.num_attention_heads % c.layout.tp
+            and not _kv_groups(c)
+            and _qkv_rows(c) % c.layout.tp
+        ),
+        lambda c: (
+            f"num_attention_heads={c.config.num_attention_heads} and twice num_query_groups="
+            f"{c.config.num_query_groups} of kv_channels={c.config.kv_channels} are {_qkv_rows(c)} rows, not "
+            f"divisible by TP={c.layout.tp}: use TP {divisors(c.config.num_query_groups)}"
+        ),
+        _LINEAR,
     ),
     _split("mamba-heads-tp", "mamba_num_heads", "tp", "M", _MIXER),
     _split("mamba-groups-tp", "mamba_num_groups", "tp", "M", _MIXER),

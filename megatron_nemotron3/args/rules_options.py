@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 
 from megatron_nemotron3.args.rule import Context, Rule, Severity
 
@@ -41,8 +42,23 @@ _GPT_LAYOUT = (
     "--decoder-last-pipeline-num-layers",
 )
 
-#: Several documents in one row, with sequence boundaries.
-_PACKED = ("--sft", "--dataloader-inter-document-masking", "--rl-use-sequence-packing")
+#: Several documents in one row, at borders that are no multiples of 2 * CP. `--sft` pads them.
+_UNPADDED = ("--dataloader-inter-document-masking", "--rl-use-sequence-packing")
+
+
+#: Patterns of names of parameters whose gradients accumulate in FP32 all the same.
+_FP32_LOCAL = "--ddp-param-name-patterns-for-fp32-local-accumulation"
+_OUTPUT_LAYER = "module.output_layer.weight"
+
+
+def _bf16_gradients(c: Context) -> str:
+    """The option that makes the output layer accumulate its gradient in BF16, or ""."""
+    if any(p == "all" or fnmatchcase(_OUTPUT_LAYER, p) for p in c.options.get(_FP32_LOCAL, ())):
+        return ""
+    if "--grad-reduce-in-bf16" in c.options:
+        return "--grad-reduce-in-bf16"
+    dtypes = ("--main-grads-dtype", "--megatron-fsdp-main-grads-dtype")
+    return next((f"{name} bf16" for name in dtypes if c.options.get(name) == ("bf16",)), "")
 
 
 def _option(
@@ -66,6 +82,22 @@ def _dispatcher(c: Context) -> str:
     return (c.options.get("--moe-token-dispatcher-type") or ("alltoall",))[0]
 
 
+def _recomputed(c: Context) -> tuple[str, ...]:
+    """Modules of `--recompute-modules`."""
+    return c.options.get("--recompute-modules") or ()
+
+
+def _recompute(c: Context) -> tuple[str, str]:
+    """Granularity and method, "" where not given."""
+    given = (c.options.get(f"--recompute-{name}") or ("",) for name in ("granularity", "method"))
+    granularity, method = (values[0] for values in given)
+    return granularity, method
+
+
+def _recompute_chunk(c: Context) -> str:
+    return (c.options.get("--recompute-num-layers") or ("1",))[0]
+
+
 OPTION_RULES: tuple[Rule, ...] = (
     Rule(
         "reserved-option",
@@ -87,31 +119,50 @@ OPTION_RULES: tuple[Rule, ...] = (
         _ARGUMENTS,
     ),
     Rule(
-        "packed-cp-mtp",
-        lambda c: c.first_of(*_PACKED) and c.layout.cp > 1 and c.config.has_mtp,
+        "documents-cp",
+        lambda c: c.first_of(*_UNPADDED) and c.layout.cp > 1 and ("M" in c.kinds or c.config.has_mtp),
         lambda c: (
-            f"{c.first_of(*_PACKED)} with CP={c.layout.cp} and MTP: the MTP loss is silently wrong at "
-            "sequence boundaries; use cp=1, or a config without MTP"
+            f"{c.first_of(*_UNPADDED)} with CP={c.layout.cp}: a row is cut whatever documents it holds, but "
+            "Mamba and MTP take each for cut on its own; use cp=1, or --sft, which pads documents"
         ),
-        "Megatron-LM #6205, #4495",
+        "megatron/core/ssm/mamba_context_parallel.py; Megatron-LM #6205, #4495",
     ),
     Rule(
         "packed-cp-torch",
-        lambda c: c.first_of(*_PACKED) and c.layout.cp > 1 and c.backend == "torch",
+        lambda c: "--sft" in c.options and c.layout.cp > 1 and c.backend == "torch",
         lambda c: (
-            f"{c.first_of(*_PACKED)} with CP={c.layout.cp}: the torch attention does not split packed "
-            "sequences; use cp=1 or backend te"
+            f"--sft with CP={c.layout.cp}: Megatron cuts packed documents with Transformer Engine's CUDA "
+            "library; use cp=1 or backend te"
         ),
-        "megatron_nemotron3/layers/attention.py",
+        "megatron/core/utils.py",
     ),
     Rule(
         "recompute-layernorm-torch",
-        lambda c: c.backend == "torch" and "layernorm" in (c.options.get("--recompute-modules") or ()),
+        # The norms of the other layers are part of their linears, and never recomputed.
+        lambda c: c.backend == "torch" and c.config.is_moe and "layernorm" in _recomputed(c),
         lambda c: (
-            "--recompute-modules layernorm raises NameError without TransformerEngine: drop it, or use "
-            "backend te"
+            "--recompute-modules layernorm raises NameError in E layers without TransformerEngine: drop it, "
+            "or use backend te"
         ),
         "megatron/core/tensor_parallel/random.py",
+    ),
+    Rule(
+        "recompute-moe-act",
+        lambda c: "moe_act" in _recomputed(c) and not (c.backend == "te" and c.config.is_moe),
+        lambda c: (
+            "--recompute-modules moe_act goes with --moe-grouped-gemm, which needs Transformer Engine and E "
+            "layers: drop it, or use backend te"
+        ),
+        "megatron/core/transformer/transformer_config.py",
+    ),
+    Rule(
+        "recompute-mtp",
+        lambda c: c.config.has_mtp and _recompute(c) == ("full", "uniform") and _recompute_chunk(c) != "1",
+        lambda c: (
+            f"full uniform recompute in chunks of {_recompute_chunk(c)} layers does not cover an MTP block, "
+            "which counts as one: use --recompute-num-layers 1"
+        ),
+        "megatron/core/transformer/multi_token_prediction.py",
     ),
     Rule(
         "padding-allgather",
@@ -150,12 +201,15 @@ OPTION_RULES: tuple[Rule, ...] = (
         "broken in megatron-core 0.19, it does not reach the hybrid; use flags",
         "megatron/training/yaml_arguments.py",
     ),
-    _option(
-        "--grad-reduce-in-bf16",
-        "BF16 accumulation of the output layer's gradient, which MTP shares, lost MTP's small share of it in "
-        "Ultra at about 8T tokens and the MTP loss spiked; FP32 reduction cured it",
+    Rule(
+        "grad-reduce-in-bf16",
+        lambda c: c.config.has_mtp and _bf16_gradients(c),
+        lambda c: (
+            f"{_bf16_gradients(c)}: BF16 accumulation of the output layer's gradient, which MTP shares, lost "
+            "MTP's small share of it in Ultra at about 8T tokens and the MTP loss spiked; FP32 reduction "
+            f"cured it. Drop it, or at least keep local sums in FP32: {_FP32_LOCAL} all"
+        ),
         "Ultra report (arXiv 2606.15007)",
-        lambda c: c.config.has_mtp,
         "warning",
     ),
     _option(
@@ -166,9 +220,13 @@ OPTION_RULES: tuple[Rule, ...] = (
     ),
     _option(
         "--moe-per-layer-logging",
-        "logs the MTP block's router under a wrong layer",
-        "megatron/core/transformer/moe/router.py; Megatron-LM #7172",
-        lambda c: c.config.has_mtp,
+        "the router of an MTP block that repeats is logged whole under depth 1, as zero under the others",
+        "megatron_nemotron3/layers/mtp.py; Megatron-LM #7172",
+        lambda c: (
+            "E" in (c.config.mtp_pattern or "")
+            and c.config.mtp_use_repeated_layer
+            and c.config.mtp_num_layers > 1
+        ),
         "warning",
     ),
 )

@@ -96,8 +96,12 @@ PRECISION_RULES: tuple[Rule, ...] = (
     Rule(
         "precision-file-unused",
         lambda c: _has_file(c) and not c.quantized,
-        lambda c: f"a precision file has no effect on {c.precision}: drop it or use nvfp4",
+        lambda c: (
+            f"a precision file has no effect on {c.precision} but for entries that set "
+            "override_nonquantized_autocast: drop it or use nvfp4"
+        ),
         "megatron/core/extensions/transformer_engine.py",
+        "warning",
     ),
     Rule(
         "bf16-layers-range",
@@ -171,7 +175,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
         lambda c: c.quantized and _tokens(c) % _block(c),
         lambda c: (
             f"{c.precision} wants the {_tokens(c)} tokens of a microbatch (micro_batch_size*seq_length/CP) "
-            f"to be a multiple of {_block(c)}: use another seq_length"
+            f"to be a multiple of {_block(c)}: use seq_length a multiple of {_block(c) * c.layout.cp}"
         ),
         _TE,
     ),

@@ -27,6 +27,19 @@ def _batch(c: Context) -> int:
     return _schedule(c).global_batch_size or 0
 
 
+def _vpp_group(c: Context) -> int:
+    """Microbatches a virtual stage runs one after the other."""
+    given = c.options.get("--microbatch-group-size-per-virtual-pipeline-stage")
+    return int(given[0]) if given else c.layout.pp
+
+
+def _groups_close(c: Context) -> bool:
+    """Whether no group of microbatches is smaller than PP."""
+    microbatches, group = _batch(c) // _replicas(c), _vpp_group(c)
+    rest = microbatches % group
+    return c.layout.pp <= group <= microbatches and (rest == 0 or rest >= c.layout.pp)
+
+
 def _decay_end(c: Context) -> int | None:
     if c.schedule is None:
         return None
@@ -58,10 +71,11 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "vpp-microbatches",
-        lambda c: _has_batch(c) and c.layout.vpp > 1 and _batch(c) // _replicas(c) % c.layout.pp,
+        lambda c: _has_batch(c) and c.layout.vpp > 1 and not _groups_close(c),
         lambda c: (
-            f"VPP={c.layout.vpp} runs microbatches in groups of PP={c.layout.pp}, but a step has "
-            f"{_batch(c) // _replicas(c)}: use global_batch_size a multiple of {c.layout.pp * _replicas(c)}"
+            f"VPP={c.layout.vpp} runs microbatches in groups of {_vpp_group(c)}, each of at least "
+            f"PP={c.layout.pp}, but a step has {_batch(c) // _replicas(c)}: use groups of {c.layout.pp} and "
+            f"global_batch_size a multiple of {c.layout.pp * _replicas(c)}"
         ),
         "megatron/core/pipeline_parallel/schedules.py",
     ),

@@ -17,8 +17,9 @@ from megatron_nemotron3.args import (
     published,
     to_argv,
 )
+from megatron_nemotron3.checkpoint import folders, resume
 from megatron_nemotron3.models import Nemotron3Config, count
-from megatron_nemotron3.train import checkpoints, launch, log, report
+from megatron_nemotron3.train import launch, log, report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ def run(request: Request) -> int:
     started = time.monotonic()
     config, schedule = request.config, schedule_of(request)
     size = count(config)
-    checkpoints.check_room(request.output, checkpoints.bytes_needed(size.trainable, request.precision))
+    folders.check_room(request.output, folders.bytes_needed(size.trainable, request.precision))
 
     def argv(data: TrainingData) -> list[str]:
         return to_argv(
@@ -114,10 +115,12 @@ def run(request: Request) -> int:
     what = f"{size.trainable:,} parameters, {request.layout}, {request.precision}"
     print(f"{config.title} [{config.name}]: {what}")
     data, baseline = _data(request)
-    for leftover in checkpoints.remove_incomplete(request.checkpoints):
+    for line in resume.before_start(["--load", str(request.checkpoints), *request.extra], rank=0):
+        print(line)
+    for leftover in resume.remove_incomplete(request.checkpoints):
         print(f"removed {leftover}: its save had been interrupted")
 
-    begun = checkpoints.latest(request.checkpoints)
+    begun = folders.latest(request.checkpoints)
     log_file = request.output / "train.log"
     if begun is None:
         log_file.unlink(missing_ok=True)  # of a run that never saved
@@ -135,11 +138,11 @@ def run(request: Request) -> int:
     try:
         status = launch.follow(words, env, log_file, progress.line, progress.interrupted)
     finally:
-        checkpoints.remove_incomplete(request.checkpoints)
+        resume.remove_incomplete(request.checkpoints)
     if status != 0 and not progress.was_interrupted:
         raise ValueError(f"{_cause(request, progress, status)} (see {log_file})")
 
-    saved = checkpoints.latest(request.checkpoints)
+    saved = folders.latest(request.checkpoints)
     curve = log.read(str(log_file))
     _report(request, curve, baseline, started)
     if progress.was_interrupted:
@@ -211,8 +214,8 @@ def _report(request: Request, curve: log.Curve, baseline: float | None, started:
     if curve.steps:
         report.plot(curve, picture, request.config.title + f" [{request.config.name}]", baseline)
         print(f"loss plot        {picture}")
-    if (saved := checkpoints.latest(request.checkpoints)) is not None:
-        print(f"checkpoint       {checkpoints.path_of(request.checkpoints, saved)}")
+    if (saved := folders.latest(request.checkpoints)) is not None:
+        print(f"checkpoint       {folders.path_of(request.checkpoints, saved)}")
     print(f"took             {time.monotonic() - started:.0f} s")
 
 

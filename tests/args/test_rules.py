@@ -28,6 +28,7 @@ WSD = TrainingSchedule(
     global_batch_size=16, train_iters=100, lr=1e-3, min_lr=1e-5, lr_decay_iters=100, lr_wsd_decay_iters=10
 )
 FILE = "precision.yaml"
+FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method")
 
 
 def layout(**sizes: Any) -> ParallelLayout:
@@ -36,10 +37,18 @@ def layout(**sizes: Any) -> ParallelLayout:
 
 #: rule -> (arguments of check that violate it, what the message must contain)
 VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
+    "pattern-dash": ({"config": NANO_4B.but(pattern="-M*")}, "starts with '-'"),
     "heads-tp": ({"config": SUPER.but(num_attention_heads=36), "layout": layout(tp=8)}, "36 .* TP=8"),
     "query-groups-tp": (
         {"config": SUPER.but(num_attention_heads=24, num_query_groups=6), "layout": layout(tp=4)},
         "num_query_groups=6 and TP=4",
+    ),
+    "qkv-tp": (
+        {
+            "config": SUPER.but(num_attention_heads=6, num_query_groups=1, hidden_size=4098),
+            "layout": layout(tp=3),
+        },
+        "1024 rows, not divisible by TP=3",
     ),
     "mamba-heads-tp": (
         {"config": SUPER.but(mamba_num_heads=36, mamba_num_groups=4), "layout": layout(tp=8)},
@@ -70,7 +79,10 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
     "sequence-sp": ({"layout": layout(tp=8), "schedule": TrainingSchedule(seq_length=100)}, "100 .* CP.TP=8"),
     "conv-kernel": ({"config": SUPER.but(mamba_conv_kernel=3)}, "mamba_conv_kernel=3"),
     "global-batch": ({"layout": layout(dp=3), "schedule": WSD}, "16 .* micro_batch_size.DP=3"),
-    "vpp-microbatches": ({"layout": layout(pp=3, vpp=2), "schedule": WSD}, "PP=3, but a step has 16"),
+    "vpp-microbatches": (
+        {"layout": layout(pp=3, vpp=2), "schedule": WSD},
+        "groups of 3.*a step has 16.*multiple of 3",
+    ),
     "learning-rate-order": (
         {"schedule": TrainingSchedule(train_iters=9, lr=1e-5, min_lr=1e-3, lr_wsd_decay_iters=1)},
         "0.001 exceeds lr=1e-05",
@@ -128,7 +140,10 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "reserved-option": ({"extra": ("--seq-length", "1")}, "--seq-length .* schedule.seq_length"),
     "gpt-pipeline-option": ({"extra": ("--num-layers", "88")}, "--num-layers"),
-    "packed-cp-mtp": ({"layout": layout(cp=2), "extra": ("--sft",)}, "--sft with CP=2"),
+    "documents-cp": (
+        {"layout": layout(cp=2), "extra": ("--dataloader-inter-document-masking",)},
+        "inter-document-masking with CP=2",
+    ),
     "packed-cp-torch": (
         {"config": models.get("nano"), "layout": layout(cp=2), "extra": ("--sft",), "backend": "torch"},
         "--sft with CP=2",
@@ -136,6 +151,11 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
     "recompute-layernorm-torch": (
         {"extra": ("--recompute-modules", "core_attn", "layernorm"), "backend": "torch"},
         "--recompute-modules layernorm",
+    ),
+    "recompute-moe-act": ({"extra": ("--recompute-modules", "moe_act")}, "backend te"),
+    "recompute-mtp": (
+        {"extra": (*FULL_RECOMPUTE, "uniform", "--recompute-num-layers", "4")},
+        "chunks of 4 layers",
     ),
     "padding-allgather": (
         {
@@ -166,7 +186,18 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
 HARMLESS: list[dict[str, Any]] = [
     {"config": models.get("nano"), "extra": ("--moe-shared-expert-overlap",)},
     {"config": models.get("nano"), "extra": ("--grad-reduce-in-bf16",)},
-    {"config": models.get("nano"), "extra": ("--sft",), "layout": layout(cp=2), "backend": "te"},
+    {"config": NANO_4B.but(pattern="-")},
+    {"extra": ("--sft",), "layout": layout(cp=2), "backend": "te"},
+    {"extra": ("--dataloader-inter-document-masking",)},
+    {"extra": ("--recompute-modules", "moe_act"), "backend": "te"},
+    {"config": NANO_4B, "extra": ("--recompute-modules", "layernorm"), "backend": "torch"},
+    {"extra": (*FULL_RECOMPUTE, "uniform", "--recompute-num-layers", "1")},
+    {"extra": (*FULL_RECOMPUTE, "block", "--recompute-num-layers", "4")},
+    {
+        "layout": layout(pp=3, vpp=2),
+        "schedule": WSD,
+        "extra": ("--microbatch-group-size-per-virtual-pipeline-stage", "6"),
+    },
     {"extra": ("--sft",)},
     {"extra": ("--use-transformer-engine-op-fuser",)},
     {"extra": ("--moe-token-dispatcher-type", "allgather")},

@@ -18,6 +18,8 @@ class Case:
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     #: Megatron options on top of ours.
     extra: tuple[str, ...] = ()
+    #: Switches of ours to leave out.
+    without: tuple[str, ...] = ()
     seq_length: int = 64
     micro_batch_size: int = 1
     sequences: int = 4  # of a global batch
@@ -57,7 +59,7 @@ class Case:
             log_interval=1,
             save_interval=100,
         )
-        return to_argv(
+        words = to_argv(
             flags(
                 self.config,
                 self.layout,
@@ -69,3 +71,4 @@ class Case:
                 extra=("--adam-eps", "1e-2", *self.extra),
             )
         )
+        return [word for word in words if word not in self.without]

@@ -30,7 +30,7 @@ def cases(model: str, layout: str) -> tuple[Case, Case]:
     case = replace(CASES[model], **changes)
     if row.per_token and not case.config.has_mtp:  # with MTP it is among the flags
         case = replace(case, extra=(*case.extra, PER_TOKEN))
-    return case, case.at(row.sizes, *row.extra)
+    return case, case.at(row.sizes, *row.extra, without=row.without)
 
 
 def farthest(expected: Tensors, found: Tensors, allowed: Tensors) -> Distance:

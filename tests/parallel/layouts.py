@@ -32,6 +32,7 @@ class Layout:
 
     sizes: ParallelLayout
     extra: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     #: Runs in `make test`, with these models; the others in `make test-full`.
     quick: tuple[str, ...] = ()
     #: Models it makes sense for.
@@ -63,7 +64,7 @@ LAYOUTS: dict[str, Layout] = {
     "PP4": Layout(_L(pp=4)),
     "PP2 VPP2": Layout(_L(pp=2, vpp=2), quick=("super",)),
     "PP2 VPP4": Layout(_L(pp=2, vpp=4)),
-    "DP2": Layout(_L(dp=2), ("--no-use-distributed-optimizer",)),
+    "DP2": Layout(_L(dp=2), without=("--use-distributed-optimizer",)),
     "DP2 distributed optimizer": Layout(_L(dp=2), quick=("super",)),
     "DP2 distributed optimizer, overlapped": Layout(
         _L(dp=2), ("--overlap-grad-reduce", "--overlap-param-gather")

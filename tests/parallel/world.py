@@ -173,6 +173,12 @@ class Run:
         _, norm, _ = self.optimizer.step()
         return float(norm)
 
+    def finish(self) -> None:
+        """Gather what `--overlap-param-gather` would gather in the next forward pass."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.disable_forward_pre_hook(param_sync=True)
+
 
 def _train(case: Case, weights: Tensors | None) -> dict[str, Any]:
     """A run on this rank."""
@@ -185,6 +191,7 @@ def _train(case: Case, weights: Tensors | None) -> dict[str, Any]:
             result["gradients"] = gradients(run.chunks)
         result["mtp"].append(_mtp_losses())
         result["norms"].append(run.step())
+    run.finish()
     result["weights"] = pieces(run.chunks)
     return result
 

@@ -1,4 +1,4 @@
-"""Reading Megatron's log, and knowing which checkpoint is complete."""
+"""Reading Megatron's log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.train import checkpoints, log
+from megatron_nemotron3.train import log
 
 STEP = (
     " [2026-11-21 14:29:40.907512] iteration        3/       4 | consumed samples:           24 | "
@@ -43,22 +43,3 @@ def test_a_step_trained_twice_counts_once(tmp_path: Path) -> None:
     assert [s.loss for s in curve.steps.values()] == [5.0]
     assert curve.validation == {4: 5.047692}
     assert log.read(str(tmp_path / "none")).steps == {}
-
-
-def test_incomplete_checkpoints_are_removed(tmp_path: Path) -> None:
-    for iteration in (2, 4, 6):
-        (tmp_path / f"iter_{iteration:07d}").mkdir()
-    (tmp_path / "iter_other").mkdir()
-    (tmp_path / checkpoints.TRACKER).write_text("4")
-    assert checkpoints.latest(tmp_path) == 4
-    assert checkpoints.remove_incomplete(tmp_path) == [tmp_path / "iter_0000006"]
-    assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000004", "iter_other"]
-    (tmp_path / checkpoints.TRACKER).unlink()
-    assert len(checkpoints.remove_incomplete(tmp_path)) == 2
-
-
-def test_room_is_checked_before_any_work(tmp_path: Path) -> None:
-    checkpoints.check_room(tmp_path / "not" / "there", 1)
-    with pytest.raises(ValueError, match="a checkpoint needs .* MB, but .* MB are free"):
-        checkpoints.check_room(tmp_path / "not" / "there", 1 << 60)
-    assert not (tmp_path / "not").exists()

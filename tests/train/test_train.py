@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.train import checkpoints, log
+from megatron_nemotron3.checkpoint import folders
+from megatron_nemotron3.train import log
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -52,7 +53,7 @@ def test_trains_saves_and_resumes_with_the_same_losses(text: Path, tmp_path: Pat
     parts = tmp_path / "parts"
     first = _run([*_command(parts, text, *steps), "--", "--exit-interval", "3"])
     assert first.returncode == 0, first.stdout + first.stderr
-    assert checkpoints.latest(parts / "checkpoints") == 3
+    assert folders.latest(parts / "checkpoints") == 3
     second = _run(_command(parts, text, *steps))
     assert second.returncode == 0, second.stdout + second.stderr
     assert "resuming from step 3" in second.stdout
@@ -81,7 +82,7 @@ def test_an_interrupt_saves_first(text: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 130, out
-    saved = checkpoints.latest(output / "checkpoints")
+    saved = folders.latest(output / "checkpoints")
     assert saved is not None and saved < 500
     assert f"step {saved} is saved; the same command goes on from there" in out
     assert [p.name for p in (output / "checkpoints").glob("iter_*")] == [f"iter_{saved:07d}"]

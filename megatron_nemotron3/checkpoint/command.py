@@ -1,0 +1,120 @@
+"""`nemotron3 check DIR`: say what a checkpoint is, and whether its files are sound."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from megatron_nemotron3.checkpoint.describe import describe
+from megatron_nemotron3.checkpoint.folders import TRACKER, iterations, path_of, tracked
+from megatron_nemotron3.checkpoint.integrity import read_all
+from megatron_nemotron3.checkpoint.metadata import INDEX, CheckpointError
+from megatron_nemotron3.checkpoint.resume import Source, decide
+from megatron_nemotron3.checkpoint.structure import CONFIG, Verdict, judge
+
+#: Problems printed at most.
+_SHOWN = 20
+_FORMATS = {
+    "complete": "torch_dist: loads into any layout",
+    "legacy": "legacy torch format: mp_rank folders, loads into the layout that wrote it",
+    "foreign": "a format that is not checked here",
+}
+
+
+def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
+    """Print what `folder` holds and verify it. Returns the exit status: 0 sound, 2 not.
+
+    Args:
+        folder: one checkpoint (iter_0000300), or the folder with the tracker: then all checkpoints get the
+            structural check, and the one the tracker names is described and, with `full`, read.
+        full: read everything and compare CRC32s.
+        workers: threads of the full check.
+
+    Raises:
+        ValueError: there is no checkpoint at `folder`.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: " + ("it is not a folder" if folder.exists() else "it does not exist"))
+    found = iterations(folder)
+    if found or os.path.lexists(folder / TRACKER):
+        return _report(_all(folder, found, full, workers))
+    if not any(next(folder.glob(name), None) for name in (CONFIG, INDEX, "*.distcp", "mp_rank_*")):
+        raise ValueError(f"{folder}: it holds no checkpoint: neither {TRACKER} nor {CONFIG}")
+    return _report(_one(folder, full, workers))
+
+
+def _all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
+    """Check every checkpoint of a folder; returns the problems."""
+    problems: list[str] = []
+    named: int | str | None = None
+    try:
+        named = tracked(folder)
+    except ValueError as problem:
+        problems.append(f"{folder / TRACKER}: it {problem}{_cure(folder)}")
+    for iteration in reversed(found):
+        if iteration == named:
+            continue
+        verdict = judge(path_of(folder, iteration))
+        print(f"iter_{iteration:07d} {verdict.state}" + "".join(f": {p}" for p in verdict.problems[:1]))
+        if verdict.state == "damaged":
+            problems += verdict.problems
+    if named is None:
+        if not problems and found:
+            problems.append(f"{folder / TRACKER}: the file is missing{_cure(folder)}")
+        return problems
+    print(f"{TRACKER} names {named}")
+    return problems + _one(path_of(folder, named), full, workers)
+
+
+def _cure(folder: Path) -> str:
+    """What the launcher would do about the tracker."""
+    try:
+        mend = decide(Source(folder))
+    except ValueError:
+        mend = None
+    if mend is None:
+        return "; no checkpoint here is known to be complete"
+    return f"; the last complete checkpoint is iteration {mend.iteration}: write {mend.iteration} into it"
+
+
+def _one(path: Path, full: bool, workers: int) -> list[str]:
+    """Describe and check one checkpoint; returns the problems."""
+    verdict = judge(path)
+    print(f"{path} {verdict.state}" + (f" ({_FORMATS[verdict.state]})" if verdict.state in _FORMATS else ""))
+    if verdict.index is not None:
+        for line in describe(verdict.index):
+            print("  " + line)
+    if verdict.state in ("unfinished", "damaged") or verdict.problems:
+        return list(verdict.problems)
+    if not full:
+        print("  checked      names, sizes and tiling; --full reads everything")
+        return []
+    return _full(path, verdict, workers)
+
+
+def _full(path: Path, verdict: Verdict, workers: int) -> list[str]:
+    started = time.monotonic()
+    try:
+        read = read_all(path, verdict.index, workers)
+    except CheckpointError as problem:
+        return [str(problem)]
+    seconds = time.monotonic() - started
+    print(f"  checked      CRC32 of {read.records:,} records, {read.bytes:,} bytes in {seconds:.1f} s")
+    if read.unprotected:
+        print(
+            f"  unprotected  {read.unprotected:,} archives were written without CRC32: only sizes are checked"
+        )
+    return list(read.problems)
+
+
+def _report(problems: list[str]) -> int:
+    sys.stdout.flush()
+    for problem in problems[:_SHOWN]:
+        print(f"nemotron3 check: {problem}", file=sys.stderr)
+    if len(problems) > _SHOWN:
+        print(f"nemotron3 check: and {len(problems) - _SHOWN:,} more", file=sys.stderr)
+    if not problems:
+        print("sound")
+    return 2 if problems else 0

@@ -1,0 +1,52 @@
+"""What a Megatron command line says about the checkpoint to load. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Where upstream keeps non-persistent checkpoints below --load.
+NON_PERSISTENT = "non_persistent"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a Megatron command line says about loading."""
+
+    load: Path | None = None
+    #: --ckpt-step; 0 and None both mean: what the tracker names.
+    step: int | None = None
+    #: Folder of global non-persistent checkpoints, if they are in use.
+    non_persistent: Path | None = None
+    #: --verify-integrity: a save ends with integrity.json.
+    manifest: bool = False
+
+
+def options(argv: Sequence[str]) -> Options:
+    """Read Megatron's command line as its own parser would: the last of several counts.
+
+    Addresses of object stores (msc://…) are not looked at.
+    """
+    load = _local(_value(argv, "--load"))
+    step = _value(argv, "--ckpt-step")
+    non_persistent = None
+    if _value(argv, "--non-persistent-ckpt-type") == "global":
+        given = _value(argv, "--non-persistent-global-ckpt-dir")
+        non_persistent = _local(given) if given else load and load / NON_PERSISTENT
+    number = int(step) if step is not None and step.isascii() and step.isdigit() else None
+    return Options(load, number or None, non_persistent, "--verify-integrity" in argv)
+
+
+def _value(argv: Sequence[str], name: str) -> str | None:
+    found = None
+    for word, following in zip(argv, [*argv[1:], None]):
+        if word == name:
+            found = following
+        elif word.startswith(name + "="):
+            found = word[len(name) + 1 :]
+    return found
+
+
+def _local(value: str | None) -> Path | None:
+    return None if not value or "://" in value else Path(value)

@@ -1,0 +1,237 @@
+"""Rows of a stored tensor, in memory for those rows only. Needs torch when called."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_nemotron3.checkpoint.archive import ArchiveError, crc_problem, read_at, records
+from megatron_nemotron3.checkpoint.metadata import (
+    ITEM_SIZE,
+    CheckpointError,
+    CheckpointIndex,
+    Chunk,
+    StoredObject,
+)
+from megatron_nemotron3.checkpoint.unpickle import Refused, loads
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """A tensor inside a file: element [i, j] at byte offset + (i * stride[0] + j * stride[1]) * item size."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def span(self, rows: range) -> tuple[int, int]:
+        """(first byte, number of bytes) of the range that holds `rows` of the first axis."""
+        item = ITEM_SIZE[self.dtype]
+        shape = (len(rows), *self.shape[1:]) if self.shape else ()
+        if 0 in shape:
+            return self.offset, 0
+        first = rows.start * self.stride[0] if self.shape else 0
+        last = first + sum((n - 1) * step for n, step in zip(shape, self.stride))
+        return self.offset + first * item, (last + 1 - first) * item
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A file descriptor to read from; what goes wrong inside names the file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or an ArchiveError or Refused inside.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    except OSError as problem:
+        raise CheckpointError(f"{path}: {problem.strerror}") from None
+    except (ArchiveError, Refused) as problem:
+        raise CheckpointError(f"{path}: {problem}") from None
+
+
+def tensor_layout(descriptor: int, place: StoredObject) -> TensorLayout:
+    """Where the elements of the tensor in the archive at `place` are; reads its headers only.
+
+    Raises:
+        ArchiveError: the archive is damaged.
+        Refused: it does not hold exactly one plain tensor.
+    """
+    found = {r.name: r for r in records(descriptor, place.offset, place.length)}
+    for name in ("data.pkl", "version"):
+        if name not in found:
+            raise ArchiveError(f"the archive at {place.offset:,} has no record {name!r}")
+    pickled = found["data.pkl"]
+    if pickled.crc and (problem := crc_problem(descriptor, pickled)):
+        raise ArchiveError(problem)
+    tensor = loads(bytes(read_at(descriptor, pickled.offset, pickled.size)), _TABLE, persistent=_storage)
+    if not isinstance(tensor, _Tensor):
+        raise Refused(f"the archive at {place.offset:,} holds a {type(tensor).__name__}, not a tensor")
+    byteorder = found.get("byteorder")
+    if byteorder and bytes(read_at(descriptor, byteorder.offset, byteorder.size)) != b"little":
+        raise Refused(f"the archive at {place.offset:,} is not little-endian")
+    data = found.get(f"data/{tensor.storage}")
+    if data is None:
+        raise ArchiveError(f"the archive at {place.offset:,} has no record 'data/{tensor.storage}'")
+    item = ITEM_SIZE[tensor.dtype]
+    layout = TensorLayout(tensor.dtype, tensor.shape, tensor.stride, data.offset + tensor.begin * item)
+    first, length = layout.span(range(tensor.shape[0] if tensor.shape else 1))
+    if first + length > data.offset + data.size:
+        raise ArchiveError(
+            f"the tensor at {place.offset:,} needs {first + length - data.offset:,} bytes of storage, "
+            f"record {data.name!r} has {data.size:,}"
+        )
+    return layout
+
+
+def read_chunk(folder: Path | str, chunk: Chunk, rows: slice | None = None) -> torch.Tensor:
+    """A chunk, or rows of its first axis, as a tensor of its own.
+
+    Reads nothing but the archive's headers and those rows; a chunk that was saved transposed costs the
+    byte range that holds them. What it reads is not compared with its CRC32 (`nemotron3 check --full` is).
+
+    Args:
+        folder: the checkpoint folder, `CheckpointIndex.folder`.
+        rows: slice of the chunk's first axis, step 1; None: all of it.
+
+    Raises:
+        CheckpointError: the file is missing, too short or damaged, or holds another tensor than it should.
+    """
+    import torch
+
+    path = Path(folder) / chunk.file
+    with opened(path) as descriptor:
+        layout = tensor_layout(descriptor, chunk)
+        if layout.shape != chunk.sizes:
+            raise ArchiveError(f"the chunk at {chunk.offset:,} has shape {layout.shape}, not {chunk.sizes}")
+        wanted = range(layout.shape[0] if layout.shape else 1)[rows or slice(None)]
+        if wanted.step != 1:
+            raise ValueError(f"rows={rows} has step {wanted.step}; only 1 is possible")
+        first, length = layout.span(wanted)
+        buffer = read_at(descriptor, first, length)
+    dtype = getattr(torch, layout.dtype)
+    shape = (len(wanted), *layout.shape[1:]) if layout.shape else ()
+    if not length:
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype)
+    return flat.as_strided(shape, layout.stride).contiguous()
+
+
+def read_rows(index: CheckpointIndex, name: str, rows: slice | None = None) -> torch.Tensor:
+    """Rows of a tensor's first axis, put together from all chunks that hold a part of them.
+
+    Memory: the result and one chunk's part of it.
+
+    Raises:
+        CheckpointError: as `read_chunk`, or no tensor has that name.
+    """
+    import torch
+
+    if name not in index.tensors:
+        raise CheckpointError(f"{index.folder}: it holds no tensor {name!r}")
+    tensor = index.tensors[name]
+    if not tensor.shape:
+        return read_chunk(index.folder, tensor.chunks[0])
+    start, stop, step = (rows or slice(None)).indices(tensor.shape[0])
+    if step != 1:
+        raise ValueError(f"rows={rows} has step {step}; only 1 is possible")
+    result = torch.empty((max(0, stop - start), *tensor.shape[1:]), dtype=getattr(torch, tensor.dtype))
+    filled = 0
+    for chunk in tensor.chunks:
+        low, high = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
+        if low >= high:
+            continue
+        part = read_chunk(index.folder, chunk, slice(low - chunk.offsets[0], high - chunk.offsets[0]))
+        if part.dtype != result.dtype:
+            raise CheckpointError(
+                f"{index.folder / chunk.file}: {name} at {list(chunk.offsets)} is {part.dtype}, "
+                f"not {result.dtype}"
+            )
+        window = (slice(low - start, high - start), *map(_window, chunk.offsets[1:], chunk.sizes[1:]))
+        result[window] = part
+        filled += part.numel()
+    if filled != result.numel():
+        raise CheckpointError(f"{index.folder}: the chunks of {name} leave gaps; see `nemotron3 check`")
+    return result
+
+
+def read_object(folder: Path | str, place: StoredObject) -> bytes:
+    """The bytes of a stored object: a torch.save archive as well.
+
+    Raises:
+        CheckpointError: the file is missing or too short.
+    """
+    with opened(Path(folder) / place.file) as descriptor:
+        return bytes(read_at(descriptor, place.offset, place.length))
+
+
+def _window(offset: int, size: int) -> slice:
+    return slice(offset, offset + size)
+
+
+@dataclass(frozen=True)
+class _Storage:
+    dtype: str | None
+    key: str
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    dtype: str
+    storage: str
+    begin: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _storage(pid: Any) -> _Storage:
+    if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[2], str):
+        raise Refused(f"it refers to {pid!r:.60}, which is no storage")
+    return _Storage(pid[1] if isinstance(pid[1], str) else None, pid[2])
+
+
+def _rebuild(storage: Any, begin: Any, shape: Any, stride: Any, *rest: Any) -> _Tensor:
+    """Arguments of torch._utils._rebuild_tensor_v2, and of v3, which has the dtype in the seventh place."""
+    dtype = storage.dtype if isinstance(storage, _Storage) else None
+    if dtype is None and len(rest) >= 3:
+        dtype = rest[2]
+    numbers = (begin, *shape, *stride)
+    if dtype not in ITEM_SIZE or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        raise Refused(f"its tensor has type {dtype!r:.40}, shape {shape!r:.60}, stride {stride!r:.60}")
+    if len(shape) != len(stride) or math.prod(shape) >= 1 << 62:
+        raise Refused(f"its tensor has shape {shape!r:.60} and stride {stride!r:.60}")
+    return _Tensor(dtype, storage.key, begin, tuple(shape), tuple(stride))
+
+
+def _parameter(data: Any, *rest: Any) -> Any:
+    return data
+
+
+_STORAGES = {
+    **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16"},
+    **{"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"},
+    **{"ComplexDouble": "complex128", "ComplexFloat": "complex64"},
+}
+#: What the pickle of one tensor names.
+_TABLE: dict[tuple[str, str], Any] = {
+    **{("torch", dtype): dtype for dtype in ITEM_SIZE},
+    **{("torch", f"{name}Storage"): dtype for name, dtype in _STORAGES.items()},
+    ("torch.storage", "UntypedStorage"): None,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("collections", "OrderedDict"): dict,
+}

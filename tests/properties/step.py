@@ -1,0 +1,354 @@
+"""One whole training step of any model in any layout, from flags to the optimizer, on this rank.
+
+The way is upstream's: its parser, `get_model` (DDP included), `get_megatron_optimizer`, its schedule; the
+forward step is our entry's. Weights and tokens are a function of their global place, so the same model in
+another layout must give the same loss, the same MTP losses and the same gradient norm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from megatron.core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    get_num_microbatches,
+    init_num_microbatches_calculator,
+)
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.training import arguments, global_vars
+from megatron.training import training as loop
+
+from megatron_nemotron3 import pretrain
+from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, flags, rules, to_argv
+from megatron_nemotron3.build import megatron_args, model_provider
+from megatron_nemotron3.models import Nemotron3Config
+
+#: Standard deviation of the tokens' embeddings and of every matrix; others by the end of their name.
+STD = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run: what `flags` takes."""
+
+    config: Nemotron3Config
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    schedule: TrainingSchedule
+    precision: str = "fp32"
+    backend: str = "torch"
+    distributed_optimizer: bool = True
+    extra: tuple[str, ...] = ()
+    te_precision_config_file: str | None = None
+
+    def argv(self) -> list[str]:
+        """The words of Megatron's command line. Raises RuleError."""
+        return to_argv(flags(self.config, self.layout, **self.options()))
+
+    def options(self) -> dict[str, Any]:
+        """Everything but config and layout, as `flags` takes it."""
+        fields = (f.name for f in dataclasses.fields(self))
+        return {name: getattr(self, name) for name in fields if name not in ("config", "layout")}
+
+    def __str__(self) -> str:
+        shown = {
+            f.name: value
+            for f in dataclasses.fields(Nemotron3Config)
+            if f.name not in ("name", "title", "init_method_std")
+            and (value := getattr(self.config, f.name)) != f.default
+        }
+        batch = self.schedule.micro_batch_size, self.schedule.global_batch_size
+        return (
+            f"{self.layout}; {shown}; {self.precision} {self.backend} "
+            f"distributed_optimizer={self.distributed_optimizer} batch={batch} "
+            f"seq_length={self.schedule.seq_length} {' '.join(self.extra)}"
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step left behind, equal on all ranks but for `loss` and `mtp` (last stage, else None)."""
+
+    loss: float | None
+    mtp: tuple[float, ...] | None
+    grad_norm: float
+    #: Elements of all trainable tensors of the model, from the global shapes of its checkpoint.
+    parameters: int
+    #: Rows of the embedding, padding included.
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Megatron's own answer, and how far the run got."""
+
+    #: "arguments", "groups", "model" or "step".
+    stage: str
+    #: The exception's class and message.
+    message: str
+
+
+@contextlib.contextmanager
+def rules_off() -> Iterator[None]:
+    """`flags` emits what the rules refuse."""
+    with mock.patch.object(rules, "enforce", lambda *_, **__: []):
+        yield
+
+
+@cache
+def _parser() -> Any:
+    import argparse
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    arguments.add_megatron_arguments(parser)
+    return parser
+
+
+def parse(argv: list[str], world_size: int) -> Any:
+    """Megatron's arguments, validated. Building its parser takes most of the time: once per process."""
+    parser = _parser()
+    with mock.patch.object(arguments, "add_megatron_arguments", lambda _: parser):
+        return megatron_args(argv, world_size)
+
+
+#: (ranks, what Megatron calls it) -> process group, of the world that is the key's last part.
+_groups: dict[tuple[Any, ...], Any] = {}
+
+
+def _new_group(make: Callable[..., Any], ranks: list[int] | None = None, **options: Any) -> Any:
+    """A group with these ranks and this purpose, made once: gloo keeps the threads of those it has made."""
+    world = torch.distributed.group.WORLD
+    key = (tuple(ranks or ()), options.get("group_desc"), world)
+    if any(known[-1] is not world for known in _groups):
+        _groups.clear()
+    if key not in _groups:
+        _groups[key] = make(ranks, **options)
+    return _groups[key]
+
+
+@contextlib.contextmanager
+def megatron(argv: list[str], world_size: int, reached: list[str]) -> Iterator[Any]:
+    """Megatron's globals and process groups as its `initialize_megatron` makes them, gone afterwards."""
+    args = parse(argv, world_size)
+    args.padded_vocab_size = args.padded_vocab_size or _padded_vocabulary(args)
+    try:
+        global_vars.set_args(args)
+        global_vars._set_timers(args)
+        if args.global_batch_size:
+            init_num_microbatches_calculator(
+                torch.distributed.get_rank(),
+                None,
+                args.global_batch_size,
+                args.micro_batch_size,
+                args.data_parallel_size,
+                False,
+            )
+        reached.append("groups")
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        )
+        torch.manual_seed(args.seed)
+        tensor_parallel.random.model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
+        yield args
+    finally:
+        destroy_moe_metrics_tracker()
+        MTPLossLoggingHelper.tracker = {}
+        destroy_num_microbatches_calculator()
+        global_vars.destroy_global_vars()
+        parallel_state.destroy_model_parallel()
+
+
+def _padded_vocabulary(args: Any) -> int:
+    """The vocabulary as Megatron pads it for these arguments."""
+    from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+    size: int = calculate_padded_vocab_size(
+        args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, False
+    )
+    return size
+
+
+def attempt(case: Case, look: Callable[[list[Any], Any], Any] | None = None) -> Any:
+    """`train_step`, or the `Refusal` it ends in. What one rank cannot build is refused on all."""
+    reached = ["arguments"]
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            return train_step(case, look, reached)
+    except (Exception, SystemExit) as error:
+        text = output.getvalue().splitlines()[-1:] if isinstance(error, SystemExit) else [str(error)]
+        return Refusal(
+            (reached or ["arguments"])[-1], f"{type(error).__name__}: {' '.join(''.join(text).split())}"
+        )
+
+
+def train_step(
+    case: Case, look: Callable[[list[Any], Any], Any] | None = None, reached: list[str] | None = None
+) -> Any:
+    """Build the model, take one step, and return its `Outcome`, or what `look(model, args)` returns.
+
+    Args:
+        reached: the stages that are entered are appended.
+    """
+    reached = [] if reached is None else reached
+    logging.disable(logging.WARNING)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
+        argv = [*case.argv(), "--vocab-size", str(case.config.vocab_size)]
+        new_group = partial(_new_group, torch.distributed.new_group)
+        stack.enter_context(mock.patch.object(torch.distributed, "new_group", new_group))
+        stack.enter_context(mock.patch.dict(os.environ))  # Megatron writes its attention backend there
+        args = stack.enter_context(megatron(argv, case.layout.world_size, reached))
+        reached.append("model")
+        model = _together(lambda: loop.get_model(model_provider))
+        parameters = _set_weights(model)
+        reached.append("step")
+        outcome = Outcome(
+            parameters=parameters, vocabulary=args.padded_vocab_size, **_step(case, args, model)
+        )
+        return outcome if look is None else look(model, args)
+
+
+def _together(build: Callable[[], Any]) -> Any:
+    """What `build` returns; if it raises on one rank, that is raised on all."""
+    result, error = None, None
+    try:
+        result = build()
+    except Exception as caught:
+        error = caught
+    errors: list[Exception | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(errors, error)
+    for found in errors:
+        if found is not None:
+            raise error or found
+    return result
+
+
+def _step(case: Case, args: Any, model: list[Any]) -> dict[str, Any]:
+    config, overrides = loop.get_megatron_optimizer_config(args)
+    optimizer = get_megatron_optimizer(config, model, config_overrides=overrides)
+    scheduler = loop.get_optimizer_param_scheduler(optimizer)
+    # The optimizer's master weights are copies of what the parameters held before `_set_weights`.
+    optimizer.reload_model_params()
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    loop_config = loop.get_model_config(model[0])
+    loop_config.grad_scale_func = optimizer.scale_loss
+    if config.overlap_param_gather:
+        loop_config.param_sync_func = [chunk.start_param_sync for chunk in model]
+    loop_config.finalize_model_grads_func = loop.finalize_model_grads
+    data = [_batches(case, args) for _ in model]
+    losses = get_forward_backward_func()(
+        forward_step_func=pretrain.forward_step,
+        data_iterator=data if len(model) > 1 else data[0],
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=get_num_microbatches(),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=False,
+    )
+    done, grad_norm, _ = optimizer.step()
+    scheduler.step(args.global_batch_size)
+    assert done, "the optimizer skipped its step"
+    for parameter in (p for chunk in model for p in chunk.parameters()):
+        assert torch.isfinite(parameter).all(), "a weight is not finite after the step"
+    return {"grad_norm": float(grad_norm), **_losses(losses)}
+
+
+def _losses(losses: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    if not losses:
+        return {"loss": None, "mtp": None}
+    total = torch.vstack([entry["lm loss"] for entry in losses]).sum(0)
+    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(True))
+    mtp: tuple[float, ...] = ()
+    if "loss_values" in MTPLossLoggingHelper.tracker:
+        MTPLossLoggingHelper.reduce_metrics_in_tracker()
+        mtp = tuple(float(v) / len(losses) for v in MTPLossLoggingHelper.tracker["loss_values"])
+    return {"loss": float(total[0] / total[1]), "mtp": mtp}
+
+
+def _batches(case: Case, args: Any) -> Iterator[dict[str, torch.Tensor | None]]:
+    """This data-parallel rank's microbatches: sequences i * dp + rank of a fixed stream."""
+    length, rank = args.seq_length, parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(7)
+    size = (args.global_batch_size, length + 1)
+    # Below every vocabulary drawn: a padded one must see the same tokens.
+    stream = torch.randint(min(20, case.config.vocab_size), size, generator=generator)
+    for begin in range(0, args.global_batch_size, args.micro_batch_size * args.data_parallel_size):
+        first = begin + rank * args.micro_batch_size
+        rows = stream[first : first + args.micro_batch_size]
+        yield {
+            "tokens": rows[:, :-1].contiguous(),
+            "labels": rows[:, 1:].contiguous(),
+            "loss_mask": torch.ones(args.micro_batch_size, length),
+            "position_ids": torch.arange(length).expand(args.micro_batch_size, -1).contiguous(),
+            "attention_mask": None,
+        }
+
+
+def _set_weights(model: list[Any]) -> int:
+    """Give every tensor the values its checkpoint key and place say; return the model's elements.
+
+    Upstream's own check before a save proves that the ranks' shards cover every tensor exactly once.
+    """
+    states = []
+    for index, chunk in enumerate(model):
+        inner = loop.unwrap_model(chunk)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        states.append(inner.sharded_state_dict(metadata={"dp_cp_group": group}))
+        apply_factories(states[index])
+    validate_sharding_integrity(determine_global_metadata(states)[1])
+    sizes: dict[str, int] = {}
+    for value in nested_values(states):
+        if isinstance(value, ShardedTensor) and isinstance(value.data, torch.Tensor):
+            sizes[value.key] = torch.Size(value.global_shape).numel()
+            if "expert_bias" not in value.key:
+                whole = _tensor(value.key, tuple(value.global_shape))
+                axes = value.prepend_axis_num
+                offset, shape = value.global_offset[axes:], value.local_shape
+                place = (
+                    *value.global_offset[:axes],
+                    *(slice(o, o + n) for o, n in zip(offset, shape, strict=True)),
+                )
+                with torch.no_grad():
+                    value.data.copy_(whole[place])
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, sizes)
+    merged = {key: size for part in everywhere for key, size in part.items() if "expert_bias" not in key}
+    return sum(merged.values())
+
+
+@cache
+def _tensor(key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    draw = torch.randn(shape, generator=generator)
+    name = key.rsplit(".", 1)[-1]
+    if name == "A_log":
+        return draw.sigmoid().mul(15).add(1).log()
+    if name == "dt_bias":
+        return draw.mul(0.5).sub(3)
+    if name == "D" or "norm" in key:
+        return draw.mul(STD).add(1)
+    return draw.mul(STD)

@@ -1,0 +1,81 @@
+"""What the rules refuse Megatron refuses too or computes wrongly, or the table says why none can tell."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from megatron_nemotron3.args import RULES, check
+from megatron_nemotron3.args.rules_options import _GPT_LAYOUT
+from megatron_nemotron3.models import count
+from tests.helpers import run_distributed
+from tests.properties.evidence import EVIDENCE, Refused, Wrong
+from tests.properties.measure import _GPT_VALUES, attempts, nothing
+from tests.properties.step import Case, Refusal
+from tests.properties.strategies import draw_many, errors, refused
+
+
+def violated(case: Case) -> set[str]:
+    options = case.options()
+    options.pop("distributed_optimizer")
+    return {violation.rule for violation in check(case.config, case.layout, **options)}
+
+
+def test_every_rule_has_evidence() -> None:
+    assert set(EVIDENCE) == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize("rule", EVIDENCE)
+def test_the_run_is_about_this_rule(rule: str) -> None:
+    evidence = EVIDENCE[rule]
+    assert violated(evidence.case) == {rule, *evidence.along}
+
+
+@functools.cache
+def made(ranks: int) -> dict[str, Any]:
+    """Rule -> what Megatron made of its run on that many ranks, on the first."""
+    names = [n for n, e in EVIDENCE.items() if isinstance(e, Refused) and e.case.layout.world_size == ranks]
+    entries = [EVIDENCE[name] for name in names]
+    pretend = [entry.pretend for entry in entries if isinstance(entry, Refused)]
+    found = run_distributed(attempts, ranks, [entry.case for entry in entries], pretend)
+    return dict(zip(names, found[0], strict=True))
+
+
+@pytest.mark.parametrize("rule", [name for name, e in EVIDENCE.items() if isinstance(e, Refused)])
+def test_megatron_refuses_too(rule: str) -> None:
+    evidence = EVIDENCE[rule]
+    assert isinstance(evidence, Refused)
+    result = made(evidence.case.layout.world_size)[rule]
+    assert isinstance(result, Refusal), result
+    assert result.stage == evidence.stage
+    assert evidence.message in result.message
+
+
+@pytest.mark.parametrize("rule", [name for name, e in EVIDENCE.items() if isinstance(e, Wrong)])
+def test_megatron_computes_something_else(rule: str) -> None:
+    evidence = EVIDENCE[rule]
+    assert isinstance(evidence, Wrong)
+    assert evidence.measured(evidence.case) == evidence.shown
+
+
+def test_every_gpt_option_is_tried() -> None:
+    assert set(_GPT_VALUES) == set(_GPT_LAYOUT)
+
+
+def is_wrong(case: Case, result: Any) -> bool:
+    """Refused, or another number of weights than meant."""
+    return isinstance(result, Refusal) or result.parameters != count(case.config).trainable
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [(2, 8), pytest.param(2, 80, marks=pytest.mark.full), pytest.param(4, 80, marks=pytest.mark.full)],
+)
+def test_random_runs_that_are_refused_do_not_work(ranks: int, number: int) -> None:
+    """On one pipeline stage, where a rank that gives up leaves none waiting for it."""
+    cases = draw_many(refused(ranks).filter(lambda case: case.layout.pp == 1), number)
+    results = run_distributed(attempts, ranks, cases, [nothing] * number)[0]
+    works = {str(c): errors(c) for c, result in zip(cases, results, strict=True) if not is_wrong(c, result)}
+    assert not works
