@@ -13,6 +13,7 @@ from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.precision import PRECISIONS
 from megatron_nemotron3.args.rule import Context, Rule, Violation
+from megatron_nemotron3.args.rules_combination import COMBINATION_RULES
 from megatron_nemotron3.args.rules_layout import LAYOUT_RULES
 from megatron_nemotron3.args.rules_options import OPTION_RULES
 from megatron_nemotron3.args.rules_precision import PRECISION_RULES
@@ -20,7 +21,13 @@ from megatron_nemotron3.args.rules_schedule import SCHEDULE_RULES
 from megatron_nemotron3.args.schedule import TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
 
-RULES: tuple[Rule, ...] = (*LAYOUT_RULES, *SCHEDULE_RULES, *PRECISION_RULES, *OPTION_RULES)
+RULES: tuple[Rule, ...] = (
+    *LAYOUT_RULES,
+    *SCHEDULE_RULES,
+    *PRECISION_RULES,
+    *OPTION_RULES,
+    *COMBINATION_RULES,
+)
 
 
 class RuleError(ValueError):

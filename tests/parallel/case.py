@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+from unittest import mock
 
 from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, flags, to_argv
 from megatron_nemotron3.models import Nemotron3Config
@@ -35,6 +37,8 @@ class Case:
     cut_whole: bool = False
     #: Every document a micro-batch of its own instead: what packing must be equal to. One rank only.
     separate: bool = False
+    #: Go on although a rule refuses it, to see what comes of it.
+    against_rules: bool = False
     #: Importable function called with this rank's chunks before DistributedDataParallel wraps them, to break
     #: something.
     sabotage: Callable[[Sequence[Any]], None] | None = None
@@ -59,7 +63,13 @@ class Case:
             log_interval=1,
             save_interval=100,
         )
-        words = to_argv(
+        rules_off = mock.patch("megatron_nemotron3.args.flags.rules.enforce")
+        with rules_off if self.against_rules else nullcontext():
+            words = self._words(schedule)
+        return [word for word in words if word not in self.without]
+
+    def _words(self, schedule: TrainingSchedule) -> list[str]:
+        return to_argv(
             flags(
                 self.config,
                 self.layout,
@@ -71,4 +81,3 @@ class Case:
                 extra=("--adam-eps", "1e-2", *self.extra),
             )
         )
-        return [word for word in words if word not in self.without]

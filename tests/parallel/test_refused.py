@@ -48,7 +48,7 @@ def test_mtp_weighs_each_context_rank_by_its_own_tokens() -> None:
 
 
 def test_masked_mtp_under_context_parallelism_is_off_by_percents() -> None:
-    """mtp-cp-masked: where ranks hold different numbers of tokens that count, the weights differ at any s."""
+    """masked-mtp-cp: where ranks hold different numbers of tokens that count, the weights differ at any s."""
     one, two = runs(replace(CASES["super"], mask="random"))
     assert relative(one, two, "mtp.") > 2e-2
 
@@ -61,7 +61,7 @@ def test_masked_mean_loss_under_context_parallelism_is_a_mean_of_means() -> None
 
 
 def test_documents_cut_as_one_sequence_reach_mamba_in_the_wrong_order() -> None:
-    """inter-document-cp: the script cuts the whole sequence in chunks, Mamba expects each document cut."""
+    """documents-cp: the script cuts the whole sequence in chunks, Mamba expects each document cut."""
     packed = replace(
         CASES["nano"],
         documents=(16, 32, 16),

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_nemotron3.args import ParallelLayout
-from tests.helpers import run_distributed
-from tests.parallel.case import Case
+from tests.parallel.checkpoint import load, on_ranks, save, shifted_state
 from tests.parallel.compare import against
 from tests.parallel.layouts import CASES, PER_TOKEN
 from tests.parallel.noise import reference, weights
-from tests.parallel.tensors import Pieces, Tensors, gather, pieces, unwrap
-from tests.parallel.world import Run
+from tests.parallel.tensors import Tensors
 
 _L = ParallelLayout
 RESHARD = ("--dist-ckpt-optim-fully-reshardable",)
@@ -72,8 +69,8 @@ def test_any_layout_loads_any_other(saved: str, loaded: str, tmp_path: Path) -> 
     one = replace(CASES["nano"], extra=(PER_TOKEN,)) if piped else replace(CASES["super"], mask="heads")
     first, second = (one.at(LAYOUTS[name], *RESHARD) for name in (saved, loaded))
     whole = expert_optimizer(first.layout) == expert_optimizer(second.layout)
-    kept_weights, kept_state = _on_ranks(_save, first, weights(one), tmp_path)
-    got_weights, *rest = _on_ranks(_load, second, tmp_path, whole)
+    kept_weights, kept_state = on_ranks(save, first, weights(one), tmp_path, BEFORE)
+    got_weights, *rest = on_ranks(load, second, tmp_path, BEFORE, whole)
     _equal(kept_weights, got_weights)
     # Both moments of every parameter, and the FP32 copy it is updated in.
     assert len(kept_state) == 3 * sum(not key.endswith("expert_bias") for key in kept_weights)
@@ -87,9 +84,9 @@ def test_any_layout_loads_any_other(saved: str, loaded: str, tmp_path: Path) -> 
 def test_one_optimizer_does_not_load_as_two(tmp_path: Path) -> None:
     """What the weights-only pairs above leave out, as Megatron refuses it."""
     one = CASES["super"].at(ParallelLayout(), *RESHARD)
-    _on_ranks(_save, one, weights(CASES["super"]), tmp_path)
+    on_ranks(save, one, weights(CASES["super"]), tmp_path, BEFORE)
     with pytest.raises(RuntimeError, match="Expected 2 entries in state dict"):
-        _on_ranks(_load, one.at(LAYOUTS["EP2"]), tmp_path, True)
+        on_ranks(load, one.at(LAYOUTS["EP2"]), tmp_path, BEFORE, True)
 
 
 @pytest.mark.parametrize(
@@ -110,109 +107,11 @@ def test_state_behind_a_padded_bucket_is_shifted(
     In FP32 the optimizer's copy of a parameter is the parameter, so what would be saved of it can be checked.
     """
     one = CASES[model]
-    ranks = run_distributed(
-        _both, layout.world_size, one.at(layout, *RESHARD, *extra), weights(one), timeout=300, children=True
-    )
-    wrong = set()
-    for held, state in ranks:
-        parameters = {(key, offset): part for key, _, offset, part in held}
-        for key, _, offset, part in state:
-            name = key.removeprefix("optimizer.state.param.")
-            if name != key and not part.equal(parameters[name, offset]):
-                wrong.add(name)
+    wrong = shifted_state(one.at(layout, *RESHARD, *extra, against_rules=shifted), weights(one))
     assert bool(wrong) == shifted, wrong
-
-
-def _both(case: Case, weights: Tensors) -> tuple[Pieces, Pieces]:
-    run = Run(case, weights)
-    run.forward_backward(0)
-    run.step()
-    return pieces(run.chunks), _optimizer_pieces(run)
-
-
-def _on_ranks(function: Any, case: Case, *args: Any) -> list[Tensors]:
-    """Each of the results, put together from the ranks."""
-    size = case.layout.world_size
-    ranks = run_distributed(function, size, case, *args, timeout=300, apart=True, children=True)
-    return [gather(of_ranks) for of_ranks in zip(*ranks, strict=True)]
 
 
 def _equal(a: Tensors, b: Tensors) -> None:
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
     for key in a:
         assert a[key].equal(b[key]), f"{key} changed"
-
-
-def _state(run: Run, metadata: dict[str, Any], loading: bool) -> dict[str, Any]:
-    from megatron.training.checkpointing import generate_state_dict
-
-    optimizer = {"metadata": metadata, "is_loading": True} if loading else {"metadata": metadata}
-    return generate_state_dict(
-        run.args,
-        [unwrap(chunk) for chunk in run.chunks],
-        run.optimizer,
-        None,
-        None,
-        optim_sd_kwargs=optimizer,
-        model_sd_kwargs={"metadata": metadata},
-    )
-
-
-def _metadata(run: Run) -> dict[str, Any]:
-    from megatron.training.checkpointing import _build_sharded_state_dict_metadata
-
-    return _build_sharded_state_dict_metadata(run.args)
-
-
-def _optimizer_pieces(run: Run) -> Pieces:
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-
-    state = _state(run, _metadata(run), loading=False)["optimizer"]
-    apply_factories(state)
-    result: Pieces = []
-    for t in nested_values(state):
-        if isinstance(t, ShardedTensor):
-            part = t.data.detach().clone().reshape((1,) * t.prepend_axis_num + tuple(t.data.shape))
-            result.append((t.key, tuple(t.global_shape), tuple(t.global_offset), part))
-    return result
-
-
-def _save(case: Case, weights: Tensors, folder: Path) -> tuple[Pieces, Pieces]:
-    """Train `BEFORE` steps, save, and tell what was saved."""
-    from megatron.core import dist_checkpointing
-    from megatron.training.checkpointing import _clean_metadata_for_serialization
-
-    run = Run(case, weights)
-    for step in range(BEFORE):
-        run.forward_backward(step)
-        run.step()
-    metadata = _metadata(run)
-    dist_checkpointing.save(
-        _state(run, metadata, loading=False),
-        str(folder),
-        content_metadata=_clean_metadata_for_serialization(metadata),
-    )
-    return pieces(run.chunks), _optimizer_pieces(run)
-
-
-def _load(case: Case, folder: Path, optimizer: bool) -> tuple[Pieces, ...]:
-    """Load into a fresh model and tell what is in it; with the optimizer train on, and tell the weights."""
-    from megatron.core import dist_checkpointing
-
-    run = Run(case, None)
-    wanted = _state(run, _metadata(run), loading=True)
-    if not optimizer:
-        del wanted["optimizer"]
-    state = dist_checkpointing.load(wanted, str(folder))
-    for i, chunk in enumerate(run.chunks):
-        unwrap(chunk).load_state_dict(state["model" if len(run.chunks) == 1 else f"model{i}"], strict=True)
-    loaded = pieces(run.chunks)
-    if not optimizer:
-        return (loaded,)
-    run.optimizer.load_state_dict(state["optimizer"])
-    moments = _optimizer_pieces(run)
-    for step in range(BEFORE, case.steps):
-        run.forward_backward(step)
-        run.step()
-    return loaded, moments, pieces(run.chunks)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_nemotron3.args import RULES, Violation, check
-from tests.properties.evidence import EVIDENCE, Evidence, NotShown, Refused
+from tests.properties.entries import Evidence, NotShown, Refused
+from tests.properties.evidence import EVIDENCE
 
 _HEAD = """\
 # What is refused, and what would happen otherwise

@@ -11,7 +11,8 @@ from megatron_nemotron3.args import RULES, check
 from megatron_nemotron3.args.rules_options import _GPT_LAYOUT
 from megatron_nemotron3.models import count
 from tests.helpers import run_distributed
-from tests.properties.evidence import EVIDENCE, Refused, Wrong
+from tests.properties.entries import Refused, Wrong
+from tests.properties.evidence import EVIDENCE
 from tests.properties.measure import _GPT_VALUES, attempts, nothing
 from tests.properties.step import Case, Refusal
 from tests.properties.strategies import draw_many, errors, refused

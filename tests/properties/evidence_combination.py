@@ -1,0 +1,75 @@
+"""Evidence for options and layouts that are wrong together: runs of tests/parallel against one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.parallel import case as parallel
+from tests.parallel.checkpoint import shifted_state
+from tests.parallel.layouts import CASES
+from tests.parallel.noise import reference, weights
+from tests.parallel.world import train
+from tests.properties.entries import Evidence, Wrong, case
+from tests.properties.step import Case
+
+MTP_CONFIG, MEAN_CONFIG = CASES["super"].config, CASES["nano"].config
+
+
+def _off(one: parallel.Case, run: Case, part: str) -> float:
+    """Largest relative error of gradients whose name holds `part`, in the layout of `run`."""
+    one = replace(one, steps=1)
+    right, found = reference(one), train(one.at(run.layout), weights(one))
+    return max(
+        float((value - found.gradients[key]).abs().max() / value.abs().max())
+        for key, value in right.gradients.items()
+        if part in key
+    )
+
+
+def mtp_unmasked(run: Case) -> str:
+    """Every token counts."""
+    error = _off(replace(CASES["super"], mask="none"), run, "mtp.")
+    return f"MTP's gradients are off by {error:.0%} at 64 tokens"
+
+
+def mtp_masked(run: Case) -> str:
+    """Other numbers of tokens count on each rank."""
+    return f"MTP's gradients are off by {_off(CASES['super'], run, 'mtp.'):.0%}"
+
+
+def mean_masked(run: Case) -> str:
+    """The same without MTP."""
+    return f"gradients are off by {_off(CASES['nano'], run, ''):.0%}, the printed loss is right"
+
+
+def shifted(run: Case) -> str:
+    """Parameters whose optimizer state would be saved wrongly."""
+    wrong = shifted_state(
+        CASES["super"].at(run.layout, *run.extra, against_rules=True), weights(CASES["super"])
+    )
+    return f"saves another state than it has of {', '.join(sorted(wrong))}"
+
+
+COMBINATIONS: dict[str, Evidence] = {
+    "mtp-cp": Wrong(
+        case=case(MTP_CONFIG, cp=2),
+        measured=mtp_unmasked,
+        shown="MTP's gradients are off by 3% at 64 tokens",
+    ),
+    "masked-mtp-cp": Wrong(
+        case=case(MTP_CONFIG, "--eod-mask-loss", cp=2),
+        measured=mtp_masked,
+        shown="MTP's gradients are off by 5%",
+        along=("mtp-cp",),
+    ),
+    "masked-mean-cp": Wrong(
+        case=case(MEAN_CONFIG, "--eod-mask-loss", cp=2),
+        measured=mean_masked,
+        shown="gradients are off by 23%, the printed loss is right",
+    ),
+    "reshardable-buckets": Wrong(
+        case=case(MTP_CONFIG, "--dist-ckpt-optim-fully-reshardable", pp=2),
+        measured=shifted,
+        shown="saves another state than it has of embedding.word_embeddings.weight",
+    ),
+}
