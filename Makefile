@@ -28,8 +28,11 @@ lint: environment
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 
+# Those of this machine's CPU. On a GPU: python benchmarks/train_step_gpu.py
 bench: environment
-	@for script in benchmarks/*.py; do echo "== $$script"; $(VENV)/bin/python $$script || exit 1; done
+	@for name in train_step ssd memory monitor; do \
+		echo "== $$name"; $(VENV)/bin/python benchmarks/$$name.py || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

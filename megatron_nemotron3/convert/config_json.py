@@ -1,0 +1,319 @@
+"""config.json of Hugging Face <-> `Nemotron3Config`.
+
+Two dialects are read and, together, written: a pattern string (`hybrid_override_pattern`, what inference
+engines read) and a list of block types (`layers_block_type`), whose names changed in transformers 5.13
+(mamba -> linear_attention, attention -> full_attention). Old names are written, since all versions read
+them.
+
+What Megatron cannot build is refused by `FIXED`, what neither side computes with is in `IGNORED`, and a key
+in no table is refused, because it could mean anything. A file says nothing of the training (depths MTP is
+applied at, loss factors, sequence length): those fields come from `base`, or have their defaults.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_nemotron3.models import Nemotron3Config
+
+#: Field of `Nemotron3Config` -> its name in config.json, then other names in use.
+FIELDS: dict[str, tuple[str, ...]] = {
+    "hidden_size": ("hidden_size",),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings",),
+    "num_attention_heads": ("num_attention_heads",),
+    "num_query_groups": ("num_key_value_heads",),
+    "kv_channels": ("head_dim", "attention_head_dim"),
+    "mamba_num_heads": ("mamba_num_heads",),
+    "mamba_head_dim": ("mamba_head_dim",),
+    "mamba_state_dim": ("ssm_state_size",),
+    "mamba_num_groups": ("n_groups", "mamba_n_groups"),
+    "mamba_conv_kernel": ("conv_kernel", "mamba_d_conv"),
+    "mamba_chunk_size": ("chunk_size", "mamba_chunk_size"),
+    "layernorm_epsilon": ("layer_norm_epsilon", "rms_norm_eps", "norm_eps"),
+    "init_method_std": ("initializer_range",),
+}
+#: The same for models with dense layers.
+DENSE: dict[str, tuple[str, ...]] = {"dense_ffn_hidden_size": ("intermediate_size",)}
+#: The same for mixtures of experts.
+MOE: dict[str, tuple[str, ...]] = {
+    "num_moe_experts": ("n_routed_experts", "num_local_experts"),
+    "moe_router_topk": ("num_experts_per_tok",),
+    "moe_ffn_hidden_size": ("moe_intermediate_size",),
+    "moe_shared_expert_intermediate_size": ("moe_shared_expert_intermediate_size",),
+    "moe_latent_size": ("moe_latent_size",),
+    "moe_router_topk_scaling_factor": ("routed_scaling_factor",),
+}
+FLOATS = {"layernorm_epsilon", "init_method_std", "moe_router_topk_scaling_factor"}
+#: Fields that are absent, or null, where the model has no such part.
+OPTIONAL = {"moe_latent_size"}
+#: A field not needed to build the model: a reference's value stays.
+FREE = {"max_position_embeddings", "init_method_std"}
+
+#: Block types -> layer kinds; the first name of each kind is written.
+BLOCKS = {
+    "mamba": "M",
+    "attention": "*",
+    "moe": "E",
+    "mlp": "-",
+    "linear_attention": "M",
+    "full_attention": "*",
+}
+_BLOCK_OF = {kind: block for block, kind in reversed(BLOCKS.items())}
+#: (pattern string, lists of block types) of the decoder and of one MTP block.
+LAYERS = ("hybrid_override_pattern", ("layers_block_type", "layer_types"))
+MTP_LAYERS = ("mtp_hybrid_override_pattern", ("mtp_layers_block_type",))
+MTP_BLOCKS = "num_nextn_predict_layers"
+
+#: The one value that Megatron builds, where a file states one; written are those in `_WRITTEN`.
+FIXED: dict[str, Any] = {
+    "model_type": "nemotron_h",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "mamba_conv_bias": True,
+    "mamba_dt_limit": (0.0, math.inf),
+    "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "residual_in_fp32": False,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "time_step_limit": (0.0, math.inf),
+    "topk_group": 1,
+    "use_bias": False,
+    "use_conv_bias": True,
+}
+_WRITTEN = (
+    *("model_type", "attention_bias", "attention_dropout", "hidden_dropout", "mamba_hidden_act"),
+    *("mamba_proj_bias", "mlp_bias", "mlp_hidden_act", "residual_in_fp32", "tie_word_embeddings"),
+    *("use_bias", "use_conv_bias"),
+)
+_WRITTEN_MOE = ("n_group", "n_shared_experts", "norm_topk_prob", "topk_group")
+#: Fields of ours for which Megatron's Mamba-2 mixer has one value: the epsilon is that of its gated norm,
+#: where Hugging Face takes the one of all norms.
+BUILT = {"mamba_conv_kernel": 4, "layernorm_epsilon": 1e-5}
+
+#: Keys that change no tensor and no result.
+IGNORED = frozenset(
+    (
+        # file and libraries
+        *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+        # token ids and tasks
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "id2label", "label2id"),
+        *("problem_type", "is_encoder_decoder"),
+        # how it is run
+        *("use_cache", "use_mamba_kernels", "num_logits_to_keep", "chunk_size_feed_forward"),
+        *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "output_router_logits"),
+        *("output_attentions", "output_hidden_states", "return_dict"),
+        # positions: the family has none
+        *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+        # initialization (transformers up to 5.23 also clamps dt at time_step_min; nobody else does)
+        *("rescale_prenorm_residual", "time_step_min", "time_step_max", "time_step_floor"),
+        *("mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor"),
+        # said elsewhere: the number of layers, relu2, heads * head_dim
+        *("num_hidden_layers", "hidden_act", "intermediate_size", "expand", "mamba_expand"),
+    )
+)
+
+
+def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | None = None) -> Nemotron3Config:
+    """The model a config.json describes.
+
+    Args:
+        data: the file, as `json.load` gives it.
+        name: for messages and for the result; default: that of `base`, or "model".
+        base: a model whose training fields (MTP depths, sequence length, loss factors, …) the result
+            shall have. Without it MTP is taken to be applied as often as there are blocks.
+
+    Raises:
+        ValueError: a key that is missing, unknown or given twice with different values, a value Megatron
+            cannot build, or a model that is not `base`'s; the message has the numbers.
+    """
+    name = name or (base.name if base else "model")
+    _check_keys(name, data)
+    pattern = _pattern(name, data, LAYERS)
+    if pattern is None:
+        raise ValueError(
+            f"{name}: config.json has none of {LAYERS[0]}, {', '.join(LAYERS[1])}: layers unknown"
+        )
+    stated = data.get("num_hidden_layers")
+    if stated is not None and stated != len(pattern):
+        raise ValueError(f"{name}: num_hidden_layers={stated}, but the layers {pattern!r} are {len(pattern)}")
+    blocks = data.get(MTP_BLOCKS) or 0
+    if type(blocks) is not int or blocks < 0:
+        raise ValueError(f"{name}: {MTP_BLOCKS}={blocks!r} is no number of MTP blocks: 0 or more")
+    # Without blocks the list is what transformers always writes, and says nothing.
+    mtp = _pattern(name, data, MTP_LAYERS) if blocks else None
+    if blocks and mtp is None:
+        raise ValueError(
+            f"{name}: {MTP_BLOCKS}={blocks}, but config.json has no {MTP_LAYERS[0]}, {MTP_LAYERS[1][0]}: "
+            "which layers an MTP block has is unknown"
+        )
+    kinds = pattern + (mtp or "")
+    values = {field: _value(name, data, field, keys) for field, keys in _fields(kinds).items()}
+    _check_built(name, kinds, values)
+    training = _training(name, base, blocks)
+    title = base.title if base else name
+    config = Nemotron3Config(name=name, title=title, pattern=pattern, mtp_pattern=mtp, **values, **training)
+    if base is not None:
+        _check_same(config, base)
+    return config
+
+
+def write(
+    config: Nemotron3Config, *, reference: Mapping[str, Any] | None = None, dtype: str = "bfloat16"
+) -> dict[str, Any]:
+    """The config.json of a model, in both dialects; `json.dump` it with `allow_nan=False`.
+
+    Args:
+        reference: the released model's config.json. What it says beyond the model (token ids, `auto_map`,
+            longest position, …) is kept; without it, token ids are left out, as the configuration does not
+            hold them, and readers take their own defaults.
+        dtype: of the weights.
+
+    Raises:
+        ValueError: the reference describes another model, or Megatron cannot build this one.
+    """
+    _check_built(config.name, config.full_pattern, vars(config))
+    tables = _fields(config.full_pattern)
+    result: dict[str, Any] = {
+        "architectures": ["NemotronHForCausalLM"],
+        "dtype": dtype,
+        "torch_dtype": dtype,  # the older name
+        "num_hidden_layers": config.num_layers,
+        LAYERS[0]: config.pattern,
+        LAYERS[1][0]: [_BLOCK_OF[kind] for kind in config.pattern],
+        "intermediate_size": config.ffn_hidden_size,
+        **{key: FIXED[key] for key in (*_WRITTEN, *(_WRITTEN_MOE if config.is_moe else ()))},
+        **{keys[0]: getattr(config, field) for field, keys in tables.items()},
+    }
+    if config.has_mtp:
+        assert config.mtp_pattern is not None
+        result[MTP_BLOCKS] = config.mtp_num_blocks
+        result[MTP_LAYERS[0]] = config.mtp_pattern
+        result[MTP_LAYERS[1][0]] = [_BLOCK_OF[kind] for kind in config.mtp_pattern]
+    if reference is not None:
+        _check_same(read(reference, name=f"{config.name}, reference"), config)
+        ours = set(result) - {FIELDS[field][0] for field in FREE} - {"architectures"}
+        ours -= set() if "-" in config.full_pattern else {"intermediate_size"}
+        # The infinite default is left out: JSON has no infinity, and readers differ in how they write it.
+        merged = {
+            key: result[key] if key in ours else value
+            for key, value in reference.items()
+            if key not in ("time_step_limit", "mamba_dt_limit")
+        }
+        result = merged | {key: value for key, value in result.items() if key not in merged}
+    return result
+
+
+def _fields(kinds: str) -> dict[str, tuple[str, ...]]:
+    """The fields a model with these layer kinds has, with their names in config.json."""
+    return {**FIELDS, **(DENSE if "-" in kinds else {}), **(MOE if "E" in kinds else {})}
+
+
+def _check_keys(name: str, data: Mapping[str, Any]) -> None:
+    known = {key for table in (FIELDS, DENSE, MOE) for keys in table.values() for key in keys}
+    known |= {MTP_BLOCKS, LAYERS[0], *LAYERS[1], MTP_LAYERS[0], *MTP_LAYERS[1], *FIXED} | IGNORED
+    if "quantization_config" in data:
+        raise ValueError(f"{name}: config.json has a quantization_config: its weights are packed, not plain")
+    if unknown := sorted(set(data) - known):
+        raise ValueError(
+            f"{name}: config.json has {len(unknown)} unknown keys: {', '.join(unknown)}: remove those that "
+            "change neither a tensor nor a result"
+        )
+    for key, fixed in FIXED.items():
+        if data.get(key) is not None and _plain(data[key]) != fixed:
+            raise ValueError(f"{name}: {key}={data[key]!r} is not what Megatron builds: {fixed!r}")
+
+
+def _plain(value: Any) -> Any:
+    """A value with lists as tuples and infinity as a float, however it was written."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(one) for one in value)
+    if isinstance(value, Mapping) and set(value) == {"__float__"}:  # transformers 5
+        return float(value["__float__"])
+    return value
+
+
+def _check_built(name: str, kinds: str, values: Mapping[str, Any]) -> None:
+    for field, built in BUILT.items() if "M" in kinds else ():
+        if values[field] != built:
+            raise ValueError(
+                f"{name}: {FIELDS[field][0]}={values[field]}: Megatron builds Mamba-2 with {built} only"
+            )
+
+
+def _value(name: str, data: Mapping[str, Any], field: str, keys: tuple[str, ...]) -> Any:
+    found = {key: data[key] for key in keys if data.get(key) is not None}
+    if not found and field not in OPTIONAL:
+        raise ValueError(f"{name}: config.json has no {' or '.join(keys)}")
+    for key, value in found.items():
+        kinds = (int, float) if field in FLOATS else (int,)
+        if type(value) not in kinds or not 0 < value < math.inf:
+            raise ValueError(
+                f"{name}: {key}={value!r} is no {'' if field in FLOATS else 'whole '}number above 0"
+            )
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"{name}: " + ", ".join(f"{k}={v}" for k, v in found.items()) + " contradict each other"
+        )
+    return next(iter(found.values()), None)
+
+
+def _pattern(name: str, data: Mapping[str, Any], keys: tuple[str, tuple[str, ...]]) -> str | None:
+    found = {}
+    for key in (keys[0], *keys[1]):
+        value = data.get(key)
+        if value is None:
+            continue
+        if key != keys[0]:
+            if not isinstance(value, list):
+                raise ValueError(f"{name}: {key} is a {type(value).__name__}, expected a list of block types")
+            for layer, block in enumerate(value):
+                if not isinstance(block, str) or block not in BLOCKS:
+                    raise ValueError(
+                        f"{name}: {key}[{layer}] is {block!r}: known block types are {', '.join(BLOCKS)}"
+                    )
+            value = "".join(BLOCKS[block] for block in value)
+        if not isinstance(value, str):
+            raise ValueError(f"{name}: {key} is a {type(value).__name__}, expected a string")
+        found[key] = value
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"{name}: " + ", ".join(f"{k}={v!r}" for k, v in found.items()) + " contradict each other"
+        )
+    return next(iter(found.values()), None)
+
+
+#: Fields that only training knows.
+_TRAINING = (
+    *("seq_length", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
+    *("published_total", "published_active", "source"),
+)
+
+
+def _training(name: str, base: Nemotron3Config | None, blocks: int) -> dict[str, Any]:
+    if base is None:
+        return {"mtp_num_layers": blocks, "mtp_use_repeated_layer": blocks <= 1}
+    if blocks != base.mtp_num_blocks:
+        raise ValueError(
+            f"{name}: {MTP_BLOCKS}={blocks}, but {base.name} has {base.mtp_num_blocks} MTP block(s)"
+        )
+    repeat = ("mtp_num_layers", "mtp_use_repeated_layer")
+    return {field: getattr(base, field) for field in (*_TRAINING, *repeat)}
+
+
+def _check_same(config: Nemotron3Config, base: Nemotron3Config) -> None:
+    """Refuse a file that is not the model it is said to be."""
+    fields = ["pattern", "mtp_pattern", "mtp_num_blocks", *_fields(config.full_pattern)]
+    differ = [f for f in fields if f not in FREE and getattr(config, f) != getattr(base, f)]
+    if differ:
+        numbers = ", ".join(f"{f}={getattr(config, f)!r} (expected {getattr(base, f)!r})" for f in differ)
+        raise ValueError(f"{config.name}: not the model {base.name}: {numbers}")

@@ -1,0 +1,188 @@
+"""The name table as a Markdown page: docs/conversion.md is this text, and a test holds it.
+
+python -m megatron_nemotron3.convert.table > docs/conversion.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_nemotron3.convert import config_json, inventory, names
+from megatron_nemotron3.convert.names import PARAMETER, TORCH_DIST, Row, Spelling, Stored
+from megatron_nemotron3.models import get
+from megatron_nemotron3.models import names as model_names
+
+_PARTS = {
+    "model": ("Model", "", ""),
+    "M": ("M: Mamba-2", "decoder.layers.L.", "backbone.layers.L."),
+    "*": ("*: attention", "decoder.layers.L.", "backbone.layers.L."),
+    "E": ("E: mixture of experts", "decoder.layers.L.", "backbone.layers.L."),
+    "-": ("-: dense MLP", "decoder.layers.L.", "backbone.layers.L."),
+    "mtp_in": ("MTP block, before its layers", "mtp.layers.o.", "mtp.layers.{o * P}."),
+    "mtp_out": ("MTP block, after its layers", "mtp.layers.o.", "mtp.layers.{o * P + P - 1}."),
+}
+
+_INTRO = """\
+# Checkpoint names: Megatron and Hugging Face
+
+Generated: `python -m megatron_nemotron3.convert.table > docs/conversion.md`. The table is
+`megatron_nemotron3/convert/names.py`; a command that converts does not exist yet.
+
+- *Megatron* is the key in a torch_dist folder, with global shapes: the layout that wrote it does not show.
+  `{e}` is the global number of an expert. Shapes are in brackets, symbols below.
+- *Rule* makes the Hugging Face tensors of Megatron's; every rule copies elements, none computes.
+- *TP* is how Megatron splits the parameter over tensor-parallel ranks (the routed experts: over the ranks of
+  `--expert-tensor-parallel-size`). `parts`: each of the listed parts on its own. In legacy mp_rank folders a
+  file holds one rank's share.
+- Everything has the model's type (BF16 as released) but for the rows marked FP32.
+"""
+
+_RULES = """\
+## Rules
+
+| rule | what it does |
+|-|-|
+| copy | the same tensor |
+| vocabulary | the first rows of Megatron's padded table; going back, zeros behind them |
+| concat | Megatron's tensors one behind another along axis 0 |
+| stack | Megatron holds all experts in one tensor, Hugging Face one tensor for each |
+| qkv | rows `[q … q, k, v]` of each KV group, a head `kv_channels` rows, become q, k and v of all groups |
+
+`linear_qkv` is cut into equal runs of rows, also where TP exceeds the number of KV groups: no KV head is
+stored twice.
+
+## Multi-token prediction
+
+Megatron numbers blocks `o` and the layers `i` in them, Hugging Face all of them in one line. With `P` layers
+a block, `mtp.layers.o.mtp_model_layer.layers.i.` is `mtp.layers.{o * P + i}.`, and below it stand the names
+of the layer's kind as in a decoder layer. A block that training applies at several depths
+(`--mtp-use-repeated-layer`, all released models) is stored once, and `num_nextn_predict_layers` in
+config.json is the number of stored blocks.
+"""
+
+_PYTHON = """\
+## From Python
+
+```python
+from megatron_nemotron3.convert import inventory, plan
+from megatron_nemotron3.convert.places import Names
+from megatron_nemotron3.models import get
+
+config = get("super")
+match = Names(config).key("decoder.layers.7.self_attention.linear_qkv.weight")
+match.row.hf  # q_proj, k_proj, v_proj
+for link in inventory.links(config):  # tensors that are made of each other
+    link.megatron, link.hf  # names, shapes, types
+    link.to_hf()  # which slices of the one are which slices of the other; .inverse() goes back
+```
+
+A plan is data: `plan.bands(n)` cuts it into pieces of at most `n` elements, `plan.byte_ranges` says where a
+piece lies in a file, `plan.apply` carries it out in memory on torch tensors or numpy arrays.
+"""
+
+
+def _tensors(stored: tuple[Stored, ...], prefix: str = "") -> str:
+    return "<br>".join(f"`{prefix}{t.name}` [{', '.join(t.shape)}]" for t in stored)
+
+
+def _line(row: Row) -> str:
+    first = row.spellings[0]
+    kind = ", FP32" if row.float32 else ""
+    needs = f", needs {row.needs}" if row.needs else ""
+    return f"| {_tensors(first.tensors)} | {_tensors(row.hf)} | {first.rule}{kind}{needs} | {row.tp} |"
+
+
+def _others() -> Iterator[tuple[Row, Spelling]]:
+    for dialect in names.DIALECTS:
+        for row in names.ROWS:
+            for spelling in row.spellings:
+                if spelling.dialect == dialect != TORCH_DIST:
+                    yield row, spelling
+
+
+def _dialects() -> list[str]:
+    lines = [
+        "## Other spellings",
+        "",
+        f"Read as well, each row on its own. `{PARAMETER}` is the name in `named_parameters()` where it is",
+        "not the torch_dist key; the others come from other specs and versions. Wrappers' prefixes",
+        "(`module.`, `model.`) are taken off, and `transformer_layer.layers.` in an MTP block reads as",
+        "`mtp_model_layer.layers.`.",
+        "",
+        "| spelling | layer | Megatron | Hugging Face | rule |",
+        "|-|-|-|-|-|",
+    ]
+    for row, spelling in _others():
+        hf = "<br>".join(f"`{t.name}`" for t in row.hf)
+        lines.append(
+            f"| {spelling.dialect} | `{row.part}` | {_tensors(spelling.tensors)} | {hf} | {spelling.rule} |"
+        )
+    return lines
+
+
+def _symbols() -> list[str]:
+    configs = [get(name) for name in model_names()]
+    lines = [
+        "## Shape symbols and sizes",
+        "",
+        "`latent` is the width the routed experts read and write: the hidden size without a latent space.",
+        "`padded_vocab` is the vocabulary rounded up as `--make-vocab-size-divisible-by` and TP say.",
+        "",
+        "| | " + " | ".join(f"`{c.name}`" for c in configs) + " |",
+        "|-|" + "-|" * len(configs),
+    ]
+    values = [names.sizes(c) for c in configs]
+    for symbol in values[0]:
+        if symbol not in ("1", "2d", "padded_vocab"):
+            lines.append(
+                f"| {symbol} | "
+                + " | ".join(f"{v[symbol]:,}" if v[symbol] else "none" for v in values)
+                + " |"
+            )
+    for title, tensors in (
+        ("tensors, Hugging Face", inventory.hf_tensors),
+        ("tensors, torch_dist", inventory.megatron_tensors),
+    ):
+        lines.append(f"| {title} | " + " | ".join(f"{len(tensors(c)):,}" for c in configs) + " |")
+    return lines
+
+
+def _config() -> list[str]:
+    tables = {**config_json.FIELDS, **config_json.DENSE, **config_json.MOE}
+    lines = [
+        "## config.json",
+        "",
+        "`convert.config_json.read` and `write`. Layers are a pattern string "
+        f"(`{config_json.LAYERS[0]}`, `{config_json.MTP_LAYERS[0]}`) or a list of block types "
+        f"(`{config_json.LAYERS[1][0]}`, `{config_json.MTP_LAYERS[1][0]}`); both are written, "
+        "and either is read. Block types: "
+        + ", ".join(f"`{block}` {kind}" for block, kind in config_json.BLOCKS.items())
+        + ". Values that contradict each other, that Megatron cannot build, and unknown keys are refused.",
+        "",
+        "| `Nemotron3Config` | config.json | also read |",
+        "|-|-|-|",
+    ]
+    for field, keys in tables.items():
+        lines.append(f"| `{field}` | `{keys[0]}` | {', '.join(f'`{key}`' for key in keys[1:]) or 'none'} |")
+    fixed = {**config_json.FIXED, **{config_json.FIELDS[f][0]: v for f, v in config_json.BUILT.items()}}
+    lines += [
+        "",
+        "Only with these values, where stated: " + ", ".join(f"`{k}` {v}" for k, v in fixed.items()) + ".",
+    ]
+    return lines
+
+
+def markdown() -> str:
+    """The page."""
+    lines = [_INTRO]
+    for part, (title, megatron, hf) in _PARTS.items():
+        where = f" (`{megatron}…`, `{hf}…`)" if megatron else ""
+        lines += [f"## {title}{where}", "", "| Megatron | Hugging Face | rule | TP |", "|-|-|-|-|"]
+        lines += [_line(row) for row in names.ROWS if row.part == part]
+        lines.append("")
+    lines += [_RULES, *_dialects(), "", *_symbols(), "", *_config(), "", _PYTHON]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
