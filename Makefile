@@ -30,7 +30,7 @@ lint: environment
 
 # Those of this machine's CPU. On a GPU: python benchmarks/train_step_gpu.py
 bench: environment
-	@for name in train_step ssd memory monitor; do \
+	@for name in train_step parts ssd memory monitor; do \
 		echo "== $$name"; $(VENV)/bin/python benchmarks/$$name.py || exit 1; \
 	done
 

@@ -56,6 +56,16 @@ def number(cell: str) -> float:
     return float(cell.replace(",", ""))
 
 
+def test_parts_of_a_step() -> None:
+    done = run("parts.py", "--lengths", "64", "--repetitions", "1")
+    assert done.returncode == 0, done.stderr
+    ((header, *rows),) = tables(done.stdout)
+    milliseconds = {row[0]: number(row[1]) for row in rows}
+    assert header[1] == "64 tokens"
+    assert {"scan", "convolution", "norms", "experts", "dense products", "attention"} < set(milliseconds)
+    assert milliseconds["whole step"] >= milliseconds["scan"] > 0
+
+
 def test_every_script_is_known() -> None:
     assert {"memory.py", "ssd.py", "train_step.py", "train_step_gpu.py"} <= set(SCRIPTS)
 
