@@ -17,7 +17,7 @@ from megatron_nemotron3.checkpoint.structure import CONFIG, Verdict, judge
 #: Problems printed at most.
 _SHOWN = 20
 _FORMATS = {
-    "complete": "torch_dist: loads into any layout",
+    "complete": "torch_dist",
     "legacy": "legacy torch format: mp_rank folders, loads into the layout that wrote it",
     "foreign": "a format that is not checked here",
 }

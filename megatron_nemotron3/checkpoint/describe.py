@@ -69,7 +69,7 @@ def describe(index: CheckpointIndex) -> list[str]:
     else:
         lines.append(f"iteration    {_shown(state.get('iteration'))}")
         if (written := layout_of(state)) is not None:
-            lines.append(f"written with {written}; it loads into any other layout")
+            lines.append(f"written with {written}; the weights load into any other layout")
     elements: Counter[str] = Counter()
     for tensor in index.tensors.values():
         elements[tensor.dtype] += tensor.numel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import sys
 import time
@@ -107,7 +108,7 @@ def run(request: Request) -> int:
                 schedule=schedule,
                 data=data,
                 # After a signal: finish the step, save, leave.
-                extra=("--exit-signal-handler", *request.extra),
+                extra=("--exit-signal-handler", *_event_files(request), *request.extra),
             )
         )
 
@@ -262,3 +263,10 @@ class _Progress:
         """Called at every interrupt."""
         first, self.was_interrupted = not self.was_interrupted, True
         print("\ninterrupted: saving a checkpoint first; again to stop at once" if first else "\nstopping")
+
+
+def _event_files(request: Request) -> tuple[str, ...]:
+    """Write TensorBoard's event files below the output, for `nemotron3 watch`, where its package is."""
+    if "--tensorboard-dir" in request.extra or importlib.util.find_spec("tensorboard") is None:
+        return ()
+    return ("--tensorboard-dir", str(request.output / "tensorboard"))
