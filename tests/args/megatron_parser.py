@@ -16,7 +16,9 @@ import enum
 import io
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,24 @@ def main() -> None:
             except (Exception, SystemExit) as error:
                 answer = {"error": f"{type(error).__name__}: {error} {log.getvalue()[-500:]}"}
             print(json.dumps(answer), file=out)
+
+
+def ask(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Let Megatron parse each job's argv, in a process of its own."""
+    worker = Path(__file__)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "answers"
+        done = subprocess.run(
+            [sys.executable, str(worker), str(out)],
+            input=json.dumps(jobs),
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 if __name__ == "__main__":

@@ -8,12 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
-import json
-import os
 import random
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +33,7 @@ from megatron_nemotron3.args import (
     to_argv,
 )
 from megatron_nemotron3.models import Nemotron3Config
+from tests.args.megatron_parser import ask
 
 pytest.importorskip("megatron.training")
 
@@ -183,24 +179,6 @@ def runs_anywhere(answer: dict[str, Any]) -> bool:
     layout = answer["layout"]
     plain = answer["precision"] in ("bf16", "fp32") and layout.tp * layout.cp == 1
     return plain and answer["backend"] in ("auto", "torch")
-
-
-def ask(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Let Megatron parse each job's argv."""
-    worker = Path(__file__).with_name("megatron_parser.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "answers"
-        done = subprocess.run(
-            [sys.executable, str(worker), str(out)],
-            input=json.dumps(jobs),
-            capture_output=True,
-            text=True,
-            env=environment,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 def label(answer: dict[str, Any]) -> str:
