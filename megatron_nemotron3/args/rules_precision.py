@@ -141,8 +141,8 @@ PRECISION_RULES: tuple[Rule, ...] = (
         "nvfp4-torch",
         lambda c: c.precision == "nvfp4" and c.backend == "torch",
         lambda c: (
-            "nvfp4 on the torch backend is emulated: right numbers, slow. Megatron's parser refuses "
-            "--fp4-format without Transformer Engine, so start it with our launcher"
+            "nvfp4 on the torch backend is not computed in this version, and Megatron's parser refuses "
+            "--fp4-format without Transformer Engine: use backend te"
         ),
         _ARGUMENTS,
         "warning",
