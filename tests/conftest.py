@@ -14,9 +14,12 @@ _NVTE = {name for name in os.environ if name.startswith("NVTE_")}
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What Megatron leaves in the process must not reach the next model.
 
-    It writes its attention backend to NVTE_* variables, and sizes its MoE metrics for the first model.
+    It writes its attention backend to NVTE_* variables, sizes its MoE metrics for the first model, and keeps
+    the scale of its auxiliary loss in the shape of the first loss.
     """
     if (moe_logging := sys.modules.get("megatron.core.transformer.moe.moe_logging")) is not None:
         moe_logging.destroy_moe_metrics_tracker()
+    if (moe_utils := sys.modules.get("megatron.core.transformer.moe.moe_utils")) is not None:
+        moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     for name in [name for name in os.environ if name.startswith("NVTE_") and name not in _NVTE]:
         del os.environ[name]

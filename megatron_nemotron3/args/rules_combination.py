@@ -8,6 +8,8 @@ _MTP = "megatron/core/transformer/multi_token_prediction.py"
 
 #: Options under which some tokens of a sequence do not count in the loss.
 _MASKING = ("--sft", "--eod-mask-loss", "--rl-use-sequence-packing")
+#: Share by which the weight of MTP's loss may be off on a rank without a word.
+_TOLERATED = 1e-2
 _PER_TOKEN = "--calculate-per-token-loss"
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 
@@ -32,7 +34,7 @@ def _several_buckets(c: Context) -> str:
 COMBINATION_RULES: tuple[Rule, ...] = (
     Rule(
         "mtp-cp",
-        lambda c: c.config.has_mtp and c.layout.cp > 1,
+        lambda c: c.config.has_mtp and c.layout.cp > 1 and _mtp_error(c) > _TOLERATED,
         lambda c: (
             f"MTP with CP={c.layout.cp}: Megatron weighs the MTP loss by each rank's own tokens; its "
             f"gradients are off by up to {_mtp_error(c):.1g} at seq_length={c.seq_length}. Use cp=1 to have "
