@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.args import ParallelLayout, TrainingData, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import launch, log
 from tests.helpers import run_launcher
+from tests.short_run import mock_argv, short_schedule
 
 ROOT = Path(__file__).parent.parent
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR")
@@ -45,24 +46,8 @@ CONFIG = tiny(get("super")).but(pattern="MEM*EME*", vocab_size=255)
 
 
 def _argv(layout: ParallelLayout, extra: tuple[str, ...], **data: object) -> list[str]:
-    schedule = TrainingSchedule(
-        seq_length=64,
-        micro_batch_size=1,
-        global_batch_size=4,
-        train_iters=STEPS,
-        lr=3e-3,
-        min_lr=1e-4,
-        lr_decay_iters=STEPS,
-        lr_wsd_decay_iters=1,
-        eval_iters=1,
-        eval_interval=100,
-        log_interval=1,
-        save_interval=2,
-    )
-    given = TrainingData(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=255, **data)  # type: ignore[arg-type]
-    return to_argv(
-        flags(CONFIG, layout, precision="fp32", backend="torch", schedule=schedule, data=given, extra=extra)
-    )
+    schedule = short_schedule(STEPS, eval_iters=1, save_interval=2)
+    return mock_argv(CONFIG, layout, schedule, extra, **data)
 
 
 def _train(script: Path, layout: ParallelLayout, argv: list[str]) -> log.Curve:

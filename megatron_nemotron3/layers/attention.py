@@ -164,6 +164,6 @@ class TorchCoreAttention(MegatronModule):
         """
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         borders = torch.tensor([0, query.shape[0] * cp])
-        mine, gathered = zigzag(borders, cp, rank), gathered_positions(borders, cp)
-        mask = gathered[None, :] <= mine[:, None]
-        return self._gather(key), self._gather(value), mask.to(query.device)
+        mine = zigzag(borders, cp, rank).to(query.device)
+        gathered = gathered_positions(borders, cp).to(query.device)
+        return self._gather(key), self._gather(value), gathered[None, :] <= mine[:, None]

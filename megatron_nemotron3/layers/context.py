@@ -12,6 +12,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 
 
+def cu_seqlens(packed: PackedSeqParams) -> torch.Tensor:
+    """Borders of the documents where they lie in memory: the padded ones where there are such."""
+    padded = packed.cu_seqlens_q_padded
+    return packed.cu_seqlens_q if padded is None else padded
+
+
 def document_borders(packed: PackedSeqParams, total: int) -> torch.Tensor:
     """First token of every document and, last, `total`: [documents + 1] of int64, on the host.
 
@@ -26,8 +32,7 @@ def document_borders(packed: PackedSeqParams, total: int) -> torch.Tensor:
             f"packed sequences with qkv_format={packed.qkv_format!r}: the torch backend takes 'thd' "
             "with cu_seqlens_q"
         )
-    padded = packed.cu_seqlens_q_padded
-    borders = (packed.cu_seqlens_q if padded is None else padded).long().cpu()
+    borders = cu_seqlens(packed).long().cpu()
     last = int(borders[-1])
     if last > total:
         raise ValueError(f"cu_seqlens end at {last}, but there are {total} tokens: pass those of this batch")

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_nemotron3.layers.chunked_scan import document_starts
+from megatron_nemotron3.layers.chunked_scan import accumulation_dtype, document_starts
 
 #: Elements [rows, tokens, c] handled at once, by device type. 512 KiB in FP32 on CPU: the few tensors alive
 #: at a time then fit the second-level cache. Measured on two AVX-512 cores among 2^15 to 2^18.
@@ -43,7 +43,7 @@ def causal_conv1d_reference(
     """Tap by tap. Arguments, result and errors as `causal_conv1d`; holds k shifted copies, for tests."""
     taps = _check(x, weight, bias, activation, seq_idx, initial_state)
     s, k = x.shape[1], taps.shape[1]
-    acc = _accumulation_dtype(x)
+    acc = accumulation_dtype(x)
     padded = torch.cat([_state(x, k, initial_state), x], dim=1).to(acc)
     document = _documents(x, seq_idx)
     document_padded = F.pad(document, (k - 1, 0))  # the initial state belongs to document 0
@@ -69,7 +69,7 @@ def causal_conv1d_step(
     """
     window = torch.cat([state, x.to(state.dtype).unsqueeze(1)], dim=1)
     taps = _check(x.unsqueeze(1), weight, bias, activation, None, state)
-    acc = _accumulation_dtype(x)
+    acc = accumulation_dtype(x)
     y = (window.to(acc) * taps.t().to(acc)).sum(1)
     y = y if bias is None else y + bias.to(acc)
     return (F.silu(y) if ACTIVATIONS[activation] else y).to(x.dtype), window[:, 1:]
@@ -121,7 +121,7 @@ class _Piece:
     def load(self, x: Tensor, hi: int, k: int, initial_state: Tensor | None) -> Tensor:
         """Tokens lo - (k - 1) .. hi - 1 as [rows, tokens, c]; before the document: zeros or the state."""
         first = self.lo - (k - 1)
-        part = x[self.rows, max(first, self.start) : hi].to(_accumulation_dtype(x))
+        part = x[self.rows, max(first, self.start) : hi].to(accumulation_dtype(x))
         missing = self.start - first
         if missing <= 0:
             return part
@@ -176,7 +176,7 @@ class _CausalConv(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, taps, bias, initial_state, seq_idx)
         ctx.silu = silu
-        k, acc = taps.shape[1], _accumulation_dtype(x)
+        k, acc = taps.shape[1], accumulation_dtype(x)
         columns, bias = taps.t().to(acc).contiguous(), None if bias is None else bias.to(acc)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         with torch.autocast(x.device.type, enabled=False):
@@ -189,7 +189,7 @@ class _CausalConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, taps_, bias_, initial_state, seq_idx = ctx.saved_tensors
-        k, acc = taps_.shape[1], _accumulation_dtype(x)
+        k, acc = taps_.shape[1], accumulation_dtype(x)
         columns, bias = taps_.t().to(acc).contiguous(), None if bias_ is None else bias_.to(acc)
         flipped = columns.flip(0)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -216,10 +216,6 @@ class _CausalConv(torch.autograd.Function):
                     dinitial[piece.rows] = _correlate(early, flipped, None).to(dinitial.dtype)
         dweight = dcolumns.t().to(taps_.dtype)
         return dx, dweight, None if bias_ is None else dbias.to(bias_.dtype), dinitial, None, None
-
-
-def _accumulation_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _documents(x: Tensor, seq_idx: Tensor | None) -> Tensor:

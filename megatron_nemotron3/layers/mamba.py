@@ -29,7 +29,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_nemotron3.layers.context import PackedContextParallel
+from megatron_nemotron3.layers.context import PackedContextParallel, cu_seqlens
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.norm import GatedGroupRMSNorm
 from megatron_nemotron3.layers.scan_kernels import TORCH, select_scan
@@ -234,10 +234,7 @@ class Mamba2Mixer(MambaMixer):
 
         seq_idx = None
         if packed_seq_params is not None:
-            cu_seqlens = packed_seq_params.cu_seqlens_q_padded
-            if cu_seqlens is None:
-                cu_seqlens = packed_seq_params.cu_seqlens_q
-            seq_idx = seq_idx_from_cu_seqlens(cu_seqlens, zxbcdt.shape[0])
+            seq_idx = seq_idx_from_cu_seqlens(cu_seqlens(packed_seq_params), zxbcdt.shape[0])
 
         y = self.scan(xbc, dt, seq_idx)  # [b, s, inner / tp / cp]
         y, z = y.transpose(0, 1), z.transpose(0, 1)

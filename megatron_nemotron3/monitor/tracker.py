@@ -102,12 +102,9 @@ def _mtp_losses(loss_scale: float) -> dict[str, float]:
     if "loss_values" not in tracker:
         return {}
     losses = tracker["loss_values"].clone()
-    for name, op in (
-        ("reduce_group", torch.distributed.ReduceOp.SUM),
-        ("avg_group", torch.distributed.ReduceOp.SUM),
-    ):
+    for name in ("reduce_group", "avg_group"):
         if (group := tracker.get(name)) is not None:
-            torch.distributed.all_reduce(losses, op=op, group=group)
+            torch.distributed.all_reduce(losses, group=group)
             if name == "avg_group":  # not every backend averages
                 losses /= group.size()
     return {f"mtp_{i} loss": loss * loss_scale for i, loss in enumerate(losses.tolist(), 1)}

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from megatron_nemotron3.args import ParallelLayout, TrainingData, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import launch, log
 from tests import helpers
+from tests.short_run import mock_argv, short_schedule
 
 #: Three layers, one of each kind, and MTP.
 CONFIG = tiny(get("super")).but(pattern="ME*", vocab_size=255)
@@ -24,25 +25,9 @@ STEPS, EVERY = 6, 2
 
 def argv(layout: ParallelLayout, *extra: str, **folders: str) -> list[str]:
     """Launcher arguments of a run of `STEPS` steps that saves every `EVERY` where `save` is given."""
-    schedule = TrainingSchedule(
-        seq_length=32,
-        micro_batch_size=1,
-        global_batch_size=2,
-        train_iters=STEPS,
-        lr=3e-3,
-        min_lr=1e-4,
-        lr_decay_iters=STEPS,
-        lr_wsd_decay_iters=1,
-        eval_iters=0,
-        eval_interval=100,
-        log_interval=1,
-        save_interval=EVERY,
-    )
-    data = TrainingData(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=255, **folders)  # type: ignore[arg-type]
-    words = flags(
-        CONFIG, layout, precision="fp32", backend="torch", schedule=schedule, data=data, extra=extra
-    )
-    return ["--device", "cpu", str(launch.ENTRY), *to_argv(words)]
+    schedule = short_schedule(STEPS, seq_length=32, global_batch_size=2, save_interval=EVERY)
+    words = mock_argv(CONFIG, layout, schedule, extra, **folders)
+    return ["--device", "cpu", str(launch.ENTRY), *words]
 
 
 def train(layout: ParallelLayout, *extra: str, **folders: str) -> tuple[log.Curve, str]:

@@ -11,12 +11,13 @@ from unittest import mock
 
 import pytest
 
-from megatron_nemotron3.args import ParallelLayout, TrainingData, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.series import KINDS
 from megatron_nemotron3.train import launch, log
 from tests.helpers import run_launcher
+from tests.short_run import mock_argv, short_schedule
 
 STOCK = Path(os.environ.get("MEGATRON_LM_DIR") or "/nowhere") / "pretrain_hybrid.py"
 #: Every part: M, E with a latent width, *, two MTP depths that share their weights.
@@ -44,25 +45,8 @@ QUICK = ("tp2-sp", "ep2", "pp2")
 
 def argv(layout: ParallelLayout, extra: tuple[str, ...], steps: int = STEPS, **data: object) -> list[str]:
     """A short run on mock data."""
-    schedule = TrainingSchedule(
-        seq_length=64,
-        micro_batch_size=1,
-        global_batch_size=4,
-        train_iters=steps,
-        # Adam's first step is lr whatever the gradient: where that is rounding alone, layouts part ways.
-        lr=1e-6,
-        min_lr=1e-7,
-        lr_decay_iters=steps,
-        lr_wsd_decay_iters=1,
-        eval_iters=0,
-        eval_interval=100,
-        log_interval=1,
-        save_interval=100,
-    )
-    given = TrainingData(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=255, **data)  # type: ignore[arg-type]
-    return to_argv(
-        flags(CONFIG, layout, precision="fp32", backend="torch", schedule=schedule, data=given, extra=extra)
-    )
+    # Adam's first step is lr whatever the gradient: where that is rounding alone, layouts part ways.
+    return mock_argv(CONFIG, layout, short_schedule(steps, lr=1e-6, min_lr=1e-7), extra, **data)
 
 
 def train(words: list[str], layout: ParallelLayout, script: Path = launch.ENTRY) -> str:

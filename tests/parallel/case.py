@@ -10,6 +10,7 @@ from unittest import mock
 
 from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, flags, to_argv
 from megatron_nemotron3.models import Nemotron3Config
+from tests.short_run import short_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +50,13 @@ class Case:
 
     def argv(self) -> list[str]:
         """Megatron's command line."""
-        schedule = TrainingSchedule(
+        schedule = short_schedule(
+            self.steps,
             seq_length=self.seq_length,
             micro_batch_size=self.micro_batch_size,
             global_batch_size=self.sequences,
-            train_iters=self.steps,
             lr=1e-2,
             min_lr=1e-2,
-            lr_decay_iters=self.steps,
-            lr_wsd_decay_iters=1,
-            eval_iters=0,
-            eval_interval=100,
-            log_interval=1,
-            save_interval=100,
         )
         rules_off = mock.patch("megatron_nemotron3.args.flags.rules.enforce")
         with rules_off if self.against_rules else nullcontext():

@@ -12,26 +12,15 @@ import pytest
 from megatron_nemotron3.args import ParallelLayout
 from tests.parallel.case import Case
 from tests.parallel.layouts import CASES, PER_TOKEN
-from tests.parallel.noise import reference, weights
 from tests.parallel.world import Result, train
+from tests.parallel.wrong import one_step, relative
 
 CP2 = ParallelLayout(cp=2)
 
 
-def relative(one: Result, other: Result, part: str = "") -> float:
-    """Largest difference of the gradients whose name holds `part`, over the largest element of the tensor."""
-    assert any(part in key for key in one.gradients)
-    return max(
-        float((value - other.gradients[key]).abs().max() / value.abs().max())
-        for key, value in one.gradients.items()
-        if part in key
-    )
-
-
 def runs(case: Case, other: Case | None = None) -> tuple[Result, Result]:
     """(one rank, CP 2) for one step."""
-    case = replace(case, steps=1)
-    return reference(case), train(replace(other or case, steps=1).at(CP2), weights(case))
+    return one_step(case, (other or case).at(CP2))
 
 
 def test_mtp_weighs_each_context_rank_by_its_own_tokens() -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from tests.parallel import case as parallel
 from tests.parallel.checkpoint import shifted_state
 from tests.parallel.layouts import CASES
-from tests.parallel.noise import reference, weights
-from tests.parallel.world import train
+from tests.parallel.noise import weights
+from tests.parallel.wrong import one_step, relative
 from tests.properties.entries import Evidence, Wrong, case
 from tests.properties.step import Case
 
@@ -17,13 +17,7 @@ MTP_CONFIG, MEAN_CONFIG = CASES["super"].config, CASES["nano"].config
 
 def _off(one: parallel.Case, run: Case, part: str) -> float:
     """Largest relative error of gradients whose name holds `part`, in the layout of `run`."""
-    one = replace(one, steps=1)
-    right, found = reference(one), train(one.at(run.layout), weights(one))
-    return max(
-        float((value - found.gradients[key]).abs().max() / value.abs().max())
-        for key, value in right.gradients.items()
-        if part in key
-    )
+    return relative(*one_step(one, one.at(run.layout)), part)
 
 
 def mtp_unmasked(run: Case) -> str:
