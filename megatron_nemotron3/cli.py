@@ -6,6 +6,8 @@
     nemotron3 train NAME [--tiny]         prepare text, train, report
     nemotron3 watch DIR                   plot the monitored series of a run
     nemotron3 check DIR [--full]          is a checkpoint complete and undamaged
+    nemotron3 convert to-hf|from-hf A B   Megatron <-> Hugging Face
+    nemotron3 verify A [B]                are two checkpoints the same, tensor by tensor
 
 Exit code 2 and one line on stderr for input that cannot work.
 """
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.args import BACKENDS, PRECISIONS, ParallelLayout
+from megatron_nemotron3.convert import options as conversion
 from megatron_nemotron3.models import Nemotron3Config, get, names
 from megatron_nemotron3.models import tiny as make_tiny
 from megatron_nemotron3.monitor import settings
@@ -97,6 +100,11 @@ def parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--full", action="store_true", help="read everything and compare CRC32s")
     check.add_argument("--workers", type=int, default=4, metavar="N", help="threads of --full (default 4)")
+
+    convert = commands.add_parser("convert", help="a checkpoint from Megatron to Hugging Face or back")
+    conversion.add_convert(convert)
+    verify = commands.add_parser("verify", help="are two checkpoints the same, tensor by tensor")
+    conversion.add_verify(verify)
     return top
 
 
@@ -200,12 +208,22 @@ def _watch(options: argparse.Namespace, extra: Sequence[str]) -> int:
     return watch(options.folder, options.output)
 
 
+def _convert(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    return conversion.convert(options)
+
+
+def _verify(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    return conversion.verify(options)
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int]] = {
     "show": _show,
     "flags": _flags,
     "train": _train,
     "watch": _watch,
     "check": _check,
+    "convert": _convert,
+    "verify": _verify,
 }
 
 
@@ -233,7 +251,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nemotron3 {options.command}: {problem}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as missing:
-        cure = "pip install 'megatron-nemotron3[train]'"
+        part = "convert" if options.command in ("convert", "verify") else "train"
+        cure = f"pip install 'megatron-nemotron3[{part}]'"
         print(
             f"nemotron3 {options.command}: package {missing.name} is not installed: {cure}", file=sys.stderr
         )

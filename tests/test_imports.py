@@ -22,14 +22,14 @@ ALLOWED = {
     "data": set(),
     "monitor": set(),
     "checkpoint": set(),
-    "convert": {"models"},
+    "convert": {"checkpoint", "models"},
     "layers": {"cpu", "monitor", "optional"},
     "specs": {"layers", "optional"},
     "build": {"args", "cpu", "layers", "models"},
     "pretrain": {"build"},
     "run": {"checkpoint", "cpu", "layers", "monitor", "optional", "specs"},
     "train": {"args", "checkpoint", "data", "models"},
-    "cli": {"args", "checkpoint", "models", "monitor", "optional", "run", "train"},
+    "cli": {"args", "checkpoint", "convert", "models", "monitor", "optional", "run", "train"},
     "__main__": {"cli"},
 }
 #: parts whose import costs neither torch nor megatron, numpy, yaml

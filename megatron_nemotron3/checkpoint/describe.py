@@ -97,6 +97,8 @@ def layout_of(state: dict[str, Any]) -> str | None:
         return None
     sizes = {short: arguments.field(name) for short, name in _LAYOUT.items()}
     known = [f"{short}{size}" for short, size in sizes.items() if type(size) is int]
+    if not known:
+        return None
     ranks = arguments.field("world_size")
     return " ".join(known) + (f" on {ranks} rank{'s' * (ranks != 1)}" if type(ranks) is int else "")
 

@@ -69,9 +69,15 @@ OTHER = {
     "extra state": re.compile(r".*\._extra_state(?:/.*)?"),
     "optimizer": re.compile(r"(?:chained_\d+\.)?optimizer\..*"),
     "quantizer": re.compile(r".*_quantizer\..*"),
-    "training state": re.compile(r"(?:rng_state|rerun_state_machine_state|common_state)(?:/.*)?"),
+    # Below a "/" in torch_dist folders, below a "." in those of torch_dcp and fsdp_dtensor.
+    "training state": re.compile(
+        r"(?:rng_state|rerun_state_machine(?:_state)?|common_state|opt_param_scheduler|args|iteration"
+        r"|checkpoint_version|num_floating_point_operations_so_far)(?:[/.].*)?"
+    ),
 }
-_MASTER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.fp32_param\.(.+)")
+#: `param`: as --dist-ckpt-optim-fully-reshardable writes them; `fp32_param`: the plain optimizer, and the
+#: distributed one's older fully_sharded_model_space.
+_MASTER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
 
 
 def what_else(key: str) -> str | None:

@@ -1,0 +1,106 @@
+"""Two checkpoints, tensor by tensor, whatever their kind: their Hugging Face views must be the same bits."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
+from megatron_nemotron3.convert.plan import whole
+from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.streams import BAND
+from megatron_nemotron3.convert.views import bands
+from megatron_nemotron3.convert.workers import each
+
+#: Tensors a worker takes at once.
+_BATCH = 16
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that differs; `what` says how, in one line."""
+
+    name: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Same:
+    """A tensor that is equal, bit by bit."""
+
+    name: str
+    elements: int
+    crc32: int
+
+
+def compare(
+    a: Reads,
+    b: Reads,
+    *,
+    workers: int = 1,
+    report: Callable[[int, float], None] = lambda done, seconds: None,
+) -> Iterator[Difference | Same]:
+    """Every tensor of either: what is on one side only first, then the others as they are compared.
+
+    Args:
+        a, b: views with the same names for the same tensors.
+        report: told (bytes of one side compared, seconds).
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    for name in a.tensors:
+        if name not in b.tensors:
+            yield Difference(name, "only the first has it")
+    for name in b.tensors:
+        if name not in a.tensors:
+            yield Difference(name, "only the second has it")
+    both = [name for name in a.tensors if name in b.tensors]
+    batches = [both[i : i + _BATCH] for i in range(0, len(both), _BATCH)]
+
+    def work(names: Sequence[str], count: Callable[[int], None]) -> list[Difference | Same]:
+        return [_one(a, b, name, count) for name in names]
+
+    for found in each(work, batches, workers=workers, report=report):
+        yield from found
+
+
+def _one(a: Reads, b: Reads, name: str, count: Callable[[int], None]) -> Difference | Same:
+    one, other = a.tensors[name], b.tensors[name]
+    for what, x, y in (("shape", list(one.shape), list(other.shape)), ("type", one.dtype, other.dtype)):
+        if x != y:
+            return Difference(name, f"{what} {x} and {y}")
+    differ, crcs = 0, [0, 0]
+    first: tuple[int, ...] | None = None
+    for band in bands(whole(one.shape), BAND // ITEM_SIZE[one.dtype]):
+        arrays = [a.read(name, band), b.read(name, band)]
+        crcs = [zlib.crc32(_bytes(array), crc) for array, crc in zip(arrays, crcs)]
+        if crcs[0] != crcs[1]:
+            unequal = arrays[0] != arrays[1]
+            if first is None and unequal.any():
+                at = int(unequal.reshape(-1).argmax())
+                first = _index(at, arrays[0].shape, tuple(start for start, _ in band))
+            differ += int(unequal.sum())
+        count(arrays[0].nbytes)
+    if differ:
+        return Difference(
+            name,
+            f"{differ:,} of {prod(one.shape):,} elements, first at {list(first or ())}; CRC32 {crcs[0]:08x} and "
+            f"{crcs[1]:08x}",
+        )
+    return Same(name, prod(one.shape), crcs[0])
+
+
+def _bytes(array: Any) -> memoryview:
+    return memoryview(array.reshape(-1).view("u1"))
+
+
+def _index(flat: int, shape: Sequence[int], start: Sequence[int]) -> tuple[int, ...]:
+    result: list[int] = []
+    for n in reversed(shape):
+        flat, at = divmod(flat, n)
+        result.append(at)
+    return tuple(s + i for s, i in zip(start, reversed(result)))

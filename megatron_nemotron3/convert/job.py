@@ -1,0 +1,261 @@
+"""Write a folder of planned files: in several processes, restartable, complete when it has its name.
+
+    OUT.partial/            while it is written; OUT appears by renaming it
+      journal.jsonl         what the plan is, then one line for each finished file
+
+A killed job leaves OUT.partial. The same command continues it: files in the journal stay, others are written
+again. Files depend on the plan alone, so the result is the same as without the interruption.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.convert.streams import FilePlan, write, write_small
+from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.workers import each
+
+JOURNAL = "journal.jsonl"
+MANIFEST = "nemotron3_manifest.json"
+#: Free space left alone, in bytes.
+_RESERVE = 64 << 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """A folder to write."""
+
+    target: Path
+    source: Reads
+    files: Sequence[FilePlan]
+    #: Small files, written when all others are complete, in this order; the last ones make it valid.
+    small: Mapping[str, bytes] = field(default_factory=dict)
+    #: What the manifest says of where the folder came from; part of the plan's fingerprint.
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Bytes of all files."""
+        return sum(plan.length for plan in self.files) + sum(map(len, self.small.values()))
+
+    def fingerprint(self) -> str:
+        """Changes with the source's files, the plan and the options."""
+        stats = {name: os.stat(self.source.folder / name).st_mtime_ns for name in self.source.files}
+        digest = hashlib.sha256(
+            json.dumps([self.origin, dict(self.source.files), stats], sort_keys=True, default=str).encode()
+        )
+        for plan in self.files:
+            digest.update(f"{plan.name} {plan.length}".encode())
+            for part in plan.parts:
+                digest.update(part.head)
+                digest.update(f"{part.tensor} {part.slices} {part.dtype}".encode())
+        for name, data in self.small.items():
+            digest.update(name.encode() + data)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a job stands, in bytes; `rate` in bytes/s since this process began."""
+
+    done: int
+    total: int
+    rate: float
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At this rate."""
+        return (self.total - self.done) / self.rate if self.rate else None
+
+
+def check_target(target: Path) -> None:
+    """Refuse a place where something is.
+
+    Raises:
+        ValueError: `target` exists and is no empty folder, or its parent is no folder that can be written.
+    """
+    if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
+        raise ValueError(f"{target}: it exists: give a new folder, or remove it")
+    parent = target.absolute().parent
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"{target}: {parent} is no folder that can be written")
+
+
+def free_bytes(target: Path) -> int:
+    """Free bytes where `target` is or will be."""
+    place = target.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def partial_of(target: Path) -> Path:
+    """Where a folder is while it is written."""
+    return target.with_name(target.name + ".partial")
+
+
+def run(job: Job, *, workers: int = 1, report: Callable[[Progress], None] = lambda progress: None) -> dict[str, Any]:
+    """Write the folder. Returns its manifest.
+
+    Args:
+        workers: processes.
+        report: called about once a second.
+
+    Raises:
+        ValueError: the place is taken, the disk is too small, OUT.partial is of another conversion or in use.
+        CheckpointError: a source is damaged.
+        OSError: a file cannot be written.
+    """
+    check_target(job.target)
+    partial = partial_of(job.target)
+    fingerprint = job.fingerprint()
+    done = _finished(partial, fingerprint, job.files)
+    todo = [plan for plan in job.files if plan.name not in done]
+    need = sum(plan.length for plan in todo) + sum(map(len, job.small.values()))
+    free = free_bytes(job.target)
+    if need + _RESERVE > free:
+        raise ValueError(
+            f"{job.target}: {need:,} bytes are still to be written, {free:,} are free (64 MiB are left "
+            "alone): choose another place or make room"
+        )
+    partial.mkdir(parents=True, exist_ok=True)
+    with _locked(partial), contextlib.ExitStack() as stack:
+        _clean(partial, set(done))
+        lines = [{"plan": fingerprint}, *({"file": name, **entry} for name, entry in done.items())]
+        write_small(partial / JOURNAL, b"".join(map(_line, lines)))
+        journal = stack.enter_context(open(partial / JOURNAL, "ab"))
+        for name, entry in _write_all(todo, job, partial, workers, report):
+            done[name] = entry
+            _note(journal, {"file": name, **entry})
+        manifest = {
+            "format": 1,
+            "made_by": "megatron-nemotron3",
+            **job.origin,
+            "files": {plan.name: done[plan.name] for plan in job.files},
+        }
+        for name, data in job.small.items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            write_small(partial / name, data)
+        write_small(partial / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+        (partial / JOURNAL).unlink()
+        for folder in {(partial / name).parent for name in (*job.small, *done)} | {partial}:
+            _sync_folder(folder)
+        if job.target.is_dir():
+            job.target.rmdir()
+        os.replace(partial, job.target)
+        _sync_folder(job.target.absolute().parent)
+    return manifest
+
+
+def _finished(partial: Path, fingerprint: str, files: Sequence[FilePlan]) -> dict[str, dict[str, Any]]:
+    """The files of the journal that are there in their full length.
+
+    Raises:
+        ValueError: the journal is of another plan.
+    """
+    if not os.path.lexists(partial):
+        return {}
+    if not (partial / JOURNAL).exists() and any(partial.iterdir()):
+        raise ValueError(f"{partial}: it exists and is no interrupted conversion: remove it")
+    lines = []
+    with contextlib.suppress(FileNotFoundError), open(partial / JOURNAL, "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):  # the last line may be cut
+                lines.append(json.loads(line))
+    if lines and lines[0].get("plan") != fingerprint:
+        raise ValueError(
+            f"{partial}: an interrupted conversion with other options or of another source is there: repeat its "
+            "command, or remove the folder"
+        )
+    lengths = {plan.name: plan.length for plan in files}
+    done = {}
+    for line in lines[1:]:
+        name = line.pop("file", None)
+        with contextlib.suppress(OSError):
+            if name in lengths and (partial / name).stat().st_size == lengths[name] == line.get("bytes"):
+                done[name] = line
+    return done
+
+
+def _write_all(
+    todo: Sequence[FilePlan], job: Job, partial: Path, workers: int, report: Callable[[Progress], None]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Write files; yields each when it is complete."""
+    total = sum(plan.length for plan in job.files)
+    before = total - sum(plan.length for plan in todo)
+    for plan in todo:
+        (partial / plan.name).parent.mkdir(parents=True, exist_ok=True)
+
+    def one(number: int, count: Callable[[int], None]) -> tuple[str, dict[str, Any]]:
+        plan = todo[number]
+        crc = write(plan, job.source, partial / plan.name, count)
+        return plan.name, {"bytes": plan.length, "crc32": f"{crc:08x}"}
+
+    def tell(done: int, seconds: float) -> None:
+        report(Progress(before + done, total, done / seconds if seconds else 0.0))
+
+    yield from each(one, range(len(todo)), workers=workers, report=tell)
+
+
+@contextlib.contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    """Held by this process and its workers; gone when all of them are.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        for attempt in range(50):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt == 49:
+                    raise ValueError(f"{partial}: another process is writing it") from None
+                time.sleep(0.1)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _clean(partial: Path, keep: set[str]) -> None:
+    """Remove what an interrupted run left besides the finished files."""
+    for path in sorted(partial.rglob("*"), reverse=True):
+        name = path.relative_to(partial).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        elif name not in keep and name != JOURNAL:
+            path.unlink()
+
+
+def _note(journal: Any, entry: Mapping[str, Any]) -> None:
+    journal.write(_line(entry))
+    journal.flush()
+    os.fsync(journal.fileno())
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return (json.dumps(entry) + "\n").encode()
+
+
+def _sync_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # some file systems know no fsync of a folder
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

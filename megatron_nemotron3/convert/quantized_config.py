@@ -1,0 +1,156 @@
+"""What a quantized checkpoint says of itself: hf_quant_config.json, the same in config.json, given scales.
+
+Both texts are ModelOpt's, because engines recognize the layout by them; `producer.written_by` says who wrote
+the file. One format for all layers is `quant_algo` with `exclude_modules`; several are MIXED_PRECISION with
+`quantized_layers`, which names every quantized module. Checkpoints whose activations stay BF16 are always
+written in the second way: SGLang looks for W4A16_NVFP4 there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoint.metadata import CheckpointError
+from megatron_nemotron3.convert.hf_folder import open_hf, read_json
+from megatron_nemotron3.convert.quantized_export import Quantization
+from megatron_nemotron3.convert.quantized_recipes import BLOCK, RECIPES
+from megatron_nemotron3.convert.safetensors_header import read_header
+from megatron_nemotron3.convert.stored import Block, Layout, Reads, Source, SourceTensor, row_major
+
+NAME = "hf_quant_config.json"
+#: The release of ModelOpt whose layout this is.
+LAYOUT = "0.47.0"
+SCALES = ("input_scale", "k_scale", "v_scale")
+#: Modules named where everything else is quantized: what engines build as quantizable layers.
+_LAYERS = ("_proj", "lm_head", "conv1d", "fc1_latent_proj", "fc2_latent_proj")
+
+
+def hf_quant_config(plan: Quantization, written_by: str) -> dict[str, Any]:
+    """hf_quant_config.json.
+
+    Args:
+        written_by: name and version of the program, for `producer`.
+    """
+    layers = {w.module: _layer(w.algorithm) for w in plan.weights if w.algorithm}
+    algorithms = {layer["quant_algo"] for layer in layers.values()}
+    details: dict[str, Any]
+    if len(algorithms) > 1 or "W4A16_NVFP4" in algorithms or RECIPES[plan.recipe].listed:
+        details = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "quantized_layers": layers}
+    else:
+        (algorithm,) = algorithms
+        details = {**_layer(algorithm), "kv_cache_quant_algo": None, "exclude_modules": _excluded(plan)}
+    if plan.kv_cache:
+        details["kv_cache_quant_algo"] = "FP8"
+    producer = {"name": "modelopt", "version": LAYOUT, "written_by": written_by}
+    return {"producer": producer, "quantization": details}
+
+
+def quantization_config(hf_quant: Mapping[str, Any]) -> dict[str, Any]:
+    """`quantization_config` of config.json, which says the same as hf_quant_config.json."""
+    details = hf_quant["quantization"]
+    result: dict[str, Any] = {"config_groups": {}}
+    if "quantized_layers" in details:
+        groups: dict[str, list[str]] = {}
+        for module, layer in details["quantized_layers"].items():
+            groups.setdefault(layer["quant_algo"], []).append(module)
+        for number, (algorithm, modules) in enumerate(groups.items()):
+            result["config_groups"][f"group_{number}"] = {**_group(algorithm), "targets": sorted(modules)}
+        result["quantized_layers"] = details["quantized_layers"]
+    else:
+        result["config_groups"]["group_0"] = {**_group(details["quant_algo"]), "targets": ["Linear"]}
+    result["ignore"] = details.get("exclude_modules", [])
+    result["quant_algo"] = details["quant_algo"]
+    if details["kv_cache_quant_algo"]:
+        result["kv_cache_scheme"] = _bits(8)
+    return {**result, "producer": hf_quant["producer"], "quant_method": "modelopt"}
+
+
+def plain_config(data: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json without what it says of quantization, as `config_json.read` wants it."""
+    return {key: value for key, value in data.items() if key != "quantization_config"}
+
+
+def read_scales(path: Path) -> dict[str, float]:
+    """Scales of activations and of the KV cache: X.input_scale, X.k_scale, X.v_scale -> value.
+
+    Args:
+        path: a JSON object of names and numbers; a safetensors file with one-element tensors; or the folder
+            of a quantized checkpoint of the same model, whose scales are taken.
+
+    Raises:
+        CheckpointError: none of these, or a scale that is no single float32.
+    """
+    if path.suffix == ".json":
+        data = read_json(path)
+        for name, value in data.items():
+            if type(value) not in (int, float) or name.rpartition(".")[2] not in SCALES:
+                raise CheckpointError(
+                    f"{path}: {name!r:.100} is {value!r:.40}: expected a number for a name that ends in "
+                    + ", ".join(SCALES)
+                )
+        return {name: float(value) for name, value in data.items()}
+    source = open_hf(path) if path.is_dir() else _one_file(path)
+    try:
+        names = [name for name in source.tensors if name.rpartition(".")[2] in SCALES]
+        result = {name: scalar(source, name) for name in names}
+    finally:
+        source.close()
+    if not result:
+        raise CheckpointError(f"{path}: no tensor's name ends in {', '.join(SCALES)}")
+    return result
+
+
+def scalar(source: Reads, name: str) -> float:
+    """The value of a scale of one element.
+
+    Raises:
+        CheckpointError: it has more than one, is no float32 or bfloat16, or is no finite number above 0.
+    """
+    tensor = source.tensors[name]
+    if math.prod(tensor.shape) != 1 or tensor.dtype not in ("float32", "bfloat16"):
+        raise CheckpointError(
+            f"{source.folder}: {name} is {tensor.dtype} {list(tensor.shape)}, expected one float32"
+        )
+    bits = source.read(name, tuple((0, n) for n in tensor.shape)).reshape(1)
+    value = float((bits.astype("u4") << (16 if tensor.dtype == "bfloat16" else 0)).view("f4")[0])
+    if not 0 < value < math.inf:
+        raise CheckpointError(f"{source.folder}: {name} is {value}, expected a number above 0")
+    return value
+
+
+def _one_file(path: Path) -> Source:
+    entries = read_header(path)[0]
+    tensors = {}
+    for name, entry in entries.items():
+        layout = Layout(path, entry.offset, row_major(entry.shape))
+        block = Block((0,) * len(entry.shape), entry.shape, layout)
+        tensors[name] = SourceTensor(entry.dtype, entry.shape, (block,))
+    return Source(path.parent, tensors, {path.name: path.stat().st_size})
+
+
+def _layer(algorithm: str) -> dict[str, Any]:
+    return {"quant_algo": algorithm} | ({"group_size": BLOCK} if "NVFP4" in algorithm else {})
+
+
+def _bits(number: int) -> dict[str, Any]:
+    return {"dynamic": False, "num_bits": number, "type": "float"}
+
+
+def _group(algorithm: str) -> dict[str, Any]:
+    if algorithm == "FP8":
+        return {"input_activations": _bits(8), "weights": _bits(8)}
+    packed = {**_bits(4), "group_size": BLOCK}
+    return {"weights": packed} | ({"input_activations": packed} if algorithm == "NVFP4" else {})
+
+
+def _excluded(plan: Quantization) -> list[str]:
+    """Layers that stay, each once; a layer of MTP, which stays whole, by its prefix."""
+    modules: Iterable[str] = (
+        ".".join(w.module.split(".")[:3]) + "*" if w.module.startswith("mtp.") else w.module
+        for w in plan.weights
+        if not w.algorithm and w.tensor.name.endswith(".weight")
+    )
+    return sorted({m for m in modules if m.endswith((*_LAYERS, "*"))})

@@ -1,0 +1,118 @@
+"""A destination file as a stream: what stands in it, to the byte, before any of it is written.
+
+A file is a list of parts, each literal bytes, then elements of one tensor, then literal bytes that may
+depend on the elements' CRC32. Sizes are known beforehand, so an index can be made, disk space checked and
+files given to several processes; and since a file is written in order, its checksum costs no second read.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
+from megatron_nemotron3.convert.plan import Slices, extent
+from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.views import bands
+
+#: Bytes of a band, the unit that is read, converted and written.
+BAND = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Literal bytes, a slice of a tensor in row-major order, literal bytes."""
+
+    head: bytes = b""
+    tensor: str = ""
+    slices: Slices = ()
+    dtype: str = ""
+    #: Bytes behind the elements, from their CRC32.
+    tail: Callable[[int], bytes] | None = None
+    tail_length: int = 0
+
+    @property
+    def data_length(self) -> int:
+        """Bytes of the elements."""
+        return prod(extent(self.slices)) * ITEM_SIZE[self.dtype] if self.tensor else 0
+
+    @property
+    def length(self) -> int:
+        """Bytes of the part."""
+        return len(self.head) + self.data_length + self.tail_length
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file to write: its name below the folder, and its parts in order."""
+
+    name: str
+    parts: Sequence[Part]
+
+    @property
+    def length(self) -> int:
+        """Bytes of the file."""
+        return sum(part.length for part in self.parts)
+
+
+def content(plan: FilePlan, source: Reads) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, in order, in blocks of about `BAND` bytes."""
+    for part in plan.parts:
+        if part.head:
+            yield part.head
+        crc = 0
+        if part.tensor:
+            for band in bands(part.slices, BAND // ITEM_SIZE[part.dtype]):
+                data = memoryview(source.read(part.tensor, band).reshape(-1).view("u1"))
+                if part.tail is not None:
+                    crc = zlib.crc32(data, crc)
+                yield data
+        if part.tail is not None:
+            yield part.tail(crc)
+
+
+def write(plan: FilePlan, source: Reads, path: Path, written: Callable[[int], None]) -> int:
+    """Write a file that is complete when it has its name, and on the disk.
+
+    Args:
+        written: told the number of bytes of each block.
+
+    Returns: the CRC32 of the file.
+
+    Raises:
+        CheckpointError: a source cannot be read.
+        OSError: the file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.part")
+    crc = length = 0
+    with open(temporary, "wb", buffering=0) as file:
+        for block in content(plan, source):
+            crc = zlib.crc32(block, crc)
+            length += len(block)
+            _write_all(file.fileno(), block)
+            written(len(block))
+        os.fsync(file.fileno())
+    if length != plan.length:
+        raise RuntimeError(f"{path}: {length:,} bytes were written, {plan.length:,} planned")
+    os.replace(temporary, path)
+    return crc
+
+
+def write_small(path: Path, data: bytes) -> None:
+    """Write a file at once; it is complete when it has its name."""
+    temporary = path.with_name(f".{path.name}.part")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _write_all(descriptor: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,190 @@
+"""Sources made of sources: the tensors of one side out of the other's, and other types.
+
+A view reads what it needs when it is asked for a slice, so a chain of views costs no more memory than the
+slice: `Converted(Cast(Source))` is what a conversion writes, band by band.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from megatron_nemotron3.checkpoint.metadata import CheckpointError
+from megatron_nemotron3.convert.inventory import Link
+from megatron_nemotron3.convert.plan import Piece, Slices, extent
+from megatron_nemotron3.convert.stored import Reads, SourceTensor, bits
+
+if TYPE_CHECKING:
+    import numpy
+
+
+class Converted(Reads):
+    """The tensors of one side of `links`, made of the other side's."""
+
+    def __init__(self, source: Reads, links: Iterable[Link], *, to_hf: bool) -> None:
+        """
+        Args:
+            source: has every tensor of the other side, under the links' names.
+
+        Raises:
+            CheckpointError: a tensor has another shape than the model's, or one tensor would be made of two
+                types.
+        """
+        self.folder, self.files, self.to_hf = source.folder, source.files, to_hf
+        self._source = source
+        self._links: dict[str, Link] = {}
+        tensors: dict[str, SourceTensor] = {}
+        for link in links:
+            mine, theirs = (link.hf, link.megatron) if to_hf else (link.megatron, link.hf)
+            for tensor in theirs:
+                if source.tensors[tensor.name].shape != tensor.shape:
+                    raise CheckpointError(
+                        f"{source.folder}: {tensor.name} has shape {list(source.tensors[tensor.name].shape)}, "
+                        f"the model's is {list(tensor.shape)}"
+                    )
+            kinds = {source.tensors[tensor.name].dtype for tensor in theirs}
+            if len(kinds) > 1:
+                raise CheckpointError(
+                    f"{source.folder}: {', '.join(t.name for t in theirs[:5])} are one tensor on the other side, "
+                    f"but of {len(kinds)} types, {' and '.join(sorted(kinds))}: give --dtype"
+                )
+            for tensor in mine:
+                tensors[tensor.name] = SourceTensor(min(kinds), tensor.shape)
+                self._links[tensor.name] = link
+        self.tensors = tensors
+        self._made: tuple[Link | None, dict[str, list[Piece]]] = (None, {})
+
+    def link(self, name: str) -> Link:
+        """What a tensor is made of."""
+        return self._links[name]
+
+    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+        import numpy
+
+        pieces = self._making(name)
+        if len(pieces) == 1 and extent(pieces[0].destination_slices) == self.tensors[name].shape:
+            return self._source.read(pieces[0].source, _within(pieces[0], slices)).reshape(extent(slices))
+        result = numpy.zeros(extent(slices), bits(self.tensors[name].dtype))  # zeros: padded rows
+        first, last = slices[0]  # pieces are bands of rows, and sorted
+        begin = max(0, bisect_right(pieces, first, key=_row) - 1)
+        for piece in pieces[begin : bisect_left(pieces, last, key=_row)]:
+            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(slices, piece.destination_slices))
+            if all(a < b for a, b in common):
+                part = self._source.read(piece.source, _within(piece, common))
+                window = tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, slices))
+                result[window] = part.reshape(extent(common))
+        return result
+
+    def _making(self, name: str) -> list[Piece]:
+        """The pieces of a tensor; those of the last link are kept, since its tensors come together."""
+        link = self._links[name]
+        if self._made[0] is not link:
+            plan = link.to_hf() if self.to_hf else link.to_hf().inverse()
+            pieces: dict[str, list[Piece]] = {}
+            for piece in sorted(plan.pieces, key=lambda p: p.destination_slices):
+                pieces.setdefault(piece.destination, []).append(piece)
+            self._made = (link, pieces)
+        return self._made[1][name]
+
+
+class Cast(Reads):
+    """The tensors of a source in another type, rounded to nearest even; some are left as they are."""
+
+    def __init__(self, source: Reads, dtype: str, *, keep: Callable[[str], bool]) -> None:
+        """
+        Args:
+            dtype: "bfloat16", "float16" or "float32".
+            keep: whether the tensor of that name keeps its type.
+        """
+        self.folder, self.files = source.folder, source.files
+        self._source, self._dtype = source, dtype
+        self.tensors = {
+            name: tensor if keep(name) else SourceTensor(dtype, tensor.shape)
+            for name, tensor in source.tensors.items()
+        }
+
+    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+        array = self._source.read(name, slices)
+        before, after = self._source.tensors[name].dtype, self.tensors[name].dtype
+        return array if before == after else cast(array, before, after)
+
+
+class Selected(Reads):
+    """Some tensors of a source, under other names."""
+
+    def __init__(self, source: Reads, names: dict[str, str]) -> None:
+        """
+        Args:
+            names: new name -> name in the source.
+        """
+        self.folder, self.files, self._source, self._names = source.folder, source.files, source, names
+        self.tensors = {new: source.tensors[old] for new, old in names.items()}
+
+    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+        return self._source.read(self._names[name], slices)
+
+
+def cast(array: numpy.ndarray[Any, Any], before: str, after: str) -> numpy.ndarray[Any, Any]:
+    """Raw bits of one floating-point type -> of another."""
+    result = as_tensor(array, before).to(getattr(_torch(), after))
+    return as_bits(result)
+
+
+def as_tensor(array: numpy.ndarray[Any, Any], dtype: str) -> Any:
+    """Raw bits -> a torch tensor that shares their memory."""
+    torch = _torch()
+    # torch knows few unsigned types; the bits of the signed ones are the same.
+    signed = array.view(f"i{array.itemsize}") if array.itemsize > 1 else array
+    return torch.from_numpy(signed).view(getattr(torch, dtype))
+
+
+def as_bits(tensor: Any) -> numpy.ndarray[Any, Any]:
+    """A torch tensor -> its raw bits, which share its memory."""
+    torch = _torch()
+    size = tensor.element_size()
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    return tensor.detach().contiguous().view(kind).numpy().view(f"u{size}")  # type: ignore[no-any-return]
+
+
+def bands(slices: Slices, max_elements: int) -> Iterable[Slices]:
+    """Slices, of at most `max_elements` but at least one row, that make up a slice in row-major order."""
+    lengths = extent(slices)
+    axis = next((i for i, n in enumerate(lengths) if n != 1), None)
+    if axis is None or prod(lengths) <= max_elements:
+        yield slices
+        return
+    row = prod(lengths) // lengths[axis]
+    step = max(1, max_elements // row)
+    start, stop = slices[axis]
+    for begin in range(start, stop, step):
+        yield (*slices[:axis], (begin, min(begin + step, stop)), *slices[axis + 1 :])
+
+
+def _row(piece: Piece) -> int:
+    return piece.destination_slices[0][0]
+
+
+def _within(piece: Piece, destination: Slices) -> Slices:
+    """The part of a piece's source that makes [destination], a part of its destination.
+
+    The two sides may differ by axes of length 1 (one expert of a stack), so those are matched up.
+    """
+    long = [i for i, n in enumerate(extent(piece.destination_slices)) if n != 1]
+    offsets = [(destination[i][0] - piece.destination_slices[i][0], destination[i]) for i in long]
+    result, at = [], 0
+    for (start, _), n in zip(piece.source_slices, extent(piece.source_slices)):
+        if n == 1:
+            result.append((start, start + 1))
+        else:
+            shift, (a, b) = offsets[at]
+            result.append((start + shift, start + shift + b - a))
+            at += 1
+    return tuple(result)
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch

@@ -1,0 +1,99 @@
+"""Items given to processes that inherit what they work on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from threading import Thread
+from typing import Any
+
+#: Seconds between two reports.
+INTERVAL = 1.0
+
+#: In a worker: the work and its counter; forked, so neither is sent.
+_work: tuple[Callable[[Any, Callable[[int], None]], Any], Any]
+
+
+def each(
+    work: Callable[[Any, Callable[[int], None]], Any],
+    items: Sequence[Any],
+    *,
+    workers: int,
+    report: Callable[[int, float], None] = lambda done, seconds: None,
+) -> Iterator[Any]:
+    """The results of `work(item, count)` for every item, in the order they are ready.
+
+    Args:
+        work: calls `count` with the number of bytes of each step; may be any function, since processes are
+            forked. Items and results are pickled.
+        workers: processes; 1: this process does the work.
+        report: told (bytes counted by all, seconds since the start) about once a second, and at the end.
+
+    Raises:
+        ValueError: a worker was killed.
+    """
+    global _work
+    started = last = time.monotonic()
+    if workers == 1 or len(items) <= 1:
+        done = 0
+
+        def count(length: int) -> None:
+            nonlocal done, last
+            done += length
+            if time.monotonic() - last > INTERVAL:
+                last = time.monotonic()
+                report(done, last - started)
+
+        for item in items:
+            yield work(item, count)
+        report(done, time.monotonic() - started)
+        return
+    context = multiprocessing.get_context("fork")
+    counter = context.Value("q", 0)
+    _work = (work, counter)
+    ends = os.pipe()
+    pool = ProcessPoolExecutor(min(workers, len(items)), context, _end_with_parent, ends)
+    try:
+        pending = {pool.submit(_one, item) for item in items}
+        while pending:
+            finished, pending = wait(pending, INTERVAL, FIRST_COMPLETED)
+            for one in finished:
+                yield one.result()
+            now = time.monotonic()
+            if now - last > INTERVAL or not pending:
+                last = now
+                report(counter.value, now - started)
+    except BrokenProcessPool:
+        raise ValueError("a worker was killed (out of memory?): try again, with fewer --workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for end in ends:
+            os.close(end)
+
+
+def _end_with_parent(read: int, write: int) -> None:
+    """End this worker when its parent is gone, so that it never writes beside the command that continues.
+
+    Only the parent keeps the pipe's other end open: reading returns when it dies, however that happens.
+    """
+    os.close(write)
+
+    def wait() -> None:
+        os.read(read, 1)
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
+
+
+def _one(item: Any) -> Any:
+    work, counter = _work
+
+    def count(length: int) -> None:
+        with counter.get_lock():
+            counter.value += length
+
+    return work(item, count)

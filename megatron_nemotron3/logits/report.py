@@ -1,0 +1,136 @@
+"""What `check_logits` saw, what it tolerates, and the sentences about it.
+
+Three questions, three tolerances:
+
+- Does each layer compute the same from the same input? The difference of what it adds to the stream, per
+  token, relative to what it adds. Rounding in FP32 leaves about 1e-6; `LAYER` is above what the sums of the
+  largest models can lose (16,384 terms: sqrt(16384) * 2^-24 = 8e-6) and below what one expert, head or row in
+  a wrong place changes. This is the strict check, and it names the layer.
+- Does each router score alike? `SCORE`, absolute: scores are in [0, 1] before the bias.
+- Do the logits agree, each side run from its own embedding? `LOGITS`, absolute, which suits logits of size 1
+  and dozens of layers. What rounding becomes in the layers behind it depends on the weights. So a third
+  stream is run that moves, behind each layer, by random numbers of just the difference seen in that layer:
+  what the logits then change is the floor, and where `FLOORS` of it exceed `LOGITS`, they are the tolerance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+LAYER = 1e-4
+SCORE = 1e-5
+LOGITS = 1e-4
+FLOORS = 4.0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One step of the walk: a layer, the embedding, or what stands in front of an MTP block's layers."""
+
+    #: "layer 3 (*, decoder.layers.3 and backbone.layers.3)".
+    name: str
+    #: Largest difference of a token's update from the same input, relative to the update.
+    difference: float
+    #: Largest absolute difference of the two streams behind it, and the root mean square of the stream.
+    streams: float
+    scale: float
+    #: Of an E layer: largest difference of a score from the same input, tokens with a near tie, tokens that
+    #: chose others without one (both in the stream of its own), experts that some token chose.
+    scores: float | None = None
+    ties: int = 0
+    others: int = 0
+    experts: int = 0
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong, or None. A NaN is."""
+        if not self.difference <= LAYER:
+            return f"{self.name}: the two differ by {self.difference:.1e} of the update (at most {LAYER:.0e})"
+        if self.scores is not None and not self.scores <= SCORE:
+            return f"{self.name}: routing scores differ by {self.scores:.1e} (at most {SCORE:.0e})"
+        return None
+
+
+@dataclass(frozen=True)
+class Logits:
+    """One output: the model's own, or that of an MTP depth."""
+
+    #: "logits", "logits of MTP depth 1".
+    name: str
+    #: Largest absolute difference, each side run from its own embedding.
+    difference: float
+    #: The same with both sides' final norm and output layer on the same input.
+    head: float
+    #: Largest absolute change by random differences of the size seen in the layers.
+    floor: float
+    #: Standard deviation.
+    scale: float
+    tokens: int
+    #: Tokens where both sides have the same most likely next token.
+    same_top1: int
+
+    @property
+    def tolerance(self) -> float:
+        """`LOGITS`, or more where rounding alone explains more."""
+        return max(LOGITS, FLOORS * self.floor + self.head)
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong, or None."""
+        if not self.head <= LAYER * max(1.0, self.scale):
+            return f"{self.name}: final norm and output layer differ by {self.head:.1e} on the same input"
+        if not self.difference <= self.tolerance:
+            return f"{self.name}: they differ by {self.difference:.1e} (at most {self.tolerance:.1e})"
+        return None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: difference {self.difference:.1e} of values of size {self.scale:.1f} "
+            f"(at most {self.tolerance:.1e}; rounding explains {self.floor:.1e}), "
+            f"same most likely token at {self.same_top1} of {self.tokens}"
+        )
+
+
+@dataclass
+class Report:
+    """All of it, in the order of the walk."""
+
+    layers: list[Layer] = field(default_factory=list)
+    logits: list[Logits] = field(default_factory=list)
+    #: Routed experts of the model, MTP included: a layer's are compared where some token chose them.
+    experts: int = 0
+    #: Bytes: the process's peak when it was done.
+    peak_memory: int = 0
+
+    @property
+    def problems(self) -> list[str]:
+        """Each thing that is wrong, the first layer first."""
+        found = (*(layer.problem for layer in self.layers), *(logits.problem for logits in self.logits))
+        return [problem for problem in found if problem]
+
+    @property
+    def passed(self) -> bool:
+        """Whether both sides compute the same."""
+        return bool(self.logits) and not self.problems
+
+    @property
+    def exit_status(self) -> int:
+        """0: they compute the same; 1: they do not."""
+        return 0 if self.passed else 1
+
+    def lines(self) -> list[str]:
+        """The end of the report."""
+        worst = max(self.layers, key=lambda layer: layer.difference)
+        result = [f"largest difference of a layer's output from the same input: {worst.difference:.1e}"]
+        result[0] += f", {worst.name}"
+        if self.experts:
+            seen, ties = sum(layer.experts for layer in self.layers), sum(layer.ties for layer in self.layers)
+            others = sum(layer.others for layer in self.layers)
+            result.append(
+                f"routing: {seen:,} of {self.experts:,} experts were chosen and compared; {ties} near ties, "
+                f"{others} other choices"
+            )
+        result += [str(logits) for logits in self.logits]
+        result.append(f"peak memory {self.peak_memory / 2**30:.2f} GiB")
+        result += [f"FAILED {problem}" for problem in self.problems]
+        return [*result, "both sides compute the same"] if self.passed else result

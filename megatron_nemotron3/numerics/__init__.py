@@ -1,0 +1,7 @@
+"""Number formats below 16 bits, on torch tensors. Imports torch and nothing of ours.
+
+e2m1    4-bit elements: round, pack two in a byte, decode
+e4m3    8-bit elements and scales: round, decode
+nvfp4   weights as E2M1 with an E4M3 scale for 16 elements and an FP32 scale for the tensor
+fp8     weights as E4M3 with an FP32 scale for the tensor
+"""

@@ -1,0 +1,32 @@
+"""E4M3, the 8-bit element of FP8 and the block scale of NVFP4: float8_e4m3fn of torch, as bits.
+
+Largest value 448, smallest normal one 2^-6, smallest at all 2^-9. No infinity; 0x7f and 0xff are NaN.
+Bits are uint8 tensors, which every device and `torch.save` of every version can move.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MAX = 448.0
+#: The smallest positive value, a subnormal.
+TINY = 2.0**-9
+#: Bits of 1.0.
+ONE = 0x38
+
+
+def encode(x: torch.Tensor) -> torch.Tensor:
+    """Bits of the nearest values, halfway cases to the even mantissa, magnitudes above 448 to 448.
+
+    Args:
+        x: any shape; float32, float16 or bfloat16.
+
+    Returns: uint8 of the same shape. A NaN stays a NaN.
+    """
+    # torch's own cast makes NaN of what is too large.
+    return x.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def decode(bits: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values of bits, in `dtype`; exact from bfloat16 on."""
+    return bits.view(torch.float8_e4m3fn).to(dtype)

@@ -1,0 +1,49 @@
+"""Small Hugging Face folders to convert."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_nemotron3.convert import config_json, inventory
+from megatron_nemotron3.models import Nemotron3Config
+
+
+def hf_values(config: Nemotron3Config, seed: int = 0, dtype: str = "bfloat16") -> dict[str, torch.Tensor]:
+    """Random tensors of a model, under their Hugging Face names."""
+    made = torch.Generator().manual_seed(seed)
+    return {
+        t.name: torch.randn(t.shape, generator=made).to(getattr(torch, t.dtype))
+        for t in inventory.hf_tensors(config, dtype=dtype)
+    }
+
+
+def write_hf(
+    folder: Path,
+    config: Nemotron3Config,
+    *,
+    files: int = 1,
+    values: dict[str, torch.Tensor] | None = None,
+    dtype: str = "bfloat16",
+) -> dict[str, torch.Tensor]:
+    """A folder as the safetensors package and a JSON writer leave it. Returns the tensors."""
+    folder.mkdir(parents=True)
+    values = hf_values(config, dtype=dtype) if values is None else values
+    names = list(values)
+    (folder / "config.json").write_text(json.dumps(config_json.write(config, dtype=dtype)))
+    if files == 1:
+        save_file(values, folder / "model.safetensors", {"format": "pt"})
+        return values
+    where = {}
+    for i in range(files):
+        file = f"model-{i + 1:05d}-of-{files:05d}.safetensors"
+        where.update(dict.fromkeys(names[i::files], file))
+        save_file({name: values[name] for name in names[i::files]}, folder / file, {"format": "pt"})
+    total = sum(v.numel() * v.element_size() for v in values.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return values
+

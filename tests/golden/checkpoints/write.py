@@ -1,0 +1,147 @@
+"""Write a tiny checkpoint with whatever megatron-core is imported; see README.md. Never run by the tests.
+
+    PYTHONPATH=CORE:REPOSITORY python write.py FOLDER [--modules te|local] [--singleton] [--layers MAIN/MTP]
+
+The model is stock Megatron's own hybrid model with its own stack specification, the state goes through its
+own `sharded_state_dict` and `dist_checkpointing.save`. Only the elements are ours: `values` in values.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import tempfile
+from contextlib import nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tests.golden.checkpoints.values import LAYERS, SIZES, VOCABULARY, part
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--modules", choices=("te", "local"), default="te")
+    parser.add_argument("--singleton", action="store_true", help="metadata singleton_local_shards")
+    parser.add_argument("--layers", default=LAYERS)
+    args = parser.parse_args()
+    without_cuda()
+    import torch
+
+    with tempfile.TemporaryDirectory() as store:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}/store", rank=0, world_size=1
+        )
+        write(args)
+        torch.distributed.destroy_process_group()
+
+
+def without_cuda() -> None:
+    """What building and saving ask of CUDA means the CPU from here on.
+
+    Not `cpu_mode`, which also patches parts of the one megatron-core version it is for.
+    """
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it compiles for a device
+    import megatron.core.extensions.transformer_engine  # looks at CUDA as it is imported
+    import torch
+    from megatron.core.tensor_parallel import random
+
+    from megatron_nemotron3 import cpu
+
+    for target, name, value in cpu._torch_table():
+        setattr(target, name, value)
+    random.CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
+
+
+def write(args: argparse.Namespace) -> None:
+    import megatron.core
+    import torch
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    parallel_state.initialize_model_parallel()
+    model = build(args)
+    metadata = {
+        "singleton_local_shards": args.singleton,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    state = model.sharded_state_dict(metadata=metadata)
+    apply_factories(state)
+    for tensor in nested_values(state):
+        if isinstance(tensor, ShardedTensor):
+            dtype = torch.float32 if tensor.key.endswith("expert_bias") else torch.bfloat16
+            shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+            whole = part(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), shape)
+            tensor.data = torch.from_numpy(whole).reshape(tensor.local_shape).to(dtype)
+            tensor.dtype = dtype
+    arguments = argparse.Namespace(
+        hybrid_layer_pattern=args.layers,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        **SIZES,
+    )
+    content = {"args": arguments, "checkpoint_version": 3.0, "iteration": 1, "model": state}
+    args.folder.mkdir(parents=True)
+    dist_checkpointing.save(content, str(args.folder))
+    print(megatron.core.__version__, sum(isinstance(v, ShardedTensor) for v in nested_values(state)))
+
+
+def build(args: argparse.Namespace) -> Any:
+    """This version's own model."""
+    from megatron.core.activations import squared_relu
+    from megatron.core.transformer import TransformerConfig
+
+    known = {field.name for field in fields(TransformerConfig)}
+    main, _, mtp = args.layers.partition("/")
+    sizes = {
+        **SIZES,
+        "num_layers": len(main),
+        "activation_func": squared_relu,
+        "mtp_num_layers": 1 if mtp else None,
+        "mtp_use_repeated_layer": bool(mtp),
+        "is_hybrid_model": True,
+        "moe_grouped_gemm": args.modules == "te",
+    }
+    config = TransformerConfig(**{name: value for name, value in sizes.items() if name in known})
+    common = {"vocab_size": VOCABULARY, "max_sequence_length": 64}
+    try:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as spec
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        spec = spec if args.modules == "te" else local(spec)
+        return HybridModel(config, spec, hybrid_layer_pattern=args.layers, **common)
+    except ImportError:  # up to 0.17
+        from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as spec
+        from megatron.core.models.mamba.mamba_model import MambaModel
+
+        spec = spec if args.modules == "te" else local(spec)
+        return MambaModel(config, spec, hybrid_override_pattern=args.layers, **common)
+
+
+def local(spec: Any) -> Any:
+    """The stack specification with torch modules in place of TransformerEngine's: norms stand apart."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    spec = copy.deepcopy(spec)
+    mamba, attention, mlp, moe = (
+        getattr(spec.submodules, f"{kind}_layer").submodules for kind in ("mamba", "attention", "mlp", "moe")
+    )
+    mamba.norm = attention.input_layernorm = mlp.pre_mlp_layernorm = moe.pre_mlp_layernorm = WrappedTorchNorm
+    mixer, dense = mamba.mixer.submodules, mlp.mlp.submodules
+    mixer.in_proj, mixer.out_proj = ColumnParallelLinear, RowParallelLinear
+    dense.linear_fc1, dense.linear_fc2 = ColumnParallelLinear, RowParallelLinear
+    inner = attention.self_attention.submodules
+    inner.linear_qkv, inner.linear_proj = ColumnParallelLinear, RowParallelLinear
+    inner.core_attention = DotProductAttention
+    moe.mlp = get_moe_module_spec(use_te=False, num_experts=2, moe_grouped_gemm=False)
+    return spec
+
+
+if __name__ == "__main__":
+    main()
