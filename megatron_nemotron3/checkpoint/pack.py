@@ -5,9 +5,9 @@ A torch_dist file is a row of such archives. Each is written strictly in order, 
     archive = tensor_archive("bfloat16", (4096, 2688))
     write(archive.head); write(data); write(archive.tail(zlib.crc32(data)))
 
-The data's CRC32 stands behind the data and in the directory, both in the tail. Nothing else depends on values
-or names: all experts share one archive. Data begins at a multiple of 64 bytes, and the archive's length is one
-too, so that archives behind one another keep their data aligned.
+The data's CRC32 stands behind the data and in the directory, both in the tail. Nothing else depends on
+values or names: all experts share one archive. Data begins at a multiple of 64 bytes, and the archive's
+length is one too, so that archives behind one another keep their data aligned.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Write the index of a torch_dist folder, without torch, and say what else Megatron wants beside it.
 
-What is not a tensor ("args", "iteration", "checkpoint_version") has two homes. megatron-core 0.16 to 0.18 read
-the file common.pt only. 0.19 reads common.pt if there is one, says that this will end, and else reads an object
-`common_state/shard_0_1` in the index; a strict load of 0.19 overlooks that object, and the default strictness
-of every version does. So a folder for all of them has both, with the same content; `metadata.json` comes last:
+What is not a tensor ("args", "iteration", "checkpoint_version") has two homes. megatron-core 0.16 to 0.18
+read the file common.pt only. 0.19 reads common.pt if there is one, says that this will end, and else reads an
+object `common_state/shard_0_1` in the index. A strict load of 0.19 overlooks that object, and so does the
+default strictness of every version. So a folder for all of them has both, with the same content:
 
     common.pt                        pack.object_archive(state)
     object common_state/shard_0_1    pack.object_archive([state])
     .metadata                        index_bytes(tensors, objects)
-    metadata.json                    CONFIG_TEXT
+    metadata.json                    CONFIG_TEXT, written last
 
 (With `--dist-ckpt-strictness raise_all`, 0.16 to 0.18 refuse the object as unexpected.)
 """
@@ -36,7 +36,7 @@ _CALL = (pickle.TUPLE1, pickle.REDUCE)
 def index_bytes(tensors: Mapping[str, StoredTensor], objects: Mapping[str, StoredObject]) -> bytes:
     """All of `.metadata`: a pickled torch.distributed.checkpoint Metadata.
 
-    Equal arguments in equal order give equal bytes. Memory: about 150 bytes for each chunk.
+    Equal arguments in equal order give equal bytes. Memory: about 200 bytes for each chunk.
 
     Args:
         tensors: key -> where its chunks are, each with the length of its whole archive.
@@ -53,7 +53,7 @@ def index_bytes(tensors: Mapping[str, StoredTensor], objects: Mapping[str, Store
     out = _Opcodes()
     with out.instance(_METADATA, "Metadata"):
         out.string("state_dict_metadata")
-        with out.dict():
+        with out.mapping():
             for name, tensor in tensors.items():
                 out.string(name)
                 _tensor(out, tensor)
@@ -62,13 +62,13 @@ def index_bytes(tensors: Mapping[str, StoredTensor], objects: Mapping[str, Store
                 out.name(_METADATA, "BytesStorageMetadata")
                 out.code(pickle.EMPTY_TUPLE, pickle.NEWOBJ)
         out.string("planner_data")  # every key's path in the dict that was saved: the key
-        with out.dict():
+        with out.mapping():
             for name in (*tensors, *objects):
                 out.string(name)
                 out.string(name)
                 out.code(pickle.TUPLE1)
         out.string("storage_data")
-        with out.dict():
+        with out.mapping():
             for name, tensor in tensors.items():
                 for chunk in tensor.chunks:
                     _place(out, name, chunk, chunk.offsets)
@@ -112,9 +112,9 @@ def _place(out: _Opcodes, name: str, place: StoredObject, offsets: tuple[int, ..
         out.string("relative_path")
         out.string(place.file)
         out.string("offset")
-        out.int(place.offset)
+        out.number(place.offset)
         out.string("length")
-        out.int(place.length)
+        out.number(place.length)
 
 
 class _Opcodes:
@@ -135,7 +135,7 @@ class _Opcodes:
             self.code(pickle.BINUNICODE, len(data).to_bytes(4, "little"), data)
             self._remember(text)
 
-    def int(self, number: int) -> None:
+    def number(self, number: int) -> None:
         """A number that is not negative."""
         if number < 1 << 8:
             self.code(pickle.BININT1, number.to_bytes(1, "little"))
@@ -157,7 +157,7 @@ class _Opcodes:
             self.name("torch", "Size")
             self.code(pickle.MARK)
             for number in numbers:
-                self.int(number)
+                self.number(number)
             self.code(pickle.TUPLE, *_CALL)
             self._remember(numbers)
 
@@ -172,12 +172,12 @@ class _Opcodes:
         self.string("torch.strided")
         self.code(*_CALL, pickle.NEWFALSE)
         self.name(_METADATA, "_MEM_FORMAT_ENCODING")
-        self.int(0)  # TORCH_CONTIGUOUS_FORMAT
+        self.number(0)  # TORCH_CONTIGUOUS_FORMAT
         self.code(*_CALL, pickle.NEWFALSE, pickle.TUPLE, pickle.BUILD)
         self._remember(("properties", dtype))
 
     @contextmanager
-    def dict(self) -> Iterator[None]:
+    def mapping(self) -> Iterator[None]:
         """A dict; keys and values in turn are written inside."""
         self.code(pickle.EMPTY_DICT, pickle.MARK)
         yield
@@ -188,7 +188,7 @@ class _Opcodes:
         """An instance, made without its constructor; names and values of attributes are written inside."""
         self.name(module, name)
         self.code(pickle.EMPTY_TUPLE, pickle.NEWOBJ)
-        with self.dict():
+        with self.mapping():
             yield
         self.code(pickle.BUILD)
 

@@ -20,7 +20,7 @@ from megatron_nemotron3.convert.checkpoints import (
     open_megatron,
 )
 from megatron_nemotron3.convert.compare import Difference, compare
-from megatron_nemotron3.convert.hf_folder import CONFIG, read_config, read_json
+from megatron_nemotron3.convert.hf_folder import CONFIG, is_hf, read_config, read_json
 from megatron_nemotron3.convert.job import MANIFEST, Job, Progress, check_target, free_bytes, partial_of, run
 from megatron_nemotron3.convert.stored import Reads
 from megatron_nemotron3.convert.streams import BAND
@@ -42,6 +42,7 @@ class Options:
     workers: int = 1
     dry_run: bool = False
     shard_bytes: int = to_hf.SHARD_BYTES
+    allow_nonfinite: bool = False
 
 
 def convert_to_hf(
@@ -61,6 +62,8 @@ def convert_to_hf(
         OSError: a file cannot be written.
     """
     check_target(target)
+    if is_hf(source):
+        raise ValueError(f"{source}: it is a Hugging Face folder: use `nemotron3 convert from-hf`")
     if vocab_size is None and reference is not None and (reference / CONFIG).exists():
         stated = read_config(reference).get("vocab_size")
         vocab_size = stated if type(stated) is int else None
@@ -83,7 +86,7 @@ def convert_to_hf(
         dtype=options.dtype or dtype,
     )
     files = to_hf.files(view.tensors, options.shard_bytes)
-    _carry_out(opened, target, Job(target, view, files, small, _origin(opened, options)), options)
+    _carry_out(opened, target, Job(target, view, files, small, _origin(opened, options), not options.allow_nonfinite), options)
 
 
 def convert_from_hf(
@@ -106,7 +109,7 @@ def convert_from_hf(
     files, small = from_hf.plan(
         view, opened.config, padded_vocab_size=rows, dtype=dtype, limit=options.shard_bytes
     )
-    _carry_out(opened, target, Job(target, view, files, small, _origin(opened, options)), options)
+    _carry_out(opened, target, Job(target, view, files, small, _origin(opened, options), not options.allow_nonfinite), options)
 
 
 def _carry_out(opened: Checkpoint, target: Path, job: Job, options: Options) -> None:
@@ -233,7 +236,7 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
     elif padding > 0:
         lines.append(f"vocabulary   {padding:,} padded rows behind {opened.config.vocab_size:,} tokens are left out")
     if opened.left_out:
-        lines.append("left out     " + ", ".join(f"{n:,} of {what}" for what, n in opened.left_out.items()))
+        lines.append("left out     " + ", ".join(f"{n:,} {what} tensors" for what, n in opened.left_out.items()))
     lines.append(
         f"target       {target}: {len(job.files) + len(job.small):,} files, {_size(job.length)}; "
         f"{_size(free_bytes(target))} are free"

@@ -1,9 +1,8 @@
 """config.json of Hugging Face <-> `Nemotron3Config`.
 
-Two dialects are read and, together, written: a pattern string (`hybrid_override_pattern`, what inference
-engines read) and a list of block types (`layers_block_type`), whose names changed in transformers 5.13
-(mamba -> linear_attention, attention -> full_attention). Old names are written, since all versions read
-them.
+Two dialects are read: a pattern string (`hybrid_override_pattern`, which inference engines know) and a list of
+block types (`layers_block_type`), whose names changed in transformers 5.13 (mamba -> linear_attention, attention
+-> full_attention). Written is the string, or what a reference has: transformers 5.15 refuses a file with both.
 
 What Megatron cannot build is refused by `FIXED`, what neither side computes with is in `IGNORED`, and a key
 in no table is refused, because it could mean anything. A file says nothing of the training (depths MTP is
@@ -170,7 +169,7 @@ def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | Non
 def write(
     config: Nemotron3Config, *, reference: Mapping[str, Any] | None = None, dtype: str = "bfloat16"
 ) -> dict[str, Any]:
-    """The config.json of a model, in both dialects; `json.dump` it with `allow_nan=False`.
+    """The config.json of a model; `json.dump` it with `allow_nan=False`.
 
     Args:
         reference: the released model's config.json. What it says beyond the model (token ids, `auto_map`,
@@ -188,8 +187,7 @@ def write(
         "dtype": dtype,
         "torch_dtype": dtype,  # the older name
         "num_hidden_layers": config.num_layers,
-        LAYERS[0]: config.pattern,
-        LAYERS[1][0]: [_BLOCK_OF[kind] for kind in config.pattern],
+        **_layers(LAYERS, config.pattern, reference),
         "intermediate_size": config.ffn_hidden_size,
         **{key: FIXED[key] for key in (*_WRITTEN, *(_WRITTEN_MOE if config.is_moe else ()))},
         **{keys[0]: getattr(config, field) for field, keys in tables.items()},
@@ -197,11 +195,10 @@ def write(
     if config.has_mtp:
         assert config.mtp_pattern is not None
         result[MTP_BLOCKS] = config.mtp_num_blocks
-        result[MTP_LAYERS[0]] = config.mtp_pattern
-        result[MTP_LAYERS[1][0]] = [_BLOCK_OF[kind] for kind in config.mtp_pattern]
+        result |= _layers(MTP_LAYERS, config.mtp_pattern, reference)
     if reference is not None:
         _check_same(read(reference, name=f"{config.name}, reference"), config)
-        ours = set(result) - {FIELDS[field][0] for field in FREE} - {"architectures"}
+        ours = set(result) - {*LAYERS[1], *MTP_LAYERS[1]} - {FIELDS[field][0] for field in FREE} - {"architectures"}
         ours -= set() if "-" in config.full_pattern else {"intermediate_size"}
         # The infinite default is left out: JSON has no infinity, and readers differ in how they write it.
         merged = {
@@ -211,6 +208,14 @@ def write(
         }
         result = merged | {key: value for key, value in result.items() if key not in merged}
     return result
+
+
+def _layers(
+    keys: tuple[str, tuple[str, ...]], pattern: str, reference: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The layers as a string; as the reference's list of block types where that is all it has."""
+    lists = [key for key in keys[1] if reference and reference.get(key) and not reference.get(keys[0])]
+    return {key: [_BLOCK_OF[kind] for kind in pattern] for key in lists} or {keys[0]: pattern}
 
 
 def _fields(kinds: str) -> dict[str, tuple[str, ...]]:

@@ -52,12 +52,11 @@ def open_hf(folder: Path) -> Source:
     elif os.path.lexists(folder / SINGLE):
         names = [SINGLE]
     else:
-        raise CheckpointError(f"{folder}: it has neither {SINGLE} nor {INDEX}")
+        raise CheckpointError(f"{folder}: it has neither {SINGLE} nor {INDEX}: is it a Megatron checkpoint?")
     tensors: dict[str, SourceTensor] = {}
-    sizes: dict[str, int] = {}
+    sizes = {name: regular(folder / name, folder) for name in names}
     for name in names:
         path = folder / name
-        sizes[name] = regular(path, folder)
         for tensor, entry in read_header(path)[0].items():
             if tensor in tensors:
                 raise CheckpointError(f"{path}: {tensor!r:.100} is in another file of the folder as well")

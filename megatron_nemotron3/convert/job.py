@@ -42,6 +42,8 @@ class Job:
     small: Mapping[str, bytes] = field(default_factory=dict)
     #: What the manifest says of where the folder came from; part of the plan's fingerprint.
     origin: Mapping[str, Any] = field(default_factory=dict)
+    #: Refuse NaN and infinities.
+    finite: bool = True
 
     @property
     def length(self) -> int:
@@ -200,7 +202,7 @@ def _write_all(
 
     def one(number: int, count: Callable[[int], None]) -> tuple[str, dict[str, Any]]:
         plan = todo[number]
-        crc = write(plan, job.source, partial / plan.name, count)
+        crc = write(plan, job.source, partial / plan.name, count, finite=job.finite)
         return plan.name, {"bytes": plan.length, "crc32": f"{crc:08x}"}
 
     def tell(done: int, seconds: float) -> None:

@@ -77,15 +77,15 @@ def _why(missing: int, total: int, first: str, tensors: Mapping[str, _Tensor]) -
     )
     if buckets := sum(_BUCKET.fullmatch(key) is not None for key in tensors):
         return number + (
-            f"the distributed optimizer saved them in {buckets} bucket(s) whose layout only a run of the same "
-            f"layout knows. To export them, {_RESHARD}; or leave --from-optimizer-master out"
+            f"the distributed optimizer saved them in {buckets} bucket(s) whose layout only a run of the "
+            f"same layout knows. To export them, {_RESHARD}; or leave --from-optimizer-master out"
         )
     if any(what_else(key) == "optimizer" for key in tensors):
         return number + (
-            f"the optimizer state covers a part of the weights only. If it was saved so, {_RESHARD}; or leave "
-            "--from-optimizer-master out"
+            f"the optimizer state covers a part of the weights only. If it was saved so, {_RESHARD}; or "
+            "leave --from-optimizer-master out"
         )
     return number + (
-        "the checkpoint holds no optimizer state with names (saved with --no-save-optim, a release, or a legacy "
-        "mp_rank folder): leave --from-optimizer-master out"
+        "the checkpoint holds no optimizer state with names (saved with --no-save-optim, a release, or a "
+        "legacy mp_rank folder): leave --from-optimizer-master out"
     )

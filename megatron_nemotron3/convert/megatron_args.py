@@ -1,9 +1,9 @@
 """A model as the arguments Megatron stores in its checkpoints, both ways. Standard library only.
 
 Megatron keeps its command line's `argparse.Namespace` in every checkpoint. `--use-checkpoint-args` takes the
-model from it, a resumed run compares some of it, and here it says which model a folder holds. It is written as
-the flags of `nemotron3 flags` would have made it, but for what is a run's own choice: --spec, grouped GEMM,
-tokenizer. Names changed over time; each row of the tables below has the present name first.
+model from it, a resumed run compares some of it, and here it says which model a folder holds. It is written
+as the flags of `nemotron3 flags` would have made it, but for what is a run's own choice: --spec, grouped
+GEMM, tokenizer. Names changed over time; each row of the tables below has the present name first.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def args_of(config: Nemotron3Config, *, padded_vocab_size: int, dtype: str = "bf
         raise ValueError(f"padded_vocab_size={padded_vocab_size} is less than vocab_size={config.vocab_size}")
     if config.mamba_conv_kernel != 4 and "M" in config.full_pattern:
         raise ValueError(
-            f"{config.name}: mamba_conv_kernel={config.mamba_conv_kernel}: Megatron builds Mamba-2 with 4 only"
+            f"{config.name}: mamba_conv_kernel={config.mamba_conv_kernel}: Megatron builds Mamba-2 with 4"
+            " only"
         )
     values: dict[str, Any] = {
         "num_layers": config.num_layers,
@@ -160,10 +161,10 @@ def config_of(
     """The model that stored arguments describe.
 
     Args:
-        args: "args" of a checkpoint's common state, as Megatron or `checkpoint.describe.common_state` read it.
+        args: "args" of a checkpoint's common state, read by Megatron or by `describe.common_state`.
         name: of the result, and for messages.
         vocab_size: rows of the embedding without padding. Arguments know it only where `--vocab-size` was
-            given; a tokenizer's is nowhere stored.
+            given (up to 0.17 NullTokenizer makes it one more); a tokenizer's is nowhere stored.
 
     Raises:
         ValueError: the model is not of this family (the message lists every argument that says so), a value
@@ -225,9 +226,15 @@ def _check_family(name: str, values: dict[str, Any], moe: bool) -> None:
     wrong = [
         f"{argument}={values[argument]!r} ({meaning})"
         for argument, (value, meaning) in family.items()
-        if meaning and argument != "group_query_attention" and values.get(argument, value) not in (value, None)
+        if meaning
+        and argument != "group_query_attention"
+        and values.get(argument, value) not in (value, None)
     ]
-    wrong += [f"{argument}={values[argument]!r} ({what})" for argument, what in _ABSENT.items() if values.get(argument)]
+    wrong += [
+        f"{argument}={values[argument]!r} ({what})"
+        for argument, what in _ABSENT.items()
+        if values.get(argument)
+    ]
     groups = values.get("moe_router_num_groups")
     if moe and groups not in (None, 1):
         wrong.append(f"moe_router_num_groups={groups!r} (experts chosen by groups)")
@@ -261,8 +268,8 @@ def _defaults(name: str, values: dict[str, Any], fields: dict[str, Any], kinds: 
         heads, rest = divmod(2 * fields["hidden_size"], fields["mamba_head_dim"])
         if rest:
             raise ValueError(
-                f"{name}: no mamba_num_heads, and 2 * hidden_size={2 * fields['hidden_size']} is not divisible "
-                f"by mamba_head_dim={fields['mamba_head_dim']}"
+                f"{name}: no mamba_num_heads, and 2 * hidden_size={2 * fields['hidden_size']} is not "
+                f"divisible by mamba_head_dim={fields['mamba_head_dim']}"
             )
         result["mamba_num_heads"] = heads
     width = _number(name, values, "ffn_hidden_size", ("ffn_hidden_size",))

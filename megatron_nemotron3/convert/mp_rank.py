@@ -21,19 +21,23 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
-from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import names, sharding
-from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.convert.names import Row
 from megatron_nemotron3.convert.places import Match, Names
 from megatron_nemotron3.convert.plan import Plan, Slices, extent, whole
-from megatron_nemotron3.convert.rank_file import RankFile, Stored
+from megatron_nemotron3.convert.rank_file import (
+    FILE,
+    Rank,
+    RankFile,
+    Stored,
+    argument,
+    open_ranks,
+    rank_folders,
+)
 from megatron_nemotron3.convert.stored import Block, Layout, Source, SourceTensor, row_major
 from megatron_nemotron3.models import Nemotron3Config
 
-FILE = "model_optim_rng.pt"
 _EMBEDDING = "embedding.word_embeddings.weight"
-_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(0|[1-9]\d*)\.")
 #: Parameters of all experts of a rank side by side (`--moe-use-legacy-grouped-gemm`, up to 0.16): the name
 #: of one expert's, and the symbols of its shape as stored, [in, out] instead of [out, in].
@@ -45,106 +49,49 @@ _SIDE_BY_SIDE = {
 _BLOCK = 1 << 20
 
 
-def open_mp_rank(
-    folder: Path, config: Nemotron3Config | None = None, *, check_replicas: bool = False
-) -> tuple[Source, dict[str, Any]]:
+def common_state(folder: Path) -> dict[str, Any]:
+    """What is stored beside weights and optimizer: "args" (`Inert`), "iteration", "checkpoint_version", ….
+
+    Raises:
+        CheckpointError: there is no legacy checkpoint, or its first file is damaged.
+    """
+    return RankFile.open(rank_folders(folder)[0][0] / FILE).common
+
+
+def open_mp_rank(folder: Path, config: Nemotron3Config, *, check_replicas: bool = False) -> Source:
     """The weights of a legacy folder (`iter_0000100`), global in name and shape, where they lie.
 
     Names are those of `named_parameters()` of the whole model (the dialects "parameter", "separate norm",
     "conv1d module", "sequential experts" of the name table). The vocabulary is as padded as it was.
 
     Args:
-        config: the model; a pattern or a size that is not the files' is refused. Default: what the arguments
-            in the files say.
+        config: the model; a pattern or a size that is not the files' is refused. Its `vocab_size` is not
+            looked at.
         check_replicas: read what several ranks hold whole from all of them, and refuse differences.
             Otherwise the first rank's is taken.
-
-    Returns:
-        The weights, and what is stored beside weights and optimizer: "args" (`Inert`), "iteration",
-        "checkpoint_version", ….
 
     Raises:
         CheckpointError: files are missing, damaged or hold another model; the message names file and cure.
     """
-    ranks = _ranks(folder)
-    state = ranks[0].file.common
+    ranks = open_ranks(folder)
     rows = next((m[_EMBEDDING].shape[0] for m in ranks[0].file.models if _EMBEDDING in m), 0)
     padded = rows * (1 + max(rank.tp for rank in ranks))
-    if config is None:
-        arguments = state.get("args")
-        if not isinstance(arguments, Inert):
-            raise CheckpointError(f"{ranks[0].file.path}: it stores no arguments: give --model")
-        try:
-            config = config_of(arguments, vocab_size=padded)
-        except ValueError as problem:
-            raise CheckpointError(f"{ranks[0].file.path}: {problem}; or give --model") from None
-    return _Merger(folder, config, ranks, padded).source(check_replicas), state
-
-
-@dataclass(frozen=True)
-class _Rank:
-    tp: int
-    pp: int
-    ep: int
-    file: RankFile
+    return _Merger(folder, config, ranks, padded).source(check_replicas)
 
 
 @dataclass(frozen=True)
 class _Held:
     """A parameter as one rank holds it; for an expert, `match.expert` is its number on the rank."""
 
-    rank: _Rank
+    rank: Rank
     match: Match
     stored: Stored
-
-
-def _folders(folder: Path) -> list[tuple[Path, tuple[str, ...]]]:
-    """(folder of a rank, its numbers as text), in order."""
-    found = []
-    if folder.is_dir():
-        for path in sorted(folder.iterdir()):
-            if match := _FOLDER.fullmatch(path.name):
-                if path.is_symlink():
-                    raise CheckpointError(f"{path}: it is a link; give the folder it leads to, or copy it")
-                found.append((path, tuple(number for number in match.groups() if number is not None)))
-    if not found:
-        raise CheckpointError(f"{folder}: it holds no mp_rank_… folders, so it is no legacy checkpoint")
-    if len({len(numbers) for _, numbers in found}) > 1:
-        raise CheckpointError(
-            f"{folder}: {found[0][0].name} and {found[-1][0].name} are of two layouts: remove the stale ones"
-        )
-    return found
-
-
-def _ranks(folder: Path) -> list[_Rank]:
-    result = []
-    pipeline: bool | None = None
-    for path, numbers in _folders(folder):
-        file = RankFile.open(path / FILE)
-        if len(numbers) == 2 and pipeline is None:
-            sizes = [_argument(file, f"{kind}_model_parallel_size") for kind in ("pipeline", "expert")]
-            if sizes.count(1) != 1:
-                raise CheckpointError(
-                    f"{file.path}: its arguments say PP={sizes[0]} and EP={sizes[1]}, so it cannot be told "
-                    f"whether the last number of {path.name} is a pipeline or an expert rank"
-                )
-            pipeline = sizes[1] == 1
-        tp, *rest = map(int, numbers)
-        pp, ep = rest if len(rest) == 2 else (*rest, 0) if pipeline else (0, *rest, 0)[:2]
-        result.append(_Rank(tp, pp, ep, file))
-    return result
-
-
-def _argument(file: RankFile, name: str) -> int | None:
-    arguments = file.common.get("args")
-    value = arguments.field(name) if isinstance(arguments, Inert) else None
-    return value if type(value) is int and value > 0 else None
 
 
 class _Merger:
     """Puts the files of all ranks together."""
 
-    def __init__(self, folder: Path, config: Nemotron3Config, ranks: list[_Rank], padded: int) -> None:
+    def __init__(self, folder: Path, config: Nemotron3Config, ranks: list[Rank], padded: int) -> None:
         self.folder, self.config, self.ranks = folder, config, ranks
         self.tp, self.pp, self.ep = (1 + max(getattr(r, axis) for r in ranks) for axis in ("tp", "pp", "ep"))
         self._check_ranks()
@@ -187,7 +134,7 @@ class _Merger:
                             f"is missing; the others are of {axes[0].upper()}={sizes[0]}, PP={sizes[1]}"
                         )
         for axis, kind in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
-            said = _argument(self.ranks[0].file, f"{kind}_model_parallel_size")
+            said = argument(self.ranks[0].file, f"{kind}_model_parallel_size")
             if said is not None and said != getattr(self, axis):
                 raise CheckpointError(
                     f"{self.folder}: written with {axis.upper()}={said}, but the folders there are of "
@@ -203,7 +150,7 @@ class _Merger:
             )
         return experts // self.ep
 
-    def _numbered(self) -> Iterator[tuple[_Rank, str, Stored]]:
+    def _numbered(self) -> Iterator[tuple[Rank, str, Stored]]:
         """Every weight of every file, layers numbered over the whole model."""
         counts: dict[tuple[int, int], dict[str, int]] = {}
         chunks = {len(rank.file.models) for rank in self.ranks}
@@ -232,7 +179,7 @@ class _Merger:
                     name = _renumbered(key, offsets[virtual, rank.pp])
                     yield from ((rank, one, part) for one, part in self._apart(name, stored, rank))
 
-    def _apart(self, name: str, stored: Stored, rank: _Rank) -> Iterator[tuple[str, Stored]]:
+    def _apart(self, name: str, stored: Stored, rank: Rank) -> Iterator[tuple[str, Stored]]:
         """The experts of a parameter that holds all of a rank's; any other as it is."""
         found = next((entry for entry in _SIDE_BY_SIDE.items() if name.endswith(entry[0])), None)
         if found is None:
@@ -252,13 +199,13 @@ class _Merger:
             part = replace(stored, shape=(columns, rows), stride=(1, columns), offset=begin)
             yield name.removesuffix(suffix) + one.replace("{e}", str(e)), part
 
-    def _etp(self, rank: _Rank) -> int:
-        etp = _argument(rank.file, "expert_tensor_parallel_size") or self.tp
+    def _etp(self, rank: Rank) -> int:
+        etp = argument(rank.file, "expert_tensor_parallel_size") or self.tp
         if etp > self.tp or self.tp % etp:
             raise CheckpointError(
-                f"{rank.file.path}: written with ETP={etp} and TP={self.tp}. Megatron names legacy files by TP "
-                "and EP rank, so files of several expert-tensor ranks overwrote each other: the weights are "
-                "not all there. Save with --ckpt-format torch_dist"
+                f"{rank.file.path}: written with ETP={etp} and TP={self.tp}. Megatron names legacy files "
+                "by TP and EP rank, so files of several expert-tensor ranks overwrote each other: weights "
+                "are lost. Save with --ckpt-format torch_dist"
             )
         return etp
 
@@ -279,8 +226,8 @@ class _Merger:
                 _compare(name, kept, one)
         if missing := set(range(1 if plan is None else size)) - set(parts):
             raise CheckpointError(
-                f"{self.folder}: {name} is in the file of {first.rank.file.path.parent.name}, but not in that "
-                f"of {'expert-' * routed}tensor rank {min(missing)} of {size}"
+                f"{self.folder}: {name} is in the file of {first.rank.file.path.parent.name}, but not in "
+                f"that of {'expert-' * routed}tensor rank {min(missing)} of {size}"
             )
         if plan is None:
             return SourceTensor(first.stored.dtype, shape, (_block(first, whole(shape), whole(shape)),))
@@ -357,9 +304,9 @@ def _compare(name: str, one: _Held, other: _Held) -> None:
             a, b = (source.read(name, band) for source in sources)
             if not (a == b).all():
                 raise CheckpointError(
-                    f"{other.rank.file.path}: {name} differs from that in {one.rank.file.path}, although both "
-                    "ranks hold it whole: the run had gone out of step; convert without the check to take the "
-                    "first rank's"
+                    f"{other.rank.file.path}: {name} differs from that in {one.rank.file.path}, although "
+                    "both ranks hold it whole: the run had gone out of step; without the check the first "
+                    "rank's is taken"
                 )
     finally:
         for source in sources:

@@ -37,6 +37,7 @@ def add_convert(command: argparse.ArgumentParser) -> None:
         _add_model(way)
         way.add_argument("--dtype", choices=DTYPES, help="default: as stored")
         way.add_argument("--shard-size", default="5GB", metavar="SIZE", help="of a file, at most (default 5GB)")
+        way.add_argument("--allow-nonfinite", action="store_true", help="copy NaN and infinities")
         way.add_argument("--dry-run", action="store_true", help="print the plan and what it needs")
         _add_workers(way)
 
@@ -79,6 +80,7 @@ def convert(options: argparse.Namespace) -> int:
         workers=_workers(options),
         dry_run=options.dry_run,
         shard_bytes=size(options.shard_size),
+        allow_nonfinite=options.allow_nonfinite,
     )
     if options.direction == "to-hf":
         command.convert_to_hf(

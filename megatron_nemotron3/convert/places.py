@@ -21,6 +21,10 @@ _PREFIX = re.compile(r"(?:decoder|backbone|mtp)\.layers\.[0-9]+\.(?:mtp_model_la
 _EXPERT = re.compile(r"(?:(?<=experts\.)|(?<=weight))(?:0|[1-9][0-9]*)(?=\.|\Z)")
 
 
+#: Ultra has 110 layers, 25,600 experts.
+_MOST_LAYERS, _MOST_EXPERTS = 10_000, 1_000_000
+
+
 @dataclass(frozen=True)
 class Place:
     """One layer, or the model itself: the part of the table that stands there, and what names begin with."""
@@ -47,7 +51,18 @@ _Table = dict[str, list[_Entry]]
 
 
 def places(config: Nemotron3Config) -> Iterator[Place]:
-    """Every place of a model, in the order of the layers: model, decoder, MTP blocks."""
+    """Every place of a model, in the order of the layers: model, decoder, MTP blocks.
+
+    Raises:
+        ValueError: more layers or experts than any model has, as a hostile configuration may say.
+    """
+    layers = len(config.pattern) + config.mtp_num_blocks * len(config.mtp_pattern or "")
+    experts = layers * (config.num_moe_experts or 1)
+    if layers > _MOST_LAYERS or experts > _MOST_EXPERTS:
+        raise ValueError(
+            f"{config.name}: {layers:,} layers with {config.num_moe_experts or 0:,} experts each are more than are "
+            f"looked at: {_MOST_LAYERS:,} layers, {_MOST_EXPERTS:,} experts in all"
+        )
     yield Place("model", "", "")
     for layer, kind in enumerate(config.pattern):
         yield Place(kind, f"decoder.layers.{layer}.", f"backbone.layers.{layer}.")

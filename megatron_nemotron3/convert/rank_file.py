@@ -1,4 +1,9 @@
-"""One model_optim_rng.pt: which tensor lies where in it, without loading it and without torch."""
+"""The files of a legacy checkpoint: whose they are, and which tensor lies where in them.
+
+FOLDER/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt
+
+Nothing is loaded: of a file only the headers and the pickle are read, without torch.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,14 @@ from megatron_nemotron3.checkpoint import describe, read
 from megatron_nemotron3.checkpoint.archive import ArchiveError, Record, crc_problem, read_at, records
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
 from megatron_nemotron3.checkpoint.read import TensorLayout, opened
-from megatron_nemotron3.checkpoint.unpickle import Refused, inert, loads
+from megatron_nemotron3.checkpoint.unpickle import Inert, Refused, inert, loads
 from megatron_nemotron3.convert.hf_folder import regular
 from megatron_nemotron3.convert.places import plain, what_else
 
 #: Larger pickles are not read; Ultra's is about 20 MB.
 _LIMIT = 256 << 20
+FILE = "model_optim_rng.pt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODEL = re.compile(r"model(0|[1-9]\d*)?")
 
 
@@ -91,7 +98,7 @@ def _models(root: dict[Any, Any]) -> list[Any]:
     """The models of a file: "model", or "model0", "model1", …"""
     if "model" in root:
         return [root["model"]]
-    found = []
+    found: list[Any] = []
     while (key := f"model{len(found)}") in root:
         found.append(root[key])
     if not found:
@@ -131,3 +138,66 @@ def _place(key: str, tensor: Any, found: dict[str, Record]) -> Stored:
             f"{key} needs {first + length:,} bytes of storage, record {record.name!r} has {record.size:,}"
         )
     return Stored(tensor.dtype, tensor.shape, tensor.stride, record.offset + first)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank's place in the layout, and its file."""
+
+    tp: int
+    pp: int
+    ep: int
+    file: RankFile
+
+
+def rank_folders(folder: Path) -> list[tuple[Path, tuple[str, ...]]]:
+    """(folder of a rank, its numbers as text), in order.
+
+    Raises:
+        CheckpointError: there is none, one is a link, or they are named for different layouts.
+    """
+    found = []
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            if match := _FOLDER.fullmatch(path.name):
+                if path.is_symlink():
+                    raise CheckpointError(f"{path}: it is a link; give the folder it leads to, or copy it")
+                found.append((path, tuple(number for number in match.groups() if number is not None)))
+    if not found:
+        raise CheckpointError(f"{folder}: it holds no mp_rank_… folders, so it is no legacy checkpoint")
+    if len({len(numbers) for _, numbers in found}) > 1:
+        raise CheckpointError(
+            f"{folder}: {found[0][0].name} and {found[-1][0].name} are of two layouts: remove the stale ones"
+        )
+    return found
+
+
+def open_ranks(folder: Path) -> list[Rank]:
+    """The files of all ranks, by TP, PP and EP rank.
+
+    Raises:
+        CheckpointError: there is none, one is damaged, or the folders' names are of several layouts.
+    """
+    result = []
+    pipeline: bool | None = None
+    for path, numbers in rank_folders(folder):
+        file = RankFile.open(path / FILE)
+        if len(numbers) == 2 and pipeline is None:
+            sizes = [argument(file, f"{kind}_model_parallel_size") for kind in ("pipeline", "expert")]
+            if sizes.count(1) != 1:
+                raise CheckpointError(
+                    f"{file.path}: its arguments say PP={sizes[0]} and EP={sizes[1]}, so it cannot be told "
+                    f"whether the last number of {path.name} is a pipeline or an expert rank"
+                )
+            pipeline = sizes[1] == 1
+        tp, *rest = map(int, numbers)
+        pp, ep = rest if len(rest) == 2 else (*rest, 0) if pipeline else (0, *rest, 0)[:2]
+        result.append(Rank(tp, pp, ep, file))
+    return result
+
+
+def argument(file: RankFile, name: str) -> int | None:
+    """A positive number among the stored arguments; None if it is not there."""
+    arguments = file.common.get("args")
+    value = arguments.field(name) if isinstance(arguments, Inert) else None
+    return value if type(value) is int and value > 0 else None

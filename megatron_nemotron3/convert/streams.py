@@ -13,11 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
+from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
 from megatron_nemotron3.convert.plan import Slices, extent
 from megatron_nemotron3.convert.stored import Reads
 from megatron_nemotron3.convert.views import bands
+
+if TYPE_CHECKING:
+    import numpy
 
 #: Bytes of a band, the unit that is read, converted and written.
 BAND = 8 << 20
@@ -59,15 +63,22 @@ class FilePlan:
         return sum(part.length for part in self.parts)
 
 
-def content(plan: FilePlan, source: Reads) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, in order, in blocks of about `BAND` bytes."""
+def content(plan: FilePlan, source: Reads, *, finite: bool = True) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, in order, in blocks of about `BAND` bytes.
+
+    Raises:
+        CheckpointError: a source cannot be read, or with `finite`, a value is NaN or infinite.
+    """
     for part in plan.parts:
         if part.head:
             yield part.head
         crc = 0
         if part.tensor:
             for band in bands(part.slices, BAND // ITEM_SIZE[part.dtype]):
-                data = memoryview(source.read(part.tensor, band).reshape(-1).view("u1"))
+                array = source.read(part.tensor, band).reshape(-1)
+                if finite and part.dtype in _INFINITE:
+                    _check_finite(array, part, source)
+                data = memoryview(array.view("u1"))
                 if part.tail is not None:
                     crc = zlib.crc32(data, crc)
                 yield data
@@ -75,10 +86,29 @@ def content(plan: FilePlan, source: Reads) -> Iterator[bytes | memoryview]:
             yield part.tail(crc)
 
 
-def write(plan: FilePlan, source: Reads, path: Path, written: Callable[[int], None]) -> int:
+#: Bits of the least value that is not finite, sign removed.
+_INFINITE = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float64": 0x7FF << 52}
+#: Elements looked at at once: they stay in a core's cache.
+_SOME = 1 << 16
+
+
+def _check_finite(array: numpy.ndarray[Any, Any], part: Part, source: Reads) -> None:
+    limit = _INFINITE[part.dtype]
+    signless = (1 << (8 * array.itemsize - 1)) - 1
+    for start in range(0, array.size, _SOME):
+        if int((array[start : start + _SOME] & signless).max()) >= limit:
+            raise CheckpointError(
+                f"{source.folder}: {part.tensor} has values that are NaN or infinite; --allow-nonfinite copies them"
+            )
+
+
+def write(
+    plan: FilePlan, source: Reads, path: Path, written: Callable[[int], None], *, finite: bool = True
+) -> int:
     """Write a file that is complete when it has its name, and on the disk.
 
     Args:
+        finite: refuse NaN and infinities.
         written: told the number of bytes of each block.
 
     Returns: the CRC32 of the file.
@@ -90,7 +120,7 @@ def write(plan: FilePlan, source: Reads, path: Path, written: Callable[[int], No
     temporary = path.with_name(f".{path.name}.part")
     crc = length = 0
     with open(temporary, "wb", buffering=0) as file:
-        for block in content(plan, source):
+        for block in content(plan, source, finite=finite):
             crc = zlib.crc32(block, crc)
             length += len(block)
             _write_all(file.fileno(), block)

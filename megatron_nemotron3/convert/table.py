@@ -154,8 +154,8 @@ def _config() -> list[str]:
         "",
         "`convert.config_json.read` and `write`. Layers are a pattern string "
         f"(`{config_json.LAYERS[0]}`, `{config_json.MTP_LAYERS[0]}`) or a list of block types "
-        f"(`{config_json.LAYERS[1][0]}`, `{config_json.MTP_LAYERS[1][0]}`); both are written, "
-        "and either is read. Block types: "
+        f"(`{config_json.LAYERS[1][0]}`, `{config_json.MTP_LAYERS[1][0]}`); either is "
+        "read, and the string written, or the list where a reference has only that. Block types: "
         + ", ".join(f"`{block}` {kind}" for block, kind in config_json.BLOCKS.items())
         + ". Values that contradict each other, that Megatron cannot build, and unknown keys are refused.",
         "",

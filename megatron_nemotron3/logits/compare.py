@@ -72,6 +72,10 @@ def check_logits(
     least = config.mtp_num_blocks + 2
     if tokens < least:
         raise ValueError(f"{tokens} tokens are too few: use at least {least}")
+    echo(
+        f"{config.name}: {tokens} random tokens (seed {seed}) through {config.full_pattern}, FP32; memory at "
+        f"most {memory_bound(config, tokens) / 2**30:.1f} GiB"
+    )
     if tokens <= config.mamba_chunk_size and "M" in config.full_pattern:
         echo(
             f"{tokens} tokens stay in the first chunk of {config.mamba_chunk_size}: mistakes of the scan "

@@ -11,34 +11,32 @@ from __future__ import annotations
 
 import torch
 
-#: Magnitudes by code; OCP Microscaling Formats (MX) v1.0, table 5.
+#: Magnitudes by code (OCP Microscaling Formats specification, FP4).
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MAX = 6.0
-
-#: The code is the number of these that a magnitude reaches: halfway points, which belong to the neighbor with
-#: an even mantissa. `True`: reached when exceeded, the point itself rounds down.
-_HALFWAY = ((0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, True), (3.5, False), (5.0, True))
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:
     """Codes of the nearest values, halfway cases to the even mantissa, magnitudes above 6 to 6.
 
     Args:
-        x: any shape; float32, float16 or bfloat16. A NaN gets the code of 0: exclude it before.
+        x: any shape; float32, float16 or bfloat16. A NaN has no code and gets any: exclude it before.
 
     Returns: uint8 of the same shape, 0 to 15. The sign is that of the comparison `x < 0`: -0.0 becomes 0,
         a negative value that rounds to zero becomes 8.
     """
-    magnitude = x.abs()
-    codes = (x < 0).to(torch.uint8).mul_(8)
-    # Seven comparisons and not `bucketize`: they vectorize (120 against 44 million elements/s on one core).
-    for point, above in _HALFWAY:
-        codes += magnitude > point if above else magnitude >= point
-    return codes
+    magnitude = x.abs().clamp_(max=MAX)
+    # Values are multiples of 1/2 up to 2, of 1 up to 4, of 2 up to 6. On each of these grids `round` takes
+    # halfway cases to the even multiple, which has the even mantissa. The code is the position on the grid
+    # that is coarse enough: the least of the three. (Faster than comparing with seven thresholds.)
+    codes = (magnitude * 2).round_()
+    codes = torch.minimum(codes, magnitude.round().add_(2))
+    codes = torch.minimum(codes, magnitude.mul_(0.5).round_().add_(4))
+    return (x < 0).to(torch.uint8).mul_(8).add_(codes.to(torch.uint8))
 
 
 def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of codes 0 to 15, in `dtype`; exact in every floating-point type of 8 bits or more."""
+    """Values of codes 0 to 15, in `dtype`; exact from float16 and bfloat16 on."""
     values = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=dtype, device=codes.device)
     return values[codes.int()]
 

@@ -118,7 +118,7 @@ def test_a_folder_of_them_passes_the_full_check_and_a_flipped_bit_does_not(tmp_p
 
 @pytest.mark.parametrize("length", [2**32 - 2000, 2**32 - 400, 2**32 - 1, 2**32 + 5, 5 * 2**30])
 def test_zip64_where_32_bits_end(length: int, tmp_path: Path) -> None:
-    """Sparse files: only the last bytes are written. The CRC32 is not that of the data, torch does not look."""
+    """Sparse files: only the last bytes are written. The CRC32 is not the data's; torch does not look."""
     archive = tensor_archive("uint8", (length,))
     path = tmp_path / "large"
     with open(path, "wb") as file:

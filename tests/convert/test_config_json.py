@@ -111,16 +111,22 @@ def test_round_trip(config: Nemotron3Config) -> None:
 
 @pytest.mark.parametrize("config", [*map(get, CATALOG), DISTINCT], ids=lambda c: c.name)
 def test_either_dialect_alone_is_enough(config: Nemotron3Config) -> None:
-    full = write(config)
-    new = {"mamba": "linear_attention", "attention": "full_attention"}
-    strings = {k: v for k, v in full.items() if not k.endswith("layers_block_type")}
-    lists = {k: v for k, v in full.items() if not k.endswith("hybrid_override_pattern")}
-    renamed = {k: [new.get(b, b) for b in v] if k.endswith("block_type") else v for k, v in lists.items()}
-    short = {k: v for k, v in renamed.items() if k not in ("layers_block_type", "num_hidden_layers")}
-    short["layer_types"] = renamed["layers_block_type"]
-    assert strings.keys() != full.keys() != lists.keys()
-    for data in (strings, lists, renamed, short):
-        assert read(data, base=config) == read(full, base=config)
+    strings = write(config)
+    old = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+    new = old | {"M": "linear_attention", "*": "full_attention"}
+    rest = {k: v for k, v in strings.items() if not k.endswith("hybrid_override_pattern")}
+    dialects = []
+    for kinds, key in ((old, "layers_block_type"), (new, "layers_block_type"), (new, "layer_types")):
+        lists = {key: [kinds[kind] for kind in config.pattern]}
+        if config.mtp_pattern:
+            lists["mtp_layers_block_type"] = [kinds[kind] for kind in config.mtp_pattern]
+        dialects.append(rest | lists)
+    for data in dialects:
+        assert read(data, base=config) == read(strings, base=config)
+        # What the reference has is kept, and the other dialect is not added: transformers 5.15 refuses both.
+        merged = write(config, reference=data)
+        assert read(merged, base=config) == read(strings, base=config)
+        assert not [key for key in merged if key.endswith("hybrid_override_pattern")]
 
 
 def test_files_as_published_are_read() -> None:
@@ -202,10 +208,10 @@ def test_files_as_published_are_read() -> None:
     for name, data in (("nano", nano), ("nemotron-h-8b", dense)):
         config = get(name)
         same_model(read(data), config.but(init_method_std=0.02))
-        # With it as reference its own fields stay, and what we add is the second dialect.
+        # With it as reference its own fields stay.
         merged = write(config, reference=data)
         assert {k: v for k, v in data.items() if k != "time_step_limit"}.items() <= merged.items()
-        aliases = {"head_dim", "dtype", "layers_block_type"} | set(merged) & {"moe_latent_size"}
+        aliases = {"head_dim", "dtype"} | set(merged) & {"moe_latent_size"}
         assert set(merged) - set(data) == aliases - set(data)
         through_json(merged)
         same_model(read(merged), config.but(init_method_std=0.02))
@@ -261,23 +267,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {}}, "quantization_config"),
     ({"moe_gate_bias": 1, "depth": 2}, "2 unknown keys: depth, moe_gate_bias"),
     ({"num_hidden_layers": 11}, "num_hidden_layers=11, but the layers .* are 12"),
-    ({"hybrid_override_pattern": "MEM"}, "hybrid_override_pattern='MEM', layers_block_type='MEM.*contradict"),
     (
-        {"hybrid_override_pattern": "MEX", "layers_block_type": None, "num_hidden_layers": 3},
+        {"layers_block_type": ["mamba", "moe", "mamba"]},
+        r"hybrid_override_pattern='MEM.*', layers_block_type='MEM' contradict",
+    ),
+    (
+        {"hybrid_override_pattern": "MEX", "num_hidden_layers": 3},
         "'X' at position 2",
     ),
     (
-        {"hybrid_override_pattern": "M|E", "layers_block_type": None, "num_hidden_layers": 3},
+        {"hybrid_override_pattern": "M|E", "num_hidden_layers": 3},
         r"'\|' at position 1",
     ),
-    ({"hybrid_override_pattern": None, "layers_block_type": None}, "layers unknown"),
+    ({"hybrid_override_pattern": None}, "layers unknown"),
     ({"hybrid_override_pattern": 7}, "hybrid_override_pattern is a int, expected a string"),
     ({"layers_block_type": "mamba"}, "layers_block_type is a str, expected a list"),
     ({"layers_block_type": ["mamba", "mamba2"]}, r"layers_block_type\[1\] is 'mamba2': known block types"),
     ({"layers_block_type": [["mamba"]]}, r"layers_block_type\[0\] is \['mamba'\]"),
     ({"mtp_layers_block_type": ["attention"]}, r"mtp_hybrid_override_pattern='\*E', .*contradict"),
     (
-        {"mtp_hybrid_override_pattern": None, "mtp_layers_block_type": None},
+        {"mtp_hybrid_override_pattern": None},
         "num_nextn_predict_layers=1, but config.json has no mtp_hybrid_override_pattern",
     ),
     ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers=-1 is no number of MTP blocks"),

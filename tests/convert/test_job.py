@@ -74,12 +74,12 @@ def test_finished_files_are_not_written_again(tmp_path: Path, monkeypatch: pytes
     written: list[str] = []
     write = streams.write
 
-    def fail_at_the_last(plan: FilePlan, *args: object) -> int:
+    def fail_at_the_last(plan: FilePlan, *args: object, **options: object) -> int:
         if plan.name == "sub/file4" and not written.count("sub/file4"):
             written.append(plan.name)
             raise OSError("disk gone")
         written.append(plan.name)
-        return write(plan, *args)  # type: ignore[arg-type]
+        return write(plan, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(job_module, "write", fail_at_the_last)
     with pytest.raises(OSError, match="disk gone"):

@@ -162,8 +162,10 @@ def test_keys_that_are_no_weights() -> None:
     assert what_else("common_state/shard_0_1") == "training state"
     assert what_else("decoder.layers.0.mixer.in_proj.weight_quantizer._amax") == "quantizer"
     assert what_else("chained_1.optimizer.state.exp_avg.output_layer.weight") == "optimizer"
+    assert what_else("rng_state.(0, 0).0.torch_rng_state") == "training state"  # fsdp_dtensor
     assert what_else("decoder.layers.0.mixer.in_proj.weight.z") is None
     assert master_of("optimizer.state.fp32_param.output_layer.weight") == "output_layer.weight"
+    assert master_of("chained_1.optimizer.state.param.output_layer.weight") == "output_layer.weight"
     assert master_of("optimizer.state.exp_avg.output_layer.weight") is None
 
 

@@ -1,11 +1,8 @@
-"""Packed checkpoints: which weights, which tensors, which bytes; written, read back, and damaged."""
+"""Packed checkpoints: which weights, which tensors, which bytes; and which files."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from math import prod
@@ -20,12 +17,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
-from megatron_nemotron3.convert import config_json, inventory, to_hf
+from megatron_nemotron3.convert import inventory, to_hf
 from megatron_nemotron3.convert.hf_folder import open_hf
 from megatron_nemotron3.convert.plan import whole
 from megatron_nemotron3.convert.quantized_config import (
     hf_quant_config,
-    plain_config,
     quantization_config,
     read_scales,
 )
@@ -33,64 +29,9 @@ from megatron_nemotron3.convert.quantized_export import Quantization, Quantized,
 from megatron_nemotron3.convert.quantized_import import Dequantized
 from megatron_nemotron3.convert.quantized_recipes import RECIPES, formats
 from megatron_nemotron3.convert.stored import Reads, SourceTensor
-from megatron_nemotron3.convert.streams import write
-from megatron_nemotron3.convert.views import as_bits, as_tensor
-from megatron_nemotron3.models import Nemotron3Config, get
+from megatron_nemotron3.models import get
 from megatron_nemotron3.numerics import fp8, nvfp4
-
-TINY = ("super-tiny", "ultra-tiny", "nano-tiny", "lightning-tiny")
-
-
-class Memory(Reads):
-    """Tensors in memory; counts what is read of them."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.folder, self.files = Path("memory"), {}
-        self._data = {n: (str(t.dtype).removeprefix("torch."), as_bits(t)) for n, t in tensors.items()}
-        self.tensors = {n: SourceTensor(kind, tuple(a.shape)) for n, (kind, a) in self._data.items()}
-        self.reads: list[tuple[str, int]] = []
-
-    def read(self, name: str, slices: Any) -> numpy.ndarray:
-        result = self._data[name][1][tuple(slice(*s) for s in slices)].copy()
-        self.reads.append((name, result.nbytes))
-        return result
-
-
-def _model(config: Nemotron3Config, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return {
-        t.name: (torch.randn(t.shape, generator=generator) * 0.05).to(
-            torch.float32 if t.dtype == "float32" else dtype
-        )
-        for t in inventory.hf_tensors(config)
-    }
-
-
-def _scales(config: Nemotron3Config, recipe: str) -> dict[str, float]:
-    """A number of its own for everything that can have one."""
-    kinds = formats(config, recipe)
-    skip = "nvfp4" if config.name.startswith("lightning") else ""
-    names = [n.removesuffix("weight") + "input_scale" for n, k in kinds.items() if k not in ("bf16", skip)]
-    for layer, kind in enumerate(config.pattern):
-        if kind == "*":
-            names += [f"backbone.layers.{layer}.mixer.{x}_proj.{x}_scale" for x in "kv"]
-    return {name: (i + 1) / 1024 for i, name in enumerate(names)}
-
-
-def _whole(source: Reads, name: str) -> torch.Tensor:
-    tensor = source.tensors[name]
-    return as_tensor(source.read(name, whole(tensor.shape)), tensor.dtype)
-
-
-def _written(folder: Path, source: Reads) -> Path:
-    folder.mkdir()
-    for plan in to_hf.files(source.tensors, 1 << 20):
-        write(plan, source, folder / plan.name, lambda n: None)
-    index = to_hf.index(source.tensors, 1 << 20)
-    if index:
-        (folder / "model.safetensors.index.json").write_bytes(index)
-    return folder
-
+from tests.convert.quantized_models import TINY, Memory, all_scales, random_model, read_whole, written
 
 # -- which weights -----------------------------------------------------------------------------------
 
@@ -117,7 +58,7 @@ def test_nano_excludes_what_the_released_file_lists() -> None:
     expected |= {f"backbone.layers.{i}.mixer.{x}_proj" for i in attention for x in "qkvo"}
     expected |= {f"backbone.layers.{i - 1}.mixer.{x}_proj" for i in attention for x in ("in", "out")}
     expected |= {f"backbone.layers.{i}.mixer.conv1d" for i in mamba}
-    plan = quantization(get("nano"), "nvfp4", _scales(get("nano"), "nvfp4"))
+    plan = quantization(get("nano"), "nvfp4", all_scales(get("nano"), "nvfp4"))
     details = hf_quant_config(plan, "test")["quantization"]
     assert set(details.pop("exclude_modules")) == expected and len(expected) == 60
     assert details == {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}
@@ -136,7 +77,7 @@ def test_nano_excludes_what_the_released_file_lists() -> None:
 )
 def test_sizes(model: str, recipe: str, gigabytes: float, quantized: dict[str, int]) -> None:
     config = get(model)
-    plan = quantization(config, recipe, _scales(config, recipe))
+    plan = quantization(config, recipe, all_scales(config, recipe))
     assert Counter(w.algorithm for w in plan.weights if w.algorithm) == quantized
     assert plan.nbytes / 1e9 == pytest.approx(gigabytes, abs=0.0005)
     assert plan.kv_cache and not plan.kept and not plan.unused
@@ -192,7 +133,7 @@ def test_fp8_needs_scales(recipe: str) -> None:
 
 def test_scales_are_given_for_all_of_a_format_or_none() -> None:
     config = get("super-tiny")
-    scales = _scales(config, "nvfp4")
+    scales = all_scales(config, "nvfp4")
     expert = next(n for n in scales if ".mixer.experts.3." in n)
     for dropped, count in ((expert, "NVFP4"), ("k_scale", "KV cache"), ("in_proj.input_scale", "FP8")):
         rest = {n: v for n, v in scales.items() if not n.endswith(dropped) or "layers.0." in n}
@@ -207,7 +148,7 @@ def test_scales_are_given_for_all_of_a_format_or_none() -> None:
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 def test_scales_that_are_no_positive_numbers_are_refused(value: float) -> None:
-    scales = _scales(get("nano-tiny"), "nvfp4")
+    scales = all_scales(get("nano-tiny"), "nvfp4")
     name = next(iter(scales))
     with pytest.raises(ValueError, match="no positive number"):
         quantization(get("nano-tiny"), "nvfp4", scales | {name: value})
@@ -215,7 +156,7 @@ def test_scales_that_are_no_positive_numbers_are_refused(value: float) -> None:
 
 def test_scales_of_other_modules() -> None:
     config = get("super-tiny")
-    scales = _scales(config, "nvfp4")
+    scales = all_scales(config, "nvfp4")
     plan = quantization(config, "nvfp4", scales | {"lm_head.input_scale": 1.0})
     assert plan.unused == ("lm_head.input_scale",)
     for name in ("backbone.layers.99.mixer.in_proj.input_scale", "lm_head.weight_scale", "x"):
@@ -225,11 +166,11 @@ def test_scales_of_other_modules() -> None:
 
 def test_scales_are_read_from_json_a_safetensors_file_and_a_checkpoint(tmp_path: Path) -> None:
     config = get("nano-tiny")
-    scales = _scales(config, "nvfp4")
+    scales = all_scales(config, "nvfp4")
     (tmp_path / "scales.json").write_text(json.dumps(scales))
     save_file({n: torch.tensor(v) for n, v in scales.items()}, tmp_path / "scales.safetensors")
-    quantized = Quantized(Memory(_model(config)), quantization(config, "nvfp4", scales))
-    folder = _written(tmp_path / "checkpoint", quantized)
+    quantized = Quantized(Memory(random_model(config)), quantization(config, "nvfp4", scales))
+    folder = written(tmp_path / "checkpoint", quantized)
     for path in (tmp_path / "scales.json", tmp_path / "scales.safetensors", folder):
         assert read_scales(path) == scales
 
@@ -300,10 +241,10 @@ def _contract(plan: Quantization, stated: dict[str, Any], stored: Mapping[str, t
 @pytest.mark.parametrize("name", TINY)
 def test_written_and_read_back(tmp_path: Path, name: str, with_scales: bool) -> None:
     config = get(name)
-    model = _model(config)
-    scales = _scales(config, "nvfp4") if with_scales else {}
+    model = random_model(config)
+    scales = all_scales(config, "nvfp4") if with_scales else {}
     plan = quantization(config, "nvfp4", scales)
-    folder = _written(tmp_path / "checkpoint", Quantized(Memory(model), plan))
+    folder = written(tmp_path / "checkpoint", Quantized(Memory(model), plan))
     stored: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         stored |= load_file(file)
@@ -319,7 +260,7 @@ def test_written_and_read_back(tmp_path: Path, name: str, with_scales: bool) -> 
         source.check(about)
     inventory.check_hf(config, {n: t.shape for n, t in source.tensors.items()})
     for weight in plan.weights:
-        values, original = _whole(source, weight.tensor.name), model[weight.tensor.name]
+        values, original = read_whole(source, weight.tensor.name), model[weight.tensor.name]
         if weight.algorithm is None:
             assert torch.equal(values, original) and values.dtype == original.dtype
         else:
@@ -353,8 +294,8 @@ def test_any_slice_is_the_slice_of_the_whole(data: st.DataObject) -> None:
         assert numpy.array_equal(some, full[tuple(slice(*s) for s in slices)])
 
 
-_SCALES = _scales(get("super-tiny"), "nvfp4")
-_SOURCE = Memory(_model(get("super-tiny")))
+_SCALES = all_scales(get("super-tiny"), "nvfp4")
+_SOURCE = Memory(random_model(get("super-tiny")))
 _PICK = [
     f"backbone.layers.1.mixer.experts.2.down_proj.{part}"
     for part in ("weight", "weight_scale", "weight_scale_2")
@@ -363,11 +304,11 @@ _PICK = [
 
 def test_float32_masters_can_be_quantized_directly() -> None:
     config = get("nano-tiny")
-    model = _model(config, torch.float32)
+    model = random_model(config, torch.float32)
     quantized = Quantized(Memory(model), quantization(config, "nvfp4"))
     name = "backbone.layers.1.mixer.experts.0.up_proj.weight"
     s = nvfp4.tensor_scale(nvfp4.amax(model[name]))
-    assert torch.equal(_whole(quantized, name), nvfp4.quantize(model[name], s)[0])
+    assert torch.equal(read_whole(quantized, name), nvfp4.quantize(model[name], s)[0])
     assert quantized.tensors["lm_head.weight"].dtype == "float32"
 
 
@@ -410,7 +351,7 @@ def test_weights_are_read_in_bands_small_ones_once(shape, algorithm, largest, pa
 
 def test_a_weight_with_nan_is_named() -> None:
     config = get("nano-tiny")
-    model = _model(config)
+    model = random_model(config)
     name = "backbone.layers.1.mixer.experts.5.down_proj.weight"
     model[name][3, 4] = float("nan")
     quantized = Quantized(Memory(model), quantization(config, "nvfp4"))
@@ -433,221 +374,7 @@ def test_a_weight_with_nan_is_named() -> None:
 )
 def test_a_source_that_is_not_the_model_is_refused(change, message: str) -> None:
     config = get("nano-tiny")
-    model = _model(config)
+    model = random_model(config)
     change(model)
     with pytest.raises(CheckpointError, match=message):
         Quantized(Memory(model), quantization(config, "nvfp4"))
-
-
-# -- what other programs make and read ---------------------------------------------------------------
-
-
-def test_config_json_is_read_without_what_it_says_of_quantization() -> None:
-    config = get("super")
-    plain = config_json.write(config)
-    plan = quantization(get("super-tiny"), "nvfp4")
-    data = plain | {"quantization_config": quantization_config(hf_quant_config(plan, "test"))}
-    with pytest.raises(ValueError, match="quantization_config"):
-        config_json.read(data, name="super", base=config)
-    assert plain_config(data) == plain
-    assert config_json.read(plain_config(data), name="super", base=config) == config
-
-
-CONFIGS = """
-import json, sys
-from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
-from modelopt.torch.export.quant_utils import process_layer_quant_config
-stated, formats = json.load(sys.stdin)
-mirrored = convert_hf_quant_config_format(stated)
-layers = process_layer_quant_config(formats)
-print(json.dumps([mirrored, layers]))
-"""
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_configurations_are_modelopts(name: str) -> None:
-    site = os.environ.get("MODELOPT_SITE")
-    if not site:
-        pytest.skip("MODELOPT_SITE names no folder with nvidia-modelopt")
-    plan = quantization(get(name), "nvfp4", _scales(get(name), "nvfp4"))
-    stated = hf_quant_config(plan, "test")
-    kinds: dict[str, Any] = {}
-    for weight in plan.weights:
-        if weight.algorithm:
-            kinds[f"{weight.module}.quantization"] = weight.algorithm.lower()
-            kinds[f"{weight.module}.awq_block_size"] = 16
-    out = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CONFIGS],
-        input=json.dumps([stated, kinds]),
-        env=os.environ | {"PYTHONPATH": site},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    mirrored, layers = json.loads(out.splitlines()[-1])
-    assert quantization_config(stated) == mirrored
-    details = stated["quantization"]
-    assert details["quant_algo"] == layers["quant_algo"]
-    assert details.get("quantized_layers", {}) == layers.get("quantized_layers", {})
-
-
-def _compressed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """ModelOpt's tensors of a model as compressed-tensors names and scales them."""
-    result = dict(tensors)
-    for name in tensors:
-        module, _, part = name.rpartition(".")
-        if part == "weight_scale_2":
-            result[f"{module}.weight_packed"] = result.pop(f"{module}.weight")
-            result[f"{module}.weight_global_scale"] = 1 / result.pop(name).reshape(1)
-        elif part == "input_scale" and f"{module}.weight_scale_2" in tensors:
-            result[f"{module}.input_global_scale"] = 1 / result.pop(name)
-        elif part == "weight_scale" and f"{module}.weight_scale_2" not in tensors:
-            rows = tensors[f"{module}.weight"].shape[0]
-            result[name] = tensors[name].to(torch.bfloat16).expand(rows, 1).contiguous()
-    return result
-
-
-def test_compressed_tensors_layouts_are_read() -> None:
-    config = get("super-tiny")
-    quantized = Quantized(Memory(_model(config)), quantization(config, "nvfp4", _SCALES))
-    tensors = {n: _whole(quantized, n) for n in quantized.tensors}
-    theirs = Dequantized(Memory(_compressed(tensors)))
-    ours = Dequantized(Memory(tensors))
-    assert theirs.tensors.keys() == ours.tensors.keys() and theirs.formats == ours.formats
-    assert all("scale" in name for name in theirs.left_behind)
-    for name in ours.tensors:
-        a, b = _whole(theirs, name).float(), _whole(ours, name).float()
-        # FP8 scales are bfloat16 here, and the reciprocal of a reciprocal may be off in the last bit.
-        assert bool(((a - b).abs() <= 2**-7 * b.abs()).all()), name
-
-
-COMPRESSED = """
-import sys, torch
-from compressed_tensors.compressors import NVFP4PackedCompressor
-from compressed_tensors.quantization import QuantizationScheme
-from compressed_tensors.quantization.quant_scheme import NVFP4
-from safetensors.torch import load_file, save_file
-tensors = load_file(sys.argv[1])
-scheme = QuantizationScheme(targets=["Linear"], **NVFP4)
-save_file({"weight": NVFP4PackedCompressor.decompress(tensors, scheme)["weight"].contiguous()}, sys.argv[2])
-"""
-
-
-def test_compressed_tensors_own_reader_agrees(tmp_path: Path) -> None:
-    site = os.environ.get("COMPRESSED_TENSORS_SITE")
-    if not site:
-        pytest.skip("COMPRESSED_TENSORS_SITE names no folder with compressed-tensors")
-    config = get("super-tiny")
-    quantized = Quantized(Memory(_model(config)), quantization(config, "nvfp4"))
-    module = "backbone.layers.1.mixer.experts.0.up_proj"
-    tensors = {
-        f"{module}.{p}": _whole(quantized, f"{module}.{p}")
-        for p in ("weight", "weight_scale", "weight_scale_2")
-    }
-    packed = _compressed(tensors)
-    save_file({n.removeprefix(module + "."): t for n, t in packed.items()}, tmp_path / "in.safetensors")
-    command = [sys.executable, "-W", "ignore", "-c", COMPRESSED]
-    command += [str(tmp_path / "in.safetensors"), str(tmp_path / "out.safetensors")]
-    subprocess.run(command, env=os.environ | {"PYTHONPATH": site}, check=True)
-    theirs = load_file(tmp_path / "out.safetensors")["weight"].float()
-    ours = _whole(Dequantized(Memory(packed)), f"{module}.weight").float()
-    assert bool(((theirs - ours).abs() <= 2**-7 * ours.abs()).all())  # it multiplies in bfloat16
-
-
-# -- damaged checkpoints -----------------------------------------------------------------------------
-
-X = "backbone.layers.0.mixer.in_proj"
-
-
-def _tensors(kind: str) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    if kind == "fp8":
-        return {
-            f"{X}.weight": torch.randn(8, 32).to(torch.float8_e4m3fn),
-            f"{X}.weight_scale": torch.tensor(0.1),
-        }
-    parts = {"codes": "weight", "scale_2": "weight_scale_2"}
-    if kind == "compressed":
-        parts = {"codes": "weight_packed", "scale_2": "weight_global_scale"}
-    return {
-        f"{X}.{parts['codes']}": torch.randint(0, 256, (8, 16), dtype=torch.uint8),
-        f"{X}.weight_scale": torch.rand(8, 2).to(torch.float8_e4m3fn),
-        f"{X}.{parts['scale_2']}": torch.tensor(0.1),
-    }
-
-
-DAMAGE = [
-    ("nvfp4", "weight_scale", None, "there is no .*weight_scale"),
-    ("nvfp4", "weight_scale", torch.ones(8, 3).to(torch.float8_e4m3fn), r"expected float8_e4m3fn \[8, 2\]"),
-    ("nvfp4", "weight_scale", torch.ones(8, 2), r"is float32 \[8, 2\]: expected float8_e4m3fn"),
-    (
-        "nvfp4",
-        "weight_scale",
-        torch.full((8, 2), float("nan")).to(torch.float8_e4m3fn),
-        "holds NaN or a negative",
-    ),
-    ("nvfp4", "weight_scale", (-torch.ones(8, 2)).to(torch.float8_e4m3fn), "holds NaN or a negative"),
-    ("nvfp4", "weight_scale_2", None, "weight_scale_2 is missing"),
-    ("nvfp4", "weight_scale_2", torch.ones(2), r"weight_scale_2 has shape \[2\]"),
-    ("nvfp4", "weight_scale_2", torch.tensor(0.0), "is 0.0, expected a number above 0"),
-    ("nvfp4", "weight_scale_2", torch.tensor(float("nan")), "is nan, expected a number above 0"),
-    ("nvfp4", "weight_scale_2", torch.tensor(1, dtype=torch.int32), "is int32"),
-    ("nvfp4", "weight", torch.zeros(8, 15, dtype=torch.uint8), "one for 16 of the 30 columns"),
-    ("nvfp4", "weight", torch.zeros(8, dtype=torch.uint8), r"uint8 \[8\], unknown"),
-    ("nvfp4", "weight", torch.ones(8, 32, dtype=torch.bfloat16), "is a scale of no quantized weight"),
-    ("compressed", "weight_global_scale", torch.tensor(0.0), "is 0.0, expected a number above 0"),
-    ("compressed", "weight_global_scale", None, "weight_global_scale is missing"),
-    ("compressed", "weight_packed", torch.ones(8, 16), r"float32 \[8, 16\], unknown"),
-    ("compressed", "weight", torch.ones(8, 32), "are the same weight"),
-    ("compressed", "weight_zero_point", torch.ones(8, 2), "this layout are not read"),
-    ("fp8", "weight_scale", None, "there is no .*weight_scale"),
-    ("fp8", "weight_scale", torch.ones(2, 2), "scales for blocks are not read"),
-    ("fp8", "weight_scale", torch.tensor(float("inf")), "is inf, expected a number above 0"),
-    ("fp8", "weight_scale", torch.tensor([1.0, 2, 0, 1, 1, 1, 1, 1]), "holds a scale not above 0"),
-    ("fp8", "weight", torch.full((8, 32), float("nan")).to(torch.float8_e4m3fn), "holds NaN"),
-    ("fp8", "weight_scale_2", torch.tensor(1.0), "is a scale of no quantized weight"),
-    ("fp8", "pre_quant_scale", torch.ones(32), "this layout are not read"),
-]
-
-
-@pytest.mark.parametrize(
-    ("kind", "part", "value", "message"), DAMAGE, ids=lambda v: v if isinstance(v, str) else ""
-)
-def test_damaged_weights_are_refused_by_name(kind: str, part: str, value: Any, message: str) -> None:
-    tensors = _tensors(kind)
-    assert _whole(Dequantized(Memory(tensors)), f"{X}.weight").shape == (8, 32)
-    tensors.pop(f"{X}.{part}", None)
-    if value is not None:
-        tensors[f"{X}.{part}"] = value
-    with pytest.raises(CheckpointError, match=message) as caught:
-        source = Dequantized(Memory(tensors))
-        source.read(f"{X}.weight", ((0, 8), (0, 32)))
-    assert X in str(caught.value)
-
-
-def test_configurations_that_say_something_else_are_refused() -> None:
-    source = Dequantized(Memory(_tensors("fp8")))
-    fp4 = {
-        "quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": {X: {"quant_algo": "NVFP4"}}}
-    }
-    other = {"quantized_layers": {X: {"quant_algo": "FP8"}, "lm_head": {"quant_algo": "FP8"}}}
-    for stated, message in (
-        (fp4, f"{X} is stored as fp8, the configuration lists NVFP4"),
-        (other, "lm_head is stored as a plain weight, the configuration lists FP8"),
-        ({"quantized_layers": {X: 3}}, "the configuration lists none"),
-        ({"quant_algo": "FP8", "ignore": ["backbone.layers.0.*"]}, "excludes 'backbone.layers.0.\\*'"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            source.check(stated)
-    source.check({"quantized_layers": {X: {"quant_algo": "FP8"}}})
-    source.check({"quant_algo": "FP8", "ignore": ["lm_head", 3]})
-
-
-def test_importing_costs_the_standard_library() -> None:
-    code = (
-        "import sys; from megatron_nemotron3.convert import quantized_config, quantized_export, "
-        "quantized_import, quantized_recipes; "
-        "print([m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"

@@ -29,7 +29,18 @@ def cases() -> dict[str, torch.Tensor]:
     # Tensor scale 1 and exact block scales: every value and every halfway point, of both signs.
     exact = torch.stack([MAGNITUDES * s for s in (448, 1, 2.0**-9, 0.3125)]).repeat(2, 1)
     exact[4:] = -exact[4:]
+    # Blocks whose scale is a halfway point of E4M3, so that the order of divisions decides its last bit.
+    largest = torch.tensor(1.53125)
+    candidates = torch.arange(1, 1 << 15, dtype=torch.int16).view(torch.bfloat16).float()
+    candidates = candidates[(candidates > largest / 500) & (candidates <= largest)]
+    scale = largest / torch.tensor(2688.0)
+    orders = candidates / (6 * scale), candidates / 6 / scale, candidates * (1 / (6 * scale))
+    one, two, three = (o.clamp(max=448).to(torch.float8_e4m3fn).float() for o in orders)
+    chosen = candidates[(one != two) | (one != three)]
+    order = torch.zeros(len(chosen) + 1, 16)
+    order[:, 5] = torch.cat((largest[None], chosen))
     return {
+        "order": order.bfloat16(),
         "normal": normal.bfloat16(),
         "float32": normal * 0.0173,
         "float16": normal.half() * 0.0173,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,16 @@ def test_old_transformers_is_refused(version: str, right_one: bool, monkeypatch:
         return
     with pytest.raises(ImportError, match=rf"transformers {version} .*pip install 'transformers>=5\.15\.1'"):
         hugging_face.transformers_model()
+
+
+def test_it_needs_neither_megatron_nor_transformers_to_be_imported() -> None:
+    """`pip install megatron-nemotron3[convert]` has no megatron-core; transformers is for those who ask."""
+    code = (
+        "import sys, megatron_nemotron3.logits.compare; "
+        "print([m for m in ('megatron', 'megatron.core', 'transformers', 'triton') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
 
 
 # --- routing ----------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ def test_both_sides_compute_the_same(run: Run) -> None:
     assert run.lines[-1] == "both sides compute the same"
     config = run.pair.config
     assert sum("decoder.layers." in layer.name for layer in report.layers) == config.num_layers
+    assert any("MTP: transformers has none" in line for line in run.lines) == config.has_mtp
     assert [logits.name for logits in report.logits][1:] == ["logits of MTP depth 1"] * config.has_mtp
     assert max(layer.difference for layer in report.layers) < 1e-5  # ten times below what is tolerated
     for logits in report.logits:

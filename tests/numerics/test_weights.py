@@ -10,13 +10,25 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3.numerics import e2m1, e4m3, fp8, nvfp4
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "nvfp4_weights.npz"
-CASES = ("normal", "float32", "float16", "spread", "holes", "outlier", "exact", "tiny", "large", "column")
+CASES = (
+    "normal",
+    "float32",
+    "float16",
+    "spread",
+    "holes",
+    "outlier",
+    "exact",
+    "tiny",
+    "large",
+    "column",
+    "order",
+)
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -76,6 +88,7 @@ def test_bytes_are_modelopts_on_larger_weights() -> None:
     )
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     rows=st.integers(1, 9),
@@ -103,6 +116,7 @@ def test_the_error_is_within_a_step(
     assert bool((((values - exact).abs() <= (nearest - exact).abs() + steps * 1e-6) | ~inside).all())
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 39), max_size=4))
 def test_bands_make_the_whole(seed: int, cuts: list[int]) -> None:
     weight = _weight(seed, 40, 48, torch.bfloat16)
@@ -189,6 +203,21 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     codes, bits = torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 3, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"block scales \[4, 3\] do not fit packed elements \[4, 16\]"):
         nvfp4.dequantize(codes, bits, torch.tensor(1.0))
+
+
+def test_narrow_weights_are_divided_in_float32() -> None:
+    for dtype in TYPES:
+        weight = _weight(9, 64, 256, dtype)
+        scale = fp8.tensor_scale(fp8.amax(weight))
+        bits = fp8.quantize(weight, scale)
+        assert torch.equal(bits, fp8.quantize(weight.float(), scale))
+        # Nobody else's element is nearer.
+        error = (fp8.dequantize(bits, scale, torch.float64) - weight.double()).abs()
+        for step in (1, -1):
+            inside = (bits & 0x7F).int() + step
+            other = (inside.clamp(0, 0x7E) | (bits & 0x80).int()).to(torch.uint8)
+            theirs = (fp8.dequantize(other, scale, torch.float64) - weight.double()).abs()
+            assert bool((error <= theirs * (1 + 1e-6)).all())
 
 
 def test_a_scale_for_each_row() -> None:

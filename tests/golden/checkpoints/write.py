@@ -1,6 +1,6 @@
 """Write a tiny checkpoint with whatever megatron-core is imported; see README.md. Never run by the tests.
 
-    PYTHONPATH=CORE:REPOSITORY python write.py FOLDER [--modules te|local] [--singleton] [--layers MAIN/MTP]
+    PYTHONPATH=CORE:REPOSITORY python write.py FOLDER [--format F] [--modules te|local] [--singleton] …
 
 The model is stock Megatron's own hybrid model with its own stack specification, the state goes through its
 own `sharded_state_dict` and `dist_checkpointing.save`. Only the elements are ours: `values` in values.py.
@@ -17,12 +17,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tests.golden.checkpoints.values import LAYERS, SIZES, VOCABULARY, part
+from tests.golden.checkpoints.values import LAYERS, SIZES, VOCABULARY, part, values
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--format", choices=("torch_dist", "torch", "fsdp_dtensor"), default="torch_dist")
     parser.add_argument("--modules", choices=("te", "local"), default="te")
     parser.add_argument("--singleton", action="store_true", help="metadata singleton_local_shards")
     parser.add_argument("--layers", default=LAYERS)
@@ -44,8 +45,7 @@ def without_cuda() -> None:
     Not `cpu_mode`, which also patches parts of the one megatron-core version it is for.
     """
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it compiles for a device
-    import megatron.core.extensions.transformer_engine  # looks at CUDA as it is imported
-    import torch
+    import megatron.core.extensions.transformer_engine  # noqa: F401 (looks at CUDA as it is imported)
     from megatron.core.tensor_parallel import random
 
     from megatron_nemotron3 import cpu
@@ -57,36 +57,82 @@ def without_cuda() -> None:
 
 def write(args: argparse.Namespace) -> None:
     import megatron.core
-    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    args.folder.mkdir(parents=True)
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, **SIZES}
+    arguments = argparse.Namespace(hybrid_layer_pattern=args.layers, **sizes)
+    content = {"args": arguments, "checkpoint_version": 3.0, "iteration": 1}
+    {"torch_dist": torch_dist, "torch": mp_rank, "fsdp_dtensor": fsdp_dtensor}[args.format](args, content)
+    print(megatron.core.__version__, sorted(path.name for path in args.folder.rglob("*")))
+
+
+def torch_dist(args: argparse.Namespace, content: dict[str, Any]) -> None:
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    parallel_state.initialize_model_parallel()
-    model = build(args)
     metadata = {
         "singleton_local_shards": args.singleton,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    state = model.sharded_state_dict(metadata=metadata)
-    apply_factories(state)
-    for tensor in nested_values(state):
+    content["model"] = build(args).sharded_state_dict(metadata=metadata)
+    apply_factories(content["model"])
+    for tensor in nested_values(content["model"]):
         if isinstance(tensor, ShardedTensor):
-            dtype = torch.float32 if tensor.key.endswith("expert_bias") else torch.bfloat16
             shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
             whole = part(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), shape)
-            tensor.data = torch.from_numpy(whole).reshape(tensor.local_shape).to(dtype)
-            tensor.dtype = dtype
-    arguments = argparse.Namespace(
-        hybrid_layer_pattern=args.layers,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        **SIZES,
-    )
-    content = {"args": arguments, "checkpoint_version": 3.0, "iteration": 1, "model": state}
-    args.folder.mkdir(parents=True)
+            tensor.data = typed(tensor.key, whole).reshape(tensor.local_shape)
+            tensor.dtype = tensor.data.dtype
     dist_checkpointing.save(content, str(args.folder))
-    print(megatron.core.__version__, sum(isinstance(v, ShardedTensor) for v in nested_values(state)))
+
+
+def mp_rank(args: argparse.Namespace, content: dict[str, Any]) -> None:
+    import torch
+
+    content["model"] = build(args).state_dict_for_save_checkpoint()
+    for key, tensor in content["model"].items():
+        if not key.endswith("_extra_state"):
+            content["model"][key] = typed(key, values(key, tuple(tensor.shape)))
+    (args.folder / "mp_rank_00").mkdir()
+    torch.save(content, args.folder / "mp_rank_00" / "model_optim_rng.pt")
+
+
+def fsdp_dtensor(args: argparse.Namespace, content: dict[str, Any]) -> None:
+    """Up to here the state is Megatron-FSDP's; from here torch's own save, as in training.checkpointing."""
+    import torch
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.transformer.fsdp_dtensor_checkpoint import (
+        handle_experts_in_state_dict,
+        handle_fp8_extra_state_case,
+    )
+
+    settings = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+    )
+    model = build(args)
+    state = FullyShardedDataParallel(model.config, settings, model).state_dict_for_save_checkpoint()
+    handle_fp8_extra_state_case(state)
+    content["model"] = handle_experts_in_state_dict(state, SIZES["num_moe_experts"])
+    for key, tensor in content["model"].items():
+        local = getattr(tensor, "_local_tensor", tensor)
+        if isinstance(local, torch.Tensor):
+            local.copy_(torch.from_numpy(values(f"model.{key}", tuple(tensor.shape))).reshape(local.shape))
+    writer = torch.distributed.checkpoint.FileSystemWriter(args.folder)
+    torch.distributed.checkpoint.save(state_dict=content, storage_writer=writer)
+
+
+def typed(key: str, array: Any) -> Any:
+    """What a BF16 run stores."""
+    import torch
+
+    return torch.from_numpy(array).to(torch.float32 if key.endswith("expert_bias") else torch.bfloat16)
 
 
 def build(args: argparse.Namespace) -> Any:

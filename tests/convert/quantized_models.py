@@ -1,0 +1,71 @@
+"""Sources in memory, random models, and scales, for the tests of packed checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from megatron_nemotron3.convert import inventory, to_hf
+from megatron_nemotron3.convert.plan import whole
+from megatron_nemotron3.convert.quantized_recipes import formats
+from megatron_nemotron3.convert.stored import Reads, SourceTensor
+from megatron_nemotron3.convert.streams import write
+from megatron_nemotron3.convert.views import as_bits, as_tensor
+from megatron_nemotron3.models import Nemotron3Config
+
+TINY = ("super-tiny", "ultra-tiny", "nano-tiny", "lightning-tiny")
+
+
+class Memory(Reads):
+    """Tensors in memory; counts what is read of them."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.folder, self.files = Path("memory"), {}
+        self._data = {n: (str(t.dtype).removeprefix("torch."), as_bits(t)) for n, t in tensors.items()}
+        self.tensors = {n: SourceTensor(kind, tuple(a.shape)) for n, (kind, a) in self._data.items()}
+        self.reads: list[tuple[str, int]] = []
+
+    def read(self, name: str, slices: Any) -> numpy.ndarray:
+        result = self._data[name][1][tuple(slice(*s) for s in slices)].copy()
+        self.reads.append((name, result.nbytes))
+        return result
+
+
+def random_model(config: Nemotron3Config, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {
+        t.name: (torch.randn(t.shape, generator=generator) * 0.05).to(
+            torch.float32 if t.dtype == "float32" else dtype
+        )
+        for t in inventory.hf_tensors(config)
+    }
+
+
+def all_scales(config: Nemotron3Config, recipe: str) -> dict[str, float]:
+    """A number of its own for everything that can have one."""
+    kinds = formats(config, recipe)
+    skip = "nvfp4" if config.name.startswith("lightning") else ""
+    names = [n.removesuffix("weight") + "input_scale" for n, k in kinds.items() if k not in ("bf16", skip)]
+    for layer, kind in enumerate(config.pattern):
+        if kind == "*":
+            names += [f"backbone.layers.{layer}.mixer.{x}_proj.{x}_scale" for x in "kv"]
+    return {name: (i + 1) / 1024 for i, name in enumerate(names)}
+
+
+def read_whole(source: Reads, name: str) -> torch.Tensor:
+    tensor = source.tensors[name]
+    return as_tensor(source.read(name, whole(tensor.shape)), tensor.dtype)
+
+
+def written(folder: Path, source: Reads) -> Path:
+    folder.mkdir()
+    for plan in to_hf.files(source.tensors, 1 << 20):
+        write(plan, source, folder / plan.name, lambda n: None)
+    index = to_hf.index(source.tensors, 1 << 20)
+    if index:
+        (folder / "model.safetensors.index.json").write_bytes(index)
+    return folder

@@ -1,0 +1,161 @@
+"""Checkpoints as released versions of megatron-core wrote them: tests/golden/checkpoints/README.md."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from megatron_nemotron3.checkpoint.describe import common_state
+from megatron_nemotron3.checkpoint.metadata import CheckpointError, CheckpointIndex, read_metadata
+from megatron_nemotron3.checkpoint.read import read_rows
+from megatron_nemotron3.checkpoint.structure import judge
+from megatron_nemotron3.convert import inventory, mp_rank
+from megatron_nemotron3.convert.dcp_state import dcp_state
+from megatron_nemotron3.convert.dist_folder import open_dist
+from megatron_nemotron3.convert.masters import masters
+from megatron_nemotron3.convert.mp_rank import open_mp_rank
+from megatron_nemotron3.convert.places import plain, what_else
+from megatron_nemotron3.convert.plan import whole
+from megatron_nemotron3.convert.stored import Source
+from megatron_nemotron3.models import Nemotron3Config
+from tests.golden.checkpoints.values import LAYERS, SIZES, VOCABULARY, values
+
+ARCHIVES = Path(__file__).parents[1] / "golden" / "checkpoints"
+PARAMETERS = {"parameter", "torch_dist"}
+#: Archive -> (whether the model has MTP, dialects besides the default, in which rows may be).
+FOLDERS: dict[str, tuple[bool, set[str]]] = {
+    "0.16.1_te": (False, set()),
+    "0.16.1_local": (False, {"separate norm"}),
+    "0.17.1_singleton": (True, {"singleton experts"}),
+    "0.18.2_te": (True, set()),
+    "0.19.2_te": (True, set()),
+    "0.19.2_fsdp": (True, {"parameter"}),
+}
+LEGACY: dict[str, tuple[bool, set[str]]] = {
+    "0.16.1_mp_rank_local": (False, {"separate norm", "parameter", "conv1d module", "sequential experts"}),
+    "0.17.1_mp_rank": (True, {"parameter", "conv1d module"}),
+}
+
+
+def config(mtp: bool) -> Nemotron3Config:
+    """The model of the archives."""
+    layers, _, inner = LAYERS.partition("/")
+    fields = {name: value for name, value in SIZES.items() if name in Nemotron3Config.__dataclass_fields__}
+    return Nemotron3Config(
+        name="golden",
+        title="golden",
+        pattern=layers,
+        vocab_size=VOCABULARY,
+        dense_ffn_hidden_size=SIZES["ffn_hidden_size"],
+        init_method_std=0.02,
+        moe_router_topk_scaling_factor=1.0,
+        mtp_pattern=inner if mtp else None,
+        mtp_num_layers=1 if mtp else 0,
+        **fields,
+    )
+
+
+def unpacked(name: str, folder: Path) -> Path:
+    with tarfile.open(ARCHIVES / f"{name}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name
+
+
+def expected(key: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    return torch.from_numpy(values(key, shape)).to(getattr(torch, dtype))
+
+
+def weights(index: CheckpointIndex) -> list[str]:
+    return [key for key in index.tensors if what_else(key) is None]
+
+
+def bits(tensor: torch.Tensor) -> Any:
+    kinds: dict[int, torch.dtype] = {2: torch.int16, 4: torch.int32}
+    return tensor.contiguous().view(kinds[tensor.element_size()]).numpy()
+
+
+def holds_the_formulas_values(source: Source, keys: dict[str, str]) -> None:
+    """`keys`: name in the source -> key the values were made from."""
+    for name, key in keys.items():
+        tensor = source.tensors[name]
+        read = source.read(name, whole(tensor.shape))
+        assert numpy.array_equal(
+            read.view(f"i{read.itemsize}"), bits(expected(key, tensor.shape, tensor.dtype))
+        )
+
+
+def dialects(links: list[inventory.Link]) -> set[str]:
+    return {link.spelling.dialect for link in links if link.spelling is not link.row.spellings[0]}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders(name: str, tmp_path: Path) -> None:
+    """Every weight is a row of the table, every other key is known, and all elements are read right."""
+    mtp, others = FOLDERS[name]
+    folder = unpacked(name, tmp_path)
+    assert judge(folder).state == "complete"
+    index = read_metadata(folder)
+    keys = weights(index)
+    links = list(inventory.links_of(config(mtp), keys))
+    assert dialects(links) == others
+    for link in links:
+        for tensor in link.megatron:
+            (key,) = (k for k in keys if plain(k) == tensor.name)
+            assert index.tensors[key].shape == tensor.shape
+    assert not {k for k in (*index.tensors, *index.objects) if what_else(k) is None} - set(keys)
+    for key in keys:
+        stored = index.tensors[key]
+        assert torch.equal(read_rows(index, key), expected(key, stored.shape, stored.dtype))
+    source, _ = open_dist(folder)
+    holds_the_formulas_values(source, {key: key for key in keys})
+
+
+@pytest.mark.parametrize("name", LEGACY)
+def test_legacy_folders(name: str, tmp_path: Path) -> None:
+    mtp, others = LEGACY[name]
+    model = config(mtp)
+    folder = unpacked(name, tmp_path)
+    source = open_mp_rank(folder, model)
+    assert mp_rank.common_state(folder)["iteration"] == 1
+    links = list(inventory.links_of(model, source.tensors))
+    assert dialects(links) == others
+    assert all(source.tensors[t.name].shape == t.shape for link in links for t in link.megatron)
+    holds_the_formulas_values(source, {name: name for name in source.tensors})
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if "fsdp" not in name])
+def test_arguments(name: str, tmp_path: Path) -> None:
+    """common.pt up to 0.18, an object of the checkpoint in 0.19."""
+    folder = unpacked(name, tmp_path)
+    index = read_metadata(folder)
+    assert (index.common_state is None) == (folder / "common.pt").exists() == (name < "0.19")
+    state = common_state(index)
+    assert state["iteration"] == 1
+    assert state["args"].field("moe_latent_size") == SIZES["moe_latent_size"]
+
+
+def test_arguments_of_fsdp(tmp_path: Path) -> None:
+    index = read_metadata(unpacked("0.19.2_fsdp", tmp_path))
+    state = dcp_state(index)
+    assert (state["iteration"], state["checkpoint_version"]) == (1, 3.0)
+    assert state["args"].field("moe_latent_size") == SIZES["moe_latent_size"]
+    place = index.objects["args"]
+    data = bytearray((index.folder / place.file).read_bytes())
+    data[data.index(b"argparse", place.offset)] ^= 1
+    (index.folder / place.file).write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{index.folder / place.file}: record 'data.pkl'.*CRC32"):
+        dcp_state(index)
+    assert dcp_state(read_metadata(unpacked("0.19.2_te", tmp_path))) == {}
+
+
+def test_fsdp_weights_are_masters(tmp_path: Path) -> None:
+    """Megatron-FSDP stores its FP32 main weights as the model: no master is needed, none is missing."""
+    index = read_metadata(unpacked("0.19.2_fsdp", tmp_path))
+    assert {index.tensors[key].dtype for key in weights(index)} == {"float32"}
+    assert masters(index.tensors) == {}
+    assert all(key.startswith("model.module.") for key in weights(index))
