@@ -209,7 +209,21 @@ def _watch(options: argparse.Namespace, extra: Sequence[str]) -> int:
 
 
 def _convert(options: argparse.Namespace, extra: Sequence[str]) -> int:
-    return conversion.convert(options)
+    if options.check_logits is None:
+        return conversion.convert(options, _prove)
+    from megatron_nemotron3.logits.hugging_face import transformers_model
+
+    try:
+        transformers_model()  # before any work: is it there, and new enough?
+    except ImportError as problem:
+        raise ValueError(problem) from None
+    return conversion.convert(options, _prove)
+
+
+def _prove(megatron: Any, hf: Any, config: Nemotron3Config, tokens: int) -> int:
+    from megatron_nemotron3.logits.compare import check_logits
+
+    return check_logits(megatron, hf, config, tokens).exit_status
 
 
 def _verify(options: argparse.Namespace, extra: Sequence[str]) -> int:

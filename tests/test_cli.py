@@ -20,6 +20,8 @@ COMMANDS = {
     "run": set(),
     "watch": {"--output"},
     "check": {"--full", "--workers"},
+    "convert": set(),
+    "verify": {"--dequantize", "--model", "--tiny", "--allow-unused", "--workers"},
     "train": {
         "--tiny", "--device", "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
         "--verbose",

@@ -22,14 +22,16 @@ ALLOWED = {
     "data": set(),
     "monitor": set(),
     "checkpoint": set(),
-    "convert": {"checkpoint", "models"},
+    "numerics": set(),
+    "convert": {"checkpoint", "models", "numerics"},
+    "logits": {"convert", "layers", "models"},
     "layers": {"cpu", "monitor", "optional"},
     "specs": {"layers", "optional"},
     "build": {"args", "cpu", "layers", "models"},
     "pretrain": {"build"},
     "run": {"checkpoint", "cpu", "layers", "monitor", "optional", "specs"},
     "train": {"args", "checkpoint", "data", "models"},
-    "cli": {"args", "checkpoint", "convert", "models", "monitor", "optional", "run", "train"},
+    "cli": {"args", "checkpoint", "convert", "logits", "models", "monitor", "optional", "run", "train"},
     "__main__": {"cli"},
 }
 #: parts whose import costs neither torch nor megatron, numpy, yaml

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 #: Bytes read at once.
 BLOCK = 1 << 20
-_LOCAL = struct.Struct("<4sHHHHHLLLHH")
-_ENTRY = struct.Struct("<4sBBHHHHHLLLHHHHHLL")
-_END = struct.Struct("<4sHHHHLLH")
-_LOCATOR = struct.Struct("<4sLQL")
-_END64 = struct.Struct("<4sQHHLLQQQQ")
-_FLAG_DESCRIPTOR, _FLAG_UTF8 = 0x08, 0x800
+LOCAL = struct.Struct("<4sHHHHHLLLHH")
+ENTRY = struct.Struct("<4sBBHHHHHLLLHHHHHLL")
+END = struct.Struct("<4sHHHHLLH")
+LOCATOR = struct.Struct("<4sLQL")
+END64 = struct.Struct("<4sQHHLLQQQQ")
+FLAG_DESCRIPTOR, FLAG_UTF8 = 0x08, 0x800
 #: MS-DOS attribute of an entry.
 _DIRECTORY = 0x10
 
@@ -125,25 +125,25 @@ class _Entry:
 
 def _directory(descriptor: int, start: int, length: int) -> tuple[bytes, int]:
     """(bytes of the directory, number of its entries)."""
-    tail_length = min(length, _END.size + _LOCATOR.size + _END64.size)
-    if tail_length < _END.size:
+    tail_length = min(length, END.size + LOCATOR.size + END64.size)
+    if tail_length < END.size:
         raise ArchiveError(f"{length} bytes are too few for a torch.save archive")
     tail = bytes(read_at(descriptor, start + length - tail_length, tail_length))
-    end = _END.unpack_from(tail, len(tail) - _END.size)
+    end = END.unpack_from(tail, len(tail) - END.size)
     if end[0] != b"PK\5\6":
         raise ArchiveError("it does not end like a torch.save archive")
     _, disk, directory_disk, here, count, size, offset, comment = end
-    behind = _END.size
-    locator_at = len(tail) - _END.size - _LOCATOR.size
-    end64_at = locator_at - _END64.size
+    behind = END.size
+    locator_at = len(tail) - END.size - LOCATOR.size
+    end64_at = locator_at - END64.size
     if end64_at >= 0 and tail[locator_at : locator_at + 4] == b"PK\6\7":
-        _, _, end64_offset, disks = _LOCATOR.unpack_from(tail, locator_at)
+        _, _, end64_offset, disks = LOCATOR.unpack_from(tail, locator_at)
         if tail[end64_at : end64_at + 4] != b"PK\6\6" or disks != 1:
             raise ArchiveError("its zip64 end is damaged")
         if end64_offset != length - (len(tail) - end64_at):
             raise ArchiveError(f"its zip64 end is said to be at {end64_offset:,}")
-        _, rest, _, _, disk, directory_disk, here, count, size, offset = _END64.unpack_from(tail, end64_at)
-        if rest != _END64.size - 12 or not _agree(end[3:7], (here, count, size, offset)):
+        _, rest, _, _, disk, directory_disk, here, count, size, offset = END64.unpack_from(tail, end64_at)
+        if rest != END64.size - 12 or not _agree(end[3:7], (here, count, size, offset)):
             raise ArchiveError("its two ends disagree")
         behind = len(tail) - end64_at
     if disk or directory_disk or comment or here != count:
@@ -161,14 +161,14 @@ def _agree(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
 
 def _entry(directory: bytes, at: int) -> tuple[_Entry, str, int]:
     """(entry, its full name, where the next entry begins)."""
-    if at + _ENTRY.size > len(directory):
+    if at + ENTRY.size > len(directory):
         raise ArchiveError("its directory ends inside an entry")
-    fields = _ENTRY.unpack_from(directory, at)
+    fields = ENTRY.unpack_from(directory, at)
     signature, _, _, _, flags, method, _, _, crc, stored, size, name_n, extra_n, comment_n, disk = fields[:15]
     attributes, header = fields[16:]
     if attributes & _DIRECTORY:  # torch.load then reads no data and returns what the memory held
         raise ArchiveError(f"the directory entry at byte {at} is marked as a folder")
-    name_at = at + _ENTRY.size
+    name_at = at + ENTRY.size
     end = name_at + name_n + extra_n + comment_n
     if signature != b"PK\1\2" or end > len(directory) or comment_n:
         raise ArchiveError(f"its directory is damaged at byte {at}")
@@ -178,7 +178,7 @@ def _entry(directory: bytes, at: int) -> tuple[_Entry, str, int]:
     size = next(large, -1) if size == 0xFFFFFFFF else size
     stored = next(large, -1) if stored == 0xFFFFFFFF else stored
     header = next(large, -1) if header == 0xFFFFFFFF else header
-    if method or stored != size or size < 0 or header < 0 or disk or flags & ~(_FLAG_DESCRIPTOR | _FLAG_UTF8):
+    if method or stored != size or size < 0 or header < 0 or disk or flags & ~(FLAG_DESCRIPTOR | FLAG_UTF8):
         raise ArchiveError(f"record {name!r} is not plainly stored (method {method}, flags {flags:#x})")
     return _Entry(flags, crc, size, header), name, end
 
@@ -197,15 +197,15 @@ def _zip64_numbers(extra: bytes) -> Iterator[int]:
 def _data_offset(descriptor: int, start: int, length: int, entry: _Entry, name: str) -> int:
     """Where a record's data begins, counted from the archive; its local header must tell the same."""
     encoded = name.encode()
-    if entry.header + _LOCAL.size + len(encoded) > length:
+    if entry.header + LOCAL.size + len(encoded) > length:
         raise ArchiveError(f"record {name!r} begins at {entry.header:,}, behind the archive's end")
-    head = bytes(read_at(descriptor, start + entry.header, _LOCAL.size + len(encoded)))
-    signature, _, flags, method, _, _, crc, stored, size, name_n, extra_n = _LOCAL.unpack_from(head)
-    if signature != b"PK\3\4" or flags != entry.flags or method or head[_LOCAL.size :] != encoded:
+    head = bytes(read_at(descriptor, start + entry.header, LOCAL.size + len(encoded)))
+    signature, _, flags, method, _, _, crc, stored, size, name_n, extra_n = LOCAL.unpack_from(head)
+    if signature != b"PK\3\4" or flags != entry.flags or method or head[LOCAL.size :] != encoded:
         raise ArchiveError(f"the header of record {name!r} is damaged")
     if name_n != len(encoded):
         raise ArchiveError(f"the header of record {name!r} gives {name_n} bytes of name, not {len(encoded)}")
     # With a descriptor behind the data these are 0; in any case nothing else than the directory's.
     if crc not in (0, entry.crc) or not {stored, size} <= {0, entry.size, 0xFFFFFFFF}:
         raise ArchiveError(f"the header of record {name!r} and the directory disagree")
-    return entry.header + _LOCAL.size + name_n + extra_n
+    return entry.header + LOCAL.size + name_n + extra_n

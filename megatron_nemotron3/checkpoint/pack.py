@@ -22,16 +22,16 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_nemotron3.checkpoint.archive import (
-    _END,
-    _END64,
-    _ENTRY,
-    _FLAG_DESCRIPTOR,
-    _FLAG_UTF8,
-    _LOCAL,
-    _LOCATOR,
+    END,
+    END64,
+    ENTRY,
+    FLAG_DESCRIPTOR,
+    FLAG_UTF8,
+    LOCAL,
+    LOCATOR,
 )
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
-from megatron_nemotron3.checkpoint.read import _STORAGES
+from megatron_nemotron3.checkpoint.read import STORAGES
 
 #: As torch.save aligns storages.
 ALIGNMENT = 64
@@ -39,7 +39,7 @@ _FOLDER = "archive/"
 _LIMIT = 0xFFFFFFFF
 _BYTEORDER, _VERSION = ("byteorder", b"little"), ("version", b"3\n")
 #: Types that have a storage class of their own; the newer ones are stored as bytes and named beside them.
-_CLASSES = {dtype: f"{name}Storage" for name, dtype in _STORAGES.items()}
+_CLASSES = {dtype: f"{name}Storage" for name, dtype in STORAGES.items()}
 
 
 @dataclass(frozen=True)
@@ -182,21 +182,21 @@ class _Records:
     def add(self, name: str, data: bytes, *, end_aligned: bool = False) -> None:
         """A whole record. With `end_aligned` it is the last, and the archive ends at a multiple of 64."""
         header, crc = self.at, zlib.crc32(data)
-        full = self._entry(name, _FLAG_UTF8, crc, len(data), header)
+        full = self._entry(name, FLAG_UTF8, crc, len(data), header)
         padding = b""
         if end_aligned:
-            end = header + _LOCAL.size + len(full) + len(data) + len(self.directory())
+            end = header + LOCAL.size + len(full) + len(data) + len(self.directory())
             padding = _padding(-end)
-        self.write(_local(full, _FLAG_UTF8, crc, len(data), padding) + data)
+        self.write(_local(full, FLAG_UTF8, crc, len(data), padding) + data)
 
     def open(self, name: str, size: int) -> None:
         """The header of a record whose data comes later; the data begins at a multiple of 64."""
-        flags = _FLAG_UTF8 | _FLAG_DESCRIPTOR
+        flags = FLAG_UTF8 | FLAG_DESCRIPTOR
         full = self._entry(name, flags, 0, size, self.at)
         large = size >= _LIMIT
         # A descriptor gives the size, so the header does not; zip64 must still be announced.
         extra = _zip64(size, size) if large else b""
-        data = self.at + _LOCAL.size + len(full) + len(extra)
+        data = self.at + LOCAL.size + len(full) + len(extra)
         self.write(_local(full, flags, 0, _LIMIT if large else 0, extra + _padding(-data)))
 
     def _entry(self, name: str, flags: int, crc: int, size: int, header: int) -> bytes:
@@ -217,17 +217,17 @@ class _Records:
         """The directory and both ends, as they must be if they follow here."""
         entries = b"".join(_central(*entry) for entry in self._entries)
         count, size, start = len(self._entries), len(entries), self.at
-        rest = _END64.size - 12
-        end64 = _END64.pack(b"PK\6\6", rest, 45, 45, 0, 0, count, count, size, start)
-        locator = _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
-        end = _END.pack(b"PK\5\6", 0, 0, count, count, size, min(start, _LIMIT), 0)
+        rest = END64.size - 12
+        end64 = END64.pack(b"PK\6\6", rest, 45, 45, 0, 0, count, count, size, start)
+        locator = LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
+        end = END.pack(b"PK\5\6", 0, 0, count, count, size, min(start, _LIMIT), 0)
         return entries + end64 + locator + end
 
 
 def _local(name: bytes, flags: int, crc: int, size: int, extra: bytes) -> bytes:
     version = 45 if size >= _LIMIT else 10
     return (
-        _LOCAL.pack(b"PK\3\4", version, flags, 0, 0, 0, crc, size, size, len(name), len(extra)) + name + extra
+        LOCAL.pack(b"PK\3\4", version, flags, 0, 0, 0, crc, size, size, len(name), len(extra)) + name + extra
     )
 
 
@@ -236,7 +236,7 @@ def _central(name: bytes, flags: int, crc: int, size: int, header: int) -> bytes
     extra = _zip64(*large) if large else b""
     version, size, header = 45 if large else 10, min(size, _LIMIT), min(header, _LIMIT)
     fixed = (b"PK\1\2", version, 0, version, flags, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0)
-    return _ENTRY.pack(*fixed, 0, header) + name + extra
+    return ENTRY.pack(*fixed, 0, header) + name + extra
 
 
 def _zip64(*numbers: int) -> bytes:

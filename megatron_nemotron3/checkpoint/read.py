@@ -220,7 +220,7 @@ def _parameter(data: Any, *rest: Any) -> Any:
     return data
 
 
-_STORAGES = {
+STORAGES = {
     **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16"},
     **{"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"},
     **{"ComplexDouble": "complex128", "ComplexFloat": "complex64"},
@@ -228,7 +228,7 @@ _STORAGES = {
 #: What the pickle of one tensor names.
 _TABLE: dict[tuple[str, str], Any] = {
     **{("torch", dtype): dtype for dtype in ITEM_SIZE},
-    **{("torch", f"{name}Storage"): dtype for name, dtype in _STORAGES.items()},
+    **{("torch", f"{name}Storage"): dtype for name, dtype in STORAGES.items()},
     ("torch.storage", "UntypedStorage"): None,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild,

@@ -1,4 +1,4 @@
-"""Open a checkpoint of any kind: its weights by their plain names, the model they are, and what else is there."""
+"""Open a checkpoint of any kind: its weights by their plain names, the model, and what else is there."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from megatron_nemotron3.convert import config_json, inventory, mp_rank
 from megatron_nemotron3.convert.dist_folder import locate, open_dist
 from megatron_nemotron3.convert.hf_folder import is_hf, open_hf, read_config
 from megatron_nemotron3.convert.inventory import Link
+from megatron_nemotron3.convert.masters import masters
 from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.convert.places import plain, what_else
+from megatron_nemotron3.convert.quantized_config import plain_config
+from megatron_nemotron3.convert.quantized_import import Dequantized
 from megatron_nemotron3.convert.stored import Reads
 from megatron_nemotron3.convert.views import Converted, Selected
 from megatron_nemotron3.models import Nemotron3Config
 
+QUANTIZATION = "quantization_config"
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -56,7 +60,9 @@ class Checkpoint:
 
     def hf_view(self) -> Reads:
         """The weights under their Hugging Face names."""
-        return self.weights if self.kind == "hugging face" else Converted(self.weights, self.links, to_hf=True)
+        return (
+            self.weights if self.kind == "hugging face" else Converted(self.weights, self.links, to_hf=True)
+        )
 
 
 def open_checkpoint(folder: Path, **options: Any) -> Checkpoint:
@@ -66,8 +72,9 @@ def open_checkpoint(folder: Path, **options: Any) -> Checkpoint:
         ValueError: as they do.
     """
     if is_hf(folder):
-        options = {k: v for k, v in options.items() if k in ("model", "allow_unused")}
+        options = {k: v for k, v in options.items() if k in ("model", "allow_unused", "dequantize")}
         return open_hugging_face(folder, **options)
+    options.pop("dequantize", None)
     return open_megatron(folder, **options)
 
 
@@ -109,8 +116,6 @@ def open_megatron(
         config, guessed = _megatron_config(place, state, model, vocab_size)
     keys, left_out = _weights(source.tensors, allow_unused)
     if from_masters:
-        from megatron_nemotron3.convert.masters import masters
-
         found = masters(source.tensors)
         # The expert bias is no parameter: it has no master, and is FP32 itself.
         keys = {name: found.get(name, key) for name, key in keys.items()}
@@ -122,23 +127,38 @@ def open_megatron(
 
 
 def open_hugging_face(
-    folder: Path, *, model: Nemotron3Config | None = None, allow_unused: Sequence[str] = ()
+    folder: Path,
+    *,
+    model: Nemotron3Config | None = None,
+    allow_unused: Sequence[str] = (),
+    dequantize: bool = False,
 ) -> Checkpoint:
     """A Hugging Face checkpoint.
 
     Args:
         model: what it is said to be; gives what config.json does not, how MTP is trained.
         allow_unused: patterns of tensors that may be left out.
+        dequantize: read packed NVFP4 and FP8 weights as BF16.
 
     Raises:
         ValueError: there is none, it is damaged, or its tensors are not those config.json describes.
     """
-    source = open_hf(folder)
+    source: Reads = open_hf(folder)
     data = read_config(folder)
+    left_out: Counter[str] = Counter()
+    if QUANTIZATION in data:
+        if not dequantize:
+            raise ValueError(f"{folder}: its weights are quantized: --dequantize reads them as BF16")
+        packed = Dequantized(source)
+        packed.check(data[QUANTIZATION])
+        source, data = packed, plain_config(data)
+        left_out["activation scale"] = len(packed.left_behind)
+    elif dequantize:
+        raise ValueError(f"{folder}: --dequantize: config.json has no {QUANTIZATION}: its weights are plain")
     config = config_json.read(data, name=model.name if model else folder.resolve().name, base=model)
     kept = {name: name for name in source.tensors if not _matches(name, allow_unused)}
     inventory.check_hf(config, {name: source.tensors[name].shape for name in kept})
-    left_out = Counter({"unused": len(source.tensors) - len(kept)})
+    left_out["unused"] = len(source.tensors) - len(kept)
     links = tuple(inventory.links(config))
     return Checkpoint("hugging face", folder, config, Selected(source, kept), links, +left_out)
 
@@ -170,7 +190,9 @@ def _megatron_config(
         return dataclasses.replace(model, vocab_size=vocab_size) if vocab_size else model, False
     arguments = state.get("args")
     if not isinstance(arguments, (Inert, Namespace)):
-        raise ValueError(f"{folder}: the checkpoint stores no arguments, so its model is unknown: give --model")
+        raise ValueError(
+            f"{folder}: the checkpoint stores no arguments, so its model is unknown: give --model"
+        )
     values = arguments.state if isinstance(arguments, Inert) else vars(arguments)
     padded = values.get("padded_vocab_size") if isinstance(values, dict) else None
     guess = vocab_size is None and values.get("vocab_size") is None and type(padded) is int

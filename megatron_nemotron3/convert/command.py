@@ -7,7 +7,7 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from megatron_nemotron3.convert.checkpoints import (
 from megatron_nemotron3.convert.compare import Difference, compare
 from megatron_nemotron3.convert.hf_folder import CONFIG, is_hf, read_config, read_json
 from megatron_nemotron3.convert.job import MANIFEST, Job, Progress, check_target, free_bytes, partial_of, run
+from megatron_nemotron3.convert.quantized_config import read_scales
+from megatron_nemotron3.convert.quantized_export import Quantization, Quantized, quantization
 from megatron_nemotron3.convert.stored import Reads
 from megatron_nemotron3.convert.streams import BAND
 from megatron_nemotron3.convert.views import Cast, Converted
@@ -43,6 +45,8 @@ class Options:
     dry_run: bool = False
     shard_bytes: int = to_hf.SHARD_BYTES
     allow_nonfinite: bool = False
+    #: Called with both checkpoints when the new one is complete; its result is the exit status.
+    prove: Callable[[Reads, Reads, Nemotron3Config], int] | None = None
 
 
 def convert_to_hf(
@@ -54,7 +58,9 @@ def convert_to_hf(
     vocab_size: int | None = None,
     from_masters: bool = False,
     reference: Path | None = None,
-) -> None:
+    quantize: str | None = None,
+    input_scales: Path | None = None,
+) -> int:
     """Megatron -> Hugging Face; see `nemotron3 convert to-hf --help`.
 
     Raises:
@@ -78,20 +84,44 @@ def convert_to_hf(
     view = opened.hf_view()
     dtype = _dtype(view)
     view = _cast(view, options.dtype, opened, hf=True)
+    plan = None
+    if quantize is not None:
+        if options.prove is not None:
+            raise ValueError(
+                "--check-logits: packed weights do not give the logits of plain ones: without --quantize"
+            )
+        scales = read_scales(input_scales) if input_scales is not None else None
+        plan = quantization(opened.config, quantize, scales, options.dtype or dtype)
+        view = Quantized(view, plan)
+    elif input_scales is not None:
+        raise ValueError("--input-scales: it needs --quantize")
     small = to_hf.small_files(
         opened.config,
         view.tensors,
         limit=options.shard_bytes,
         reference=reference,
         dtype=options.dtype or dtype,
+        quantization=plan,
     )
     files = to_hf.files(view.tensors, options.shard_bytes)
-    _carry_out(opened, target, Job(target, view, files, small, _origin(opened, options), not options.allow_nonfinite), options)
+    for line in _quantized_lines(plan):
+        print(line)
+    job = Job(target, view, files, small, _origin(opened, options), not options.allow_nonfinite)
+    done = _carry_out(opened, target, job, options)
+    if not done or options.prove is None:
+        return 0
+    megatron = _cast(opened.weights, options.dtype, opened, hf=False)
+    return options.prove(megatron, open_hugging_face(target, model=options.model).weights, opened.config)
 
 
 def convert_from_hf(
-    source: Path, target: Path, options: Options, *, make_vocab_size_divisible_by: int = 128
-) -> None:
+    source: Path,
+    target: Path,
+    options: Options,
+    *,
+    make_vocab_size_divisible_by: int = 128,
+    dequantize: bool = False,
+) -> int:
     """Hugging Face -> Megatron; see `nemotron3 convert from-hf --help`.
 
     Raises:
@@ -101,7 +131,13 @@ def convert_from_hf(
     check_target(target)
     if make_vocab_size_divisible_by < 1:
         raise ValueError(f"--make-vocab-size-divisible-by {make_vocab_size_divisible_by}: use 1 or more")
-    opened = open_hugging_face(source, model=options.model, allow_unused=options.allow_unused)
+    if dequantize and options.prove is not None:
+        raise ValueError(
+            "--check-logits: transformers does not compute with packed weights: without --dequantize"
+        )
+    opened = open_hugging_face(
+        source, model=options.model, allow_unused=options.allow_unused, dequantize=dequantize
+    )
     rows = from_hf.padded(opened.config.vocab_size, make_vocab_size_divisible_by)
     dtype = options.dtype or _dtype(opened.weights)
     weights = _cast(opened.weights, options.dtype, opened, hf=True)
@@ -109,26 +145,35 @@ def convert_from_hf(
     files, small = from_hf.plan(
         view, opened.config, padded_vocab_size=rows, dtype=dtype, limit=options.shard_bytes
     )
-    _carry_out(opened, target, Job(target, view, files, small, _origin(opened, options), not options.allow_nonfinite), options)
+    job = Job(target, view, files, small, _origin(opened, options), not options.allow_nonfinite)
+    if not _carry_out(opened, target, job, options) or options.prove is None:
+        return 0
+    made = open_megatron(target, model=opened.config)
+    return options.prove(made.weights, weights, opened.config)
 
 
-def _carry_out(opened: Checkpoint, target: Path, job: Job, options: Options) -> None:
+def _carry_out(opened: Checkpoint, target: Path, job: Job, options: Options) -> bool:
+    """Print the plan and write the folder; whether it was written."""
     for line in _plan_lines(opened, target, job):
         print(line)
     if options.dry_run:
         print("dry run      nothing was written")
-        return
+        return False
     sys.stdout.flush()
     started = time.monotonic()
     show = _Bar()
     run(job, workers=options.workers, report=show.progress)
     show.end()
     seconds = time.monotonic() - started
-    print(f"written      {_size(job.length)} in {seconds:.1f} s; {target / MANIFEST} has the CRC32 of each file")
-    print(f"next         nemotron3 verify {opened.folder} {target}")
+    print(
+        f"written      {_size(job.length)} in {seconds:.1f} s; {target / MANIFEST} has the CRC32 of each file"
+    )
+    if options.prove is None and not isinstance(job.source, Quantized):
+        print(f"next         nemotron3 verify {opened.folder} {target}")
+    return True
 
 
-def verify(a: Path, b: Path | None, options: Options) -> int:
+def verify(a: Path, b: Path | None, options: Options, *, dequantize: bool = False) -> int:
     """Compare two checkpoints of any kind, or one with its manifest. Returns the exit status: 0 equal, 1 not.
 
     Raises:
@@ -136,7 +181,8 @@ def verify(a: Path, b: Path | None, options: Options) -> int:
     """
     if b is None:
         return _verify_manifest(a, options.workers)
-    sides = [open_checkpoint(p, model=options.model, allow_unused=options.allow_unused) for p in (a, b)]
+    wanted = {"model": options.model, "allow_unused": options.allow_unused, "dequantize": dequantize}
+    sides = [open_checkpoint(p, **wanted) for p in (a, b)]
     for name, side in zip("ab", sides):
         print(f"{name}            {_what(side)}")
     views = [side.hf_view() for side in sides]
@@ -145,7 +191,9 @@ def verify(a: Path, b: Path | None, options: Options) -> int:
     started = time.monotonic()
     problems, equal, elements = 0, 0, 0
     found = compare(
-        *views, workers=options.workers, report=lambda d, s: show.progress(Progress(d, total, d / s if s else 0))
+        *views,
+        workers=options.workers,
+        report=lambda d, s: show.progress(Progress(d, total, d / s if s else 0)),
     )
     for one in found:
         if isinstance(one, Difference):
@@ -159,8 +207,8 @@ def verify(a: Path, b: Path | None, options: Options) -> int:
     if problems > _SHOWN:
         print(f"differs      and {problems - _SHOWN:,} more")
     print(
-        f"{'equal' if not problems else 'not equal'}: {equal:,} tensors with {elements:,} elements are equal bit by "
-        f"bit, {problems:,} differ; {_size(total)} of each side in {time.monotonic() - started:.1f} s"
+        f"{'equal' if not problems else 'not equal'}: {equal:,} tensors with {elements:,} elements are equal "
+        f"bit by bit, {problems:,} differ; {_size(total)} of each side in {time.monotonic() - started:.1f} s"
     )
     return 1 if problems else 0
 
@@ -197,6 +245,20 @@ def _verify_manifest(folder: Path, workers: int) -> int:
     return 1 if problems else 0
 
 
+def _quantized_lines(plan: Quantization | None) -> Iterator[str]:
+    if plan is None:
+        return
+    kinds = Counter(weight.algorithm for weight in plan.weights if weight.algorithm)
+    yield f"quantized    by {plan.recipe}: " + ", ".join(f"{n:,} weights {kind}" for kind, n in kinds.items())
+    if plan.kept:
+        yield (
+            f"kept         {len(plan.kept):,} weights stay as they are: FP8 in the recipe, but no "
+            f"--input-scales were given; first {plan.kept[0]}"
+        )
+    if plan.unused:
+        yield f"unused       {len(plan.unused):,} of the given scales, first {plan.unused[0]}"
+
+
 def _dtype(view: Reads) -> str:
     """The type of most elements."""
     found: Counter[str] = Counter()
@@ -226,17 +288,24 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
     for tensor in job.source.tensors.values():
         elements[tensor.dtype] += tensor.nbytes // ITEM_SIZE[tensor.dtype]
     kinds = ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.most_common())
-    lines = [f"source       {_what(opened)}", f"weights      {len(job.source.tensors):,} tensors; elements {kinds}"]
+    lines = [
+        f"source       {_what(opened)}",
+        f"weights      {len(job.source.tensors):,} tensors; elements {kinds}",
+    ]
     padding = (opened.padded_vocab_size or 0) - opened.config.vocab_size
     if opened.vocabulary_guessed:
         lines.append(
-            f"vocabulary   {opened.config.vocab_size:,} rows, all of them kept: how many are padding is not stored "
-            "(--vocab-size N)"
+            f"vocabulary   {opened.config.vocab_size:,} rows, all of them kept: how many are padding is not "
+            "stored (--vocab-size N)"
         )
     elif padding > 0:
-        lines.append(f"vocabulary   {padding:,} padded rows behind {opened.config.vocab_size:,} tokens are left out")
+        lines.append(
+            f"vocabulary   {padding:,} padded rows behind {opened.config.vocab_size:,} tokens are left out"
+        )
     if opened.left_out:
-        lines.append("left out     " + ", ".join(f"{n:,} {what} tensors" for what, n in opened.left_out.items()))
+        lines.append(
+            "left out     " + ", ".join(f"{n:,} {what} tensors" for what, n in opened.left_out.items())
+        )
     lines.append(
         f"target       {target}: {len(job.files) + len(job.small):,} files, {_size(job.length)}; "
         f"{_size(free_bytes(target))} are free"
@@ -250,7 +319,9 @@ def _what(opened: Checkpoint) -> str:
     c = opened.config
     at = "" if opened.iteration is None else f", iteration {opened.iteration}"
     mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}" if c.has_mtp else ""
-    return f"{opened.folder} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, hidden size {c.hidden_size}"
+    return (
+        f"{opened.folder} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, hidden size {c.hidden_size}"
+    )
 
 
 def _size(length: float) -> str:
@@ -276,7 +347,9 @@ class _Bar:
         text = f"{_size(at.done)} of {_size(at.total)}, {_size(at.rate)}/s" + (
             "" if left is None else f", {left:,.0f} s left"
         )
-        print(f"\r{text:<70}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
+        print(
+            f"\r{text:<70}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True
+        )
         self._shown = terminal
 
     def end(self) -> None:

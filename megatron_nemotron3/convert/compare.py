@@ -88,8 +88,8 @@ def _one(a: Reads, b: Reads, name: str, count: Callable[[int], None]) -> Differe
     if differ:
         return Difference(
             name,
-            f"{differ:,} of {prod(one.shape):,} elements, first at {list(first or ())}; CRC32 {crcs[0]:08x} and "
-            f"{crcs[1]:08x}",
+            f"{differ:,} of {prod(one.shape):,} elements, first at {list(first or ())}; CRC32 {crcs[0]:08x} "
+            f"and {crcs[1]:08x}",
         )
     return Same(name, prod(one.shape), crcs[0])
 

@@ -1,8 +1,9 @@
 """config.json of Hugging Face <-> `Nemotron3Config`.
 
-Two dialects are read: a pattern string (`hybrid_override_pattern`, which inference engines know) and a list of
-block types (`layers_block_type`), whose names changed in transformers 5.13 (mamba -> linear_attention, attention
--> full_attention). Written is the string, or what a reference has: transformers 5.15 refuses a file with both.
+Two dialects are read: a pattern string (`hybrid_override_pattern`, which inference engines know) and a list
+of block types (`layers_block_type`), whose names changed in transformers 5.13 (mamba -> linear_attention,
+attention -> full_attention). Written is the string, or what a reference has: transformers 5.15 refuses a file
+with both.
 
 What Megatron cannot build is refused by `FIXED`, what neither side computes with is in `IGNORED`, and a key
 in no table is refused, because it could mean anything. A file says nothing of the training (depths MTP is
@@ -198,7 +199,12 @@ def write(
         result |= _layers(MTP_LAYERS, config.mtp_pattern, reference)
     if reference is not None:
         _check_same(read(reference, name=f"{config.name}, reference"), config)
-        ours = set(result) - {*LAYERS[1], *MTP_LAYERS[1]} - {FIELDS[field][0] for field in FREE} - {"architectures"}
+        ours = (
+            set(result)
+            - {*LAYERS[1], *MTP_LAYERS[1]}
+            - {FIELDS[field][0] for field in FREE}
+            - {"architectures"}
+        )
         ours -= set() if "-" in config.full_pattern else {"intermediate_size"}
         # The infinite default is left out: JSON has no infinity, and readers differ in how they write it.
         merged = {

@@ -116,7 +116,7 @@ def regular(path: Path, folder: Path) -> int:
         inside.append(home.parent.parent / "blobs")
     if real.parent not in inside:
         raise CheckpointError(
-            f"{path}: it is a link to {real}, outside of {folder}: give the folder that holds the file, or copy it"
+            f"{path}: it is a link to {real}, outside of {folder}: give the folder with the file, or copy it"
         )
     return found.st_size
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.convert.streams import FilePlan, write, write_small
 from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.streams import FilePlan, write, write_small
 from megatron_nemotron3.convert.workers import each
 
 JOURNAL = "journal.jsonl"
@@ -86,7 +86,9 @@ def check_target(target: Path) -> None:
     Raises:
         ValueError: `target` exists and is no empty folder, or its parent is no folder that can be written.
     """
-    if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
+    if os.path.lexists(target) and not (
+        target.is_dir() and not target.is_symlink() and not any(target.iterdir())
+    ):
         raise ValueError(f"{target}: it exists: give a new folder, or remove it")
     parent = target.absolute().parent
     while not os.path.lexists(parent):
@@ -108,7 +110,9 @@ def partial_of(target: Path) -> Path:
     return target.with_name(target.name + ".partial")
 
 
-def run(job: Job, *, workers: int = 1, report: Callable[[Progress], None] = lambda progress: None) -> dict[str, Any]:
+def run(
+    job: Job, *, workers: int = 1, report: Callable[[Progress], None] = lambda progress: None
+) -> dict[str, Any]:
     """Write the folder. Returns its manifest.
 
     Args:
@@ -178,8 +182,8 @@ def _finished(partial: Path, fingerprint: str, files: Sequence[FilePlan]) -> dic
                 lines.append(json.loads(line))
     if lines and lines[0].get("plan") != fingerprint:
         raise ValueError(
-            f"{partial}: an interrupted conversion with other options or of another source is there: repeat its "
-            "command, or remove the folder"
+            f"{partial}: an interrupted conversion with other options or of another source is there: "
+            "repeat its command, or remove the folder"
         )
     lengths = {plan.name: plan.length for plan in files}
     done = {}

@@ -60,8 +60,8 @@ def places(config: Nemotron3Config) -> Iterator[Place]:
     experts = layers * (config.num_moe_experts or 1)
     if layers > _MOST_LAYERS or experts > _MOST_EXPERTS:
         raise ValueError(
-            f"{config.name}: {layers:,} layers with {config.num_moe_experts or 0:,} experts each are more than are "
-            f"looked at: {_MOST_LAYERS:,} layers, {_MOST_EXPERTS:,} experts in all"
+            f"{config.name}: {layers:,} layers with {config.num_moe_experts or 0:,} experts each are more "
+            f"than are looked at: {_MOST_LAYERS:,} layers, {_MOST_EXPERTS:,} experts in all"
         )
     yield Place("model", "", "")
     for layer, kind in enumerate(config.pattern):

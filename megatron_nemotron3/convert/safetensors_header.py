@@ -125,7 +125,9 @@ def _entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
 
 def _naturals(values: Any) -> bool:
     return (
-        isinstance(values, list) and len(values) < 64 and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
+        isinstance(values, list)
+        and len(values) < 64
+        and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
     )
 
 

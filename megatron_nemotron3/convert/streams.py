@@ -98,7 +98,8 @@ def _check_finite(array: numpy.ndarray[Any, Any], part: Part, source: Reads) -> 
     for start in range(0, array.size, _SOME):
         if int((array[start : start + _SOME] & signless).max()) >= limit:
             raise CheckpointError(
-                f"{source.folder}: {part.tensor} has values that are NaN or infinite; --allow-nonfinite copies them"
+                f"{source.folder}: {part.tensor} has values that are NaN or infinite: "
+                "--allow-nonfinite copies them"
             )
 
 

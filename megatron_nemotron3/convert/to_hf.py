@@ -9,14 +9,18 @@ from pathlib import Path
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.convert import config_json
 from megatron_nemotron3.convert.hf_folder import CONFIG, INDEX, SINGLE, read_config, regular
-from megatron_nemotron3.convert.safetensors_header import header
 from megatron_nemotron3.convert.plan import whole
+from megatron_nemotron3.convert.quantized_config import hf_quant_config, quantization_config
+from megatron_nemotron3.convert.quantized_export import Quantization
+from megatron_nemotron3.convert.safetensors_header import header
 from megatron_nemotron3.convert.stored import SourceTensor
 from megatron_nemotron3.convert.streams import FilePlan, Part
 from megatron_nemotron3.models import Nemotron3Config
 
 #: What Hugging Face calls 5GB.
 SHARD_BYTES = 5 * 10**9
+#: What ModelOpt's exporter writes beside config.json.
+QUANTIZED = "hf_quant_config.json"
 _METADATA = {"format": "pt"}
 #: Files of a reference that are copied as they are, besides those of these endings.
 _COPIED = (
@@ -70,6 +74,7 @@ def small_files(
     limit: int = SHARD_BYTES,
     reference: Path | None = None,
     dtype: str = "bfloat16",
+    quantization: Quantization | None = None,
 ) -> dict[str, bytes]:
     """Everything of an HF folder but the tensors: index, config.json, and what the reference has.
 
@@ -85,6 +90,10 @@ def small_files(
         result.update(_copied(reference))
         base = read_config(reference) if (reference / CONFIG).exists() else None
     data = config_json.write(config, reference=base, dtype=dtype)
+    if quantization is not None:
+        stated = hf_quant_config(quantization, "megatron-nemotron3")
+        data["quantization_config"] = quantization_config(stated)
+        result[QUANTIZED] = (json.dumps(stated, indent=2) + "\n").encode()
     result[CONFIG] = (json.dumps(data, indent=2, allow_nan=False) + "\n").encode()
     return result
 

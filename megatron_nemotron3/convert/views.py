@@ -41,14 +41,14 @@ class Converted(Reads):
             for tensor in theirs:
                 if source.tensors[tensor.name].shape != tensor.shape:
                     raise CheckpointError(
-                        f"{source.folder}: {tensor.name} has shape {list(source.tensors[tensor.name].shape)}, "
-                        f"the model's is {list(tensor.shape)}"
+                        f"{source.folder}: {tensor.name} has shape "
+                        f"{list(source.tensors[tensor.name].shape)}, the model's is {list(tensor.shape)}"
                     )
             kinds = {source.tensors[tensor.name].dtype for tensor in theirs}
             if len(kinds) > 1:
                 raise CheckpointError(
-                    f"{source.folder}: {', '.join(t.name for t in theirs[:5])} are one tensor on the other side, "
-                    f"but of {len(kinds)} types, {' and '.join(sorted(kinds))}: give --dtype"
+                    f"{source.folder}: {', '.join(t.name for t in theirs[:5])} are one tensor on the other "
+                    f"side, but of {len(kinds)} types, {' and '.join(sorted(kinds))}: give --dtype"
                 )
             for tensor in mine:
                 tensors[tensor.name] = SourceTensor(min(kinds), tensor.shape)
@@ -145,7 +145,7 @@ def as_bits(tensor: Any) -> numpy.ndarray[Any, Any]:
     torch = _torch()
     size = tensor.element_size()
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-    return tensor.detach().contiguous().view(kind).numpy().view(f"u{size}")  # type: ignore[no-any-return]
+    return tensor.detach().contiguous().view(kind).numpy().view(f"u{size}")
 
 
 def bands(slices: Slices, max_elements: int) -> Iterable[Slices]:

@@ -46,4 +46,3 @@ def write_hf(
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return values
-

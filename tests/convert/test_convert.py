@@ -89,13 +89,19 @@ def test_the_stored_tensors_are_what_the_rules_say(tmp_path: Path) -> None:
     for part, expected in zip(("z", "x", "B", "C", "dt"), parts):
         assert stored[f"{m[1]}mixer.in_proj.weight.{part}"].equal(expected)
     qkv = [values[f"{a[0]}mixer.{x}_proj.weight"] for x in "qkv"]
-    assert stored[a[1] + "self_attention.linear_qkv.weight"].equal(transforms.merge_qkv(*qkv, c.num_query_groups))
+    assert stored[a[1] + "self_attention.linear_qkv.weight"].equal(
+        transforms.merge_qkv(*qkv, c.num_query_groups)
+    )
     experts = [values[f"{e[0]}mixer.experts.{i}.down_proj.weight"] for i in range(c.num_moe_experts or 0)]
     assert stored[e[1] + "mlp.experts.experts.linear_fc2.weight"].equal(torch.stack(experts))
     bias = stored[e[1] + "mlp.router.expert_bias"]
     assert bias.dtype == torch.float32 and bias.equal(values[e[0] + "mixer.gate.e_score_correction_bias"])
     table = stored["embedding.word_embeddings.weight"]
-    assert table[:509].equal(values["backbone.embeddings.weight"]) and not table[509:].any() and len(table) == 512
+    assert (
+        table[:509].equal(values["backbone.embeddings.weight"])
+        and not table[509:].any()
+        and len(table) == 512
+    )
     assert stored[d[1] + "mlp.linear_fc1.weight"].equal(values[d[0] + "mixer.up_proj.weight"])
     inner = len(c.mtp_pattern or "")
     last = f"mtp.layers.{2 * inner - 1}.final_layernorm.weight"
@@ -210,7 +216,9 @@ def test_tensors_left_over(small: Small, tmp_path: Path, capsys: pytest.CaptureF
     assert nemotron3("verify", folder / "hf", tmp_path / "out") == 0
 
 
-def test_promised_mtp_without_weights(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_promised_mtp_without_weights(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lost = {n: v for n, v in small[2].items() if not n.startswith("mtp.")}
     write_hf(tmp_path / "lost", small[1], values=lost)
     assert nemotron3("convert", "from-hf", tmp_path / "lost", tmp_path / "out") == 2
@@ -225,7 +233,7 @@ def test_not_a_number(small: Small, tmp_path: Path, capsys: pytest.CaptureFixtur
     write_hf(tmp_path / "nan", small[1], values=values)
     words = ("convert", "from-hf", tmp_path / "nan", tmp_path / "out")
     assert nemotron3(*words) == 2
-    assert "has values that are NaN or infinite; --allow-nonfinite" in capsys.readouterr().err
+    assert "has values that are NaN or infinite: --allow-nonfinite" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     shutil.rmtree(tmp_path / "out.partial")
     assert nemotron3(*words, "--allow-nonfinite") == 0
@@ -253,7 +261,10 @@ def test_too_little_space(
         (["to-hf", "{megatron}", "{out}", "--shard-size", "many"], "give a size like 5GB"),
         (["to-hf", "{megatron}", "{out}", "--workers", "0"], "--workers 0: give 1 or more"),
         (["to-hf", "{megatron}", "{out}", "--vocab-size", "9999"], "vocab_size=9999 is more than"),
-        (["from-hf", "{megatron}", "{out}"], "neither model.safetensors nor model.safetensors.index.json: is it a Megatron checkpoint?"),
+        (
+            ["from-hf", "{megatron}", "{out}"],
+            "neither model.safetensors nor model.safetensors.index.json: is it a Megatron checkpoint?",
+        ),
         (["from-hf", "{hf}", "{out}", "--make-vocab-size-divisible-by", "0"], "use 1 or more"),
         (["from-hf", "{hf}", "{out}", "--tiny"], "it needs --model"),
     ],
@@ -261,7 +272,9 @@ def test_too_little_space(
 def test_bad_input(
     small: Small, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places = {name: str(small[0] / name) for name in ("hf", "megatron", "none")} | {"out": str(tmp_path / "out")}
+    places = {name: str(small[0] / name) for name in ("hf", "megatron", "none")} | {
+        "out": str(tmp_path / "out")
+    }
     assert nemotron3("convert", *(word.format(**places) for word in words)) == 2
     error = capsys.readouterr().err
     assert any(part in error for part in message.split("|")) and "Traceback" not in error

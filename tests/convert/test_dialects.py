@@ -26,13 +26,14 @@ from megatron_nemotron3.models import Nemotron3Config
 from tests.golden.checkpoints.values import LAYERS, SIZES, VOCABULARY, values
 
 ARCHIVES = Path(__file__).parents[1] / "golden" / "checkpoints"
-PARAMETERS = {"parameter", "torch_dist"}
 #: Archive -> (whether the model has MTP, dialects besides the default, in which rows may be).
 FOLDERS: dict[str, tuple[bool, set[str]]] = {
     "0.16.1_te": (False, set()),
+    "0.16.1_te_tp2_ep2": (False, set()),
     "0.16.1_local": (False, {"separate norm"}),
     "0.17.1_singleton": (True, {"singleton experts"}),
     "0.18.2_te": (True, set()),
+    "0.18.2_te_tp2_ep2": (True, set()),
     "0.19.2_te": (True, set()),
     "0.19.2_fsdp": (True, {"parameter"}),
 }
@@ -111,6 +112,8 @@ def test_folders(name: str, tmp_path: Path) -> None:
     for key in keys:
         stored = index.tensors[key]
         assert torch.equal(read_rows(index, key), expected(key, stored.shape, stored.dtype))
+    if "tp2" in name:
+        assert len(index.tensors["output_layer.weight"].chunks) == 2
     source, _ = open_dist(folder)
     holds_the_formulas_values(source, {key: key for key in keys})
 

@@ -31,7 +31,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder hf, and a folder megatron made of it."""
     folder = tmp_path_factory.mktemp("sound")
     write_hf(folder / "hf", SUPER, files=2)
-    assert cli.main(["convert", "from-hf", str(folder / "hf"), str(folder / "megatron"), "--workers", "1"]) == 0
+    assert (
+        cli.main(["convert", "from-hf", str(folder / "hf"), str(folder / "megatron"), "--workers", "1"]) == 0
+    )
     return folder
 
 
@@ -63,6 +65,11 @@ def _truncate(path: Path, by: int) -> None:
     os.truncate(path, path.stat().st_size - by)
 
 
+def _replace(path: Path, make: Callable[[Path], None]) -> None:
+    path.unlink()
+    make(path)
+
+
 def _link(folder: Path, name: str, target: Path) -> None:
     (folder / name).rename(target)
     (folder / name).symlink_to(target)
@@ -89,7 +96,10 @@ HF: dict[str, tuple[Callable[[Path], None], str]] = {
     "index is deep": (lambda f: (f / INDEX).write_text("[" * 10**6) and None, "it is no JSON"),
     "index is huge": (lambda f: os.truncate(f / INDEX, 100 << 20), "longer than 67,108,864 bytes"),
     "config is gone": (lambda f: (f / "config.json").unlink(), "No such file"),
-    "config is a folder": (lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()) and None, "Is a dir"),
+    "config is a folder": (
+        lambda f: _replace(f / "config.json", Path.mkdir),
+        "Is a dir",
+    ),
     "config has strange numbers": (
         lambda f: _edit(f / "config.json", lambda d: d.update(hidden_size=-1)),
         "no whole number above 0",
@@ -108,13 +118,13 @@ HF: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "file is cut": (lambda f: _truncate(f / FIRST, 1), "its tensors end at byte"),
     "file is a link elsewhere": (lambda f: _link(f, FIRST, f.parent / "elsewhere"), "it is a link to"),
-    "file is a pipe": (lambda f: ((f / FIRST).unlink(), os.mkfifo(f / FIRST)) and None, "not a regular file"),
+    "file is a pipe": (lambda f: _replace(f / FIRST, os.mkfifo), "not a regular file"),
     "file is a device": (
-        lambda f: ((f / FIRST).unlink(), (f / FIRST).symlink_to("/dev/zero")) and None,
+        lambda f: _replace(f / FIRST, lambda p: p.symlink_to("/dev/zero")),
         "not a regular file",
     ),
     "file is a loop": (
-        lambda f: ((f / FIRST).unlink(), (f / FIRST).symlink_to(f / FIRST)) and None,
+        lambda f: _replace(f / FIRST, lambda p: p.symlink_to(p)),
         "symbolic links",
     ),
 }
@@ -175,14 +185,19 @@ MEGATRON: dict[str, tuple[Callable[[Path], None], str]] = {
         "it is a link to",
     ),
     "file is zeros": (
-        lambda f: (f / RELEASE / "__0_0.distcp").write_bytes(bytes((f / RELEASE / "__0_0.distcp").stat().st_size))
-        and None,
+        lambda f: (
+            (f / RELEASE / "__0_0.distcp").write_bytes(bytes((f / RELEASE / "__0_0.distcp").stat().st_size))
+            and None
+        ),
         "archive|directory|end",
     ),
     "index is empty": (lambda f: os.truncate(f / RELEASE / ".metadata", 0), "the file is empty"),
     "index is cut": (lambda f: _truncate(f / RELEASE / ".metadata", 9), "pickle|damaged|opcode"),
     "save was not finished": (lambda f: (f / RELEASE / "metadata.json").unlink(), "a save writes it last"),
-    "tracker is empty": (lambda f: os.truncate(f / "latest_checkpointed_iteration.txt", 0), "give --iteration"),
+    "tracker is empty": (
+        lambda f: os.truncate(f / "latest_checkpointed_iteration.txt", 0),
+        "give --iteration",
+    ),
     "tracker is gone": (lambda f: (f / "latest_checkpointed_iteration.txt").unlink(), "give --iteration"),
     "tracker names nothing": (
         lambda f: (f / "latest_checkpointed_iteration.txt").write_text("12") and None,
@@ -196,7 +211,10 @@ def test_megatron(sound: Path, tmp_path: Path, case: str, capsys: pytest.Capture
     shutil.copytree(sound / "megatron", tmp_path / "megatron")
     change, message = MEGATRON[case]
     change(tmp_path / "megatron")
-    if "converted" in message and cli.main(["convert", "to-hf", str(tmp_path / "megatron"), str(tmp_path / "o")]) == 0:
+    if (
+        "converted" in message
+        and cli.main(["convert", "to-hf", str(tmp_path / "megatron"), str(tmp_path / "o")]) == 0
+    ):
         assert not (tmp_path / "megatron/mark").exists()  # it was not needed, and not opened
         return
     error = _refused("to-hf", tmp_path / "megatron", capsys)

@@ -20,7 +20,9 @@ from megatron_nemotron3.convert.safetensors_header import DTYPES, header, read_h
 
 _SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 _TENSORS = st.dictionaries(
-    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(lambda n: n != "__metadata__"),
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
+        lambda n: n != "__metadata__"
+    ),
     st.tuples(st.sampled_from(sorted(DTYPES.values())), _SHAPES),
     max_size=6,
 )
@@ -114,7 +116,8 @@ def test_a_bad_header_is_refused(tmp_path: Path, case: str) -> None:
 
 
 def test_stricter_than_the_package(tmp_path: Path) -> None:
-    twice = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    entry = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+    twice = b"{" + entry + b"," + entry + b"}"
     with pytest.raises(CheckpointError, match="is there twice"):
         read_header(_file(tmp_path / "twice.safetensors", twice, b"x"))
     deep = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"

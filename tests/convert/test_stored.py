@@ -63,7 +63,9 @@ def test_a_band_of_columns_is_read_in_bounded_spans(tmp_path: Path, monkeypatch:
     pread = stored._pread
     monkeypatch.setattr(stored, "_SPAN", 1000)
     monkeypatch.setattr(stored, "_pread", lambda d, v, o, p: (lengths.append(len(v)), pread(d, v, o, p)))
-    tensor = SourceTensor("bfloat16", (64, 100), (Block((0, 0), (64, 100), Layout(tmp_path / "a", 0, (100, 1))),))
+    tensor = SourceTensor(
+        "bfloat16", (64, 100), (Block((0, 0), (64, 100), Layout(tmp_path / "a", 0, (100, 1))),)
+    )
     source = Source(tmp_path, {"t": tensor}, {})
     numpy.testing.assert_array_equal(source.read("t", ((3, 60), (10, 30))), array[3:60, 10:30])
     source.close()
@@ -75,7 +77,9 @@ def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tensors = {}
     for i in range(5):
         (tmp_path / str(i)).write_bytes(bytes([i]))
-        tensors[str(i)] = SourceTensor("uint8", (1,), (Block((0,), (1,), Layout(tmp_path / str(i), 0, (1,))),))
+        tensors[str(i)] = SourceTensor(
+            "uint8", (1,), (Block((0,), (1,), Layout(tmp_path / str(i), 0, (1,))),)
+        )
     source = Source(tmp_path, tensors, {})
     assert [int(source.read(str(i), ((0, 1),))[0]) for i in (0, 1, 2, 3, 4, 0, 4)] == [0, 1, 2, 3, 4, 0, 4]
     assert len(source._open) == 2

@@ -27,15 +27,19 @@ def main() -> None:
     parser.add_argument("--modules", choices=("te", "local"), default="te")
     parser.add_argument("--singleton", action="store_true", help="metadata singleton_local_shards")
     parser.add_argument("--layers", default=LAYERS)
+    parser.add_argument("--tp", type=int, default=1, help="TP and EP; start one process for each RANK")
     args = parser.parse_args()
     without_cuda()
     import torch
 
-    with tempfile.TemporaryDirectory() as store:
+    with tempfile.TemporaryDirectory() as own:
+        store = os.environ.get("STORE", f"{own}/store")
+        rank = int(os.environ.get("RANK", 0))
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store}/store", rank=0, world_size=1
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=args.tp
         )
         write(args)
+        torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
@@ -60,14 +64,24 @@ def write(args: argparse.Namespace) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.initialize_model_parallel()
+    sizes = {**SIZES, **layout(args)}
+    parallel_state.initialize_model_parallel(**layout(args))
     model_parallel_cuda_manual_seed(1)
-    args.folder.mkdir(parents=True)
-    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, **SIZES}
+    args.folder.mkdir(parents=True, exist_ok=True)
     arguments = argparse.Namespace(hybrid_layer_pattern=args.layers, **sizes)
     content = {"args": arguments, "checkpoint_version": 3.0, "iteration": 1}
     {"torch_dist": torch_dist, "torch": mp_rank, "fsdp_dtensor": fsdp_dtensor}[args.format](args, content)
     print(megatron.core.__version__, sorted(path.name for path in args.folder.rglob("*")))
+
+
+def layout(args: argparse.Namespace) -> dict[str, int]:
+    """TP is EP, so that both occur with two ranks."""
+    return {
+        "tensor_model_parallel_size": args.tp,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": args.tp,
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def torch_dist(args: argparse.Namespace, content: dict[str, Any]) -> None:
@@ -150,6 +164,8 @@ def build(args: argparse.Namespace) -> Any:
         "mtp_use_repeated_layer": bool(mtp),
         "is_hybrid_model": True,
         "moe_grouped_gemm": args.modules == "te",
+        "sequence_parallel": args.tp > 1,
+        **layout(args),
     }
     config = TransformerConfig(**{name: value for name, value in sizes.items() if name in known})
     common = {"vocab_size": VOCABULARY, "max_sequence_length": 64}
