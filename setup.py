@@ -8,7 +8,7 @@ ROOT = Path(__file__).parent
 VERSION = "0.1.0"
 
 # What each extra is for: docs/design.md, "Dependencies".
-CONVERT = ["numpy", "safetensors>=0.4", "torch>=2.6"]
+CONVERT = ["numpy", "torch>=2.6"]
 TRAIN = [
     "megatron-core[training]>=0.19,<0.20",
     "torch>=2.6",
@@ -26,6 +26,7 @@ DEV = [
     "mypy",
     "pytest",
     "ruff",
+    "safetensors>=0.4",
     "tensorboard",
     "transformers>=5.15.1",
     "types-PyYAML",

@@ -6,5 +6,5 @@ transforms   the rules as plans, and as functions on arrays
 sharding     the tensor-parallel split of each parameter, as plans
 inventory    every tensor of a model, on either side, with the plans that join them
 config_json  config.json <-> Nemotron3Config
-table        docs/conversion.md
+table        docs/checkpoint_names.md
 """

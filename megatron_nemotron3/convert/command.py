@@ -68,6 +68,7 @@ def convert_to_hf(
         OSError: a file cannot be written.
     """
     check_target(target)
+    _need_torch(options.dtype or quantize)
     if is_hf(source):
         raise ValueError(f"{source}: it is a Hugging Face folder: use `nemotron3 convert from-hf`")
     if vocab_size is None and reference is not None and (reference / CONFIG).exists():
@@ -129,6 +130,7 @@ def convert_from_hf(
         OSError: a file cannot be written.
     """
     check_target(target)
+    _need_torch(options.dtype or dequantize)
     if make_vocab_size_divisible_by < 1:
         raise ValueError(f"--make-vocab-size-divisible-by {make_vocab_size_divisible_by}: use 1 or more")
     if dequantize and options.prove is not None:
@@ -243,6 +245,12 @@ def _verify_manifest(folder: Path, workers: int) -> int:
         print(problem)
     print(f"{len(entries) - len(problems):,} of {len(entries):,} files are as the manifest says")
     return 1 if problems else 0
+
+
+def _need_torch(arithmetic: object) -> None:
+    """Copying needs numpy alone; what computes needs torch, and that is said before any work."""
+    if arithmetic:
+        import torch  # noqa: F401
 
 
 def _quantized_lines(plan: Quantization | None) -> Iterator[str]:

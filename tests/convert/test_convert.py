@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -279,3 +281,39 @@ def test_bad_input(
     error = capsys.readouterr().err
     assert any(part in error for part in message.split("|")) and "Traceback" not in error
     assert not list(tmp_path.iterdir())
+
+
+#: Refuses to import what a conversion must not need.
+_ALONE = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {refused!r}:
+            raise ModuleNotFoundError(name, name=name.partition(".")[0])
+sys.meta_path.insert(0, Refuse())
+from megatron_nemotron3 import cli
+raise SystemExit(cli.main({words!r}))
+"""
+_HEAVY = ("megatron", "transformers", "transformer_engine", "mamba_ssm", "triton", "safetensors")
+
+
+def _alone(refused: tuple[str, ...], *words: object) -> subprocess.CompletedProcess[str]:
+    code = _ALONE.format(refused=refused, words=[str(word) for word in words])
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+
+
+def test_needs_numpy_alone_and_torch_to_compute(small: Small, tmp_path: Path) -> None:
+    hf, made, back = small[0] / "hf", tmp_path / "megatron", tmp_path / "back"
+    for words in (
+        ("convert", "from-hf", hf, made, "--workers", 2),
+        ("convert", "to-hf", made, back, "--workers", 2),
+        ("verify", back, made, "--workers", 2),
+    ):
+        found = _alone((*_HEAVY, "torch"), *words)
+        assert found.returncode == 0, found.stderr
+    words = ("convert", "to-hf", made, tmp_path / "cast", "--dtype", "float32")
+    found = _alone((*_HEAVY, "torch"), *words)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "package torch is not installed: pip install 'megatron-nemotron3[convert]'" in found.stderr
+    assert not (tmp_path / "cast.partial").exists()
+    assert _alone(_HEAVY, *words).returncode == 0

@@ -9,11 +9,11 @@ from megatron_nemotron3.convert.places import Names
 from megatron_nemotron3.convert.table import markdown
 from megatron_nemotron3.models import get
 
-PAGE = Path(__file__).parents[2] / "docs" / "conversion.md"
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoint_names.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == markdown(), "python -m megatron_nemotron3.convert.table > docs/conversion.md"
+    assert PAGE.read_text() == markdown(), "run megatron_nemotron3.convert.table"
 
 
 def test_every_name_of_the_table_is_on_the_page() -> None:

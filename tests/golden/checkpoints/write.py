@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--singleton", action="store_true", help="metadata singleton_local_shards")
     parser.add_argument("--layers", default=LAYERS)
     parser.add_argument("--tp", type=int, default=1, help="TP and EP; start one process for each RANK")
+    parser.add_argument("--dp", type=int, default=1, help="data parallel")
     args = parser.parse_args()
     without_cuda()
     import torch
@@ -36,7 +37,7 @@ def main() -> None:
         store = os.environ.get("STORE", f"{own}/store")
         rank = int(os.environ.get("RANK", 0))
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=args.tp
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=args.tp * args.dp
         )
         write(args)
         torch.distributed.barrier()
@@ -116,14 +117,19 @@ def mp_rank(args: argparse.Namespace, content: dict[str, Any]) -> None:
 
 
 def fsdp_dtensor(args: argparse.Namespace, content: dict[str, Any]) -> None:
-    """Up to here the state is Megatron-FSDP's; from here torch's own save, as in training.checkpointing."""
+    """Megatron-FSDP's state of a model with the values of torch_dist keys, and torch's own save."""
     import torch
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+        preprocess_state_dict_for_uneven_dtensor,
+    )
     from megatron.core.transformer.fsdp_dtensor_checkpoint import (
         handle_experts_in_state_dict,
         handle_fp8_extra_state_case,
     )
+
+    from tests.parallel.tensors import sharded
 
     settings = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
@@ -131,13 +137,16 @@ def fsdp_dtensor(args: argparse.Namespace, content: dict[str, Any]) -> None:
         data_parallel_sharding_strategy="optim_grads_params",
     )
     model = build(args)
+    with torch.no_grad():
+        for tensor in sharded([model]):
+            shape = (1,) * tensor.prepend_axis_num + tuple(tensor.data.shape)
+            mine = part(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), shape)
+            tensor.data.copy_(torch.from_numpy(mine).reshape(tensor.data.shape))
+    # As megatron.training.checkpointing does it.
     state = FullyShardedDataParallel(model.config, settings, model).state_dict_for_save_checkpoint()
     handle_fp8_extra_state_case(state)
     content["model"] = handle_experts_in_state_dict(state, SIZES["num_moe_experts"])
-    for key, tensor in content["model"].items():
-        local = getattr(tensor, "_local_tensor", tensor)
-        if isinstance(local, torch.Tensor):
-            local.copy_(torch.from_numpy(values(f"model.{key}", tuple(tensor.shape))).reshape(local.shape))
+    preprocess_state_dict_for_uneven_dtensor(content)
     writer = torch.distributed.checkpoint.FileSystemWriter(args.folder)
     torch.distributed.checkpoint.save(state_dict=content, storage_writer=writer)
 
