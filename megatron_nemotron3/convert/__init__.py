@@ -1,10 +1,22 @@
-"""Names, layouts and configurations of Megatron and Hugging Face checkpoints. Standard library only.
+"""Checkpoints between Megatron and Hugging Face. Standard library only at import, numpy to convert.
 
-names        the table: Megatron key <-> Hugging Face name, shapes, rule, TP split
-plan         which slices of which tensors make up which others, as data
-transforms   the rules as plans, and as functions on arrays
-sharding     the tensor-parallel split of each parameter, as plans
-inventory    every tensor of a model, on either side, with the plans that join them
-config_json  config.json <-> Nemotron3Config
-table        docs/checkpoint_names.md
+What is what, no files involved:
+  names, places, inventory   the table: Megatron key <-> Hugging Face name, and every tensor of a model
+  plan, transforms, sharding which slices of which tensors make up which others, as data
+  config_json, megatron_args config.json and Megatron's stored arguments <-> Nemotron3Config
+  extra_state, masters       keys of TransformerEngine's empty state, and of the optimizer's FP32 weights
+  table                      docs/checkpoint_names.md
+
+Reading:
+  stored                     tensors as blocks of files; any slice as raw bits
+  hf_folder, safetensors_header; dist_folder, dcp_state; mp_rank, rank_file      the kinds of folders
+  checkpoints                any of them opened: weights, model, what is left out
+  views                      one side's tensors made of the other's; casts
+  quantized_*                packed NVFP4 and FP8 as views, recipes and configuration files
+
+Writing:
+  streams, job, workers      files as streams; a folder of them, restartable, in several processes
+  to_hf, from_hf             the plans of both directions
+  compare                    two checkpoints, tensor by tensor
+  options, command           the command line
 """
