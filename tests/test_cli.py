@@ -21,7 +21,7 @@ COMMANDS = {
     "watch": {"--output"},
     "check": {"--full", "--workers"},
     "convert": set(),
-    "verify": {"--dequantize", "--model", "--tiny", "--allow-unused", "--workers"},
+    "verify": {"--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers"},
     "train": {
         "--tiny", "--device", "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
         "--verbose",

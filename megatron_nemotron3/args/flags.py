@@ -33,6 +33,8 @@ def flags(
     extra: Sequence[str] = (),
     te_precision_config_file: str | None = None,
     allow_plain_nvfp4: bool = False,
+    emulate: bool = False,
+    compute_capability: tuple[int, int] | None = None,
     distributed_optimizer: bool = True,
 ) -> list[Flag]:
     """The flags, by section. Pure: the same arguments give the same flags on every machine.
@@ -48,6 +50,8 @@ def flags(
         extra: more words for Megatron's command line. An option given here replaces the one emitted.
         te_precision_config_file: path of the per-module precision file; nvfp4 requires it.
         allow_plain_nvfp4: nvfp4 without the file, which quantizes more than the published recipe.
+        emulate: nvfp4 computed by the torch backend's linears on any device, instead of on FP4 hardware.
+        compute_capability: of the GPU that will train, (10, 0) for a B200; None: not known here.
         distributed_optimizer: also at dp=1, as in NVIDIA's launches: its checkpoints do not load into the
             plain optimizer, so a run started without could not grow later.
 
@@ -68,13 +72,15 @@ def flags(
         extra=extra,
         te_precision_config_file=te_precision_config_file,
         allow_plain_nvfp4=allow_plain_nvfp4,
+        emulate=emulate,
+        compute_capability=compute_capability,
     )
     schedule = schedule or TrainingSchedule()
     seq_length = schedule.seq_length or config.seq_length
     result = [
         *architecture_flags(config, layout, cut_pattern(config, layout, seq_length), seq_length, backend),
         *_section("parallelism", _parallelism(config, layout, backend, distributed_optimizer)),
-        *_section("precision", _precision(config, precision, te_precision_config_file)),
+        *_section("precision", _precision(config, precision, te_precision_config_file, emulate)),
         *_section("optimization", _optimization(config, schedule, backend)),
         *_section("data", _data(data)),
         *_section("logging", _logging(schedule, data)),
@@ -107,8 +113,8 @@ def _parallelism(
         yield "--overlap-param-gather", distributed_optimizer, "backend"
 
 
-def _precision(config: Nemotron3Config, precision: str, file: str | None) -> _Items:
-    for name, values in precision_flags(config, precision, file):
+def _precision(config: Nemotron3Config, precision: str, file: str | None, emulate: bool) -> _Items:
+    for name, values in precision_flags(config, precision, file, emulate):
         yield name, values or True, "precision"
     if config.is_moe:
         yield "--moe-router-dtype", "fp32", "family"

@@ -5,24 +5,7 @@ from __future__ import annotations
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as _pattern
-from megatron_nemotron3.models.parameters import active_layer_parameters
-
-
-def layer_cost(config: Nemotron3Config, kind: str, seq_length: int) -> float:
-    """Forward FLOPs of one layer of that kind for one token.
-
-    Two a parameter the token meets, plus what has no parameters: causal attention sees half the sequence on
-    average, and the SSD scan costs a chunk-sized attention (half of it causal) and two passes over the state.
-    """
-    flops = 2.0 * active_layer_parameters(config, kind)
-    if kind == "*":
-        flops += 2.0 * config.num_attention_heads * config.kv_channels * seq_length
-    if kind == "M":
-        groups_state = config.mamba_num_groups * config.mamba_state_dim
-        chunk = min(config.mamba_chunk_size, seq_length)
-        flops += chunk * (groups_state + config.mamba_inner_size)
-        flops += 4.0 * config.mamba_inner_size * config.mamba_state_dim
-    return flops
+from megatron_nemotron3.models.flops import layer_flops as layer_cost
 
 
 def last_stage_cost(config: Nemotron3Config, seq_length: int) -> float:

@@ -2,15 +2,22 @@
 
 The router computes in FP32 in all of them (`--moe-router-dtype fp32`, emitted for every MoE model).
 
-nvfp4 is table 3 of the Super report, and flags alone cannot say it: attention projections, latent projections
-and MTP stay BF16 and Mamba's output projection is MXFP8, per module, in a `--te-precision-config-file`.
-Without that file Megatron quantizes all of them to NVFP4, silently. So the file is required
-(`te_precision_config_file=`), unless `allow_plain_nvfp4=True` asks for exactly that.
+nvfp4 is the table of `precision.table`, and flags alone cannot say it: attention projections, latent
+projections and MTP stay BF16 and Mamba's output projection is MXFP8, per module, in a
+`--te-precision-config-file` (`nemotron3 precision NAME --yaml FILE` writes it). Without that file Megatron
+quantizes all of them to NVFP4, silently. So the file is required (`te_precision_config_file=`), unless
+`allow_plain_nvfp4=True` asks for exactly that.
+
+`emulate=True` asks Megatron for BF16 and leaves NVFP4 to the linears of the torch backend, which read the same
+file and the same BF16 layers: no `--fp4-format`, which Megatron refuses without Transformer Engine.
 """
 
 from __future__ import annotations
 
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.precision.table import bf16_tail
+
+__all__ = ["FP4_CAPABILITIES", "MXFP8_BLOCK", "NVFP4_BLOCK", "PRECISIONS", "bf16_tail", "precision_flags"]
 
 PRECISIONS = ("bf16", "fp32", "mxfp8", "nvfp4")
 
@@ -18,17 +25,16 @@ PRECISIONS = ("bf16", "fp32", "mxfp8", "nvfp4")
 NVFP4_BLOCK = 16
 MXFP8_BLOCK = 32
 
-# (name, number of layers) -> BF16 layers at the end. Super: 14 in two public configs, 16 in a third.
-_PUBLISHED_TAIL = {("super", 88): 14, ("ultra", 108): 16}
-
-
-def bf16_tail(config: Nemotron3Config) -> int:
-    """Decoder layers kept BF16 at the end: 14 for Super, 16 for Ultra, else 15 % of the layers, up."""
-    return _PUBLISHED_TAIL.get((config.name, config.num_layers), -(-15 * config.num_layers // 100))
+#: CUDA compute capabilities Transformer Engine's documentation names for training in NVFP4. Its code lets every
+#: GPU from 10.0 pass, but refuses MXFP8 from 12.0, where stochastic rounding gave zeros (TE #3281).
+FP4_CAPABILITIES = ((10, 0), (10, 3))
 
 
 def precision_flags(
-    config: Nemotron3Config, precision: str, te_precision_config_file: str | None = None
+    config: Nemotron3Config,
+    precision: str,
+    te_precision_config_file: str | None = None,
+    emulate: bool = False,
 ) -> list[tuple[str, tuple[object, ...]]]:
     """(option, values) of a precision, without the router's.
 
@@ -42,7 +48,9 @@ def precision_flags(
     flags: list[tuple[str, tuple[object, ...]]] = [("--bf16", ())]
     if precision == "bf16":
         return flags
-    if precision == "nvfp4":
+    if emulate:
+        pass
+    elif precision == "nvfp4":
         flags += [("--fp4-format", ("e2m1",)), ("--fp4-recipe", ("nvfp4",))]
     else:
         flags += [("--fp8-format", ("e4m3",)), ("--fp8-recipe", ("mxfp8",))]
@@ -52,7 +60,7 @@ def precision_flags(
         ("--num-layers-at-start-in-bf16", (0,)),
         ("--num-layers-at-end-in-bf16", (bf16_tail(config),)),
     ]
-    if config.is_moe:  # pad every expert's tokens to the GEMM's alignment
+    if config.is_moe and not emulate:  # pad every expert's tokens to the GEMM's alignment
         flags.append(("--moe-router-padding-for-quantization", ()))
     if te_precision_config_file:
         flags.append(("--te-precision-config-file", (te_precision_config_file,)))

@@ -28,6 +28,9 @@ class Context:
     options: dict[str, tuple[str, ...]] = field(default_factory=dict)
     te_precision_config_file: str | None = None
     allow_plain_nvfp4: bool = False
+    emulate: bool = False
+    #: Of the GPU that will train; None: not known where the flags are made.
+    compute_capability: tuple[int, int] | None = None
 
     @property
     def kinds(self) -> frozenset[str]:

@@ -49,6 +49,8 @@ def check(
     extra: Sequence[str] = (),
     te_precision_config_file: str | None = None,
     allow_plain_nvfp4: bool = False,
+    emulate: bool = False,
+    compute_capability: tuple[int, int] | None = None,
 ) -> list[Violation]:
     """Every violated rule, errors before warnings. Arguments as in `flags.flags`.
 
@@ -67,6 +69,8 @@ def check(
         options={flag.name: flag.values for flag in parse(extra)},
         te_precision_config_file=te_precision_config_file,
         allow_plain_nvfp4=allow_plain_nvfp4,
+        emulate=emulate,
+        compute_capability=compute_capability,
     )
     violations = [
         Violation(rule.name, rule.severity, rule.message(context), rule.source)
@@ -86,6 +90,8 @@ def enforce(
     extra: Sequence[str] = (),
     te_precision_config_file: str | None = None,
     allow_plain_nvfp4: bool = False,
+    emulate: bool = False,
+    compute_capability: tuple[int, int] | None = None,
 ) -> list[Violation]:
     """Raise on errors, return the warnings.
 
@@ -101,6 +107,8 @@ def enforce(
         extra=extra,
         te_precision_config_file=te_precision_config_file,
         allow_plain_nvfp4=allow_plain_nvfp4,
+        emulate=emulate,
+        compute_capability=compute_capability,
     )
     errors = [violation for violation in violations if violation.severity == "error"]
     if errors:

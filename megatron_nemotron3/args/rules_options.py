@@ -166,7 +166,7 @@ OPTION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "padding-allgather",
-        lambda c: c.quantized and c.config.is_moe and _dispatcher(c) == "allgather",
+        lambda c: c.quantized and not c.emulate and c.config.is_moe and _dispatcher(c) == "allgather",
         lambda c: (
             f"{c.precision} pads each expert's tokens, which the allgather dispatcher cannot: "
             "use --moe-token-dispatcher-type alltoall or flex"

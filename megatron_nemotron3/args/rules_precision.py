@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_nemotron3.args.precision import MXFP8_BLOCK, NVFP4_BLOCK
+from megatron_nemotron3.args.precision import FP4_CAPABILITIES, MXFP8_BLOCK, NVFP4_BLOCK
 from megatron_nemotron3.args.rule import Context, Rule
 from megatron_nemotron3.models.parameters import layer_tensors
+from megatron_nemotron3.precision.table import BF16, MXFP8, NVFP4, tensor_kind
 
 _ARGUMENTS = "megatron/training/arguments.py"
 _CONFIG = "megatron/core/transformer/transformer_config.py"
@@ -15,7 +16,7 @@ _TE = "Transformer Engine's quantizers; megatron/core/fp4_utils.py"
 #: Elements FP4 needs per row for a 16-byte aligned address.
 _FP4_ROW = 32
 
-# Weights of quantized GEMMs -> the axis tensor parallelism splits (0 output, 1 input) and by which size.
+# Weights of linears -> the axis tensor parallelism splits (0 output, 1 input) and by which size.
 _SPLIT_AXIS: dict[str, tuple[int, str | None]] = {
     "mixer.in_proj.weight": (0, "tp"),
     "mixer.out_proj.weight": (1, "tp"),
@@ -25,16 +26,12 @@ _SPLIT_AXIS: dict[str, tuple[int, str | None]] = {
     "mixer.shared_experts.down_proj.weight": (1, "tp"),
     "mixer.up_proj.weight": (0, "tp"),
     "mixer.down_proj.weight": (1, "tp"),
-}
-# The same for what the NVFP4 precision file keeps BF16. The latent projections are replicated.
-_SPLIT_AXIS_IN_FILE: dict[str, tuple[int, str | None]] = {
     "mixer.q_proj.weight": (0, "tp"),
     "mixer.o_proj.weight": (1, "tp"),
+    # Replicated.
     "mixer.fc1_latent_proj.weight": (0, None),
     "mixer.fc2_latent_proj.weight": (0, None),
 }
-#: What that file puts in MXFP8.
-_MXFP8_IN_FILE = "mixer.out_proj.weight"
 
 
 def _has_file(c: Context) -> bool:
@@ -43,17 +40,22 @@ def _has_file(c: Context) -> bool:
 
 def _local_shapes(c: Context) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """Weights of the decoder's quantized GEMMs as one rank holds them: (name, [output, input], block)."""
-    by_recipe = c.precision == "nvfp4" and _has_file(c)
-    split = _SPLIT_AXIS if by_recipe else _SPLIT_AXIS | _SPLIT_AXIS_IN_FILE
-    for kind in sorted(set(c.config.pattern)):
-        for tensor in layer_tensors(c.config, kind):
-            if tensor.name not in split:
+    for symbol in sorted(set(c.config.pattern)):
+        for tensor in layer_tensors(c.config, symbol):
+            if tensor.name not in _SPLIT_AXIS:
                 continue
-            axis, size = split[tensor.name]
+            kind = tensor_kind(tensor.name)
+            assert kind is not None
+            # Without a file every linear has the format of its layer.
+            by_recipe = c.precision == NVFP4 and _has_file(c)
+            number_format = kind.format(c.precision) if by_recipe else c.precision
+            if number_format == BF16:
+                continue
+            axis, size = _SPLIT_AXIS[tensor.name]
             shape = list(tensor.shape)
             shape[axis] //= getattr(c.layout, size) if size else 1
-            mxfp8 = c.precision == "mxfp8" or (by_recipe and tensor.name == _MXFP8_IN_FILE)
-            yield f"{kind} {tensor.name}", tuple(shape), MXFP8_BLOCK if mxfp8 else NVFP4_BLOCK
+            block = MXFP8_BLOCK if number_format == MXFP8 else NVFP4_BLOCK
+            yield f"{symbol} {tensor.name}", tuple(shape), block
 
 
 def _misaligned(c: Context, at_least: int = 1) -> list[str]:
@@ -78,6 +80,10 @@ def _tokens(c: Context) -> int:
     return micro * c.seq_length // c.layout.cp
 
 
+def _capability(number: tuple[int, int]) -> str:
+    return f"{number[0]}.{number[1]}"
+
+
 def _block(c: Context) -> int:
     return MXFP8_BLOCK if c.precision == "mxfp8" else NVFP4_BLOCK
 
@@ -89,7 +95,8 @@ PRECISION_RULES: tuple[Rule, ...] = (
         lambda c: (
             "nvfp4 without --te-precision-config-file: Megatron would also quantize attention and latent "
             "projections, MTP and Mamba's out_proj, against the published recipe. Give "
-            "te_precision_config_file=PATH, or allow_plain_nvfp4=True to mean it"
+            f"te_precision_config_file=PATH (nemotron3 precision {c.config.name} --yaml PATH writes it), or "
+            "allow_plain_nvfp4=True to mean it"
         ),
         "Super report, table 3",
     ),
@@ -139,13 +146,32 @@ PRECISION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "nvfp4-torch",
-        lambda c: c.precision == "nvfp4" and c.backend == "torch",
+        lambda c: c.precision == "nvfp4" and c.backend == "torch" and not c.emulate,
         lambda c: (
-            "nvfp4 on the torch backend is not computed in this version, and Megatron's parser refuses "
-            "--fp4-format without Transformer Engine: use backend te"
+            "FP4 GEMMs exist only in Transformer Engine, without which Megatron's parser refuses "
+            "--fp4-format: use backend te, or emulate=True"
         ),
         _ARGUMENTS,
-        "warning",
+    ),
+    Rule(
+        "quantized-hardware",
+        lambda c: c.quantized and not c.emulate and c.compute_capability not in (None, *FP4_CAPABILITIES),
+        lambda c: (
+            f"{c.precision} GEMMs train on GPUs of compute capability "
+            f"{' and '.join(map(_capability, FP4_CAPABILITIES))}; this one has "
+            f"{_capability(c.compute_capability or (0, 0))}: use precision bf16"
+            + (", or emulate=True with backend torch" if c.precision == "nvfp4" else "")
+        ),
+        "Transformer Engine's documentation of NVFP4 and MXFP8; TE #3281",
+    ),
+    Rule(
+        "emulate-other",
+        lambda c: c.emulate and (c.precision, c.backend) != ("nvfp4", "torch"),
+        lambda c: (
+            f"emulation is of nvfp4 by the torch backend's linears, not of {c.precision} on backend "
+            f"{c.backend}: use precision nvfp4 and backend torch, or emulate=False"
+        ),
+        "this package",
     ),
     Rule(
         "weight-alignment",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.archive import ArchiveError, crc_problem, read_at, records
@@ -15,7 +16,7 @@ from megatron_nemotron3.checkpoint.metadata import (
     StoredObject,
 )
 from megatron_nemotron3.checkpoint.read import opened
-from megatron_nemotron3.checkpoint.unpickle import Inert, Refused, inert, loads
+from megatron_nemotron3.checkpoint.unpickle import Inert, inert, loads
 
 #: Larger common states are not read for a description.
 _LIMIT = 64 << 20
@@ -43,20 +44,32 @@ def common_state(index: CheckpointIndex) -> dict[str, Any]:
             place = StoredObject(COMMON, 0, path.stat().st_size)
         except OSError as problem:
             raise CheckpointError(f"{path}: {problem.strerror}") from None
-    with opened(index.folder / place.file) as descriptor:
+    state = stored_object(index.folder, place, "the common state")
+    if isinstance(state, list) and state:  # the object form: a list of one
+        state = state[0]
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{index.folder / place.file}: the common state is a {type(state).__name__}")
+    return state
+
+
+def stored_object(folder: Path, place: StoredObject, what: str) -> Any:
+    """A pickled object of plain data, read without importing what it names; tensors in it become None.
+
+    Args:
+        what: its name, for messages.
+
+    Raises:
+        CheckpointError: it is damaged, larger than 64 MiB, or names something that is not data.
+    """
+    with opened(folder / place.file) as descriptor:
         found = {record.name: record for record in records(descriptor, place.offset, place.length)}
         record = found.get("data.pkl")
         if record is None or record.size > _LIMIT:
-            raise ArchiveError(f"the common state at byte {place.offset:,} has no data.pkl of usual size")
+            raise ArchiveError(f"{what} at byte {place.offset:,} has no data.pkl of usual size")
         if record.crc and (wrong := crc_problem(descriptor, record)):
             raise ArchiveError(wrong)
         data = bytes(read_at(descriptor, record.offset, record.size))
-        state = loads(data, _TABLE, stubs=_STUBS, persistent=_nothing)
-        if isinstance(state, list) and state:  # the object form: a list of one
-            state = state[0]
-        if not isinstance(state, dict):
-            raise Refused(f"the common state at byte {place.offset:,} is a {type(state).__name__}")
-    return state
+        return loads(data, DATA_TABLE, stubs=DATA_STUBS, persistent=_nothing)
 
 
 def describe(index: CheckpointIndex) -> list[str]:
@@ -116,7 +129,7 @@ def _plain(*args: Any) -> tuple[Any, ...]:
 
 
 #: Stored arguments: plain values, Megatron's enumerations, dtypes and a few standard classes.
-_TABLE: dict[tuple[str, str], Any] = {
+DATA_TABLE: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): inert("Namespace"),
     ("types", "SimpleNamespace"): inert("SimpleNamespace"),
     ("collections", "OrderedDict"): dict,
@@ -126,4 +139,4 @@ _TABLE: dict[tuple[str, str], Any] = {
     **{(module, name): _plain for module in ("builtins", "__builtin__") for name in ("getattr", "set")},
     ("datetime", "timedelta"): _plain,
 }
-_STUBS = ("megatron.", "nvidia_resiliency_ext.", "torch.", "numpy.", "transformer_engine.")
+DATA_STUBS = ("megatron.", "nvidia_resiliency_ext.", "torch.", "numpy.", "transformer_engine.")

@@ -1,4 +1,4 @@
-"""Rows of a stored tensor, in memory for those rows only. Needs torch when called."""
+"""Where the elements of a stored tensor lie in its file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from megatron_nemotron3.checkpoint.archive import ArchiveError, crc_problem, rea
 from megatron_nemotron3.checkpoint.metadata import (
     ITEM_SIZE,
     CheckpointError,
-    CheckpointIndex,
-    Chunk,
     StoredObject,
 )
 from megatron_nemotron3.checkpoint.unpickle import Refused, loads
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,8 @@ def tensor_layout(descriptor: int, place: StoredObject) -> TensorLayout:
     pickled = found["data.pkl"]
     if pickled.crc and (problem := crc_problem(descriptor, pickled)):
         raise ArchiveError(problem)
-    tensor = loads(bytes(read_at(descriptor, pickled.offset, pickled.size)), _TABLE, persistent=_storage)
+    text = bytes(read_at(descriptor, pickled.offset, pickled.size))
+    tensor = loads(text, TENSOR_TABLE, persistent=storage_of)
     if not isinstance(tensor, _Tensor):
         raise Refused(f"the archive at {place.offset:,} holds a {type(tensor).__name__}, not a tensor")
     byteorder = found.get("byteorder")
@@ -97,91 +96,6 @@ def tensor_layout(descriptor: int, place: StoredObject) -> TensorLayout:
     return layout
 
 
-def read_chunk(folder: Path | str, chunk: Chunk, rows: slice | None = None) -> torch.Tensor:
-    """A chunk, or rows of its first axis, as a tensor of its own.
-
-    Reads nothing but the archive's headers and those rows; a chunk that was saved transposed costs the
-    byte range that holds them. What it reads is not compared with its CRC32 (`nemotron3 check --full` is).
-
-    Args:
-        folder: the checkpoint folder, `CheckpointIndex.folder`.
-        rows: slice of the chunk's first axis, step 1; None: all of it.
-
-    Raises:
-        CheckpointError: the file is missing, too short or damaged, or holds another tensor than it should.
-    """
-    import torch
-
-    path = Path(folder) / chunk.file
-    with opened(path) as descriptor:
-        layout = tensor_layout(descriptor, chunk)
-        if layout.shape != chunk.sizes:
-            raise ArchiveError(f"the chunk at {chunk.offset:,} has shape {layout.shape}, not {chunk.sizes}")
-        wanted = range(layout.shape[0] if layout.shape else 1)[rows or slice(None)]
-        if wanted.step != 1:
-            raise ValueError(f"rows={rows} has step {wanted.step}; only 1 is possible")
-        first, length = layout.span(wanted)
-        buffer = read_at(descriptor, first, length)
-    dtype = getattr(torch, layout.dtype)
-    shape = (len(wanted), *layout.shape[1:]) if layout.shape else ()
-    if not length:
-        return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype)
-    return flat.as_strided(shape, layout.stride).contiguous()
-
-
-def read_rows(index: CheckpointIndex, name: str, rows: slice | None = None) -> torch.Tensor:
-    """Rows of a tensor's first axis, put together from all chunks that hold a part of them.
-
-    Memory: the result and one chunk's part of it.
-
-    Raises:
-        CheckpointError: as `read_chunk`, or no tensor has that name.
-    """
-    import torch
-
-    if name not in index.tensors:
-        raise CheckpointError(f"{index.folder}: it holds no tensor {name!r}")
-    tensor = index.tensors[name]
-    if not tensor.shape:
-        return read_chunk(index.folder, tensor.chunks[0])
-    start, stop, step = (rows or slice(None)).indices(tensor.shape[0])
-    if step != 1:
-        raise ValueError(f"rows={rows} has step {step}; only 1 is possible")
-    result = torch.empty((max(0, stop - start), *tensor.shape[1:]), dtype=getattr(torch, tensor.dtype))
-    filled = 0
-    for chunk in tensor.chunks:
-        low, high = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
-        if low >= high:
-            continue
-        part = read_chunk(index.folder, chunk, slice(low - chunk.offsets[0], high - chunk.offsets[0]))
-        if part.dtype != result.dtype:
-            raise CheckpointError(
-                f"{index.folder / chunk.file}: {name} at {list(chunk.offsets)} is {part.dtype}, "
-                f"not {result.dtype}"
-            )
-        window = (slice(low - start, high - start), *map(_window, chunk.offsets[1:], chunk.sizes[1:]))
-        result[window] = part
-        filled += part.numel()
-    if filled != result.numel():
-        raise CheckpointError(f"{index.folder}: the chunks of {name} leave gaps; see `nemotron3 check`")
-    return result
-
-
-def read_object(folder: Path | str, place: StoredObject) -> bytes:
-    """The bytes of a stored object: a torch.save archive as well.
-
-    Raises:
-        CheckpointError: the file is missing or too short.
-    """
-    with opened(Path(folder) / place.file) as descriptor:
-        return bytes(read_at(descriptor, place.offset, place.length))
-
-
-def _window(offset: int, size: int) -> slice:
-    return slice(offset, offset + size)
-
-
 @dataclass(frozen=True)
 class _Storage:
     dtype: str | None
@@ -197,7 +111,7 @@ class _Tensor:
     stride: tuple[int, ...]
 
 
-def _storage(pid: Any) -> _Storage:
+def storage_of(pid: Any) -> _Storage:
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[2], str):
         raise Refused(f"it refers to {pid!r:.60}, which is no storage")
     return _Storage(pid[1] if isinstance(pid[1], str) else None, pid[2])
@@ -226,7 +140,7 @@ STORAGES = {
     **{"ComplexDouble": "complex128", "ComplexFloat": "complex64"},
 }
 #: What the pickle of one tensor names.
-_TABLE: dict[tuple[str, str], Any] = {
+TENSOR_TABLE: dict[tuple[str, str], Any] = {
     **{("torch", dtype): dtype for dtype in ITEM_SIZE},
     **{("torch", f"{name}Storage"): dtype for name, dtype in STORAGES.items()},
     ("torch.storage", "UntypedStorage"): None,

@@ -9,7 +9,7 @@ What is what, no files involved:
 
 Reading:
   stored                     tensors as blocks of files; any slice as raw bits
-  hf_folder, safetensors_header; dist_folder, dcp_state; mp_rank, rank_file      the kinds of folders
+  hf_folder, safetensors_header; dist_folder, dcp_folder; mp_rank, rank_file      the kinds of folders
   checkpoints                any of them opened: weights, model, what is left out
   views                      one side's tensors made of the other's; casts
   quantized_*                packed NVFP4 and FP8 as views, recipes and configuration files

@@ -13,9 +13,11 @@ from typing import Any
 
 from megatron_nemotron3.checkpoint.describe import common_state
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
+from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoint.structure import judge
 from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import config_json, inventory, mp_rank
+from megatron_nemotron3.convert.dcp_folder import dcp_state, in_order
 from megatron_nemotron3.convert.dist_folder import locate, open_dist
 from megatron_nemotron3.convert.hf_folder import is_hf, open_hf, read_config
 from megatron_nemotron3.convert.inventory import Link
@@ -24,7 +26,7 @@ from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.convert.places import plain, what_else
 from megatron_nemotron3.convert.quantized_config import plain_config
 from megatron_nemotron3.convert.quantized_import import Dequantized
-from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.stored import Reads, Source
 from megatron_nemotron3.convert.views import Converted, Selected
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -36,7 +38,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 class Checkpoint:
     """An opened checkpoint."""
 
-    #: "torch_dist", "mp_rank" or "hugging face".
+    #: "torch_dist", "fsdp_dtensor", "mp_rank" or "hugging face".
     kind: str
     folder: Path
     config: Nemotron3Config
@@ -100,20 +102,22 @@ def open_megatron(
     """
     place = locate(folder, iteration)
     verdict = judge(place)
-    source: Reads
+    source: Source
     if verdict.state == "legacy":
         kind, state = "mp_rank", mp_rank.common_state(place)
         config, guessed = _megatron_config(place, state, model, vocab_size)
-        source = mp_rank.open_mp_rank(place, config)
+        source = mp_rank.open_mp_rank(place, config, allow_unused=allow_unused)
     else:
         source, index = open_dist(place, verdict)
-        kind, state = "torch_dist", {}
+        fsdp = not (place / METADATA).exists()
+        kind, state = "fsdp_dtensor" if fsdp else "torch_dist", {}
         try:
-            state = common_state(index)
+            state = dcp_state(index) if fsdp else common_state(index)
         except CheckpointError:
             if model is None:
                 raise
         config, guessed = _megatron_config(place, state, model, vocab_size)
+        source = in_order(source, config, state) if fsdp else source
     keys, left_out = _weights(source.tensors, allow_unused)
     if from_masters:
         found = masters(source.tensors)

@@ -175,7 +175,9 @@ def _carry_out(opened: Checkpoint, target: Path, job: Job, options: Options) -> 
     return True
 
 
-def verify(a: Path, b: Path | None, options: Options, *, dequantize: bool = False) -> int:
+def verify(
+    a: Path, b: Path | None, options: Options, *, dequantize: bool = False, vocab_size: int | None = None
+) -> int:
     """Compare two checkpoints of any kind, or one with its manifest. Returns the exit status: 0 equal, 1 not.
 
     Raises:
@@ -183,7 +185,12 @@ def verify(a: Path, b: Path | None, options: Options, *, dequantize: bool = Fals
     """
     if b is None:
         return _verify_manifest(a, options.workers)
-    wanted = {"model": options.model, "allow_unused": options.allow_unused, "dequantize": dequantize}
+    wanted = {
+        "model": options.model,
+        "allow_unused": options.allow_unused,
+        "dequantize": dequantize,
+        "vocab_size": vocab_size,
+    }
     sides = [open_checkpoint(p, **wanted) for p in (a, b)]
     for name, side in zip("ab", sides):
         print(f"{name}            {_what(side)}")

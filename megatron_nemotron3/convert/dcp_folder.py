@@ -14,11 +14,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron_nemotron3.checkpoint import describe
-from megatron_nemotron3.checkpoint.archive import ArchiveError, crc_problem, read_at, records
+from megatron_nemotron3.checkpoint.describe import stored_object
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex
-from megatron_nemotron3.checkpoint.read import opened
-from megatron_nemotron3.checkpoint.unpickle import Inert, loads
+from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import names, sharding
 from megatron_nemotron3.convert.places import Names, what_else
 from megatron_nemotron3.convert.plan import Plan
@@ -26,8 +24,6 @@ from megatron_nemotron3.convert.stored import Block, Layout, Source, SourceTenso
 from megatron_nemotron3.models import Nemotron3Config
 
 _NAMES = ("args", "iteration", "checkpoint_version")
-#: Larger entries are not read.
-_LIMIT = 64 << 20
 
 
 def dcp_state(index: CheckpointIndex) -> dict[str, Any]:
@@ -40,15 +36,7 @@ def dcp_state(index: CheckpointIndex) -> dict[str, Any]:
     for name in _NAMES:
         if (place := index.objects.get(name)) is None:
             continue
-        with opened(index.folder / place.file) as descriptor:
-            found = {record.name: record for record in records(descriptor, place.offset, place.length)}
-            record = found.get("data.pkl")
-            if record is None or record.size > _LIMIT:
-                raise ArchiveError(f"{name} at byte {place.offset:,} has no data.pkl of usual size")
-            if record.crc and (problem := crc_problem(descriptor, record)):
-                raise ArchiveError(problem)
-            data = bytes(read_at(descriptor, record.offset, record.size))
-            state[name] = loads(data, describe._TABLE, stubs=describe._STUBS, persistent=describe._nothing)
+        state[name] = stored_object(index.folder, place, name)
     return state
 
 
@@ -62,7 +50,6 @@ def in_order(source: Source, config: Nemotron3Config, state: dict[str, Any]) -> 
 
     Raises:
         CheckpointError: TP is unknown, or does not divide the model's Mamba layers.
-        ValueError: a weight that is not the model's.
     """
     lookup, table = Names(config), names.sizes(config)
     changed: dict[str, SourceTensor] = {}
@@ -70,7 +57,10 @@ def in_order(source: Source, config: Nemotron3Config, state: dict[str, Any]) -> 
     for key, tensor in source.tensors.items():
         if what_else(key) is not None:
             continue
-        match = lookup.key(key)
+        try:
+            match = lookup.key(key)
+        except ValueError:  # the inventory will say so, unless it is allowed to be unused
+            continue
         if match.row.tp != "parts" or match.spelling is match.row.spellings[0]:
             continue
         tp = _tensor_parallel(source, state) if tp is None else tp
@@ -90,8 +80,9 @@ def _tensor_parallel(source: Source, state: dict[str, Any]) -> int:
     tp = arguments.field("tensor_model_parallel_size") if isinstance(arguments, Inert) else None
     if type(tp) is not int or tp < 1:
         raise CheckpointError(
-            f"{source.folder}: the order of Mamba's in_proj rows depends on the TP it was written at, and its "
-            f"stored arguments give tensor_model_parallel_size={tp!r}: save it as --ckpt-format torch_dist"
+            f"{source.folder}: the order of Mamba's in_proj rows depends on the TP it was written at, which "
+            f"the stored arguments do not tell (tensor_model_parallel_size={tp!r}): save it as --ckpt-format "
+            "torch_dist"
         )
     return tp
 

@@ -52,15 +52,19 @@ def open_dist(folder: Path, verdict: Verdict | None = None) -> tuple[Source, Che
         raise CheckpointError(f"{problem} ({verdict.state}; `nemotron3 check {folder}` says more)")
     index = verdict.index
     files = {name: regular(folder / name, folder) for name in index.files}
-    tensors = {
-        name: SourceTensor(
-            tensor.dtype,
-            tensor.shape,
-            tuple(Block(c.offsets, c.sizes, partial(_find, folder, c, tensor.dtype)) for c in tensor.chunks),
-        )
+    return Source(folder, tensors_of(index), files), index
+
+
+def tensors_of(index: CheckpointIndex) -> dict[str, SourceTensor]:
+    """Every tensor of an index; where a chunk's elements are is looked up when they are read."""
+
+    def block(chunk: Chunk, dtype: str) -> Block:
+        return Block(chunk.offsets, chunk.sizes, partial(_find, index.folder, chunk, dtype))
+
+    return {
+        name: SourceTensor(tensor.dtype, tensor.shape, tuple(block(c, tensor.dtype) for c in tensor.chunks))
         for name, tensor in index.tensors.items()
     }
-    return Source(folder, tensors, files), index
 
 
 def _find(folder: Path, chunk: Chunk, dtype: str) -> Layout:

@@ -49,6 +49,14 @@ _FLOATS = frozenset(
         *("moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
     )
 )
+#: What changes no tensor. Every run stores them; where they lack, the default stands.
+_TRAINING = frozenset(
+    (
+        *("seq_length", "max_position_embeddings", "layernorm_epsilon", "init_method_std"),
+        *("moe_aux_loss_coeff", "moe_router_bias_update_rate"),
+    )
+)
+_INIT_STD = 0.02  # the default of --init-method-std
 #: 0 turns these off.
 _MAY_BE_ZERO = frozenset(("moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"))
 
@@ -182,10 +190,12 @@ def config_of(
     if "E" in kinds:
         fields |= {field: _number(name, values, field, names) for field, names in _MOE.items()}
     fields |= _defaults(name, values, fields, kinds)
+    fields = {field: value for field, value in fields.items() if value is not None or field not in _TRAINING}
+    fields.setdefault("init_method_std", _INIT_STD)
     missing = [
         names[0]
         for field, names in (_MODEL | (_MOE if "E" in kinds else {})).items()
-        if fields[field] is None and field != "moe_latent_size"
+        if fields.get(field, 0) is None and field != "moe_latent_size"
     ]
     if missing:
         raise ValueError(f"{name}: the stored arguments have no {', '.join(missing)}")
@@ -291,7 +301,7 @@ def _vocabulary(name: str, values: dict[str, Any], given: int | None) -> int:
     if size is None:
         raise ValueError(
             f"{name}: the stored arguments do not say how large the vocabulary is, only "
-            f"padded_vocab_size={padded}: give vocab_size"
+            f"padded_vocab_size={padded}: give vocab_size (--vocab-size N)"
         )
     if padded is not None and size > padded:
         raise ValueError(f"{name}: vocab_size={size} is more than padded_vocab_size={padded}")

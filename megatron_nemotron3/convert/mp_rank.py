@@ -14,8 +14,9 @@ of the model), so it does not matter how a run had divided them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,13 @@ def common_state(folder: Path) -> dict[str, Any]:
     return RankFile.open(rank_folders(folder)[0][0] / FILE).common
 
 
-def open_mp_rank(folder: Path, config: Nemotron3Config, *, check_replicas: bool = False) -> Source:
+def open_mp_rank(
+    folder: Path,
+    config: Nemotron3Config,
+    *,
+    check_replicas: bool = False,
+    allow_unused: Sequence[str] = (),
+) -> Source:
     """The weights of a legacy folder (`iter_0000100`), global in name and shape, where they lie.
 
     Names are those of `named_parameters()` of the whole model (the dialects "parameter", "separate norm",
@@ -69,6 +76,7 @@ def open_mp_rank(folder: Path, config: Nemotron3Config, *, check_replicas: bool 
             looked at.
         check_replicas: read what several ranks hold whole from all of them, and refuse differences.
             Otherwise the first rank's is taken.
+        allow_unused: patterns of names that may be left out, with layers numbered over the whole model.
 
     Raises:
         CheckpointError: files are missing, damaged or hold another model; the message names file and cure.
@@ -76,7 +84,7 @@ def open_mp_rank(folder: Path, config: Nemotron3Config, *, check_replicas: bool 
     ranks = open_ranks(folder)
     rows = next((m[_EMBEDDING].shape[0] for m in ranks[0].file.models if _EMBEDDING in m), 0)
     padded = rows * (1 + max(rank.tp for rank in ranks))
-    return _Merger(folder, config, ranks, padded).source(check_replicas)
+    return _Merger(folder, config, ranks, padded).source(check_replicas, allow_unused)
 
 
 @dataclass(frozen=True)
@@ -99,9 +107,11 @@ class _Merger:
         self._sizes = names.sizes(config, padded)
         self._plans: dict[tuple[int, int], Plan | None] = {}
 
-    def source(self, check_replicas: bool) -> Source:
+    def source(self, check_replicas: bool, allow_unused: Sequence[str]) -> Source:
         held: dict[str, list[_Held]] = {}
         for rank, name, stored in self._numbered():
+            if any(fnmatchcase(name, pattern) for pattern in allow_unused):
+                continue
             try:
                 match = self._lookup.key(name)
             except ValueError as problem:

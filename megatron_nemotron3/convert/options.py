@@ -69,6 +69,7 @@ def add_verify(command: argparse.ArgumentParser) -> None:
     """Two checkpoints, or one and its manifest."""
     command.add_argument("a", type=Path, metavar="A", help="Megatron or Hugging Face")
     command.add_argument("b", type=Path, nargs="?", metavar="B", help="default: the manifest of A")
+    command.add_argument("--vocab-size", type=int, metavar="N", help="tokens; default: as stored")
     _add_dequantize(command)
     _add_model(command)
     _add_workers(command)
@@ -158,7 +159,9 @@ def verify(options: argparse.Namespace) -> int:
     common = command.Options(
         model=_model(options), allow_unused=tuple(options.allow_unused), workers=_workers(options)
     )
-    return command.verify(options.a, options.b, common, dequantize=options.dequantize)
+    return command.verify(
+        options.a, options.b, common, dequantize=options.dequantize, vocab_size=options.vocab_size
+    )
 
 
 def size(text: str) -> int:

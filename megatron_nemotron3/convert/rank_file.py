@@ -37,13 +37,13 @@ class _Dict(dict[Any, Any]):
 
 
 _TABLE: dict[tuple[str, str], Any] = {
-    **describe._TABLE,
-    **read._TABLE,
+    **describe.DATA_TABLE,
+    **read.TENSOR_TABLE,
     ("collections", "OrderedDict"): _Dict,
     ("_io", "BytesIO"): inert("BytesIO"),
     ("io", "BytesIO"): inert("BytesIO"),
 }
-_STUBS = (*describe._STUBS, "megatron_nemotron3.")
+_STUBS = (*describe.DATA_STUBS, "megatron_nemotron3.")
 
 #: Where a tensor lies in the file.
 Stored = TensorLayout
@@ -80,7 +80,7 @@ class RankFile:
                 raise Refused("it is not little-endian")
             data = bytes(read_at(descriptor, record.offset, record.size))
         try:
-            root = loads(data, _TABLE, stubs=_STUBS, persistent=read._storage)
+            root = loads(data, _TABLE, stubs=_STUBS, persistent=read.storage_of)
             if not isinstance(root, dict):
                 raise Refused(f"it holds a {type(root).__name__}, not the dict of a checkpoint")
             models = tuple(_weights(model, found) for model in _models(root))

@@ -66,15 +66,23 @@ class Converted(Reads):
         pieces = self._making(name)
         if len(pieces) == 1 and extent(pieces[0].destination_slices) == self.tensors[name].shape:
             return self._source.read(pieces[0].source, _within(pieces[0], slices)).reshape(extent(slices))
-        result = numpy.zeros(extent(slices), bits(self.tensors[name].dtype))  # zeros: padded rows
+        shape = extent(slices)
         first, last = slices[0]  # pieces are bands of rows, and sorted
         begin = max(0, bisect_right(pieces, first, key=_row) - 1)
+        parts = []
         for piece in pieces[begin : bisect_left(pieces, last, key=_row)]:
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(slices, piece.destination_slices))
+            if common == slices:  # one expert of a stack, most often
+                return self._source.read(piece.source, _within(piece, common)).reshape(shape)
             if all(a < b for a, b in common):
-                part = self._source.read(piece.source, _within(piece, common))
-                window = tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, slices))
-                result[window] = part.reshape(extent(common))
+                parts.append((piece, common))
+        covered = sum(prod(extent(common)) for _, common in parts) == prod(shape)
+        make = numpy.empty if covered else numpy.zeros  # zeros: padded rows
+        result = make(shape, bits(self.tensors[name].dtype))
+        for piece, common in parts:
+            part = self._source.read(piece.source, _within(piece, common))
+            window = tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, slices))
+            result[window] = part.reshape(extent(common))
         return result
 
     def _making(self, name: str) -> list[Piece]:
@@ -137,7 +145,7 @@ def as_tensor(array: numpy.ndarray[Any, Any], dtype: str) -> Any:
     torch = _torch()
     # torch knows few unsigned types; the bits of the signed ones are the same.
     signed = array.view(f"i{array.itemsize}") if array.itemsize > 1 else array
-    return torch.from_numpy(signed).view(getattr(torch, dtype))
+    return torch.from_numpy(signed.reshape(-1)).view(getattr(torch, dtype)).view(array.shape)
 
 
 def as_bits(tensor: Any) -> numpy.ndarray[Any, Any]:

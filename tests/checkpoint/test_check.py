@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoint.integrity import read_all
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_metadata
-from megatron_nemotron3.checkpoint.read import read_rows
 from megatron_nemotron3.checkpoint.structure import judge
 from tests.checkpoint import writer
+from tests.checkpoint.reading import read_rows
 
 FILES = [".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"]
 DATA = FILES[2:]

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.metadata import read_metadata
-from megatron_nemotron3.checkpoint.read import read_rows
 from megatron_nemotron3.models import Nemotron3Config
+from tests.checkpoint.reading import read_rows
 from tests.convert.models import GOLDEN
 from tests.helpers import run_distributed
 from tests.parallel.tensors import Tensors, gather

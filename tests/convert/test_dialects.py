@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import tarfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoint.describe import common_state
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, CheckpointIndex, read_metadata
-from megatron_nemotron3.checkpoint.read import read_rows
 from megatron_nemotron3.checkpoint.structure import judge
-from megatron_nemotron3.convert import inventory, mp_rank
-from megatron_nemotron3.convert.dcp_state import dcp_state
+from megatron_nemotron3.convert import inventory, mp_rank, plan
+from megatron_nemotron3.convert.checkpoints import open_megatron
+from megatron_nemotron3.convert.dcp_folder import dcp_state, in_order
 from megatron_nemotron3.convert.dist_folder import open_dist
 from megatron_nemotron3.convert.masters import masters
 from megatron_nemotron3.convert.mp_rank import open_mp_rank
@@ -23,6 +26,7 @@ from megatron_nemotron3.convert.places import plain, what_else
 from megatron_nemotron3.convert.plan import whole
 from megatron_nemotron3.convert.stored import Source
 from megatron_nemotron3.models import Nemotron3Config
+from tests.checkpoint.reading import read_rows
 from tests.golden.checkpoints.values import LAYERS, SIZES, VOCABULARY, values
 
 ARCHIVES = Path(__file__).parents[1] / "golden" / "checkpoints"
@@ -35,7 +39,14 @@ FOLDERS: dict[str, tuple[bool, set[str]]] = {
     "0.18.2_te": (True, set()),
     "0.18.2_te_tp2_ep2": (True, set()),
     "0.19.2_te": (True, set()),
-    "0.19.2_fsdp": (True, {"parameter"}),
+}
+#: Megatron-FSDP: archive -> TP it was written at, MTP, dialects.
+FSDP: dict[str, tuple[int, bool, set[str]]] = {
+    "0.16.1_fsdp": (1, False, {"parameter", "conv1d module"}),
+    "0.18.2_fsdp": (1, True, {"parameter", "conv1d module"}),
+    "0.19.2_fsdp": (1, True, {"parameter"}),
+    "0.19.2_fsdp_dp2": (1, True, {"parameter"}),
+    "0.19.2_fsdp_tp2_ep2": (2, True, {"parameter"}),
 }
 LEGACY: dict[str, tuple[bool, set[str]]] = {
     "0.16.1_mp_rank_local": (False, {"separate norm", "parameter", "conv1d module", "sequential experts"}),
@@ -131,7 +142,7 @@ def test_legacy_folders(name: str, tmp_path: Path) -> None:
     holds_the_formulas_values(source, {name: name for name in source.tensors})
 
 
-@pytest.mark.parametrize("name", [name for name in FOLDERS if "fsdp" not in name])
+@pytest.mark.parametrize("name", FOLDERS)
 def test_arguments(name: str, tmp_path: Path) -> None:
     """common.pt up to 0.18, an object of the checkpoint in 0.19."""
     folder = unpacked(name, tmp_path)
@@ -140,6 +151,51 @@ def test_arguments(name: str, tmp_path: Path) -> None:
     state = common_state(index)
     assert state["iteration"] == 1
     assert state["args"].field("moe_latent_size") == SIZES["moe_latent_size"]
+
+
+def hugging_face(links: Iterable[inventory.Link], read: Callable[[str, tuple[int, ...]], Any]) -> Any:
+    """The HF tensors made of what `read` gives for Megatron's names and shapes."""
+    result: dict[str, Any] = {}
+    for link in links:
+        result |= plan.apply(link.to_hf(), {t.name: read(t.name, t.shape) for t in link.megatron})
+    return result
+
+
+@pytest.mark.parametrize("name", FSDP)
+def test_fsdp(name: str, tmp_path: Path) -> None:
+    """A model with the values of torch_dist keys, wrapped and saved by Megatron-FSDP."""
+    tp, mtp, others = FSDP[name]
+    folder, model = unpacked(name, tmp_path), config(mtp)
+    assert judge(folder).state == "complete"
+    stored, index = open_dist(folder)
+    state = dcp_state(index)
+    assert state["args"].field("tensor_model_parallel_size") == tp
+    keys = {plain(key): key for key in weights(index)}
+    assert all(key == f"model.module.{short}" for short, key in keys.items())
+    links = list(inventory.links_of(model, keys.values()))
+    assert dialects(links) == others
+    source = in_order(stored, model, state)
+    assert source.tensors.keys() == stored.tensors.keys()
+    mine = hugging_face(links, lambda n, shape: source.read(keys[n], whole(shape)).view("f4"))
+    theirs = hugging_face(inventory.links(model), values)
+    assert mine.keys() == theirs.keys()
+    assert all(numpy.array_equal(mine[n], theirs[n]) for n in mine)
+    raw = hugging_face(links, lambda n, shape: stored.read(keys[n], whole(shape)).view("f4"))
+    wrong = {n.split("mixer.")[1] for n in raw if not numpy.array_equal(raw[n], theirs[n])}
+    assert wrong == ({"in_proj.weight", "conv1d.weight", "conv1d.bias"} if tp > 1 else set())
+
+
+def test_order_needs_tp(tmp_path: Path) -> None:
+    model = config(mtp=True)
+    stored, index = open_dist(unpacked("0.19.2_fsdp_tp2_ep2", tmp_path))
+    with pytest.raises(CheckpointError, match="parallel_size=None.: save it as --ckpt-format torch_dist"):
+        in_order(stored, model, {})
+    arguments = dcp_state(index)["args"]
+    arguments.state["tensor_model_parallel_size"] = 3
+    with pytest.raises(CheckpointError, match="written at TP=3, but golden: .*not divisible by TP=3"):
+        in_order(stored, model, {"args": arguments})
+    plain_folder, _ = open_dist(unpacked("0.18.2_te", tmp_path))
+    assert in_order(plain_folder, model, {}) is plain_folder
 
 
 def test_arguments_of_fsdp(tmp_path: Path) -> None:
@@ -162,3 +218,25 @@ def test_fsdp_weights_are_masters(tmp_path: Path) -> None:
     assert {index.tensors[key].dtype for key in weights(index)} == {"float32"}
     assert masters(index.tensors) == {}
     assert all(key.startswith("model.module.") for key in weights(index))
+
+
+#: mp_rank and torch_dist folders hold values made from their own keys; FSDP's from those of torch_dist.
+@pytest.mark.parametrize("name", [*FOLDERS, *LEGACY, *FSDP])
+def test_the_command_converts_every_kind(name: str, tmp_path: Path) -> None:
+    """By the command line, with the stored arguments alone; what comes out is read by safetensors."""
+    folder = unpacked(name, tmp_path)
+    out = tmp_path / "hf"
+    vocabulary = ("--vocab-size", str(VOCABULARY))
+    assert cli.main(["convert", "to-hf", str(folder), str(out), *vocabulary, "--workers", "1"]) == 0
+    found = load_file(out / "model.safetensors")
+    opened = open_megatron(folder, vocab_size=VOCABULARY)
+    kind = "fsdp_dtensor" if name in FSDP else "mp_rank" if name in LEGACY else "torch_dist"
+    assert (opened.kind, opened.config.hidden_size) == (kind, SIZES["hidden_size"])
+    if name in FSDP:
+        wanted = hugging_face(inventory.links(config(FSDP[name][1])), values)
+    else:
+        wanted = hugging_face(opened.links, values)
+    assert wanted.keys() == found.keys()
+    for tensor, value in found.items():
+        assert torch.equal(value, torch.from_numpy(wanted[tensor]).to(value.dtype)), tensor
+    assert cli.main(["verify", str(folder), str(out), *vocabulary, "--workers", "1"]) == 0

@@ -9,11 +9,11 @@ import torch
 
 from megatron_nemotron3.args import ParallelLayout, TrainingData, flags, to_argv
 from megatron_nemotron3.checkpoint.metadata import CheckpointIndex, StoredTensor, read_metadata
-from megatron_nemotron3.checkpoint.read import read_rows
 from megatron_nemotron3.convert.masters import masters
 from megatron_nemotron3.convert.places import plain, what_else
 from megatron_nemotron3.train import launch
 from tests import helpers
+from tests.checkpoint.reading import read_rows
 from tests.checkpoint.runs import CONFIG
 from tests.short_run import short_schedule
 

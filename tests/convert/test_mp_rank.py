@@ -16,7 +16,6 @@ import torch
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_metadata
-from megatron_nemotron3.checkpoint.read import read_rows
 from megatron_nemotron3.convert import inventory, plan
 from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.convert.mp_rank import common_state, open_mp_rank
@@ -24,6 +23,7 @@ from megatron_nemotron3.convert.plan import whole
 from megatron_nemotron3.convert.stored import Source
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.checkpoint import runs
+from tests.checkpoint.reading import read_rows
 from tests.convert.models import DISTINCT
 from tests.golden.checkpoints.values import part, values
 from tests.helpers import initialize, run_distributed
@@ -310,6 +310,8 @@ def test_wrong_models(tmp_path: Path) -> None:
     state["model"]["decoder.layers.0.nonsense"] = torch.zeros(2)
     with pytest.raises(CheckpointError, match="nonsense': 0 rows of the name table fit"):
         open_mp_rank(save(tmp_path, state), PLAIN)
+    source = open_mp_rank(folder, PLAIN, allow_unused=["*.layers.0.nons*"])
+    assert len(source.tensors) == len(state["model"]) - 2  # and the extra state
 
 
 def test_wrong_folders(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""Rounding FP32 tensors to the values of a small floating-point format, in place and in few passes.
+
+`e2m1.encode` and `e4m3.encode` give codes. Emulation needs values, and needs them fast: every operation here is
+one vectorized pass, there is no comparison, no table and no allocation.
+
+How: between two powers of two the values of a format are equally spaced. Let p be the power of two at or below
+|x|, held within the format's normal range. The spacing there is p / 2^mantissa. Adding 1.5 * 2^23 spacings
+pushes everything finer out of an FP32 mantissa, rounding to nearest and ties to the even multiple, and
+subtracting them again leaves the rounded value. Stochastic rounding first adds a random part of a spacing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_EXPONENT = 0x7F800000
+#: Sets the lowest bit of each of the four 16-bit integers in a 64-bit one.
+_ODD = 0x0001_0001_0001_0001
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values of a format.
+
+    mantissa: explicit mantissa bits.
+    smallest: the smallest normal value; below, the spacing stays the same.
+    largest: the power of two at or below `max`.
+    max: the largest value. Larger magnitudes become it.
+    """
+
+    mantissa: int
+    smallest: float
+    largest: float
+    max: float
+
+    def _powers(self, x: torch.Tensor, scratch: torch.Tensor) -> None:
+        torch.bitwise_and(x.view(torch.int32), _EXPONENT, out=scratch.view(torch.int32))
+        scratch.clamp_(self.smallest, self.largest)
+
+    def _nearest(self, x: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
+        # `alpha * power` is exact, so a fused and an unfused multiply-add give the same bits.
+        push = 1.5 * 2.0 ** (23 - self.mantissa)
+        return x.add_(powers, alpha=push).sub_(powers, alpha=push).clamp_(-self.max, self.max)
+
+    def round_(self, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """Replace x by the nearest values, halfway cases to the even mantissa; NaN stays NaN, -0.0 becomes 0.
+
+        Args:
+            x: float32, contiguous.
+            scratch: float32 of the same shape, contiguous; overwritten.
+        """
+        self._powers(x, scratch)
+        return self._nearest(x, scratch)
+
+    def round_stochastic_(
+        self,
+        x: torch.Tensor,
+        scratch: torch.Tensor,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Replace x by one of its two neighbors, the upper one with the probability (x - lower) / spacing.
+
+        The expected value is x wherever |x| <= max. Probabilities have 15 bits. Values of the format stay.
+
+        Args:
+            x: float32, contiguous, a number of elements divisible by 4.
+            scratch: float32 of the same shape, contiguous; overwritten.
+            generator: of the device of x; None means torch's own.
+        """
+        # One 64-bit draw serves four elements: the generator is the expensive part on a CPU.
+        bits = torch.empty(x.numel() // 4, dtype=torch.int64, device=x.device)
+        bits.random_(-(2**63), None, generator=generator)
+        # Odd numbers: never exactly half a spacing, which would move values that need no rounding.
+        noise = bits.bitwise_or_(_ODD).view(torch.int16).to(torch.float32).view(x.shape)
+        self._powers(x, scratch)
+        x.addcmul_(scratch, noise, value=2.0 ** -(16 + self.mantissa))
+        return self._nearest(x, scratch)
+
+
+#: The 4-bit element of NVFP4, `e2m1.MAGNITUDES`.
+E2M1 = Grid(mantissa=1, smallest=1.0, largest=4.0, max=6.0)
+#: The 8-bit element of MXFP8.
+E4M3 = Grid(mantissa=3, smallest=2.0**-6, largest=256.0, max=448.0)

@@ -1,0 +1,79 @@
+"""A tensor cut into quantization blocks: views, largest magnitudes, and pieces that stay in the cache.
+
+Whatever the axis, a block lies along axis 1 of a view:
+
+    axis -1         [blocks, block]             one scale a row of the view
+    axis -2, tile   [groups, block, k]          one scale a column; a tile's is repeated in its 16 columns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_nemotron3.precision.spec import Spec
+
+#: Elements worked on at once by a CPU thread: 512 KiB in FP32, so that two such buffers stay in a second-level cache.
+PIECE = 2**17
+
+
+def check(x: torch.Tensor, spec: Spec) -> None:
+    """Raise ValueError if x is no matrix, of no known type, or not divisible into the blocks of `spec`."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{x.dtype} is not quantized: use float32, bfloat16 or float16")
+    if x.ndim < 2:
+        raise ValueError(f"shape {list(x.shape)} has no rows and columns: expected 2 axes or more")
+    for axis in (-1, -2) if spec.tile else (spec.axis,):
+        if x.shape[axis] % spec.block:
+            raise ValueError(
+                f"axis {axis} of {list(x.shape)} is not divisible by the {spec.format} block of {spec.block}: "
+                "pad it, or leave this operand unquantized"
+            )
+
+
+def view(x: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """The view of a contiguous x in which blocks lie along axis 1."""
+    if spec.axis == -1 and not spec.tile:
+        return x.view(-1, spec.block)
+    return x.view(-1, spec.block, x.shape[-1])
+
+
+def grid_shape(x: torch.Tensor, spec: Spec) -> list[int]:
+    """The shape of x with blocks instead of elements: [..., m, k/16], [..., m/16, k] or [..., m/16, k/16]."""
+    shape = list(x.shape)
+    for axis in (-1, -2) if spec.tile else (spec.axis,):
+        shape[axis] //= spec.block
+    return shape
+
+
+def pieces(*views: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The views (equal in axis 0, the first one the largest) in parts that fit the cache; on a GPU whole."""
+    first = views[0]
+    step = len(first)
+    if first.device.type == "cpu":
+        step = max(1, PIECE * torch.get_num_threads() * len(first) // first.numel())
+    if step >= len(first):
+        return iter((views,))
+    return zip(*(v.split(step) for v in views), strict=True)
+
+
+def largest(magnitudes: torch.Tensor) -> torch.Tensor:
+    """Maxima along axis 1 of a piece of a view of non-negative float32, [n] or [n, k]; NaN if there is one."""
+    if magnitudes.ndim == 2 and magnitudes.device.type == "cpu":
+        # Over so few neighbors twice as fast as amax.
+        size = magnitudes.shape[1]
+        return torch.max_pool1d(magnitudes.view(1, 1, -1), size, size).view(-1)
+    return magnitudes.amax(1)
+
+
+def tiles(columns: torch.Tensor, size: int) -> torch.Tensor:
+    """Maxima of columns [n, k] -> of tiles [n, k / size]."""
+    return columns.unflatten(1, (-1, size)).amax(2)
+
+
+def expand(grid: torch.Tensor, blocks: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """Values on the block grid -> [n, 1] or [n, 1, k], to multiply a view with."""
+    if spec.tile:
+        grid = grid.reshape(len(blocks), -1, 1).expand(-1, -1, spec.block)
+    return grid.reshape(len(blocks), 1, *blocks.shape[2:])

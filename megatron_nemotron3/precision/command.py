@@ -1,0 +1,111 @@
+"""`nemotron3 precision NAME`: the recipe for a model, as a table and as Megatron's precision file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.precision import yaml_file
+from megatron_nemotron3.precision.share import Share, shares, totals
+from megatron_nemotron3.precision.table import BF16, FORMATS, NVFP4, is_published, tail
+
+_COLUMNS = ("module", "format", "parameters", "FLOPs", "why")
+
+
+def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
+    """What the command prints.
+
+    Raises:
+        ValueError: an unknown format.
+    """
+    _known(precision)
+    lines = shares(config, precision)
+    cells = [_COLUMNS, *_cells(lines)]
+    widths = [max(len(row[i]) for row in cells) for i in range(4)]
+    head = f"{config.title} in {precision}"
+    body = (
+        "  ".join(
+            (
+                *(
+                    cell.rjust(w) if i in (2, 3) else cell.ljust(w)
+                    for i, (cell, w) in enumerate(zip(row, widths))
+                ),
+                row[4],
+            )
+        ).rstrip()
+        for row in cells
+    )
+    return "\n".join((head, "=" * len(head), "", *body, "", *_notes(config, precision, lines)))
+
+
+def markdown(config: Nemotron3Config, precision: str = NVFP4) -> str:
+    """The same table for docs/nvfp4.md."""
+    rows = [_COLUMNS, ("-", "-", "-:", "-:", "-"), *_cells(shares(config, precision))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None = None) -> str:
+    """Print the table, or write the precision file; returns the text for stdout.
+
+    Raises:
+        ValueError: a file is wanted for another format than nvfp4, which needs none.
+        FileExistsError: another file is there.
+    """
+    _known(precision)
+    if path is None:
+        return render(config, precision)
+    if precision != NVFP4:
+        raise ValueError(f"--format {precision} needs no file: every linear follows its layer; drop --yaml")
+    yaml_file.write(config, path)
+    return f"{path}: written; nemotron3 flags {config.name} --precision nvfp4 {yaml_file.FLAG} {path}"
+
+
+def check(config: Nemotron3Config, path: str | Path) -> str | None:
+    """What to say about a file that flags name: None if it is here and fits the model.
+
+    A file that is not here may be where the run will be, so that is only a remark.
+
+    Raises:
+        PrecisionFileError: the file is here and wrong.
+    """
+    if not Path(path).exists():
+        return (
+            f"{yaml_file.FLAG} {path} is not on this machine, so it was not checked: "
+            f"nemotron3 precision {config.name} --yaml {path} writes the published one"
+        )
+    yaml_file.read(path, config)
+    return None
+
+
+def _known(precision: str) -> None:
+    if precision not in FORMATS:
+        raise ValueError(f"unknown format {precision!r}: use one of {', '.join(FORMATS)}")
+
+
+def _cells(lines: list[Share]) -> list[tuple[str, ...]]:
+    parameters, flops = sum(line.parameters for line in lines), sum(line.flops for line in lines)
+    return [
+        (
+            line.modules,
+            line.format,
+            f"{line.parameters / parameters:.2%}",
+            f"{line.flops / flops:.2%}",
+            line.why,
+        )
+        for line in lines
+    ]
+
+
+def _notes(config: Nemotron3Config, precision: str, lines: list[Share]) -> Iterator[str]:
+    for fmt, (parameters, flops) in totals(lines).items():
+        yield f"{fmt}: {parameters:.1%} of parameters, {flops:.1%} of FLOPs"
+    yield f"FLOPs: one token forward, {config.seq_length} tokens a sequence"
+    if precision == BF16:
+        return
+    last = tail(config)
+    yield f"BF16 layers: none at the start, {last.layers} at the end ({last.source})"
+    if not is_published(config):
+        yield f"No source says that {config.title} was trained so: this is Super's recipe applied to it."
+    elif precision != NVFP4:
+        yield "Super and Ultra were trained in nvfp4; NVIDIA's MXFP8 configurations keep the same tail."

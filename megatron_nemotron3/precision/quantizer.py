@@ -1,0 +1,175 @@
+"""Fake quantization: what a matrix product on NVFP4 or MXFP8 hardware would see of an operand, in FP32 or BF16.
+
+fake_quantize   the values: x rounded to what the format can hold
+units           NVFP4 without the tensor's scale: q * s_b, exact in BF16; a product of two such operands,
+                accumulated in FP32 and multiplied once by `nvfp4.product_scale`, is the hardware's product
+
+Two readings of x: largest magnitudes of the blocks, then rounding. On a CPU both go piece by piece through
+buffers that stay in the second-level cache. No step waits for the device. `_finish` and `_magnitudes` are what a
+fused kernel replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from megatron_nemotron3.precision import hadamard, mxfp8, nvfp4
+from megatron_nemotron3.precision import blocks as cut
+from megatron_nemotron3.precision.spec import Spec
+
+#: The largest magnitude to scale by, float32: [] or of a shape that broadcasts to the block grid
+#: (`blocks.grid_shape`); or a function that is given the block grid's own and returns it. The function is the
+#: place for a reduction over ranks, and for experts that share a tensor but not a scale.
+Amax = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
+
+
+class Units(NamedTuple):
+    """values: q * s_b, in the dtype of x, of its shape. amax: float32, the scale of the tensor times 2688."""
+
+    values: torch.Tensor
+    amax: torch.Tensor
+
+
+class Prepared(NamedTuple):
+    """x: contiguous. block_amax: of the block grid. amax: broadcasts to it, None in MXFP8. ours: x is a rotated
+    copy, free to be overwritten."""
+
+    x: torch.Tensor
+    block_amax: torch.Tensor
+    amax: torch.Tensor | None
+    ours: bool
+
+
+@torch.no_grad()
+def fake_quantize(
+    x: torch.Tensor,
+    spec: Spec,
+    generator: torch.Generator | None = None,
+    amax: Amax | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Quantize and dequantize.
+
+    Args:
+        x: [..., m, k]; float32, bfloat16 or float16. FP16 and BF16 are computed on in FP32.
+        spec: the operand.
+        generator: of the device of x, for stochastic rounding; None means torch's own. The draws are taken in the
+            order of the elements, so a seed gives the same values on any number of threads.
+        amax: see `Amax`; None means that of x (rotated, if the operand is). MXFP8 has none.
+        dtype: of the result; None means that of x. NVFP4 values need FP32 to be exact.
+
+    Returns: a new tensor of the shape of x, no gradient. Zeros are positive.
+
+    Raises:
+        ValueError: x has no rows and columns, is of another type, or not divisible into blocks; or amax for MXFP8.
+    """
+    prepared = prepare(x, spec, amax)
+    if prepared.amax is None:
+        scale = mxfp8.scales(prepared.block_amax)
+        return _finish(prepared, spec, scale.encode, scale.block, generator, dtype or x.dtype)
+    scale = nvfp4.scales(prepared.block_amax, prepared.amax)
+    steps = nvfp4.steps(scale.block, prepared.amax)
+    return _finish(prepared, spec, scale.encode, steps, generator, dtype or x.dtype)
+
+
+@torch.no_grad()
+def units(
+    x: torch.Tensor,
+    spec: Spec,
+    generator: torch.Generator | None = None,
+    amax: Amax | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Units:
+    """NVFP4 elements times block scales, without the scale of the tensor; arguments as `fake_quantize`.
+
+    Magnitudes are at most 2688 and have 6 significant bits: exact in BF16, FP16 and FP32, like the product of two.
+
+    Raises:
+        ValueError: as `fake_quantize`; or the format is not NVFP4.
+    """
+    if spec.format != "nvfp4":
+        raise ValueError(f"{spec.format} has no scale for the whole tensor: use fake_quantize")
+    prepared = prepare(x, spec, amax)
+    assert prepared.amax is not None
+    scale = nvfp4.scales(prepared.block_amax, prepared.amax)
+    values = _finish(prepared, spec, scale.encode, scale.block, generator, dtype or x.dtype)
+    return Units(values, prepared.amax)
+
+
+def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:
+    """Rotate, and find the largest magnitudes. Arguments and errors as `fake_quantize`."""
+    cut.check(x, spec)
+    if spec.format == "mxfp8" and amax is not None:
+        raise ValueError("MXFP8 has no scale for the whole tensor: leave amax out")
+    x = x.contiguous()
+    shape = cut.grid_shape(x, spec)
+    if x.numel():
+        x, flat = _magnitudes(x, spec)
+        block_amax = flat.view(shape)
+    else:
+        block_amax = torch.zeros(shape, device=x.device)
+    if spec.format == "mxfp8":
+        return Prepared(x, block_amax, None, False)
+    if amax is None:
+        amax = block_amax.amax() if x.numel() else block_amax.new_zeros(())
+    elif not isinstance(amax, torch.Tensor):
+        amax = amax(block_amax)
+    return Prepared(x, block_amax, amax, spec.hadamard)
+
+
+def _magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, rotated if asked, in its dtype; largest magnitudes of the blocks, float32, flat grid)."""
+    blocks = cut.view(x, spec)
+    rotated = torch.empty_like(x) if spec.hadamard else x
+    found = []
+    for source, target in cut.pieces(blocks, cut.view(rotated, spec)):
+        work = torch.empty_like(source, dtype=torch.float32)
+        if spec.hadamard:
+            # To the dtype of x: the hardware's rotation writes BF16, and the maximum is of what it wrote.
+            source = target.copy_(hadamard.rotate(source.float(), work))
+        if source.dtype == torch.float32:
+            torch.abs(source, out=work)
+        else:
+            work.copy_(source).abs_()
+        largest = cut.largest(work)
+        found.append(cut.tiles(largest, spec.block) if spec.tile else largest)
+    return rotated, found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _finish(
+    prepared: Prepared,
+    spec: Spec,
+    encode: torch.Tensor,
+    decode: torch.Tensor,
+    generator: torch.Generator | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """grid(x * encode) * decode, both on the block grid; [shape of x]."""
+    x = prepared.x
+    grid = nvfp4.GRID if spec.format == "nvfp4" else mxfp8.GRID
+    out = x if prepared.ours and x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+    if not x.numel():
+        return out
+    blocks = cut.view(x, spec)
+    views = (cut.view(out, spec), cut.expand(encode, blocks, spec), cut.expand(decode, blocks, spec))
+    for source, target, enc, dec in cut.pieces(blocks, *views):
+        # In the result itself where it is FP32: one buffer less in the cache.
+        work = target if dtype == torch.float32 else torch.empty_like(source, dtype=torch.float32)
+        if source.dtype == torch.float32:
+            torch.mul(source, enc, out=work)
+        else:
+            work.copy_(source).mul_(enc)
+        scratch = torch.empty_like(work)
+        if spec.stochastic:
+            grid.round_stochastic_(work, scratch, generator)
+        else:
+            grid.round_(work, scratch)
+        work.mul_(dec)
+        if work is not target:
+            target.copy_(work)
+    return out

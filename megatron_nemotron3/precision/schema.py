@@ -1,0 +1,204 @@
+"""What a precision file may hold: its keys and values, each wrong one named. PyYAML is imported when used.
+
+The fields are those of `TEQuantizationParams` and `TEQuantizationRecipe` in megatron-core 0.19.2
+(megatron/core/extensions/transformer_engine.py), matchers those of megatron/core/quantization.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+from megatron_nemotron3.precision.table import BF16, MXFP8, NVFP4
+
+TYPE = "transformer_engine_config_type"
+PARAMS = "TEQuantizationParams"
+
+#: What a recipe may hold, by name of the field of Megatron's `TEQuantizationRecipe`; "" for free text.
+_BOOL = (True, False)
+RECIPE_FIELDS: dict[str, tuple[Any, ...] | str] = {
+    "fp8_quantization_recipe": (MXFP8, "tensorwise", "blockwise", "custom"),
+    "fp4_quantization_recipe": (NVFP4, "custom"),
+    "custom_recipe_factory": "",
+    "fp8_format": ("e4m3", "hybrid"),
+    "override_quantized_autocast": _BOOL,
+    "override_nonquantized_autocast": _BOOL,
+    "tp_only_amax_red": _BOOL,
+    "fp8_param": _BOOL,
+    "fp4_param": _BOOL,
+}
+_MATCHER_FIELDS = ("config", "type", "pattern", "enabled")
+
+
+class PrecisionFileError(ValueError):
+    """What is wrong with a precision file, all of it. `problems` holds the lines."""
+
+    def __init__(self, where: str, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join((f"{where}:", *(f"  - {problem}" for problem in problems))))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a recipe does to a linear, by the format of the layer around it."""
+
+    #: "bf16", or the name of the recipe: "mxfp8", "nvfp4", "tensorwise", …
+    format: str
+    #: Whether it replaces the format of a quantized layer, and of a BF16 one (the tail).
+    over_quantized: bool = True
+    over_bf16: bool = False
+
+    def applied(self, ambient: str) -> str:
+        """The format of a linear in a layer whose format is `ambient`."""
+        return self.format if (self.over_bf16 if ambient == BF16 else self.over_quantized) else ambient
+
+
+@dataclass(frozen=True)
+class Matcher:
+    """An enabled matcher: modules whose name matches the glob get the setting."""
+
+    name: str
+    pattern: str
+    config: str
+
+
+@dataclass(frozen=True)
+class PrecisionFile:
+    """A precision file that Megatron would take, in order. `training` and `evaluation` are by config."""
+
+    matchers: tuple[Matcher, ...]
+    training: Mapping[str, Setting]
+    evaluation: Mapping[str, Setting]
+
+    def matcher(self, module: str) -> Matcher | None:
+        """The first matcher that matches, which is the one that counts."""
+        return next((m for m in self.matchers if fnmatch(module, m.pattern)), None)
+
+    def format(self, module: str, ambient: str, *, training: bool = True) -> str:
+        """The format of a module in a layer whose format is `ambient`."""
+        matcher = self.matcher(module)
+        if matcher is None:
+            return ambient
+        return (self.training if training else self.evaluation)[matcher.config].applied(ambient)
+
+
+NO_FILE = PrecisionFile((), {}, {})
+
+
+def read_config(problems: list[str], at: str, body: Any) -> tuple[Setting, Setting] | None:
+    """(training, evaluation) of an entry of `configs`."""
+    body = as_mapping(problems, at, body)
+    known = (TYPE, "training_recipe", "evaluation_recipe")
+    check_keys(problems, at, body, known, required=known[:2])
+    if body.get(TYPE, PARAMS) != PARAMS:
+        problems.append(f"{at}.{TYPE}: {body[TYPE]!r} is unknown: use {PARAMS}")
+    training = _recipe(problems, f"{at}.training_recipe", body.get("training_recipe", {}))
+    if "evaluation_recipe" not in body:
+        return training, training
+    return training, _recipe(problems, f"{at}.evaluation_recipe", body["evaluation_recipe"])
+
+
+def _recipe(problems: list[str], at: str, body: Any) -> Setting:
+    body = as_mapping(problems, at, body)
+    check_keys(problems, at, body, tuple(RECIPE_FIELDS))
+    for field, value in body.items():
+        allowed = RECIPE_FIELDS.get(field)
+        if allowed == "":
+            fits, wanted = isinstance(value, str), "a dotted name"
+        elif allowed is None or value is None:
+            continue  # an unknown field is reported above; null is the default
+        else:
+            fits = any(value is a if isinstance(a, bool) else value == a for a in allowed)
+            wanted = "use " + ", ".join(["true", "false"] if allowed is _BOOL else map(str, allowed))
+        if not fits:
+            problems.append(f"{at}.{field}: {value!r} is unknown: {wanted}{_meant(value, allowed)}")
+    fp8, fp4 = body.get("fp8_quantization_recipe"), body.get("fp4_quantization_recipe")
+    if fp8 and fp4:
+        problems.append(f"{at}: fp8_quantization_recipe={fp8} and fp4_quantization_recipe={fp4}: give one")
+    if "custom" in (fp8, fp4) and not body.get("custom_recipe_factory"):
+        problems.append(f"{at}: a custom recipe needs custom_recipe_factory")
+    return Setting(
+        str(fp8 or fp4 or BF16),
+        bool(body.get("override_quantized_autocast", True)),
+        bool(body.get("override_nonquantized_autocast", False)),
+    )
+
+
+def read_matcher(problems: list[str], name: str, body: Any, configs: Mapping[str, Any]) -> Matcher | None:
+    at = f"matchers.{name}"
+    before = len(problems)
+    body = as_mapping(problems, at, body)
+    check_keys(problems, at, body, _MATCHER_FIELDS, required=_MATCHER_FIELDS[:3])
+    enabled, pattern, config = body.get("enabled"), body.get("pattern"), body.get("config")
+    if not isinstance(enabled, bool):
+        said = "no enabled" if enabled is None else f"enabled: {enabled!r}"
+        problems.append(f"{at}: {said}: write enabled: true, or false (Megatron ignores it without)")
+    if body.get("type", "glob") != "glob":
+        problems.append(f"{at}.type: {body['type']!r} is unknown: Megatron has only glob")
+    if "config" in body and config not in configs:
+        problems.append(
+            f"{at}.config: {config!r} is none of {', '.join(map(str, configs))}{_meant(config, configs)}"
+        )
+    if "pattern" in body and not isinstance(pattern, str):
+        problems.append(f"{at}.pattern: {pattern!r} is no text")
+    elif isinstance(pattern, str) and _by_number(pattern):
+        problems.append(
+            f"{at}: pattern {pattern!r} names a layer by number, which Megatron counts anew on every "
+            "pipeline stage: use --num-layers-at-end-in-bf16"
+        )
+    if len(problems) > before or not enabled:
+        return None
+    return Matcher(str(name), str(pattern), str(config))
+
+
+def _by_number(pattern: str) -> bool:
+    """Whether a glob picks decoder layers by index."""
+    head, layers, number = pattern.partition("layers.")
+    return bool(layers) and "mtp" not in head and number[:1] in ("[", *"0123456789")
+
+
+def as_mapping(problems: list[str], at: str, value: Any) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    problems.append(f"{at}: {value!r} is no mapping" + (": write {}" if value is None else ""))
+    return {}
+
+
+def check_keys(
+    problems: list[str], at: str, body: Mapping[str, Any], known: Sequence[str], required: Iterable[str] = ()
+) -> None:
+    prefix = f"{at}: " if at else ""
+    unknown = [key for key in body if key not in known]
+    for key in unknown:
+        meant = _meant(key, known) or f"; known are {', '.join(known)}"
+        problems.append(f"{prefix}unknown key {key!r}{meant}")
+    problems += [f"{prefix}no {key}" for key in required if key not in body]
+
+
+def _meant(value: Any, known: Iterable[Any] | None) -> str:
+    near = difflib.get_close_matches(str(value), [str(k) for k in known or ()], n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def strict_loader() -> Any:
+    """PyYAML's safe loader that refuses a key given twice: the later would silently win."""
+    import yaml
+
+    class Strict(yaml.SafeLoader):
+        pass
+
+    def mapping(loader: Any, node: Any) -> dict[Any, Any]:
+        loader.flatten_mapping(node)
+        found: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key = loader.construct_object(key_node, deep=True)
+            if key in found:
+                raise yaml.YAMLError(f"key {key!r} is given twice, line {key_node.start_mark.line + 1}")
+            found[key] = loader.construct_object(value_node, deep=True)
+        return found
+
+    Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    return Strict

@@ -1,0 +1,130 @@
+"""How much of a model has which format: parameters and forward FLOPs, in closed form. Standard library only.
+
+FLOPs are those of one token's forward pass in training: routed experts count top-k times, MTP blocks once per
+depth, the output layer once more per depth. Backward takes twice as much of each product, so shares stay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_nemotron3.models import Nemotron3Config, count
+from megatron_nemotron3.models.flops import weightless_flops
+from megatron_nemotron3.models.parameters import StoredTensor, layer_tensors
+from megatron_nemotron3.precision.table import BF16, LINEARS, NEVER, NVFP4, ModuleKind, tail, tensor_kind
+
+TAIL = "tail"
+OTHER = "other"
+WEIGHTLESS = "weightless"
+
+
+@dataclass(frozen=True)
+class Share:
+    """One line: what is treated alike, and how much it is."""
+
+    #: Name of a row of the table, or "tail", "other", "weightless".
+    name: str
+    modules: str
+    format: str
+    #: Elements stored, and forward FLOPs of one token.
+    parameters: int
+    flops: float
+    why: str
+
+
+def shares(
+    config: Nemotron3Config, precision: str, *, at_end: int | None = None, seq_length: int | None = None
+) -> list[Share]:
+    """All of a model's parameters and FLOPs, each in one line, in the table's order.
+
+    Args:
+        config: the model.
+        precision: "nvfp4", "mxfp8" or "bf16".
+        at_end: BF16 layers at the end; None: the table's.
+        seq_length: tokens; None: `config.seq_length`.
+    """
+    quantized = precision != BF16
+    kept = (tail(config).layers if at_end is None else at_end) if quantized else 0
+    body = config.num_layers - kept
+    sums = _Sums()
+    for number, symbol in enumerate(config.pattern):
+        sums.layer(config, symbol, seq_length, 1, 1, TAIL if number >= body else None)
+    if config.has_mtp:
+        for symbol in config.mtp_pattern or "":
+            sums.layer(config, symbol, seq_length, config.mtp_num_blocks, config.mtp_num_layers, "mtp")
+        eh_proj = 2 * config.hidden_size**2
+        sums.add("mtp", eh_proj * config.mtp_num_blocks, 2.0 * eh_proj * config.mtp_num_layers)
+    table = config.vocab_size * config.hidden_size
+    sums.add("embedding", table, 0.0)
+    sums.add("output_layer", table, 2.0 * table * (1 + config.mtp_num_layers))
+    # Norms outside layers: no product to speak of.
+    sums.parameters[OTHER] += count(config).stored - sum(sums.parameters.values())
+    return [
+        line for line in _lines(sums, precision, kept, config.num_layers) if line.parameters or line.flops
+    ]
+
+
+class _Sums:
+    """Elements and FLOPs by line."""
+
+    def __init__(self) -> None:
+        self.parameters: Counter[str] = Counter()
+        self.flops: dict[str, float] = {}
+
+    def add(self, name: str, parameters: int, flops: float) -> None:
+        self.parameters[name] += parameters
+        self.flops[name] = self.flops.get(name, 0.0) + flops
+
+    def layer(
+        self,
+        config: Nemotron3Config,
+        symbol: str,
+        seq_length: int | None,
+        stored: int,
+        applied: int,
+        linears: str | None,
+    ) -> None:
+        """A layer that is stored and applied so many times; its linears count under `linears` if given."""
+        for tensor in layer_tensors(config, symbol):
+            kind = tensor_kind(tensor.name)
+            name = OTHER if kind is None else linears if linears and kind.quantizable else kind.name
+            self.add(name, tensor.elements * stored, 2.0 * _active(tensor) * applied)
+        flops = weightless_flops(config, symbol, seq_length or config.seq_length)
+        self.add(WEIGHTLESS, 0, flops * applied)
+
+
+def _active(tensor: StoredTensor) -> int:
+    return tensor.active_elements if tensor.trainable else 0
+
+
+def _lines(sums: _Sums, precision: str, kept: int, layers: int) -> Iterator[Share]:
+    def line(name: str, modules: str, fmt: str, why: str) -> Share:
+        return Share(name, modules, fmt, sums.parameters[name], sums.flops.get(name, 0.0), why)
+
+    for kind in LINEARS:
+        yield line(
+            kind.name, modules_of(kind), kind.format(precision), kind.why if precision == NVFP4 else ""
+        )
+    yield line(TAIL, f"all linears of layers {layers - kept}-{layers - 1}", BF16, "stable to the end")
+    for kind in NEVER:
+        yield line(kind.name, modules_of(kind), kind.recipe, kind.why)
+    yield line(OTHER, "norms, A, D, dt, expert bias", BF16, "no linears")
+    yield line(WEIGHTLESS, "attention scores, SSD scan", BF16, "no weights; softmax and scan sum in FP32")
+
+
+def modules_of(kind: ModuleKind) -> str:
+    """The modules of a row, for people: "mlp.experts.linear_fc1, linear_fc2"."""
+    first, *rest = (glob.lstrip("*.") for glob in kind.modules)
+    return ", ".join((first.rstrip(".*"), *(name.rpartition(".")[2] for name in rest)))
+
+
+def totals(lines: list[Share]) -> dict[str, tuple[float, float]]:
+    """Format -> its share of parameters and of FLOPs, each from 0 to 1."""
+    parameters, flops = sum(line.parameters for line in lines), sum(line.flops for line in lines)
+    found: dict[str, tuple[float, float]] = {}
+    for line in lines:
+        before = found.get(line.format, (0.0, 0.0))
+        found[line.format] = before[0] + line.parameters / parameters, before[1] + line.flops / flops
+    return found

@@ -1,0 +1,136 @@
+"""The file of `--te-precision-config-file`: written from the table, read strictly.
+
+Megatron reads it leniently (0.19.2): a matcher without `enabled: true`, a misspelt `matchers` or a glob that
+matches nothing are ignored without a word, and a recipe for a misspelt config fails when the model is built.
+Here each is a named error before anything starts. PyYAML is imported when a file is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.precision.fit import misfits
+from megatron_nemotron3.precision.modules import Structure, kinds_of
+from megatron_nemotron3.precision.schema import (
+    NO_FILE,
+    PARAMS,
+    TYPE,
+    Matcher,
+    PrecisionFile,
+    PrecisionFileError,
+    Setting,
+    as_mapping,
+    check_keys,
+    read_config,
+    read_matcher,
+    strict_loader,
+)
+from megatron_nemotron3.precision.table import BF16, LINEARS, MXFP8, NVFP4
+
+__all__ = [
+    "FLAG",
+    "NO_FILE",
+    "Matcher",
+    "PrecisionFile",
+    "PrecisionFileError",
+    "Setting",
+    "parse",
+    "read",
+    "render",
+    "write",
+]
+
+FLAG = "--te-precision-config-file"
+#: The body of a recipe for each format.
+_BODIES = {
+    BF16: "{}",
+    MXFP8: '{fp8_quantization_recipe: "mxfp8"}',
+    NVFP4: '{fp4_quantization_recipe: "nvfp4"}',
+}
+
+
+def render(config: Nemotron3Config) -> str:
+    """The text of the published recipe's file for a model: one matcher a row that the model has."""
+    present = kinds_of(Structure.of(config))
+    rows = [kind for kind in LINEARS if kind.matchers and kind.name in present]
+    lines = [
+        f"# NVFP4 recipe for {config.title}: what does not follow the layer's NVFP4.",
+        f"# nemotron3 precision {config.name} --yaml FILE",
+        "configs:",
+    ]
+    for fmt in sorted({kind.recipe for kind in rows}):
+        lines += [f"  {fmt}:", f'    {TYPE}: "{PARAMS}"', f"    training_recipe: {_BODIES[fmt]}"]
+    lines += [
+        "# The first that matches counts. Without `enabled: true` Megatron ignores a matcher.",
+        "matchers:",
+    ]
+    for kind in rows:
+        for name, glob in kind.matchers:
+            lines += [f"  {name}:", f'    config: "{kind.recipe}"', '    type: "glob"']
+            lines += [f'    pattern: "{glob}"', "    enabled: true"]
+    return "\n".join(lines) + "\n"
+
+
+def write(config: Nemotron3Config, path: str | Path) -> None:
+    """Write `render(config)`.
+
+    Raises:
+        FileExistsError: something else is there; the same text is left alone.
+    """
+    path, text = Path(path), render(config)
+    if path.exists() and path.read_text() != text:
+        raise FileExistsError(f"{path} exists and differs from the recipe of {config.name}: remove it first")
+    path.write_text(text)
+
+
+def read(path: str | Path, config: Nemotron3Config | Structure | None = None) -> PrecisionFile:
+    """Read a precision file, strictly.
+
+    Args:
+        path: the file.
+        config: a model whose modules the globs must fit; None: only the file is checked.
+
+    Raises:
+        PrecisionFileError: no YAML, a misspelt or unknown key, an unknown format, a matcher without
+            `enabled`, an unknown config; with `config` also a glob that matches nothing or several kinds.
+        OSError: the file cannot be read.
+    """
+    import yaml
+
+    where = f"{FLAG} {path}"
+    try:
+        found = yaml.load(Path(path).read_text(), Loader=strict_loader())
+    except (yaml.YAMLError, UnicodeDecodeError) as problem:
+        line = " ".join(str(problem).split())
+        raise PrecisionFileError(where, [f'no YAML: {line} (put globs in quotes: "*mtp.*")']) from None
+    return parse(found, config, where=where)
+
+
+def parse(
+    content: Any, config: Nemotron3Config | Structure | None = None, *, where: str = FLAG
+) -> PrecisionFile:
+    """As `read`, from what the YAML holds."""
+    problems: list[str] = []
+    if not isinstance(content, Mapping):
+        raise PrecisionFileError(where, [f"{content!r} is no mapping with configs and matchers"])
+    check_keys(problems, "", content, ("configs", "matchers"), required=("configs", "matchers"))
+    configs = as_mapping(problems, "configs", content.get("configs", {}))
+    training: dict[str, Setting] = {}
+    evaluation: dict[str, Setting] = {}
+    for name, body in configs.items():
+        if (settings := read_config(problems, f"configs.{name}", body)) is not None:
+            training[name], evaluation[name] = settings
+    matchers = [
+        matcher
+        for name, body in as_mapping(problems, "matchers", content.get("matchers", {})).items()
+        if (matcher := read_matcher(problems, name, body, configs)) is not None
+    ]
+    file = PrecisionFile(tuple(matchers), training, evaluation)
+    if config is not None and not problems:
+        problems += misfits(file, config if isinstance(config, Structure) else Structure.of(config))
+    if problems:
+        raise PrecisionFileError(where, problems)
+    return file

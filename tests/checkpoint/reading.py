@@ -1,0 +1,24 @@
+"""Rows of a stored tensor as a torch tensor, by the converter's reader."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_nemotron3.checkpoint.metadata import CheckpointIndex
+from megatron_nemotron3.convert.dist_folder import tensors_of
+from megatron_nemotron3.convert.stored import Source
+from megatron_nemotron3.convert.views import as_tensor
+
+
+def read_rows(index: CheckpointIndex, name: str, rows: slice | None = None) -> torch.Tensor:
+    """The rows of the first axis, put together from all chunks."""
+    source = Source(index.folder, tensors_of(index), {})
+    tensor = source.tensors[name]
+    slices = [(0, n) for n in tensor.shape]
+    if tensor.shape:
+        start, stop, _ = (rows or slice(None)).indices(tensor.shape[0])
+        slices[0] = (start, max(start, stop))
+    try:
+        return as_tensor(source.read(name, tuple(slices)), tensor.dtype)
+    finally:
+        source.close()
