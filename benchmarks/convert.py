@@ -292,8 +292,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="convert-", dir=args.folder) as name:
         folder = Path(name)
         free = shutil.disk_usage(folder).free
-        if free < 4.5 * length:
-            raise SystemExit(f"{folder}: {4.5 * length:,.0f} bytes are needed, {free:,} are free: give --folder")
+        if free < 3.3 * length:
+            raise SystemExit(f"{folder}: {3.3 * length:,.0f} bytes are needed, {free:,} are free: give --folder")
         make(folder / "hf", config)
         every = sides(folder, args.workers)
         if args.without_transformers:

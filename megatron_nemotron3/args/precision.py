@@ -8,8 +8,8 @@ projections and MTP stay BF16 and Mamba's output projection is MXFP8, per module
 quantizes all of them to NVFP4, silently. So the file is required (`te_precision_config_file=`), unless
 `allow_plain_nvfp4=True` asks for exactly that.
 
-`emulate=True` asks Megatron for BF16 and leaves NVFP4 to the linears of the torch backend, which read the same
-file and the same BF16 layers: no `--fp4-format`, which Megatron refuses without Transformer Engine.
+`emulate=True` asks Megatron for BF16 and leaves NVFP4 to the linears of the torch backend, which read the
+same file and the same BF16 layers: no `--fp4-format`, which Megatron refuses without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PRECISIONS = ("bf16", "fp32", "mxfp8", "nvfp4")
 NVFP4_BLOCK = 16
 MXFP8_BLOCK = 32
 
-#: CUDA compute capabilities Transformer Engine's documentation names for training in NVFP4. Its code lets every
-#: GPU from 10.0 pass, but refuses MXFP8 from 12.0, where stochastic rounding gave zeros (TE #3281).
+#: CUDA compute capabilities that Transformer Engine's documentation names for training in NVFP4. Its code
+#: lets every GPU from 10.0 pass; from 12.0 MXFP8 is refused and stochastic rounding gave zeros (TE #3281).
 FP4_CAPABILITIES = ((10, 0), (10, 3))
 
 

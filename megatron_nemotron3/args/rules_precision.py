@@ -173,22 +173,12 @@ PRECISION_RULES: tuple[Rule, ...] = (
         ),
         "this package",
     ),
-    Rule(
-        "weight-alignment",
-        lambda c: c.quantized and c.backend != "torch" and _misaligned(c),
-        lambda c: _alignment_message(c),
-        _TE,
-    ),
-    Rule(
-        "weight-alignment-emulated",
-        lambda c: c.quantized and c.backend == "torch" and _misaligned(c),
-        lambda c: _alignment_message(c),
-        _TE,
-        "warning",
-    ),
+    Rule("weight-alignment", lambda c: c.quantized and _misaligned(c), _alignment_message, _TE),
     Rule(
         "fp4-row-alignment",
-        lambda c: c.precision == "nvfp4" and not _misaligned(c) and _misaligned(c, _FP4_ROW),
+        lambda c: (
+            c.precision == "nvfp4" and not c.emulate and not _misaligned(c) and _misaligned(c, _FP4_ROW)
+        ),
         lambda c: (
             f"FP4 GEMMs read rows in multiples of {_FP4_ROW}; at TP={c.layout.tp} ETP={c.layout.etp} these "
             f"are not, and no source tried it: {', '.join(_misaligned(c, _FP4_ROW))}"

@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 #: Bytes of a band, the unit that is read, converted and written.
 BAND = 8 << 20
 #: Bytes written at once. For larger writes Linux takes larger pages into its cache, whose memory a virtual
-#: machine must often get from its host first: 1 MiB took five times as long as 256 KiB.
+#: machine must often get from its host first: 8 MiB at once took up to twice as long.
 _WRITE = 256 << 10
 #: Blocks made ahead: behind elements come a tail and the next head, then elements again.
 _AHEAD = 4

@@ -30,8 +30,3 @@ def encode(x: torch.Tensor) -> torch.Tensor:
 def decode(bits: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values of bits, in `dtype`; exact from bfloat16 on."""
     return bits.view(torch.float8_e4m3fn).to(dtype)
-
-
-def round(x: torch.Tensor) -> torch.Tensor:
-    """The nearest values, as `decode(encode(x))` in float32. x: any shape, float32; overwritten."""
-    return x.clamp_(-MAX, MAX).to(torch.float8_e4m3fn).to(torch.float32)

@@ -58,6 +58,7 @@ class Grid:
         self,
         x: torch.Tensor,
         scratch: torch.Tensor,
+        noise: torch.Tensor,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         """Replace x by one of its two neighbors, the upper one with the probability (x - lower) / spacing.
@@ -66,14 +67,14 @@ class Grid:
 
         Args:
             x: float32, contiguous, a number of elements divisible by 4.
-            scratch: float32 of the same shape, contiguous; overwritten.
+            scratch, noise: float32 of the same shape, contiguous, 8-byte aligned; overwritten.
             generator: of the device of x; None means torch's own.
         """
         # One 64-bit draw serves four elements: the generator is the expensive part on a CPU.
-        bits = torch.empty(x.numel() // 4, dtype=torch.int64, device=x.device)
+        bits = scratch.view(-1)[: x.numel() // 2].view(torch.int64)
         bits.random_(-(2**63), None, generator=generator)
         # Odd numbers: never exactly half a spacing, which would move values that need no rounding.
-        noise = bits.bitwise_or_(_ODD).view(torch.int16).to(torch.float32).view(x.shape)
+        noise.view(-1).copy_(bits.bitwise_or_(_ODD).view(torch.int16))
         self._powers(x, scratch)
         x.addcmul_(scratch, noise, value=2.0 ** -(16 + self.mantissa))
         return self._nearest(x, scratch)

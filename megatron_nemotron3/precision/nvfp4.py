@@ -21,6 +21,7 @@ import torch
 
 from megatron_nemotron3.numerics import e2m1, e4m3
 from megatron_nemotron3.numerics.grid import E2M1 as GRID
+from megatron_nemotron3.numerics.grid import E4M3
 
 __all__ = ["GRID", "MAX", "Scales", "product_scale", "scales"]
 
@@ -47,7 +48,8 @@ def scales(block_amax: torch.Tensor, amax: torch.Tensor) -> Scales:
     # Tensor by tensor: torch turns `2688.0 / amax` into `amax.reciprocal() * 2688.0`, other bits for every fourth.
     whole = torch.full_like(amax, MAX).div_(amax).clamp_(max=_FLT_MAX)
     whole.add_(whole == 0)  # an infinite amax has 1
-    block = e4m3.round(block_amax * (whole * (1 / e2m1.MAX)))
+    block = block_amax * (whole * (1 / e2m1.MAX))
+    E4M3.round_(block, torch.empty_like(block))
     encode = (block * whole.reciprocal()).reciprocal_().clamp_(max=_FLT_MAX)
     return Scales(encode, block)
 

@@ -128,7 +128,7 @@ def _magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor
     rotated = torch.empty_like(x) if spec.hadamard else x
     found = []
     for source, target in cut.pieces(blocks, cut.view(rotated, spec)):
-        work = torch.empty_like(source, dtype=torch.float32)
+        work = cut.scratch(source, 0)
         if spec.hadamard:
             # To the dtype of x: the hardware's rotation writes BF16, and the maximum is of what it wrote.
             source = target.copy_(hadamard.rotate(source.float(), work))
@@ -159,14 +159,14 @@ def _finish(
     views = (cut.view(out, spec), cut.expand(encode, blocks, spec), cut.expand(decode, blocks, spec))
     for source, target, enc, dec in cut.pieces(blocks, *views):
         # In the result itself where it is FP32: one buffer less in the cache.
-        work = target if dtype == torch.float32 else torch.empty_like(source, dtype=torch.float32)
+        work = target if dtype == torch.float32 else cut.scratch(source, 0)
         if source.dtype == torch.float32:
             torch.mul(source, enc, out=work)
         else:
             work.copy_(source).mul_(enc)
-        scratch = torch.empty_like(work)
+        scratch = cut.scratch(source, 1)
         if spec.stochastic:
-            grid.round_stochastic_(work, scratch, generator)
+            grid.round_stochastic_(work, scratch, cut.scratch(source, 2), generator)
         else:
             grid.round_(work, scratch)
         work.mul_(dec)

@@ -198,16 +198,20 @@ EVIDENCE: dict[str, Evidence] = {
         stage="arguments",
         message="--fp4-format requires Transformer Engine >= 2.7.0.dev0",
     ),
+    "quantized-hardware": NotShown(
+        case=quantized("nvfp4", compute_capability=(9, 0)),
+        why="TE asks the GPU, and refuses below 10.0, when the first quantized layer runs",
+    ),
+    "emulate-other": Wrong(
+        case=quantized("nvfp4", emulate=True),
+        measured=measure.emulated,
+        shown="fp4=None and TE's linears where they are: everything is BF16",
+    ),
     "weight-alignment": Refused(
         case=quantized("mxfp8", config=model("M")),
         stage="model",
         message="dimension of the Mamba layer input projection output tensor must be a multiple of 16",
         pretend=measure.mamba_ssm_and_transformer_engine,
-    ),
-    "weight-alignment-emulated": NotShown(
-        case=quantized("nvfp4", backend="torch", config=model("M")),
-        why="the same shapes on a GPU are refused, see weight-alignment; the warning says so beforehand",
-        along=("nvfp4-torch",),
     ),
     "fp4-row-alignment": NotShown(
         case=quantized("nvfp4", config=model(**{**ALIGNED, "moe_ffn_hidden_size": 48})),

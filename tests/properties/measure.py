@@ -195,6 +195,17 @@ def exempt_modules(case: Case) -> str:
     return f"fp4={config.fp4}, quant_recipe={config.quant_recipe}: no module is exempt"
 
 
+def emulated(case: Case) -> str:
+    """What the flags ask of linears that do not emulate."""
+    import torch
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    with _precision_file(case) as case:
+        config = core_transformer_config_from_args(arguments_of(case))
+    assert config.fp8 is None and config.quant_recipe is not None and config.params_dtype == torch.bfloat16
+    return f"fp4={config.fp4} and TE's linears where they are: everything is BF16"
+
+
 #: Everything in NVFP4.
 _PRECISION_FILE = """\
 configs:

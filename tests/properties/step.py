@@ -57,6 +57,8 @@ class Case:
     distributed_optimizer: bool = True
     extra: tuple[str, ...] = ()
     te_precision_config_file: str | None = None
+    emulate: bool = False
+    compute_capability: tuple[int, int] | None = None
 
     def argv(self) -> list[str]:
         """The words of Megatron's command line. Raises RuleError."""

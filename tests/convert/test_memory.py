@@ -1,0 +1,102 @@
+"""Peak memory of whole conversions at the widths of Ultra, below the promised 1 GiB at any size.
+
+Files are sparse (tests/convert/sparse.py): all lengths and all reads are real, only nothing reaches the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+from benchmarks.process_tree import Usage, idle, watch
+from megatron_nemotron3.convert import inventory
+from megatron_nemotron3.models import Nemotron3Config, get
+from tests.convert import sparse
+
+ROOT = Path(__file__).parents[2]
+GIB = 1 << 30
+#: One of each kind of layer, and an MTP block.
+ULTRA = get("ultra").but(pattern="M*E", mtp_num_layers=1)
+SMALL = ULTRA.but(
+    pattern="*E", mtp_pattern=None, mtp_num_layers=0, num_moe_experts=22, vocab_size=16384
+)
+
+
+def nemotron3(*words: object) -> Usage:
+    """The command in processes of its own; it must end well."""
+    command = [sys.executable, "-m", "tests.convert.sparse", *map(str, words)]
+    used = watch(command, environment={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=ROOT)
+    assert used.returncode == 0, used.output[-2000:]
+    return used
+
+
+def peaks(folder: Path, config: Nemotron3Config, workers: int) -> list[int]:
+    """Bytes above an idle interpreter of from-hf and to-hf."""
+    hf, megatron, back = (folder / name for name in ("hf", "megatron", "back"))
+    sparse.write_hf(hf, config)
+    own = idle().rss
+    count = ("--workers", workers)
+    used = [
+        nemotron3("convert", "from-hf", hf, megatron, *count),
+        nemotron3("convert", "to-hf", megatron, back, *count),
+    ]
+    return [one.rss - own for one in used]
+
+
+def test_small_model_of_ultras_widths(tmp_path: Path) -> None:
+    """An eighth of the rows of the embedding (0.3 GB), and 22 of 512 experts (0.9 GB in two stacks)."""
+    assert SMALL.hidden_size == 8192 and SMALL.moe_ffn_hidden_size == 5120 and SMALL.moe_latent_size == 2048
+    found = peaks(tmp_path, SMALL, workers=1)
+    assert max(found) < 160 << 20, found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_kind_of_layer_of_ultra(tmp_path: Path, workers: int) -> None:
+    """All 131,072 rows of the embedding (2.1 GB) and all 512 experts (21.5 GB in two stacks, twice)."""
+    assert ULTRA.num_moe_experts == 512 and ULTRA.vocab_size == 131072
+    found = peaks(tmp_path, ULTRA, workers)
+    same = nemotron3("verify", tmp_path / "hf", tmp_path / "back", "--workers", workers)
+    assert "0 differ" in same.output
+    found.append(same.rss - idle().rss)
+    assert max(found) < GIB // 2, found
+
+
+#: Counts of the inventories, as the released checkpoints have them.
+COUNTS = {"nano": 6243, "lightning": 6513, "super": 42683, "ultra": 51023}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "nano" else pytest.mark.full) for n in COUNTS])
+def test_plan_of_a_whole_model(tmp_path: Path, name: str) -> None:
+    """`--dry-run` reads all headers of a released model's size and says what it is, both ways."""
+    config = get(name)
+    hf, megatron = tmp_path / "hf", tmp_path / "megatron"
+    sparse.write_hf(hf, config)
+    sparse.write_megatron(megatron, hf)
+    own = idle().rss
+    for way, source, tensors in (
+        ("from-hf", hf, len(inventory.megatron_tensors(config))),
+        ("to-hf", megatron, COUNTS[name]),
+    ):
+        used = nemotron3("convert", way, source, tmp_path / "out", "--dry-run")
+        assert f" {tensors:,} tensors; " in used.output and "nothing was written" in used.output
+        assert used.rss - own < GIB // 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_sparse_folders_are_what_the_converter_writes(tmp_path: Path) -> None:
+    """Byte for byte, so what is measured with them is what is promised."""
+    from megatron_nemotron3.models import tiny
+    from tests.convert.counted import digest
+
+    sparse.write_hf(tmp_path / "hf", tiny(get("super")), limit=200_000)
+    nemotron3("convert", "from-hf", tmp_path / "hf", tmp_path / "converted", "--workers", 1)
+    sparse.write_megatron(tmp_path / "megatron", tmp_path / "hf")
+    found, expected = digest(tmp_path / "converted"), digest(tmp_path / "megatron")
+    found.pop("nemotron3_manifest.json")
+    assert found == expected
+    assert [sparse.crc_of_zeros(n) for n in (0, 1, 4097)] == [zlib.crc32(bytes(n)) for n in (0, 1, 4097)]

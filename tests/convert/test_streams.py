@@ -1,0 +1,110 @@
+"""Files as streams: written while the next blocks are made, with one checksum of each block."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from pathlib import Path
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_nemotron3.checkpoint.metadata import CheckpointError
+from megatron_nemotron3.convert import streams
+from megatron_nemotron3.convert.crc32 import combine
+from megatron_nemotron3.convert.plan import Slices, whole
+from megatron_nemotron3.convert.streams import FilePlan, Part, content, write
+from tests.convert.counted import Numbers
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_checksum_of_two_byte_strings(a: bytes, b: bytes) -> None:
+    assert combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+
+
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**33), max_size=4))
+def test_checksums_are_put_together_in_any_order(crc: int, lengths: list[int]) -> None:
+    """(a b) c is a (b c): of 8 GB as well, where nobody wants to make the bytes."""
+    left, right, behind = crc, 0, 0
+    for length in lengths:
+        left = combine(left, 7, length)
+    for length in reversed(lengths):
+        right = combine(7, right, behind)
+        behind += length
+    assert left == combine(crc, right, behind)
+
+
+def plan() -> FilePlan:
+    def tail(crc: int) -> bytes:
+        return crc.to_bytes(4, "big")
+
+    parts = [Part(b"head")]
+    parts += [Part(b"<" * i, f"t{i}", whole((40, 8)), "uint8", tail, 4) for i in range(6)]
+    parts += [Part(tensor="t1", slices=((3, 9), (0, 8)), dtype="uint8"), Part(b"end")]
+    return FilePlan("file", parts)
+
+
+@pytest.mark.parametrize("size", [8, 24, 100, 1 << 20])
+def test_file_and_its_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(streams, "BAND", size)
+    monkeypatch.setattr(streams, "_WRITE", 17)
+    source, counted = Numbers(tmp_path), []
+    crc = write(plan(), source, tmp_path / "file", counted.append)
+    expected = b"head"
+    for i in range(6):
+        data = source.read(f"t{i}", whole((40, 8))).tobytes()
+        expected += b"<" * i + data + zlib.crc32(data).to_bytes(4, "big")
+    expected += source.read("t1", ((3, 9), (0, 8))).tobytes() + b"end"
+    assert (tmp_path / "file").read_bytes() == expected == b"".join(content(plan(), source))
+    assert crc == zlib.crc32(expected) and sum(counted) == len(expected) == plan().length
+
+
+def test_few_blocks_are_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in memory is bounded, however slow the disk is."""
+    monkeypatch.setattr(streams, "BAND", 8)
+    made: list[int] = []
+    source = Numbers(tmp_path)
+    read = source.read
+
+    def counting(name: str, slices: Slices) -> numpy.ndarray:
+        made.append(1)
+        return read(name, slices)
+
+    monkeypatch.setattr(source, "read", counting)
+    written = 0
+
+    def look(length: int) -> None:
+        nonlocal written
+        written += 1
+        assert len(made) <= written + streams._AHEAD
+
+    write(plan(), source, tmp_path / "file", look)
+    assert len(made) == 6 * 40 + 6
+
+
+def test_what_goes_wrong_ahead_ends_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Numbers(tmp_path)
+    read = source.read
+
+    def damaged(name: str, slices: Slices) -> numpy.ndarray:
+        if name == "t3":
+            raise CheckpointError("t3 is damaged")
+        return read(name, slices)
+
+    monkeypatch.setattr(source, "read", damaged)
+    before = threading.active_count()
+    with pytest.raises(CheckpointError, match="t3 is damaged"):
+        write(plan(), source, tmp_path / "file", lambda length: None)
+    assert not (tmp_path / "file").exists() and threading.active_count() == before
+
+
+def test_a_full_disk_ends_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(length: int) -> None:
+        raise OSError("disk full")
+
+    before = threading.active_count()
+    with pytest.raises(OSError, match="disk full"):
+        write(plan(), Numbers(tmp_path), tmp_path / "file", full)
+    assert threading.active_count() == before

@@ -1,0 +1,209 @@
+"""The table against what was published, against Megatron's names, and what is made from it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3 import models
+from megatron_nemotron3.args import ParallelLayout, flags
+from megatron_nemotron3.args.pipeline import last_stage_cost, layer_cost
+from megatron_nemotron3.models.parameters import layer_tensors
+from megatron_nemotron3.precision import command
+from megatron_nemotron3.precision.modules import Structure, expected
+from megatron_nemotron3.precision.share import OTHER, TAIL, shares, totals
+from megatron_nemotron3.precision.table import (
+    FORMATS,
+    KINDS,
+    LINEARS,
+    NEVER,
+    bf16_tail,
+    is_published,
+    kind_of,
+    tail,
+    tensor_kind,
+)
+
+CONFIGS = [models.get(name + size) for name in models.names() for size in ("", "-tiny")]
+PAGE = Path(__file__).parents[2] / "docs" / "nvfp4.md"
+
+#: Super report, table 3 (Ultra: the same with a tail of 16), by Megatron's module names in an early layer.
+PUBLISHED = {
+    "decoder.layers.0.mixer.in_proj": "nvfp4",
+    "decoder.layers.0.mixer.out_proj": "mxfp8",
+    "decoder.layers.1.mlp.experts.linear_fc1": "nvfp4",
+    "decoder.layers.1.mlp.experts.linear_fc2": "nvfp4",
+    "decoder.layers.1.mlp.shared_experts.linear_fc1": "nvfp4",
+    "decoder.layers.1.mlp.shared_experts.linear_fc2": "nvfp4",
+    "decoder.layers.1.mlp.fc1_latent_proj": "bf16",
+    "decoder.layers.1.mlp.fc2_latent_proj": "bf16",
+    "decoder.layers.7.self_attention.linear_qkv": "bf16",
+    "decoder.layers.7.self_attention.linear_proj": "bf16",
+    "mtp.layers.0.eh_proj": "bf16",
+    "mtp.layers.0.mtp_model_layer.layers.0.self_attention.linear_qkv": "bf16",
+    "mtp.layers.0.mtp_model_layer.layers.1.mlp.experts.linear_fc1": "bf16",
+}
+
+
+@pytest.mark.parametrize(("config", "number"), [(models.SUPER, 14), (models.ULTRA, 16)])
+def test_the_published_table(config: models.Nemotron3Config, number: int) -> None:
+    found = expected(config, "nvfp4")
+    assert {name: found[name] for name in PUBLISHED} == PUBLISHED
+    assert is_published(config) and bf16_tail(config) == number
+    formats: dict[int, set[str]] = {}
+    for name, fmt in found.items():
+        if name.startswith("decoder."):
+            formats.setdefault(int(name.split(".")[2]), set()).add(fmt)
+    assert sorted(formats) == list(range(config.num_layers))  # every layer has a linear
+    first = config.num_layers - number
+    assert all(formats[i] == {"bf16"} for i in range(first, config.num_layers))
+    body = {i: formats[i] - {"bf16"} for i in range(first)}
+    wanted: dict[str, set[str]] = {"M": {"nvfp4", "mxfp8"}, "E": {"nvfp4"}, "*": set()}
+    assert body == {i: wanted[config.pattern[i]] for i in range(first)}
+
+
+def test_nothing_else_claims_to_be_published() -> None:
+    assert [config.name for config in CONFIGS if is_published(config)] == ["super", "ultra"]
+    assert "none published" in tail(models.NANO).source
+    assert all(kind.source and kind.why for kind in KINDS)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "module.module.", "language_model."])
+def test_every_name_has_exactly_one_row(prefix: str) -> None:
+    """Outside MTP the rows do not overlap; inside it MTP's comes first of the linears."""
+    for config in CONFIGS:
+        for linear in Structure.of(config).linears():
+            rows = [k for k in KINDS if any(fnmatchcase(prefix + linear.name, g) for g in k.modules)]
+            assert rows[0] is kind_of(prefix + linear.name) is linear.kind
+            assert len(rows) == 1 or rows[0].name == "mtp" and linear.name.startswith("mtp.")
+    never = {
+        "output_layer": "output_layer",
+        "embedding.word_embeddings": "embedding",
+        "decoder.layers.1.mlp.router": "router",
+        "mtp.layers.0.mtp_model_layer.layers.1.mlp.router": "router",
+        "decoder.layers.0.mixer.conv1d": "convolution",
+    }
+    for name, row in never.items():
+        kind = kind_of(prefix + name)
+        assert kind is not None and kind.name == row and not kind.quantizable
+    assert kind_of(prefix + "decoder.layers.0.mixer.norm") is None
+
+
+def test_matchers_say_what_the_rows_say() -> None:
+    """The globs of the file, alone, take exactly the modules of their row (MTP aside, which is first)."""
+    for config in CONFIGS:
+        names = [linear for linear in Structure.of(config).linears() if linear.kind.name != "mtp"]
+        for kind in LINEARS:
+            taken = {ln.name for ln in names if any(fnmatchcase(ln.name, g) for _, g in kind.matchers)}
+            assert taken == ({ln.name for ln in names if ln.kind is kind} if kind.matchers else set())
+    assert [kind.name for kind in LINEARS if bool(kind.matchers) != (kind.recipe != "nvfp4")] == []
+    assert LINEARS[0].matchers == (("mtp", "*mtp.*"),)
+
+
+def test_every_matrix_of_a_layer_is_in_a_row() -> None:
+    for config in CONFIGS:
+        for symbol in set(config.pattern):
+            for tensor in layer_tensors(config, symbol):
+                kind = tensor_kind(tensor.name)
+                assert (kind is not None) == (len(tensor.shape) > 1), tensor.name
+                assert kind is None or kind.layer == symbol
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
+def test_shares_add_up(config: models.Nemotron3Config, precision: str) -> None:
+    """To all parameters of the checkpoint, and to the FLOPs by which stages are cut."""
+    lines = shares(config, precision)
+    assert sum(line.parameters for line in lines) == models.count(config).stored
+    seq = config.seq_length
+    cost = sum(layer_cost(config, kind, seq) for kind in config.pattern) + last_stage_cost(config, seq)
+    assert sum(line.flops for line in lines) == pytest.approx(cost, rel=1e-12)
+    assert all(line.parameters >= 0 and line.flops >= 0 for line in lines)
+    sums = [sum(pair[i] for pair in totals(lines).values()) for i in (0, 1)]
+    assert sums == pytest.approx([1, 1])
+    if precision == "bf16":
+        assert set(totals(lines)) <= {"bf16", "fp32"}
+        assert TAIL not in {line.name for line in lines}
+
+
+def test_shares_of_super_by_hand() -> None:
+    """A routed expert of Super is 2 x 1024 x 2688; 40 E layers, 5 of them in the last 14."""
+    super_ = models.SUPER
+    lines = {line.name: line for line in shares(super_, "nvfp4")}
+    body, last = super_.pattern[:74], super_.pattern[74:]
+    expert = 2 * 1024 * 2688
+    assert lines["experts"].parameters == body.count("E") * 512 * expert
+    assert lines["experts"].flops == body.count("E") * 22 * expert * 2
+    assert lines["attention"].parameters == body.count("*") * 4096 * (2 * 4096 + 2 * 2 * 128)
+    assert lines["latent"].parameters == body.count("E") * 2 * 4096 * 1024
+    assert lines["mamba_out"].parameters == body.count("M") * 4096 * 8192
+    in_tail = last.count("E") * (512 * expert + 2 * 4096 * 5376 + 2 * 4096 * 1024)
+    in_tail += last.count("M") * 4096 * (2 * 8192 + 2 * 8 * 128 + 128 + 8192)
+    in_tail += last.count("*") * 4096 * (2 * 4096 + 2 * 2 * 128)
+    assert lines[TAIL].parameters == in_tail
+    assert lines["mtp"].parameters < models.count(super_).mtp  # routers and norms are in other rows
+    assert lines[OTHER].parameters / models.count(super_).stored < 1e-4
+
+
+def test_the_command_prints_it() -> None:
+    text = command.render(models.SUPER)
+    assert "mixer.out_proj" in text and "mxfp8" in text and "in NVFP4 up to 40 %" in text
+    assert "none at the start, 14 at the end" in text and "all linears of layers 74-87" in text
+    assert "No source says" not in text and "No source says" in command.render(models.NANO)
+    assert "nvfp4" not in "".join(command.render(models.NANO, "bf16").splitlines()[3:])
+    with pytest.raises(ValueError, match="fp16.*nvfp4, mxfp8, bf16"):
+        command.render(models.SUPER, "fp16")
+
+
+@pytest.mark.parametrize("config", [models.SUPER, models.ULTRA], ids=lambda c: c.name)
+def test_the_page_shows_it(config: models.Nemotron3Config) -> None:
+    assert command.markdown(config) in PAGE.read_text(), "see precision.command.markdown"
+
+
+def test_flags_come_from_it() -> None:
+    """Start count 0, the tail, router padding; and from there into Megatron's config (tests/args)."""
+    for config in (models.SUPER, models.ULTRA):
+        emitted = flags(config, ParallelLayout(), precision="nvfp4", te_precision_config_file="file.yaml")
+        ours = {flag.name: flag.values for flag in emitted if flag.section == "precision"}
+        assert ours == {
+            "--bf16": (),
+            "--fp4-format": ("e2m1",),
+            "--fp4-recipe": ("nvfp4",),
+            "--first-last-layers-bf16": (),
+            "--num-layers-at-start-in-bf16": ("0",),
+            "--num-layers-at-end-in-bf16": (str(tail(config).layers),),
+            "--moe-router-padding-for-quantization": (),
+            "--te-precision-config-file": ("file.yaml",),
+            "--moe-router-dtype": ("fp32",),
+        }
+        emulated = flags(
+            config,
+            precision="nvfp4",
+            backend="torch",
+            emulate=True,
+            te_precision_config_file="file.yaml",
+        )
+        fewer = {flag.name: flag.values for flag in emulated if flag.section == "precision"}
+        gone = {"--fp4-format", "--fp4-recipe", "--moe-router-padding-for-quantization"}
+        assert fewer == {name: values for name, values in ours.items() if name not in gone}
+
+
+def test_rows_that_cannot_be_quantized_have_one_format() -> None:
+    for kind in NEVER:
+        assert len({kind.format(precision) for precision in FORMATS}) == 1
+    for kind in LINEARS:
+        assert [kind.format(p) for p in FORMATS[1:]] == list(FORMATS[1:])
+
+
+@pytest.mark.parametrize("module", ["table", "modules", "share", "yaml_file", "census", "command"])
+def test_light(module: str) -> None:
+    code = (
+        f"import sys, megatron_nemotron3.precision.{module}; "
+        "print([m for m in ('torch', 'megatron.core', 'numpy', 'yaml') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
