@@ -3,7 +3,7 @@ VENV ?= .venv
 export PYTHON
 RUN = $(VENV)/bin/python -m
 
-.PHONY: demo test test-full test-te lint bench environment clean
+.PHONY: demo test test-full test-te lint bench fuzz environment clean
 
 environment:
 	@bash .ci/setup-environment $(VENV)
@@ -30,9 +30,13 @@ lint: environment
 
 # Those of this machine's CPU. On a GPU: python benchmarks/train_step_gpu.py
 bench: environment
-	@for name in train_step parts ssd memory monitor; do \
+	@for name in train_step parts ssd memory monitor convert convert_shapes; do \
 		echo "== $$name"; $(VENV)/bin/python benchmarks/$$name.py || exit 1; \
 	done
+
+# The readers of checkpoints, for ten minutes; what it finds is kept in tests/fuzz/findings.
+fuzz: environment
+	$(RUN) tests.fuzz --minutes 10
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -2,6 +2,7 @@
 
     nemotron3 show NAME [--json]          the numbers of a model
     nemotron3 flags NAME [--tp …]         Megatron's options for it
+    nemotron3 precision NAME [--yaml F]   the format of every linear, and Megatron's precision file
     nemotron3 run SCRIPT ARGS…            a stock Megatron script, on CPU if there is no GPU
     nemotron3 train NAME [--tiny]         prepare text, train, report
     nemotron3 watch DIR                   plot the monitored series of a run
@@ -28,6 +29,8 @@ from megatron_nemotron3.models import Nemotron3Config, get, names
 from megatron_nemotron3.models import tiny as make_tiny
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.optional import quiet_on_cpu, te_problem
+from megatron_nemotron3.precision import settings as emulation
+from megatron_nemotron3.precision.table import FORMATS, NVFP4
 
 LAYOUT = {
     "tp": "tensor parallel size",
@@ -69,10 +72,14 @@ def parser() -> argparse.ArgumentParser:
     _add_model(emit)
     _add_run(emit, precision="bf16")
     emit.add_argument("--shell", action="store_true", help="quoted for eval in a shell script")
-    emit.add_argument("--te-precision-config-file", metavar="FILE", help="per-module formats (nvfp4)")
     emit.add_argument(
         "--schedule", choices=["published", "none"], default="none", help="emit batch and rates"
     )
+
+    precision = commands.add_parser("precision", help="the format of every linear, and the precision file")
+    _add_model(precision)
+    precision.add_argument("--format", choices=FORMATS, default=NVFP4, help=f"default {NVFP4}")
+    precision.add_argument("--yaml", type=Path, metavar="FILE", help="write --te-precision-config-file")
 
     commands.add_parser("run", help="run a stock Megatron script, on CPU if there is no GPU", add_help=False)
 
@@ -119,6 +126,8 @@ def _add_run(command: argparse.ArgumentParser, precision: str | None) -> None:
     for option, (kind, text) in SCHEDULE.items():
         command.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
     command.add_argument("--precision", choices=PRECISIONS, default=precision)
+    command.add_argument("--te-precision-config-file", metavar="FILE", help="per-module formats (nvfp4)")
+    command.add_argument("--emulate", action="store_true", help="compute nvfp4 without FP4 hardware")
     command.add_argument("--backend", choices=BACKENDS, default="auto")
     command.epilog = "After a lone -- more Megatron options may follow; one given there replaces ours."
 
@@ -144,10 +153,21 @@ def _show(options: argparse.Namespace, extra: Sequence[str]) -> int:
     return 0
 
 
+def _emulate(options: argparse.Namespace) -> str:
+    """The value of NEMOTRON3_EMULATE that --emulate means for the training processes; "" without it."""
+    given = emulation.emulation()
+    if given is not None and not options.emulate:
+        raise ValueError(
+            f"{emulation.VARIABLE}={os.environ[emulation.VARIABLE]} is set: pass --precision nvfp4 --emulate "
+            "or unset it"
+        )
+    return (given or emulation.Emulation()).text() if options.emulate else ""
+
+
 def _flags(options: argparse.Namespace, extra: Sequence[str]) -> int:
     from megatron_nemotron3.args import TrainingSchedule, adjusted, flags, published, render
 
-    config = _config(options)
+    config, emulated = _config(options), _emulate(options)
     start = published(config) if options.schedule == "published" else TrainingSchedule()
     emitted = flags(
         config,
@@ -157,8 +177,16 @@ def _flags(options: argparse.Namespace, extra: Sequence[str]) -> int:
         schedule=adjusted(start, **_given_schedule(options)),
         extra=extra,
         te_precision_config_file=options.te_precision_config_file,
+        emulate=options.emulate,
     )
     print(render(emitted, shell=options.shell))
+    if options.precision == NVFP4 and options.te_precision_config_file:
+        from megatron_nemotron3.precision.command import check as check_file
+
+        if remark := check_file(config, options.te_precision_config_file):
+            print(remark, file=sys.stderr)
+    if options.emulate:
+        print(f"set {emulation.VARIABLE}={emulated} in the training processes", file=sys.stderr)
     return 0
 
 
@@ -169,13 +197,15 @@ def _train(options: argparse.Namespace, extra: Sequence[str]) -> int:
     config = _config(options)
     if options.monitor is not None:  # the training processes read it there
         os.environ[settings.VARIABLE] = str(settings.parse_interval(str(options.monitor)))
+    emulated = _emulate(options)
     if options.backend == "te" and (problem := te_problem()):
         raise ValueError(f"--backend te: {problem}")
     device = resolve_device(options.device)
     if device == "cpu":
         quiet_on_cpu()
-    # On a CPU the torch backend is the only one; naming it makes the flags fit.
-    backend = "torch" if device == "cpu" and options.backend == "auto" else options.backend
+    # On a CPU the torch backend is the only one, and it alone emulates; naming it makes the flags fit.
+    torch_only = device == "cpu" or options.emulate
+    backend = "torch" if torch_only and options.backend == "auto" else options.backend
     request = Request(
         config=config,
         layout=_layout(options),
@@ -188,6 +218,8 @@ def _train(options: argparse.Namespace, extra: Sequence[str]) -> int:
         data_path=tuple(options.data_path),
         tokenizer=options.tokenizer,
         **_given_schedule(options),
+        te_precision_config_file=options.te_precision_config_file,
+        emulate=emulated,
         verbose=options.verbose,
         extra=tuple(extra),
     )
@@ -206,6 +238,13 @@ def _watch(options: argparse.Namespace, extra: Sequence[str]) -> int:
     from megatron_nemotron3.monitor.watch import watch
 
     return watch(options.folder, options.output)
+
+
+def _precision(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    from megatron_nemotron3.precision import command
+
+    print(command.run(_config(options), options.format, options.yaml))
+    return 0
 
 
 def _convert(options: argparse.Namespace, extra: Sequence[str]) -> int:
@@ -236,6 +275,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int]] = {
     "train": _train,
     "watch": _watch,
     "check": _check,
+    "precision": _precision,
     "convert": _convert,
     "verify": _verify,
 }

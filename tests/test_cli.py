@@ -20,6 +20,7 @@ COMMANDS = {
     "run": set(),
     "watch": {"--output"},
     "check": {"--full", "--workers"},
+    "precision": {"--tiny", "--format", "--yaml"},
     "convert": set(),
     "verify": {"--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers"},
     "train": {

@@ -48,6 +48,8 @@ def read_at(descriptor: int, offset: int, length: int) -> bytearray:
     Raises:
         ArchiveError: the file ends before.
     """
+    if offset + length > (end := os.fstat(descriptor).st_size):  # before there is memory for it
+        raise ArchiveError(f"the file ends at byte {end:,}, inside the {length:,} from {offset:,}")
     data = bytearray(length)
     view, done = memoryview(data), 0
     while done < length:

@@ -31,6 +31,10 @@ ITEM_SIZE = {
 }
 
 
+#: Of a tensor; torch's own limit.
+MOST_AXES = 64
+
+
 class CheckpointError(ValueError):
     """A file of a checkpoint is damaged; the message begins with its path."""
 
@@ -208,7 +212,7 @@ def _place(name: str, info: Any) -> StoredObject:
     path = PurePosixPath(file)
     if path.is_absolute() or ".." in path.parts or "\0" in file or not path.name:
         raise Refused(f"it places {name} outside the folder, in {file!r:.120}")
-    if min(offset, length) < 0:
+    if min(offset, length) < 0 or max(offset, length) >= 1 << 63:
         raise Refused(f"it places {name} at offset {offset} with length {length}")
     if extra := info.field("transform_descriptors"):
         raise Refused(f"{name} is stored through {extra!r:.60}; only plain storage can be read")
@@ -229,6 +233,10 @@ def _field(instance: Any, name: str, kind: type | tuple[type, ...]) -> Any:
 
 
 def _shape(values: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or not all(type(v) is int and v >= 0 for v in values):
+    if (
+        not isinstance(values, tuple)
+        or len(values) > MOST_AXES
+        or not all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+    ):
         raise Refused(f"{name} has the shape or offset {values!r:.80}")
     return values

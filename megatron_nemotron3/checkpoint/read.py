@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_nemotron3.checkpoint.archive import ArchiveError, crc_problem, read_at, records
 from megatron_nemotron3.checkpoint.metadata import (
     ITEM_SIZE,
+    MOST_AXES,
     CheckpointError,
     StoredObject,
 )
@@ -113,7 +114,7 @@ class _Tensor:
 
 def storage_of(pid: Any) -> _Storage:
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[2], str):
-        raise Refused(f"it refers to {pid!r:.60}, which is no storage")
+        raise Refused(f"it refers to a {type(pid).__name__} that is no storage")
     return _Storage(pid[1] if isinstance(pid[1], str) else None, pid[2])
 
 
@@ -122,9 +123,14 @@ def _rebuild(storage: Any, begin: Any, shape: Any, stride: Any, *rest: Any) -> _
     dtype = storage.dtype if isinstance(storage, _Storage) else None
     if dtype is None and len(rest) >= 3:
         dtype = rest[2]
-    numbers = (begin, *shape, *stride)
-    if dtype not in ITEM_SIZE or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
-        raise Refused(f"its tensor has type {dtype!r:.40}, shape {shape!r:.60}, stride {stride!r:.60}")
+    if not isinstance(shape, tuple) or not isinstance(stride, tuple) or len(shape) > MOST_AXES:
+        raise Refused(f"its tensor has no shape and stride of at most {MOST_AXES} axes")
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (begin, *shape, *stride)):
+        raise Refused("its tensor has numbers that are none, below 0 or too large")
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
+        raise Refused(
+            f"its tensor has the type {dtype!r:.40}" if isinstance(dtype, str) else "its tensor has no type"
+        )
     if len(shape) != len(stride) or math.prod(shape) >= 1 << 62:
         raise Refused(f"its tensor has shape {shape!r:.60} and stride {stride!r:.60}")
     return _Tensor(dtype, storage.key, begin, tuple(shape), tuple(stride))

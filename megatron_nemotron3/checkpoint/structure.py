@@ -95,7 +95,7 @@ def _backend(path: Path) -> str:
         raise CheckpointError(f"{path}: {problem.strerror}") from None
     try:
         return str(json.loads(data)["sharded_backend"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise CheckpointError(f'{path}: {data[:60]!r} is not {{"sharded_backend": …}}') from None
 
 

@@ -13,6 +13,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+#: Objects for each byte of a pickle, at most, when shared ones are written out.
+_SHARED = 16
+_PLAIN = {str, int, type(None), bool, float, bytes}
 #: Opcodes of plain data, lists, dicts, tuples and instances, by the bytes that follow them. Left out are
 #: bytearrays and buffers, the copyreg registry, persistent ids and numbers as text.
 _FIXED = {
@@ -21,7 +24,7 @@ _FIXED = {
         *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
         *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM),
         *(pickle.SETITEMS, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.MEMOIZE),
-        *(pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.REDUCE, pickle.BUILD),
+        *(pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
         pickle.BINPERSID,
     ],
     1: [pickle.PROTO, pickle.BININT1, pickle.BINPUT, pickle.BINGET],
@@ -36,14 +39,16 @@ _SIZED = {
 }
 _SHORT_STRINGS = b"|".join(re.escape(pickle.SHORT_BINUNICODE + bytes([n])) + b".{%d}" % n for n in range(256))
 #: Up to 4096 opcodes whose length the pattern knows; bounded, since the engine remembers every repetition.
-_OPCODES = re.compile(
-    b"(?:%s|c[^\n]*\n[^\n]*\n|%s){1,4096}"
-    % (
-        b"|".join(b"[%s].{%d}" % (re.escape(b"".join(codes)), n) for n, codes in _FIXED.items()),
-        _SHORT_STRINGS,
-    ),
-    re.DOTALL,
-)
+_RUN = b"(?:%s|c[^\n]*\n[^\n]*\n|%s){1,4096}"
+
+
+def _runs(without: bytes = b"") -> re.Pattern[bytes]:
+    codes = {n: [c for c in several if c not in without] for n, several in _FIXED.items()}
+    fixed = b"|".join(b"[%s].{%d}" % (re.escape(b"".join(c)), n) for n, c in codes.items())
+    return re.compile(_RUN % (fixed, _SHORT_STRINGS), re.DOTALL)
+
+
+_OPCODES = _runs()
 
 
 class Refused(ValueError):
@@ -125,12 +130,111 @@ def loads(
         Refused: a name that is not in the table, an unexpected opcode, or a damaged pickle.
     """
     _scan(data)
+    most = _SHARED * len(data) + (1 << 16)
     try:
-        return _Unpickler(data, table, stubs, persistent).load()
+        _check_written_out(_Rehearsal(_without_hashes(data), table, stubs, None).load(), most)
+        result = _Unpickler(data, table, stubs, persistent).load()
     except Refused:
         raise
     except Exception as problem:  # a damaged pickle can fail in any way
         raise Refused(f"it is not a readable pickle ({type(problem).__name__}: {problem})") from None
+    _check_written_out(result, most)
+    return result
+
+
+class _Rough:
+    """Stands for everything that a pickle calls, in the rehearsal: what it was given."""
+
+    __slots__ = ("given",)
+
+    given: list[Any]
+
+    def __new__(cls, *args: Any) -> _Rough:
+        self = object.__new__(cls)
+        self.given = list(args)
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.given.append(state)
+
+    def extend(self, items: list[Any]) -> None:
+        self.given.extend(items)
+
+
+class _Rehearsal(_Unpickler):
+    """Builds lists where the pickle says dicts and sets, so that nothing is hashed."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        super().find_class(module, name)
+        return _Rough
+
+    def persistent_load(self, pid: Any) -> Any:
+        return [pid]
+
+
+#: An opcode that makes a dict or a set, or puts something into one -> one that does so with a list or tuple.
+_LIKE = {
+    **{pickle.EMPTY_DICT: pickle.EMPTY_LIST, pickle.EMPTY_SET: pickle.EMPTY_LIST},
+    **{pickle.SETITEMS: pickle.APPENDS, pickle.ADDITEMS: pickle.APPENDS},
+    **{pickle.SETITEM: pickle.TUPLE3, pickle.FROZENSET: pickle.TUPLE},
+}
+
+
+_NO_HASH = _runs(b"".join(_LIKE))
+
+
+def _without_hashes(data: bytes) -> bytes:
+    """A scanned pickle that describes the same with lists and tuples.
+
+    The hash of a tuple that holds another one twice, 30 deep, takes 2^30 steps in which nothing can
+    interrupt it, so it must be known that there are none before the first dict is made.
+    """
+    result, at = bytearray(data), 0
+    while True:
+        if (known := _NO_HASH.match(data, at)) is not None:
+            at = known.end()
+        code = data[at : at + 1]
+        if code in _LIKE:
+            result[at] = _LIKE[code][0]
+            at += 1
+        elif code == pickle.STOP:
+            return bytes(result)
+        elif code == pickle.LONG_BINPUT:
+            at += 5
+        elif code in _SIZED:
+            width = _SIZED[code]
+            at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+
+
+def _check_written_out(root: Any, most: int) -> None:
+    """Refuse what is more than `most` objects when those that are shared count each time.
+
+    200 bytes can describe a tuple of two tuples of two tuples …, 30 deep: the text or the hash of such an
+    object takes as long as if it were that large. An object that contains itself is endless.
+    """
+    todo: list[Any] = [root]
+    while todo:
+        one = todo.pop()
+        if type(one) in _PLAIN:
+            continue
+        if isinstance(one, dict):
+            todo.extend(one)
+            todo.extend(one.values())
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            todo.extend(one)
+        elif isinstance(one, Inert):
+            todo.append(one.state)
+            todo.extend(one.args)
+        elif isinstance(one, _Rough):
+            todo.extend(one.given)
+        else:
+            continue
+        most -= 1
+        if most < 0 or len(todo) > most:
+            raise Refused("it repeats an object inside of itself again and again")
 
 
 def _scan(data: bytes) -> None:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
 
 from megatron_nemotron3 import cpu
@@ -23,7 +22,11 @@ from megatron_nemotron3.layers.experts import (
     RowParallelGroupedLinear,
 )
 from megatron_nemotron3.layers.latent_moe import CountingRouter, LatentMoELayer
-from megatron_nemotron3.layers.linear import NormColumnParallelLinear
+from megatron_nemotron3.layers.linear import (
+    ColumnParallelLinear,
+    NormColumnParallelLinear,
+    RowParallelLinear,
+)
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.layers.norm import RMSNorm
 from megatron_nemotron3.layers.scan_kernels import TORCH as TORCH_SCAN

@@ -24,14 +24,17 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from megatron_nemotron3.layers.extra_state import EmptyExtraState
+from megatron_nemotron3.layers.functional import weighted_squared_relu
 from megatron_nemotron3.layers.grouped import grouped_linear, squared_relu_experts
 from megatron_nemotron3.layers.grouped_gpu import grouped_linear_cuda, one_allocation
+from megatron_nemotron3.layers.linear import ReplaceableProducts
 from megatron_nemotron3.optional import gpu_kernels_enabled
 
 
-class GroupedLinear(EmptyExtraState):
+class GroupedLinear(ReplaceableProducts, EmptyExtraState):
     """E independent linear layers without bias, applied to tokens sorted by expert.
 
     Communication between tensor-parallel ranks is the token dispatcher's job, as for every expert
@@ -127,6 +130,8 @@ class GroupedLinear(EmptyExtraState):
         """
         if x is None:
             return self.weights(), None
+        if (products := self.replaced()) is not None:
+            return products.grouped(self, x, self.weights(), tokens_per_expert), None
         form = grouped_linear_cuda if x.is_cuda and gpu_kernels_enabled() else grouped_linear
         return form(x, self.weights(), tokens_per_expert), None
 
@@ -217,12 +222,25 @@ class GroupedExperts(TEGroupedMLP):
         counts = tokens_per_expert.tolist()
         x, probs = permuted_local_hidden_states, permuted_probs
         recompute = self.activation_recompute and self.training
+        if self.linear_fc1.replaced() is not None or self.linear_fc2.replaced() is not None:
+            if recompute:
+                # Forward draws no random numbers, so there is no state to restore.
+                return checkpoint(
+                    self._one_by_one, x, probs, counts, use_reentrant=False, preserve_rng_state=False
+                ), None
+            return self._one_by_one(x, probs, counts), None
         if recompute or not (x.is_cuda and gpu_kernels_enabled()):
             fc1, fc2 = self.linear_fc1(None, counts)[0], self.linear_fc2(None, counts)[0]
             return squared_relu_experts(x, probs, fc1, fc2, counts, recompute=recompute), None
+        return self._one_by_one(x, probs, counts), None
+
+    def _one_by_one(self, x: torch.Tensor, probs: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """FC1, activation, FC2, each on all tokens."""
+        fused = x.is_cuda and gpu_kernels_enabled()
         hidden, _ = self.linear_fc1(x, counts)
-        output, _ = self.linear_fc2(_fused_activation()(hidden, probs), counts)
-        return output, None
+        activation = (_fused_activation() if fused else weighted_squared_relu)(hidden, probs)
+        output: torch.Tensor = self.linear_fc2(activation, counts)[0]
+        return output
 
 
 def _fused_activation() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -1,8 +1,9 @@
 """Linear layers on plain torch whose parameter names, attributes and checkpoints are TE's.
 
 Megatron-Core's own `ColumnParallelLinear` and `RowParallelLinear` already do tensor and sequence
-parallelism without TransformerEngine (TE). Two things are missing, and both are here:
+parallelism without TransformerEngine (TE). Three things are missing, and are here:
 
+* `products`: who multiplies instead of Megatron's function (NVFP4 emulation, `precision.linear`);
 * `NormColumnParallelLinear`: RMSNorm fused in front, weight named `layer_norm_weight`, as TE's
   `TELayerNormColumnParallelLinear` stores it;
 * `DuplicatedLinear`: every tensor-parallel rank holds the whole weight (the latent projections of
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     get_data_parallel_rng_tracker_name,
@@ -27,6 +28,32 @@ from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
 from megatron_nemotron3.layers.extra_state import EmptyExtraState
 from megatron_nemotron3.layers.norm import RMSNorm, new_norm_weight, norm_gain
+
+
+class ReplaceableProducts(torch.nn.Module):
+    """A linear whose matrix products something else can compute."""
+
+    #: A `precision.linear.Emulated`; None: the products are Megatron's, untouched.
+    products: Any = None
+
+    def replaced(self) -> Any:
+        """What multiplies in this mode (training or evaluation), or None."""
+        active = self.products is not None and self.products.recipe(self) is not None
+        return self.products if active else None
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's seam: gather, multiply, and their backward."""
+        if (products := self.replaced()) is not None:
+            return products.linear(self, input, weight, *args, **kwargs)
+        return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
+
+
+class ColumnParallelLinear(ReplaceableProducts, tensor_parallel.ColumnParallelLinear):
+    """Megatron's, with `products`."""
+
+
+class RowParallelLinear(ReplaceableProducts, tensor_parallel.RowParallelLinear):
+    """Megatron's, with `products`."""
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -62,7 +89,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(normed, weight, runtime_gather_output)
 
 
-class DuplicatedLinear(EmptyExtraState):
+class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):
     """Y = X W^T with the whole W on every tensor-parallel rank; no communication in forward.
 
     With sequence parallelism each rank sees its own tokens, so the gradient is a partial sum: the
@@ -105,6 +132,8 @@ class DuplicatedLinear(EmptyExtraState):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """[..., input_size] -> ([..., output_size], no bias)."""
+        if (products := self.replaced()) is not None:
+            return products.linear(self, x, self.weight), None
         return F.linear(x, self.weight), None
 
     def backward_dw(self) -> None:

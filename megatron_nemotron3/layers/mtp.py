@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from megatron_nemotron3.monitor.attach import watch_mtp
+from megatron_nemotron3.precision.install import emulate_mtp
 
 
 class MTPLayer(MultiTokenPredictionLayer):
@@ -34,6 +35,7 @@ class MTPLayer(MultiTokenPredictionLayer):
                 # The metric tracker has one slot per depth behind the decoder's layers. The number
                 # inside the block ("*E": 2) overruns it when there is one depth (Megatron-LM #7172).
                 module.router.set_layer_number(self.layer_number)
+        emulate_mtp(self)
         watch_mtp(self)
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:

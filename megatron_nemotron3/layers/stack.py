@@ -10,6 +10,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSub
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_nemotron3.monitor.attach import watch_stack
+from megatron_nemotron3.precision.install import emulate_stack
 
 
 @dataclass
@@ -45,4 +46,5 @@ class Nemotron3Stack(HybridStack):
             Nemotron3Stack._announced = True
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
                 print(f"megatron_nemotron3: {submodules.description}", flush=True)
+        emulate_stack(self)
         watch_stack(self)

@@ -1,12 +1,13 @@
 """Rounding FP32 tensors to the values of a small floating-point format, in place and in few passes.
 
-`e2m1.encode` and `e4m3.encode` give codes. Emulation needs values, and needs them fast: every operation here is
-one vectorized pass, there is no comparison, no table and no allocation.
+`e2m1.encode` and `e4m3.encode` give codes. Emulation needs values, and needs them fast: every operation here
+is one vectorized pass, there is no comparison, no table and no allocation.
 
-How: between two powers of two the values of a format are equally spaced. Let p be the power of two at or below
-|x|, held within the format's normal range. The spacing there is p / 2^mantissa. Adding 1.5 * 2^23 spacings
-pushes everything finer out of an FP32 mantissa, rounding to nearest and ties to the even multiple, and
-subtracting them again leaves the rounded value. Stochastic rounding first adds a random part of a spacing.
+How: between two powers of two the values of a format are equally spaced. Let p be the power of two at or
+below |x|, held within the format's normal range. The spacing there is p / 2^mantissa. Adding 1.5 * 2^23
+spacings pushes everything finer out of an FP32 mantissa, rounding to nearest and ties to the even multiple,
+and subtracting them again leaves the rounded value. Stochastic rounding first adds a random part of a
+spacing.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ import torch
 
 from megatron_nemotron3.precision.spec import Spec
 
-#: Elements worked on at once by a CPU thread: 512 KiB in FP32, so that two such buffers stay in a second-level cache.
+#: Elements worked on at once by a CPU thread: 512 KiB in FP32, so that two such buffers stay in a
+#: second-level cache.
 PIECE = 2**17
 
 
@@ -28,8 +29,8 @@ def check(x: torch.Tensor, spec: Spec) -> None:
     for axis in (-1, -2) if spec.tile else (spec.axis,):
         if x.shape[axis] % spec.block:
             raise ValueError(
-                f"axis {axis} of {list(x.shape)} is not divisible by the {spec.format} block of {spec.block}: "
-                "pad it, or leave this operand unquantized"
+                f"axis {axis} of {list(x.shape)} is not divisible by the {spec.format} block of "
+                f"{spec.block}: pad it, or leave this operand unquantized"
             )
 
 
@@ -59,7 +60,12 @@ def pieces(*views: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     return zip(*(v.split(step) for v in views), strict=True)
 
 
-_kept = threading.local()
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.buffers: dict[int, torch.Tensor] = {}
+
+
+_kept = _Kept()
 _SMALL = 2**14
 
 
@@ -71,7 +77,7 @@ def scratch(like: torch.Tensor, number: int) -> torch.Tensor:
     count = like.numel()
     if like.device.type != "cpu" or not _SMALL < count <= PIECE * torch.get_num_threads():
         return torch.empty_like(like, dtype=torch.float32)
-    buffers: dict[int, torch.Tensor] = _kept.__dict__
+    buffers = _kept.buffers
     if number not in buffers or len(buffers[number]) < count:
         with torch.inference_mode(False):
             buffers[number] = torch.empty(count)
@@ -79,7 +85,7 @@ def scratch(like: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def largest(magnitudes: torch.Tensor) -> torch.Tensor:
-    """Maxima along axis 1 of a piece of a view of non-negative float32, [n] or [n, k]; NaN if there is one."""
+    """Maxima along axis 1 of a piece of non-negative float32, [n] or [n, k]; NaN if there is one."""
     # As integers, whose order is the same (NaN last): torch reduces those over 16 neighbors twice as fast.
     return magnitudes.view(torch.int32).amax(1).view(torch.float32)
 

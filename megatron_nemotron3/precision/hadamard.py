@@ -1,8 +1,8 @@
 """The random Hadamard transform of NVFP4 training: blocks of 16 times diag(signs) H / 4.
 
-H is Sylvester's matrix of order 16. The product is orthogonal, so rotating both operands of a product along the
-axis that is summed over changes nothing but rounding. The signs are drawn once and for all: TransformerEngine
-hard-codes them, and so do we, to the bit.
+H is Sylvester's matrix of order 16. The product is orthogonal, so rotating both operands of a product along
+the axis that is summed over changes nothing but rounding. The signs are drawn once and for all:
+TransformerEngine hard-codes them, and so do we, to the bit.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 def matrix(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """diag(SIGNS) H16 / 4, [16, 16]; a row vector times it is the transform. Exact in every dtype."""
     # Entry (i, j) of Sylvester's matrix is the parity of the bits that i and j share.
-    entries = [
-        [sign * (-1) ** (i & j).bit_count() / 4 for j in range(SIZE)] for i, sign in enumerate(SIGNS)
-    ]
+    entries = [[sign * (-1) ** (i & j).bit_count() / 4 for j in range(SIZE)] for i, sign in enumerate(SIGNS)]
     with torch.inference_mode(False):  # the cached tensor outlives the caller's mode
         return torch.tensor(entries, dtype=dtype, device=device)
 

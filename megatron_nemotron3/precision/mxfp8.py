@@ -4,8 +4,8 @@
     q   = e4m3(x * 2^-e)
     x'  = q * 2^e
 
-Rounding up means that no element of a block saturates. A block of zeros, and one whose exponent is -127 (largest
-magnitude below 2.7e-36), becomes 0. Infinity and NaN make their block NaN.
+Rounding up means that no element of a block saturates. A block of zeros, and one whose exponent is -127
+(largest magnitude below 2.7e-36), becomes 0. Infinity and NaN make their block NaN.
 """
 
 from __future__ import annotations

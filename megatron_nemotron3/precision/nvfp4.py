@@ -6,11 +6,11 @@
     q   = e2m1(clamp(x * e_b, -6, 6))
     x'  = q * (s_b * amax * (1/2688))
 
-The order of operations is part of the format. TransformerEngine <= 2.13 had another: up to 0.7 % of its scales
-differ. (Weights for inference are scaled by `numerics.nvfp4`, in ModelOpt's order.)
+The order of operations is part of the format. TransformerEngine <= 2.13 had another: up to 0.7 % of its
+scales differ. (Weights for inference are scaled by `numerics.nvfp4`, in ModelOpt's order.)
 
-Below amax = 2688 / FLT_MAX = 7.9e-36 S cannot grow any more while x' still uses amax: values shrink, as there.
-An infinite amax makes x' infinite or NaN, a NaN makes all of x' NaN.
+Below amax = 2688 / FLT_MAX = 7.9e-36 S cannot grow any more while x' still uses amax: values shrink, as
+there. An infinite amax makes x' infinite or NaN, a NaN makes all of x' NaN.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _FLT_MAX = torch.finfo(torch.float32).max
 
 
 class Scales(NamedTuple):
-    """encode: what x is multiplied by before rounding; block: what the element is multiplied by after it (s_b).
-    Both float32 of the shape of the block grid."""
+    """encode: what x is multiplied by before rounding. block: what the rounded value is multiplied by.
+    Both float32, of the shape of the block grid."""
 
     encode: torch.Tensor
     block: torch.Tensor
@@ -45,7 +45,8 @@ def scales(block_amax: torch.Tensor, amax: torch.Tensor) -> Scales:
         block_amax: largest magnitudes of the blocks, float32, any shape.
         amax: of the tensor, float32, [] or a shape that broadcasts.
     """
-    # Tensor by tensor: torch turns `2688.0 / amax` into `amax.reciprocal() * 2688.0`, other bits for every fourth.
+    # Tensor by tensor: torch turns `2688.0 / amax` into `amax.reciprocal() * 2688.0`, with other bits for
+    # every fourth amax.
     whole = torch.full_like(amax, MAX).div_(amax).clamp_(max=_FLT_MAX)
     whole.add_(whole == 0)  # an infinite amax has 1
     block = block_amax * (whole * (1 / e2m1.MAX))

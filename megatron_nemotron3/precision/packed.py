@@ -1,7 +1,7 @@
-"""Quantized storage: 4-bit or 8-bit codes, block scales and the tensor's amax, as TransformerEngine lays them out.
+"""Quantized storage: codes, block scales and the tensor's amax, as TransformerEngine lays them out.
 
-The slow and plain form of what `quantizer` does in a few passes: its values are these, decoded (a test holds the
-two together). A byte of NVFP4 codes holds two neighbors along the axis of the blocks, the even one low.
+The slow and plain form of what `quantizer` does in a few passes: its values are these, decoded (a test holds
+the two together). A byte of NVFP4 codes holds two neighbors along the axis of the blocks, the even one low.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from megatron_nemotron3.precision.spec import Spec
 
 @dataclass(frozen=True)
 class Packed:
-    """A quantized [..., m, k]. With n = k for axis -1; for axis -2 everything is transposed, and m and n swap.
+    """A quantized [..., m, k]. With n = k for axis -1; for axis -2 everything is transposed:
+    m and n swap.
 
     codes: uint8 [..., m, n / 2] (NVFP4, two in a byte) or [..., m, n] (MXFP8, bits of E4M3).
-    scales: uint8 [..., m, n / block], bits of E4M3 (NVFP4; a tile's scale is repeated in its 16 rows) or E8M0.
+    scales: uint8 [..., m, n / block], bits of E4M3 (NVFP4; a tile's scale is repeated in its 16 rows) or of
+        E8M0 (MXFP8).
     amax: float32, [] or broadcasting to the scales; None in MXFP8.
     """
 
@@ -44,9 +46,13 @@ class Packed:
 
 
 @torch.no_grad()
-def quantize(x: torch.Tensor, spec: Spec, generator: torch.Generator | None = None, amax: Amax | None = None) -> Packed:
-    """Quantize and pack. Arguments and errors as `quantizer.fake_quantize`; the same generator state gives the
-    same values. Codes follow the sign of x * scale: a negative number that rounds to zero has the code of -0."""
+def quantize(
+    x: torch.Tensor, spec: Spec, generator: torch.Generator | None = None, amax: Amax | None = None
+) -> Packed:
+    """Quantize and pack. Arguments and errors as `quantizer.fake_quantize`; values too, for equal generators.
+
+    Codes follow the sign of x * scale: a negative number that rounds to zero has the code of -0.
+    """
     prepared = prepare(x, spec, amax)
     elements, block_amax, whole = prepared.x.float(), prepared.block_amax, prepared.amax
     if whole is None:

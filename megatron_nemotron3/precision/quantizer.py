@@ -1,12 +1,12 @@
-"""Fake quantization: what a matrix product on NVFP4 or MXFP8 hardware would see of an operand, in FP32 or BF16.
+"""Fake quantization: what a matrix product on NVFP4 or MXFP8 hardware would see of an operand.
 
 fake_quantize   the values: x rounded to what the format can hold
 units           NVFP4 without the tensor's scale: q * s_b, exact in BF16; a product of two such operands,
                 accumulated in FP32 and multiplied once by `nvfp4.product_scale`, is the hardware's product
 
 Two readings of x: largest magnitudes of the blocks, then rounding. On a CPU both go piece by piece through
-buffers that stay in the second-level cache. No step waits for the device. `_finish` and `_magnitudes` are what a
-fused kernel replaces.
+buffers that stay in the second-level cache. No step waits for the device. `_finish` and `_magnitudes` are
+what a fused kernel replaces.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_nemotron3.precision import hadamard, mxfp8, nvfp4
 from megatron_nemotron3.precision import blocks as cut
+from megatron_nemotron3.precision import hadamard, mxfp8, nvfp4
 from megatron_nemotron3.precision.spec import Spec
 
 #: The largest magnitude to scale by, float32: [] or of a shape that broadcasts to the block grid
@@ -34,8 +34,8 @@ class Units(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """x: contiguous. block_amax: of the block grid. amax: broadcasts to it, None in MXFP8. ours: x is a rotated
-    copy, free to be overwritten."""
+    """x: contiguous. block_amax: float32, the block grid. amax: broadcasts to it, None in MXFP8.
+    ours: x is a rotated copy, free to be overwritten."""
 
     x: torch.Tensor
     block_amax: torch.Tensor
@@ -57,15 +57,16 @@ def fake_quantize(
     Args:
         x: [..., m, k]; float32, bfloat16 or float16. FP16 and BF16 are computed on in FP32.
         spec: the operand.
-        generator: of the device of x, for stochastic rounding; None means torch's own. The draws are taken in the
-            order of the elements, so a seed gives the same values on any number of threads.
+        generator: of the device of x, for stochastic rounding; None means torch's own. The draws are taken
+            in the order of the elements, so a seed gives the same values on any number of threads.
         amax: see `Amax`; None means that of x (rotated, if the operand is). MXFP8 has none.
         dtype: of the result; None means that of x. NVFP4 values need FP32 to be exact.
 
     Returns: a new tensor of the shape of x, no gradient. Zeros are positive.
 
     Raises:
-        ValueError: x has no rows and columns, is of another type, or not divisible into blocks; or amax for MXFP8.
+        ValueError: x has no rows and columns, is of another type, or not divisible into blocks; or there is
+            an amax for MXFP8.
     """
     prepared = prepare(x, spec, amax)
     if prepared.amax is None:
@@ -87,7 +88,8 @@ def units(
 ) -> Units:
     """NVFP4 elements times block scales, without the scale of the tensor; arguments as `fake_quantize`.
 
-    Magnitudes are at most 2688 and have 6 significant bits: exact in BF16, FP16 and FP32, like the product of two.
+    Magnitudes are at most 2688 and have 6 significant bits: exact in BF16, FP16 and FP32, like the product
+    of two.
 
     Raises:
         ValueError: as `fake_quantize`; or the format is not NVFP4.

@@ -108,8 +108,8 @@ def _recipe(problems: list[str], at: str, body: Any) -> Setting:
         allowed = RECIPE_FIELDS.get(field)
         if allowed == "":
             fits, wanted = isinstance(value, str), "a dotted name"
-        elif allowed is None or value is None:
-            continue  # an unknown field is reported above; null is the default
+        elif allowed is None:
+            continue  # an unknown field is reported above
         else:
             fits = any(value is a if isinstance(a, bool) else value == a for a in allowed)
             wanted = "use " + ", ".join(["true", "false"] if allowed is _BOOL else map(str, allowed))
@@ -138,7 +138,7 @@ def read_matcher(problems: list[str], name: str, body: Any, configs: Mapping[str
         problems.append(f"{at}: {said}: write enabled: true, or false (Megatron ignores it without)")
     if body.get("type", "glob") != "glob":
         problems.append(f"{at}.type: {body['type']!r} is unknown: Megatron has only glob")
-    if "config" in body and config not in configs:
+    if "config" in body and not (isinstance(config, str) and config in configs):
         problems.append(
             f"{at}.config: {config!r} is none of {', '.join(map(str, configs))}{_meant(config, configs)}"
         )
@@ -195,6 +195,8 @@ def strict_loader() -> Any:
         found: dict[Any, Any] = {}
         for key_node, value_node in node.value:
             key = loader.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.YAMLError(f"key {key!r} is no text, line {key_node.start_mark.line + 1}")
             if key in found:
                 raise yaml.YAMLError(f"key {key!r} is given twice, line {key_node.start_mark.line + 1}")
             found[key] = loader.construct_object(value_node, deep=True)

@@ -107,7 +107,12 @@ def _lines(sums: _Sums, precision: str, kept: int, layers: int) -> Iterator[Shar
         yield line(
             kind.name, modules_of(kind), kind.format(precision), kind.why if precision == NVFP4 else ""
         )
-    yield line(TAIL, f"all linears of layers {layers - kept}-{layers - 1}", BF16, "stable to the end")
+    yield line(
+        TAIL,
+        f"all linears of layers {layers - kept}-{layers - 1}",
+        BF16,
+        "needed for stable training (arXiv 2509.25149, E)",
+    )
     for kind in NEVER:
         yield line(kind.name, modules_of(kind), kind.recipe, kind.why)
     yield line(OTHER, "norms, A, D, dt, expert bias", BF16, "no linears")

@@ -20,7 +20,8 @@ class Spec:
     format: "nvfp4" (E2M1 elements, an E4M3 scale for 16 of them, an FP32 scale for the tensor) or "mxfp8"
         (E4M3 elements, a power of two for 32 of them).
     axis: the axis that is summed over and holds the blocks: -1, or -2 for both operands of wgrad.
-    tile: one scale for 16 x 16 elements instead of 1 x 16 (weights). The values are then the same for both axes.
+    tile: one scale for 16 x 16 elements instead of 1 x 16 (weights). The values are then the same for both
+        axes.
     hadamard: rotate every block by the random Hadamard transform first; the values stay rotated.
     stochastic: round stochastically instead of to nearest.
 
@@ -43,7 +44,9 @@ class Spec:
         if self.format == "mxfp8" and extras:
             raise ValueError(f"MXFP8 has no {' or '.join(extras)}: these belong to NVFP4")
         if self.tile and self.hadamard:
-            raise ValueError("a 16 x 16 tile cannot be rotated along one axis: use tile or hadamard, not both")
+            raise ValueError(
+                "a 16 x 16 tile cannot be rotated along one axis: use tile or hadamard, not both"
+            )
 
     @property
     def block(self) -> int:

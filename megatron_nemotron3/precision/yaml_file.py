@@ -129,6 +129,8 @@ def parse(
         if (matcher := read_matcher(problems, name, body, configs)) is not None
     ]
     file = PrecisionFile(tuple(matchers), training, evaluation)
+    if not matchers and not problems:
+        problems.append("no enabled matcher: the file would do nothing")
     if config is not None and not problems:
         problems += misfits(file, config if isinstance(config, Structure) else Structure.of(config))
     if problems:

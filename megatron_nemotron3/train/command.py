@@ -20,6 +20,8 @@ from megatron_nemotron3.args import (
 )
 from megatron_nemotron3.checkpoint import folders, resume
 from megatron_nemotron3.models import Nemotron3Config, count
+from megatron_nemotron3.precision import settings as emulation
+from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import launch, log, report
 
 
@@ -46,8 +48,18 @@ class Request:
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
     lr: float | None = None
+    #: Per-module formats of nvfp4; None: the published recipe, written to `output`.
+    te_precision_config_file: str | None = None
+    #: Compute nvfp4 in the torch backend's linears: the value of NEMOTRON3_EMULATE; "": do not.
+    emulate: str = ""
     verbose: bool = False
     extra: tuple[str, ...] = ()
+
+    @property
+    def precision_file(self) -> str | None:
+        """The file of `--te-precision-config-file`, if there is one."""
+        own = str(self.output / "precision.yaml") if self.precision == "nvfp4" else None
+        return self.te_precision_config_file or own
 
     @property
     def checkpoints(self) -> Path:
@@ -104,6 +116,8 @@ def run(request: Request) -> int:
                 config,
                 request.layout,
                 precision=request.precision,
+                te_precision_config_file=request.precision_file,
+                emulate=bool(request.emulate),
                 backend=request.backend,
                 schedule=schedule,
                 data=data,
@@ -114,8 +128,12 @@ def run(request: Request) -> int:
 
     argv(TrainingData())  # rules first: nothing is written for a layout that cannot run
     what = f"{size.trainable:,} parameters, {request.layout}, {request.precision}"
+    what += " emulated" if request.emulate else ""
     print(f"{config.title} [{config.name}]: {what}")
     data, baseline = _data(request)
+    if request.precision_file and not request.te_precision_config_file:
+        request.output.mkdir(parents=True, exist_ok=True)
+        yaml_file.write(config, request.precision_file)
     for line in resume.before_start(["--load", str(request.checkpoints), *request.extra], rank=0):
         print(line)
     for leftover in resume.remove_incomplete(request.checkpoints):
@@ -135,6 +153,8 @@ def run(request: Request) -> int:
     print(f"training log: {log_file}", flush=True)
     words = launch.command(argv(data), request.layout.world_size, request.device)
     env = launch.environment(request.layout.world_size, request.device)
+    if request.emulate:
+        env[emulation.VARIABLE] = request.emulate
     progress = _Progress(request.verbose)
     try:
         status = launch.follow(words, env, log_file, progress.line, progress.interrupted)

@@ -1,10 +1,12 @@
-"""Record what TransformerEngine's own PyTorch reference makes of small tensors: writes nvfp4_training.npz beside
-itself. For TransformerEngine >= 2.19, where the reference is `custom_recipes.reference_nvfp4`; recorded with 2.20.2.
+"""Record what TransformerEngine's own PyTorch reference makes of small tensors: writes nvfp4_training.npz.
+
+For TransformerEngine >= 2.19, where the reference is `custom_recipes.reference_nvfp4`. Recorded with 2.20.2.
 
     python tests/golden/make_nvfp4_reference.py     # in an environment with transformer_engine.pytorch
 
-Runs on a CPU. Per case: `x` (bits of `dtype`); `amax` where it is given from outside; and for `row`, `column`,
-`tile_row`, `tile_column`, `rotated` (column): `.codes` (two in a byte), `.scales` (bits of float8_e4m3fn), `.amax`.
+Runs on a CPU. Per case: `x` (bits of `dtype`); `amax` where it is given from outside; and for `row`,
+`column`, `tile_row`, `tile_column`, `rotated` (column): `.codes` (two in a byte), `.scales` (bits of
+float8_e4m3fn), `.amax`.
 """
 
 from __future__ import annotations
@@ -30,11 +32,14 @@ def cases() -> dict[str, tuple[torch.Tensor, float | None]]:
     holes[:, 5] = -0.0
     outlier = normal * 1e-3
     outlier[5, 17] = 300.0
-    # S = 1 (amax 2688): all points, their neighbors and their negatives, with exact and with inexact block scales.
+    # S = 1 (amax 2688): all points, their neighbors and their negatives, with exact and with inexact block
+    # scales.
     up, down = torch.nextafter(POINTS, torch.tensor(9.0)), torch.nextafter(POINTS, torch.tensor(-9.0))
     down[-1] = 6.0
     up[-1] = 6.0
-    rows = [p * s for s in (448.0, 1.0, 2.0**-6, 2.0**-9, 0.3125) for p in (POINTS, -POINTS, up, down, -up, -down)]
+    rows = [
+        p * s for s in (448.0, 1.0, 2.0**-6, 2.0**-9, 0.3125) for p in (POINTS, -POINTS, up, down, -up, -down)
+    ]
     ties = torch.zeros(32, 16)
     ties[: len(rows)] = torch.stack(rows)
     # Blocks whose scale the order of operations decides: TransformerEngine <= 2.13 divided by 6 first.
@@ -98,7 +103,9 @@ def main() -> None:
             q = quantizer(reference_utils.Fp4Formats.E2M1, with_rht=True).quantize(x)
             made["rotated"] = (q.data_t, q.scale_t, q.global_amax_col)
             if amax is not None:
-                rotated = quantizer(reference_utils.Fp4Formats.E2M1, with_rht=True)._apply_rht(x.t().contiguous())
+                rotated = quantizer(reference_utils.Fp4Formats.E2M1, with_rht=True)._apply_rht(
+                    x.t().contiguous()
+                )
                 made["rotated"] = (*blocks(rotated, 1, whole), whole)
         signed = {2: torch.int16, 4: torch.int32}[x.element_size()]
         arrays |= {

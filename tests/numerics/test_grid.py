@@ -73,7 +73,7 @@ def test_stochastic_rounding_saturates(grid: Grid, codes) -> None:
 
 @FORMATS
 def test_the_chance_of_the_upper_neighbor_is_the_distance_to_the_lower(grid: Grid, codes) -> None:
-    """400 000 draws at each of nine points of every gap of one sign: within five standard errors."""
+    """Six points of every gap, both signs: within five standard errors of that many draws."""
     draws = 400_000 if grid is E2M1 else 20_000
     values = _values(grid)
     values = values[values >= 0]

@@ -1,4 +1,4 @@
-"""Every linear of built models: the table's formats, at full depth and width; and runs that would have none."""
+"""Every linear of built models has the table's format, at full size; runs that would have no NVFP4 end."""
 
 from __future__ import annotations
 
@@ -170,19 +170,24 @@ def listening() -> Iterator[dict[int, str | None]]:
         yield given
 
 
-def tiny_super(**overrides: Any) -> Any:
-    """The golden Super with its file in the config, as `--te-precision-config-file` puts it there."""
+def tiny_super(pattern: str = GOLDEN_MODELS["super_like"][0], **overrides: Any) -> Any:
+    """The golden Super with its file in the config, as `--te-precision-config-file` puts it there.
+
+    `fp4` is set behind the builder's back, which refuses it in E layers without TransformerEngine.
+    """
     from megatron.core.quantization.quant_config import RecipeConfig
 
     from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 
-    pattern, fields = GOLDEN_MODELS["super_like"]
+    fields, fp4 = GOLDEN_MODELS["super_like"][1], overrides.pop("fp4", None)
     values = {"quant_recipe": RecipeConfig.from_config_dict(content(models.SUPER)), **fields, **overrides}
-    return build_hybrid(pattern, nemotron3_torch_stack_spec, **values)
+    model = build_hybrid(pattern, nemotron3_torch_stack_spec, **values)
+    model.config.fp4 = fp4
+    return model
 
 
 #: As Megatron's config has it when `--fp4-format e2m1` was parsed.
-FP4 = {"fp4": "e2m1", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0}
+FP4: dict[str, Any] = {"fp4": "e2m1", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0}
 
 
 def compare_with_upstream() -> int:
@@ -312,21 +317,9 @@ def test_a_run_that_asked_for_nvfp4_and_has_none_ends() -> None:
 
 def stages() -> tuple[dict[str, str], int]:
     """A stage whose layers are all tail and MTP is fine: the model is asked, not the rank."""
-    from megatron.core.quantization.quant_config import RecipeConfig
-
-    from megatron_nemotron3.specs import nemotron3_torch_stack_spec
-
     initialize(pp=2)
-    recipe = RecipeConfig.from_config_dict(content(models.SUPER))
     with listening():
-        model = build_hybrid(
-            "MEM|*E/*E/*E",
-            nemotron3_torch_stack_spec,
-            **GOLDEN_MODELS["super_like"][1],
-            **FP4,
-            quant_recipe=recipe,
-            num_layers_at_end_in_bf16=2,
-        )
+        model = tiny_super("MEM|*E/*E/*E", **FP4, num_layers_at_end_in_bf16=2)
         entries = require_nvfp4(model)
     return {e.name: e.format for e in entries if e.kind.quantizable}, formats(entries)["nvfp4"]
 
@@ -367,11 +360,13 @@ def test_a_matrix_nobody_knows() -> None:
 # -- live TransformerEngine, opt-in --------------------------------------------------------------------------
 
 #: Run by TE_PYTHON: the golden Super from stock and our TE spec; census against what each module parsed.
-LIVE = """
+LIVE = f"""
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
+import yaml
 from tests import helpers
-from tests.precision import test_census as ours
+from megatron_nemotron3.models import SUPER
+from megatron_nemotron3.precision import yaml_file
 
 def take(module, name):
     from megatron.core.quantization.quant_config import RecipeConfig
@@ -380,10 +375,10 @@ def take(module, name):
 
     helpers.initialize()
     pattern, fields = helpers.GOLDEN_MODELS["super_like"]
-    recipe = RecipeConfig.from_config_dict(ours.content(ours.models.SUPER))
+    recipe = RecipeConfig.from_config_dict(yaml.safe_load(yaml_file.render(SUPER)))
     model = helpers.build_hybrid(
         pattern, import_module((module, name)), quant_recipe=recipe, num_layers_at_end_in_bf16=1,
-        **fields, **ours.FP4,
+        **fields, **{FP4!r},
     )
     entries, modules, rows = require_nvfp4(model), dict(model.named_modules()), []
     for e in entries:
@@ -393,9 +388,10 @@ def take(module, name):
         rows.append([e.name, e.kind.quantizable, e.ambient, e.format, e.effective, parsed])
     return rows
 
-specs = {"stock": ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
-         "te": ("megatron_nemotron3.specs", "nemotron3_te_stack_spec")}
-print("RESULT", json.dumps({who: helpers.run_distributed(take, 1, *spec)[0] for who, spec in specs.items()}))
+specs = {{"stock": ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
+         "te": ("megatron_nemotron3.specs", "nemotron3_te_stack_spec")}}
+taken = {{who: helpers.run_distributed(take, 1, *spec)[0] for who, spec in specs.items()}}
+print("RESULT", json.dumps(taken))
 """
 
 

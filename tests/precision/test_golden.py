@@ -1,4 +1,7 @@
-"""Training's quantizers against TransformerEngine's own reference, byte by byte (golden/make_nvfp4_reference.py)."""
+"""Training's quantizers against TransformerEngine's own reference, byte by byte.
+
+golden/make_nvfp4_reference.py wrote the file.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,25 @@ from megatron_nemotron3.precision.spec import Spec
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "nvfp4_training.npz"
 CASES = (
-    "normal float16 float32 spread tall holes outlier ties order zeros smallest tiny subnormal below huge infinite "
-    "low_amax high_amax"
-).split()
+    "normal",
+    "float16",
+    "float32",
+    "spread",
+    "tall",
+    "holes",
+    "outlier",
+    "ties",
+    "order",
+    "zeros",
+    "smallest",
+    "tiny",
+    "subnormal",
+    "below",
+    "huge",
+    "infinite",
+    "low_amax",
+    "high_amax",
+)
 KINDS = {
     "row": Spec(),
     "column": Spec(axis=-2),
@@ -25,17 +44,7 @@ KINDS = {
     "rotated": Spec(axis=-2, hadamard=True),
 }
 DEVICES = pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-            ],
-        ),
-    ],
+    "device", ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     ),
     "both": ('"mxfp8"}', '"mxfp8", fp4_quantization_recipe: "nvfp4"}', "mxfp8 and .*nvfp4: give one"),
     "custom alone": ('"mxfp8"}', '"custom"}', "custom recipe needs custom_recipe_factory"),
+    "no value": ('{fp8_quantization_recipe: "mxfp8"}', "{fp8_quantization_recipe: }", "None is unknown: use"),
     "not a switch": ('"mxfp8"}', '"mxfp8", fp8_param: 1}', "fp8_param: 1 is unknown: use true, false"),
     "params type": ('"TEQuantizationParams"', '"QLinearParams"', "'QLinearParams' is unknown"),
     "empty recipe": ("training_recipe: {}", "training_recipe:", "None is no mapping: write {}"),
@@ -59,6 +63,11 @@ BAD: dict[str, tuple[str, str, str]] = {
     "shadowed": (QKV, 'pattern: "*mtp.layers.0.*.linear_qkv"', "never counts: mtp before it takes"),
     "mtp comes last": (MTP, "", "attention_qkv: .*2 kinds: attention .*mtp"),
     "by number": (QKV, 'pattern: "decoder.layers.8[0-7].*"', "by number, .*--num-layers-at-end-in-bf16"),
+    "all disabled": (
+        GOOD[GOOD.index("matchers:") :],
+        f"matchers:\n{MTP}".replace("true", "false"),
+        "do nothing",
+    ),
     "quotes forgotten": ('"*mtp.*"', "*mtp.*", "no YAML: .*put globs in quotes"),
     "key twice": ("  mamba_out:", "  latent:", "key 'latent' is given twice, line"),
     "pattern no text": (QKV, "pattern: 7", "7 is no text"),
@@ -109,6 +118,48 @@ def test_other_contents(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(PrecisionFileError, match="no mapping"):
         yaml_file.read(path)
+
+
+JUNK: tuple[Any, ...] = (None, 3, [], {}, "x", True, ["a", {}], {"b": 1}, float("nan"))
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield from places(value, (*path, key))
+
+
+def test_any_value_anywhere() -> None:
+    """Junk in place of every value and beside it: taken as it is, or named; never another exception."""
+    import yaml
+
+    refused = 0
+    whole = yaml.safe_load(GOOD)
+    for path, junk, new_key in itertools.product(list(places(whole)), JUNK, (False, True)):
+        content = copy.deepcopy(whole)
+        holder = content
+        for key in path[:-1]:
+            holder = holder[key]
+        if not path:
+            content = junk
+        else:
+            holder[f"{path[-1]}x" if new_key else path[-1]] = junk
+        try:
+            yaml_file.parse(content, models.SUPER)
+        except PrecisionFileError as error:
+            refused += 1
+            assert error.problems
+        else:  # what was taken is a recipe or a switch with a meaning
+            assert path[-1] in ("enabled", "training_recipe"), (path, junk, new_key)
+    assert refused > 400
+
+
+def test_keys_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    for text in ("? [a]\n: b\n", "3: b\n", "on: b\n"):
+        path.write_text(text)
+        with pytest.raises(PrecisionFileError, match="is no text, line 1"):
+            yaml_file.read(path)
 
 
 def test_binary_file(tmp_path: Path) -> None:

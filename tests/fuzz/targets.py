@@ -1,0 +1,175 @@
+"""The readers, each with valid folders to start from and what is done with a folder."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoint.describe import describe
+from megatron_nemotron3.checkpoint.metadata import read_metadata
+from megatron_nemotron3.checkpoint.read import opened, tensor_layout
+from megatron_nemotron3.convert import command, from_hf, to_hf
+from megatron_nemotron3.convert.checkpoints import open_hugging_face, open_megatron
+from megatron_nemotron3.convert.job import JOURNAL, MANIFEST, run
+from megatron_nemotron3.convert.safetensors_header import header, read_header
+from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.streams import FilePlan, content
+from megatron_nemotron3.convert.views import Converted
+from tests.convert import sparse
+from tests.convert.counted import counted, digest
+from tests.convert.models import random_config
+from tests.convert.test_dialects import config as golden
+
+#: Relative path -> bytes.
+Folder = dict[str, bytes]
+ARCHIVES = Path(__file__).parents[1] / "golden" / "checkpoints"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader."""
+
+    #: Valid folders by name.
+    samples: Callable[[], dict[str, Folder]]
+    #: Reads a folder, made from the sample of that name: returns or raises ValueError.
+    read: Callable[[Path, str], Any]
+    #: Which files are changed; the others are there unchanged.
+    changed: Callable[[str], bool]
+
+
+# -- what is done with a folder --------------------------------------------------------------------------
+
+
+def read_all(files: list[FilePlan], source: Reads) -> None:
+    """What a conversion would write."""
+    for plan in files:
+        assert sum(len(block) for block in content(plan, source, finite=False)) == plan.length
+
+
+def read_hf(folder: Path, sample: str) -> None:
+    """Open, and convert to Megatron and to another Hugging Face folder."""
+    opened = open_hugging_face(folder)
+    rows = from_hf.padded(opened.config.vocab_size, 128)
+    view = Converted(opened.weights, opened.padded_links(rows), to_hf=False)
+    files, _ = from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype="bfloat16")
+    read_all(files, view)
+    to_hf.small_files(opened.config, opened.weights.tensors, reference=folder)
+
+
+def read_megatron(folder: Path, sample: str) -> None:
+    """Open, and convert to Hugging Face."""
+    # Released versions' archives have no whole arguments; megatron-core 0.16 knows no MTP in hybrid models.
+    opened = open_megatron(folder, model=None if sample == "ours" else golden(not sample.startswith("0.16")))
+    view = opened.hf_view()
+    to_hf.small_files(opened.config, view.tensors)
+    read_all(to_hf.files(view.tensors), view)
+
+
+def read_index(folder: Path, sample: str) -> None:
+    """The index, and where every chunk lies."""
+    index = read_metadata(folder)
+    describe(index)
+    for tensor in index.tensors.values():
+        for chunk in tensor.chunks:
+            with opened(folder / chunk.file) as descriptor:
+                tensor_layout(descriptor, chunk)
+
+
+def go_on(folder: Path, sample: str) -> None:
+    """Continue an interrupted job; its files must be those of one that was not."""
+    job = counted(folder / "out")
+    run(job)
+    data = {name: digest(folder / "out")[name] for name in ("sub/file0", "sub/file2", "sub/file4")}
+    assert data == _finished(), "the continued job has other files"
+
+
+@cache
+def _finished() -> Folder:
+    with tempfile.TemporaryDirectory() as name:
+        run(counted(Path(name) / "out"))
+        found = digest(Path(name) / "out")
+        return {name: data for name, data in found.items() if name.startswith("sub/file")}
+
+
+# -- valid folders ---------------------------------------------------------------------------------------
+
+
+def hf_folders() -> dict[str, Folder]:
+    """Small models with all kinds of layers, in one file and in several."""
+    configs = {"distinct": random_config(0), "moe": random_config(3), "dense": random_config(4)}
+    configs = {name: c.but(pattern="ME*-", vocab_size=40) for name, c in configs.items()}
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        for i, (key, config) in enumerate(configs.items()):
+            sparse.write_hf(Path(name) / key, config, limit=1 << 40 if i == 0 else 60_000)
+            found[key] = digest(Path(name) / key)
+    return found
+
+
+def megatron_folders(*kinds: str) -> dict[str, Folder]:
+    """Those of released versions, and what the converter writes."""
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        for path in sorted(ARCHIVES.glob("*.tar.xz")):
+            key = path.name.removesuffix(".tar.xz")
+            if any(kind in key for kind in kinds) and ("mp_rank" in kinds) == ("mp_rank" in key):
+                with tarfile.open(path) as archive:
+                    archive.extractall(name, filter="data")
+                found[key] = digest(Path(name) / key)
+        if "ours" in kinds:
+            sparse.write_hf(Path(name) / "hf", random_config(0).but(pattern="ME*", vocab_size=40))
+            sparse.write_megatron(Path(name) / "ours", Path(name) / "hf")
+            found["ours"] = digest(Path(name) / "ours")
+    return found
+
+
+def headers() -> dict[str, Folder]:
+    """Headers of safetensors files and no more data than they want."""
+    some = [("a", "bfloat16", (2, 3)), ("b.c", "float32", ()), ("none", "int64", (0, 5)), ("d", "bool", (4,))]
+    whole = header(some, {"format": "pt"})
+    return {"small": {"x.safetensors": whole + bytes(12 + 4 + 0 + 4)}, "empty": {"x.safetensors": header([], {})}}
+
+
+def interrupted() -> dict[str, Folder]:
+    """A job with one file finished, one half."""
+    with tempfile.TemporaryDirectory() as name:
+        job = counted(Path(name) / "out")
+        manifest = run(job)
+        done = digest(Path(name) / "out")
+        lines = [{"plan": job.fingerprint()}, {"file": "sub/file0", **manifest["files"]["sub/file0"]}]
+    journal = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    partial = {JOURNAL: journal, "sub/file0": done["sub/file0"], "sub/.file2.part": done["sub/file2"][:9]}
+    return {"half": {f"out.partial/{key}": data for key, data in partial.items()}}
+
+
+def finished() -> dict[str, Folder]:
+    """A job that has ended, with its manifest."""
+    with tempfile.TemporaryDirectory() as name:
+        run(counted(Path(name) / "out"))
+        return {"finished": digest(Path(name) / "out")}
+
+
+def _is(*endings: str) -> Callable[[str], bool]:
+    return lambda name: name.endswith(endings)
+
+
+TARGETS = {
+    "header": Target(headers, lambda folder, sample: read_header(folder / "x.safetensors"), _is(".safetensors")),
+    "hf": Target(hf_folders, read_hf, _is(".json", ".safetensors")),
+    "index": Target(lambda: megatron_folders("_te", "_fsdp"), read_index, _is(".metadata")),
+    "chunks": Target(lambda: megatron_folders("0.18.2_te", "_fsdp"), read_index, _is(".distcp")),
+    "torch_dist": Target(
+        lambda: megatron_folders("_te", "_local", "_singleton", "_fsdp"), read_megatron, lambda name: True
+    ),
+    "ours": Target(lambda: megatron_folders("ours"), read_megatron, lambda name: True),
+    "common": Target(lambda: megatron_folders("0.16.1_te", "0.17.1_singleton"), read_megatron, _is("common.pt")),
+    "mp_rank": Target(lambda: megatron_folders("mp_rank"), read_megatron, _is(".pt")),
+    "journal": Target(interrupted, go_on, _is(JOURNAL)),
+    "manifest": Target(finished, lambda folder, sample: command._verify_manifest(folder, 1), _is(MANIFEST)),
+}

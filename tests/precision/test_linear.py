@@ -1,0 +1,345 @@
+"""Emulated linears against the definition: operands quantized and dequantized explicitly, FP32 products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
+
+from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear
+from megatron_nemotron3.layers.linear import DuplicatedLinear, NormColumnParallelLinear
+from megatron_nemotron3.layers.norm import RMSNorm
+from megatron_nemotron3.precision import install, settings
+from megatron_nemotron3.precision.products import Recipe, recipe
+from megatron_nemotron3.precision.quantizer import fake_quantize
+from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.precision.spec import Spec
+from tests.helpers import hybrid_config
+from tests.parity.conftest import world_of_one
+
+from .emulating import seed
+
+#: Of FP32 sums in another order, relative to the norm; of a BF16 result.
+NOISE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+#: A quantized product is at least this far from the plain one.
+QUANTIZED = 0.01
+ROW, COLUMN = Spec(), Spec(axis=-2)
+MX_ROW, MX_COLUMN = Spec("mxfp8"), Spec("mxfp8", axis=-2)
+NVFP4 = Recipe(
+    fprop=(Spec(), Spec(tile=True)),
+    dgrad=(Spec(stochastic=True), Spec(tile=True)),
+    wgrad=(Spec(axis=-2, hadamard=True, stochastic=True), Spec(axis=-2, hadamard=True)),
+)
+MXFP8 = Recipe((MX_ROW, MX_ROW), (MX_ROW, MX_COLUMN), (MX_COLUMN, MX_COLUMN))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+def away(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |b|."""
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+# -- settings and recipes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        ("", None),
+        ("0", None),
+        ("nvfp4", Emulation()),
+        ("nvfp4, rht=0,sr=0", Emulation(hadamard=False, stochastic=False)),
+        ("nvfp4,2d=0,wgrad=0,every_layer=1", Emulation(tile=False, wgrad=False, every_layer=True)),
+    ],
+)
+def test_settings(text: str, meaning: Emulation | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.VARIABLE, text)
+    assert settings.emulation() == meaning
+    if meaning is not None:
+        assert settings.parse(meaning.text()) == meaning
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("mxfp8", "'mxfp8' is not emulated: start with nvfp4"),
+        ("nvfp4,hadamard=0", "'hadamard' is no switch: use rht, sr"),
+        ("nvfp4,sr", "give sr=0 or sr=1"),
+        ("nvfp4,sr=no", "give sr=0 or sr=1"),
+        ("nvfp4,sr=0,sr=1", "sr is given twice"),
+        ("0,sr=0", "'0' is not emulated"),
+    ],
+)
+def test_bad_settings(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        settings.parse(text)
+
+
+def test_recipes() -> None:
+    assert recipe("nvfp4", Emulation()) == NVFP4
+    assert NVFP4.shares_weight
+    assert recipe("mxfp8", Emulation()) == MXFP8
+    assert not MXFP8.shares_weight
+    assert recipe("bf16", Emulation()) is None
+    assert recipe("nvfp4", Emulation(fprop=False, dgrad=False, wgrad=False)) is None
+    without = recipe("nvfp4", Emulation(hadamard=False, stochastic=False, tile=False))
+    assert without == Recipe((ROW, ROW), (ROW, COLUMN), (COLUMN, COLUMN))
+    only = recipe("mxfp8", Emulation(fprop=False, wgrad=False))
+    assert only == Recipe(None, MXFP8.dgrad, None)
+    with pytest.raises(ValueError, match="'tensorwise' is not emulated"):
+        recipe("tensorwise", Emulation())
+
+
+# -- one linear ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """One forward and backward."""
+
+    y: Tensor
+    dx: Tensor
+    dw: list[Tensor]
+
+
+def emulate(module: Any, fmt: str, chosen: Emulation) -> Any:
+    install.settle(module, "here", fmt, chosen, None)
+    return module
+
+
+def run(module: Any, x: Tensor, dy: Tensor, *arguments: Any, start: int | None = 7) -> Step:
+    """Forward, and backward with draws from `start` on; None: go on drawing."""
+    x = x.clone().requires_grad_()
+    y, _ = module(x, *arguments)
+    if start is not None:
+        seed(start)
+    weights = [p for n, p in module.named_parameters() if n.startswith("weight")]
+    dx, *dw = torch.autograd.grad(y, [x, *weights], dy)
+    return Step(y.detach(), dx, dw)
+
+
+def q(x: Tensor, how: Spec) -> Tensor:
+    return fake_quantize(x, how, dtype=torch.float32)
+
+
+def filled(x: Tensor, block: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(-len(x) % block, x.shape[1])])
+
+
+def definition(x: Tensor, w: Tensor, dy: Tensor, how: Recipe) -> Step:
+    """The three products [t, in], [out, in], [t, out] with explicit operands."""
+    y = q(x, how.fprop[0]) @ q(w, how.fprop[1]).t() if how.fprop else x @ w.t()
+    seed(7)
+    dx = q(dy, how.dgrad[0]) @ q(w, how.dgrad[1]) if how.dgrad else dy @ w
+    if how.wgrad:
+        block = how.wgrad[0].block
+        dw = q(filled(dy, block), how.wgrad[0]).t() @ q(filled(x, block), how.wgrad[1])
+    else:
+        dw = dy.t() @ x
+    return Step(y, dx, [dw])
+
+
+def duplicated(inner: int, outer: int, dtype: torch.dtype) -> DuplicatedLinear:
+    config = hybrid_config("M", params_dtype=dtype)
+    return DuplicatedLinear(inner, outer, config=config, init_method=config.init_method).train()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [48, 23])
+@pytest.mark.parametrize(
+    ("fmt", "switches"),
+    [
+        ("nvfp4", {}),
+        ("mxfp8", {}),
+        ("nvfp4", {"hadamard": False}),
+        ("nvfp4", {"stochastic": False}),
+        ("nvfp4", {"tile": False}),
+        ("nvfp4", {"fprop": False}),
+        ("nvfp4", {"dgrad": False}),
+        ("nvfp4", {"wgrad": False}),
+        ("mxfp8", {"fprop": False, "wgrad": False}),
+    ],
+)
+def test_products(fmt: str, switches: dict[str, bool], tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module, chosen = duplicated(64, 96, dtype), Emulation(**switches)
+    # A sequence of odd length, twice; heavy tails, so that zeros and saturation occur.
+    x, dy = (torch.randn(tokens, 2, n).pow(3).to(dtype) for n in (64, 96))
+    flat = (x.flatten(0, 1), module.weight.detach(), dy.flatten(0, 1))
+    how = recipe(fmt, chosen)
+    assert how is not None
+    plain, wanted = run(module, x, dy), definition(*flat, how)
+    found = run(emulate(module, fmt, chosen), x, dy)
+    assert found.y.shape == (tokens, 2, 96) and found.y.dtype == dtype
+    for name in ("y", "dx", "dw"):
+        a, b, c = (getattr(s, name) for s in (found, wanted, plain))
+        a, b, c = (t[0] if name == "dw" else t for t in (a, b, c))
+        assert away(a.reshape(b.shape), b) < NOISE[dtype], name
+        product = {"y": how.fprop, "dx": how.dgrad, "dw": how.wgrad}[name]
+        if product:
+            assert away(a, c) > QUANTIZED * (0.5 if fmt == "mxfp8" else 1), name
+        else:
+            assert torch.equal(a, c), name
+
+
+def test_norm_in_front_is_not_quantized() -> None:
+    torch.manual_seed(0)
+    config = hybrid_config("M")
+    module: Any = NormColumnParallelLinear(
+        64, 96, config=config, init_method=config.init_method, bias=False, gather_output=False
+    ).train()
+    x, dy = torch.randn(16, 2, 64, requires_grad=True), torch.randn(16, 2, 96)
+    gain = module.layer_norm_weight
+    normed = RMSNorm.apply_norm(x, gain, module.eps)
+    wanted = definition(normed.detach().flatten(0, 1), module.weight.detach(), dy.flatten(0, 1), NVFP4)
+    expected = torch.autograd.grad(normed, [x, gain], wanted.dx.view(16, 2, 64))
+    y, _ = emulate(module, "nvfp4", Emulation())(x)
+    seed(7)
+    dx, dgain, dw = torch.autograd.grad(y, [x, gain, module.weight], dy)
+    assert away(y.flatten(0, 1), wanted.y) < NOISE[torch.float32]
+    assert away(dw, wanted.dw[0]) < NOISE[torch.float32]
+    assert away(dx, expected[0]) < NOISE[torch.float32]
+    assert away(dgain, expected[1]) < NOISE[torch.float32]
+
+
+COUNTS = [17, 0, 32, 3]
+
+
+def grouped(inner: int, outer: int, dtype: torch.dtype) -> ColumnParallelGroupedLinear:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    config = hybrid_config("ME", params_dtype=dtype)
+    return ColumnParallelGroupedLinear(
+        len(COUNTS),
+        inner,
+        outer,
+        config=config,
+        init_method=config.init_method,
+        bias=False,
+        skip_bias_add=True,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    ).train()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("fmt", "switches"),
+    [
+        ("nvfp4", {}),
+        ("nvfp4", {"tile": False}),
+        ("mxfp8", {}),
+        ("nvfp4", {"fprop": False}),
+        ("nvfp4", {"dgrad": False}),
+        ("nvfp4", {"wgrad": False}),
+    ],
+)
+def test_experts(fmt: str, switches: dict[str, bool], dtype: torch.dtype) -> None:
+    """Each expert is a linear of its own: its largest magnitudes, its rows filled up with zeros."""
+    torch.manual_seed(0)
+    module, chosen = grouped(64, 96, dtype), Emulation(stochastic=False, **switches)
+    scale = torch.tensor([1.0, 1.0, 100.0, 1e-3]).repeat_interleave(torch.tensor(COUNTS)).unsqueeze(1)
+    x, dy = ((torch.randn(sum(COUNTS), n) * scale).to(dtype) for n in (64, 96))
+    how = recipe(fmt, chosen)
+    assert how is not None
+    found = run(emulate(module, fmt, chosen), x, dy, COUNTS)
+    for e, (a, b) in enumerate(zip(x.split(COUNTS), dy.split(COUNTS), strict=True)):
+        rows = slice(sum(COUNTS[:e]), sum(COUNTS[: e + 1]))
+        if not COUNTS[e]:
+            assert not found.dw[e].any()
+            continue
+        wanted = definition(a, module.weights()[e].detach(), b, how)
+        assert away(found.y[rows], wanted.y) < NOISE[dtype]
+        assert away(found.dx[rows], wanted.dx) < NOISE[dtype]
+        assert away(found.dw[e], wanted.dw[0]) < NOISE[dtype]
+
+
+def test_draws_come_from_megatrons_streams() -> None:
+    """Experts have one of their own. It goes on from step to step; torch's generator stays where it was."""
+    torch.manual_seed(0)
+    module = emulate(grouped(64, 96, torch.float32), "nvfp4", Emulation())
+    x, dy = (torch.randn(sum(COUNTS), n) for n in (64, 96))
+    tracker = get_cuda_rng_tracker()
+    first = run(module, x, dy, COUNTS)
+    at, others = torch.get_rng_state(), tracker.get_states()["model-parallel-rng"].clone()
+    next_ = run(module, x, dy, COUNTS, start=None)
+    assert torch.equal(torch.get_rng_state(), at)
+    assert torch.equal(tracker.get_states()["model-parallel-rng"], others)
+    same = run(module, x, dy, COUNTS)
+    assert torch.equal(first.dx, same.dx) and all(map(torch.equal, first.dw, same.dw))
+    assert away(next_.dx, first.dx) > QUANTIZED and torch.equal(next_.y, first.y)
+    exact = run(emulate(module, "nvfp4", Emulation(dgrad=False, wgrad=False)), x, dy, COUNTS)
+    assert away(first.dx, exact.dx) < 0.25 and away(first.dw[2], exact.dw[2]) < 0.25
+
+
+def test_no_tokens_at_all() -> None:
+    module = emulate(grouped(64, 96, torch.float32), "nvfp4", Emulation())
+    found = run(module, torch.zeros(0, 64), torch.zeros(0, 96), [0] * len(COUNTS))
+    assert found.y.shape == (0, 96) and found.dx.shape == (0, 64)
+    assert not any(gradient.any() for gradient in found.dw)
+
+
+# -- what a module is told -----------------------------------------------------------------------------------
+
+
+def told(**training: Any) -> Any:
+    """As Megatron's `QuantizationConfig`."""
+    content = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": training}
+    return SimpleNamespace(config=content, config_key="key")
+
+
+def test_finish_init_follows_the_file() -> None:
+    module = duplicated(64, 96, torch.float32)
+    cases = [
+        ("nvfp4", None, "nvfp4"),
+        ("bf16", None, None),
+        ("nvfp4", told(), None),
+        ("nvfp4", told(fp8_quantization_recipe="mxfp8"), "mxfp8"),
+        ("bf16", told(fp8_quantization_recipe="mxfp8"), None),
+        ("bf16", told(fp4_quantization_recipe="nvfp4", override_nonquantized_autocast=True), "nvfp4"),
+        ("nvfp4", told(override_quantized_autocast=False), "nvfp4"),
+    ]
+    for ambient, config, wanted in cases:
+        install.settle(module, "here", ambient, Emulation(), config)
+        assert (module.products and module.products.formats[0]) == wanted, (ambient, config)
+    install.settle(module, "here", "nvfp4", Emulation(every_layer=True), told())
+    assert module.products.formats == ("nvfp4", "nvfp4")
+
+
+def test_evaluation_has_a_recipe_of_its_own() -> None:
+    module, x = duplicated(64, 96, torch.float32), torch.randn(4, 2, 64)
+    plain = module(x)[0]
+    config = told(fp4_quantization_recipe="nvfp4")
+    config.config["evaluation_recipe"] = {}
+    install.settle(module, "here", "nvfp4", Emulation(), config)
+    assert away(module(x)[0], plain) > QUANTIZED
+    assert torch.equal(module.eval()(x)[0], plain)
+
+
+def test_refused() -> None:
+    with pytest.raises(ValueError, match=r"decoder layer 3, mixer: .*\[90, 64\] does not fill blocks of 16"):
+        install.settle(
+            duplicated(64, 90, torch.float32), "decoder layer 3, mixer", "nvfp4", Emulation(), None
+        )
+    module = duplicated(64, 96, torch.float32)
+    with pytest.raises(ValueError, match="'tensorwise' is not emulated"):
+        install.settle(module, "here", "nvfp4", Emulation(), told(fp8_quantization_recipe="tensorwise"))
+    with pytest.raises(ValueError, match="fp4_quantisation_recipe"):
+        install.settle(module, "here", "nvfp4", Emulation(), told(fp4_quantisation_recipe="nvfp4"))
+
+
+def test_off_is_the_plain_linear() -> None:
+    """With every product switched off nothing is put in the way, so neither values nor memory can change."""
+    module = duplicated(64, 96, torch.bfloat16)
+    install.settle(module, "here", "nvfp4", Emulation(fprop=False, dgrad=False, wgrad=False), None)
+    assert module.products is None and module.replaced() is None
