@@ -67,7 +67,9 @@ def checkpoint(gigabytes: float, *, narrow: int = 1) -> Nemotron3Config:
         num_moe_experts=whole.moe_router_topk,
         **{name: getattr(whole, name) // narrow for name in _WIDTHS},
     )
-    expert = 2 * 2 * config.moe_latent_size * config.moe_ffn_hidden_size * PATTERN.count("E")  # BF16, two matrices
+    expert = (
+        2 * 2 * config.moe_latent_size * config.moe_ffn_hidden_size * PATTERN.count("E")
+    )  # BF16, two matrices
     rest = size(config) - expert * config.num_moe_experts
     experts = round((gigabytes * 1e9 - rest) / expert)
     if experts < 2:
@@ -244,10 +246,17 @@ def _checksums(folder: Path) -> Any:
     return json.loads((folder / MANIFEST).read_text())["files"]
 
 
-def table(every: Sequence[Side], caches: Sequence[str], length: int, idle_rss: int, idle_anonymous: int) -> None:
+def table(
+    every: Sequence[Side], caches: Sequence[str], length: int, idle_rss: int, idle_anonymous: int
+) -> None:
     """Print it."""
     by_name = {side.name: side for side in every}
-    header = ["side", *(f"{c} {what}" for c in caches for what in ("s", "MB/s", "of cp")), "RSS MiB", "anonymous MiB"]
+    header = [
+        "side",
+        *(f"{c} {what}" for c in caches for what in ("s", "MB/s", "of cp")),
+        "RSS MiB",
+        "anonymous MiB",
+    ]
     rows = []
     for side in every:
         row = [side.name]
@@ -266,9 +275,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="an eighth of the widths, 0.1 GB, one warm round")
+    parser.add_argument(
+        "--quick", action="store_true", help="an eighth of the widths, 0.1 GB, one warm round"
+    )
     parser.add_argument("--gigabytes", type=float, default=None, help="of the checkpoint (default 8)")
-    parser.add_argument("--folder", type=Path, default=None, help="where to work; default: the temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to work; default: the temporary folder"
+    )
     parser.add_argument("--rounds", type=int, default=None, help="default 3")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
     parser.add_argument("--without-transformers", action="store_true", help="leave save_pretrained out")
@@ -293,7 +306,9 @@ def main() -> None:
         folder = Path(name)
         free = shutil.disk_usage(folder).free
         if free < 3.3 * length:
-            raise SystemExit(f"{folder}: {3.3 * length:,.0f} bytes are needed, {free:,} are free: give --folder")
+            raise SystemExit(
+                f"{folder}: {3.3 * length:,.0f} bytes are needed, {free:,} are free: give --folder"
+            )
         make(folder / "hf", config)
         every = sides(folder, args.workers)
         if args.without_transformers:

@@ -71,7 +71,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=known, default=["nano", "lightning", "super", "ultra"])
     parser.add_argument("--whole", action="store_true", help="convert, not only plan")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
-    parser.add_argument("--folder", type=Path, default=None, help="where to work; default: the temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to work; default: the temporary folder"
+    )
     args = parser.parse_args()
     from tests.convert.sparse import write_hf
 
@@ -88,8 +90,12 @@ def main() -> None:
                 tensors = re.search(r"([\d,]+) tensors", used.output)
                 assert tensors is not None
                 rate = f"{length / used.seconds / 1e6:,.0f}" if args.whole else ""
-                memory = [f"{max(0, n) / MIB:,.0f}" for n in (used.rss - own.rss, used.anonymous - own.anonymous)]
-                rows.append([name, f"{length / 1e9:,.1f}", what, tensors[1], f"{used.seconds:,.1f}", rate, *memory])
+                memory = [
+                    f"{max(0, n) / MIB:,.0f}" for n in (used.rss - own.rss, used.anonymous - own.anonymous)
+                ]
+                rows.append(
+                    [name, f"{length / 1e9:,.1f}", what, tensors[1], f"{used.seconds:,.1f}", rate, *memory]
+                )
     print_table(["model", "GB", "what", "tensors", "s", "MB/s", "RSS MiB", "anonymous MiB"], rows)
 
 

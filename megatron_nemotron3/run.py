@@ -22,6 +22,7 @@ from contextlib import nullcontext
 from typing import NoReturn
 
 from megatron_nemotron3.monitor import settings
+from megatron_nemotron3.precision import settings as emulation
 
 USAGE = "usage: python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] SCRIPT ARGS…"
 SPEC_MODULE = "megatron_nemotron3.specs"
@@ -144,6 +145,10 @@ def main(argv: list[str] | None = None) -> None:
     device, script, arguments = split_arguments(sys.argv[1:] if argv is None else argv)
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
+    try:
+        emulation.emulation()
+    except ValueError as problem:
+        fail(str(problem))
     device = resolve_device(device)
     single_process_environment()
     settle_checkpoint(arguments)

@@ -16,7 +16,7 @@ RUN = {
 }  # fmt: skip
 COMMANDS = {
     "show": {"--tiny", "--json"},
-    "flags": {"--tiny", "--shell", "--te-precision-config-file", "--schedule"} | RUN,
+    "flags": {"--tiny", "--shell", "--te-precision-config-file", "--schedule", "--emulate"} | RUN,
     "run": set(),
     "watch": {"--output"},
     "check": {"--full", "--workers"},
@@ -25,7 +25,7 @@ COMMANDS = {
     "verify": {"--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers"},
     "train": {
         "--tiny", "--device", "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
-        "--verbose",
+        "--verbose", "--emulate", "--te-precision-config-file",
     }
     | RUN,
 }  # fmt: skip

@@ -30,7 +30,7 @@ ALLOWED = {
     "specs": {"layers", "optional"},
     "build": {"args", "cpu", "layers", "models"},
     "pretrain": {"build"},
-    "run": {"checkpoint", "cpu", "layers", "monitor", "optional", "specs"},
+    "run": {"checkpoint", "cpu", "layers", "monitor", "optional", "precision", "specs"},
     "train": {"args", "checkpoint", "data", "models", "precision"},
     "cli": {"args", "checkpoint", "convert", "logits", "models", "monitor", "optional", "precision", "run", "train"},
     "__main__": {"cli"},

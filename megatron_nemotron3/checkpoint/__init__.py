@@ -1,6 +1,7 @@
 """Megatron checkpoint folders: read without Megatron, verify, and resume from the last complete one.
 
 folders.py    DIR/latest_checkpointed_iteration.txt and DIR/iter_*
+opcodes.py    which operations a pickle may have
 unpickle.py   pickles read without importing what they name
 metadata.py   what a torch_dist folder holds: tensors, their chunks, objects
 archive.py    the zip archive that holds one chunk

@@ -8,4 +8,14 @@ share      parameters and FLOPs by format
 schema, fit, yaml_file   the file of `--te-precision-config-file`, written and strictly read
 census     every linear of a built model with the format it gets
 command    `nemotron3 precision`
+
+The numerics, torch alone:
+
+spec, quantizer, packed                  operands; fake quantization; codes and scales in TE's layout
+nvfp4, mxfp8, hadamard, blocks           scales, the rotation, the block grid
+
+Emulated training:
+
+settings, products, linear, experts      what is on; the three products of a linear, and of experts
+install                                  into a built stack, by the precision file
 """

@@ -1,6 +1,6 @@
 """Checkpoints of any size that take no room: real headers and real lengths, all elements zero, never written.
 
-    python -m tests.convert.sparse convert from-hf A B     the command line, with a writer that leaves holes
+python -m tests.convert.sparse convert from-hf A B     the command line, with a writer that leaves holes
 """
 
 from __future__ import annotations

@@ -21,15 +21,15 @@ ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 #: One of each kind of layer, and an MTP block.
 ULTRA = get("ultra").but(pattern="M*E", mtp_num_layers=1)
-SMALL = ULTRA.but(
-    pattern="*E", mtp_pattern=None, mtp_num_layers=0, num_moe_experts=22, vocab_size=16384
-)
+SMALL = ULTRA.but(pattern="*E", mtp_pattern=None, mtp_num_layers=0, num_moe_experts=22, vocab_size=16384)
 
 
 def nemotron3(*words: object) -> Usage:
     """The command in processes of its own; it must end well."""
     command = [sys.executable, "-m", "tests.convert.sparse", *map(str, words)]
-    used = watch(command, environment={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=ROOT)
+    used = watch(
+        command, environment={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=ROOT
+    )
     assert used.returncode == 0, used.output[-2000:]
     return used
 
@@ -70,7 +70,9 @@ def test_every_kind_of_layer_of_ultra(tmp_path: Path, workers: int) -> None:
 COUNTS = {"nano": 6243, "lightning": 6513, "super": 42683, "ultra": 51023}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "nano" else pytest.mark.full) for n in COUNTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "nano" else pytest.mark.full) for n in COUNTS]
+)
 def test_plan_of_a_whole_model(tmp_path: Path, name: str) -> None:
     """`--dry-run` reads all headers of a released model's size and says what it is, both ways."""
     config = get(name)

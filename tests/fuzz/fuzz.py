@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import hashlib
 import json
 import lzma
@@ -46,7 +47,9 @@ class Finding:
         same = hashlib.sha256(f"{self.target} {_kind(self.what)}".encode()).hexdigest()[:10]
         path = folder / f"{self.target}-{same}.json"
         if not path.exists():
-            packed = {name: base64.b64encode(lzma.compress(d)).decode() for name, d in self.case.files.items()}
+            packed = {
+                name: base64.b64encode(lzma.compress(d)).decode() for name, d in self.case.files.items()
+            }
             text = {"target": self.target, "what": self.what, "sample": self.case.sample, "files": packed}
             path.write_text(json.dumps(text, indent=1) + "\n")
         return path
@@ -77,11 +80,15 @@ def make(target: Target, samples: dict[str, Folder], pick: random.Random) -> Cas
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
     """A folder in memory, if the machine has one."""
-    with tempfile.TemporaryDirectory(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as name:
+    with tempfile.TemporaryDirectory(
+        prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    ) as name:
         yield Path(name)
 
 
-def run_cases(target: Target, samples: dict[str, Folder], cases: list[Case], place: Path) -> list[tuple[Case, str]]:
+def run_cases(
+    target: Target, samples: dict[str, Folder], cases: list[Case], place: Path
+) -> list[tuple[Case, str]]:
     """Every case in a guarded process; returns those that did what they must not."""
 
     folder = place / "case"
@@ -139,6 +146,6 @@ def _check_valid(name: str, samples: dict[str, Folder], case: Case, place: Path)
     for file, data in samples[case.sample].items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_bytes(data)
-    with contextlib.redirect_stdout(None):
+    with contextlib.redirect_stdout(io.StringIO()):
         TARGETS[name].read(folder, case.sample)
     shutil.rmtree(folder)

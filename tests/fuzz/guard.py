@@ -25,9 +25,27 @@ SECONDS = 2.0
 MEMORY = 300 << 20
 
 ROOT = Path(__file__).resolve().parents[2]
-_READABLE = tuple(dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, str(ROOT), "/proc", "/dev/null", "/usr/lib")))
-_CODE = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "socket.", "pickle.find_class")
-_CODE += ("os.fork", "code.__new__", "webbrowser.open", "ctypes.dlopen", "urllib.Request", "ftplib.", "smtplib.")
+_READABLE = tuple(
+    dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, str(ROOT), "/proc", "/dev/null", "/usr/lib"))
+)
+_CODE = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "subprocess.Popen",
+    "socket.",
+    "pickle.find_class",
+)
+_CODE += (
+    "os.fork",
+    "code.__new__",
+    "webbrowser.open",
+    "ctypes.dlopen",
+    "urllib.Request",
+    "ftplib.",
+    "smtplib.",
+)
 _PATHS = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.chown")
 _PATHS += ("os.truncate", "os.utime", "shutil.", "os.mkfifo", "os.mknod")
 _IMPORTABLE = ("megatron_nemotron3", "tests", "numpy", "torch", *sys.stdlib_module_names)
@@ -72,7 +90,9 @@ def run(
         if not began:
             raise RuntimeError(f"the guarded process ended before its first case: status {status}")
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        what = f"more than {SECONDS:g} s" if number == signal.SIGPROF else f"the process died, status {status}"
+        what = (
+            f"more than {SECONDS:g} s" if number == signal.SIGPROF else f"the process died, status {status}"
+        )
         if not found or found[-1].case != began[-1]:
             found.append(Violation(began[-1], what))
         todo = todo[todo.index(began[-1]) + 1 :]
@@ -83,11 +103,14 @@ def _child(
     cases: Sequence[int], prepare: Callable[[int], Any], do: Callable[[int], Any], folder: Path, write: int
 ) -> None:
     try:
+
         def tell(line: dict[str, Any]) -> None:
             os.write(write, (json.dumps(line) + "\n").encode())
 
         watch = _Watch(folder)
-        used = int(next(s.split()[1] for s in Path("/proc/self/status").read_text().splitlines() if "VmData" in s))
+        used = int(
+            next(s.split()[1] for s in Path("/proc/self/status").read_text().splitlines() if "VmData" in s)
+        )
         resource.setrlimit(resource.RLIMIT_DATA, (used * 1024 + MEMORY, resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -143,7 +166,9 @@ class _Watch:
                 wrong = f"imported {arguments[0]}"
         elif event.startswith(_CODE) or (
             event.startswith(_PATHS)
-            and not all(_inside(a, [self._home]) for a in arguments if isinstance(a, (str, bytes, os.PathLike)))
+            and not all(
+                _inside(a, [self._home]) for a in arguments if isinstance(a, (str, bytes, os.PathLike))
+            )
         ):
             wrong = f"{event} {arguments!r:.200}"
         if wrong is not None:

@@ -20,8 +20,35 @@ Change = Callable[[random.Random, bytes, Sequence[bytes]], bytes]
 EXTREMES = (0, 1, 2, 7, 8, 64, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53 + 1)
 EXTREMES += (2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, 10**400)
 #: What JSON has, and what Python's reader takes for it.
-VALUES: tuple[Any, ...] = (None, True, False, 0, 1, -1, 0.0, -0.0, 1e308, float("inf"), float("-inf"), float("nan"))
-VALUES += ("", "\0", "..", "../x", "/etc/passwd", "\ud800", "x" * 5000, "M*E-", [], {}, [[]], {"": None}, [0] * 70)
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    0.0,
+    -0.0,
+    1e308,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+)
+VALUES += (
+    "",
+    "\0",
+    "..",
+    "../x",
+    "/etc/passwd",
+    "\ud800",
+    "x" * 5000,
+    "M*E-",
+    [],
+    {},
+    [[]],
+    {"": None},
+    [0] * 70,
+)
 VALUES += EXTREMES
 
 
@@ -68,7 +95,9 @@ def digits(pick: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
     if not found:
         return flip(pick, data, others)
     one = pick.choice(found)
-    new = pick.choice((*map(str, EXTREMES), "-1", "1e9", "0.5", "1e999", str(int(one[0][:20]) + pick.choice((-1, 1)))))
+    new = pick.choice(
+        (*map(str, EXTREMES), "-1", "1e9", "0.5", "1e999", str(int(one[0][:20]) + pick.choice((-1, 1))))
+    )
     return data[: one.start()] + new.encode() + data[one.end() :]
 
 
@@ -103,7 +132,9 @@ def _change(pick: random.Random, root: Any) -> Any:
     if kind < 4:
         owner[key] = copy.deepcopy(pick.choice(VALUES))
     elif kind < 6 and isinstance(old, (int, float)) and not isinstance(old, bool):
-        owner[key] = pick.choice((old + 1, old - 1, -old, float(str(old)), str(old), [old], old * 2, old // 2))
+        owner[key] = pick.choice(
+            (old + 1, old - 1, -old, float(str(old)), str(old), [old], old * 2, old // 2)
+        )
     elif kind == 6:
         del owner[key]
     elif kind == 7 and isinstance(owner, dict):
@@ -153,12 +184,68 @@ def safetensors_header(pick: random.Random, data: bytes, others: Sequence[bytes]
 #: A tuple of tuples of tuples …: 200 bytes whose text would have 2^30.
 BOMB = b")q\x05" + b"0h\x05h\x05\x86q\x05" * 30
 _OPCODES = (
-    *(b"0", b"1", b"2", b"(", b"t", b"]", b"}", b")", b"N", b"\x88", b"\x8f", b"\x91", b"\x90", b"a", b"e", b"s"),
-    *(b"u", b"b", b"R", b"\x81", b"\x92", b"\x93", b"\x94", b"\x85", b"\x86", b"\x87", b"Q", b"h\x00", b"h\x01"),
-    *(b"K\xff", b"J\xff\xff\xff\xff", b"J\xff\xff\xff\x7f", b"\x8a\x09" + b"\xff" * 8 + b"\0", b"\x8a\xff" + b"\x7f" * 255),
-    *(b"G\x7f\xf0" + bytes(6), b"G\x7f\xf8" + bytes(6), b"X\x02\0\0\0..", b"X\x05\0\0\0\xed\xa0\x80ab", b"\x8c\x00"),
-    *(b"cos\nsystem\n", b"cbuiltins\neval\n", b"cbuiltins\ngetattr\n", b"ctorch\nfloat32\n", b"ctorch\nSize\n"),
-    *(b"ccollections\nOrderedDict\n", b"cargparse\nNamespace\n", b"cmegatron.core.x\nY\n", b"I99\n", b"S'x'\n", b"."),
+    *(
+        b"0",
+        b"1",
+        b"2",
+        b"(",
+        b"t",
+        b"]",
+        b"}",
+        b")",
+        b"N",
+        b"\x88",
+        b"\x8f",
+        b"\x91",
+        b"\x90",
+        b"a",
+        b"e",
+        b"s",
+    ),
+    *(
+        b"u",
+        b"b",
+        b"R",
+        b"\x81",
+        b"\x92",
+        b"\x93",
+        b"\x94",
+        b"\x85",
+        b"\x86",
+        b"\x87",
+        b"Q",
+        b"h\x00",
+        b"h\x01",
+    ),
+    *(
+        b"K\xff",
+        b"J\xff\xff\xff\xff",
+        b"J\xff\xff\xff\x7f",
+        b"\x8a\x09" + b"\xff" * 8 + b"\0",
+        b"\x8a\xff" + b"\x7f" * 255,
+    ),
+    *(
+        b"G\x7f\xf0" + bytes(6),
+        b"G\x7f\xf8" + bytes(6),
+        b"X\x02\0\0\0..",
+        b"X\x05\0\0\0\xed\xa0\x80ab",
+        b"\x8c\x00",
+    ),
+    *(
+        b"cos\nsystem\n",
+        b"cbuiltins\neval\n",
+        b"cbuiltins\ngetattr\n",
+        b"ctorch\nfloat32\n",
+        b"ctorch\nSize\n",
+    ),
+    *(
+        b"ccollections\nOrderedDict\n",
+        b"cargparse\nNamespace\n",
+        b"cmegatron.core.x\nY\n",
+        b"I99\n",
+        b"S'x'\n",
+        b".",
+    ),
     *(BOMB, BOMB, b"r\xff\xff\xff\x7f", b"q\xff", b"j\0\0\0\0", b"\x96" + b"\xff" * 8, b"B\xff\xff\xff\xff"),
 )
 
@@ -202,7 +289,9 @@ def archive(pick: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
         return flip(pick, data, others)
     for name, content in records.items():
         if name.endswith("data.pkl"):
-            records[name] = pick.choice((opcodes, opcodes, opcodes, flip, splice, overwrite))(pick, content, others)
+            records[name] = pick.choice((opcodes, opcodes, opcodes, flip, splice, overwrite))(
+                pick, content, others
+            )
     output = io.BytesIO()
     with zipfile.ZipFile(output, "w") as new:
         for name, content in records.items():

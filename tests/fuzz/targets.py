@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import tarfile
 import tempfile
@@ -21,6 +23,7 @@ from megatron_nemotron3.convert.safetensors_header import header, read_header
 from megatron_nemotron3.convert.stored import Reads
 from megatron_nemotron3.convert.streams import FilePlan, content
 from megatron_nemotron3.convert.views import Converted
+from megatron_nemotron3.models import get, tiny
 from tests.convert import sparse
 from tests.convert.counted import counted, digest
 from tests.convert.models import random_config
@@ -60,6 +63,12 @@ def read_hf(folder: Path, sample: str) -> None:
     files, _ = from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype="bfloat16")
     read_all(files, view)
     to_hf.small_files(opened.config, opened.weights.tensors, reference=folder)
+
+
+def read_packed(folder: Path, sample: str) -> None:
+    """Open a folder of NVFP4 and FP8 weights, and read all of it as BF16."""
+    opened = open_hugging_face(folder, dequantize=True)
+    read_all(to_hf.files(opened.weights.tensors), opened.weights)
 
 
 def read_megatron(folder: Path, sample: str) -> None:
@@ -112,6 +121,18 @@ def hf_folders() -> dict[str, Folder]:
     return found
 
 
+def packed_folders() -> dict[str, Folder]:
+    """What `convert to-hf --quantize` writes."""
+    config = tiny(get("super")).but(vocab_size=40, num_moe_experts=2, moe_router_topk=1)
+    with tempfile.TemporaryDirectory() as name:
+        hf, megatron = Path(name) / "hf", Path(name) / "megatron"
+        sparse.write_hf(hf, config)
+        sparse.write_megatron(megatron, hf)
+        with contextlib.redirect_stdout(io.StringIO()):
+            command.convert_to_hf(megatron, Path(name) / "packed", command.Options(), quantize="super-nvfp4")
+        return {"packed": digest(Path(name) / "packed")}
+
+
 def megatron_folders(*kinds: str) -> dict[str, Folder]:
     """Those of released versions, and what the converter writes."""
     found = {}
@@ -133,7 +154,10 @@ def headers() -> dict[str, Folder]:
     """Headers of safetensors files and no more data than they want."""
     some = [("a", "bfloat16", (2, 3)), ("b.c", "float32", ()), ("none", "int64", (0, 5)), ("d", "bool", (4,))]
     whole = header(some, {"format": "pt"})
-    return {"small": {"x.safetensors": whole + bytes(12 + 4 + 0 + 4)}, "empty": {"x.safetensors": header([], {})}}
+    return {
+        "small": {"x.safetensors": whole + bytes(12 + 4 + 0 + 4)},
+        "empty": {"x.safetensors": header([], {})},
+    }
 
 
 def interrupted() -> dict[str, Folder]:
@@ -160,15 +184,20 @@ def _is(*endings: str) -> Callable[[str], bool]:
 
 
 TARGETS = {
-    "header": Target(headers, lambda folder, sample: read_header(folder / "x.safetensors"), _is(".safetensors")),
+    "header": Target(
+        headers, lambda folder, sample: read_header(folder / "x.safetensors"), _is(".safetensors")
+    ),
     "hf": Target(hf_folders, read_hf, _is(".json", ".safetensors")),
+    "packed": Target(packed_folders, read_packed, _is(".json", ".safetensors")),
     "index": Target(lambda: megatron_folders("_te", "_fsdp"), read_index, _is(".metadata")),
     "chunks": Target(lambda: megatron_folders("0.18.2_te", "_fsdp"), read_index, _is(".distcp")),
     "torch_dist": Target(
         lambda: megatron_folders("_te", "_local", "_singleton", "_fsdp"), read_megatron, lambda name: True
     ),
     "ours": Target(lambda: megatron_folders("ours"), read_megatron, lambda name: True),
-    "common": Target(lambda: megatron_folders("0.16.1_te", "0.17.1_singleton"), read_megatron, _is("common.pt")),
+    "common": Target(
+        lambda: megatron_folders("0.16.1_te", "0.17.1_singleton"), read_megatron, _is("common.pt")
+    ),
     "mp_rank": Target(lambda: megatron_folders("mp_rank"), read_megatron, _is(".pt")),
     "journal": Target(interrupted, go_on, _is(JOURNAL)),
     "manifest": Target(finished, lambda folder, sample: command._verify_manifest(folder, 1), _is(MANIFEST)),

@@ -28,7 +28,10 @@ def test_fixed(name: str) -> None:
 
 def test_some_hundred_cases(tmp_path: Path) -> None:
     """The same ones each time, of every target that is quick."""
-    assert fuzz(["header", "index", "journal", "manifest", "mp_rank"], 2.0, seed=5, keep=tmp_path, batch=25) == []
+    assert (
+        fuzz(["header", "index", "journal", "manifest", "mp_rank"], 2.0, seed=5, keep=tmp_path, batch=25)
+        == []
+    )
 
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -41,7 +44,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "dies": (lambda folder: os._exit(7), "the process died, status 1792"),
     "reads outside": (lambda folder: open("/etc/passwd").close(), "read '/etc/passwd'"),
     "reads above": (lambda folder: open(folder / "../../../etc/passwd").close(), "etc/passwd'"),
-    "writes outside": (lambda folder: open("/tmp/nemotron3-fuzz-x", "w").close(), "wrote '/tmp/nemotron3-fuzz-x'"),
+    "writes outside": (
+        lambda folder: open("/tmp/nemotron3-fuzz-x", "w").close(),
+        "wrote '/tmp/nemotron3-fuzz-x'",
+    ),
     "removes": (lambda folder: os.remove("/tmp/nemotron3-fuzz-x"), "os.remove ('/tmp/nemotron3-fuzz-x'"),
     "runs": (lambda folder: os.system("true"), "os.system (b'true',)"),
     "hidden": (lambda folder: _hide(lambda: os.system("true")), "os.system (b'true',)"),

@@ -1,8 +1,8 @@
 """Emulation over ranks.
 
 What TransformerEngine reduces over ranks is equal here by construction: operands are quantized after the
-gather. A weight, and a gradient split along its columns, are scaled by each rank's part, so a layout changes a
-result exactly where the largest magnitudes of the parts differ.
+gather. A weight, and a gradient split along its columns, are scaled by each rank's part, so a layout changes
+a result exactly where the largest magnitudes of the parts differ.
 """
 
 from __future__ import annotations

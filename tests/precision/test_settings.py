@@ -1,0 +1,31 @@
+"""NEMOTRON3_EMULATE: read in one place, refused early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3.precision.settings import SWITCHES, VARIABLE, Emulation, emulation, parse
+from megatron_nemotron3.run import main
+
+
+def test_text_and_back() -> None:
+    for field in SWITCHES.values():
+        changed = Emulation(**{field: not getattr(Emulation(), field)})
+        assert parse(changed.text()) == changed != Emulation()
+    assert parse("0") is None and parse("nvfp4") == Emulation()
+
+
+@pytest.mark.parametrize("text", ["nvfp5", "nvfp4,rht", "nvfp4,rht=2", "nvfp4,what=0", "1"])
+def test_the_launcher_refuses_a_bad_value(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise RuntimeError('started')")
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ValueError, match=VARIABLE):
+        emulation()
+    with pytest.raises(SystemExit) as stopped:
+        main([str(script)])
+    assert stopped.value.code == 2 and VARIABLE in capsys.readouterr().err
