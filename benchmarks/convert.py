@@ -298,7 +298,8 @@ def main() -> None:
         print("not root: the page cache stays, so there is no cold run")
         caches = ["warm"]
     print(
-        f"layers {config.pattern}, hidden size {config.hidden_size}, {config.num_moe_experts} experts, vocabulary "
+        f"layers {config.pattern}, hidden size {config.hidden_size}, {config.num_moe_experts} experts, "
+        "vocabulary "
         f"{config.vocab_size:,}: {length / 1e9:.2f} GB in {len(inventory.hf_tensors(config)):,} tensors",
         flush=True,
     )

@@ -32,7 +32,18 @@ ALLOWED = {
     "pretrain": {"build"},
     "run": {"checkpoint", "cpu", "layers", "monitor", "optional", "precision", "specs"},
     "train": {"args", "checkpoint", "data", "models", "precision"},
-    "cli": {"args", "checkpoint", "convert", "logits", "models", "monitor", "optional", "precision", "run", "train"},
+    "cli": {
+        "args",
+        "checkpoint",
+        "convert",
+        "logits",
+        "models",
+        "monitor",
+        "optional",
+        "precision",
+        "run",
+        "train",
+    },
     "__main__": {"cli"},
 }
 #: parts whose import costs neither torch nor megatron, numpy, yaml

@@ -10,10 +10,10 @@ import pickle
 import re
 
 #: Opcodes of plain data, lists, dicts, tuples and instances, by the bytes that follow them. Left out are
-#: bytearrays and buffers, the copyreg registry, persistent ids and numbers as text.
+#: bytearrays and buffers, the copyreg registry, numbers as text, and what drops an object from the stack.
 _FIXED = {
     0: [
-        *(pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+        *(pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
         *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
         *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM),
         *(pickle.SETITEMS, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.MEMOIZE),
@@ -55,7 +55,7 @@ _PLAIN = _runs(b"".join(_LIKE))
 
 
 def without_hashes(data: bytes) -> bytes:
-    """A pickle that describes the same in lists and tuples alone.
+    """A pickle of a tuple of everything that the given one describes, in lists and tuples alone.
 
     The hash of a tuple that holds another one twice, 30 deep, takes 2^30 steps in which nothing can
     interrupt it, so it must be known that there is none before the first dict is made.
@@ -67,7 +67,7 @@ def without_hashes(data: bytes) -> bytes:
     Raises:
         Refused: there is another opcode, or the pickle is cut.
     """
-    parts: list[bytes] = []
+    parts = [pickle.MARK]
     begin = at = 0
     while True:
         if (known := _PLAIN.match(data, at)) is not None:
@@ -77,7 +77,7 @@ def without_hashes(data: bytes) -> bytes:
             parts += (data[begin:at], _LIKE[code])
             at = begin = at + (9 if code == pickle.FRAME else 1)
         elif code == pickle.STOP:
-            return b"".join((*parts, data[begin : at + 1]))
+            return b"".join((*parts, data[begin:at], pickle.TUPLE, pickle.STOP))
         elif code == pickle.LONG_BINPUT and int.from_bytes(data[at + 1 : at + 5], "little") < len(data):
             at += 5
         elif code in _SIZED:

@@ -18,7 +18,8 @@ __all__ = ["Inert", "Refused", "inert", "loads"]
 
 #: Objects for each byte of a pickle, at most, when shared ones are written out.
 _SHARED = 16
-_PLAIN = {str, int, type(None), bool, float, bytes}
+#: Objects inside of each other.
+_DEEPEST = 200
 
 
 class _Frozen(type):
@@ -110,8 +111,13 @@ class _Rough(list[Any]):
 
     __setstate__ = list.append
 
+    def __new__(cls, *args: Any) -> _Rough:
+        self = list.__new__(cls)
+        list.extend(self, args)
+        return self
+
     def __init__(self, *args: Any) -> None:
-        super().__init__(args)
+        pass
 
 
 class _Rehearsal(_Unpickler):
@@ -126,18 +132,20 @@ class _Rehearsal(_Unpickler):
 
 
 def _check_written_out(root: Any, most: int) -> None:
-    """Refuse what is more than `most` objects when those that are shared count each time.
+    """Refuse what is more than `most` objects when those that are shared count each time, or very deep.
 
     200 bytes can describe a tuple of two tuples of two tuples …, 30 deep: the text or the hash of such an
-    object takes as long as if it were that large. An object that contains itself is endless.
+    object takes as long as if it were that large. An object that contains itself is endless. The hash of a
+    tuple within a tuple within a tuple … overflows the stack of the process.
     """
-    todo: list[Any] = [root]
-    while todo:
-        one = todo.pop()
-        if type(one) in _PLAIN:
-            continue
-        if isinstance(one, (list, tuple)):
-            todo.extend(one)
-            most -= 1
-        if most < 0 or len(todo) > most:
-            raise Refused("it repeats an object inside of itself again and again")
+    level, depth = [root], 0
+    while level:
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, (list, tuple)):
+                below.extend(one)
+                if len(below) > most:
+                    raise Refused("it repeats an object inside of itself again and again")
+        level, depth, most = below, depth + 1, most - len(below)
+        if depth > _DEEPEST:
+            raise Refused(f"it has objects more than {_DEEPEST} deep inside of each other")

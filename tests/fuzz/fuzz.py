@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import io
 import hashlib
+import io
 import json
 import lzma
 import os

@@ -130,7 +130,8 @@ def _child(
                 pass
             except BaseException as problem:
                 last = traceback.extract_tb(problem.__traceback__)[-1]
-                what = f"{type(problem).__name__}: {str(problem)[:200]} ({Path(last.filename).name}, {last.name})"
+                place = f"{Path(last.filename).name}, {last.name}"
+                what = f"{type(problem).__name__}: {str(problem)[:200]} ({place})"
             watch.on = False
             signal.setitimer(signal.ITIMER_PROF, 0)
             if watch.caught:

@@ -182,7 +182,7 @@ def safetensors_header(pick: random.Random, data: bytes, others: Sequence[bytes]
 # -- pickles -----------------------------------------------------------------------------------------------
 
 #: A tuple of tuples of tuples …: 200 bytes whose text would have 2^30.
-BOMB = b")q\x05" + b"0h\x05h\x05\x86q\x05" * 30
+BOMB = b"()q\x05" + b"h\x05h\x05\x86q\x05" * 30 + b"t"
 _OPCODES = (
     *(
         b"0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -55,10 +56,8 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def _hide(call: Callable[[], object]) -> None:
-    try:
+    with contextlib.suppress(BaseException):
         call()
-    except BaseException:
-        pass
 
 
 @pytest.mark.parametrize("name", BAD)
