@@ -2,9 +2,9 @@
 
     python benchmarks/convert.py [--gigabytes 8] [--folder DIR] [--rounds 3] [--quick]
 
-The checkpoint has the widths of Nemotron 3 Super and its seven first layers MEMEMEM with `*` for the last,
-as many experts as make the size, and a vocabulary in proportion; its bits are random normal numbers. It has
-no MTP block: transformers drops those, and every side shall move the same bytes.
+The checkpoint has the widths of Nemotron 3 Super, the layers MEMEME*, as many experts as make the size, and
+a vocabulary in proportion; its bits are random normal numbers. It has no MTP block: transformers drops those,
+and every side shall move the same bytes.
 
 Every side is a command of its own and ends when its files are on the disk: the converter syncs what it
 writes, `cp` and `save_pretrained` are followed by `sync` of theirs. `save_pretrained` writes a model that
@@ -234,12 +234,20 @@ def measure(folder: Path, every: list[Side], rounds: int, caches: Sequence[str])
 
 
 def _check_back(side: Side) -> None:
-    """What came back from Megatron must be what went there."""
+    """What came back from Megatron must be what went there; transformers must have written as much."""
+    if side.name == SAVE:
+        one, other = (_length(folder) for folder in (side.source, side.target))
+        if abs(one - other) > 0.01 * one:
+            raise SystemExit(f"{side.name}: it wrote {other:,} bytes, the source has {one:,}")
     if side.target.name != "hf-back":
         return
     one, other = (_checksums(side.target.with_name(name)) for name in ("hf", "hf-back"))
     if one != other:
         raise SystemExit(f"{side.name}: the files differ from those they came from: {one} and {other}")
+
+
+def _length(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def _checksums(folder: Path) -> Any:

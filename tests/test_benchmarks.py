@@ -88,13 +88,31 @@ class Case:
 
 
 ONE_LENGTH = ("--lengths", "64", "--repetitions", "1")
-SMALL = {"ours": Case("train_step.py", ("--ours-only", *ONE_LENGTH), ("tokens", "64"), "ours tok/s")}
+SMALL = {
+    "ours": Case("train_step.py", ("--ours-only", *ONE_LENGTH), ("tokens", "64"), "ours tok/s"),
+    "converter": Case(
+        "convert.py",
+        ("--quick", "--gigabytes", "0.06", "--workers", "1", "--without-transformers"),
+        ("side", "cp hf", "cp megatron", "from-hf, 1 worker", "to-hf, 1 worker"),
+        "warm MB/s",
+    ),
+}
 LARGER = {
     "whole model": Case("train_step.py", ONE_LENGTH, ("tokens", "64"), "HF tok/s"),
     "scan": Case(
         "ssd.py", ("--quick", "--repetitions", "1"), ("tokens", *3 * ["512"], *3 * ["2048"]), "tok/s"
     ),
     "memory": Case("memory.py", ("--quick",), ("kind", "M", "*", "E", "-"), "2048 MiB"),
+    "convert": Case(
+        "convert.py",
+        ("--quick", "--gigabytes", "0.06", "--workers", "2"),
+        (
+            *("side", "cp hf", "cp megatron", "from-hf, 1 worker", "to-hf, 1 worker"),
+            *("from-hf, 2 workers", "to-hf, 2 workers", "save_pretrained"),
+        ),
+        "warm MB/s",
+    ),
+    "plans": Case("convert_shapes.py", ("--models", "nano"), ("model", "nano", "nano"), "RSS MiB"),
 }
 
 

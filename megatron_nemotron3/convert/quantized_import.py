@@ -118,7 +118,11 @@ class Dequantized(Reads):
             CheckpointError: a module that is listed as quantized and is not, or the other way round, or in
                 another format. What such a file does not say by module is not compared.
         """
-        details = stated.get("quantization", stated)
+        details = stated.get("quantization", stated) if isinstance(stated, Mapping) else stated
+        if not isinstance(details, Mapping):
+            raise CheckpointError(
+                f"{self.folder}: what the configuration says of quantization is {details!r:.60}, no object"
+            )
         layers, method = details.get("quantized_layers"), details.get("quant_method", "modelopt")
         if isinstance(layers, Mapping):
             for module in {*layers, *self.formats}:
@@ -131,7 +135,8 @@ class Dequantized(Reads):
                         f"the configuration lists {algorithm}"
                     )
         elif method == "modelopt":
-            excluded = details.get("exclude_modules", details.get("ignore")) or []
+            excluded = details.get("exclude_modules", details.get("ignore"))
+            excluded = excluded if isinstance(excluded, list) else []
             for module in self.formats:
                 rule = next((r for r in excluded if isinstance(r, str) and fnmatchcase(module, r)), None)
                 if rule is not None:
