@@ -71,6 +71,7 @@ def test_stochastic_rounding_saturates(grid: Grid, codes) -> None:
         assert torch.equal(_draw(grid, x, torch.Generator().manual_seed(seed)), limit)
 
 
+@pytest.mark.full
 @FORMATS
 def test_the_chance_of_the_upper_neighbor_is_the_distance_to_the_lower(grid: Grid, codes) -> None:
     """Six points of every gap, both signs: within five standard errors of that many draws."""

@@ -324,6 +324,7 @@ def stages() -> tuple[dict[str, str], int]:
     return {e.name: e.format for e in entries if e.kind.quantizable}, formats(entries)["nvfp4"]
 
 
+@pytest.mark.full
 def test_pipeline_stages_number_layers_globally() -> None:
     """Names count from 0 on every stage, layers do not."""
     (first, nvfp4), (second, none) = run_distributed(stages, 2)
