@@ -19,7 +19,7 @@ from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import config_json, inventory, mp_rank
 from megatron_nemotron3.convert.dcp_folder import dcp_state, in_order
 from megatron_nemotron3.convert.dist_folder import locate, open_dist
-from megatron_nemotron3.convert.hf_folder import CONFIG, is_hf, open_hf, read_config
+from megatron_nemotron3.convert.hf_folder import is_hf, open_hf, read_config
 from megatron_nemotron3.convert.inventory import Link
 from megatron_nemotron3.convert.masters import masters
 from megatron_nemotron3.convert.megatron_args import config_of
@@ -154,7 +154,7 @@ def open_hugging_face(
         if not dequantize:
             raise ValueError(f"{folder}: its weights are quantized: --dequantize reads them as BF16")
         packed = Dequantized(source)
-        packed.check(_quantization(folder, data[QUANTIZATION]))
+        packed.check(data[QUANTIZATION])
         source, data = packed, plain_config(data)
         left_out["activation scale"] = len(packed.left_behind)
     elif dequantize:
@@ -165,17 +165,6 @@ def open_hugging_face(
     left_out["unused"] = len(source.tensors) - len(kept)
     links = tuple(inventory.links(config))
     return Checkpoint("hugging face", folder, config, Selected(source, kept), links, +left_out)
-
-
-def _quantization(folder: Path, stated: Any) -> dict[str, Any]:
-    """What config.json says of quantization, if it has the form of that."""
-    details = stated.get("quantization", stated) if isinstance(stated, dict) else None
-    if not isinstance(details, dict):
-        raise CheckpointError(f"{folder / CONFIG}: its {QUANTIZATION} is no object")
-    for name in ("exclude_modules", "ignore"):
-        if not isinstance(details.get(name) or [], list):
-            raise CheckpointError(f"{folder / CONFIG}: {name} of its {QUANTIZATION} is no list")
-    return dict(stated)
 
 
 def _weights(tensors: Iterable[str], allow_unused: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:

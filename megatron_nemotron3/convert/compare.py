@@ -76,15 +76,16 @@ def _one(a: Reads, b: Reads, name: str, count: Callable[[int], None]) -> Differe
     differ, crcs = 0, [0, 0]
     first: tuple[int, ...] | None = None
     for band in bands(whole(one.shape), BAND // ITEM_SIZE[one.dtype]):
-        arrays = [a.read(name, band), b.read(name, band)]
-        crcs = [zlib.crc32(_bytes(array), crc) for array, crc in zip(arrays, crcs)]
-        if crcs[0] != crcs[1]:
-            unequal = arrays[0] != arrays[1]
-            if first is None and unequal.any():
+        mine, theirs = a.read(name, band), b.read(name, band)
+        unequal = mine != theirs
+        count(mine.nbytes)
+        if unequal.any():
+            if first is None:
                 at = int(unequal.reshape(-1).argmax())
-                first = _index(at, arrays[0].shape, tuple(start for start, _ in band))
+                first = _index(at, mine.shape, tuple(start for start, _ in band))
             differ += int(unequal.sum())
-        count(arrays[0].nbytes)
+        crc = zlib.crc32(_bytes(mine), crcs[0])
+        crcs = [crc, zlib.crc32(_bytes(theirs), crcs[1]) if differ else crc]
     if differ:
         return Difference(
             name,

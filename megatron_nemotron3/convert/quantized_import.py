@@ -111,18 +111,24 @@ class Dequantized(Reads):
         packed = self._packed[name]
         return (self._fp8 if packed.format == FP8 else self._nvfp4)(packed, slices)
 
-    def check(self, stated: Mapping[str, Any]) -> None:
+    def check(self, stated: Any) -> None:
         """Compare with hf_quant_config.json, or with `quantization_config` of config.json.
 
         Raises:
             CheckpointError: a module that is listed as quantized and is not, or the other way round, or in
-                another format. What such a file does not say by module is not compared.
+                another format, or the file has not the form of such a file. What it does not say by module is
+                not compared.
         """
         details = stated.get("quantization", stated) if isinstance(stated, Mapping) else stated
         if not isinstance(details, Mapping):
             raise CheckpointError(
                 f"{self.folder}: what the configuration says of quantization is {details!r:.60}, no object"
             )
+        for name in ("exclude_modules", "ignore"):
+            if not isinstance(details.get(name) or [], list):
+                raise CheckpointError(
+                    f"{self.folder}: {name} in what the configuration says of quantization is no list"
+                )
         layers, method = details.get("quantized_layers"), details.get("quant_method", "modelopt")
         if isinstance(layers, Mapping):
             for module in {*layers, *self.formats}:
@@ -135,8 +141,7 @@ class Dequantized(Reads):
                         f"the configuration lists {algorithm}"
                     )
         elif method == "modelopt":
-            excluded = details.get("exclude_modules", details.get("ignore"))
-            excluded = excluded if isinstance(excluded, list) else []
+            excluded = details.get("exclude_modules", details.get("ignore")) or []
             for module in self.formats:
                 rule = next((r for r in excluded if isinstance(r, str) and fnmatchcase(module, r)), None)
                 if rule is not None:

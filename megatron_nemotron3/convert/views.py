@@ -107,7 +107,7 @@ class Cast(Reads):
             keep: whether the tensor of that name keeps its type.
         """
         self.folder, self.files = source.folder, source.files
-        self._source, self._dtype = source, dtype
+        self._source = source
         self.tensors = {
             name: tensor if keep(name) else SourceTensor(dtype, tensor.shape)
             for name, tensor in source.tensors.items()
