@@ -6,8 +6,8 @@ All runs of a seed have the same weights to begin with, the same text in the sam
 they differ in what the linears' products are quantized to (docs/nvfp4.md), so differences are paired. What is
 not quantized is FP32 everywhere: on a CPU three times as fast as BF16. A finished run is read, not repeated.
 
-What to expect: a gap of NVFP4 below 2 %, and single ingredients within the noise. This says that the
-machinery works and how large the noise is, not what the ingredients are worth at scale.
+What to expect: a gap of NVFP4 of about half a percent, and single ingredients within the noise. This says
+that the machinery works and how large the noise is, not what the ingredients are worth at scale.
 """
 
 from __future__ import annotations

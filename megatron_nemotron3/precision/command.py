@@ -1,4 +1,4 @@
-"""`nemotron3 precision NAME`: the recipe for a model, as a table and as Megatron's precision file."""
+"""`nemotron3 precision`: the recipe for a model, as a table and as Megatron's file; what a run measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.precision import yaml_file
+from megatron_nemotron3.precision import heatmap, yaml_file
+from megatron_nemotron3.precision import report as report_file
 from megatron_nemotron3.precision.share import Share, shares, totals
 from megatron_nemotron3.precision.table import BF16, FORMATS, NVFP4, is_published, tail
 
@@ -59,6 +60,22 @@ def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None
         raise ValueError(f"--format {precision} needs no file: every linear follows its layer; drop --yaml")
     yaml_file.write(config, path)
     return f"{path}: written; nemotron3 flags {config.name} --precision nvfp4 {yaml_file.FLAG} {path}"
+
+
+def report(folder: str | Path, title: str = "") -> str:
+    """Draw `precision.png` next to the report in a run's folder; returns the summary for stdout.
+
+    Args:
+        title: of the picture; "": the folder.
+
+    Raises:
+        ReportError: no report, or a broken one.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    rows = report_file.read(folder)
+    picture = Path(folder) / report_file.PICTURE
+    heatmap.plot(rows, picture, title or str(folder))
+    return "\n".join((*report_file.summary(rows), f"precision plot   {picture}"))
 
 
 def check(config: Nemotron3Config, path: str | Path) -> str | None:

@@ -17,7 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.precision import nvfp4
 from megatron_nemotron3.precision.products import Operand, Recipe, matmul, operand
+from megatron_nemotron3.precision.record import Record, first_forward
 from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.statistics import dequantized
 from megatron_nemotron3.precision.table import NVFP4
 
 
@@ -32,7 +34,7 @@ def _of_matrices(block_amax: Tensor) -> Tensor:
     return block_amax.flatten(1).amax(1).view(-1, 1, 1)
 
 
-class _Rows:
+class Rows:
     """Which rows belong to which expert. `block`: rows of an expert are filled up to a multiple of it."""
 
     def __init__(self, counts: Sequence[int], block: int, device: torch.device) -> None:
@@ -51,10 +53,17 @@ class _Rows:
         numbers = torch.arange(len(counts), device=device)
         #: Expert of each block of rows.
         self.block_owner = numbers.repeat_interleave(filled // block, output_size=start // block)
+        #: Rows of each expert that only fill up blocks.
+        self.filler = filled - real
         if block > 1:  # where each row goes
             shift = (filled.cumsum(0) - filled) - (real.cumsum(0) - real)
             owner = numbers.repeat_interleave(real, output_size=sum(counts))
             self.place = torch.arange(len(owner), device=device) + shift[owner]
+
+    @property
+    def owner(self) -> Tensor:
+        """Expert of each row."""
+        return self.block_owner.repeat_interleave(self.block, output_size=self.total)
 
     def fill(self, x: Tensor) -> Tensor:
         """[t, d] -> [sum of filled counts, d]."""
@@ -74,7 +83,8 @@ class _Rows:
 
 
 class GroupedLinear(torch.autograd.Function):
-    """x [t, in], counts, recipe, context of random draws, Q(W) of fprop, E weights [out, in] -> [t, out]."""
+    """x [t, in], counts, recipe, context of random draws, record or None, Q(W) of fprop, E weights [out, in]
+    -> [t, out]."""
 
     @staticmethod
     def forward(
@@ -83,18 +93,22 @@ class GroupedLinear(torch.autograd.Function):
         counts: list[int],
         recipe: Recipe,
         draws: Callable[[], AbstractContextManager[None]],
+        record: Record | None,
         kept: Operand | None,
         *weights: Tensor,
     ) -> Tensor:
-        rows = _Rows(counts, 1, x.device)
+        rows = Rows(counts, 1, x.device)
         if recipe.fprop is None or kept is None:
             y = _plain(x, [w.t() for w in weights], rows)
         else:
             a = rows.operand(x, recipe.fprop[0])
+            if record is not None and first_forward():
+                record.add("fprop.x", x, recipe.fprop[0], dequantized(a), rows.owner)
+                _observe_weights(record, "fprop.weight", weights, recipe.fprop[1], kept)
             y = _scaled(a, kept, [w.t() for w in kept.values], rows, x.dtype)
         shared = kept if kept is not None and recipe.shares_weight else (None, None)
         ctx.save_for_backward(x, *shared, *weights)
-        ctx.counts, ctx.recipe, ctx.draws, ctx.rows = counts, recipe, draws, rows
+        ctx.counts, ctx.recipe, ctx.draws, ctx.record, ctx.rows = counts, recipe, draws, record, rows
         return y
 
     @staticmethod
@@ -111,13 +125,24 @@ class GroupedLinear(torch.autograd.Function):
                 how_dy, how_weight = recipe.dgrad
                 a = ctx.rows.operand(dy, how_dy)
                 w = stacked_operand(weights, how_weight) if values is None else Operand(values, amax)
+                if ctx.record is not None:
+                    ctx.record.add("dgrad.dy", dy, how_dy, dequantized(a), ctx.rows.owner)
+                    if values is None:
+                        _observe_weights(ctx.record, "dgrad.weight", weights, how_weight, w)
                 dx = _scaled(a, w, list(w.values), ctx.rows, x.dtype)
-            if any(ctx.needs_input_grad[5:]):
-                dw = _weight_gradients(dy, x, ctx.counts, recipe, weights[0])
-        return dx, None, None, None, None, *dw
+            if any(ctx.needs_input_grad[6:]):
+                dw = _weight_gradients(dy, x, ctx.counts, recipe, weights[0], ctx.record)
+        return dx, None, None, None, None, None, *dw
 
 
-def _plain(x: Tensor, weights: Sequence[Tensor], rows: _Rows) -> Tensor:
+def _observe_weights(record: Record, name: str, weights: Sequence[Tensor], how: Spec, made: Operand) -> None:
+    """E matrices; once a step."""
+    if not record.has(name):
+        rows = torch.arange(len(weights), device=weights[0].device).repeat_interleave(len(weights[0]))
+        record.add(name, torch.stack([w.detach() for w in weights]), how, dequantized(made), rows)
+
+
+def _plain(x: Tensor, weights: Sequence[Tensor], rows: Rows) -> Tensor:
     """x [t, k], E matrices [k, n] -> [t, n]."""
     y = x.new_empty(len(x), weights[0].shape[1])
     for e, a, b in rows.ranges:
@@ -126,7 +151,7 @@ def _plain(x: Tensor, weights: Sequence[Tensor], rows: _Rows) -> Tensor:
 
 
 def _scaled(
-    x: Operand, weight: Operand, matrices: Sequence[Tensor], rows: _Rows, dtype: torch.dtype
+    x: Operand, weight: Operand, matrices: Sequence[Tensor], rows: Rows, dtype: torch.dtype
 ) -> Tensor:
     """As `_plain`, of quantized operands; accumulated and scaled in FP32, rounded once to `dtype`."""
     y = x.values.new_empty(len(x.values), matrices[0].shape[1], dtype=torch.float32)
@@ -138,10 +163,10 @@ def _scaled(
 
 
 def _weight_gradients(
-    dy: Tensor, x: Tensor, counts: list[int], recipe: Recipe, like: Tensor
+    dy: Tensor, x: Tensor, counts: list[int], recipe: Recipe, like: Tensor, record: Record | None
 ) -> tuple[Tensor, ...]:
     """E gradients [out, in], slices of one tensor; zero for experts without rows."""
-    rows = _Rows(counts, recipe.token_block, x.device)
+    rows = Rows(counts, recipe.token_block, x.device)
     dw = like.new_empty(len(counts), *like.shape)
     for e in {*range(len(counts))} - {e for e, _, _ in rows.ranges}:
         dw[e].zero_()
@@ -150,6 +175,9 @@ def _weight_gradients(
             torch.mm(dy[a:b].t(), x[a:b], out=dw[e])
         return dw.unbind(0)
     p, q = (rows.operand(rows.fill(z), how) for z, how in zip((dy, x), recipe.wgrad, strict=True))
+    if record is not None:
+        for name, z, how, made in zip(("wgrad.dy", "wgrad.x"), (dy, x), recipe.wgrad, (p, q), strict=True):
+            record.add(name, rows.fill(z), how, dequantized(made), rows.owner, rows.filler)
     scale = None
     if p.amax is not None and q.amax is not None:
         scale = nvfp4.product_scale(p.amax, q.amax)  # [blocks of rows, 1]

@@ -1,8 +1,11 @@
-"""Puts emulation on a stack when it is built, if NEMOTRON3_EMULATE asks for it.
+"""Puts emulation, or only the measuring of it, on a stack when it is built, if the environment asks for it.
 
 Megatron hands the matching entry of `--te-precision-config-file` to every module that has `finish_init`, at
 the end of `HybridModel.__init__`. So each linear of the torch backend is given a `finish_init`, which settles
 its format by the rules of `census`: the layer's (NVFP4 outside the BF16 layers), unless the file has another.
+
+NEMOTRON3_EMULATE: the linear then computes in that format. NEMOTRON3_LOG_PRECISION: it is measured in it; if
+nothing is emulated, in the format of the file, or without one of the published recipe.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,14 +24,18 @@ from megatron.core.tensor_parallel.random import (
     get_expert_parallel_rng_tracker_name,
 )
 
+from megatron_nemotron3.models import get, names
+from megatron_nemotron3.monitor.series import decoder_row, mtp_row, shared_mtp_row
 from megatron_nemotron3.precision import settings
 from megatron_nemotron3.precision.census import Ambient, require_nvfp4
 from megatron_nemotron3.precision.linear import Emulated
+from megatron_nemotron3.precision.observe import Observer, agree
 from megatron_nemotron3.precision.products import recipe
 from megatron_nemotron3.precision.schema import Setting, read_config
 from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.precision.shadow import Observed
 from megatron_nemotron3.precision.spec import BLOCK
-from megatron_nemotron3.precision.table import BF16, NVFP4
+from megatron_nemotron3.precision.table import BF16, NVFP4, kind_of, tail
 
 _MODEL_PARALLEL = "model-parallel-rng"
 
@@ -54,42 +62,128 @@ def ambient_of(config: Any, chosen: Emulation) -> Ambient:
     return ambient
 
 
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is done to the linears of a stack."""
+
+    ambient: Ambient
+    chosen: Emulation
+    #: Whether the linears compute in their formats.
+    emulate: bool
+    observer: Observer | None
+    #: Without emulation and without a precision file formats are those of the published recipe.
+    by_table: bool = False
+
+    @classmethod
+    def of(cls, config: Any, observer: Observer | None) -> _Plan | None:
+        """From the environment; None: nothing to do."""
+        chosen = settings.emulation()
+        if chosen is not None:
+            return cls(ambient_of(config, chosen), chosen, True, observer)
+        if observer is None:
+            return None
+        ambient = ambient_of(config, Emulation())
+        if not config.first_last_layers_bf16:
+            ambient = dataclasses.replace(ambient, at_end=published_tail(config.num_layers))
+        return cls(ambient, Emulation(), False, observer, config.quant_recipe is None)
+
+
+def published_tail(num_layers: int) -> int:
+    """BF16 layers at the end of a decoder of so many layers, by the table."""
+    name = next((name for name in names() if get(name).num_layers == num_layers), "")
+    like: Any = SimpleNamespace(name=name, num_layers=num_layers)
+    return tail(like).layers
+
+
+#: The observer of the stack that was built last; its model's MTP blocks are built next.
+_latest: weakref.ref[Observer] | None = None
+
+
 def emulate_stack(stack: Any) -> None:
-    """Prepare the linears of a decoder stack, if emulation is on.
+    """Prepare the linears of a decoder stack, if emulation is on or its effect is measured.
 
     Args:
-        stack: HybridStack with `layers` and `config`.
+        stack: HybridStack with `layers`, `config` and `pg_collection`.
 
     Raises:
-        ValueError: NEMOTRON3_EMULATE has no meaning, or as `ambient_of`.
+        ValueError: NEMOTRON3_EMULATE or NEMOTRON3_LOG_PRECISION has no meaning, or the latter meets linears
+            that do not show their operands; or as `ambient_of`.
+        RuntimeError: ranks have different intervals in NEMOTRON3_LOG_PRECISION.
     """
-    chosen = settings.emulation()
-    if chosen is None:
+    global _latest
+    observer, log = None, settings.logging()
+    agree(log)
+    if log is not None:
+        if not any(hasattr(module, "products") for module in stack.modules()) and len(stack.layers):
+            raise ValueError(
+                f"{settings.LOG_VARIABLE} measures linears of the torch backend, and this stack has none: "
+                "use --spec megatron_nemotron3.specs nemotron3_torch_stack_spec"
+            )
+        observer = Observer(stack, log, settings.emulation() is not None)
+    _latest = None if observer is None else weakref.ref(observer)
+    plan = _Plan.of(stack.config, observer)
+    if plan is None:
         return
-    ambient = ambient_of(stack.config, chosen)
     for layer in stack.layers:
+        number = layer.layer_number
         _prepare(
-            layer, f"decoder layer {layer.layer_number}", ambient.of_layer(layer.layer_number - 1), chosen
+            layer, f"decoder layer {number}", decoder_row(number), plan.ambient.of_layer(number - 1), plan
         )
-    _look_at_first_forward(stack, ambient, chosen)
+    if plan.emulate:
+        _look_at_first_forward(stack, plan.ambient, plan.chosen)
 
 
 def emulate_mtp(mtp_layer: Any) -> None:
-    """As `emulate_stack`, of an MTP block: its layers count anew, its projection is in no quantized layer."""
-    chosen = settings.emulation()
-    if chosen is None:
+    """As `emulate_stack`, of an MTP block: its layers count anew, its projection is in no quantized layer.
+
+    Call it after `emulate_stack` of the same model.
+    """
+    plan = _Plan.of(mtp_layer.config, None if _latest is None else _latest())
+    if plan is None:
         return
-    ambient = ambient_of(mtp_layer.config, chosen)
+    shared, depth = mtp_layer.config.mtp_use_repeated_layer, mtp_layer.layer_number
     for layer in mtp_layer.mtp_model_layer.layers:
-        _prepare(layer, f"MTP layer {layer.layer_number}", ambient.of_layer(layer.layer_number - 1), chosen)
-    _prepare(mtp_layer.eh_proj, "MTP eh_proj", BF16, chosen)
+        number = layer.layer_number
+        row = shared_mtp_row(number) if shared else mtp_row(depth, number)
+        _prepare(layer, f"MTP layer {number}", row, plan.ambient.of_layer(number - 1), plan, "mtp.")
+    row = "mtp" if shared else f"mtp_{depth}"
+    _prepare(mtp_layer.eh_proj, "MTP eh_proj", row, BF16, plan, "mtp.")
 
 
-def _prepare(tree: torch.nn.Module, where: str, ambient: str, chosen: Emulation) -> None:
+def _prepare(
+    tree: torch.nn.Module, where: str, row: str, ambient: str, plan: _Plan, prefix: str = "decoder."
+) -> None:
     for name, module in tree.named_modules():
         if hasattr(module, "products"):
             place = f"{where}, {name}" if name else where
-            module.finish_init = partial(settle, module, place, ambient, chosen)
+            fmt = ambient
+            if plan.by_table:
+                kind = kind_of(f"{prefix}layers.0.{name}")
+                fmt = kind.format(ambient) if kind is not None else ambient
+            module.finish_init = partial(_finish, module, place, row, name or "eh_proj", fmt, plan)
+
+
+def _finish(
+    module: Any, where: str, row: str, name: str, ambient: str, plan: _Plan, quant_config: Any
+) -> None:
+    """What `finish_init` does."""
+    if plan.emulate:
+        settle(module, where, ambient, plan.chosen, quant_config)
+        if plan.observer is not None and module.products is not None and module.products.training is not None:
+            made = module.products
+            made.record = plan.observer.add(module, row, name, made.formats[0], made.training)
+        return
+    del module.finish_init
+    fmt = _formats(ambient, plan.chosen, quant_config)[0]
+    how = recipe(fmt, plan.chosen)
+    if how is None or plan.observer is None:
+        return
+    try:
+        _check(module, where, fmt)
+    except ValueError as problem:
+        plan.observer.say(f"not measured: {problem}")
+        return
+    module.products = Observed(plan.observer.add(module, row, name, fmt, how), how)
 
 
 def settle(module: Any, where: str, ambient: str, chosen: Emulation, quant_config: Any) -> None:
@@ -104,10 +198,7 @@ def settle(module: Any, where: str, ambient: str, chosen: Emulation, quant_confi
     Raises:
         ValueError: the entry is wrong, its format is not emulated, or the weight does not fill the blocks.
     """
-    formats = [ambient, ambient]
-    if quant_config is not None and not chosen.every_layer:
-        training, evaluation = _settings(quant_config)
-        formats = [training.applied(ambient), evaluation.applied(ambient)]
+    formats = _formats(ambient, chosen, quant_config)
     recipes = [recipe(fmt, chosen) for fmt in formats]
     module.products = None
     if recipes == [None, None]:
@@ -118,7 +209,15 @@ def settle(module: Any, where: str, ambient: str, chosen: Emulation, quant_confi
     reuse = module.config.quant_recipe is not None
     if reuse:
         module.is_first_microbatch = True
-    module.products = Emulated(recipes[0], recipes[1], (formats[0], formats[1]), _stream(module), reuse)
+    module.products = Emulated(recipes[0], recipes[1], formats, _stream(module), reuse)
+
+
+def _formats(ambient: str, chosen: Emulation, quant_config: Any) -> tuple[str, str]:
+    """Of training and evaluation."""
+    if quant_config is None or chosen.every_layer:
+        return ambient, ambient
+    training, evaluation = _settings(quant_config)
+    return training.applied(ambient), evaluation.applied(ambient)
 
 
 def _settings(quant_config: Any) -> tuple[Setting, Setting]:

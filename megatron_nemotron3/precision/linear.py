@@ -23,6 +23,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.precision import experts
 from megatron_nemotron3.precision.products import Operand, Recipe, operand, padded, product
+from megatron_nemotron3.precision.record import Record, first_forward
+from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.statistics import dequantized
 
 
 @dataclass
@@ -34,6 +37,7 @@ class Emulated:
     stream: Megatron's random stream for stochastic rounding. Tensors that are equal on several ranks must be
         rounded alike there.
     reuse: Megatron's schedule tells this module about first microbatches, so Q(W) may outlive one.
+    record: where statistics of the operands go in measured steps; None: they are never measured.
     """
 
     training: Recipe | None
@@ -41,6 +45,7 @@ class Emulated:
     formats: tuple[str, str]
     stream: str
     reuse: bool = False
+    record: Record | None = field(default=None, repr=False)
     _kept: tuple[Any, Operand] | None = field(default=None, repr=False)
 
     def recipe(self, module: Any) -> Recipe | None:
@@ -69,7 +74,8 @@ class Emulated:
             raise ValueError("weights sharded for rematerialization (GTP) are not emulated: leave it out")
         recipe = self.recipe(module)
         assert recipe is not None
-        job = _Job(recipe, self.stream, tp_group, sequence_parallel, allreduce_dgrad)
+        record = self._record(module)
+        job = _Job(recipe, self.stream, record, tp_group, sequence_parallel, allreduce_dgrad)
         kept = self._weight(module, recipe, (weight,))
         y: Tensor = _Linear.apply(x, weight, kept, job)
         return y if bias is None else y + bias
@@ -79,8 +85,13 @@ class Emulated:
         recipe = self.recipe(module)
         assert recipe is not None
         kept = self._weight(module, recipe, tuple(weights))
-        y: Tensor = experts.GroupedLinear.apply(x, counts, recipe, self.draws, kept, *weights)
+        record = self._record(module)
+        y: Tensor = experts.GroupedLinear.apply(x, counts, recipe, self.draws, record, kept, *weights)
         return y
+
+    def _record(self, module: Any) -> Record | None:
+        """The record, if this step is measured."""
+        return self.record if self.record is not None and self.record.watching(module) else None
 
     def draws(self) -> Any:
         """Context: torch's generator continues the stream of this linear."""
@@ -123,6 +134,7 @@ class _Job(NamedTuple):
 
     recipe: Recipe
     stream: str
+    record: Record | None
     group: Any
     sequence_parallel: bool
     allreduce: bool
@@ -139,7 +151,11 @@ class _Linear(torch.autograd.Function):
         if recipe.fprop is None or kept is None:
             y = rows @ weight.t()
         else:
-            y = product(operand(rows, recipe.fprop[0]), kept.t(), x.dtype)
+            a = operand(rows, recipe.fprop[0])
+            if job.record is not None and first_forward():
+                _observe(job.record, "fprop.x", rows, recipe.fprop[0], a)
+                _observe(job.record, "fprop.weight", weight, recipe.fprop[1], kept)
+            y = product(a, kept.t(), x.dtype)
         shared = kept if kept is not None and recipe.shares_weight else (None, None)
         ctx.save_for_backward(x, weight, *shared)
         ctx.job = job
@@ -150,13 +166,13 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         job: _Job = ctx.job
         x, weight, values, amax = ctx.saved_tensors
-        dy, recipe = grad.flatten(0, -2).contiguous(), job.recipe
+        dy = grad.flatten(0, -2).contiguous()
         dx = dw = total = None
         waiting = []
         with draws(job.stream):
             if ctx.needs_input_grad[0]:
                 shared = None if values is None else Operand(values, amax)
-                dx = _input_gradient(dy, weight, shared, recipe, x.dtype)
+                dx = _input_gradient(dy, weight, shared, job, x.dtype)
                 dx = dx.view(*grad.shape[:-1], x.shape[-1])
                 if job.sequence_parallel:
                     dx, handle = _reduce_scatter(dx, x, job.group)
@@ -165,28 +181,44 @@ class _Linear(torch.autograd.Function):
                     waiting.append(torch.distributed.all_reduce(dx, group=job.group, async_op=True))
             if ctx.needs_input_grad[1]:
                 total = _gather(x, job.group) if job.sequence_parallel else x
-                dw = _weight_gradient(dy, total.flatten(0, -2), recipe, weight.dtype)
+                dw = _weight_gradient(dy, total.flatten(0, -2), job, weight.dtype)
         for handle in waiting:
             handle.wait()
         return dx, dw, None, None
 
 
 def _input_gradient(
-    dy: Tensor, weight: Tensor, shared: Operand | None, recipe: Recipe, dtype: torch.dtype
+    dy: Tensor, weight: Tensor, shared: Operand | None, job: _Job, dtype: torch.dtype
 ) -> Tensor:
     """dy [t, out] -> [t, in]."""
-    if recipe.dgrad is None:
+    if job.recipe.dgrad is None:
         return dy @ weight
-    how_dy, how_weight = recipe.dgrad
-    return product(operand(dy, how_dy), shared or operand(weight, how_weight), dtype)
+    how_dy, how_weight = job.recipe.dgrad
+    a, b = operand(dy, how_dy), shared or operand(weight, how_weight)
+    _observe(job.record, "dgrad.dy", dy, how_dy, a)
+    if shared is None:
+        _observe(job.record, "dgrad.weight", weight, how_weight, b)
+    return product(a, b, dtype)
 
 
-def _weight_gradient(dy: Tensor, x: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+def _weight_gradient(dy: Tensor, x: Tensor, job: _Job, dtype: torch.dtype) -> Tensor:
     """dy [t, out], x [t, in] -> [out, in]. Blocks lie along tokens; zeros fill up the last."""
+    recipe = job.recipe
     if recipe.wgrad is None:
         return dy.t() @ x
-    a, b = (operand(padded(z, recipe.token_block), how) for z, how in zip((dy, x), recipe.wgrad, strict=True))
+    filled = [padded(z, recipe.token_block) for z in (dy, x)]
+    a, b = (operand(z, how) for z, how in zip(filled, recipe.wgrad, strict=True))
+    for name, z, how, made in zip(("wgrad.dy", "wgrad.x"), filled, recipe.wgrad, (a, b), strict=True):
+        _observe(job.record, name, z, how, made, len(z) - len(x))
     return product(a.t(), b, dtype)
+
+
+def _observe(record: Record | None, name: str, x: Tensor, how: Spec, made: Operand, filler: int = 0) -> None:
+    """Measure an operand in a measured step; a weight once in it. filler: rows at the end that are none."""
+    if record is None or (name.endswith("weight") and record.has(name)):
+        return
+    rows = torch.tensor([filler], device=x.device) if filler else None
+    record.add(name, x, how, dequantized(made), filler=rows)
 
 
 def _gather(x: Tensor, group: Any) -> Tensor:

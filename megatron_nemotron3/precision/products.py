@@ -111,9 +111,11 @@ def operand(x: Tensor, how: Spec, amax: Amax | None = None) -> Operand:
 def product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     """a.values @ b.values [m, n], accumulated and scaled in FP32, rounded once to `dtype`."""
     result = matmul(a.values, b.values)
-    if a.amax is not None and b.amax is not None:
-        result.mul_(nvfp4.product_scale(a.amax, b.amax))
-    return result.to(dtype)
+    if a.amax is None or b.amax is None:
+        return result.to(dtype)
+    # Scaled and rounded in one pass.
+    out = result if dtype == result.dtype else torch.empty_like(result, dtype=dtype)
+    return torch.mul(result, nvfp4.product_scale(a.amax, b.amax), out=out)
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

@@ -5,17 +5,18 @@ units           NVFP4 without the tensor's scale: q * s_b, exact in BF16; a prod
                 accumulated in FP32 and multiplied once by `nvfp4.product_scale`, is the hardware's product
 
 Two readings of x: largest magnitudes of the blocks, then rounding. On a CPU both go piece by piece through
-buffers that stay in the second-level cache. No step waits for the device. `_finish` and `_magnitudes` are
-what a fused kernel replaces.
+buffers that stay in the second-level cache. No step waits for the device. On CUDA `triton_quantize` does
+both if NEMOTRON3_GPU_KERNELS=1 asks for kernels (`optional.gpu_kernels_enabled`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from megatron_nemotron3.optional import gpu_kernels_enabled
 from megatron_nemotron3.precision import blocks as cut
 from megatron_nemotron3.precision import hadamard, mxfp8, nvfp4
 from megatron_nemotron3.precision.spec import Spec
@@ -58,7 +59,8 @@ def fake_quantize(
         x: [..., m, k]; float32, bfloat16 or float16. FP16 and BF16 are computed on in FP32.
         spec: the operand.
         generator: of the device of x, for stochastic rounding; None means torch's own. The draws are taken
-            in the order of the elements, so a seed gives the same values on any number of threads.
+            in the order of the elements, so a seed gives the same values on any number of threads. Triton's
+            are others (`triton_quantize`).
         amax: see `Amax`; None means that of x (rotated, if the operand is). MXFP8 has none.
         dtype: of the result; None means that of x. NVFP4 values need FP32 to be exact.
 
@@ -68,13 +70,13 @@ def fake_quantize(
         ValueError: x has no rows and columns, is of another type, or not divisible into blocks; or there is
             an amax for MXFP8.
     """
-    prepared = prepare(x, spec, amax)
-    if prepared.amax is None:
-        scale = mxfp8.scales(prepared.block_amax)
-        return _finish(prepared, spec, scale.encode, scale.block, generator, dtype or x.dtype)
-    scale = nvfp4.scales(prepared.block_amax, prepared.amax)
-    steps = nvfp4.steps(scale.block, prepared.amax)
-    return _finish(prepared, spec, scale.encode, steps, generator, dtype or x.dtype)
+    dtype = dtype or x.dtype
+    if spec.format == "mxfp8" and amax is None and (triton := _triton(x)) is not None:
+        cut.check(x, spec)
+        x = x.contiguous()
+        # One kernel: there is nothing to know of the whole tensor.
+        return triton.finish(x, spec, None, None, torch.empty_like(x, dtype=dtype))
+    return _values(prepare(x, spec, amax), spec, generator, dtype, units=False)
 
 
 @torch.no_grad()
@@ -98,9 +100,7 @@ def units(
         raise ValueError(f"{spec.format} has no scale for the whole tensor: use fake_quantize")
     prepared = prepare(x, spec, amax)
     assert prepared.amax is not None
-    scale = nvfp4.scales(prepared.block_amax, prepared.amax)
-    values = _finish(prepared, spec, scale.encode, scale.block, generator, dtype or x.dtype)
-    return Units(values, prepared.amax)
+    return Units(_values(prepared, spec, generator, dtype or x.dtype, units=True), prepared.amax)
 
 
 def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:
@@ -111,7 +111,8 @@ def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:
     x = x.contiguous()
     shape = cut.grid_shape(x, spec)
     if x.numel():
-        x, flat = _magnitudes(x, spec)
+        triton = _triton(x)
+        x, flat = _magnitudes(x, spec) if triton is None else triton.magnitudes(x, spec)
         block_amax = flat.view(shape)
     else:
         block_amax = torch.zeros(shape, device=x.device)
@@ -122,6 +123,15 @@ def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:
     elif not isinstance(amax, torch.Tensor):
         amax = amax(block_amax)
     return Prepared(x, block_amax, amax, spec.hadamard)
+
+
+def _triton(x: torch.Tensor) -> Any | None:
+    """`triton_quantize` where it takes x, imported late, because a CPU has no use for Triton."""
+    if not (x.is_cuda and x.numel() and gpu_kernels_enabled()):
+        return None
+    from megatron_nemotron3.precision import triton_quantize
+
+    return triton_quantize if x.numel() <= triton_quantize.MAX_ELEMENTS else None
 
 
 def _magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,25 +153,39 @@ def _magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor
     return rotated, found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _finish(
-    prepared: Prepared,
-    spec: Spec,
-    encode: torch.Tensor,
-    decode: torch.Tensor,
-    generator: torch.Generator | None,
-    dtype: torch.dtype,
+def _values(
+    prepared: Prepared, spec: Spec, generator: torch.Generator | None, dtype: torch.dtype, *, units: bool
 ) -> torch.Tensor:
-    """grid(x * encode) * decode, both on the block grid; [shape of x]."""
-    x = prepared.x
-    grid = nvfp4.GRID if spec.format == "nvfp4" else mxfp8.GRID
+    """The rounded x in `dtype`, with the scale of the tensor or (units) without."""
+    x, amax = prepared.x, prepared.amax
     out = x if prepared.ours and x.dtype == dtype else torch.empty_like(x, dtype=dtype)
     if not x.numel():
         return out
+    if (triton := _triton(x)) is not None:
+        return triton.finish(x, spec, prepared.block_amax, amax, out, units=units, generator=generator)
+    if amax is None:
+        encode, decode = mxfp8.scales(prepared.block_amax)
+    else:
+        encode, decode = nvfp4.scales(prepared.block_amax, amax)
+        decode = decode if units else nvfp4.steps(decode, amax)
+    return _finish(x, spec, encode, decode, out, generator)
+
+
+def _finish(
+    x: torch.Tensor,
+    spec: Spec,
+    encode: torch.Tensor,
+    decode: torch.Tensor,
+    out: torch.Tensor,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    """out = grid(x * encode) * decode, both on the block grid."""
+    grid = nvfp4.GRID if spec.format == "nvfp4" else mxfp8.GRID
     blocks = cut.view(x, spec)
     views = (cut.view(out, spec), cut.expand(encode, blocks, spec), cut.expand(decode, blocks, spec))
     for source, target, enc, dec in cut.pieces(blocks, *views):
         # In the result itself where it is FP32: one buffer less in the cache.
-        work = target if dtype == torch.float32 else cut.scratch(source, 0)
+        work = target if out.dtype == torch.float32 else cut.scratch(source, 0)
         if source.dtype == torch.float32:
             torch.mul(source, enc, out=work)
         else:

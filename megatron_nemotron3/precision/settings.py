@@ -1,11 +1,15 @@
-"""Whether and how NVFP4 is emulated. Standard library only.
+"""Whether and how NVFP4 is emulated, and whether its effect is measured. Standard library only.
 
-This is the one place that reads the environment variable:
+This is the one place that reads the environment variables:
 
     NEMOTRON3_EMULATE=nvfp4                  the published recipe
     NEMOTRON3_EMULATE=nvfp4,rht=0,sr=0       without single ingredients
     NEMOTRON3_EMULATE=nvfp4,every_layer=1    no precision file, no BF16 layers
     NEMOTRON3_EMULATE=0, or not set          off
+
+    NEMOTRON3_LOG_PRECISION=100:runs/mine    every 100 iterations, into runs/mine/precision.csv
+    NEMOTRON3_LOG_PRECISION=100              into the working directory
+    NEMOTRON3_LOG_PRECISION=0, or not set    off
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from dataclasses import dataclass
 
 VARIABLE = "NEMOTRON3_EMULATE"
 FORMAT = "nvfp4"
+LOG_VARIABLE = "NEMOTRON3_LOG_PRECISION"
+#: Iterations from one measurement to the next if nobody says (cost: docs/precision_report.md).
+LOG_DEFAULT = 100
 #: Name in the variable -> field of `Emulation`.
 SWITCHES = {
     "rht": "hadamard",
@@ -88,3 +95,41 @@ def emulation() -> Emulation | None:
         ValueError: as `parse`.
     """
     return parse(os.environ.get(VARIABLE, ""))
+
+
+@dataclass(frozen=True)
+class Logging:
+    """Measure every so many iterations, and append to `precision.csv` in a folder."""
+
+    interval: int
+    folder: str = "."
+
+    def text(self) -> str:
+        """The value of NEMOTRON3_LOG_PRECISION that means this."""
+        return f"{self.interval}:{self.folder}"
+
+
+def parse_logging(text: str) -> Logging | None:
+    """The meaning of a value of NEMOTRON3_LOG_PRECISION; None: off.
+
+    Raises:
+        ValueError: the interval is no number, or the folder is missing behind the colon.
+    """
+    interval, colon, folder = text.partition(":")
+    if text in ("", "0"):
+        return None
+    if not (interval.isascii() and interval.isdigit() and int(interval)) or (colon and not folder):
+        raise ValueError(
+            f"{LOG_VARIABLE}={text!r}: give an interval in iterations from 1 on, then a folder if you like, "
+            f"as in {LOG_DEFAULT} or {LOG_DEFAULT}:runs/mine; 0 is off"
+        )
+    return Logging(int(interval), folder or ".")
+
+
+def logging() -> Logging | None:
+    """What NEMOTRON3_LOG_PRECISION of this process says; None: nothing is measured.
+
+    Raises:
+        ValueError: as `parse_logging`.
+    """
+    return parse_logging(os.environ.get(LOG_VARIABLE, ""))

@@ -1,0 +1,241 @@
+"""Which steps are measured, and what is written when one is over: the records of all ranks.
+
+It is settled beforehand, for all ranks alike, which steps are measured, and a step is over when an optimizer
+of torch has stepped (a hook of torch's, no patch): then gradients are reduced and still in Megatron's
+buffers. Sums of all ranks of a pipeline stage are added up, so that it does not matter who held which
+microbatch, shard or expert; what several ranks hold in common counts several times, above and below the
+fraction.
+
+Nothing here changes a tensor or draws from a random stream of the run.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megatron_nemotron3.monitor.gradients import counts_here, cut, places
+from megatron_nemotron3.precision import report, statistics
+from megatron_nemotron3.precision.products import Recipe
+from megatron_nemotron3.precision.record import Record
+from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging
+
+
+class Observer:
+    """All records of one stack and its MTP blocks, and the clock of the run.
+
+    The first step of a run is measured, then iterations that are multiples of the interval.
+
+    Args:
+        stack: HybridStack with `config` and `pg_collection`.
+        chosen: interval and folder.
+        used: whether the run computes with the quantized values.
+
+    Raises:
+        ValueError: CUDA graphs, which show no operands.
+    """
+
+    def __init__(self, stack: Any, chosen: Logging, used: bool) -> None:
+        if stack.config.cuda_graph_impl not in (None, "none"):
+            raise ValueError(
+                f"{LOG_VARIABLE} and --cuda-graph-impl {stack.config.cuda_graph_impl}: a replayed graph "
+                "shows no operands, leave one of them out"
+            )
+        self.on = True
+        self.chosen, self.used, self.groups = chosen, used, stack.pg_collection
+        self.records: list[Record] = []
+        self._stack = weakref.ref(stack)
+        self._ddp: Any = lambda: None
+        self._ran, self._steps = False, 0
+        me = weakref.ref(self)
+        stack.precision_observer = self  # lives as long as the stack
+        stack.register_forward_pre_hook(_note_forward(me))
+        _find_ddp(me, weakref.ref(stack))
+        _follow_steps(me)
+
+    def add(self, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: Recipe) -> Record:
+        """A record for a linear."""
+        self.records.append(Record(self, linear, layer, module, fmt, how))
+        return self.records[-1]
+
+    def say(self, what: str) -> None:
+        """Print a line, on one rank of each pipeline stage."""
+        if self.groups.tp_cp.rank() == self.groups.dp.rank() == 0:
+            print(f"megatron_nemotron3: {what}", flush=True)
+
+    def step_done(self) -> None:
+        """After the optimizer's step; of optimizers in a chain the first one counts. Collective."""
+        if not self._ran:
+            return
+        self._ran = False
+        self._steps += 1
+        iteration = _iteration() or self._steps
+        if self.on:
+            self._write(iteration)
+        self.on = (iteration + 1) % self.chosen.interval == 0
+
+    @torch.no_grad()
+    def _write(self, iteration: int) -> None:
+        self._gradients()
+        rows = list(self._rows(iteration))
+        for record in self.records:
+            record.clear()
+        world = torch.distributed.get_world_size()
+        group = self.groups.pp
+        if group.size() > 1:
+            stages: list[Any] = [None] * group.size()
+            torch.distributed.all_gather_object(stages, rows, group=group)
+            rows = [row for stage in stages for row in stage]
+        if torch.distributed.get_rank() == world - 1:  # as Megatron's other logs
+            report.append(self.chosen.folder, rows)
+
+    def _gradients(self) -> None:
+        """This rank's share of the weight gradients, each element on one rank."""
+        where = places(self._ddp())
+        if where is None:
+            return
+        for record in self.records:
+            linear: Any = record.linear()
+            weights = linear.weights() if hasattr(linear, "num_gemms") else [linear.weight]
+            for number, weight in enumerate(weights):
+                if weight not in where or not counts_here(weight, self.groups):
+                    continue
+                if (share := cut(*where[weight])) is not None:
+                    sums = record.of(report.GRADIENT, weight.device)
+                    sums.sums[record.first + number, statistics.ELEMENTS] += share.numel()
+                    zeros = share.numel() - torch.count_nonzero(share)
+                    sums.sums[record.first + number, statistics.ZEROS] += zeros
+                    largest = sums.amax[record.first + number]
+                    largest.copy_(torch.maximum(largest, share.abs().amax().double()))
+
+    def _rows(self, iteration: int) -> Iterator[report.Row]:
+        """Reduced over the ranks of this pipeline stage. Collective."""
+        wanted = [(record, tensor) for record in self.records for tensor in record.tensors]
+        if not wanted:
+            return
+        device = next(self._stack().parameters()).device  # type: ignore[union-attr]
+        parts = [record.of(tensor, device) for record, tensor in wanted]
+        sums, amax = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+        for group in (self.groups.tp_cp, self.groups.dp):
+            if group.size() > 1:
+                torch.distributed.all_reduce(sums, group=group)
+                torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
+        sizes = [record.groups for record, _ in wanted]
+        for (record, tensor), s, a in zip(wanted, sums.cpu().split(sizes), amax.cpu().split(sizes)):
+            yield _row(iteration, record, tensor, self.used, s, a)
+
+
+def _row(iteration: int, record: Record, tensor: str, used: bool, sums: Tensor, amax: Tensor) -> report.Row:
+    whole = statistics.numbers(sums.sum(0).tolist(), float(amax.max()))
+    if tensor == report.GRADIENT:  # nothing is rounded
+        whole = whole._replace(flushed=float("nan"))
+    expert, share = -1, float("nan")
+    if record.groups > 1:
+        column = 1 if tensor == report.GRADIENT else 2  # of Numbers: zeros, flushed
+        shares = [statistics.numbers(s, 0.0)[column] for s in sums.tolist()]
+        known = [i for i, value in enumerate(shares) if value == value]
+        if known:
+            expert = max(known, key=shares.__getitem__)
+            share = shares[expert]
+    return report.Row(
+        iteration, record.layer, record.module, record.format, tensor, used, *whole, expert, share
+    )
+
+
+def _iteration() -> int | None:
+    """The number of the step that just ended, in Megatron's training loop; None in another."""
+    # Not imported for this: a script that trains has imported it.
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    try:
+        args = global_vars.get_args() if global_vars else None
+    except AssertionError:  # no options were parsed
+        return None
+    current = getattr(args, "curr_iteration", None)
+    return None if current is None else int(current) + 1
+
+
+_stacks = itertools.count()
+
+
+def agree(chosen: Logging | None) -> None:
+    """Compare the interval with that of the first rank to build this stack: one without hangs the others.
+
+    Through the store, not a collective: ranks build their stages in different orders.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    if not torch.distributed.is_initialized():
+        return
+    interval = 0 if chosen is None else chosen.interval
+    store = torch.distributed.distributed_c10d._get_default_store()
+    first = int(store.compare_set(f"megatron_nemotron3/precision/{next(_stacks)}", "", str(interval)))
+    if first != interval:
+        raise RuntimeError(
+            f"the interval of {LOG_VARIABLE} is {interval} on rank {torch.distributed.get_rank()} and "
+            f"{first} on another (0: off): export it on all nodes"
+        )
+
+
+def _note_forward(observer: weakref.ref[Observer]) -> Any:
+    def note(stack: torch.nn.Module, _inputs: Any) -> None:
+        if stack.training and (found := observer()) is not None:
+            found._ran = True
+
+    return note
+
+
+#: Of this process, in the order of their stacks, which is that of all ranks.
+_observers: list[weakref.ref[Observer]] = []
+
+
+@functools.cache
+def _hook() -> None:
+    """Registered once and never removed: torch walks over its hooks while they are called."""
+
+    def after(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        for observer in _observers:
+            if (found := observer()) is not None:
+                found.step_done()
+
+    register_optimizer_step_post_hook(after)
+
+
+def _follow_steps(observer: weakref.ref[Observer]) -> None:
+    _observers[:] = [one for one in _observers if one() is not None] + [observer]
+    _hook()
+
+
+def _find_ddp(observer: weakref.ref[Observer], stack: weakref.ref[Any]) -> None:
+    """Tell the observer its DDP wrapper when it first runs, and say what is observed."""
+
+    def look(module: torch.nn.Module, _inputs: Any) -> None:
+        found, wanted = observer(), stack()
+        if found is None or wanted is None:
+            everywhere.remove()
+        elif module is wanted:
+            everywhere.remove()
+            _announce(found)
+        elif isinstance(module, DistributedDataParallel) and wanted in set(module.modules()):
+            found._ddp = weakref.ref(module)
+
+    everywhere = torch.nn.modules.module.register_module_forward_pre_hook(look)
+
+
+def _announce(observer: Observer) -> None:
+    what = "measuring" if observer.used else "measuring what NVFP4 would do, computing without it"
+    path = Path(observer.chosen.folder) / report.FILE
+    observer.say(
+        f"{what}: {len(observer.records)} linears of this rank, every {observer.chosen.interval} iterations, "
+        f"into {path}"
+    )

@@ -1,0 +1,155 @@
+"""What quantization does to a tensor, in numbers. The definitions of every column of a precision report.
+
+Of an operand x of a matrix product, as it is handed to the quantizer (gathered over sequence-parallel ranks;
+in wgrad rotated, where the recipe rotates), and of the values q that the product computes with:
+
+    zeros     share of elements of x that are exactly 0
+    flushed   flush-to-zero share: elements with x != 0 and q = 0, over elements with x != 0
+    sqnr_db   signal to quantization noise, 10 log10(sum x^2 / sum (x - q)^2), in dB
+    amax      max |x|
+
+Of a weight gradient, as the optimizer took it (summed over microbatches, reduced over ranks, clipped): zeros
+and amax. Shares lie between 0 and 1.
+
+The reports name these quantities and do not define them. UNKNOWN: whether their flush-to-zero divides by all
+elements or by those that were not 0, and over how many steps and against what threshold Super's "7 % of the
+parameters had zero weight gradients" was counted (arXiv 2604.12374, section 2.2). Here a share is of one
+step, and zero is exactly 0.
+
+Sums are kept, not shares: those of microbatches, ranks and experts add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.precision import blocks as cut
+from megatron_nemotron3.precision import hadamard, nvfp4
+from megatron_nemotron3.precision.products import Operand
+from megatron_nemotron3.precision.spec import Spec
+
+#: Columns of `Sums.sums`.
+ELEMENTS, ZEROS, FLUSHED, SIGNAL, NOISE = range(5)
+
+
+class Sums(NamedTuple):
+    """sums: float64 [G, 5], the columns above, of G groups (experts, or 1). amax: float64 [G]."""
+
+    sums: Tensor
+    amax: Tensor
+
+    @classmethod
+    def zero(cls, groups: int, device: torch.device) -> Sums:
+        """Of nothing."""
+        return cls(*(torch.zeros(groups, *more, dtype=torch.float64, device=device) for more in ((5,), ())))
+
+    def add(self, other: Sums, first: int = 0) -> None:
+        """Take in other sums, in place; their group 0 is group `first` here."""
+        here = slice(first, first + len(other.sums))
+        self.sums[here] += other.sums
+        self.amax[here] = torch.maximum(self.amax[here], other.amax)
+
+
+class Numbers(NamedTuple):
+    """The four columns of one tensor; NaN where there is nothing to divide by."""
+
+    elements: int
+    zeros: float
+    flushed: float
+    sqnr_db: float
+    amax: float
+
+
+@torch.no_grad()
+def measure(
+    x: Tensor,
+    how: Spec,
+    q: Tensor,
+    *,
+    owner: Tensor | None = None,
+    groups: int = 1,
+    filler: Tensor | None = None,
+) -> Sums:
+    """Sums over an operand.
+
+    Args:
+        x: [..., k], as handed to the quantizer; rotated here if the operand is.
+        how: the operand.
+        q: the values used, of the shape of x, dequantized, still rotated.
+        owner: group of each row (int64, as many as x has rows); None: all are of group 0.
+        groups: G.
+        filler: [G], rows of zeros among those of x that only fill up blocks. They are not counted, but in
+            a rotated operand, where they are zeros no longer.
+    """
+    if how.hadamard:
+        x = rotated(x, how)
+    x, q = x.reshape(-1, x.shape[-1]), q.reshape(-1, x.shape[-1])
+    rows, width = x.shape
+    per_row = torch.stack(
+        (
+            torch.full((rows,), width, dtype=torch.float64, device=x.device),
+            (x == 0).sum(-1).double(),
+            ((x != 0) & (q == 0)).sum(-1).double(),
+            _squares(x),
+            _squares(x.float() - q.float()),
+        ),
+        dim=-1,
+    )
+    if owner is None:
+        owner = torch.zeros(rows, dtype=torch.int64, device=x.device)
+    result = Sums.zero(groups, x.device)
+    result.sums.index_add_(0, owner, per_row)
+    result.amax.scatter_reduce_(0, owner, x.abs().amax(-1).double(), "amax")
+    if filler is not None and not how.hadamard:
+        result.sums[:, : ZEROS + 1] -= (filler * width).double().unsqueeze(1)
+    return result
+
+
+def _squares(x: Tensor) -> Tensor:
+    """Sums of squares of rows, [n, k] -> [n]; in FP64, for gradients whose squares FP32 does not hold."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square()
+
+
+def rotated(x: Tensor, how: Spec) -> Tensor:
+    """x with its blocks rotated, in its dtype: what the quantizer rounds (`hadamard`)."""
+    blocks = cut.view(x.contiguous(), how).float()
+    return hadamard.rotate(blocks, torch.empty_like(blocks)).to(x.dtype).view(x.shape) if x.numel() else x
+
+
+def dequantized(q: Operand) -> Tensor:
+    """The values of an operand in float32; NVFP4's scale is of a tensor, matrix, row or block of rows."""
+    values = q.values.float()
+    if q.amax is None or not values.numel():
+        return values
+    scale = q.amax * (1 / nvfp4.MAX)
+    if scale.ndim == 2:
+        scale = scale.repeat_interleave(len(values) // len(scale), 0)
+    return values * scale
+
+
+def numbers(sums: Sequence[float], amax: float) -> Numbers:
+    """The columns of a report.
+
+    Args:
+        sums: elements, zeros, flushed, signal, noise.
+    """
+    elements, zeros, flushed, signal, noise = sums
+    not_zero = elements - zeros
+    return Numbers(
+        round(elements),
+        zeros / elements if elements else math.nan,
+        flushed / not_zero if not_zero else math.nan,
+        _decibel(signal, noise),
+        amax,
+    )
+
+
+def _decibel(signal: float, noise: float) -> float:
+    if signal > 0 and noise > 0:
+        return 10 * math.log10(signal / noise)
+    return math.inf if signal > 0 and noise == 0 else math.nan

@@ -1,0 +1,213 @@
+"""Fake quantization on a real device: the checks of test_triton_quantize.py there, and a model's step.
+
+The tests of models also run on the CPU, with torch on both sides, where they show that the comparison holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_world import host_waits, world
+from megatron_nemotron3.models import get
+from megatron_nemotron3.precision import hadamard
+from megatron_nemotron3.precision.spec import Spec
+from tests.parity.mapping import megatron_model, randomize
+from tests.precision import test_quantizer_draws as draws
+from tests.precision import test_triton_quantize as checks
+from tests.precision.emulating import emulating, quant_recipe
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+#: Rotated operands are compared apart: cuBLAS may add in another order.
+PLAIN = [name for name, how in checks.SPECS.items() if not how.hadamard]
+#: Divisible into every format's blocks; the last one of several programs a row and a column.
+SHAPES = [(2, 32, 96), (3, 64, 160), (1056, 2688)]
+
+
+def on_device(function: Any) -> Any:
+    for mark in on_gpu:
+        function = mark(function)
+    return function
+
+
+@on_device
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", checks.TYPES)
+@pytest.mark.parametrize("name", PLAIN)
+def test_values(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    checks.check_spec(name, dtype, shape, "cuda")
+
+
+@on_device
+@pytest.mark.parametrize("name", ["column", "mxfp8_column", "stochastic_column"])
+def test_odd_columns(name: str) -> None:
+    for columns in (4, 37, 1028):
+        checks.check(checks.values(64, columns, device="cuda"), checks.SPECS[name])
+
+
+@on_device
+@pytest.mark.parametrize("kind", checks.AMAX)
+@pytest.mark.parametrize("name", ["row", "column", "tile"])
+def test_amax(name: str, kind: str) -> None:
+    checks.check_amax(name, kind, "cuda")
+
+
+@on_device
+@pytest.mark.parametrize("name", PLAIN)
+def test_corners(name: str) -> None:
+    checks.check_corners(name, "cuda")
+    checks.check_every_exponent(name, "cuda")
+
+
+@on_device
+@pytest.mark.parametrize("dtype", checks.TYPES)
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_rotation(axis: int, dtype: torch.dtype) -> None:
+    """Against FP64, and how often torch's product has other bits. The maximum is of what was written."""
+    from megatron_nemotron3.precision import triton_quantize
+
+    x = checks.values(1056, 2688, device="cuda", dtype=dtype)
+    how = Spec(axis=axis, hadamard=True)
+    rotated, largest = triton_quantize.magnitudes(x, how)
+    with checks.path(None):
+        wanted = checks.quantizer.prepare(x, how)
+    h = hadamard.matrix(x.device, torch.float64)
+    blocks = (x if axis == -1 else x.t()).double().reshape(-1, 16)
+    exact = blocks @ h
+    found = (rotated if axis == -1 else rotated.t()).reshape(-1, 16)
+    size = blocks.abs().sum(1, keepdim=True) / 4
+    limit = torch.finfo(dtype).eps * exact.abs() + 16 * torch.finfo(torch.float32).eps * size + 2.0**-24
+    assert ((found.double() - exact).abs() <= limit).all()
+    grid = found.abs().amax(1).float()
+    assert torch.equal(largest, grid if axis == -1 else grid.view(2688, -1).t().flatten())
+    print(f"axis {axis}, {dtype}: {(rotated != wanted.x).double().mean().item():.1e} of the bits are others")
+
+
+@on_device
+def test_stochastic_rounding() -> None:
+    for name in ("stochastic", "wgrad_dy"):
+        draws.check_replay(name, "cuda")
+    for axis in (-1, -2):
+        draws.check_numbers(axis, (2, 48, 80), "cuda")
+        draws.check_numbers(axis, (64, 16384), "cuda")
+        draws.check_draws(axis, 2**20, "cuda")
+
+
+@on_device
+def test_a_cuda_graph_draws_anew() -> None:
+    """Captured once, replayed twice: other numbers each time, and none of them the host's to know."""
+    from megatron_nemotron3.precision import triton_quantize
+
+    x = checks.values(64, 256, device="cuda")
+    with checks.path(triton_quantize):
+        checks.fake_quantize(x, Spec(stochastic=True))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = checks.fake_quantize(x, Spec(stochastic=True))
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert not torch.equal(first, out) and first.isfinite().all()
+
+
+# A model
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=on_gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    with world(request.param):
+        yield request.param
+
+
+def kernels_of(device: str) -> Any:
+    """The kernels, counting their calls; torch on a CPU."""
+    if device == "cpu":
+        return None
+    from megatron_nemotron3.precision import triton_quantize
+
+    calls = {"magnitudes": 0, "finish": 0}
+
+    def counting(name: str) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return getattr(triton_quantize, name)(*args, **kwargs)
+
+        return wrapper
+
+    return SimpleNamespace(calls=calls, **{name: counting(name) for name in calls})
+
+
+def build(device: str, emulation: str) -> Any:
+    with emulating(emulation):
+        model = megatron_model(
+            get("super-tiny"),
+            use_cpu_initialization=device == "cpu",
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            quant_recipe=quant_recipe(),
+            first_last_layers_bf16=True,
+            num_layers_at_start_in_bf16=0,
+            num_layers_at_end_in_bf16=1,
+        )
+    randomize(model, 6)
+    return model.train()
+
+
+def step(model: Any, device: str, kernels: Any, seed: int = 3) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one sequence."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    model.zero_grad(set_to_none=True)
+    stream = torch.randint(512, (1, 129), generator=torch.Generator().manual_seed(5)).to(device)
+    positions = torch.arange(128, device=device).unsqueeze(0)
+    with checks.path(kernels):
+        loss = model(stream[:, :-1], positions, None, labels=stream[:, 1:].contiguous()).mean()
+        loss.backward()
+    return loss.item(), {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
+    """The largest relative error (norms) of a gradient."""
+    assert one.keys() == two.keys()
+    zero = {n for n, g in two.items() if not g.any()}  # experts without tokens
+    assert len(zero) < len(two) / 2 and not any(one[n].any() for n in zero)
+    return max(((g - two[n]).norm() / two[n].norm()).item() for n, g in one.items() if n not in zero)
+
+
+def test_a_step_has_the_values_of_torch(device: str) -> None:
+    """To nearest. Sums of atomics, and a rotation's order, may move single roundings: hence a tolerance."""
+    model, kernels = build(device, "nvfp4,sr=0"), kernels_of(device)
+    wanted, found = step(model, device, None), step(model, device, kernels)
+    assert kernels is None or min(kernels.calls.values()) > 0
+    assert found[0] == pytest.approx(wanted[0], rel=1e-4)
+    worst = difference(found[1], wanted[1])
+    print(f"{device}: loss off by {abs(found[0] - wanted[0]):.1e}, the worst gradient by {worst:.1e}")
+    assert worst <= 1e-2
+
+
+def test_a_step_replays(device: str) -> None:
+    """The same state of the generators, the same draws; another state, others."""
+    model, kernels = build(device, "nvfp4"), kernels_of(device)
+    first, again, other = (step(model, device, kernels, seed) for seed in (3, 3, 4))
+    assert first[0] == pytest.approx(again[0], rel=1e-5)
+    same, another = difference(again[1], first[1]), difference(other[1], first[1])
+    assert same <= 1e-2 < another, (same, another)
+
+
+def test_kernels_never_wait(device: str) -> None:
+    model, kernels = build(device, "nvfp4"), kernels_of(device)
+    waits = []
+    for side in (None, kernels):
+        step(model, device, side)
+        waits.append(host_waits(lambda side=side: step(model, device, side), device))
+    assert waits[1] <= waits[0]

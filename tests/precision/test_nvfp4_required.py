@@ -1,0 +1,106 @@
+"""The launcher ends a run that was told `--fp4-format` and computes without NVFP4."""
+
+from __future__ import annotations
+
+import io
+from contextlib import ExitStack, redirect_stderr
+from typing import Any
+
+import pytest
+
+from megatron_nemotron3 import run
+from tests.helpers import initialize, run_distributed
+
+from .test_census_upstream import FP4, listening, tiny_super
+
+ASKED = ["--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"]
+
+
+def first_forward(arguments: list[str], hear: bool, **overrides: Any) -> tuple[int | None, str]:
+    """(exit code or None, what was said) of the first forward of a run that was given `arguments`."""
+    run.verify_nvfp4(arguments)
+    with ExitStack() as stack:
+        if hear:
+            stack.enter_context(listening())
+        model = tiny_super(**{**FP4, "num_layers_at_end_in_bf16": 1, **overrides})
+        said = io.StringIO()
+        try:
+            with redirect_stderr(said):
+                model(None, None, None)
+        except SystemExit as end:
+            return int(end.code or 0), said.getvalue()
+        except Exception:  # nothing was given to multiply: the launcher let it pass
+            return None, said.getvalue()
+    raise AssertionError("a forward of nothing")
+
+
+def looks() -> dict[str, tuple[int | None, str]]:
+    initialize()
+    return {
+        "good": first_forward(ASKED, True),
+        "nobody listens": first_forward(ASKED, False),
+        "all tail": first_forward(["--fp4-format=e2m1"], True, num_layers_at_end_in_bf16=500),
+        "dropped": first_forward(ASKED, True, fp4=None),
+        "not asked": first_forward(["--bf16"], False),
+        "other recipe": first_forward(["--fp4-format", "e2m1", "--fp4-recipe", "custom"], False),
+    }
+
+
+def test_at_the_first_forward() -> None:
+    found = run_distributed(looks, 1)[0]
+    assert {name for name, (code, _) in found.items() if code is None} == {
+        "good",
+        "not asked",
+        "other recipe",
+    }
+    assert {found[name] for name in ("good", "not asked", "other recipe")} == {(None, "")}
+    for name, message in (
+        ("nobody listens", "6 of 6 NVFP4 linears of this rank cannot compute it"),
+        ("all tail", "none of the model's 27 linears is NVFP4 (27 bf16)"),
+        ("dropped", "the layers' format is bf16: pass --fp4-format e2m1"),
+    ):
+        code, said = found[name]
+        assert (
+            code == 2 and message in said and said.startswith("megatron_nemotron3.run: NVFP4 was asked for")
+        )
+
+
+#: Run by TE_PYTHON: stock TE linears hear of their formats; where the tail is everything, the run ends.
+LIVE = f"""
+import json, logging, warnings
+warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
+import yaml
+from tests import helpers
+from megatron_nemotron3.models import SUPER
+from megatron_nemotron3.precision import yaml_file
+
+def take(tail):
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.quantization.quant_config import RecipeConfig
+    from megatron_nemotron3 import run
+
+    helpers.initialize()
+    pattern, fields = helpers.GOLDEN_MODELS["super_like"]
+    recipe = RecipeConfig.from_config_dict(yaml.safe_load(yaml_file.render(SUPER)))
+    run.verify_nvfp4({ASKED!r})
+    model = helpers.build_hybrid(
+        pattern, hybrid_stack_spec, quant_recipe=recipe, num_layers_at_end_in_bf16=tail, **fields, **{FP4!r}
+    )
+    try:
+        model(None, None, None)
+    except SystemExit as end:
+        return end.code
+    except Exception:
+        return "passed"
+
+print("RESULT", json.dumps([helpers.run_distributed(take, 1, tail)[0] for tail in (1, 500)]))
+"""
+
+
+@pytest.mark.te
+def test_live_te_modules() -> None:
+    from tests.te import test_te_stack
+
+    if not test_te_stack.os.environ.get("TE_PYTHON"):
+        pytest.skip("TE_PYTHON does not name the interpreter of an environment with TransformerEngine")
+    assert test_te_stack.run_with_te(LIVE) == ["passed", 2]

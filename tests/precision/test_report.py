@@ -1,0 +1,149 @@
+"""The file, the summary and the picture of a precision report; and the command that makes them again."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3 import cli
+from megatron_nemotron3.precision import report
+from megatron_nemotron3.precision.report import GRADIENT, ReportError, Row, append, read, summary
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def row(iteration: int = 1, layer: str = "layer_001", tensor: str = "fprop.x", **changes: object) -> Row:
+    values: dict[str, object] = {
+        "module": "mixer.in_proj",
+        "format": "nvfp4",
+        "used": True,
+        "elements": 100,
+        "zeros": 0.0,
+        "flushed": 0.07,
+        "sqnr_db": 20.4,
+        "amax": 3.5,
+    }
+    return Row(iteration=iteration, layer=layer, tensor=tensor, **{**values, **changes})  # type: ignore[arg-type]
+
+
+def rows(iteration: int) -> list[Row]:
+    """Two Mamba layers, experts and an MTP layer."""
+    mamba = [
+        row(iteration, layer, tensor, module=f"mixer.{name}", format=fmt, flushed=share)
+        for layer, share in (("layer_001", 0.07), ("layer_003", 0.35))
+        for name, fmt in (("in_proj", "nvfp4"), ("out_proj", "mxfp8"))
+        for tensor in ("fprop.x", "fprop.weight")
+    ]
+    fc2 = "mlp.experts.linear_fc2"
+    experts = [
+        row(iteration, "layer_002", "dgrad.dy", module=fc2, flushed=0.2, worst_expert=17, worst=0.9),
+        row(iteration, "layer_002", GRADIENT, module=fc2, zeros=0.5, flushed=math.nan, sqnr_db=math.nan,
+            elements=300, worst_expert=3, worst=1.0),
+    ]  # fmt: skip
+    gradient = row(iteration, "layer_001", GRADIENT, flushed=math.nan, sqnr_db=math.nan)
+    return [*mamba, *experts, gradient, row(iteration, "mtp_layer_2", flushed=0.01)]
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    append(tmp_path / "new", rows(1))
+    append(tmp_path / "new", rows(100))
+    assert list(map(str, read(tmp_path / "new"))) == list(map(str, [*rows(1), *rows(100)]))
+
+
+def test_a_resumed_run_repeats_iterations(tmp_path: Path) -> None:
+    append(tmp_path, [row(5), row(10)])
+    append(tmp_path, [row(10, flushed=0.5)])
+    assert [(r.iteration, r.flushed) for r in read(tmp_path)] == [(5, 0.07), (10, 0.5)]
+
+
+def test_a_run_that_was_killed_while_writing(tmp_path: Path) -> None:
+    append(tmp_path, [row(1), row(2)])
+    file = tmp_path / report.FILE
+    file.write_text(file.read_text()[:-4])
+    assert [r.iteration for r in read(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist: train with --log-precision"),
+        ("", ":1 is not the header"),
+        ("a,b\n1,2\n", ":1 is not the header iteration,layer"),
+        (",".join(Row._fields) + "\n", "holds no measurement"),
+        (",".join(Row._fields) + "\n1,layer_001\n", ":2 is broken .2 cells instead of 13"),
+        (",".join(Row._fields) + "\n1,l,m,nvfp4,other,1,5,0,0,0,0,-1,\n", "unknown tensor 'other'"),
+        (",".join(Row._fields) + "\nx,l,m,nvfp4,fprop.x,1,5,0,0,0,0,-1,\n", ":2 is broken"),
+        ("\u00e9\n", "is no precision report"),
+    ],
+)
+def test_what_is_no_report(
+    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / report.FILE).write_text(content, encoding="utf-8")
+    with pytest.raises(ReportError, match=message):
+        read(tmp_path)
+    assert cli.main(["precision", "--report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / report.PICTURE).exists()
+
+
+def test_summary() -> None:
+    lines = list(summary([*rows(1), *rows(100)]))
+    text = "\n".join(lines)
+    assert "iteration 100 (2 measured from 1 on), as computed" in lines[0]
+    table = {tuple(line.split()[:3]): line for line in lines[2:]}
+    x = table["mixer.in_proj", "nvfp4", "X"]
+    assert "7.00%" in x and "35.00% layer_003" in x and "20.4" in x
+    assert ("mixer.out_proj", "mxfp8", "X") in table and ("mixer.out_proj", "nvfp4", "X") not in table
+    assert "20.00% layer_002 (expert 17: 90.00%)" in table["mlp.experts.linear_fc2", "nvfp4", "dY"]
+    assert "exactly zero: 37.500% of 400 elements; worst 50.000%, layer_002 mlp.experts.linear_fc2" in text
+    other = next(summary([row(1, used=False)]))
+    assert "as NVFP4 would compute" in other
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    append(tmp_path, rows(1))
+    assert cli.main(["precision", "--report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "precision at iteration 1" in out and str(tmp_path / report.PICTURE) in out
+    assert (tmp_path / report.PICTURE).read_bytes().startswith(PNG)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [report.FILE, report.PICTURE]
+    report.remove(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_picture_names_formats_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    from megatron_nemotron3.precision import heatmap
+
+    seen: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (seen.append(self), save(self, *a, **k)))
+    heatmap.plot(rows(7), tmp_path / "a.png", "mine")
+    (figure,) = seen
+    axes = [a for a in figure.axes if a.get_title()]
+    titles = [a.get_title() for a in axes]
+    assert titles == ["X: flushed to zero", "W: flushed to zero", "dY: flushed to zero", "X: SQNR", "W: SQNR",
+                      "dY: SQNR", "weight gradient: zeros"]  # fmt: skip
+    words = {text.get_text() for a in figure.axes for text in (*a.get_xticklabels(), *a.get_yticklabels())}
+    assert {"in_proj (nvfp4)", "out_proj (mxfp8)", "experts.linear_fc2 (nvfp4)"} <= words
+    assert {"layer_001", "layer_002", "layer_003", "mtp_layer_2"} <= words
+    units = {a.get_ylabel() for a in figure.axes} | {a.get_xlabel() for a in figure.axes}
+    assert {"% of nonzero elements", "dB", "% of elements", "depth (layer)", "linear (format)"} <= units
+    # layer_003 (third from above), in_proj: 35 %, and nothing where there is no such linear.
+    table = axes[0].get_images()[0].get_array().filled(math.nan)  # type: ignore[union-attr]
+    assert table[2][0] == pytest.approx(35) and math.isnan(table[1][0])
+    assert figure.get_suptitle() == "mine, iteration 7, as computed"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["precision"], ["precision", "super", "--report", "x"], ["precision", "--report", "x", "--yaml", "y"]],
+)
+def test_bad_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    assert "give the NAME of a model, or --report DIR alone" in capsys.readouterr().err

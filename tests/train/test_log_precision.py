@@ -1,0 +1,146 @@
+"""`--log-precision` from the command line: what is refused before anything starts, and a whole run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3 import cli
+from megatron_nemotron3 import run as launcher
+from megatron_nemotron3.args import ParallelLayout, TrainingSchedule
+from megatron_nemotron3.models import get, tiny
+from megatron_nemotron3.precision import report
+from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging
+from megatron_nemotron3.train import log
+from megatron_nemotron3.train.command import Request, _logging
+
+TRAIN = ["train", "super", "--tiny", "--device", "cpu"]
+SPEC = ["--spec", "megatron_nemotron3.specs"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--log-precision", "0"], "--log-precision 0: give an interval in iterations from 1 on"),
+        (["--log-precision", "-3"], "--log-precision -3: give an interval in iterations from 1 on"),
+        (["--log-precision=often"], "--log-precision often: give an interval in iterations from 1 on"),
+        (
+            ["--log-precision", "--backend", "auto", "--precision", "mxfp8"],
+            "use backend te, or precision bf16",
+        ),
+    ],
+)
+def test_refused(
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*TRAIN, *words]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and "Traceback" not in printed.err
+    assert not list(tmp_path.iterdir())
+
+
+def request(**changes: object) -> Request:
+    values: dict[str, object] = {
+        "config": tiny(get("super")), "layout": ParallelLayout(), "precision": "bf16", "backend": "torch",
+        "device": "cpu", "output": Path("runs/mine"), "log_precision": 0,
+    }  # fmt: skip
+    return Request(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_when() -> None:
+    """An interval that was given counts; else the last step of a short run is measured."""
+    here = str(Path("runs/mine").resolve())
+    long, short = TrainingSchedule(train_iters=300), TrainingSchedule(train_iters=40)
+    assert _logging(request(log_precision=None), long) is None
+    assert _logging(request(), long) == Logging(100, here)
+    assert _logging(request(), short) == Logging(40, here)
+    assert _logging(request(log_precision=7), short) == Logging(7, here)
+    assert _logging(request(), TrainingSchedule()) == Logging(100, here)
+    for backend in ("te", "auto"):
+        with pytest.raises(ValueError, match=f"not of {backend}: use --backend torch"):
+            _logging(request(backend=backend), long)
+
+
+@pytest.mark.parametrize(
+    ("value", "arguments", "message"),
+    [
+        ("0.5", [], f"{LOG_VARIABLE}='0.5': give an interval"),
+        (
+            "5",
+            [],
+            "--spec names another stack: use --spec megatron_nemotron3.specs nemotron3_torch_stack_spec",
+        ),
+        ("5", ["--spec", "other.module", "spec"], "--spec names another stack"),
+        ("5", [*SPEC, "nemotron3_te_stack_spec"], "nemotron3_te_stack_spec"),
+    ],
+)
+def test_the_launcher_refuses(
+    value: str,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise RuntimeError('started')")
+    monkeypatch.setenv(LOG_VARIABLE, value)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, {"MASTER_ADDR": "localhost", "WORLD_SIZE": "1"}.get(name, "0"))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as stopped:
+        launcher.main(["--device", "cpu", str(script), *arguments])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def train(output: Path, text: Path, *words: str) -> str:
+    """Three steps; what was printed."""
+    start = [sys.executable, "-m", "megatron_nemotron3", *TRAIN, "--steps", "3", "--seq-length", "64"]
+    start += ["--micro-batch-size", "1", "--global-batch-size", "2", "--text", str(text)]
+    done = subprocess.run(
+        [*start, "--output", str(output), *words, "--", "--eval-iters", "0", "--log-interval", "1"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.full
+def test_from_the_command_line(tmp_path: Path) -> None:
+    """Emulated and plain: file, picture and table are there, and losses are those of a run without."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(3000)))
+    for name, words in (("emulated", ["--precision", "nvfp4", "--emulate"]), ("plain", [])):
+        folder = tmp_path / name
+        printed = train(folder, text, *words, "--log-precision")
+        assert "precision at iteration 3 (2 measured from 1 on)" in printed
+        assert "weight gradients exactly zero: " in printed and "precision plot" in printed
+        assert (folder / report.PICTURE).read_bytes().startswith(b"\x89PNG")
+        rows = report.read(folder)
+        assert {(row.module, row.format) for row in rows} >= {
+            ("mixer.in_proj", "nvfp4"),
+            ("mixer.out_proj", "mxfp8"),
+            ("mlp.experts.linear_fc2", "nvfp4"),
+        }
+        assert {row.format for row in rows if row.module == "mixer.out_proj"} == {"mxfp8"}
+        assert {row.used for row in rows} == {name == "emulated"}
+        train(tmp_path / f"{name}-off", text, *words)
+        measured, off = (log.read(str(tmp_path / n / "train.log")).steps for n in (name, f"{name}-off"))
+        assert [s.values["grad norm"] for s in measured.values()] == [
+            s.values["grad norm"] for s in off.values()
+        ]
+        assert [s.loss for s in measured.values()] == [s.loss for s in off.values()]
+        assert not (tmp_path / f"{name}-off" / report.FILE).exists()
