@@ -1,0 +1,400 @@
+"""What crosses between modules, counted on the wire: our communicator beside upstream's, in one run.
+
+    python benchmarks/boundary.py [--rows 2048] [--hidden 256] [--quick] [--device cuda]
+
+On the CPU: 4 + 4 gloo processes. V is the bytes of a microbatch's rows. "busiest" is what the busiest rank
+sends or receives between the modules, in V; the bound is max(V / S, V / D) for S and D boundary ranks, or for
+ragged rows what `boundary.bounds` says. "inside" is what enters the busiest rank from its own module (a group
+that replicates must gather). Bytes and messages are counted in every process at the calls of
+torch.distributed (wire.py), for the second microbatch: the first one agrees on width and dtype. Integers
+(shapes, headers) are counted apart: "4 + 8, 6" is 4 messages with rows, 8 calls with integers (all ranks) and
+6 reads of a tensor's value by the host. Every value is compared with plain concatenation; "wrong" says what
+differs. None of this is a time.
+
+With --device, what one GPU does: bandwidth of packing; time and peak memory of building a decoder input from
+owner slices (boundary/align.py) beside upstream's scatter of the whole sequence followed by the slice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from common import print_table
+
+#: (TP, DP) of four ranks.
+SHAPES = ((1, 4), (2, 2), (4, 1))
+
+
+class Case(NamedTuple):
+    """source, destination: `Layout.parse`; shares: of all rows, of each of 4 samples; kind: for the table."""
+
+    source: str
+    destination: str
+    shares: tuple[float, ...] = (0.25,) * 4
+    kind: str = ""
+    sliced: bool = False
+
+
+class Measured(NamedTuple):
+    """Of one rank and direction: bytes sent, received, entered in collectives; messages with rows; calls for
+    integers; reads of a value by the host; what was wrong."""
+
+    sent: int
+    received: int
+    inside: int
+    messages: int
+    control: int
+    waits: int
+    wrong: str
+
+
+def cases(quick: bool) -> list[Case]:
+    """Every relation of 4 + 4 ranks, then ragged rows and slices."""
+    found = [
+        Case(f"tp={a},dp={b}", f"tp={c},dp={d},offset=4")
+        for (a, b), (c, d) in itertools.product(SHAPES, SHAPES)
+    ]
+    ragged = (0.55, 0.25, 0.15, 0.05)
+    found += [
+        Case("dp=4", "tp=4,offset=4", ragged, "ragged"),
+        Case("dp=4", "tp=2,dp=2,offset=4", ragged, "ragged"),
+        Case("tp=4", "dp=4,offset=4", ragged, "ragged"),
+        Case("tp=2,dp=2", "tp=4,offset=4", (0.5, 0.5, 0.0, 0.0), "text-only lane"),
+        Case("tp=2,dp=2", "tp=2,cp=2,offset=4,sp", kind="slices", sliced=True),
+        Case("dp=4", "cp=4,offset=4", kind="slices", sliced=True),
+    ]
+    return found[:3] + found[-6:] if quick else found
+
+
+def rows_of(case: Case, rows: int) -> list[int]:
+    """Rows of each sample: V is the same for all cases."""
+    return [round(share * rows) for share in case.shares]
+
+
+def batch(case: Case, rows: int) -> Any:
+    """Token ids [4, s]: rows (1) spread over the sequence, among text (0)."""
+    import numpy as np
+
+    length = 2 * max(rows_of(case, rows))
+    length += -length % 64
+    random = np.random.default_rng(0)
+    ids = np.zeros((4, length), np.int64)
+    for sample, n in enumerate(rows_of(case, rows)):
+        ids[sample, random.permutation(length)[:n]] = 1
+    return ids
+
+
+def measure(ours: bool, todo: list[Case], rows: int, hidden: int) -> list[tuple[Measured, Measured]]:
+    """On this rank, for every case: forward and backward."""
+    import logging
+
+    from tests.boundary.upstream.run import gloo_groups
+
+    logging.disable(logging.INFO)
+    if not ours:
+        gloo_groups()
+    return [_one(ours, case, rows, hidden) for case in todo]
+
+
+def _one(ours: bool, case: Case, rows: int, hidden: int) -> tuple[Measured, Measured]:
+    import torch
+    import torch.distributed as dist
+    from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+
+    from megatron_nemotron3.boundary.bridge import Bridge
+    from megatron_nemotron3.boundary.edge import Edge
+    from megatron_nemotron3.boundary.feed import RowFeed, Stream, tokens
+    from megatron_nemotron3.boundary.layout import Layout
+    from tests.boundary.lanes import every_row, lane_of, of_lane, of_rank
+
+    rank = dist.get_rank()
+    source, destination = Layout.parse(case.source), Layout.parse(case.destination)
+    grids = [_grid(source), _grid(destination)]
+    ids = batch(case, rows)
+    samples = every_row(rows_of(case, rows), hidden, torch.float32)
+    give, take = lane_of(source, 0, rank), lane_of(destination, 0, rank)
+    mine = None if give is None else of_lane(samples, source.dp, give)
+    theirs = None
+    if take is not None:
+        theirs = (
+            of_rank(samples, ids.astype(bool).tolist(), destination, take, rank)
+            if case.sliced
+            else of_lane(samples, destination.dp, take)
+        )
+    if ours:
+        edge = Edge("images", "language", source, destination, 2, 0, torch.float32)
+        bridge: Any = Bridge(*grids, comm_dtype=torch.float32, tensor_ndim=2, edge=edge)
+        feed = RowFeed([{"ids": ids}] * 2, tokens("ids", {"images": 1}))
+        bridge.hub.training = Stream(feed)
+    else:
+        try:
+            bridge = BridgeCommunicator(*grids, comm_dtype=torch.float32, tensor_ndim=2)
+        except (AssertionError, ValueError) as error:
+            refused = Measured(0, 0, 0, 0, 0, 0, f"refused: {error}")
+            return refused, refused
+    _cross(bridge, mine, theirs)
+    dist.barrier()
+    found = _cross(bridge, mine, theirs)
+    if ours:
+        bridge.close()
+    else:
+        dist.barrier()
+        BridgeCommunicator.destroy_broadcast_pgs()
+        BridgeCommunicator.destroy_bridge_pgs()
+    return found
+
+
+def _grid(layout: Any) -> Any:
+    from megatron.core.hyper_comm_grid import HyperCommGrid
+
+    names = ["tp", "cp", "pp", "dp"]
+    return HyperCommGrid([layout.size_of(name) for name in names], names, layout.offset)
+
+
+def _cross(bridge: Any, mine: Any, theirs: Any) -> tuple[Measured, Measured]:
+    """One microbatch there and its gradient (twice the rows) back."""
+    import torch
+    import torch.distributed as dist
+    from wire import counted
+
+    wrong = ["", ""]
+    with counted() as ahead:
+        if mine is not None:
+            bridge.send_forward(mine)
+        elif theirs is not None:
+            found = bridge.recv_forward()
+        dist.barrier()
+    if theirs is not None:
+        wrong[0] = "" if torch.equal(found, theirs) else f"{len(found)} rows for {len(theirs)}, or others"
+    with counted() as back:
+        if theirs is not None:
+            bridge.send_backward(theirs * 2)
+        elif mine is not None:
+            found = bridge.recv_backward()
+        dist.barrier()
+    if mine is not None:
+        good = torch.equal(found, mine * 2)
+        wrong[1] = "" if good else f"gradient of {len(found)} rows for {len(mine)}, or others"
+    return tuple(  # type: ignore[return-value]
+        Measured(*wire.crossing, wire.shared, wire.messages, wire.control, wire.host_waits, text)
+        for wire, text in zip((ahead, back), wrong, strict=True)
+    )
+
+
+def bound_of(case: Case, rows: int, back: bool) -> float:
+    """Least share of V that the busiest rank carries."""
+    from megatron_nemotron3.boundary.bounds import bounds
+    from megatron_nemotron3.boundary.feed import describe_ids
+    from megatron_nemotron3.boundary.layout import Layout
+    from megatron_nemotron3.boundary.sides import crossing, slices_of
+
+    source, destination = Layout.parse(case.source), Layout.parse(case.destination)
+    counts, wants = rows_of(case, rows), None
+    if case.sliced:
+        known = describe_ids(batch(case, rows), {"images": 1})
+        wants = slices_of(destination, known.runs_of("images") or (), known.lengths)
+    plan = crossing(source, destination, counts, row_bytes=1, wants=wants)
+    return bounds(plan.transposed() if back else plan).busiest / sum(counts)
+
+
+def summary(ranks: list[Measured], total: int) -> dict[str, Any]:
+    """Of all ranks."""
+    return {
+        "busiest": max(max(one.sent, one.received) for one in ranks) / total,
+        "crossing": sum(one.sent for one in ranks) / total,
+        "inside": max(one.inside for one in ranks) / total,
+        "messages": sum(one.messages for one in ranks),
+        "integers": sum(one.control for one in ranks),
+        "waits": sum(one.waits for one in ranks),
+        "wrong": next((f"rank {rank}: {one.wrong}" for rank, one in enumerate(ranks) if one.wrong), ""),
+    }
+
+
+def wire_table(rows: int, hidden: int, quick: bool) -> None:
+    """Run both sides and print."""
+    from tests.helpers import run_distributed
+
+    todo = cases(quick)
+    with contextlib.redirect_stdout(io.StringIO()):
+        sides = [run_distributed(measure, 8, ours, todo, rows, hidden, timeout=580) for ours in (True, False)]
+    total = rows * hidden * 4
+    print(f"V = {rows} rows of {hidden} FP32 = {total / 2**20:.2f} MiB; 4 + 4 ranks; second microbatch, feed")
+    table, ratios = [], []
+    for (number, case), way in itertools.product(enumerate(todo), (0, 1)):
+        ours, theirs = (summary([rank[number][way] for rank in side], total) for side in sides)
+        bound = bound_of(case, rows, bool(way))
+        refused = "refused" in theirs["wrong"]
+        ratio = math.nan if refused else theirs["busiest"] / ours["busiest"]
+        ratios += [] if refused or case.kind else [ratio]
+        table.append(
+            [
+                f"{case.source} to {case.destination.replace(',offset=4', '')} {case.kind}".strip(),
+                "back" if way else "forward",
+                f"{bound:.3f}",
+                f"{ours['busiest']:.3f}",
+                "-" if refused else f"{theirs['busiest']:.3f}",
+                "-" if refused else f"{ratio:.2f}",
+                f"{ours['crossing']:.2f}",
+                f"{ours['inside']:.2f}",
+                "-" if refused else f"{theirs['inside']:.2f}",
+                "{messages} + {integers}, {waits}".format(**ours),
+                "-" if refused else "{messages} + {integers}, {waits}".format(**theirs),
+                ours["wrong"] or "ok",
+                theirs["wrong"] or "ok",
+            ]
+        )
+    header = "layouts|way|bound|ours|upstream|ratio|crossing|inside|upstream|messages|upstream|ours|upstream"
+    print_table(header.split("|"), table)
+    ratios.sort()
+    print(
+        f"\nupstream's busiest rank over ours, {len(ratios)} uniform cases: {ratios[0]:.2f} to "
+        f"{ratios[-1]:.2f}, median {ratios[len(ratios) // 2]:.2f}"
+    )
+
+
+def gpu_tables(device: str, rows: int, hidden: int, rounds: int) -> None:
+    """What one device does by itself."""
+    import torch
+
+    pack_table(torch.device(device), rows, hidden, rounds)
+    print()
+    align_table(torch.device(device), hidden, rounds, (8192, 32768, 131072) if device == "cuda" else (512,))
+
+
+def pack_table(device: Any, rows: int, hidden: int, rounds: int) -> None:
+    """Bytes per second that `pack` and `unpack` read and write."""
+    import torch
+
+    from megatron_nemotron3.boundary.pack import pack, unpack
+    from megatron_nemotron3.boundary.transfer import Piece
+
+    table = []
+    for pieces_of in (1, 16, 256):
+        run = rows // pieces_of
+        source = torch.randn(2 * rows, hidden, device=device, dtype=torch.bfloat16)
+        pieces = tuple(Piece(2 * i * run, i * run, run) for i in range(pieces_of))
+        spread = tuple(Piece(i * run, 2 * i * run, run) for i in range(pieces_of))
+        out = torch.empty(run * pieces_of, hidden, device=device, dtype=torch.bfloat16)
+        moved = 2 * out.numel() * out.itemsize
+        packing = seconds(lambda s=source, p=pieces, o=out: pack(s, p, o), rounds)
+        unpacking = seconds(lambda s=source, p=spread, o=out: unpack(o, p, s), rounds)
+        table.append(
+            [
+                f"{pieces_of}",
+                f"{out.numel() * out.itemsize / 2**20:.1f}",
+                f"{moved / packing / 1e9:.0f}",
+                f"{moved / unpacking / 1e9:.0f}",
+            ]
+        )
+    print_table(["pieces", "MiB", "pack GB/s", "unpack GB/s"], table)
+
+
+def align_table(device: Any, hidden: int, rounds: int, lengths: tuple[int, ...]) -> None:
+    """The decoder input of one rank: owner slices beside upstream's whole sequence and the slice of it."""
+    import torch
+    from megatron.core.models.mimo.model.base import MimoModel
+
+    from megatron_nemotron3.boundary.align import align, assemble
+    from megatron_nemotron3.boundary.slices import positions
+
+    table = []
+    for length, (cp, tp) in itertools.product(lengths, ((1, 8), (4, 8))):
+        ids = torch.zeros(1, length, dtype=torch.int64)
+        ids[:, length // 8 : length // 2] = 1
+        owned = [[rows] for rows in positions(length, cp, tp, sequence_parallel=True)]
+        alignment = align((ids == 1).to(torch.int8), ["images"], owned, 0)
+        text = torch.randn(len(alignment.text), hidden, device=device, dtype=torch.bfloat16)
+        rows = torch.randn(len(alignment.rows["images"]), hidden, device=device, dtype=torch.bfloat16)
+        at = (alignment.text.to(device), alignment.rows["images"].to(device))
+        everything = {
+            "text": torch.randn(int((ids == 0).sum()), hidden, device=device, dtype=torch.bfloat16),
+            "images": torch.randn(int((ids == 1).sum()), hidden, device=device, dtype=torch.bfloat16),
+        }
+        on_device = ids.to(device)
+        places = torch.cat([torch.arange(a, b) for a, b in owned[0][0]]).to(device)
+
+        def slices(parts: Any = ((at[0], text), (at[1], rows)), way: Any = alignment) -> Any:
+            return assemble(way, parts)
+
+        def scatter(parts: Any = everything, where: Any = on_device, mine: Any = places) -> Any:
+            whole = MimoModel.align_embeddings_by_token_positions(None, parts, where, {"images": 1})
+            return whole.index_select(0, mine)
+
+        assert slices().shape == scatter().shape
+        ours, theirs = seconds(slices, rounds), seconds(scatter, rounds)
+        peaks = [peak(function, device) for function in (slices, scatter)]
+        table.append(
+            [
+                f"{length}",
+                f"{cp} x {tp}",
+                f"{ours * 1e6:.0f}",
+                f"{theirs * 1e6:.0f}",
+                *(f"{p / 2**20:.1f}" for p in peaks),
+            ]
+        )
+    print_table(["length", "CP x TP", "slices us", "upstream us", "slices MiB", "upstream MiB"], table)
+
+
+def seconds(function: Callable[[], Any], rounds: int) -> float:
+    """Median of `rounds` calls."""
+    import time
+
+    import torch
+
+    times = []
+    for number in range(rounds + 2):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        function()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times += [time.perf_counter() - begun] if number > 1 else []
+    return sorted(times)[len(times) // 2]
+
+
+def peak(function: Callable[[], Any], device: Any) -> float:
+    """Bytes that a call allocates at most; nan on the CPU."""
+    import torch
+
+    if device.type != "cuda":
+        return math.nan
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def main() -> None:
+    """Read arguments, print tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, default=2048, help="of a microbatch, a multiple of 16")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--quick", action="store_true", help="nine of the cases")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="time what one device does, instead")
+    parser.add_argument("--rounds", type=int, default=30)
+    given = parser.parse_args()
+    if given.device is None:
+        wire_table(given.rows, given.hidden, given.quick)
+        return
+    import torch
+
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here", file=sys.stderr)
+        raise SystemExit(2)
+    gpu_tables(given.device, given.rows, given.hidden, given.rounds)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

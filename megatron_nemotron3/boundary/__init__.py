@@ -1,0 +1,1 @@
+"""Boundary communicators: rows between modules of different parallel layouts, every byte once."""

@@ -1,0 +1,176 @@
+"""Upstream's `BridgeCommunicator` over our exchange: one edge between two modules.
+
+Every boundary rank sends and receives its part; there are no leaders. `comm_map` and the leaders' groups of
+upstream's class do not exist here, `_split_tensor_at_batch_dim` and the enumeration of ranks are inherited.
+"""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+from torch import Tensor
+
+from megatron_nemotron3.boundary.edge import Edge
+from megatron_nemotron3.boundary.failure import BoundaryError
+from megatron_nemotron3.boundary.hub import Hub
+from megatron_nemotron3.boundary.layout import Layout
+
+
+class Bridge(BridgeCommunicator):
+    """Rows from the last stage of one module to the first stage of another, and gradients back.
+
+    Args:
+        src_grid, dest_grid, dim_mapping, comm_dtype, src_module_name, dest_module_name, tensor_ndim: as
+            upstream. CP of the destination may be above 1.
+        edge, hub: given by `BoundaryCommunicator`, where all edges into a module share one hub; then only its
+            methods exchange.
+        timeout: of every wait; None: that of the default process group.
+
+    Raises:
+        BoundaryError: ranks construct it differently.
+        ValueError: the source has CP above 1, or other arguments that have no meaning.
+    """
+
+    #: Those that have groups, for `destroy_bridge_pgs`.
+    _alive: weakref.WeakSet[Bridge] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        src_grid: HyperCommGrid,
+        dest_grid: HyperCommGrid,
+        dim_mapping: dict[str, int] | None = None,
+        comm_dtype: torch.dtype | None = None,
+        src_module_name: str | None = None,
+        dest_module_name: str | None = None,
+        tensor_ndim: int = 3,
+        *,
+        edge: Edge | None = None,
+        hub: Hub | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.src_grid, self.dest_grid = src_grid, dest_grid
+        self.src_module_name, self.dest_module_name = src_module_name, dest_module_name
+        self.comm_dtype, self.tensor_ndim = comm_dtype, tensor_ndim
+        self.dim_mapping = dimensions(dim_mapping, tensor_ndim)
+        self.current_rank = dist.get_rank()
+        self.comm_map: dict[int, Any] = {}
+        self.src_tp_leaders, self.src_local_leader_rank = self.get_leader_rank(src_grid, is_src=True)
+        self.dest_tp_leaders, self.dest_local_leader_rank = self.get_leader_rank(dest_grid, is_src=False)
+        self.edge = edge or Edge(
+            src_module_name or "source",
+            dest_module_name or "destination",
+            Layout.from_grid(src_grid),
+            Layout.from_grid(dest_grid),
+            tensor_ndim,
+            self._batch_dim,
+            comm_dtype,
+        )
+        if self.edge.source.cp > 1:
+            raise ValueError(
+                f"{self.edge.name}: the source has CP={self.edge.source.cp}: rows of context ranks have no "
+                "order; use CP 1 in modules that send"
+            )
+        self.hub = hub or Hub([self.edge], timeout=timeout)
+        if hub is None:
+            Bridge._alive.add(self)
+
+    def close(self) -> None:
+        """Give the process groups back. On every rank, in one order."""
+        self.hub.close()
+        Bridge._alive.discard(self)
+
+    @classmethod
+    def destroy_broadcast_pgs(cls) -> None:
+        """There are none; see `destroy_bridge_pgs`."""
+
+    @classmethod
+    def destroy_bridge_pgs(cls) -> None:
+        """Close all that were constructed alone, in the order of their construction."""
+        for bridge in sorted(cls._alive, key=lambda bridge: bridge.hub.number):
+            bridge.close()
+
+    def send_forward(self, tensor_to_send: Tensor) -> None:
+        """Send this rank's part of the source's output.
+
+        Args:
+            tensor_to_send: [rows, hidden], or 3-D with samples along `dim_mapping["b"]`.
+
+        Raises:
+            ValueError: this rank is not of the source.
+            BoundaryError: as `Hub.run`.
+        """
+        self._exchange("send_forward", sends=tensor_to_send, forward=True)
+
+    def recv_forward(self) -> Tensor:
+        """Receive; the tensor requires a gradient. Raises as `send_forward`."""
+        return self._exchange("recv_forward", forward=True)
+
+    def send_backward(self, grad_tensor: Tensor) -> None:
+        """Send the gradient of the oldest received tensor. Raises as `send_forward`."""
+        self._exchange("send_backward", returns=grad_tensor, backward=True)
+
+    def recv_backward(self) -> Tensor:
+        """Receive the gradient of the oldest sent tensor. Raises as `send_forward`."""
+        return self._exchange("recv_backward", backward=True)
+
+    def send_forward_recv_backward(
+        self, input_tensor: Tensor, grad_shape: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """Both in one exchange. Raises as `send_forward`."""
+        return self._exchange("send_forward_recv_backward", sends=input_tensor, forward=True, backward=True)
+
+    def send_backward_recv_forward(
+        self, grad_tensor: Tensor, forward_shape: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """Both in one exchange. Raises as `send_forward`."""
+        return self._exchange("send_backward_recv_forward", returns=grad_tensor, forward=True, backward=True)
+
+    def _exchange(
+        self,
+        method: str,
+        *,
+        sends: Tensor | None = None,
+        returns: Tensor | None = None,
+        forward: bool = False,
+        backward: bool = False,
+    ) -> Any:
+        of_source = method.startswith("send_forward") or method == "recv_backward"
+        grid, side = (self.src_grid, "source") if of_source else (self.dest_grid, "destination")
+        if not self.is_current_rank_in_grid(grid):
+            raise ValueError(f"rank {self.current_rank} is not in the {side} grid: {method} is for its ranks")
+        if len(self.hub.edges) > 1:
+            raise BoundaryError(
+                f"{len(self.hub.edges)} edges lead to {self.edge.destination_name}, which exchange together: "
+                "use the methods of BoundaryCommunicator"
+            )
+        if not self.hub.groups.is_member:
+            return None  # a stage in the middle of its module
+        name = self.edge.source_name
+        inputs, gradients = self.hub.run(
+            {name: sends} if of_source else {},
+            {} if of_source else {name: returns},
+            forward=forward,
+            backward=backward,
+        )
+        return gradients.get(name) if of_source else inputs.get(name)
+
+
+def dimensions(mapping: dict[str, int] | None, ndim: int) -> dict[str, int]:
+    """Upstream's `dim_mapping` with its default.
+
+    Raises:
+        ValueError: keys other than s, b, h, axes other than 0, 1, 2, or an impossible number of dimensions.
+    """
+    if ndim not in (2, 3):
+        raise ValueError(f"tensor_ndim={ndim}: use 2 or 3")
+    if mapping is None:
+        return {"s": 1, "b": 0, "h": 2}
+    if set(mapping) != {"s", "b", "h"} or not set(mapping.values()) <= {0, 1, 2}:
+        raise ValueError(f"dim_mapping={mapping}: give the axes 0, 1, 2 of s, b, h")
+    return mapping

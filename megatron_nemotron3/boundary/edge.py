@@ -1,0 +1,133 @@
+"""One edge between two modules: its layouts, the tensors that cross it, and its plans."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.boundary.feed import Microbatch
+from megatron_nemotron3.boundary.layout import Layout
+from megatron_nemotron3.boundary.sides import crossing, slices_of
+from megatron_nemotron3.boundary.slices import Runs
+from megatron_nemotron3.boundary.transfer import Plan
+
+
+@dataclass(frozen=True)
+class Edge:
+    """From the last stage of a module to the first stage of another.
+
+    source_name, destination_name: of the modules.
+    batch_dimension: along which lanes' tensors are joined: 0 of 2-D tensors [rows, hidden]; of 3-D ones that
+        of the batch. What lies at one index of it is a row here.
+    dtype: of the rows; None: that of the first ones.
+    hidden: width of a 2-D row; None: that of the first ones.
+    frozen: nothing before this edge is trained: no gradient goes back.
+    """
+
+    source_name: str
+    destination_name: str
+    source: Layout
+    destination: Layout
+    ndim: int = 2
+    batch_dimension: int = 0
+    dtype: torch.dtype | None = None
+    hidden: int | None = None
+    frozen: bool = False
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.source_name} -> {self.destination_name}"
+
+    @property
+    def shares(self) -> int:
+        """Shares of the samples that can be dealt to the lanes of both sides."""
+        return math.lcm(self.source.dp, self.destination.dp)
+
+    @property
+    def senders(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that give rows, by lane."""
+        return self.source.lanes(self.source.pp - 1)
+
+    @property
+    def receivers(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that take them, by lane."""
+        return self.destination.lanes(0)
+
+    @property
+    def ranks(self) -> set[int]:
+        """Of both sides."""
+        return {rank for lane in (*self.senders, *self.receivers) for rank in lane}
+
+    @property
+    def gathers(self) -> set[tuple[int, ...]]:
+        """Ranks that may gather rows: replicas on each side (`sides.sending`, `sides.receiving`)."""
+        found: set[tuple[int, ...]] = set()
+        if not self.source.sequence_parallel:
+            found |= set(self.senders)
+        if not self.destination.sliced:
+            found |= set(self.receivers)
+        elif not self.destination.sequence_parallel:
+            tp = self.destination.tp
+            found |= {lane[i : i + tp] for lane in self.receivers for i in range(0, len(lane), tp)}
+        return {ranks for ranks in found if len(ranks) > 1}
+
+    def to_rows(self, tensor: Tensor) -> Tensor:
+        """A module's tensor -> [rows, ...], contiguous."""
+        return tensor.detach().movedim(self.batch_dimension, 0).contiguous()
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """[rows, ...] -> a module's tensor."""
+        return rows.movedim(0, self.batch_dimension).contiguous()
+
+    def plans(self, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None) -> Plans:
+        """Forward and backward plan.
+
+        Args:
+            counts: rows of each sample, or of each share of the samples.
+            microbatch: its description, if there is one.
+
+        Raises:
+            ValueError: as `sides.crossing`; or owner slices are wanted and positions are not known.
+        """
+        runs = None
+        if self.destination.sliced:
+            runs = microbatch.runs_of(self.source_name) if microbatch is not None else None
+            if runs is None or microbatch is None or not microbatch.lengths:
+                raise ValueError(
+                    f"{self.destination_name} ({self.destination}) takes the rows of its own positions, "
+                    "which are not known: set communicator.feed to a RowFeed whose description has runs and "
+                    "lengths"
+                )
+        lengths, documents = (microbatch.lengths, microbatch.documents) if runs and microbatch else ((), ())
+        return _plans(self.source, self.destination, counts, row_bytes, runs, lengths, documents)
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Of one microbatch and edge."""
+
+    forward: Plan
+
+    @functools.cached_property
+    def backward(self) -> Plan:
+        """The gradients' way."""
+        return self.forward.transposed()
+
+
+@functools.lru_cache(maxsize=128)
+def _plans(
+    source: Layout,
+    destination: Layout,
+    counts: tuple[int, ...],
+    row_bytes: int,
+    runs: tuple[Runs, ...] | None,
+    lengths: tuple[int, ...],
+    documents: tuple[tuple[int, ...], ...],
+) -> Plans:
+    wants = None if runs is None else slices_of(destination, runs, lengths, documents=documents or None)
+    return Plans(crossing(source, destination, counts, row_bytes=row_bytes, wants=wants, mode="once"))

@@ -1,0 +1,182 @@
+"""A plan as text and as a dictionary: who sends how much to whom, and how far that is from the bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_nemotron3.boundary import intervals
+from megatron_nemotron3.boundary.bounds import bounds, traffic
+from megatron_nemotron3.boundary.transfer import Gather, Plan, Side
+
+MODES = {
+    "once": "every row crosses once, in equal parts; groups of ranks gather the rest among themselves",
+    "copies": "the modules share ranks: each rank fetches the rows that it wants and does not hold",
+}
+#: Lines of a table before it is cut.
+LINES = 32
+#: Columns to the left.
+WORDS = ("holding ranks", "wanting ranks", "then")
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """Everything `explain` prints, for machines. All sizes in bytes but `rows` and `part`; JSON types only.
+
+    sent, received: between modules (between ranks, where they share them); self messages are in `local`.
+    bound: for the busiest rank of the same group, of `bounds`.
+    """
+    low, moved = bounds(plan), traffic(plan)
+    ranks = sorted({*moved.sent, *moved.received})
+    across = [message for message in plan.messages if message.source != message.destination]
+
+    def size(rows: int) -> int:
+        return rows * plan.row_bytes
+
+    return {
+        "mode": plan.mode,
+        "row_bytes": plan.row_bytes,
+        "crossing": size(moved.crossing),
+        "crossing_bound": size(low.crossing),
+        "busiest": size(moved.busiest),
+        "busiest_bound": size(low.busiest),
+        "gathered": size(sum(moved.gathered.values())),
+        "local": size(sum(message.rows for message in plan.messages) - moved.crossing),
+        "from": _side(plan.holders),
+        "to": _side(plan.wanters),
+        "messages": [
+            {
+                "from": message.source,
+                "to": message.destination,
+                "rows": message.rows,
+                "bytes": size(message.rows),
+                "pieces": len(message.pieces),
+            }
+            for message in across
+        ],
+        "gathers": [
+            {"ranks": list(gather.ranks), "rows": gather.rows, "part": gather.part, "kind": _kind(gather)}
+            for gather in plan.gathers
+        ],
+        "ranks": [
+            {
+                "rank": rank,
+                "sent": size(moved.sent.get(rank, 0)),
+                "sent_bound": size(low.leaving.get(rank, 0)),
+                "received": size(moved.received.get(rank, 0)),
+                "received_bound": size(low.entering.get(rank, 0)),
+                "gathered": size(moved.gathered.get(rank, 0)),
+                "wanted": size(plan.rows_wanted(rank)),
+            }
+            for rank in ranks
+        ],
+    }
+
+
+def explain(plan: Plan, *, lines: int = LINES) -> str:
+    """Tables of a plan, at most 100 columns wide: lanes, messages, bytes by rank. The same text for one plan.
+
+    Args:
+        lines: of each table; longer ones are cut and say so.
+    """
+    about = describe(plan)
+    messages = about["messages"]
+    per_rank = about["ranks"]
+    busy = [r["rank"] for r in per_rank if max(r["sent"], r["received"]) == about["busiest"]]
+    who = f"rank {busy[0]}" + (f" and {len(busy) - 1:,} more" if len(busy) > 1 else "")
+    gathers = {tuple(gather["ranks"]): gather for gather in about["gathers"]}
+    text = [
+        f"{about['mode']}: {MODES[plan.mode]}",
+        f"crossing      {about['crossing']:>16,} bytes (bound {about['crossing_bound']:,}) "
+        f"in {_some(len(messages), 'message')}",
+        f"busiest rank  {about['busiest']:>16,} bytes (bound {about['busiest_bound']:,}): {who}",
+        f"in groups     {about['gathered']:>16,} bytes received from {_some(len(gathers), 'gather')}",
+        f"local         {about['local']:>16,} bytes copied within a rank",
+        "",
+        *_table(
+            ("lane", "holding ranks", "rows"),
+            [(g["lane"], ranks_text(g["ranks"]), f"{g['rows']:,}") for g in about["from"]],
+            lines,
+        ),
+        "",
+        *_table(
+            ("lane", "wanting ranks", "rows", "then"),
+            [
+                (g["lane"], ranks_text(g["ranks"]), f"{g['rows']:,}", _then(gathers.get(tuple(g["ranks"]))))
+                for g in about["to"]
+            ],
+            lines,
+        ),
+        "",
+        *_table(
+            ("sender", "receiver", "rows", "bytes", "pieces"),
+            [(m["from"], m["to"], f"{m['rows']:,}", f"{m['bytes']:,}", m["pieces"]) for m in messages],
+            lines,
+        ),
+        "",
+        *_table(
+            ("rank", "sends", "bound", "receives", "bound", "gathers"),
+            [
+                (
+                    r["rank"],
+                    *(
+                        f"{r[name]:,}"
+                        for name in ("sent", "sent_bound", "received", "received_bound", "gathered")
+                    ),
+                )
+                for r in per_rank
+            ],
+            lines,
+        ),
+    ]
+    return "\n".join(text)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """ "0-3,8-11"; shortened where that is long."""
+    runs = intervals.union((rank, rank + 1) for rank in ranks)
+    words = [str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in runs]
+    if len(words) > 4:
+        words = [*words[:3], f"… {words[-1]} ({len(ranks)} ranks)"]
+    return ",".join(words)
+
+
+def _side(side: Side) -> list[dict[str, Any]]:
+    return [
+        {"lane": lane, "ranks": list(group.ranks), "rows": intervals.count(group.rows)}
+        for lane, groups in enumerate(side)
+        for group in groups
+    ]
+
+
+def _kind(gather: Gather) -> str:
+    return "broadcast" if gather.part == gather.rows else "all-gather"
+
+
+def _then(gather: dict[str, Any] | None) -> str:
+    if gather is None:
+        return ""
+    if gather["kind"] == "broadcast":
+        return f"broadcast from {gather['ranks'][0]}"
+    return f"all-gather of {gather['part']:,} rows each"
+
+
+def _some(number: int, name: str) -> str:
+    return f"{number:,} {name}{'s' * (number != 1)}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]], lines: int) -> Iterator[str]:
+    """Numbers to the right, words to the left; of a long table the beginning and the end."""
+    first = -(-lines // 2) if len(rows) > lines else len(rows)
+    last = min(len(rows), lines) - first
+    shown = [*rows[:first], *rows[len(rows) - last :]]
+    cells = [list(header), *([str(cell) for cell in row] for row in shown)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for number, line in enumerate(cells):
+        if number == first + 1 and len(rows) > lines:
+            yield f"… {len(rows) - lines:,} more …"
+        yield "  ".join(
+            cell.ljust(width) if name in WORDS else cell.rjust(width)
+            for cell, width, name in zip(line, widths, header)
+        ).rstrip()
+    if not last and len(rows) > lines:
+        yield f"… {len(rows) - lines:,} more"

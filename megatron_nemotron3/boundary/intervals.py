@@ -1,0 +1,99 @@
+"""Sets of rows as sorted, disjoint intervals [start, stop). Standard library only; hashable, exact.
+
+A row's place in a set is the number of the set's rows before it: where it lies in a buffer that holds just
+these rows, in order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
+
+#: ((start, stop), …), start < stop, sorted, with gaps between.
+Intervals = tuple[tuple[int, int], ...]
+
+
+def whole(rows: int) -> Intervals:
+    """Rows 0 to `rows` - 1."""
+    return ((0, rows),) if rows else ()
+
+
+def count(rows: Intervals) -> int:
+    """How many rows."""
+    return sum(stop - start for start, stop in rows)
+
+
+def union(pieces: Iterable[tuple[int, int]]) -> Intervals:
+    """Sorted, neighbors and overlaps joined, empty ones dropped."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(pieces):
+        if start >= stop:
+            continue
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def intersect(a: Intervals, b: Intervals) -> Intervals:
+    """Rows in both."""
+    found: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        (first, last), (start, stop) = a[i], b[j]
+        start = start if start > first else first
+        if start < (stop if stop < last else last):
+            found.append((start, stop if stop < last else last))
+        if last < stop:
+            i += 1
+        else:
+            j += 1
+    return tuple(found)
+
+
+def shift(rows: Intervals, by: int) -> Intervals:
+    """Every row number plus `by`."""
+    return tuple((start + by, stop + by) for start, stop in rows)
+
+
+def at_places(first: int, last: int, within: Intervals) -> Intervals:
+    """The rows of the set `within` whose places are first to last - 1; places past its end are left out."""
+    found: list[tuple[int, int]] = []
+    before = 0
+    for start, stop in within:
+        a, b = max(first - before, 0), min(last - before, stop - start)
+        if a < b:
+            found.append((start + a, start + b))
+        before += stop - start
+        if before >= last:
+            break
+    return tuple(found)
+
+
+def parts(rows: Intervals, number: int) -> tuple[Intervals, ...]:
+    """The set cut in order into `number` parts of ceil(rows / number) rows; the last hold fewer or none."""
+    size = -(-count(rows) // number)
+    return tuple(at_places(i * size, (i + 1) * size, rows) for i in range(number))
+
+
+class Places:
+    """Places of a set's rows, for many look-ups: a clip costs what it finds, not what the set holds."""
+
+    def __init__(self, rows: Intervals) -> None:
+        self._rows = rows
+        self._starts = [start for start, _ in rows]
+        self._before = list(accumulate((stop - start for start, stop in rows), initial=0))
+
+    def clip(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        """The set's rows from `first` to `last` - 1: (place, start, stop) of each interval, ascending."""
+        found: list[tuple[int, int, int]] = []
+        i = max(bisect_right(self._starts, first) - 1, 0)
+        while i < len(self._rows) and self._starts[i] < last:
+            start, stop = self._rows[i]
+            a, b = max(start, first), min(stop, last)
+            if a < b:
+                found.append((self._before[i] + a - start, a, b))
+            i += 1
+        return found

@@ -1,0 +1,291 @@
+"""Upstream's `MimoModel` with boundaries of this package: any layouts, ragged and absent modalities, slices.
+
+The modules, their names and so the checkpoints are upstream's. What differs is the way between them: rows of
+a modality cross by plan (`colocated.py`, or the communicator of the pipeline), and with context or
+sequence parallelism a rank builds its own part of the decoder input, [s / (cp * tp), b, h], never the whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.mimo.config import MimoModelConfig
+from megatron.core.models.mimo.config.role import (
+    MIMO_LANGUAGE_MODULE_KEY,
+    ModuleStageInfo,
+)
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_nemotron3.boundary.absent import absent
+from megatron_nemotron3.boundary.colocated import Colocated, Part, communicate
+from megatron_nemotron3.boundary.decoder import build
+from megatron_nemotron3.boundary.feed import Microbatch, RowFeed
+from megatron_nemotron3.boundary.layout import Layout
+from megatron_nemotron3.boundary.local import Local
+
+Rows = dict[str, Tensor]
+
+
+class BoundaryMimoModel(MimoModel):
+    """Encoders and a language model, colocated or not.
+
+    Args:
+        mimo_config, cp_group, tp_group: as upstream. Modules that share ranks may differ in TP and DP, and
+            the language model may have CP and PP (`colocated_schedule.py`).
+        feed: the data iterator that is given to the schedule, if it is a `RowFeed`: then no counts are asked
+            for, the host never waits for the device, and each rank gets just the rows of its positions. Its
+            encoders are named as the modalities are, and all of them have runs, or none. Without grids it
+            describes this rank's samples alone.
+        sequence_parallel: encoders on the language model's ranks whose output rows are split over their TP.
+        timeout: of exchanges between modules that share ranks; None: that of the default group.
+
+    Raises:
+        ValueError: as `Colocated`.
+    """
+
+    def __init__(
+        self,
+        mimo_config: MimoModelConfig,
+        cp_group: Any = None,
+        tp_group: Any = None,
+        *,
+        feed: RowFeed | None = None,
+        sequence_parallel: Collection[str] = (),
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._timeout, self._split = timeout, frozenset(sequence_parallel)
+        super().__init__(mimo_config, cp_group=cp_group, tp_group=tp_group)
+        self.feed = feed
+        self._microbatch: Microbatch | None = None
+        #: Rows that crossed before this microbatch's forward step (`colocated_schedule.py`).
+        self.crossed: deque[tuple[Microbatch | None, Rows]] = deque()
+        config = mimo_config.language_model_spec.params["config"]
+        partition = self.partition_adapter.cfg if self.partition_adapter is not None else None
+        grid = (mimo_config.module_to_grid_map or {}).get(MIMO_LANGUAGE_MODULE_KEY)
+        layout = Layout.from_grid(grid, config.sequence_parallel) if grid is not None else None
+        self._local = Local.of(partition, layout)
+
+    def _build_colocated_communicators(self) -> None:
+        grids = self.mimo_config.module_to_grid_map
+        if any({"tp", "dp"} - set(grid.dim_names) for grid in grids.values()):
+            return  # as upstream: every module as the language model
+        language = grids[MIMO_LANGUAGE_MODULE_KEY]
+        config = self.mimo_config.language_model_spec.params["config"]
+        first: Colocated | None = None
+        for name in self.mimo_config.modality_submodules_spec:
+            comm = Colocated(
+                grids[name],
+                language,
+                name,
+                MIMO_LANGUAGE_MODULE_KEY,
+                {"b": 0, "h": 1},
+                sequence_parallel=config.sequence_parallel,
+                source_sequence_parallel=name in self._split,
+                shares=first,
+                timeout=self._timeout,
+            )
+            first = first or comm
+            self.colocated_comms[name, MIMO_LANGUAGE_MODULE_KEY] = comm
+        if first is not None:
+            layout, rank = first.destination, dist.get_rank()
+            stage = layout.coordinates(rank).get("pp", 0) if rank in layout.ranks else 0
+            # Upstream knows one stage only where modules share ranks.
+            self.role.modules[MIMO_LANGUAGE_MODULE_KEY] = ModuleStageInfo(stage == 0, stage == layout.pp - 1)
+
+    def forward(self, *args: Any, microbatch: Microbatch | None = None, **kwargs: Any) -> Any:
+        """As upstream.
+
+        Args:
+            microbatch: what the feed would say of this one; None: what the feed says of the batch drawn last.
+
+        Raises:
+            BoundaryError: rows are not what was agreed; the same on every rank.
+            ValueError: positions and rows do not fit together.
+        """
+        self._microbatch = microbatch
+        if microbatch is None and self.crossed:
+            self._microbatch = self.crossed[0][0]
+        elif microbatch is None and self.feed is not None:
+            self._microbatch = self.feed.current
+        return super().forward(*args, **kwargs)
+
+    def encode(self, modality_inputs: Mapping[str, Any] | None) -> Rows:
+        """Rows [n, h] of every modality of this rank's encoder lane; none where it has no input."""
+        found = {}
+        for name, submodule in self.modality_submodules.items():
+            inputs = (modality_inputs or {}).get(name)
+            rows = submodule.forward(encoder_inputs=inputs) if inputs is not None else None
+            found[name] = self._empty_encoder_output(name) if rows is None else rows
+        return found
+
+    def cross(
+        self,
+        modality_inputs: Mapping[str, Any] | None,
+        microbatch: Microbatch | None,
+        input_ids: Tensor | None = None,
+    ) -> Rows:
+        """Encode, and exchange rows: those of this rank's part, or of its lane of the language model."""
+        rows = self.encode(modality_inputs)
+        if not self.colocated_comms:
+            return rows
+        parts = []
+        for name, tensor in rows.items():
+            comm = self.colocated_comms[name, MIMO_LANGUAGE_MODULE_KEY]
+            trained = any(p.requires_grad for p in self.modality_submodules[name].parameters())
+            marked = None
+            if microbatch is None and input_ids is not None and name in self.special_token_ids:
+                marked = (input_ids == self.special_token_ids[name]).sum(1).tolist()
+            # Decided by what is the same on all ranks: one that had no input takes part in backward, too.
+            parts.append(Part(comm, tensor, trained and torch.is_grad_enabled(), marked))
+        return dict(zip(rows, communicate(parts, microbatch), strict=True))
+
+    def decoder_input(
+        self, input_ids: Tensor, position_ids: Tensor | None, rows: Rows, documents: tuple[int, ...] = ()
+    ) -> Tensor:
+        """This rank's part of the decoder input, [s_local, b, h].
+
+        Args:
+            input_ids: [b, s] of this rank's lane, whole.
+            position_ids: as upstream, or None.
+            rows: by modality, those of this rank's positions if the feed tells them, else the lane's.
+            documents: `cu_seqlens_padded` of a packed sequence, where the feed does not tell them.
+
+        Raises:
+            ValueError: positions and rows do not fit together.
+        """
+        embedding = unwrap_model(self.language_model).embedding
+        known = self._local.lane_of(self._microbatch)
+        try:
+            return build(
+                embedding,
+                self._local,
+                self.special_token_ids,
+                input_ids,
+                position_ids,
+                rows,
+                known,
+                documents,
+            )
+        except ValueError as error:
+            for comm in self.colocated_comms.values():
+                comm.failure.fail(str(error), error)  # the other lanes learn it in the next exchange
+            raise
+
+    def _forward_all_modules(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        loss_mask: Tensor | None,
+        labels: Tensor | None,
+        modality_inputs: Mapping[str, Any] | None,
+        packing_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Any, Tensor | None]:
+        if self.crossed:
+            _, rows = self.crossed.popleft()
+        else:
+            rows = self.cross(modality_inputs, self._microbatch, input_ids)
+        first = self.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY)
+        if not first:
+            unwrap_model(self.language_model).set_input_tensor(self.input_tensors)
+        return self._run_language_model(
+            input_ids, position_ids, None, loss_mask, labels, rows if first else None, packing_kwargs
+        )
+
+    def _run_language_model(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        loss_mask: Tensor | None,
+        labels: Tensor | None,
+        rows: Rows | None,
+        packing_kwargs: dict[str, Any] | None,
+    ) -> tuple[Any, Tensor | None]:
+        """rows: None on all stages but the first."""
+        packed = self._build_packed_seq_params(packing_kwargs)
+        known = self._local.lane_of(self._microbatch)
+        cuts = known.documents if known is not None else ()
+        some = next((t for t in (input_ids, labels, loss_mask) if t is not None), None)
+        if not cuts and some is not None:  # a packed sequence's borders may be on a GPU
+            cuts = (self._local.documents(packed, some.shape[1]),) * len(some)
+        decoder_input = None
+        if rows is not None:
+            decoder_input = self.decoder_input(input_ids, position_ids, rows, cuts[0])
+        labels, loss_mask = (
+            self._local.of_context(t, cuts) if t is not None else None for t in (labels, loss_mask)
+        )
+        output = self.language_model(
+            input_ids=None,
+            position_ids=position_ids,
+            decoder_input=decoder_input,
+            labels=labels,
+            attention_mask=attention_mask,
+            packed_seq_params=packed,
+        )
+        return output, loss_mask
+
+    def _forward_language_module(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        loss_mask: Tensor | None,
+        labels: Tensor | None,
+        input_tensors: Rows | None,
+        packing_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Any, Tensor | None]:
+        if self._local.cp > 1 and attention_mask is not None:
+            raise RuntimeError(
+                "context parallelism takes attention_mask=None: the mask is causal, or of packed documents"
+            )
+        rows = None
+        if self.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY):
+            rows = {name: t for name, t in (input_tensors or {}).items() if name != MIMO_LANGUAGE_MODULE_KEY}
+        elif input_tensors and MIMO_LANGUAGE_MODULE_KEY in input_tensors:
+            unwrap_model(self.language_model).set_input_tensor(input_tensors[MIMO_LANGUAGE_MODULE_KEY])
+        output, loss_mask = self._run_language_model(
+            input_ids, position_ids, attention_mask, loss_mask, labels, rows, packing_kwargs
+        )
+        if not self.role.is_last_stage(MIMO_LANGUAGE_MODULE_KEY):
+            return {MIMO_LANGUAGE_MODULE_KEY: output}, loss_mask
+        return output, loss_mask
+
+    def _forward_encoders(
+        self, input_ids: Tensor | None, modality_inputs: Mapping[str, Any] | None, input_tensors: Rows | None
+    ) -> Rows:
+        outputs = {}
+        for name, submodule in self.modality_submodules.items():
+            inputs = (modality_inputs or {}).get(name)
+            hidden = (input_tensors or {}).get(name)
+            output = submodule.forward(encoder_inputs=inputs, hidden_states=hidden)
+            if output is None and inputs is None and hidden is None:
+                output = self._empty_encoder_output(name)
+            if output is not None:
+                self._attach_modality_split_sizes(output, input_ids, name)
+                outputs[name] = output
+        return outputs
+
+    def _attach_modality_split_sizes(
+        self, output: Tensor, input_ids: Tensor | None, encoder_name: str
+    ) -> None:
+        """Rows of each sample, for the header of the communicator; nothing where a feed tells them."""
+        token = self.special_token_ids.get(encoder_name)
+        if self._microbatch is not None or token is None or input_ids is None or output.ndim != 2:
+            return
+        sizes = (input_ids == token).sum(dim=1).tolist()
+        if sum(sizes) == output.shape[0]:
+            output._mimo_bridge_split_sizes = sizes  # type: ignore[attr-defined]
+
+    def _empty_encoder_output(self, encoder_name: str) -> Tensor:
+        """No rows, but in the graph: the encoder's parameters get zero gradients, and their hooks run."""
+        config = self.mimo_config.language_model_spec.params["config"]
+        parameters = list(self.modality_submodules[encoder_name].parameters())
+        return absent(config.hidden_size, config.params_dtype or torch.float32, parameters)

@@ -1,0 +1,273 @@
+"""Upstream's `MultiModulePipelineCommunicator` over our exchange, for the stock pipeline schedule.
+
+    communicator = BoundaryCommunicator(grids, {"images": ["language"], "language": []}, config,
+                                        module_output_ndim={"images": 2})
+    communicator.feed = feed      # optional: row counts come with the batch (feed.py)
+
+What differs from upstream's class: every edge into a module takes part in one exchange; the pipeline stage is
+counted from the end, so that modules of different depth before a common one start in time; layouts may have
+any relation; and when something is wrong every rank raises the same BoundaryError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel import multimodule_communicator as stock
+from torch import Tensor
+
+from megatron_nemotron3.boundary.bridge import Bridge, dimensions
+from megatron_nemotron3.boundary.edge import Edge
+from megatron_nemotron3.boundary.failure import Failure
+from megatron_nemotron3.boundary.feed import RowFeed, Stream
+from megatron_nemotron3.boundary.hub import Hub, same_everywhere
+from megatron_nemotron3.boundary.inside import between_stages
+from megatron_nemotron3.boundary.layout import Layout
+from megatron_nemotron3.boundary.stages import check_modules, stage_of
+
+
+class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
+    """Rows and gradients between modules, activations and gradients between stages of one module.
+
+    Args:
+        module_to_grid_map, topology, config, dim_mapping, module_output_ndim: as upstream, the same on every
+            rank. `config.pipeline_dtype` is the dtype of all rows.
+        sequence_parallel: modules whose rows at the boundary are split over TP. A module that sends gives
+            its part of the rows; a module that receives gets the rows of its own positions, for which it
+            needs a feed. A receiving module with CP above 1 gets those in any case.
+        frozen: source modules of which nothing is trained: no gradient goes back to them.
+        hidden_size: width of the rows that language models take, to be checked; None: not checked.
+        timeout: of every wait at a boundary; None: that of the default process group.
+
+    Raises:
+        BoundaryError: the same on every rank: layouts that leave ranks out, pipelines that cannot be run by
+            stage numbers, or ranks that were given different arguments.
+        ValueError: an argument without meaning.
+    """
+
+    def __init__(
+        self,
+        module_to_grid_map: dict[str, HyperCommGrid],
+        topology: dict[str, list[str]],
+        config: ModelParallelConfig,
+        dim_mapping: dict[str, int] | None = None,
+        module_output_ndim: dict[str, int] | None = None,
+        *,
+        sequence_parallel: Collection[str] = (),
+        frozen: Collection[str] = (),
+        hidden_size: int | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._layouts = {
+            name: Layout.from_grid(grid, name in sequence_parallel)
+            for name, grid in module_to_grid_map.items()
+        }
+        check_modules(self._layouts, topology, dist.get_world_size(), frozen)
+        self._frozen = frozenset(frozen)
+        self._hidden_size, self._timeout = hidden_size, timeout
+        self._hubs: dict[str, Hub] = {}
+        self._failure = Failure(range(dist.get_world_size()), self._abort)
+        super().__init__(module_to_grid_map, topology, config, dim_mapping, module_output_ndim)
+
+    def _build_bridge_comms(self) -> None:
+        self._compare()
+        for destination in self.module_to_grid_map:
+            sources = [name for name in self.module_to_grid_map if destination in self.topology[name]]
+            edges = [self._edge(source, destination) for source in sources]
+            if not edges:
+                continue
+            hub = self._hubs[destination] = Hub(edges, failure=self._failure, timeout=self._timeout)
+            self.bridge_comms += [
+                Bridge(
+                    self.module_to_grid_map[edge.source_name],
+                    self.module_to_grid_map[destination],
+                    self.dim_mapping,
+                    edge.dtype,
+                    edge.source_name,
+                    destination,
+                    edge.ndim,
+                    edge=edge,
+                    hub=hub,
+                )
+                for edge in edges
+            ]
+
+    def _compare(self) -> None:
+        """Every rank of the world, those without a boundary included, has the same edges."""
+        edges = [self._edge(name, after) for name in self.module_to_grid_map for after in self.topology[name]]
+        said: list[str] = [""] * dist.get_world_size()
+        with self._failure.guarded(lambda: "waited for the edges of all ranks"):
+            dist.all_gather_object(said, repr(edges))
+        same_everywhere(said, range(len(said)), self._failure)
+
+    def _edge(self, source: str, destination: str) -> Edge:
+        ndim = self.module_output_ndim.get(source, 3)
+        axes = dimensions(self.dim_mapping, ndim)
+        return Edge(
+            source,
+            destination,
+            self._layouts[source],
+            self._layouts[destination],
+            ndim,
+            axes["b"] if ndim == 3 else 0,
+            self.config.pipeline_dtype,
+            self._hidden_size,
+            source in self._frozen,
+        )
+
+    @property
+    def feed(self) -> RowFeed | None:
+        """Descriptions of the training batches, on every boundary rank or on none."""
+        return next((hub.training.feed for hub in self._hubs.values()), None)
+
+    @feed.setter
+    def feed(self, feed: RowFeed | None) -> None:
+        for hub in self._hubs.values():
+            hub.training = Stream(feed)
+
+    @property
+    def evaluation_feed(self) -> RowFeed | None:
+        """As `feed`, while gradients are disabled."""
+        return next((hub.evaluation.feed for hub in self._hubs.values()), None)
+
+    @evaluation_feed.setter
+    def evaluation_feed(self, feed: RowFeed | None) -> None:
+        for hub in self._hubs.values():
+            hub.evaluation = Stream(feed)
+
+    @property
+    def current_stage(self) -> int:
+        """The stage of this rank, counted so that the last stage of every path has one number.
+
+        The schedule reads it once before it runs a batch; what ran forward only before is forgotten then.
+        """
+        for hub in self._hubs.values():
+            hub.forget()
+        return stage_of(self.current_rank, self._layouts, self.topology)
+
+    def _abort(self) -> None:
+        for hub in self._hubs.values():
+            hub.abort()
+
+    def close(self) -> None:
+        """Give the process groups back. On every rank."""
+        for hub in self._hubs.values():
+            hub.close()
+
+    def recv_forward(
+        self, tensor_shape: Any = None, is_first_stage: bool = False
+    ) -> dict[str, Tensor | list[Tensor]]:
+        """Receive what this stage computes on: source module -> rows, or own module -> activations.
+
+        Raises:
+            BoundaryError: the same on every rank of the hub.
+        """
+        return self._at_input(None, tensor_shape, forward=True)
+
+    def send_forward(self, output_dict: dict[str, Tensor], is_last_stage: bool = False) -> None:
+        """Send what this stage computed: own module -> tensor. Raises as `recv_forward`."""
+        self._at_output(output_dict, None, backward=False)
+
+    def send_forward_recv_backward(
+        self, output_dict: dict[str, Tensor], tensor_shape: Any = None, is_last_stage: bool = False
+    ) -> dict[str, Any]:
+        """Send an output, receive the gradient of the oldest one. Raises as `recv_forward`."""
+        return self._at_output(output_dict, tensor_shape, backward=True)
+
+    def send_backward_recv_forward(
+        self, grad_dict: dict[str, Tensor], tensor_shape: Any = None, is_first_stage: bool = False
+    ) -> dict[str, Any]:
+        """Send gradients of the oldest inputs, receive the next ones. Raises as `recv_forward`."""
+        return self._at_input(grad_dict, tensor_shape, forward=True)
+
+    def recv_backward(self, tensor_shape: Any = None, is_last_stage: bool = False) -> dict[str, Any]:
+        """Receive the gradient of the oldest output: own module -> gradient. Raises as `recv_forward`."""
+        return self._at_output(None, tensor_shape, backward=True)
+
+    def send_backward(self, grad_dict: dict[str, Tensor], is_first_stage: bool = False) -> None:
+        """Send gradients of the oldest inputs: source module -> gradient. Raises as `recv_forward`."""
+        self._at_input(grad_dict, None, forward=False)
+
+    def _at_input(self, gradients: Mapping[str, Any] | None, shape: Any, *, forward: bool) -> dict[str, Any]:
+        """Before this stage: gradients go out (None: not now), inputs come in (`forward`)."""
+        self._failure.check()
+        found: dict[str, Any] = {}
+        for name, module in self.rank_module_map.items():
+            if module.pp_rank > 0:
+                received = self._between_stages(
+                    name,
+                    module.p2p_communicator,
+                    "backward" if gradients is not None else "",
+                    "forward" if forward else "",
+                    (gradients or {}).get(name),
+                    shape,
+                )
+                if forward:
+                    found[name] = received
+        for name, hub in self._hubs.items():
+            module = self.rank_module_map.get(name)
+            if module is not None and module.pp_rank == 0:
+                back = gradients is not None
+                found |= hub.run(None, gradients, forward=forward, backward=back)[0]
+        return found
+
+    def _at_output(self, outputs: Any, shape: Any, *, backward: bool) -> dict[str, Any]:
+        """After this stage: outputs go out (None: not now), gradients come in (`backward`)."""
+        self._failure.check()
+        found: dict[str, Any] = {}
+        last = set()
+        if isinstance(outputs, Tensor):  # the loss: nobody takes it
+            outputs = {}
+        for name, module in self.rank_module_map.items():
+            output = self._untrained(name, module, (outputs or {}).get(name))
+            if module.pp_rank == module.pp_size - 1:
+                last.add(name)
+                continue
+            received = self._between_stages(
+                name,
+                module.p2p_communicator,
+                "forward" if outputs is not None else "",
+                "backward" if backward else "",
+                output,
+                shape,
+            )
+            if backward:
+                found[name] = received
+        for hub in self._hubs.values():
+            if any(edge.source_name in last for edge in hub.edges):
+                ahead = outputs is not None
+                gradients = hub.run(outputs, None, forward=ahead, backward=backward)[1]
+                for name, gradient in gradients.items():
+                    # A module with two consumers gets the sum of their gradients, as in autograd.
+                    both = found.get(name) is not None and gradient is not None
+                    found[name] = found[name] + gradient if both else gradient
+        return found
+
+    def _untrained(self, name: str, module: stock.RankModuleInfo, output: Any) -> Any:
+        """A frozen module's output does not ask for a gradient, which would never come."""
+        if name in self._frozen and isinstance(output, Tensor) and output.requires_grad:
+            # Behind its first stage it does because the stage's input does: the schedule calls for that.
+            if module.pp_rank == 0 and not module.bridge_comms_as_dest_module:
+                self._failure.fail(
+                    f"{name} is frozen, but its output requires a gradient: take it out of frozen=, or run "
+                    "the module under torch.no_grad()"
+                )
+            with self._failure.guarded(lambda: f"detached the output of {name}, which must not be a view"):
+                output.detach_()
+        return output
+
+    def _between_stages(
+        self, name: str, stages: Any, sends: str, receives: str, tensor: Any, shape: Any
+    ) -> Any:
+        """Inside a module, by upstream's communicator; gradients of a frozen module do not exist."""
+        if name in self._frozen:
+            sends, receives = (way if way == "forward" else "" for way in (sends, receives))
+        if not sends and not receives:
+            return None
+        with self._failure.guarded(lambda: f"{name}: waited for the next stage ({sends}, {receives})"):
+            return between_stages(stages, sends, receives, tensor, shape)

@@ -1,0 +1,76 @@
+"""Ranks that may end on their own, one before the other, as in real life: no barrier, no common end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import PRELOAD
+
+NOTHING = "(ended without a word)"
+
+
+def run_apart(function: Callable[..., str], size: int, *args: Any, wait: float, timeout: float) -> list[str]:
+    """What `function(*args)` returned or raised on every rank; NOTHING if the process just ended.
+
+    Args:
+        wait: seconds of every wait in the default process group.
+        timeout: for the whole; what hangs then is killed and says so.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_rank, args=(function, args, rank, size, folder, wait, dict(os.environ)))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        found = []
+        for rank, process in enumerate(processes):
+            process.join(max(0.1, deadline - time.monotonic()))
+            said = Path(folder, str(rank))
+            found.append("(hangs)" if process.is_alive() else said.read_text() if said.exists() else NOTHING)
+        for process in processes:
+            process.kill()
+            process.join()
+        return found
+
+
+def _rank(
+    function: Callable[..., str],
+    args: tuple[Any, ...],
+    rank: int,
+    size: int,
+    folder: str,
+    wait: float,
+    environment: dict[str, str],
+) -> None:
+    import torch
+
+    from megatron_nemotron3.cpu import cpu_mode
+
+    torch.set_num_threads(1)
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    with cpu_mode():
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=wait),
+        )
+        try:
+            said = function(*args)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        Path(folder, f"{rank}.part").write_text(said)
+        os.rename(Path(folder, f"{rank}.part"), Path(folder, str(rank)))
+        os._exit(0)

@@ -1,0 +1,47 @@
+"""The concatenation reference: whose rows are whose, computed the plain way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_nemotron3.boundary.layout import Layout
+from megatron_nemotron3.boundary.slices import positions
+
+
+def every_row(rows: Sequence[int], hidden: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """Rows of every sample: [n, hidden] each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, hidden, generator=generator).to(dtype) for n in rows]
+
+
+def lane_of(layout: Layout, stage: int, rank: int) -> int | None:
+    """The data lane of a rank of a stage; None: it is not of the stage."""
+    return next((i for i, ranks in enumerate(layout.lanes(stage)) if rank in ranks), None)
+
+
+def of_lane(samples: list[torch.Tensor], lanes: int, lane: int) -> torch.Tensor:
+    """Rows of an equal share of the samples, one sample after the other."""
+    share = len(samples) // lanes
+    return torch.cat(samples[lane * share : (lane + 1) * share])
+
+
+def of_rank(
+    samples: list[torch.Tensor], marks: list[list[bool]], layout: Layout, lane: int, rank: int
+) -> torch.Tensor:
+    """Rows that stand at the positions that a context- or sequence-parallel rank owns.
+
+    Args:
+        marks: of each sample, whether a position holds a row.
+    """
+    share = len(samples) // layout.dp
+    at = layout.lanes(0)[lane].index(rank)
+    found = []
+    for sample in range(lane * share, (lane + 1) * share):
+        mask = marks[sample]
+        owned = positions(len(mask), layout.cp, layout.tp, sequence_parallel=layout.sequence_parallel)[at]
+        mine = {p for start, stop in owned for p in range(start, stop)}
+        places = [p for p, marked in enumerate(mask) if marked]
+        found.append(samples[sample][[i for i, p in enumerate(places) if p in mine]])
+    return torch.cat(found)

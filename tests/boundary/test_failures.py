@@ -1,0 +1,187 @@
+"""Whatever is wrong, every rank raises the same BoundaryError within the timeout, also those in between."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_nemotron3.boundary.bridge import Bridge
+from megatron_nemotron3.boundary.failure import BoundaryError
+from megatron_nemotron3.boundary.feed import RowFeed
+from megatron_nemotron3.boundary.hub import Hub
+from megatron_nemotron3.boundary.layout import Layout
+from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
+from megatron_nemotron3.boundary.stages import check_modules, stage_of
+from tests.boundary.apart import NOTHING, run_apart
+from tests.boundary.pipeline import Runner, Stages, World, microbatches
+
+#: Two encoders and a language model of two stages, the second of which has no boundary.
+WORLD = World({"images": "tp=1", "audio": "offset=1", "language": "pp=2,offset=2"})
+STEPS = 4
+#: Seconds of a wait; on a busy machine a rank may need some to arrive.
+WAIT = 6.0
+
+
+class Spoiled(Stages):
+    """Stages that do something wrong on one rank at one microbatch."""
+
+    spoil: Any = None
+    step = -1
+
+    def __call__(self, batch: dict[str, Any]) -> Any:
+        self.step += 1
+        outputs = super().__call__(batch)
+        return self.spoil(self.rank, self.step, outputs)
+
+
+def _other_dtype(rank: int, step: int, outputs: Any) -> Any:
+    return {"images": outputs["images"].float()} if (rank, step) == (0, 1) else outputs
+
+
+def _other_width(rank: int, step: int, outputs: Any) -> Any:
+    return {"audio": outputs["audio"][:, :3]} if (rank, step) == (1, 1) else outputs
+
+
+def _more_rows(rank: int, step: int, outputs: Any) -> Any:
+    return {"images": outputs["images"].repeat(2, 1)} if (rank, step) == (0, 1) else outputs
+
+
+def _death(rank: int, step: int, outputs: Any) -> Any:
+    if (rank, step) == (1, 1):
+        os._exit(1)
+    return outputs
+
+
+def _honest(rank: int, step: int, outputs: Any) -> Any:
+    return outputs
+
+
+def _other_batches(first: int) -> Any:
+    """From a microbatch on, one side counts other rows."""
+
+    def change(rank: int, batches: list[Any]) -> list[Any]:
+        other = microbatches(WORLD, STEPS, seed=1)
+        return batches[:first] + other[first:] if rank == 0 else batches
+
+    return change
+
+
+CASES = {
+    "dtype": (_other_dtype, -1, ["images -> language", "torch.float32", "torch.float64", "pipeline_dtype"]),
+    "width": (_other_width, -1, ["audio -> language", "(3,)", "(4,)", "hidden size"]),
+    "rows": (_more_rows, -1, ["images -> language", "rows, but the row counts of the batch say"]),
+    "counts differ": (_honest, 0, ["images -> language", "ranks [0]", "ranks [1, 2]", "must agree"]),
+    "counts differ later": (_honest, 2, ["waited for", "rows to ranks", "cure:"]),
+    "death": (_death, -1, ["waited", "say nothing", "cure:"]),
+}
+
+
+#: The others are in the full set.
+DEFAULT = ("dtype", "counts differ", "death")
+
+
+def _train(case: str) -> str:
+    spoil, first, _ = CASES[case]
+    runner = Runner(WORLD._replace(fed=True), timeout=timedelta(seconds=WAIT))
+    runner.model.__class__ = Spoiled
+    runner.model.spoil = spoil
+    batches = microbatches(WORLD, STEPS)
+    if first >= 0:
+        batches = _other_batches(first)(runner.model.rank, batches)
+    return f"no error, loss {runner.run(batches).loss}"
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.full]) for c in CASES]
+)
+def test_one_error_everywhere(case):
+    """The same words on every rank that lives, with numbers and what to do."""
+    begun = time.monotonic()
+    found = run_apart(_train, 4, case, wait=20.0, timeout=60)
+    took = time.monotonic() - begun
+    if case == "death":
+        assert found.pop(1) == NOTHING
+    assert len(set(found)) == 1, found
+    assert found[0].startswith("BoundaryError: "), found[0]
+    for words in CASES[case][2]:
+        assert words in found[0], (words, found[0])
+    assert took < 45, f"{took} s"
+
+
+def _construct() -> str:
+    import torch
+
+    rank = torch.distributed.get_rank()
+    Runner(WORLD, timeout=timedelta(seconds=WAIT), frozen=("audio",) if rank == 1 else ())
+    return "no error"
+
+
+def test_other_arguments_on_a_rank():
+    """Also ranks without a boundary hear of it."""
+    found = run_apart(_construct, 4, wait=20.0, timeout=60)
+    assert len(set(found)) == 1, found
+    for words in ("BoundaryError: ", "connect modules differently", "frozen=True", "frozen=False"):
+        assert words in found[0], (words, found[0])
+
+
+REFUSED = {
+    "a rank in no module": (
+        {"images": "tp=1", "language": "tp=2,offset=1"},
+        {},
+        r"ranks \[3\] of 4.*start 3",
+    ),
+    "ranks beyond the world": ({"images": "dp=3", "language": "tp=2,offset=3"}, {}, r"\[4\].*do not exist"),
+    "ranks shared in part": ({"images": "dp=3", "language": "tp=2,offset=2"}, {}, r"share ranks \[2\]"),
+    "two stages on a rank": (
+        {"images": "pp=2", "audio": "dp=2", "language": "tp=2,offset=2"},
+        {},
+        "rank 0 is at different stages.*one pipeline depth",
+    ),
+    "an edge that skips a module": (
+        {"images": "tp=1", "audio": "offset=1", "language": "tp=2,offset=2"},
+        {"images": ["audio", "language"], "audio": ["language"], "language": []},
+        "different distances from the end",
+    ),
+    "a circle": (
+        {"images": "dp=2", "language": "tp=2,offset=2"},
+        {"images": ["language"], "language": ["images"]},
+        "in a circle: .*images -> language",
+    ),
+    "no grid": ({"language": "dp=4"}, {"images": ["language"], "language": []}, r"\['images'\] have no grid"),
+    "no topology": ({"images": "dp=2", "language": "dp=2,offset=2"}, {"language": []}, "not in the topology"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_when_constructed(case):
+    """What would hang is refused from the arguments alone: every rank comes to the same verdict."""
+    texts, topology, words = REFUSED[case]
+    layouts = {name: Layout.parse(text) for name, text in texts.items()}
+    default = {name: [] if name == "language" else ["language"] for name in layouts}
+    with pytest.raises(BoundaryError, match=words):
+        check_modules(layouts, topology or default, 4)
+
+
+def test_stages_are_counted_from_the_end():
+    """Both encoders stand right before the language model, however deep they are."""
+    layouts = {name: Layout.parse(text) for name, text in WORLD.layouts.items()}
+    deeper = {
+        **layouts,
+        "images": Layout.of(pp=3),
+        "audio": Layout.of(offset=3),
+        "language": Layout.of(pp=2, offset=4),
+    }
+    topology = {"images": ["language"], "audio": ["language"], "language": []}
+    assert [stage_of(rank, deeper, topology) for rank in range(6)] == [0, 1, 2, 2, 3, 4]
+
+
+def test_nothing_to_checkpoint():
+    """A communicator has no state: it is no module, and what it holds is made again from its arguments."""
+    for kind in (BoundaryCommunicator, Bridge, Hub, RowFeed):
+        assert not issubclass(kind, torch.nn.Module)
+        assert not {"state_dict", "sharded_state_dict", "load_state_dict"} & set(dir(kind))

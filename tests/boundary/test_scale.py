@@ -1,0 +1,244 @@
+"""One optimizer step of an encoder and a language model of any data-parallel sizes is that of one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_nemotron3.boundary.scale import finalize_model_grads, gradient_scale
+from tests.helpers import run_distributed
+
+SAMPLES, MICROBATCHES, LENGTH, WIDTH, WORDS = 8, 2, 7, 8, 11
+#: DP of the encoder, DP of the language model.
+SIZES: list[tuple[int, int]] = [(e, d) for e in (1, 2, 4) for d in (1, 2, 4)]
+#: calculate_per_token_loss of the language model, of the encoder.
+CONVENTIONS = [(True, True), (False, False), (True, False), (False, True)]
+#: A step so large that a wrong factor shows: plain gradient descent, since Adam forgives one.
+LR = 0.5
+
+
+def _batch() -> dict[str, Any]:
+    """Ragged: pictures per sample (some have none) and tokens that count (one has none)."""
+    random = torch.Generator().manual_seed(5)
+    total = SAMPLES * MICROBATCHES
+    rows = [0, 3, 1, 2, 5, 0, 1, 4] * MICROBATCHES
+    counted = [1, 6, 2, 0, 7, 3, 1, 5, 4, 4, 7, 1, 2, 6, 3, 5]
+    return {
+        "pictures": [torch.randn(n, 5, generator=random) for n in rows],
+        "words": torch.randint(WORDS, (total, LENGTH), generator=random),
+        "labels": torch.randint(WORDS, (total, LENGTH), generator=random),
+        "mask": torch.stack([(torch.arange(LENGTH) < n).float() for n in counted]),
+    }
+
+
+def _modules(per_token: tuple[bool, bool]) -> tuple[Any, Any]:
+    """The language model and the encoder, of the same weights everywhere."""
+    from megatron.core.transformer import MegatronModule, TransformerConfig
+
+    def config(sums: bool) -> Any:
+        return TransformerConfig(
+            num_layers=1, hidden_size=WIDTH, num_attention_heads=1, calculate_per_token_loss=sums
+        )
+
+    class Encoder(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(config(per_token[1]))
+            self.layers = torch.nn.Sequential(
+                torch.nn.Linear(5, 16), torch.nn.GELU(), torch.nn.Linear(16, WIDTH)
+            )
+
+        def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+            return self.layers(pictures)
+
+    class Language(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(config(per_token[0]))
+            self.embedding = torch.nn.Embedding(WORDS, WIDTH)
+            self.output = torch.nn.Linear(WIDTH, WORDS)
+
+        def forward(self, words: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            """Losses [s] of one sample."""
+            seen = self.embedding(words) + rows.sum(0)
+            return torch.nn.functional.cross_entropy(
+                self.output(seen.cumsum(0).tanh()), labels, reduction="none"
+            )
+
+    torch.manual_seed(0)
+    return Language(), Encoder()
+
+
+def _loss(language: Any, batch: dict[str, Any], samples: Any, rows: Any, per_token: bool) -> Any:
+    """(loss as the schedule differentiates it, tokens) of some samples of one microbatch."""
+    total, tokens = torch.zeros(()), torch.zeros((), dtype=torch.int)
+    for sample, mine in zip(samples, rows, strict=True):
+        losses = language(batch["words"][sample], mine, batch["labels"][sample])
+        total = total + (losses * batch["mask"][sample]).sum()
+        tokens += int(batch["mask"][sample].sum())
+    if not per_token:
+        total = total / tokens.clamp(min=1) / MICROBATCHES
+    return total, tokens
+
+
+def _expected(lanes: int, per_token: tuple[bool, bool]) -> dict[str, torch.Tensor]:
+    """Weights after the step in one process. A mean loss is the mean over lanes and microbatches of means."""
+    language, encoder = _modules(per_token)
+    batch = _batch()
+    share = SAMPLES // lanes
+    objective, tokens = torch.zeros(()), 0
+    for start in range(0, SAMPLES * MICROBATCHES, share):
+        samples = range(start, start + share)
+        rows = [encoder(batch["pictures"][sample]) for sample in samples]
+        loss, counted = _loss(language, batch, samples, rows, per_token[0])
+        objective, tokens = objective + loss, tokens + int(counted)
+    (objective / (tokens if per_token[0] else lanes)).backward()
+    with torch.no_grad():
+        for module in (language, encoder):
+            for parameter in module.parameters():
+                parameter -= LR * parameter.grad
+    return _weights(language, encoder)
+
+
+def _weights(*modules: Any) -> dict[str, torch.Tensor]:
+    return {
+        f"{type(module).__name__}.{name}": p.detach().clone()
+        for module in modules
+        for name, p in module.named_parameters()
+    }
+
+
+def _steps() -> list[tuple[tuple[int, int], tuple[bool, bool], dict[str, torch.Tensor]]]:
+    """Every pair of sizes and conventions, in one world of 8: encoder on the first ranks, the language model
+    on the next ones, the rest looks on. -> (sizes, conventions, weights after the step of this rank)"""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    spans = sorted({span for e, d in SIZES for span in ((0, e), (e, e + d), (0, e + d))})
+    groups = {span: dist.new_group(list(range(*span))) for span in spans}
+    return [
+        (sizes, per_token, _step(sizes, per_token, alone, groups))
+        for sizes in SIZES
+        if dist.get_rank() < sum(sizes)
+        for per_token in CONVENTIONS
+    ]
+
+
+def _step(sizes: tuple[int, int], per_token: tuple[bool, bool], alone: Any, groups: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.hyper_comm_grid import HyperCommGrid
+    from megatron.core.process_groups_config import MultiModuleProcessGroupCollection, ProcessGroupCollection
+
+    e, d = sizes
+    is_encoder = dist.get_rank() < e
+    world = groups[0, e + d]
+    name, dp = ("vision", groups[0, e]) if is_encoder else ("language", groups[e, e + d])
+    mine = ProcessGroupCollection(
+        **dict.fromkeys(("tp", "cp", "pp", "ep", "tp_ep", "expt_tp", "tp_ep_pp", "mp", "tp_cp"), alone),
+        **dict.fromkeys(("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp", "tp_dp_cp"), dp),
+        embd=None,
+        pos_embd=None,
+    )
+    language, encoder = _modules(per_token)
+    module = encoder if is_encoder else language
+    wrapped = DistributedDataParallel(
+        module.config, DistributedDataParallelConfig(), module, pg_collection=mine
+    )
+    grids = {
+        "vision": HyperCommGrid([1, e], ["tp", "dp"], rank_offset=0, backend="gloo"),
+        "language": HyperCommGrid([1, d], ["tp", "dp"], rank_offset=e, backend="gloo"),
+    }
+    mimo = SimpleNamespace(
+        language_model=None if is_encoder else wrapped,
+        modality_submodules={"vision": wrapped} if is_encoder else {},
+        mimo_config=SimpleNamespace(module_to_grid_map=grids),
+    )
+    wrapped.zero_grad_buffer()
+    batch, tokens = _batch(), torch.zeros((), dtype=torch.int)
+    for first in range(0, SAMPLES * MICROBATCHES, SAMPLES):
+        tokens += _microbatch(wrapped, batch, first, sizes, per_token, world)
+    finalize_model_grads(
+        [mimo],  # type: ignore[list-item]
+        tokens if per_token[0] else None,
+        MultiModuleProcessGroupCollection(
+            module_pgs={name: mine}, language_model_module_name=None if is_encoder else "language"
+        ),
+        world=world,
+    )
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter -= LR * parameter.main_grad
+    return _weights(module)
+
+
+def _microbatch(
+    module: Any, batch: Any, first: int, sizes: tuple[int, int], per_token: tuple[bool, bool], world: Any
+) -> Any:
+    """Forward and backward; the boundary is the plainest there is: everybody gets everything, as objects."""
+    e, d = sizes
+    rank = dist.get_rank()
+    lanes, lane = (e, rank) if rank < e else (d, rank - e)
+    share = SAMPLES // lanes
+    samples = range(first + lane * share, first + (lane + 1) * share)
+    given: list[Any] = [None] * (e + d)
+    if rank < e:
+        rows = [module(batch["pictures"][sample]) for sample in samples]
+        dist.all_gather_object(
+            given, dict(zip(samples, (r.detach() for r in rows), strict=True)), group=world
+        )
+        dist.all_gather_object(given, {}, group=world)
+        grads = {sample: grad for part in given for sample, grad in part.items()}
+        torch.autograd.backward(rows, [grads[sample] for sample in samples])
+        return 0
+    dist.all_gather_object(given, {}, group=world)
+    everything = {sample: rows for part in given for sample, rows in part.items()}
+    leaves = [everything[sample].requires_grad_() for sample in samples]
+    loss, tokens = _loss(module, batch, samples, leaves, per_token[0])
+    loss.backward()
+    dist.all_gather_object(
+        given, {sample: leaf.grad for sample, leaf in zip(samples, leaves, strict=True)}, group=world
+    )
+    return tokens
+
+
+def test_one_step_equals_that_of_a_single_process() -> None:
+    """Largest relative difference of a weight over 9 pairs of sizes and 4 pairs of conventions."""
+    expected = {(d, c): _expected(d, c) for d in (1, 2, 4) for c in CONVENTIONS}
+    seen = set()
+    for rank, steps in enumerate(run_distributed(_steps, 8)):
+        for (e, d), conventions, weights in steps:
+            for name, weight in weights.items():
+                reference = expected[d, conventions][name]
+                difference = ((weight - reference).norm() / reference.norm()).item()
+                assert difference < 2e-6, (
+                    f"encoder DP {e}, language DP {d}, {conventions}, rank {rank}: {name}"
+                )
+                seen.add((e, d, conventions, name.split(".")[0]))
+    assert len(seen) == len(SIZES) * len(CONVENTIONS) * 2
+
+
+@pytest.mark.parametrize("convention", [(True, True), (False, False)])
+def test_the_step_is_one_that_a_wrong_factor_changes(convention: tuple[bool, bool]) -> None:
+    """Guards the test above: after the step encoder weights differ by far more than its tolerance."""
+    language, encoder = _modules(convention)
+    before = _weights(language, encoder)
+    after = _expected(2, convention)
+    for name, weight in before.items():
+        assert ((after[name] - weight).norm() / weight.norm()).item() > 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("module_per_token", "tokens", "factor"),
+    [(True, 50, 1 / 50), (False, 50, 4 / 50), (True, None, 1 / 2), (False, None, 4 / 2), (True, 0, 1.0)],
+)
+def test_factors(module_per_token: bool, tokens: int | None, factor: float) -> None:
+    counted = None if tokens is None else torch.tensor(tokens)
+    found = gradient_scale(
+        language_ranks=2, module_ranks=4, module_per_token=module_per_token, tokens=counted
+    )
+    assert float(found) == pytest.approx(factor)
+
+
+def test_a_schedule_without_the_modules_groups_is_refused() -> None:
+    with pytest.raises(ValueError, match="give groups="):
+        finalize_model_grads([torch.nn.Linear(1, 1)])
