@@ -1,0 +1,1 @@
+"""What a training run costs: floating-point operations, memory, traffic, layouts. Closed forms."""

@@ -1,0 +1,239 @@
+"""What one layer keeps for backward, by module: one closed form a layer kind. Standard library only.
+
+Counted are bytes of storages that autograd holds, each once and whole (a view keeps its base). A tensor that
+several modules hold stands under the first of them. Masks, states and indices count; scalars do not.
+
+The forms of backend "torch" are compared with what autograd saves on a CPU (tests/plan/test_activations.py).
+"auto" is the torch spec with its GPU kernels, "te" Transformer Engine: both are derived from what the
+functions are written to save, and not measured. What differs from "torch":
+
+| kind | module | auto | te |
+|-|-|-|-|
+| M | scan | no states | output before the gate instead of convolution's output, dt and states |
+| * | core_attn with CP | | a rank's own keys and values twice, instead of all ranks' and a mask |
+| E | activation | FC2's input | FC2's input |
+| E | dispatch | | INT32 row maps instead of INT64 indices |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_nemotron3.models import Nemotron3Config
+
+#: Bytes of an FP32 number, of an index, of an entry of a row map.
+FLOAT, INDEX, ROW = 4, 8, 4
+#: The torch scan on a CPU keeps a state every so many chunks of so many tokens (`layers/chunked_scan.py`).
+_CHUNK, _LEAST_CHUNKS, _BLOCK_ELEMENTS = 64, 4, 2**19
+
+Form = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of a microbatch one rank computes, and how.
+
+    seq_length: tokens of a sequence before context parallelism cuts it.
+    element: bytes of an activation.
+    imbalance: routed tokens of this rank over their mean.
+    """
+
+    seq_length: int
+    micro_batch_size: int
+    tp: int
+    cp: int
+    etp: int
+    sequence_parallel: bool
+    element: int
+    backend: str
+    imbalance: float
+    #: Names of `recompute.MODULES` that are computed again.
+    recomputed: tuple[str, ...] = ()
+    precision: str = "bf16"
+
+    @property
+    def te(self) -> bool:
+        """Whether Transformer Engine computes."""
+        return self.backend == "te"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens between the linears of a tensor-parallel layer."""
+        return self.seq_length * self.micro_batch_size // self.cp
+
+    @property
+    def shard(self) -> int:
+        """Tokens of the residual stream: a part of `tokens` under sequence parallelism."""
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    def stream(self, width: int) -> int:
+        """Bytes of [s / cp / tp, b, width]."""
+        return self.shard * width * self.element
+
+    def inner(self, width: int) -> int:
+        """Bytes of [s / cp, b, width]."""
+        return self.tokens * width * self.element
+
+
+def norm(c: Nemotron3Config, at: Share) -> int:
+    """An RMSNorm's input and its FP32 reciprocal per token."""
+    return at.stream(c.hidden_size) + at.shard * FLOAT
+
+
+def mamba(c: Nemotron3Config, at: Share) -> Form:
+    """M."""
+    split = at.tp * at.cp  # the exchange gives a rank all tokens and some heads
+    heads, inner = c.mamba_num_heads // split, c.mamba_inner_size // split
+    groups = max(1, c.mamba_num_groups // split)
+    conv = inner + 2 * groups * c.mamba_state_dim
+    tokens = at.seq_length * at.micro_batch_size
+    rank_inner = at.inner(c.mamba_inner_size // at.tp)
+    form = {
+        "norm": norm(c, at),
+        "in_proj": at.stream(c.hidden_size),
+        "conv1d": tokens * (inner + conv + heads) * at.element,  # in_proj's output z x B C dt
+        "scan": 0,
+        # Input, FP32 reciprocal per group.
+        "gated norm": rank_inner + at.tokens * (c.mamba_num_groups // at.tp) * FLOAT,
+        "out_proj": rank_inner,
+    }
+    if at.te:
+        form["scan"] = tokens * inner * at.element
+        return form
+    form["scan"] = tokens * (conv * at.element + 2 * heads * FLOAT)
+    if at.backend == "torch":
+        states = heads * c.mamba_head_dim * c.mamba_state_dim * FLOAT
+        form["scan"] += at.micro_batch_size * _blocks(at.seq_length, heads) * states
+    if at.cp > 1:
+        form["gated norm"] += rank_inner  # z after the exchange is no view of in_proj's output
+        form["conv1d"] += conv * (c.mamba_conv_kernel + 1) * at.element
+    return form
+
+
+def _blocks(seq_length: int, heads: int) -> int:
+    """States the torch scan keeps of one sequence."""
+    length = min(seq_length, _CHUNK)
+    whole, rest = divmod(seq_length, length)
+    chunks = min(whole, max(_LEAST_CHUNKS, _BLOCK_ELEMENTS // (heads * length * length)))
+    return -(-whole // chunks) + (rest > 0)
+
+
+def attention(c: Nemotron3Config, at: Share) -> Form:
+    """*."""
+    q, kv = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
+    groups = c.num_query_groups / at.tp
+    # Queries, keys and values are views of linear_qkv's output. With fewer groups than ranks that output is
+    # gathered, and all of it stays; with several groups a rank the queries of a view are copied.
+    mixed = at.inner((q + 2 * kv) // at.tp if groups >= 1 else q + 2 * kv)
+    queries = at.inner(q // at.tp) if groups > 1 else 0
+    core = mixed + queries
+    if at.cp > 1 and "core_attn" not in at.recomputed:
+        keys_values = at.inner(max(2 * kv // at.tp, 2 * c.kv_channels))
+        mask = at.seq_length // at.cp * at.seq_length * at.element
+        core = core + keys_values if at.te else (queries or mixed) + at.cp * keys_values + mask
+    return {
+        "norm": norm(c, at),
+        "linear_qkv": at.stream(c.hidden_size),
+        "core_attn": core,
+        "softmax": at.tokens * (c.num_attention_heads // at.tp) * FLOAT,
+        "linear_proj": at.inner(q // at.tp),
+    }
+
+
+def moe(c: Nemotron3Config, at: Share) -> Form:
+    """E."""
+    experts, topk, ffn = c.num_moe_experts or 0, c.moe_router_topk or 0, c.moe_ffn_hidden_size or 0
+    width, shared = c.expert_input_size, c.moe_shared_expert_intermediate_size or 0
+    rows = round(at.shard * topk * at.etp * at.imbalance)
+    hidden = rows * (ffn // at.etp) * at.element
+    # Scores, their sums and the choice, once for routing and once for the balancing loss; the chosen scores.
+    router = at.shard * (2 * (experts * FLOAT + topk * INDEX + FLOAT) + topk * FLOAT)
+    indices = at.shard * (experts + topk) * INDEX
+    row_maps = (at.shard * (2 * experts + 1) + 2 * rows) * ROW
+    return {
+        "norm": norm(c, at),
+        "norm output": at.stream(c.hidden_size),
+        "router": router + at.micro_batch_size * experts * INDEX,
+        "dispatch": row_maps if at.te else indices,
+        "experts": rows * (width * at.element + FLOAT) + hidden,
+        "activation": 0 if at.backend == "torch" else hidden,
+        "fc2_latent_proj": at.stream(width) if c.moe_latent_size else 0,
+        "shared_experts": 2 * at.inner(shared // at.tp),
+    }
+
+
+def moe_backward(c: Nemotron3Config, at: Share, ep: int) -> int:
+    """Bytes that exist beside all that while an E layer's experts go backward.
+
+    Gradients of what they read and wrote; on a GPU, which takes all experts at once, of what lies between.
+    Without gradient accumulation fusion (torch, auto) also the gradients of all their weights, which Megatron
+    adds up afterwards.
+    """
+    ffn = (c.moe_ffn_hidden_size or 0) // at.etp
+    rows = round(at.shard * (c.moe_router_topk or 0) * at.etp * at.imbalance)
+    between = 0 if at.backend == "torch" else rows * ffn
+    weights = 0 if at.te else (c.num_moe_experts or 0) // ep * 2 * ffn * c.expert_input_size
+    return (2 * rows * c.expert_input_size + between + weights) * at.element
+
+
+def mlp(c: Nemotron3Config, at: Share) -> Form:
+    """-."""
+    hidden = at.inner((c.dense_ffn_hidden_size or 0) // at.tp)
+    form = {"norm": norm(c, at), "linear_fc1": at.stream(c.hidden_size), "activation": hidden}
+    return form | {"linear_fc2": hidden}
+
+
+def mtp(c: Nemotron3Config, at: Share) -> Form:
+    """What one prediction depth keeps beside its layers."""
+    d = c.hidden_size
+    return {
+        "embedding": embedding(c, at)["word_embeddings"],
+        "enorm": norm(c, at),
+        "hnorm": norm(c, at),
+        "eh_proj": at.stream(2 * d),
+        # Its output is gathered over the ranks and cut again, and the cut is a view of the whole.
+        "eh_proj output": at.inner(d) - at.stream(d),
+        "final_layernorm": norm(c, at),
+    }
+
+
+def embedding(c: Nemotron3Config, at: Share) -> Form:
+    """Token indices; with TP also which of them are another rank's."""
+    return {"word_embeddings": at.tokens * (INDEX + (at.tp > 1))}
+
+
+def output(c: Nemotron3Config, at: Share, padded_vocab: int, depths: int) -> Form:
+    """Final norm, output layer and loss, of the next token and of `depths` MTP depths.
+
+    The softmax over a rank's part of the vocabulary is FP32, and each depth keeps its own until its backward.
+    """
+    heads = 1 + depths
+    softmax = at.tokens * (padded_vocab // at.tp) * FLOAT
+    return {
+        "final_norm": norm(c, at),
+        "output_layer": heads * at.stream(c.hidden_size),
+        # Target, whether it is another rank's; a depth's loss and mask.
+        "loss": heads * (softmax + at.tokens * (INDEX + 1)) + depths * at.tokens * 2 * FLOAT,
+    }
+
+
+#: Layer kind -> its form.
+FORMS: dict[str, Callable[[Nemotron3Config, Share], Form]] = {
+    "M": mamba,
+    "*": attention,
+    "E": moe,
+    "-": mlp,
+    "mtp": mtp,
+    "embedding": embedding,
+}
+
+#: Module of `--recompute-modules` -> parts of its layer that are then not kept.
+DROPPED: dict[str, tuple[str, ...]] = {
+    "core_attn": ("softmax",),
+    "mlp": ("linear_fc1", "activation", "linear_fc2"),
+    "moe": ("router", "dispatch", "experts", "activation", "fc2_latent_proj", "shared_experts"),
+    "shared_experts": ("shared_experts",),
+    "moe_act": ("activation",),
+    "layernorm": ("norm output",),
+}

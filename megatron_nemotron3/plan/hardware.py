@@ -1,0 +1,152 @@
+"""GPUs as their data sheets give them. Standard library only.
+
+Peaks are dense (without sparsity). Bandwidths are of one direction. Memory is what the data sheet of the
+system divides to, in bytes; what a process can allocate is less (`RESERVE`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+TERA, GIGA = 1e12, 1e9
+#: CUDA context, NCCL's buffers, cuBLAS workspaces and what the allocator leaves unused: an assumption, not a
+#: measurement.
+RESERVE = 6 * GIGA
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU in its system.
+
+    memory: bytes. flops: operations a second by format. hbm: bytes a second. nvlink, network: bytes a second
+    that one GPU sends. nvlink_domain: GPUs that reach each other over NVLink. capability: CUDA's.
+    """
+
+    name: str
+    memory: float
+    bf16: float
+    fp8: float
+    #: None: no FP4 units.
+    fp4: float | None
+    hbm: float
+    nvlink: float
+    network: float
+    nvlink_domain: int
+    capability: tuple[int, int]
+    source: str
+
+    def flops(self, format: str) -> float:
+        """Peak of a product in "bf16", "fp32", "mxfp8" or "nvfp4", operations a second.
+
+        FP32 products are taken to run as TF32, at half of BF16.
+
+        Raises:
+            ValueError: the GPU has no such units.
+        """
+        if format == "nvfp4":
+            if self.fp4 is None:
+                raise ValueError(
+                    f"{self.name} has no FP4 units: use --precision bf16 or mxfp8 or a Blackwell GPU"
+                )
+            return self.fp4
+        return {"bf16": self.bf16, "fp32": self.bf16 / 2, "mxfp8": self.fp8}[format]
+
+
+GPUS: dict[str, GPU] = {
+    gpu.name: gpu
+    for gpu in (
+        GPU(
+            "h100",
+            80 * GIGA,
+            bf16=989.4 * TERA,
+            fp8=1978.9 * TERA,
+            fp4=None,
+            hbm=3.35 * TERA,
+            nvlink=450 * GIGA,
+            network=50 * GIGA,
+            nvlink_domain=8,
+            capability=(9, 0),
+            source="H100 SXM data sheet",
+        ),
+        GPU(
+            "h200",
+            141 * GIGA,
+            bf16=989.4 * TERA,
+            fp8=1978.9 * TERA,
+            fp4=None,
+            hbm=4.8 * TERA,
+            nvlink=450 * GIGA,
+            network=50 * GIGA,
+            nvlink_domain=8,
+            capability=(9, 0),
+            source="H200 SXM data sheet",
+        ),
+        GPU(
+            "b200",
+            180 * GIGA,
+            bf16=2250 * TERA,
+            fp8=4500 * TERA,
+            fp4=9000 * TERA,
+            hbm=7.7 * TERA,
+            nvlink=900 * GIGA,
+            network=50 * GIGA,
+            nvlink_domain=8,
+            capability=(10, 0),
+            source="HGX B200 data sheet",
+        ),
+        GPU(
+            "b300",
+            270 * GIGA,
+            bf16=2250 * TERA,
+            fp8=4500 * TERA,
+            fp4=13500 * TERA,
+            hbm=7.7 * TERA,
+            nvlink=900 * GIGA,
+            network=100 * GIGA,
+            nvlink_domain=8,
+            capability=(10, 3),
+            source="HGX B300 data sheet",
+        ),
+        GPU(
+            "gb200",
+            186 * GIGA,
+            bf16=2500 * TERA,
+            fp8=5000 * TERA,
+            fp4=10000 * TERA,
+            hbm=8 * TERA,
+            nvlink=900 * GIGA,
+            network=50 * GIGA,
+            nvlink_domain=72,
+            capability=(10, 0),
+            source="GB200 NVL72 data sheet",
+        ),
+        GPU(
+            "gb300",
+            279 * GIGA,
+            bf16=2500 * TERA,
+            fp8=5000 * TERA,
+            fp4=15000 * TERA,
+            hbm=8 * TERA,
+            nvlink=900 * GIGA,
+            network=100 * GIGA,
+            nvlink_domain=72,
+            capability=(10, 3),
+            source="GB300 NVL72 data sheet",
+        ),
+    )
+}
+
+
+def gpu_named(name: str, nvlink_domain: int | None = None) -> GPU:
+    """A GPU of the table, with another NVLink domain if given.
+
+    Raises:
+        ValueError: no such GPU, or a domain below 1.
+    """
+    if name not in GPUS:
+        raise ValueError(f"unknown GPU {name!r}: use one of {', '.join(GPUS)}")
+    if nvlink_domain is None:
+        return GPUS[name]
+    if nvlink_domain < 1:
+        raise ValueError(f"--nvlink-domain {nvlink_domain}: give 1 or more")
+    return replace(GPUS[name], nvlink_domain=nvlink_domain)

@@ -1,0 +1,65 @@
+"""`nemotron3 plan` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3 import cli
+
+SUPER = ["plan", "super", "--gpus", "128", "--gpu", "h100"]
+
+
+def test_prints_layouts_memory_time_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(SUPER) == 0
+    text = capsys.readouterr().out
+    assert "super on 128 h100" in text and "2 is " in text and "slower: " in text
+    assert "activations of Mamba" in text and "expert exchange" in text
+
+
+def test_its_flags_are_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name, words in {
+        "super": ["--gpus", "128", "--gpu", "h100"],
+        "ultra": ["--gpus", "512", "--gpu", "gb300", "--precision", "nvfp4", "--dispatcher", "hybridep"],
+        "nano-4b": ["--gpus", "8", "--gpu", "h200", "--seq", "131072", "--gbs", "16"],
+    }.items():
+        assert cli.main(["plan", name, *words, "--json", "--best", "3"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert len(found["best"]) == 3
+        for one in found["best"]:
+            command = shlex.split(one["flags"])
+            assert command[0] == "nemotron3"
+            if "precision.yaml" in command:
+                assert cli.main(["precision", name, "--yaml", str(tmp_path / "precision.yaml")]) == 0
+                command[command.index("precision.yaml")] = str(tmp_path / "precision.yaml")
+            assert cli.main(command[1:]) == 0, capsys.readouterr().err
+            capsys.readouterr()
+
+
+def test_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "memory.png"
+    assert cli.main([*SUPER, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and [picture] == list(tmp_path.iterdir())
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "ultra", "--gpus", "64", "--gpu", "h100"]) == 1
+    text = capsys.readouterr().out
+    assert "Nothing fits. The smallest is" in text and "256 GPUs instead of 64" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "0", "--gpu", "h100"], "--gpus 0: give 1 to"),
+        (["--gpus", "8", "--gpu", "h100", "--precision", "nvfp4"], "h100 has no FP4 units"),
+        (["--gpus", "8", "--gpu", "h100", "--nvlink-domain", "0"], "--nvlink-domain 0: give 1 or more"),
+        (["--gpus", "8", "--gpu", "h100", "--gbs", "-4"], "global_batch_size=-4: give 1 or more"),
+    ],
+)
+def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "super", *words]) == 2
+    assert message in capsys.readouterr().err
