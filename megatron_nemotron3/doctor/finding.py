@@ -1,0 +1,44 @@
+"""What the doctor says: one sentence, how bad it is, and the cure. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+#: "error": this will not work, exit code 1. "warning": works, with a loss or a risk. "absent": optional, not
+#: there. "ok".
+Level = Literal["ok", "absent", "warning", "error"]
+MARKS: dict[Level, str] = {"ok": "ok", "absent": "-", "warning": "warning", "error": "ERROR"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """subject: package, "gpu", a kernel, or a step. cure: what to do, often a command; "" if nothing."""
+
+    subject: str
+    level: Level
+    message: str
+    cure: str = ""
+
+
+def failed(findings: Sequence[Finding]) -> bool:
+    """Whether any is an error."""
+    return any(finding.level == "error" for finding in findings)
+
+
+def render(sections: Sequence[tuple[str, Sequence[Finding]]]) -> str:
+    """Text for a terminal: section by section, the cure below what it cures."""
+    lines: list[str] = []
+    for title, findings in sections:
+        width = max((len(finding.subject) for finding in findings), default=0)
+        lines += ["", title] if lines else [title]
+        for f in findings:
+            lines.append(f"  {MARKS[f.level]:<7} {f.subject:<{width}}  {f.message}".rstrip())
+            lines += [f"  {'':<7} {'':<{width}}  -> {f.cure}"] if f.cure else []
+    return "\n".join(lines)
+
+
+def as_data(sections: Sequence[tuple[str, Sequence[Finding]]]) -> dict[str, list[dict[str, str]]]:
+    """For --json."""
+    return {title: [asdict(finding) for finding in findings] for title, findings in sections}

@@ -1,0 +1,117 @@
+"""The GPU beside what torch was built for and what the precisions need. Asked in a process of its own: once
+initialized, CUDA stays so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_nemotron3.args.precision import FP4_CAPABILITIES
+from megatron_nemotron3.doctor.finding import Finding
+
+_QUESTION = """
+import json, torch
+found = {"built": torch.version.cuda, "architectures": []}
+if torch.version.cuda:
+    found["architectures"] = torch.cuda.get_arch_list()
+found["available"] = torch.cuda.is_available()
+if found["available"]:
+    found["devices"] = [
+        {
+            "name": p.name,
+            "capability": [p.major, p.minor],
+            "gib": round(p.total_memory / 2**30, 1),
+        }
+        for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
+    try:
+        a = torch.ones(64, 64, device="cuda")
+        (a @ a).sum().item()
+    except Exception as problem:
+        found["problem"] = str(problem).splitlines()[0]
+elif torch.version.cuda:
+    try:
+        torch.cuda.init()
+    except Exception as problem:
+        found["problem"] = str(problem).splitlines()[0].split(". ")[0]
+print(json.dumps(found))
+"""
+#: Precision -> (compute capabilities, text). Source: the rules of `args`.
+PRECISIONS: dict[str, tuple[Callable[[tuple[int, ...]], bool], str]] = {
+    "bf16": (lambda c: c >= (8, 0), "8.0"),
+    "mxfp8": (lambda c: c in FP4_CAPABILITIES, "10.0 or 10.3"),
+    "nvfp4": (lambda c: c in FP4_CAPABILITIES, "10.0 or 10.3"),
+}
+
+
+def ask(timeout: float = 180) -> dict[str, Any]:
+    """What torch says of CUDA here.
+
+    Raises:
+        RuntimeError: it cannot be asked; the message is the last line of the error.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _QUESTION], capture_output=True, text=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired as problem:
+        raise RuntimeError(f"torch did not answer in {timeout:.0f} s") from problem
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no answer"])[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def judge(found: dict[str, Any]) -> Iterator[Finding]:
+    """From the answer of `ask`."""
+    if not found["built"]:
+        yield Finding("gpu", "warning", "torch was built without CUDA: CPU runs only")
+        return
+    if not found["available"]:
+        why = found.get("problem", "no device")
+        yield Finding("gpu", "absent", f"none that torch {found['built']} can use ({why}): CPU runs only")
+        return
+    for device in found["devices"]:
+        capability = tuple(device["capability"])
+        name = f"{device['name']}, {device['gib']} GiB, compute capability {capability[0]}.{capability[1]}"
+        if _covered(capability, found["architectures"]):
+            problem = found.get("problem")
+            yield Finding("gpu", "error", f"{name}: {problem}") if problem else Finding("gpu", "ok", name)
+        else:
+            yield Finding(
+                "gpu",
+                "error",
+                f"{name}: torch has kernels for {', '.join(found['architectures'])} only",
+                f"install a torch with sm_{capability[0]}{capability[1]} (this one: CUDA {found['built']})",
+            )
+    first = tuple(found["devices"][0]["capability"])
+    for precision, (fits, needs) in PRECISIONS.items():
+        if fits(first):
+            yield Finding(precision, "ok", "trains on this GPU")
+        else:
+            cure = "--emulate computes it anywhere, slowly" if precision == "nvfp4" else ""
+            yield Finding(precision, "absent", f"needs compute capability {needs}", cure)
+
+
+def _covered(capability: tuple[int, ...], architectures: list[str]) -> bool:
+    """Binary code runs on the same major version with an equal or higher minor one; PTX on anything later."""
+    for name in architectures:
+        kind, _, digits = name.partition("_")
+        number = "".join(c for c in digits if c.isdigit())
+        major, minor = int(number[:-1]), int(number[-1])
+        if kind == "sm" and major == capability[0] and minor <= capability[1]:
+            return True
+        if kind == "compute" and (major, minor) <= capability:
+            return True
+    return False
+
+
+def findings() -> list[Finding]:
+    """The GPU of this machine."""
+    try:
+        return list(judge(ask()))
+    except RuntimeError as problem:
+        return [Finding("gpu", "error", str(problem))]

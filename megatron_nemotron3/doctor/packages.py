@@ -1,0 +1,170 @@
+"""Which versions are known to work together, and which not. One table; standard library only.
+
+Every row was seen here or is a maintainer's word: `why` says what happens. Versions nobody tried are not
+called good: the doctor says what was tested.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+
+from megatron_nemotron3.doctor.finding import Finding
+
+#: What this release is tested with.
+TESTED = {
+    "python": "3.12",
+    "torch": "2.11.0",
+    "megatron-core": "0.19.2",
+    "transformers": "5.23.0",
+    "transformer-engine": "2.20.2",
+    "nvidia-modelopt": "0.47.0",
+}
+#: Distribution -> what it is for. Nothing but the first two is needed.
+PURPOSE = {
+    "torch": "everything numeric",
+    "megatron-core": "model, parallelism, training loop",
+    "triton": "megatron-core imports it; our GPU kernels",
+    "transformer-engine": "the te backend: fast linears, FP8 and FP4 on GPUs",
+    "mamba-ssm": "a fast scan, and stock Megatron's Mamba layers",
+    "causal-conv1d": "stock Megatron's Mamba layers",
+    "apex": "fused Adam where TransformerEngine is absent",
+    "transformers": "tokenizers; comparison of logits",
+    "nvidia-modelopt": "quantized checkpoints, pruning",
+    "flash-attn": "another attention of TransformerEngine",
+}
+NEEDED = ("torch", "megatron-core")
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination known not to work, or to work badly.
+
+    applies: given the installed versions (absent packages are absent).
+    """
+
+    subject: str
+    level: str
+    applies: Callable[[Mapping[str, Version]], bool]
+    why: str
+    cure: str
+
+
+def parse(text: str) -> Version:
+    """The numbers a version starts with: "5.15.1rc0" -> (5, 15, 1)."""
+    found: list[int] = []
+    for part in text.split("+")[0].split("."):
+        digits = ""
+        for character in part:
+            if not character.isdigit():
+                break
+            digits += character
+        if digits:
+            found.append(int(digits))
+        if digits != part:
+            break
+    return tuple(found)
+
+
+def _within(name: str, low: Version | None, high: Version | None) -> Callable[[Mapping[str, Version]], bool]:
+    """low <= version < high."""
+
+    def applies(have: Mapping[str, Version]) -> bool:
+        version = have.get(name)
+        if version is None:
+            return False
+        return (low is None or version >= low) and (high is None or version < high)
+
+    return applies
+
+
+RULES = (
+    Rule(
+        "python",
+        "error",
+        lambda have: have.get("megatron-core", ()) >= (0, 17) and have["python"] < (3, 12),
+        "megatron-core 0.17 and later need Python 3.12",
+        "make the environment with python3.12",
+    ),
+    Rule(
+        "megatron-core",
+        "error",
+        _within("megatron-core", None, (0, 17)),
+        "no MTP for hybrid models, no '|' or '/' in layer patterns, no megatron.training in the wheel",
+        "pip install 'megatron-core[training]==0.19.2'",
+    ),
+    Rule(
+        "megatron-core",
+        "warning",
+        _within("megatron-core", (0, 17), (0, 19)),
+        "trains, tested less than 0.19 (docs/versions.md); flags follow it",
+        "pip install 'megatron-core[training]==0.19.2'",
+    ),
+    Rule(
+        "triton",
+        "error",
+        lambda have: have.get("megatron-core", ()) >= (0, 18, 2) and "triton" not in have,
+        "megatron-core imports it from 0.18.2 on without declaring it",
+        "pip install triton",
+    ),
+    Rule(
+        "transformers",
+        "warning",
+        _within("transformers", (5, 3), (5, 15)),
+        "its Nemotron-H computes wrong logits on a CPU",
+        "pip install 'transformers>=5.15.1'",
+    ),
+    Rule(
+        "transformer-engine",
+        "error",
+        lambda have: "transformer-engine-core" in have and "transformer-engine-torch" not in have,
+        "the core libraries without the torch extension: import megatron.core raises FileNotFoundError",
+        "pip install --no-build-isolation 'transformer-engine[pytorch]', or uninstall it",
+    ),
+    Rule(
+        "transformer-engine",
+        "warning",
+        _within("transformer-engine", None, (2, 7)),
+        "too old for NVFP4, which megatron-core uses from 2.7 on",
+        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+    ),
+)
+
+
+def installed() -> dict[str, str]:
+    """Distribution -> version text, of those the table names; and Python's."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for distribution in metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if name in PURPOSE or name.startswith("transformer-engine"):
+            # The core libraries come for a CUDA: transformer-engine-cu12.
+            key = "transformer-engine-core" if name.startswith("transformer-engine-cu") else name
+            found[key] = distribution.version
+    return found
+
+
+def check(have: Mapping[str, str]) -> list[Finding]:
+    """A finding for every package of the table, or several."""
+    return list(_check(have))
+
+
+def _check(have: Mapping[str, str]) -> Iterator[Finding]:
+    versions = {name: parse(text) for name, text in have.items()}
+    for name in ("python", *PURPOSE):
+        broken = [rule for rule in RULES if rule.subject == name and rule.applies(versions)]
+        for rule in broken:
+            yield Finding(name, rule.level, f"{have.get(name, 'absent')}: {rule.why}", rule.cure)  # type: ignore[arg-type]
+        if broken:
+            continue
+        if name not in have:
+            if name in NEEDED:
+                yield Finding(name, "error", "not installed", "pip install 'megatron-nemotron3[train]'")
+            else:
+                yield Finding(name, "absent", f"not installed ({PURPOSE[name]})")
+            continue
+        tested = TESTED.get(name)
+        same = tested is None or versions[name][: len(parse(tested))] == parse(tested)
+        yield Finding(name, "ok", have[name] + ("" if same else f" (tested with {tested})"))
