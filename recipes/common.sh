@@ -1,59 +1,151 @@
-# Sourced by every recipe: asks `nemotron3 flags` for the options, prints the command, runs it.
-# A recipe sets MODEL, TP and EP. From the environment: DATA_PATH TOKENIZER SPLIT OUTPUT SAVE_INTERVAL PRECISION
-# BACKEND TP PP CP EP GPUS NNODES NODE_RANK MASTER_ADDR MASTER_PORT MEGATRON_LM_DIR DRY_RUN EXTRA.
+# shellcheck shell=bash
+# Sourced by every recipe. The command goes to stdout, everything else to stderr; docs/recipes.md explains.
+#
+# launch       GPUS (per node) NNODES NODE_RANK MASTER_ADDR MASTER_PORT: recipes/slurm.sh sets them from Slurm.
+#              DRY_RUN=1 prints and stops. NO_DOCTOR=1 skips `nemotron3 doctor`.
+#              MEGATRON_LM_DIR: a checkout of Megatron-LM; without it the entry of this package, which needs none.
+# model        TINY=1: the small form of the same model.
+# parallelism  TP PP VPP CP EP ETP; DP follows from the number of GPUs.
+# precision    PRECISION BACKEND TE_PRECISION_CONFIG_FILE
+# schedule     STEPS SEQ (tokens) GBS and MBS (sequences) LR MIN_LR LR_DECAY_STYLE: instead of the published ones.
+# memory       RECOMPUTE: full, or modules of Megatron's selective recompute ("moe layernorm"); empty: none.
+# data         DATA_PATH TOKENIZER SPLIT; for fine-tuning PROMPT_FORMAT.
+# checkpoints  OUTPUT (holds checkpoints/ and tensorboard/) SAVE_INTERVAL (steps) EXIT_MINUTES (save and stop).
+#              LOAD: another run's checkpoints folder to start from, while OUTPUT has none of its own.
+# other        EXTRA: more words for Megatron's command line.
 
-GPUS=${GPUS:-8}
-NNODES=${NNODES:-1}
-NODE_RANK=${NODE_RANK:-0}
-MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
-MASTER_PORT=${MASTER_PORT:-29500}
-EXTRA=${EXTRA:-}
+RECIPE=${0#./}
+fail() { echo "$RECIPE: $*" >&2; exit 2; }
+need() { [ -n "${!1:-}" ] || fail "set $1: $2"; }
+number() { # NAME...: each is 1 or more
+    local name
+    for name; do [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name}: give a number from 1 on"; done
+}
 
-# parallelism: DP follows from the number of GPUs, world size / (TP * PP * CP)
+GPUS=${GPUS:-8} NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0}
+number GPUS NNODES
+[[ $NODE_RANK =~ ^[0-9]+$ ]] || fail "NODE_RANK=$NODE_RANK: give a number from 0 on"
 WORLD=$(( GPUS * NNODES ))
-PP=${PP:-1}
-CP=${CP:-1}
-LAYOUT="--tp $TP --pp $PP --cp $CP --ep $EP --dp $(( WORLD / (TP * PP * CP) ))"
+RENDEZVOUS=(--standalone)
+if (( NNODES > 1 )); then
+    [ -n "${DRY_RUN:-}" ] || need MASTER_ADDR "the host name of node 0"
+    RENDEZVOUS=(--nnodes "$NNODES" --node-rank "$NODE_RANK"
+        --master-addr "${MASTER_ADDR:-node0}" --master-port "${MASTER_PORT:-29500}")
+fi
+DEVICE=auto DATA=() CHECKPOINTS=()
 
-# precision
-PRECISION=${PRECISION:-bf16}
-
-# data
-DATA=(--data-path ${DATA_PATH:?set DATA_PATH to the prefix of a Megatron .bin/.idx}
-    --split "${SPLIT:-99,1,0}"
-    --tokenizer-type HuggingFaceTokenizer
-    --tokenizer-model "${TOKENIZER:?set TOKENIZER to a Hugging Face tokenizer folder}")
-
-# logging and checkpoints
-OUTPUT=${OUTPUT:-runs/$MODEL}
-LOGGING=(--save "$OUTPUT/checkpoints" --load "$OUTPUT/checkpoints" --save-interval "${SAVE_INTERVAL:-200}"
-    --tensorboard-dir "$OUTPUT/tensorboard" --exit-signal-handler)
-
-# what NVIDIA's public launch scripts export
+# What NVIDIA's public launch scripts export.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export NVTE_FWD_LAYERNORM_SM_MARGIN=${NVTE_FWD_LAYERNORM_SM_MARGIN:-16}
 export NVTE_BWD_LAYERNORM_SM_MARGIN=${NVTE_BWD_LAYERNORM_SM_MARGIN:-16}
 export NVTE_FUSED_ATTN=${NVTE_FUSED_ATTN:-0}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+ENVIRONMENT=()
+for name in CUDA_DEVICE_MAX_CONNECTIONS NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_BWD_LAYERNORM_SM_MARGIN NVTE_FUSED_ATTN \
+    PYTORCH_CUDA_ALLOC_CONF; do
+    ENVIRONMENT+=("$name=${!name}")
+done
 
-# The stock script of a Megatron-LM checkout, or the entry in this package, which needs only the wheel.
+# The stock script of a Megatron-LM checkout, or the entry in this package.
 if [ -n "${MEGATRON_LM_DIR:-}" ]; then
     SCRIPT=$MEGATRON_LM_DIR/pretrain_hybrid.py
+    [ -f "$SCRIPT" ] \
+        || fail "MEGATRON_LM_DIR=$MEGATRON_LM_DIR has no pretrain_hybrid.py: use a checkout of tag core_v0.19.0"
 else
-    SCRIPT=$(python3 -c 'import importlib.util as u; print(u.find_spec("megatron_nemotron3").submodule_search_locations[0])')/pretrain.py
+    SCRIPT=$(python3 -c 'import megatron_nemotron3 as m; print(m.__path__[0])' 2> /dev/null)/pretrain.py \
+        || fail "python3 has no megatron_nemotron3: pip install megatron-nemotron3, or set PYTHONPATH"
 fi
 
+text_data() { # --data-path takes weights and prefixes in turn, hence words
+    need DATA_PATH "the prefix of a Megatron .bin/.idx, or weights and prefixes in turn"
+    need TOKENIZER "a Hugging Face tokenizer folder"
+    read -ra DATA <<< "--data-path $DATA_PATH"
+    DATA+=(--split "${SPLIT:-99,1,0}" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
+}
+
+conversation_data() { # stock Megatron's --sft
+    need MEGATRON_LM_DIR "fine-tuning is the stock pretrain_hybrid.py's (Megatron-LM, tag core_v0.19.0)"
+    need DATA_PATH "a .jsonl file of conversations, or weights and files in turn"
+    need TOKENIZER "a Hugging Face tokenizer folder"
+    read -ra DATA <<< "--data-path $DATA_PATH"
+    DATA+=(--split "${SPLIT:-99,1,0}" --tokenizer-type SFTTokenizer --tokenizer-model "$TOKENIZER"
+        --sft-tokenizer-prompt-format "${PROMPT_FORMAT:-default}")
+}
+
+checkpoints() { # [required]: resume from OUTPUT; from LOAD, with a new optimizer, while OUTPUT has nothing
+    local tracker=latest_checkpointed_iteration.txt
+    CHECKPOINTS=(--save "$OUTPUT/checkpoints" --load "$OUTPUT/checkpoints" --save-interval "${SAVE_INTERVAL:-200}"
+        --tensorboard-dir "$OUTPUT/tensorboard" --exit-signal-handler)
+    [ -z "${EXIT_MINUTES:-}" ] || CHECKPOINTS+=(--exit-duration-in-mins "$EXIT_MINUTES")
+    if [ ! -e "$OUTPUT/checkpoints/$tracker" ]; then
+        [ -z "${1:-}" ] || need LOAD "the checkpoints folder of the phase before, or of nemotron3 convert from-hf"
+        [ -z "${LOAD:-}" ] || [ -n "${DRY_RUN:-}" ] || [ -e "$LOAD/$tracker" ] \
+            || fail "LOAD=$LOAD has no $tracker: give a folder with a checkpoint"
+    fi
+    [ -z "${LOAD:-}" ] || CHECKPOINTS+=(--pretrained-checkpoint "$LOAD")
+}
+
+precision_file() { # write the recipe of every linear for MODEL, unless the user has a file
+    [ -z "${TE_PRECISION_CONFIG_FILE:-}" ] || return 0
+    TE_PRECISION_CONFIG_FILE=$OUTPUT/precision.yaml
+    [ -z "${DRY_RUN:-}" ] || return 0
+    mkdir -p "$OUTPUT"
+    local mine=$TE_PRECISION_CONFIG_FILE
+    [ -e "$mine" ] || mine=$mine.$NODE_RANK.$$ # nodes write at the same time: each its own, then moved
+    python3 -m megatron_nemotron3 precision "$MODEL" ${TINY:+--tiny} --yaml "$mine" > /dev/null || exit 2
+    [ "$mine" = "$TE_PRECISION_CONFIG_FILE" ] || mv -f "$mine" "$TE_PRECISION_CONFIG_FILE"
+}
+
+report() { # what runs here, on stderr
+    echo "# $RECIPE on ${HOSTNAME:-this host}, node $NODE_RANK of $NNODES, $GPUS processes a node"
+    python3 - megatron-nemotron3 megatron-core torch transformer-engine flash-attn mamba-ssm causal-conv1d <<'PYTHON'
+import platform, sys
+from importlib import metadata
+print("# python", platform.python_version())
+for name in sys.argv[1:]:
+    try:
+        print("#", name, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        print("#", name, "not installed")
+PYTHON
+    [ -z "${MEGATRON_LM_DIR:-}" ] \
+        || echo "# Megatron-LM $MEGATRON_LM_DIR $(git -C "$MEGATRON_LM_DIR" describe --tags --always 2> /dev/null)"
+    ! command -v nvidia-smi > /dev/null \
+        || nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | sed 's/^/# GPU /' || true
+    env | grep -E '^(CUDA|NVTE|NCCL|PYTORCH|TORCH|OMP|NEMOTRON3|SLURM_JOB)_' | sort | sed 's/^/# /'
+}
+
 launch() {
-    local flags command
+    local flags words layout batch given ranks
+    CP=${CP:-1} PP=${PP:-1}
+    number TP PP CP EP
+    ranks=$(( TP * PP * CP ))
+    (( WORLD % ranks == 0 )) || fail "GPUS*NNODES=$WORLD is not a multiple of TP*PP*CP=$ranks: change one of them"
+    layout=(--tp "$TP" --pp "$PP" --cp "$CP" --ep "$EP" --dp "$(( WORLD / ranks ))"
+        ${VPP:+--vpp "$VPP"} ${ETP:+--etp "$ETP"})
+    batch=(--schedule "$SCHEDULE" ${STEPS:+--steps "$STEPS"} ${SEQ:+--seq-length "$SEQ"}
+        ${MBS:+--micro-batch-size "$MBS"} ${GBS:+--global-batch-size "$GBS"} ${LR:+--lr "$LR"})
+    read -ra given <<< "${MIN_LR:+--min-lr $MIN_LR} ${LR_DECAY_STYLE:+--lr-decay-style $LR_DECAY_STYLE}"
+    if [ "${RECOMPUTE:-}" = full ]; then
+        given+=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
+    elif [ -n "${RECOMPUTE:-}" ]; then
+        read -ra words <<< "$RECOMPUTE"
+        given+=(--recompute-granularity selective --recompute-modules "${words[@]}")
+    fi
+    read -ra words <<< "${EXTRA:-}"
+    given+=("${DATA[@]}" "${CHECKPOINTS[@]}" "${words[@]}")
     # On a line of its own: refused flags stop the recipe here.
-    # shellcheck disable=SC2086
-    flags=$(python3 -m megatron_nemotron3 flags "$MODEL" $LAYOUT --precision "$PRECISION" \
-        --backend "${BACKEND:-te}" --schedule published --shell -- $EXTRA) || exit 2
+    flags=$(python3 -m megatron_nemotron3 flags "$MODEL" ${TINY:+--tiny} "${layout[@]}" --precision "$PRECISION" \
+        ${TE_PRECISION_CONFIG_FILE:+--te-precision-config-file "$TE_PRECISION_CONFIG_FILE"} \
+        --backend "${BACKEND:-te}" "${batch[@]}" --shell -- "${given[@]}") || exit 2
     eval "ARGS=( $flags )"
-    command=(python3 -m torch.distributed.run --nproc-per-node "$GPUS" --nnodes "$NNODES"
-        --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"
-        -m megatron_nemotron3.run "$SCRIPT" "${ARGS[@]}" "${DATA[@]}" "${LOGGING[@]}")
-    printf '%q ' "${command[@]}"
+    COMMAND=(env "${ENVIRONMENT[@]}" python3 -m torch.distributed.run --nproc-per-node "$GPUS" "${RENDEZVOUS[@]}"
+        -m megatron_nemotron3.run --device "$DEVICE" "$SCRIPT" "${ARGS[@]}")
+    (( NODE_RANK )) || report >&2
+    printf '%q ' "${COMMAND[@]}"
     echo
-    [ -n "${DRY_RUN:-}" ] || exec "${command[@]}"
+    [ -z "${DRY_RUN:-}" ] || exit 0
+    [ -n "${NO_DOCTOR:-}" ] || python3 -m megatron_nemotron3 doctor >&2 \
+        || fail "nemotron3 doctor found what will not work; NO_DOCTOR=1 launches all the same"
+    exec "${COMMAND[@]}"
 }

@@ -1,14 +1,28 @@
 #!/usr/bin/env bash
-# Pre-train Nemotron 3 Nano 30B-A3B with its published schedule. DRY_RUN=1 prints the command only.
-# Precision: the published model is BF16.
+# Pre-train Nemotron 3 Nano 30B-A3B with the published schedule: 25T tokens, 3072 x 8192 a step, WSD.
+# Needed: DATA_PATH (prefix of a Megatron .bin/.idx, or weights and prefixes in turn), TOKENIZER (Hugging Face folder).
+# Optional: what stands below with := or :-, and the launch (GPUS NNODES ... DRY_RUN=1): recipes/common.sh.
 set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=../common.sh
+. "$(dirname "$0")/../common.sh"
 
 # architecture: every number comes from the catalog (nemotron3 show nano)
 MODEL=nano
 
-# parallelism: the published launch is 3072 H100, TP2 EP32 PP1, MBS 1.
-TP=${TP:-2}
-EP=${EP:-32}
+# parallelism: the published launch is 3072 H100, TP2 EP32 PP1, MBS 1
+TP=${TP:-2} EP=${EP:-32}
 
-. "$(cd "$(dirname "$0")" && pwd)/../common.sh"
+# precision: the published model is BF16
+PRECISION=${PRECISION:-bf16}
+
+# schedule
+SCHEDULE=published
+
+# data
+text_data
+
+# logging and checkpoints
+OUTPUT=${OUTPUT:-runs/nano/pretrain}
+checkpoints
+
 launch

@@ -1,14 +1,28 @@
 #!/usr/bin/env bash
-# Pre-train Nemotron 3 Super 120B-A12B with its published schedule. DRY_RUN=1 prints the command only.
-# Precision: the published model is an NVFP4 mix; this recipe trains BF16 (docs/everything.md, Precision).
+# Pre-train Nemotron 3 Super 120B-A12B with the published schedule: 25T tokens, 3072 x 8192 a step, WSD.
+# Needed: DATA_PATH (prefix of a Megatron .bin/.idx, or weights and prefixes in turn), TOKENIZER (Hugging Face folder).
+# Optional: what stands below with := or :-, and the launch (GPUS NNODES ... DRY_RUN=1): recipes/common.sh.
 set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=../common.sh
+. "$(dirname "$0")/../common.sh"
 
 # architecture: every number comes from the catalog (nemotron3 show super)
 MODEL=super
 
-# parallelism: the published launch is 3072 GB200, TP2 EP64 PP1, MBS 1 (HybridEP dispatch there, alltoall here).
-TP=${TP:-2}
-EP=${EP:-64}
+# parallelism: the published launch is 3072 GB200, TP2 EP64 PP1, MBS 1 (HybridEP there, alltoall here)
+TP=${TP:-2} EP=${EP:-64}
 
-. "$(cd "$(dirname "$0")" && pwd)/../common.sh"
+# precision: the published model is an NVFP4 mix, which is recipes/super/nvfp4.sh; this is BF16
+PRECISION=${PRECISION:-bf16}
+
+# schedule
+SCHEDULE=published
+
+# data
+text_data
+
+# logging and checkpoints
+OUTPUT=${OUTPUT:-runs/super/pretrain}
+checkpoints
+
 launch

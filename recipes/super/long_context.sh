@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Long-context phase of Nemotron 3 Super: constant rate 4.5e-6, 16 x 1M a step.
+#   PHASE=1 (default)  34B tokens at 1M
+#   PHASE=2            17B tokens alternating between 1M and 4K, the part at 1M. The shares are UNKNOWN: STEPS is needed
+#   PHASE=4k           the part at 4K; its batch is UNKNOWN, so GBS is needed, too
+# A run has one length, so published mixtures are runs after one another: docs/recipes.md.
+# Needed: DATA_PATH, TOKENIZER, and LOAD: checkpoints of the phase before. SEQ sets another length.
+# Optional: what stands below with :- and the launch (GPUS NNODES ... DRY_RUN=1): recipes/common.sh.
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=../common.sh
+. "$(dirname "$0")/../common.sh"
+
+# architecture: every number comes from the catalog (nemotron3 show super)
+MODEL=super
+
+# parallelism: the published layout is TP2 CP64 EP64 on GB200; at 4K that of pre-training
+PHASE=${PHASE:-1}
+case $PHASE in
+    1) SCHEDULE=long-context TP=${TP:-2} CP=${CP:-64} EP=${EP:-64} ;;
+    2) SCHEDULE=long-context-2 TP=${TP:-2} CP=${CP:-64} EP=${EP:-64} ;;
+    4k) SCHEDULE=long-context-4k TP=${TP:-2} EP=${EP:-64} ;;
+    *) fail "PHASE=$PHASE: use 1, 2 or 4k" ;;
+esac
+
+# precision: of this phase not published
+PRECISION=${PRECISION:-bf16}
+
+# memory: NVIDIA's configuration recomputes E layers
+RECOMPUTE=${RECOMPUTE-moe}
+
+# data
+text_data
+
+# logging and checkpoints
+OUTPUT=${OUTPUT:-runs/super/long_context-$PHASE}
+SAVE_INTERVAL=${SAVE_INTERVAL:-20}
+checkpoints required
+
+launch

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Supervised fine-tuning of Nemotron 3 Super, constant rate 1e-5. How many steps is UNKNOWN: STEPS is needed.
+#   PHASE=1 (default)  64 x 256K packed tokens a step, 30,000 samples of warm-up
+#   PHASE=2            32 x 512K; the published loss is a mean over conversations, stock Megatron's over tokens
+# Needed: DATA_PATH (.jsonl of conversations), TOKENIZER, MEGATRON_LM_DIR, STEPS, and LOAD: checkpoints
+# of the phase before, or what nemotron3 convert from-hf wrote. SEQ sets another length, PROMPT_FORMAT the template.
+# Optional: what stands below with :- and the launch (GPUS NNODES ... DRY_RUN=1): recipes/common.sh.
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=../common.sh
+. "$(dirname "$0")/../common.sh"
+
+# architecture: every number comes from the catalog (nemotron3 show super)
+MODEL=super
+
+# parallelism: not published; with MTP a CP above 1 is refused (docs/refused.md, masked-mtp-cp). Nobody ran this one
+PHASE=${PHASE:-1} TP=${TP:-8} EP=${EP:-64}
+case $PHASE in
+    1) SCHEDULE=sft ;;
+    2) SCHEDULE=sft-2 ;;
+    *) fail "PHASE=$PHASE: use 1 or 2" ;;
+esac
+
+# precision: BF16
+PRECISION=${PRECISION:-bf16}
+
+# memory: not published
+RECOMPUTE=${RECOMPUTE-full}
+
+# data: stock Megatron's --sft; docs/recipes.md says which tokens count in the loss
+conversation_data
+
+# logging and checkpoints
+OUTPUT=${OUTPUT:-runs/super/sft-$PHASE}
+checkpoints required
+
+launch
