@@ -1,0 +1,225 @@
+"""`nemotron3 evaluate`: held-out loss of the model and its MTP depths, and acceptance by number of drafts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_nemotron3.generate.command import add_checkpoint, check_draft, load_engine, model_of
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.generate.evaluate import Acceptance, Losses
+    from megatron_nemotron3.generate.folder import Folder
+    from megatron_nemotron3.models import Nemotron3Config
+
+TOKENS = 16384
+DRAFT = 7
+#: Tokens read for each that is used: windows are spread over them.
+SPREAD = 16
+#: Texts that are continued, tokens of the text before each, and new ones.
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 128
+
+
+def add_evaluate(command: argparse.ArgumentParser) -> None:
+    """Its options."""
+    add_checkpoint(command)
+    text = command.add_mutually_exclusive_group()
+    text.add_argument(
+        "--text", metavar="PATH", help="file, .jsonl or folder; default: the run's held-out data"
+    )
+    text.add_argument("--data-path", metavar="PREFIX", help="a Megatron data set, all of it")
+    command.add_argument(
+        "--tokens", type=int, default=TOKENS, metavar="N", help=f"of the loss, at most ({TOKENS})"
+    )
+    command.add_argument("--seq-length", type=int, metavar="N", help="of a window (default: the model's)")
+    command.add_argument(
+        "--draft", type=int, metavar="K", help=f"draft 1 to K tokens (default {DRAFT}; 0: do not)"
+    )
+    command.add_argument("--plot", type=Path, metavar="PNG", help="write losses and acceptance")
+    command.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def evaluate_command(options: argparse.Namespace) -> int:
+    """Measure and print. Exit status 0.
+
+    Args:
+        options: of `add_evaluate`, with the device resolved.
+
+    Raises:
+        ValueError: an option out of range, no checkpoint, text, or tokenizer for it, ids outside the
+            vocabulary, --draft without MTP.
+        OSError: a text cannot be read, or the PNG not be written.
+        ModuleNotFoundError: megatron-core (data sets), tokenizers (--text) or matplotlib (--plot) is missing.
+    """
+    from megatron_nemotron3.generate.evaluate import acceptance, losses, windows
+    from megatron_nemotron3.generate.folder import find
+
+    if options.tokens < 1:
+        raise ValueError(f"--tokens {options.tokens}: give 1 or more")
+    if options.plot is not None and not options.plot.absolute().parent.is_dir():
+        raise ValueError(f"--plot {options.plot}: {options.plot.parent} is no folder")
+    found = find(options.checkpoint)
+    opened = found.open(model_of(options))
+    if opened.vocabulary_guessed is False and opened.padded_vocab_size not in (
+        None,
+        opened.config.vocab_size,
+    ):
+        # Megatron's loss is over the padded vocabulary.
+        opened = found.open(model_of(options), opened.padded_vocab_size)
+    config = opened.config
+    draft = _draft(options.draft, config)
+    check_draft(opened, draft)
+    seq_length = _seq_length(options.seq_length, config)
+    ids, source = held_out(found, options, SPREAD * max(options.tokens + 1, PROMPTS * PROMPT_TOKENS))
+    text = windows(ids, seq_length, options.tokens)
+    depths = max(draft, config.mtp_num_layers)
+    engine = load_engine(opened, options, mtp=depths > 0)
+    measured = losses(engine, text, depths)
+    accepted: list[Acceptance] = []
+    new = min(NEW_TOKENS, config.max_position_embeddings // 2)
+    prompts = _prompts(ids, min(PROMPT_TOKENS, config.max_position_embeddings - new))
+    if draft:
+        accepted = acceptance(engine, prompts, new, range(draft + 1))
+    title = f"{found.checkpoint}: {config.name}"
+    if options.plot is not None:
+        from megatron_nemotron3.generate.evaluate_plot import plot
+
+        plot(measured, accepted, config.mtp_num_layers, options.plot, title)
+    if options.json:
+        print(json.dumps(_describe(found, config, source, measured, accepted), indent=2))
+        return 0
+    print(f"checkpoint   {title}")
+    print(
+        f"text         {source}: {measured.tokens:,} tokens in {len(text):,} windows of {text.shape[1] - 1:,}"
+    )
+    for line in _loss_lines(measured, config.mtp_num_layers):
+        print(line)
+    if accepted:
+        print(
+            f"greedy continuation of {len(prompts)} prompts of {len(prompts[0])} tokens by {new} tokens each"
+        )
+        for line in _acceptance_lines(accepted):
+            print(line)
+    if options.plot is not None:
+        print(f"plot         {options.plot}")
+    return 0
+
+
+def held_out(found: Folder, options: argparse.Namespace, tokens: int) -> tuple[list[int], str]:
+    """Ids to evaluate on, up to about `tokens` of them, and where they are from.
+
+    Raises:
+        ValueError: nothing is given and the run's data is not found; otherwise as `evaluate_command`.
+    """
+    if options.text is not None:
+        from megatron_nemotron3.data import read_texts
+
+        tokenizer = found.tokenizer(options.tokenizer)
+        end = tokenizer.stop[:1]
+        ids: list[int] = []
+        for document in read_texts(options.text).documents:
+            ids += [*tokenizer.encode(document), *end]
+            if len(ids) >= tokens:
+                break
+        return ids, options.text
+    if options.data_path is not None:
+        return data_tokens(options.data_path, None, tokens), options.data_path
+    prefix, split = found.data()
+    return data_tokens(prefix, split, tokens), f"held out by --split {split} of {prefix}"
+
+
+def data_tokens(prefix: str, split: str | None, tokens: int) -> list[int]:
+    """The first tokens of a Megatron data set, or of the validation part of it, document after document.
+
+    Raises:
+        ValueError: there is no such data set, or the split holds nothing out.
+    """
+    from megatron_nemotron3.data import split_documents
+
+    if not Path(f"{prefix}.idx").is_file() or not Path(f"{prefix}.bin").is_file():
+        raise ValueError(
+            f"{prefix}: there is no {prefix}.bin and .idx: give --data-path PREFIX or --text PATH"
+        )
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    data = IndexedDataset(prefix)
+    documents = range(len(data)) if split is None else split_documents(split, len(data))[1]
+    if documents is None:
+        raise ValueError(
+            f"{prefix}: --split {split} holds nothing out: give --text PATH or --data-path PREFIX"
+        )
+    ids: list[int] = []
+    for document in documents:
+        ids.extend(data[document].tolist())
+        if len(ids) >= tokens:
+            break
+    return ids
+
+
+def _draft(given: int | None, config: Nemotron3Config) -> int:
+    if given is not None or not config.has_mtp:
+        return given or 0
+    return DRAFT if config.mtp_use_repeated_layer else min(DRAFT, config.mtp_num_layers)
+
+
+def _seq_length(given: int | None, config: Nemotron3Config) -> int:
+    if given is None:
+        return min(config.seq_length, config.max_position_embeddings)
+    if not 1 <= given <= config.max_position_embeddings:
+        raise ValueError(
+            f"--seq-length {given}: give 1 to {config.max_position_embeddings:,}, the model's "
+            "max_position_embeddings"
+        )
+    return given
+
+
+def _prompts(ids: list[int], length: int) -> list[list[int]]:
+    """Up to `PROMPTS` pieces of a text, spread over it."""
+    length = min(length, len(ids))
+    count = min(PROMPTS, len(ids) // length)
+    step = len(ids) // count
+    return [ids[i * step : i * step + length] for i in range(count)]
+
+
+def _loss_lines(measured: Losses, stated: int) -> list[str]:
+    lines = ["", "loss                nats per token", f"  next token        {measured.next_token:14.4f}"]
+    for depth, loss in enumerate(measured.depths, 1):
+        note = "" if depth <= stated else f"   (beyond mtp_num_layers={stated})"
+        lines.append(f"  MTP depth {depth:<8}{loss:14.4f}{note}")
+    return [*lines, ""]
+
+
+def _acceptance_lines(accepted: list[Acceptance]) -> list[str]:
+    lines = ["  drafts   acceptance length   tokens/s   accepted at each position"]
+    for one in accepted:
+        s = one.speculation
+        shares = " ".join("   -" if share is None else f"{share:.2f}" for share in s.by_position)
+        length, rate = s.acceptance_length, one.tokens_per_second
+        lines.append(f"  {s.draft:>6}   {length:>17.2f}   {rate:>8,.1f}   {shares}".rstrip())
+    return [*lines, "acceptance length: tokens a verification, the model's own token counted"]
+
+
+def _describe(
+    found: Folder, config: Nemotron3Config, source: str, measured: Losses, accepted: list[Acceptance]
+) -> dict[str, Any]:
+    return {
+        "checkpoint": str(found.checkpoint),
+        "model": config.name,
+        "text": source,
+        "tokens": measured.tokens,
+        "loss": measured.next_token,
+        "mtp_loss": list(measured.depths),
+        "mtp_num_layers": config.mtp_num_layers,
+        "acceptance": [
+            {
+                "draft": one.speculation.draft,
+                "acceptance_length": one.speculation.acceptance_length,
+                "acceptance_by_position": one.speculation.by_position,
+                "verifications": one.speculation.steps,
+                "tokens_per_second": one.tokens_per_second,
+            }
+            for one in accepted
+        ],
+    }

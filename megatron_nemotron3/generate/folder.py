@@ -1,0 +1,154 @@
+"""A folder that was given -> its checkpoint, tokenizer and data. Imports no torch.
+
+It may be a Hugging Face folder, a Megatron checkpoint (of one iteration, or the folder with the tracker), or
+what `nemotron3 train --output` wrote:
+
+    runs/NAME/checkpoints/iter_0000300
+    runs/NAME/data/37268f6eae94a988/tokenizer, corpus.bin, corpus.idx, manifest.json
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoint.describe import common_state
+from megatron_nemotron3.checkpoint.metadata import INDEX, CheckpointError
+from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
+from megatron_nemotron3.checkpoint.structure import judge
+from megatron_nemotron3.checkpoint.unpickle import Inert
+from megatron_nemotron3.convert import mp_rank
+from megatron_nemotron3.convert.checkpoints import QUANTIZATION, Checkpoint, open_checkpoint
+from megatron_nemotron3.convert.dcp_folder import dcp_state
+from megatron_nemotron3.convert.dist_folder import locate, open_dist
+from megatron_nemotron3.convert.hf_folder import is_hf, read_config
+from megatron_nemotron3.generate.text import TOKENIZER, Tokenizer, read_object
+from megatron_nemotron3.models import Nemotron3Config
+
+CHECKPOINTS = "checkpoints"
+DATA = "data"
+CORPUS = "corpus"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What was found.
+
+    Attributes:
+        checkpoint: of one checkpoint.
+        run: of `nemotron3 train`, if it is one's.
+        arguments: Megatron's command line, as the checkpoint stores it; empty for Hugging Face.
+    """
+
+    checkpoint: Path
+    run: Path | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def prepared(self) -> Path | None:
+        """The folder of text the run was trained on, moved with it or not."""
+        if self.run is None:
+            return None
+        stored = self.arguments.get("data_path")
+        name = Path(stored[0]).parent.name if isinstance(stored, list) and len(stored) == 1 else ""
+        found = sorted(path.parent for path in (self.run / DATA).glob(f"*/{CORPUS}.idx"))
+        named = [path for path in found if path.name == name]
+        return (named or found)[0] if len(named or found) == 1 else None
+
+    def tokenizer(self, given: Path | None = None) -> Tokenizer:
+        """The tokenizer given; else of the folder, of the run, or where the arguments say.
+
+        Raises:
+            ValueError: none is found, or it is damaged.
+        """
+        places = [given] if given is not None else self._tokenizers()
+        for place in places:
+            if given is not None or (place / TOKENIZER).is_file():
+                return Tokenizer(place)
+        looked = ", ".join(map(str, places))
+        raise ValueError(
+            f"{self.checkpoint}: no tokenizer found (looked for {TOKENIZER} in {looked}): give --tokenizer "
+            "DIR"
+        )
+
+    def _tokenizers(self) -> list[Path]:
+        places = [self.checkpoint]
+        if (prepared := self.prepared()) is not None:
+            places.append(prepared / "tokenizer")
+        stored = self.arguments.get("tokenizer_model")
+        return [*places, Path(stored)] if isinstance(stored, str) and stored else places
+
+    def data(self) -> tuple[str, str]:
+        """Prefix and --split of the data the checkpoint was trained on.
+
+        Raises:
+            ValueError: it is not there any more, or is a blend of several.
+        """
+        stored, split = self.arguments.get("data_path"), self.arguments.get("split")
+        prepared, prefix = self.prepared(), ""
+        if prepared is not None:
+            prefix = str(prepared / CORPUS)
+            split = split or read_object(prepared / "manifest.json").get("split")
+        elif isinstance(stored, list) and len(stored) == 1:
+            prefix = str(stored[0])
+        if not isinstance(split, str) or not Path(f"{prefix}.idx").is_file():
+            raise ValueError(
+                f"{self.checkpoint}: the data it was trained on is not found: give --text PATH or "
+                "--data-path PREFIX"
+            )
+        return prefix, split
+
+    def open(self, model: Nemotron3Config | None, vocab_size: int | None = None) -> Checkpoint:
+        """Its tensors; packed weights are read as BF16.
+
+        Args:
+            model: default: what the checkpoint says.
+            vocab_size: rows of Megatron's embedding that count; default: as stored.
+
+        Raises:
+            ValueError: it is damaged, or not this model.
+        """
+        packed = is_hf(self.checkpoint) and QUANTIZATION in read_config(self.checkpoint)
+        return open_checkpoint(self.checkpoint, model=model, vocab_size=vocab_size, dequantize=packed)
+
+
+def find(folder: Path) -> Folder:
+    """What a folder is.
+
+    Raises:
+        ValueError: there is no checkpoint in it.
+    """
+    if is_hf(folder):
+        return Folder(folder)
+    inside = folder / CHECKPOINTS
+    place = locate(inside if inside.is_dir() else folder)
+    signs = (METADATA, INDEX, "mp_rank_0*")
+    if place == folder and not any(next(place.glob(sign), None) for sign in signs):
+        raise ValueError(
+            f"{folder}: there is no checkpoint in it: give Megatron's or Hugging Face's folder, or that of "
+            "`nemotron3 train`"
+        )
+    above = place.absolute().parent
+    run = above.parent if above.name == CHECKPOINTS else None
+    return Folder(place, run, stored_arguments(place))
+
+
+def stored_arguments(place: Path) -> dict[str, Any]:
+    """Megatron's arguments in a checkpoint; {} where it has none.
+
+    Raises:
+        ValueError: there is no checkpoint, or it is damaged.
+    """
+    verdict = judge(place)
+    if verdict.state == "legacy":
+        state = mp_rank.common_state(place)
+    else:
+        _, index = open_dist(place, verdict)
+        try:
+            state = common_state(index) if (place / METADATA).exists() else dcp_state(index)
+        except CheckpointError:
+            return {}
+    found = state.get("args")
+    values = found.state if isinstance(found, Inert) else vars(found) if isinstance(found, Namespace) else {}
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,295 @@
+"""However a text is cut into passes and rows, logits and states are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_nemotron3.generate import scan
+from megatron_nemotron3.generate.engine import Engine
+from megatron_nemotron3.generate.moe import MixtureOfExperts
+from megatron_nemotron3.generate.state import KeyValues, MambaState, State
+from megatron_nemotron3.layers.ssd import ssd_reference
+
+from . import models
+from .models import ATOL, NAMES, TOKENS, assert_states_equal, tiny
+
+
+def repeatable(examples: int) -> Callable[[Any], Any]:
+    """The same examples every time."""
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=ATOL)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> list[int]:
+    """Lengths of passes that add up to at most TOKENS."""
+    # Around one token, the short scan, and the chunks of the long one.
+    length = st.one_of(st.integers(1, 4), st.integers(30, 35), st.integers(60, 70), st.integers(1, TOKENS))
+    passes: list[int] = []
+    for n in draw(st.lists(length, min_size=1, max_size=6)):
+        if sum(passes) + n <= TOKENS:
+            passes.append(n)
+    return passes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_step_by_step_is_one_pass(name: str) -> None:
+    engine, ids = tiny(name)
+    whole = engine.forward(ids, once := engine.new_state(len(ids)))
+    state = engine.new_state(len(ids), capacity=1)
+    parts = [engine.forward(ids[:, i : i + 1], state) for i in range(TOKENS)]
+    assert whole.logits is not None
+    close(torch.cat([p.logits for p in parts if p.logits is not None], 1), whole.logits)
+    close(torch.cat([p.hidden for p in parts], 1), whole.hidden)
+    assert_states_equal(state, once)
+
+
+@repeatable(12)
+@given(st.sampled_from(NAMES), cuts())
+def test_any_passes_are_one_pass(name: str, passes: list[int]) -> None:
+    engine, ids = tiny(name)
+    total = sum(passes)
+    whole = engine.forward(ids[:, :total], once := engine.new_state(len(ids)))
+    state, at = engine.new_state(len(ids)), 0
+    for n in passes:
+        out = engine.forward(ids[:, at : at + n], state)
+        assert out.logits is not None and whole.logits is not None
+        close(out.logits, whole.logits[:, at : at + n])
+        at += n
+    assert_states_equal(state, once)
+
+
+@repeatable(12)
+@given(st.sampled_from(NAMES), st.lists(st.integers(1, TOKENS), min_size=1, max_size=4), st.integers(1, 200))
+def test_a_batch_is_its_rows(name: str, lengths: list[int], chunk: int) -> None:
+    engine, ids = tiny(name)
+    prompts = [ids[i % len(ids), :n].tolist() for i, n in enumerate(lengths)]
+    state = engine.new_state(len(prompts), capacity=8)
+    together = engine.prefill(prompts, state, chunk=chunk)
+    alone = [engine.new_state(1) for _ in prompts]
+    for row, (prompt, single) in enumerate(zip(prompts, alone)):
+        out = engine.prefill([prompt], single, chunk=TOKENS)
+        assert out.logits is not None and together.logits is not None
+        close(together.logits[row], out.logits[0])
+        close(together.hidden[row], out.hidden[0])
+        assert_states_equal(state.select([row]), single)
+    # A pass of one token, and one in which rows have different numbers of tokens.
+    more = torch.stack([ids[i % len(ids), :3] for i in range(len(prompts))])
+    counts = [i % 4 for i in range(len(prompts))]
+    first = engine.forward(more[:, :1], state)
+    ragged = engine.forward(more, state, counts=counts)
+    for row, single in enumerate(alone):
+        for out, n in ((first, 1), (ragged, counts[row])):
+            if n:
+                close(out.hidden[row, :n], engine.forward(more[row : row + 1, :n], single).hidden[0])
+        assert_states_equal(state.select([row]), single)
+
+
+def test_padding_is_never_seen() -> None:
+    """Other ids behind a row's tokens change no bit of what it gives.
+
+    Dense layers only: with experts, padding is computed beside the row's tokens, and the number of rows of
+    a matrix product moves its last bits.
+    """
+    engine, ids = tiny("nano-4b")
+    results = []
+    for padding in (0, 7):
+        state = engine.new_state(2)
+        tokens = ids[:, :40].clone()
+        tokens[1, 25:] = padding
+        out = engine.forward(tokens, state, counts=[40, 25], logits="last")
+        results.append((out.logits, state.select([1])))
+    (first, one), (second, two) = results
+    assert first is not None and second is not None
+    assert torch.equal(first, second)
+    for mine, other in zip(one.layers, two.layers, strict=True):
+        if isinstance(mine, MambaState) and isinstance(other, MambaState):
+            assert torch.equal(mine.ssm, other.ssm) and torch.equal(mine.window, other.window)
+        elif isinstance(mine, KeyValues) and isinstance(other, KeyValues):
+            assert torch.equal(mine.cache[:, :, :, :25], other.cache[:, :, :, :25])
+
+
+@repeatable(12)
+@given(
+    st.sampled_from(NAMES),
+    st.integers(0, 60),
+    st.integers(1, 70),
+    st.lists(st.integers(0, 70), min_size=2, max_size=2),
+)
+def test_a_pass_undone(name: str, before: int, n: int, keep: list[int]) -> None:
+    """Keeping m of n tokens is having run m, for every m, one number or one a row, and it goes on as such."""
+    engine, ids = tiny(name)
+    kept = [min(k, n) for k in keep]
+    base = engine.new_state(2)
+    if before:
+        engine.forward(ids[:, :before], base)
+    for numbers in (kept, [kept[0]] * 2):
+        state = base.copy()
+        out = engine.forward(ids[:, before : before + n], state, keep=True)
+        assert out.tape is not None
+        state.truncate(numbers[0] if len(set(numbers)) == 1 else numbers, out.tape)
+        for row, m in enumerate(numbers):
+            single = base.select([row])
+            if m:
+                engine.forward(ids[row : row + 1, before : before + m], single)
+            assert_states_equal(state.select([row]), single)
+    then = engine.forward(ids[:, :5], state).hidden
+    for row in range(2):
+        single = base.select([row])
+        if kept[0]:
+            engine.forward(ids[row : row + 1, before : before + kept[0]], single)
+        close(then[row], engine.forward(ids[row : row + 1, :5], single).hidden[0])
+
+
+def test_the_whole_pass_kept_is_the_pass_bit_for_bit() -> None:
+    engine, ids = tiny("super")
+    first, second = engine.new_state(2), engine.new_state(2)
+    engine.forward(ids[:, :9], first)
+    out = engine.forward(ids[:, :9], second, keep=True)
+    assert out.tape is not None
+    second.truncate(9, out.tape)
+    for mine, other in zip(first.layers, second.layers, strict=True):
+        if isinstance(mine, MambaState) and isinstance(other, MambaState):
+            assert torch.equal(mine.ssm, other.ssm) and torch.equal(mine.window, other.window)
+
+
+def test_a_snapshot_is_independent() -> None:
+    engine, ids = tiny("super")
+    state = engine.new_state(2)
+    engine.forward(ids[:, :20], state)
+    snapshot = state.copy()
+    for i in range(20, 23):
+        engine.forward(ids[:, i : i + 1], state)
+    engine.forward(ids[:, 20:23], snapshot)
+    assert_states_equal(snapshot, state)
+
+
+@repeatable(20)
+@given(st.integers(1, 40), st.integers(0, 1000))
+def test_the_short_scan_is_the_recurrence(n: int, seed: int) -> None:
+    """With decays of every size, in FP64 as the truth."""
+    g = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g)
+
+    b, h, p, groups, k = 2, 6, 5, 3, 4
+    x, dt = random(b, n, h, p), torch.nn.functional.softplus(3 * random(b, n, h))
+    A, D, B, C = -torch.exp(2 * random(h)), random(h), random(b, n, groups, k), random(b, n, groups, k)
+    state = random(b, h, p, k)
+    decay = scan.decays(dt, A)
+    y = scan.short_scan(x, dt, decay, B, C, D, state)
+    tape = scan.MambaTape(random(b, 3 + n, 1), state, dt, decay, x, B)
+    _, after = tape.after([n] * b)
+    wide = [t.double() for t in (x, dt, A, B, C)]
+    expected = ssd_reference(*wide, D=D.double(), initial_state=state.double(), return_final_state=True)
+    torch.testing.assert_close(y.double(), expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(after.double(), expected[1], rtol=1e-4, atol=1e-4)
+
+
+WAYS = ("_gathered", "_dense", "_sorted")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_the_same_experts(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ids = tiny("super")
+    expected = engine.forward(ids, engine.new_state(2)).hidden
+    monkeypatch.setattr(MixtureOfExperts, "_way", lambda self, tokens, device: getattr(self, way))
+    close(engine.forward(ids, engine.new_state(2)).hidden, expected)
+
+
+def test_the_way_depends_on_the_tokens() -> None:
+    """One token, those of a draft, a prefill."""
+    layer = next(x for x in tiny("super")[0].weights.layers if isinstance(x, MixtureOfExperts))
+    assert tuple(layer._way(n, "cpu").__name__ for n in (1, 4, 512)) == WAYS
+
+
+def test_attention_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ids = tiny("super")
+    expected = engine.forward(ids, engine.new_state(2)).hidden
+    monkeypatch.setattr("megatron_nemotron3.generate.span.MASK_ELEMENTS", 1)
+    state = engine.new_state(2)
+    engine.forward(ids[:, :40], state)
+    close(engine.forward(ids[:, 40:], state).hidden, expected[:, 40:])
+
+
+def _empty(engine: Engine) -> State:
+    return engine.new_state(2)
+
+
+def _truncate(engine: Engine, keep: Any, again: bool = False) -> None:
+    state = _empty(engine)
+    out = engine.forward(torch.zeros(2, 3, dtype=torch.long), state, keep=True)
+    assert out.tape is not None
+    if again:
+        engine.forward(torch.zeros(2, 1, dtype=torch.long), state)
+    state.truncate(keep, out.tape)
+
+
+ERRORS: dict[str, Callable[[Engine], Any]] = {
+    r"prompt 1 is empty: give at least one": lambda e: e.prefill([[1], []], _empty(e)),
+    r"prompt 0 has token id 2048; super-tiny has the ids 0 to 2047": lambda e: e.prefill(
+        [[5, 2048], [1]], _empty(e)
+    ),
+    r"token id -1": lambda e: e.prefill([[1], [3, -1]], _empty(e)),
+    r"1 prompts for a state of 2 rows": lambda e: e.prefill([[1]], _empty(e)),
+    r"chunk=0 tokens": lambda e: e.prefill([[1], [1]], _empty(e), chunk=0),
+    r"row 1 would have 257 tokens, more than max_context=256": lambda e: Engine(e.weights).prefill(
+        [[1], [1] * 257], _empty(e)
+    ),
+    r"row 0 would have 257 tokens": lambda e: Engine(e.weights).forward(
+        torch.zeros(2, 257, dtype=torch.long), _empty(e)
+    ),
+    r"tokens \(1, 3\) must be \[b, n\] with b=2": lambda e: e.forward(
+        torch.zeros(1, 3, dtype=torch.long), _empty(e)
+    ),
+    r"counts \[4, 1\] of 2 rows: give one for each row, 0 to 3": lambda e: e.forward(
+        torch.zeros(2, 3, dtype=torch.long), _empty(e), counts=[4, 1]
+    ),
+    r"cannot keep \[4, 4\] tokens of a pass with \[3, 3\]": lambda e: _truncate(e, 4),
+    r"cannot keep \[1\] tokens": lambda e: _truncate(e, [1]),
+    r"lengths \[4, 4\], but the pass led from \[0, 0\] by \[3, 3\]": lambda e: _truncate(e, 1, again=True),
+    r"depth 3: this state has the depths 1 to 2": lambda e: e.mtp_forward(
+        3, torch.zeros(1, 1, 128), torch.zeros(1, 1, dtype=torch.long), e.new_mtp_state()
+    ),
+    r"keep=True with 129 tokens: a pass to go back into has at most 128": lambda e: e.forward(
+        torch.zeros(2, 129, dtype=torch.long), _empty(e), keep=True
+    ),
+    r"depths=0": lambda e: e.new_mtp_state(depths=0),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_what_is_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ERRORS[message](tiny("super")[0])
+
+
+def test_the_limit_is_not_reached_by_padding() -> None:
+    """A chunk may be longer than what is left of the context; its tokens may not."""
+    engine = Engine(tiny("super")[0].weights, max_context=10)
+    state = engine.new_state(2)
+    engine.prefill([[1] * 10, [1] * 3], state, chunk=4)
+    assert state.lengths == [10, 3]
+
+
+def test_a_model_without_mtp_says_so() -> None:
+    with pytest.raises(ValueError, match="nano-tiny has no MTP block"):
+        tiny("nano")[0].new_mtp_state()
+    assert models.tiny("nano")[0].weights.mtp == []

@@ -1,0 +1,73 @@
+"""Greedy continuations of transformers' NemotronHForCausalLM with its cache, on the same weights."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.generate.engine import Engine
+from megatron_nemotron3.generate.generate import generate
+from megatron_nemotron3.generate.weights import read
+from megatron_nemotron3.models import get
+from tests.logits.pair import InMemory
+from tests.parity.compare import oracle, without_mtp
+
+from .models import CONTEXT, MARGIN, routing_margin, tensors
+
+pytest.importorskip("transformers")
+
+NEW = 200
+#: Names with the same layers twice are left to `full`.
+SEED = 4
+FULL = pytest.mark.full
+
+
+def stacked(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As transformers' module holds them: experts in one tensor."""
+    result: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in weights.items():
+        name = name.replace("backbone.", "model.")
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(up|down)_proj\.weight", name):
+            experts.setdefault(f"{match[1]}.{match[3]}_proj", {})[int(match[2])] = tensor
+        else:
+            result[name] = tensor
+    return result | {n: torch.stack([parts[e] for e in range(len(parts))]) for n, parts in experts.items()}
+
+
+def theirs(model: Any, prompt: Tensor) -> tuple[list[int], float]:
+    """New tokens, and the smallest distance between the best and the second logit."""
+    with torch.no_grad():
+        out = model.generate(
+            prompt,
+            max_new_tokens=NEW,
+            do_sample=False,
+            use_cache=True,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    best = torch.cat(out.logits).topk(2).values
+    return out.sequences[0, prompt.shape[1] :].tolist(), (best[:, 0] - best[:, 1]).min().item()
+
+
+@pytest.mark.parametrize(
+    "name", ["super", "nano-4b", *(pytest.param(n, marks=FULL) for n in ("nano", "nemotron-h-8b"))]
+)
+def test_greedy_continuations(name: str) -> None:
+    config = without_mtp(get(f"{name}-tiny"))
+    weights = tensors(config, SEED)
+    prompt = torch.randint(config.vocab_size, (1, 20), generator=torch.Generator().manual_seed(1))
+    expected, gap = theirs(oracle(config, stacked(weights)), prompt)
+    engine = Engine(read(InMemory(weights, None), config), max_context=CONTEXT)  # type: ignore[arg-type]
+    found = generate(engine, prompt.tolist(), NEW).rows[0].tokens
+    assert found == expected
+    # Not by luck: neither a token nor an expert was chosen by less than rounding; and it does not repeat.
+    assert gap > 1e-4, f"two logits are {gap:.1e} apart: another seed"
+    assert routing_margin(engine, torch.tensor([prompt[0].tolist() + found])) > MARGIN
+    assert len(set(found)) > NEW / 3
