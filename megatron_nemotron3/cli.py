@@ -1,14 +1,20 @@
-"""The `nemotron3` command: parsing and printing only.
+"""The `nemotron3` command: parsing (`options`) and printing only.
 
     nemotron3 show NAME [--json]          the numbers of a model
     nemotron3 flags NAME [--tp …]         Megatron's options for it
     nemotron3 precision NAME [--yaml F]   the format of every linear, and Megatron's precision file
+    nemotron3 precision --report DIR      what --log-precision measured in a run
     nemotron3 run SCRIPT ARGS…            a stock Megatron script, on CPU if there is no GPU
     nemotron3 train NAME [--tiny]         prepare text, train, report
     nemotron3 watch DIR                   plot the monitored series of a run
+    nemotron3 boundary --from L --to L    what crosses between two modules' layouts
+    nemotron3 plan NAME --gpus N --gpu G  how to lay it out: memory, time, traffic
     nemotron3 check DIR [--full]          is a checkpoint complete and undamaged
+    nemotron3 doctor [--kernels]          is this environment fit to train
     nemotron3 convert to-hf|from-hf A B   Megatron <-> Hugging Face
     nemotron3 verify A [B]                are two checkpoints the same, tensor by tensor
+    nemotron3 generate --checkpoint DIR   continue prompts, with MTP as the drafter or without
+    nemotron3 evaluate --checkpoint DIR   held-out loss by MTP depth, acceptance by number of drafts
 
 Exit code 2 and one line on stderr for input that cannot work.
 """
@@ -16,6 +22,7 @@ Exit code 2 and one line on stderr for input that cannot work.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -23,113 +30,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.args import BACKENDS, PRECISIONS, ParallelLayout
+from megatron_nemotron3.args import ParallelLayout, explain_command
+from megatron_nemotron3.boundary import command as crossing
 from megatron_nemotron3.convert import options as conversion
-from megatron_nemotron3.models import Nemotron3Config, get, names
+from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models import tiny as make_tiny
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.optional import quiet_on_cpu, te_problem
+from megatron_nemotron3.options import LAYOUT, SCHEDULE, parser
+from megatron_nemotron3.plan import command as planning
 from megatron_nemotron3.precision import settings as emulation
-from megatron_nemotron3.precision.table import FORMATS, NVFP4
-
-LAYOUT = {
-    "tp": "tensor parallel size",
-    "pp": "pipeline parallel size",
-    "vpp": "virtual pipeline stages per rank",
-    "ep": "expert parallel size",
-    "etp": "tensor parallel size inside an expert",
-    "cp": "context parallel size",
-    "dp": "data parallel size",
-}
-
-
-SCHEDULE: dict[str, tuple[type, str]] = {
-    "steps": (int, "iterations; warm-up and decay follow"),
-    "seq_length": (int, "tokens per sequence"),
-    "micro_batch_size": (int, "sequences per rank and microbatch"),
-    "global_batch_size": (int, "sequences per step"),
-    "lr": (float, "peak learning rate"),
-}
-
-
-class _Parser(argparse.ArgumentParser):
-    """One line instead of the usage text: the line says what is wrong and what to give."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def parser() -> argparse.ArgumentParser:
-    """The whole command line; a test freezes it."""
-    top = _Parser(prog="nemotron3", description="NVIDIA Nemotron 3 on stock Megatron-LM.")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-
-    show = commands.add_parser("show", help="the numbers of a model", description="The numbers of a model.")
-    _add_model(show)
-    show.add_argument("--json", action="store_true", help="machine-readable")
-
-    emit = commands.add_parser("flags", help="Megatron's options for a model")
-    _add_model(emit)
-    _add_run(emit, precision="bf16")
-    emit.add_argument("--shell", action="store_true", help="quoted for eval in a shell script")
-    emit.add_argument(
-        "--schedule", choices=["published", "none"], default="none", help="emit batch and rates"
-    )
-
-    precision = commands.add_parser("precision", help="the format of every linear, and the precision file")
-    _add_model(precision)
-    precision.add_argument("--format", choices=FORMATS, default=NVFP4, help=f"default {NVFP4}")
-    precision.add_argument("--yaml", type=Path, metavar="FILE", help="write --te-precision-config-file")
-
-    commands.add_parser("run", help="run a stock Megatron script, on CPU if there is no GPU", add_help=False)
-
-    train = commands.add_parser("train", help="prepare text, train with Megatron's loop, report")
-    _add_model(train)
-    _add_run(train, precision=None)
-    train.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    train.add_argument("--output", type=Path, metavar="DIR", help="default: runs/NAME")
-    train.add_argument("--text", metavar="PATH", help="file, .jsonl or folder; default: Python's sources")
-    train.add_argument("--max-bytes", type=int, metavar="N", help="of text, at most")
-    train.add_argument(
-        "--data-path", nargs="+", default=[], metavar="PREFIX", help="Megatron data sets instead"
-    )
-    train.add_argument("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer for --data-path")
-    train.add_argument("--monitor", type=int, metavar="N", help="iterations between measurements, 0: off")
-    train.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
-
-    watch = commands.add_parser("watch", help="plot the monitored series of a run")
-    watch.add_argument("folder", type=Path, metavar="DIR", help="of --tensorboard-dir")
-    watch.add_argument("--output", type=Path, metavar="PNG", help="default: DIR/monitor.png")
-
-    check = commands.add_parser("check", help="is a checkpoint complete and undamaged")
-    check.add_argument(
-        "folder", type=Path, metavar="DIR", help="one checkpoint, or the folder with the tracker"
-    )
-    check.add_argument("--full", action="store_true", help="read everything and compare CRC32s")
-    check.add_argument("--workers", type=int, default=4, metavar="N", help="threads of --full (default 4)")
-
-    convert = commands.add_parser("convert", help="a checkpoint from Megatron to Hugging Face or back")
-    conversion.add_convert(convert)
-    verify = commands.add_parser("verify", help="are two checkpoints the same, tensor by tensor")
-    conversion.add_verify(verify)
-    return top
-
-
-def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("name", metavar="NAME", help=", ".join(names()))
-    command.add_argument("--tiny", action="store_true", help="the small form of the same model")
-
-
-def _add_run(command: argparse.ArgumentParser, precision: str | None) -> None:
-    for name, text in LAYOUT.items():
-        command.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
-    for option, (kind, text) in SCHEDULE.items():
-        command.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
-    command.add_argument("--precision", choices=PRECISIONS, default=precision)
-    command.add_argument("--te-precision-config-file", metavar="FILE", help="per-module formats (nvfp4)")
-    command.add_argument("--emulate", action="store_true", help="compute nvfp4 without FP4 hardware")
-    command.add_argument("--backend", choices=BACKENDS, default="auto")
-    command.epilog = "After a lone -- more Megatron options may follow; one given there replaces ours."
+from megatron_nemotron3.precision.table import NVFP4
 
 
 def _config(options: argparse.Namespace) -> Nemotron3Config:
@@ -164,30 +75,61 @@ def _emulate(options: argparse.Namespace) -> str:
     return (given or emulation.Emulation()).text() if options.emulate else ""
 
 
-def _flags(options: argparse.Namespace, extra: Sequence[str]) -> int:
-    from megatron_nemotron3.args import TrainingSchedule, adjusted, flags, published, render
+def _launch(options: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
+    """The arguments of `flags`, and of `explain`, which takes the same."""
+    from megatron_nemotron3.args import TrainingSchedule, adjusted
+    from megatron_nemotron3.args.phases import Phase, phase, require_known
 
-    config, emulated = _config(options), _emulate(options)
-    start = published(config) if options.schedule == "published" else TrainingSchedule()
-    emitted = flags(
-        config,
-        _layout(options),
-        precision=options.precision,
-        backend=options.backend,
-        schedule=adjusted(start, **_given_schedule(options)),
-        extra=extra,
-        te_precision_config_file=options.te_precision_config_file,
-        emulate=options.emulate,
-    )
+    config, name = _config(options), options.schedule
+    chosen = Phase(schedule=TrainingSchedule()) if name == "none" else phase(config, name)
+    schedule = adjusted(chosen.schedule, **_given_schedule(options))
+    if name not in ("none", "published"):
+        require_known(config, name, schedule, tuple(extra))
+    same = ("precision", "backend", "te_precision_config_file", "emulate")
+    given = {"config": config, "layout": _layout(options), "schedule": schedule}
+    return {**given, "extra": [*chosen.options, *extra], **{key: getattr(options, key) for key in same}}
+
+
+def _flags(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    from megatron_nemotron3.args import flags, render
+
+    emulated = _emulate(options)
+    emitted = flags(**_launch(options, extra), megatron_core=options.megatron_core)
     print(render(emitted, shell=options.shell))
+    _remark(options, emulated)
+    return 0
+
+
+def _explain(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    emulated, plain = _emulate(options), vars(parser().parse_args(["explain", options.name]))
+    launch = functools.partial(_launch, options, extra)
+    print(explain_command.run(options, extra, _config(options), plain, launch))
+    _remark(options, emulated)
+    return 0
+
+
+def _remark(options: argparse.Namespace, emulated: str) -> None:
+    """On stderr, what goes with the flags and is none."""
     if options.precision == NVFP4 and options.te_precision_config_file:
         from megatron_nemotron3.precision.command import check as check_file
 
-        if remark := check_file(config, options.te_precision_config_file):
+        if remark := check_file(_config(options), options.te_precision_config_file):
             print(remark, file=sys.stderr)
     if options.emulate:
         print(f"set {emulation.VARIABLE}={emulated} in the training processes", file=sys.stderr)
-    return 0
+
+
+def _log_precision(options: argparse.Namespace) -> int | None:
+    """Interval of --log-precision, 0 for the default; else of NEMOTRON3_LOG_PRECISION; None: off."""
+    given = options.log_precision
+    if given is None:
+        chosen = emulation.logging()
+        return None if chosen is None else chosen.interval
+    if given and not (given.isascii() and given.isdigit() and int(given)):
+        raise ValueError(
+            f"--log-precision {given}: give an interval in iterations from 1 on, or leave it out"
+        )
+    return int(given or 0)
 
 
 def _train(options: argparse.Namespace, extra: Sequence[str]) -> int:
@@ -197,14 +139,14 @@ def _train(options: argparse.Namespace, extra: Sequence[str]) -> int:
     config = _config(options)
     if options.monitor is not None:  # the training processes read it there
         os.environ[settings.VARIABLE] = str(settings.parse_interval(str(options.monitor)))
-    emulated = _emulate(options)
+    emulated, log_precision = _emulate(options), _log_precision(options)
     if options.backend == "te" and (problem := te_problem()):
         raise ValueError(f"--backend te: {problem}")
     device = resolve_device(options.device)
     if device == "cpu":
         quiet_on_cpu()
-    # On a CPU the torch backend is the only one, and it alone emulates; naming it makes the flags fit.
-    torch_only = device == "cpu" or options.emulate
+    # On a CPU there is only the torch backend, and it alone emulates and measures. Naming it makes flags fit.
+    torch_only = device == "cpu" or options.emulate or log_precision is not None
     backend = "torch" if torch_only and options.backend == "auto" else options.backend
     request = Request(
         config=config,
@@ -220,10 +162,17 @@ def _train(options: argparse.Namespace, extra: Sequence[str]) -> int:
         **_given_schedule(options),
         te_precision_config_file=options.te_precision_config_file,
         emulate=emulated,
+        log_precision=log_precision,
         verbose=options.verbose,
         extra=tuple(extra),
     )
     return run(request)
+
+
+def _doctor(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    from megatron_nemotron3.doctor.command import doctor
+
+    return doctor(kernels=options.kernels, step=options.step, as_json=options.json)
 
 
 def _check(options: argparse.Namespace, extra: Sequence[str]) -> int:
@@ -240,9 +189,22 @@ def _watch(options: argparse.Namespace, extra: Sequence[str]) -> int:
     return watch(options.folder, options.output)
 
 
+def _boundary(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    return crossing.boundary(options)
+
+
+def _plan(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    return planning.plan(_config(options), options)
+
+
 def _precision(options: argparse.Namespace, extra: Sequence[str]) -> int:
     from megatron_nemotron3.precision import command
 
+    if options.report is not None and options.name is None and options.yaml is None:
+        print(command.report(options.report))
+        return 0
+    if options.report is not None or options.name is None:
+        raise ValueError("give the NAME of a model, or --report DIR alone")
     print(command.run(_config(options), options.format, options.yaml))
     return 0
 
@@ -269,15 +231,39 @@ def _verify(options: argparse.Namespace, extra: Sequence[str]) -> int:
     return conversion.verify(options)
 
 
+def _generate(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    from megatron_nemotron3.generate.command import generate_command
+    from megatron_nemotron3.run import resolve_device
+
+    options.device = resolve_device(options.device)
+    return generate_command(options)
+
+
+def _evaluate(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    from megatron_nemotron3.generate.evaluate_command import evaluate_command
+    from megatron_nemotron3.run import resolve_device
+
+    options.device = resolve_device(options.device)
+    if options.device == "cpu":
+        quiet_on_cpu()
+    return evaluate_command(options)
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int]] = {
     "show": _show,
     "flags": _flags,
+    "explain": _explain,
     "train": _train,
     "watch": _watch,
+    "boundary": _boundary,
+    "plan": _plan,
+    "doctor": _doctor,
     "check": _check,
     "precision": _precision,
     "convert": _convert,
     "verify": _verify,
+    "generate": _generate,
+    "evaluate": _evaluate,
 }
 
 

@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3 import no_cuda
+from megatron_nemotron3 import no_cuda, versions
 
 _active = False
 
@@ -169,8 +169,10 @@ def _distributed_table() -> list[tuple[Any, str, Any]]:
 
         return wrapper
 
+    # torch's own module calls its `new_group`, so what makes groups by it is listed, too.
+    names = ("init_process_group", "new_group", "new_subgroups_by_enumeration")
     return [
-        *((dist, name, on_gloo(getattr(dist, name))) for name in ("init_process_group", "new_group")),
+        *((dist, name, on_gloo(getattr(dist, name))) for name in names),
         (dist, "all_gather", uneven.all_gather),
         (dist, "reduce_scatter", uneven.reduce_scatter),
     ]
@@ -211,10 +213,15 @@ def _fallback_table() -> list[tuple[Any, str, Any]]:
         "training.utils.common_utils": {"multi_tensor_applier": apply, "multi_tensor_l2norm": norm},
     }
     return [
-        (importlib.import_module(f"megatron.{module}"), name, value)
+        (*versions.locate(f"megatron.{module}:{name}", _version()), value)
         for module, names in bound.items()
         for name, value in names.items()
     ]
+
+
+def _version() -> str:
+    """Minor version of the megatron-core that is imported."""
+    return versions.minor(importlib.import_module("megatron.core").__version__)
 
 
 def _optimizer_table() -> list[tuple[Any, str, Any]]:
@@ -303,6 +310,15 @@ def _megatron_table(announce: Callable[[str], None]) -> list[tuple[Any, str, Any
         if not have_helper:
             compile_helpers()
 
+    if (
+        versions.has("inference-linear", _version())
+        and importlib.util.find_spec("transformer_engine") is None
+    ):
+        mtp = importlib.import_module("megatron.core.transformer.multi_token_prediction")
+        table.append((mtp, "is_inference_column_parallel_linear", lambda module: False))
+    if not versions.has("config-container", _version()):  # what pretrain() parses with, bound at import
+        initialize = importlib.import_module("megatron.training.initialize")
+        table.append((initialize, "parse_args", parse_for_cpu))
     return [
         *table,
         (arguments, "parse_args", parse_for_cpu),

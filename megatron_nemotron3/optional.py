@@ -35,7 +35,8 @@ def quiet_on_cpu() -> None:
 def gpu_kernels_enabled() -> bool:
     """Whether NEMOTRON3_GPU_KERNELS=1 asks the torch backend for its CUDA kernels.
 
-    They are: the SSD scan of mamba-ssm or our own in Triton, and experts through torch's grouped_mm. Off by
-    default, because no GPU has run their tests (`pytest -m gpu`) yet: the interpreter and compiler have.
+    They are: the SSD scan of mamba-ssm or our own in Triton, experts through torch's grouped_mm, and the
+    NVFP4 and MXFP8 quantizers of emulated training in Triton. Off by default, because no GPU has run their
+    tests (`pytest -m gpu`) yet: the interpreter and compiler have.
     """
     return os.environ.get("NEMOTRON3_GPU_KERNELS") == "1"

@@ -19,16 +19,18 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, get_timers, pretrain
-from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_nemotron3.build import model_provider
+from megatron_nemotron3.layers.upstream import find, has
 
 #: Options whose batches carry document borders or teacher data: the stock script's business.
 UNSUPPORTED = ("sft", "dataloader_inter_document_masking", "hybrid_context_parallel", "logits_load_dir")
+
+#: What the model takes; all but the mask of attention [b, s / cp].
+BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 _Batch = dict[str, "torch.Tensor | None"]
 
@@ -38,35 +40,50 @@ def get_batch(data_iterator: Iterator[_Batch], vp_stage: int | None) -> _Batch:
 
     Ranks of middle pipeline stages need none of them. MTP lives on the last stage, which has the batch.
     """
-    keys = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     if not is_first_or_last_pipeline_stage(vp_stage):
-        return dict.fromkeys(keys)
-    args = get_args()
-    tp_rank = mpu.get_tensor_model_parallel_rank()
+        return dict.fromkeys(BATCH)
+    batch = _drawn(data_iterator, get_args().mtp_num_layers is not None and mpu.is_pipeline_last_stage())
+    return {key: batch.get(key) for key in BATCH}
+
+
+def _batch_by_layout(data_iterator: Iterator[_Batch], mtp_here: bool) -> _Batch:
+    """Rank 0 of each TP group draws; Megatron hands round what it is told the ranks need."""
+    args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     batch: _Batch = {}
     if tp_rank == 0:
         drawn = next(data_iterator)
         batch = {k: v.cuda(non_blocking=True) if v is not None else None for k, v in drawn.items()}
-    batch = get_batch_on_this_tp_rank(
+    no_documents, no_hybrid_cp = False, False  # the first has another name in each version
+    batch = find("megatron.core.utils:get_batch_on_this_tp_rank")(
         batch,
+        no_documents,
+        no_hybrid_cp,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        has_cu_seqlens=False,
-        is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=args.mtp_num_layers is not None and mpu.is_pipeline_last_stage(),
+        mtp_on_this_rank=mtp_here,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch = get_batch_on_this_cp_rank(
+    cut: _Batch = get_batch_on_this_cp_rank(
         batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group(), hybrid_cp_group_func=None
     )
-    return {key: batch.get(key) for key in keys}
+    return cut
+
+
+def _batch_by_arguments(data_iterator: Iterator[_Batch], mtp_here: bool) -> _Batch:
+    """Megatron draws, and reads the layout from its arguments."""
+    batch = find("megatron.core.utils:get_batch_on_this_tp_rank")(data_iterator, mtp_here)
+    cut: _Batch = get_batch_on_this_cp_rank({k: batch.get(k) for k in BATCH})
+    return cut
+
+
+_drawn = _batch_by_layout if has("batch-by-rank") else _batch_by_arguments
 
 
 def loss_function(
@@ -144,18 +161,21 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 def main() -> None:
     """Parse Megatron's options and train."""
-    args = parse_and_validate_args()
+    args = find("megatron.training.arguments:parse_and_validate_args")()
     if given := [name for name in UNSUPPORTED if getattr(args, name, None)]:
         option = "--" + given[0].replace("_", "-")
         raise SystemExit(
             f"{option} is not part of this entry: run the stock pretrain_hybrid.py with our flags"
         )
+    configs: tuple[Any, ...] = ()
+    if has("config-container"):
+        configs = (find("megatron.training.argument_utils:pretrain_cfg_container_from_args")(args),)
     pretrain(
-        pretrain_cfg_container_from_args(args),
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
+        *configs,
+        train_valid_test_dataset_provider=datasets_provider,
         model_provider=model_provider,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
     )
 
 

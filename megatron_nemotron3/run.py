@@ -8,8 +8,9 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 names mean the CPU (`megatron_nemotron3.cpu`), and if `--spec megatron_nemotron3.specs …` is among ARGS,
 the run stops unless that stack is what gets built; and before it starts the folder of `--load` is made to
 name its last complete checkpoint (`megatron_nemotron3.checkpoint.resume`). `--monitor N` sets
-NEMOTRON3_MONITOR (docs/monitor.md): stability monitors at every N-th iteration, 0 for none. Exit code 2: the
-command line is wrong, or the checkpoint to load is damaged.
+NEMOTRON3_MONITOR (docs/monitor.md): stability monitors at every N-th iteration, 0 for none. A script that is
+told `--fp4-format` is stopped if no linear of what gets built computes in NVFP4. Exit code 2: the command
+line is wrong, the checkpoint to load is damaged, or the model is not the one that was asked for.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def verify_stack(attribute: str) -> None:
 
     from megatron_nemotron3 import specs
     from megatron_nemotron3.layers.stack import Nemotron3Stack
+    from megatron_nemotron3.layers.upstream import HybridModel
     from megatron_nemotron3.optional import te_problem
 
     known = [name for name in vars(specs) if name.startswith("nemotron3") and name.endswith("_stack_spec")]
@@ -114,8 +116,6 @@ def verify_stack(attribute: str) -> None:
         fail(f"--spec {SPEC_MODULE} {attribute}: no such spec; there are {', '.join(sorted(known))}")
     if attribute == "nemotron3_te_stack_spec" and (problem := te_problem()):
         fail(f"--spec {SPEC_MODULE} {attribute}: {problem}")
-
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     def look(module: torch.nn.Module, _inputs: object) -> None:
         if isinstance(module, HybridModel):
@@ -127,6 +127,54 @@ def verify_stack(attribute: str) -> None:
                 )
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+
+
+def verify_nvfp4(arguments: list[str]) -> None:
+    """Stop a script that is told `--fp4-format` if its hybrid model computes without NVFP4.
+
+    Megatron drops it without a word where layer counts or the precision file leave nothing of it. So look at
+    what was built when its first forward begins (a torch hook, removed once it has looked).
+    """
+    if not _given(arguments, "--fp4-format") or _given(arguments, "--fp4-recipe") not in (None, "nvfp4"):
+        return
+    import torch
+
+    from megatron_nemotron3.layers.upstream import HybridModel
+    from megatron_nemotron3.precision.census import CensusError, require_nvfp4
+    from megatron_nemotron3.precision.schema import PrecisionFileError
+
+    def look(module: torch.nn.Module, _inputs: object) -> None:
+        if isinstance(module, HybridModel):
+            handle.remove()
+            try:
+                require_nvfp4(module)
+            except (CensusError, PrecisionFileError) as problem:
+                fail(str(problem))
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+
+
+def _given(arguments: list[str], option: str) -> str | None:
+    """The value of an option of the script; the last one counts."""
+    found = None
+    for word, value in zip(arguments, [*arguments[1:], ""]):
+        if word == option:
+            found = value
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def verify_measurable(attribute: str | None) -> None:
+    """Stop a run that is to measure precision (NEMOTRON3_LOG_PRECISION) on linears that cannot be."""
+    from megatron_nemotron3 import specs
+
+    if attribute is not None and getattr(specs, attribute) is specs.nemotron3_torch_stack_spec:
+        return
+    fail(
+        f"{emulation.LOG_VARIABLE} measures linears of the torch backend, and --spec names another stack: "
+        f"use --spec {SPEC_MODULE} nemotron3_torch_stack_spec, or unset it"
+    )
 
 
 def settle_checkpoint(arguments: list[str]) -> None:
@@ -147,6 +195,7 @@ def main(argv: list[str] | None = None) -> None:
         fail(f"script {script} does not exist")
     try:
         emulation.emulation()
+        measuring = emulation.logging() is not None
     except ValueError as problem:
         fail(str(problem))
     device = resolve_device(device)
@@ -168,6 +217,9 @@ def main(argv: list[str] | None = None) -> None:
     with cpu_mode(announce) if device == "cpu" else nullcontext():
         if (attribute := requested_spec(arguments)) is not None:
             verify_stack(attribute)
+        if measuring:
+            verify_measurable(attribute)
+        verify_nvfp4(arguments)
         try:
             runpy.run_path(script, run_name="__main__")
         finally:

@@ -250,9 +250,9 @@ def _rank(rank: int, world_size: int, store: str, timeout: float) -> Iterator[No
     """Be one rank: CPU mode, environment, process group; afterwards none of it is left."""
     import torch
     from megatron.core import parallel_state
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from megatron_nemotron3.cpu import cpu_mode
+    from megatron_nemotron3.layers.upstream import forget_moe_metrics
 
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}.items():
         os.environ[name] = str(value)
@@ -263,7 +263,7 @@ def _rank(rank: int, world_size: int, store: str, timeout: float) -> Iterator[No
         try:
             yield
         finally:
-            destroy_moe_metrics_tracker()
+            forget_moe_metrics()
             parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
 
@@ -296,8 +296,11 @@ def hybrid_config(pattern: str, **overrides: Any) -> Any:
     import torch
     from megatron.core import parallel_state
     from megatron.core.activations import squared_relu
-    from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
     from megatron.core.transformer import TransformerConfig
+
+    from megatron_nemotron3.layers.upstream import find
+
+    parse_hybrid_pattern = find("megatron.core.models.hybrid.hybrid_layer_allocation:parse_hybrid_pattern")
 
     parsed = parse_hybrid_pattern(pattern)
     assert parsed.main_pattern is not None
@@ -331,13 +334,14 @@ def build_hybrid(pattern: str, spec: Any, *, seq_length: int = 64, **overrides: 
         overrides: TransformerConfig fields over `SIZES` and the layout of `initialize`.
     """
     from megatron.core import parallel_state
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from megatron_nemotron3.layers.upstream import HybridModel
 
     return HybridModel(
-        config=hybrid_config(pattern, **overrides),
-        hybrid_stack_spec=spec,
-        vocab_size=VOCABULARY,
-        max_sequence_length=seq_length,
+        hybrid_config(pattern, **overrides),
+        spec,
+        VOCABULARY,
+        seq_length,
         hybrid_layer_pattern=pattern,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),

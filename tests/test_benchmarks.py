@@ -112,6 +112,15 @@ LARGER = {
         ),
         "warm MB/s",
     ),
+    "nvfp4": Case(
+        "nvfp4.py",
+        ("--tiny", "--rounds", "1", "--tokens", "32"),
+        ("side", "plain", "torch", "Triton"),
+        "ms",
+    ),
+    "one device of a boundary": Case(
+        "boundary.py", ("--device", "cpu", "--rounds", "1"), ("pieces", "1", "16", "256"), "MiB"
+    ),
     "plans": Case("convert_shapes.py", ("--models", "nano"), ("model", "nano", "nano"), "RSS MiB"),
 }
 
@@ -285,3 +294,14 @@ def test_sides_hold_the_same_weights(name: str, pinned: bool) -> None:
         storages.release()
         assert all(p.untyped_storage().nbytes() == 0 for p in ours.parameters())
         storages.allocate()
+
+
+@pytest.mark.full
+def test_boundary_reaches_its_bound() -> None:
+    done = run("boundary.py", "--quick")
+    assert done.returncode == 0, done.stderr
+    ((header, *rows),) = tables(done.stdout)
+    assert len(rows) == 18  # both ways of nine cases
+    column = header.index("ours")
+    for row in rows:
+        assert number(row[column]) == number(row[header.index("bound")]) and "ok" in row

@@ -16,16 +16,41 @@ RUN = {
 }  # fmt: skip
 COMMANDS = {
     "show": {"--tiny", "--json"},
-    "flags": {"--tiny", "--shell", "--te-precision-config-file", "--schedule", "--emulate"} | RUN,
+    "flags": {
+        "--tiny", "--shell", "--te-precision-config-file", "--schedule", "--emulate", "--megatron-core",
+    }
+    | RUN,
+    "explain": {
+        "--tiny", "--argv", "--all", "--json", "--te-precision-config-file", "--schedule", "--emulate",
+    }
+    | RUN,
     "run": set(),
     "watch": {"--output"},
+    "boundary": {
+        "--from", "--to", "--rows", "--samples", "--rows-per-sample", "--seq-length", "--hidden", "--dtype",
+        "--backward", "--lines", "--json", "--plot",
+    },
+    "plan": {
+        "--tiny", "--gpus", "--gpu", "--nvlink-domain", "--seq", "--gbs", "--precision", "--dispatcher",
+        "--best", "--json", "--plot",
+    },
     "check": {"--full", "--workers"},
-    "precision": {"--tiny", "--format", "--yaml"},
+    "doctor": {"--kernels", "--step", "--json"},
+    "precision": {"--tiny", "--format", "--yaml", "--report"},
     "convert": set(),
     "verify": {"--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers"},
+    "generate": {
+        "--checkpoint", "--tokenizer", "--device", "--dtype", "--model", "--tiny", "--prompt",
+        "--prompt-file", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--draft",
+        "--stop", "--json", "--no-stream",
+    },
+    "evaluate": {
+        "--checkpoint", "--tokenizer", "--device", "--dtype", "--model", "--tiny", "--text", "--data-path",
+        "--tokens", "--seq-length", "--draft", "--plot", "--json",
+    },
     "train": {
         "--tiny", "--device", "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
-        "--verbose", "--emulate", "--te-precision-config-file",
+        "--verbose", "--emulate", "--te-precision-config-file", "--log-precision",
     }
     | RUN,
 }  # fmt: skip

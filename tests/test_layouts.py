@@ -116,6 +116,26 @@ def test_resuming_the_distributed_optimizer_changes_nothing(script: Path, tmp_pa
     assert resumed[4].loss == pytest.approx((whole[3].loss + whole[4].loss) / 2, rel=3e-6)
 
 
+@pytest.mark.parametrize(
+    "script", [pytest.param(launch.ENTRY, id="ours", marks=pytest.mark.full), SCRIPTS[1]]
+)
+def test_emulated_nvfp4(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe reaches any script through the environment and the precision file, and trains."""
+    from megatron_nemotron3.precision import yaml_file
+    from megatron_nemotron3.precision.table import bf16_tail
+
+    yaml_file.write(CONFIG, tmp_path / "precision.yaml")
+    tail = ("--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "0")
+    tail += ("--num-layers-at-end-in-bf16", str(bf16_tail(CONFIG)))
+    words = _argv(ParallelLayout(), (*tail, "--te-precision-config-file", str(tmp_path / "precision.yaml")))
+    plain = _train(script, ParallelLayout(), words).steps
+    monkeypatch.setenv("NEMOTRON3_EMULATE", "nvfp4")
+    emulated = _train(script, ParallelLayout(), words).steps
+    assert emulated[1].loss != plain[1].loss
+    assert emulated[1].loss == pytest.approx(plain[1].loss, rel=0.02)
+    assert emulated[STEPS].loss < 0.6 * emulated[1].loss
+
+
 def test_a_foreign_stack_stops_the_run(tmp_path: Path) -> None:
     """What Megatron builds is looked at: here a script that swaps our spec for upstream's stack class."""
     script = tmp_path / "swap.py"

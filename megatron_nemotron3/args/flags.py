@@ -1,7 +1,7 @@
 """What to tell Megatron: config + layout + precision + backend + schedule -> flags.
 
-Standard library only. They are options of the stock `pretrain_hybrid.py` of megatron-core 0.19, whose parser
-refuses unknown ones.
+Standard library only. They are options of the stock `pretrain_hybrid.py` (of `pretrain_mamba.py` in
+megatron-core 0.17), whose parser refuses unknown ones: `versions` knows which version has which.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def flags(
     emulate: bool = False,
     compute_capability: tuple[int, int] | None = None,
     distributed_optimizer: bool = True,
+    megatron_core: str | None = None,
 ) -> list[Flag]:
-    """The flags, by section. Pure: the same arguments give the same flags on every machine.
+    """The flags, by section. Pure: the same arguments, with `megatron_core`, give the same flags anywhere.
 
     Args:
         config: the model.
@@ -54,13 +55,14 @@ def flags(
         compute_capability: of the GPU that will train, (10, 0) for a B200; None: not known here.
         distributed_optimizer: also at dp=1, as in NVIDIA's launches: its checkpoints do not load into the
             plain optimizer, so a run started without could not grow later.
+        megatron_core: version the flags are for, "0.18" or "main"; None: the installed one, else 0.19.
 
     Returns:
         Flags in the order of `flag.SECTIONS`. `to_argv` makes words of them, `render` text.
 
     Raises:
         RuleError: one or more rules of severity "error" are violated; all are listed.
-        ValueError: an unknown precision or backend, or `extra` that starts with a value.
+        ValueError: an unknown precision, backend or megatron-core, or `extra` that starts with a value.
     """
     layout = layout or ParallelLayout()
     rules.enforce(
@@ -74,6 +76,7 @@ def flags(
         allow_plain_nvfp4=allow_plain_nvfp4,
         emulate=emulate,
         compute_capability=compute_capability,
+        megatron_core=megatron_core,
     )
     schedule = schedule or TrainingSchedule()
     seq_length = schedule.seq_length or config.seq_length
@@ -128,8 +131,10 @@ def _optimization(config: Nemotron3Config, schedule: TrainingSchedule, backend: 
         name = f"{length}_{unit}"
         yield f"--{name.replace('_', '-')}", getattr(schedule, name), f"schedule.{name}"
     fields = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
-    styles = ("lr_decay_style", "lr_wsd_decay_style") if schedule.length("lr_wsd_decay") else ()
-    for field in (*fields, *styles):
+    wsd = schedule.lr_decay_style == "WSD"
+    # Warmup-stable-decay without the length of its decay is no schedule yet: the caller completes it.
+    styles = () if wsd and not schedule.length("lr_wsd_decay") else ("lr_decay_style",)
+    for field in (*fields, *styles, *(("lr_wsd_decay_style",) if wsd and styles else ())):
         yield f"--{field.replace('_', '-')}", getattr(schedule, field), f"schedule.{field}"
     for name, values in backend_flags(config, backend):
         yield name, values or True, "backend"

@@ -6,7 +6,7 @@ the same ranks cut another way, etp x ep x edp x pp.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -36,13 +36,12 @@ class ParallelLayout:
     dp: int = 1
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "sp":
+        for name, value in vars(self).items():
+            if name == "sp":
                 if not (value is None or isinstance(value, bool)):
                     raise ValueError(f"sp={value!r}: give True, False or None")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field.name}={value!r} is not a positive integer: give 1 or more")
+                raise ValueError(f"{name}={value!r} is not a positive integer: give 1 or more")
 
     @property
     def sequence_parallel(self) -> bool:
@@ -70,8 +69,7 @@ class ParallelLayout:
         return self.pp * self.vpp
 
     def __str__(self) -> str:
-        sizes = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "sp")
-        shown = [f"{name.upper()}{size}" for name, size in sizes if size > 1]
+        shown = [f"{name.upper()}{size}" for name, size in vars(self).items() if name != "sp" and size > 1]
         return " ".join((*shown, *(["SP"] if self.sequence_parallel else []))) or "1 rank"
 
 

@@ -10,6 +10,7 @@ from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.precision import bf16_tail
 from megatron_nemotron3.args.schedule import TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.versions import DEFAULT
 
 Severity = Literal["error", "warning"]
 
@@ -31,6 +32,8 @@ class Context:
     emulate: bool = False
     #: Of the GPU that will train; None: not known where the flags are made.
     compute_capability: tuple[int, int] | None = None
+    #: Minor version the flags are for.
+    megatron_core: str = DEFAULT
 
     @property
     def kinds(self) -> frozenset[str]:

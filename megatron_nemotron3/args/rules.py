@@ -1,7 +1,8 @@
 """One table of everything known not to work, and what checks it. Standard library only.
 
 `check` reports, `enforce` raises on errors with all of them in one message. Each rule has a name, the
-numbers, the cure and the place in Megatron-Core 0.19 (or the report or issue) it comes from.
+numbers, the cure and the place in Megatron-Core 0.19 (or the report or issue) it comes from. `RULES` hold for
+every version; what only some versions refuse is in `rules_version`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from megatron_nemotron3.args.rules_layout import LAYOUT_RULES
 from megatron_nemotron3.args.rules_options import OPTION_RULES
 from megatron_nemotron3.args.rules_precision import PRECISION_RULES
 from megatron_nemotron3.args.rules_schedule import SCHEDULE_RULES
+from megatron_nemotron3.args.rules_version import VERSION_RULES
 from megatron_nemotron3.args.schedule import TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.versions import chosen
 
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
@@ -51,11 +54,12 @@ def check(
     allow_plain_nvfp4: bool = False,
     emulate: bool = False,
     compute_capability: tuple[int, int] | None = None,
+    megatron_core: str | None = None,
 ) -> list[Violation]:
     """Every violated rule, errors before warnings. Arguments as in `flags.flags`.
 
     Raises:
-        ValueError: an unknown precision or backend, or `extra` that starts with a value.
+        ValueError: an unknown precision, backend or megatron-core, or `extra` that starts with a value.
     """
     for what, value, known in (("precision", precision, PRECISIONS), ("backend", backend, BACKENDS)):
         if value not in known:
@@ -71,10 +75,11 @@ def check(
         allow_plain_nvfp4=allow_plain_nvfp4,
         emulate=emulate,
         compute_capability=compute_capability,
+        megatron_core=chosen(megatron_core),
     )
     violations = [
         Violation(rule.name, rule.severity, rule.message(context), rule.source)
-        for rule in RULES
+        for rule in (*RULES, *VERSION_RULES)
         if rule.violated(context)
     ]
     return sorted(violations, key=lambda violation: violation.severity)  # stable; "error" < "warning"
@@ -92,6 +97,7 @@ def enforce(
     allow_plain_nvfp4: bool = False,
     emulate: bool = False,
     compute_capability: tuple[int, int] | None = None,
+    megatron_core: str | None = None,
 ) -> list[Violation]:
     """Raise on errors, return the warnings.
 
@@ -109,6 +115,7 @@ def enforce(
         allow_plain_nvfp4=allow_plain_nvfp4,
         emulate=emulate,
         compute_capability=compute_capability,
+        megatron_core=megatron_core,
     )
     errors = [violation for violation in violations if violation.severity == "error"]
     if errors:

@@ -1,93 +1,16 @@
-"""How long and how fast to train: one frozen dataclass, the published schedules, and a short one for a CPU.
+"""Schedules: the published pre-training, a short one for a CPU, and changes to one. Standard library only.
 
-Standard library only. Fields have the names of Megatron's options. None means: no source states it, and then
-no flag is emitted for it.
+What follows pre-training, long context and fine-tuning, is in `phases.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
+from megatron_nemotron3.args.training_schedule import SAMPLES, TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
 
-_SAMPLES = ("train_samples", "lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples")
-_ITERS = ("train_iters", "lr_warmup_iters", "lr_decay_iters", "lr_wsd_decay_iters")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSchedule:
-    """Batch, length, learning rate and intervals. Lengths are all in samples or all in iterations.
-
-    Raises:
-        ValueError: lengths in both units, or a size below 1.
-    """
-
-    #: Sequences per rank and step; Megatron requires it.
-    micro_batch_size: int = 1
-    global_batch_size: int | None = None
-    #: Tokens per sequence; None: the config's.
-    seq_length: int | None = None
-
-    train_samples: int | None = None
-    train_iters: int | None = None
-
-    lr: float | None = None
-    min_lr: float | None = None
-    lr_warmup_samples: int | None = None
-    lr_warmup_iters: int | None = None
-    #: Where the decay ends, counted from the start.
-    lr_decay_samples: int | None = None
-    lr_decay_iters: int | None = None
-    #: Length of the last phase, the decay of warmup-stable-decay.
-    lr_wsd_decay_samples: int | None = None
-    lr_wsd_decay_iters: int | None = None
-    lr_decay_style: str = "WSD"
-    lr_wsd_decay_style: str = "minus_sqrt"
-
-    # The same in all three reports. Megatron's defaults differ: weight decay 0.01, beta2 0.999.
-    weight_decay: float = 0.1
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    clip_grad: float = 1.0
-
-    # In iterations; no report states them. The values of NVIDIA's release test of Super
-    # (tests/functional_tests/test_cases/nemotron/nemotron3_super_release_gb200).
-    eval_interval: int | None = 100
-    eval_iters: int = 14
-    save_interval: int = 200
-    log_interval: int = 10
-
-    def __post_init__(self) -> None:
-        samples = [name for name in _SAMPLES if getattr(self, name) is not None]
-        iters = [name for name in _ITERS if getattr(self, name) is not None]
-        if samples and iters:
-            raise ValueError(
-                f"{samples[0]}={getattr(self, samples[0])} and {iters[0]}={getattr(self, iters[0])} use two "
-                "units: Megatron wants all lengths in samples or all in iterations"
-            )
-        # A warm-up may be 0 long, and eval_iters=0 turns evaluation off.
-        may_be_zero = {"eval_iters", "lr_warmup_samples", "lr_warmup_iters"}
-        for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name in may_be_zero else 1
-            if isinstance(value, int) and value < least:
-                raise ValueError(f"{field.name}={value}: give {least} or more")
-
-    @property
-    def unit(self) -> str:
-        """What lengths are counted in: "iters" or "samples"."""
-        return "iters" if any(getattr(self, name) is not None for name in _ITERS) else "samples"
-
-    def length(self, name: str) -> int | None:
-        """A length by its name without the unit: `length("lr_warmup")`, in `unit`."""
-        value: int | None = getattr(self, f"{name}_{self.unit}")
-        return value
-
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """What has to be given before training can start, but is in no source: `("lr", ...)`."""
-        needed = {"train": self.length("train"), "lr": self.lr, "min_lr": self.min_lr}
-        return tuple(name for name, value in needed.items() if value is None)
-
+__all__ = ["TrainingSchedule", "adjusted", "published", "smoke"]
 
 # Public launch scripts. Nano warms up over 8.4B tokens, Super and Ultra over 200B. Ultra's script has Super's
 # lengths (25T tokens); the run itself stopped at 20T with an earlier decay whose samples no source states.
@@ -165,23 +88,48 @@ def adjusted(
     """`schedule` with what is given replaced; None leaves it.
 
     Args:
-        steps: iterations; warm-up becomes the first tenth and the WSD decay the last fifth.
-        lr: peak rate; the minimum becomes a hundredth of it, as in the published schedules.
+        steps: iterations. Under WSD warm-up becomes the first tenth and the decay the last fifth; otherwise
+            warm-up stays as it is unless it would not end in time, and then becomes the first tenth.
+        lr: peak rate; the minimum follows in proportion, a hundredth in the published WSD schedules.
     """
     changes: dict[str, int | float | None] = {
         "seq_length": seq_length,
         "micro_batch_size": micro_batch_size,
         "global_batch_size": global_batch_size,
         "lr": lr,
-        "min_lr": lr and lr / 100,
+        "min_lr": _minimum(schedule, lr),
     }
     changes = {name: value for name, value in changes.items() if value is not None}
     if steps is not None:
-        changes |= dict.fromkeys(_SAMPLES)
-        changes |= {
+        changes |= _lengths(replace(schedule, **changes), steps)  # type: ignore[arg-type]
+    return replace(schedule, **changes)  # type: ignore[arg-type]
+
+
+def _minimum(schedule: TrainingSchedule, lr: float | None) -> float | None:
+    """The minimum rate that goes with a given peak."""
+    if lr is None or schedule.lr_decay_style == "constant":
+        return None
+    if schedule.lr_decay_style == "WSD" or schedule.lr is None or schedule.min_lr is None:
+        return lr / 100
+    return lr * schedule.min_lr / schedule.lr
+
+
+def _lengths(schedule: TrainingSchedule, steps: int) -> dict[str, int | float | None]:
+    """The fields that say how long `steps` iterations are."""
+    if schedule.lr_decay_style == "WSD":
+        return dict.fromkeys(SAMPLES) | {
             "train_iters": steps,
             "lr_warmup_iters": steps // 10,
             "lr_decay_iters": steps,
             "lr_wsd_decay_iters": max(1, steps // 5),
         }
-    return replace(schedule, **changes)  # type: ignore[arg-type]
+    batch, unit = schedule.global_batch_size, schedule.unit
+    if unit == "samples" and batch is None:
+        return dict.fromkeys(SAMPLES) | {"train_iters": steps}
+    train = steps * (batch or 1) if unit == "samples" else steps
+    lengths: dict[str, int | float | None] = {f"train_{unit}": train}
+    if schedule.length("lr_decay") is not None:
+        lengths[f"lr_decay_{unit}"] = train
+    if (schedule.length("lr_warmup") or 0) >= train:
+        lengths[f"lr_warmup_{unit}"] = train // 10
+    return lengths

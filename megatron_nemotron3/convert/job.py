@@ -127,7 +127,7 @@ def run(
     check_target(job.target)
     partial = partial_of(job.target)
     fingerprint = job.fingerprint()
-    done = _finished(partial, fingerprint, job.files)
+    done = _finished(partial, fingerprint, job)
     todo = [plan for plan in job.files if plan.name not in done]
     need = sum(plan.length for plan in todo) + sum(map(len, job.small.values()))
     free = free_bytes(job.target)
@@ -165,7 +165,7 @@ def run(
     return manifest
 
 
-def _finished(partial: Path, fingerprint: str, files: Sequence[FilePlan]) -> dict[str, dict[str, Any]]:
+def _finished(partial: Path, fingerprint: str, job: Job) -> dict[str, dict[str, Any]]:
     """The files of the journal that are there in their full length.
 
     Raises:
@@ -173,19 +173,13 @@ def _finished(partial: Path, fingerprint: str, files: Sequence[FilePlan]) -> dic
     """
     if not os.path.lexists(partial):
         return {}
-    if not (partial / JOURNAL).exists() and any(partial.iterdir()):
-        raise ValueError(f"{partial}: it exists and is no interrupted conversion: remove it")
-    lines = []
-    with contextlib.suppress(FileNotFoundError), open(partial / JOURNAL, "rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):  # the last line may be cut
-                lines.append(json.loads(line))
+    lines = _journal(partial, fingerprint, job)
     if lines and lines[0].get("plan") != fingerprint:
         raise ValueError(
             f"{partial}: an interrupted conversion with other options or of another source is there: "
             "repeat its command, or remove the folder"
         )
-    lengths = {plan.name: plan.length for plan in files}
+    lengths = {plan.name: plan.length for plan in job.files}
     done = {}
     for line in lines[1:]:
         name = line.pop("file", None)
@@ -193,6 +187,30 @@ def _finished(partial: Path, fingerprint: str, files: Sequence[FilePlan]) -> dic
             if name in lengths and (partial / name).stat().st_size == lengths[name] == line.get("bytes"):
                 done[name] = line
     return done
+
+
+def _journal(partial: Path, fingerprint: str, job: Job) -> list[dict[str, Any]]:
+    """The journal's lines; those of the manifest if the run was killed when all was written but the name.
+
+    Raises:
+        ValueError: the folder is something else.
+    """
+    lines = []
+    if (partial / JOURNAL).exists():
+        with open(partial / JOURNAL, "rb") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):  # the last line may be cut
+                    lines.append(json.loads(line))
+        return lines
+    with contextlib.suppress(OSError, ValueError):
+        manifest = json.loads((partial / MANIFEST).read_bytes())
+        if all(manifest[key] == value for key, value in json.loads(json.dumps(job.origin)).items()):
+            files = manifest["files"].items()
+            return [{"plan": fingerprint}, *({"file": name, **entry} for name, entry in files)]
+    # Killed before the journal had its name.
+    if {path.name for path in partial.iterdir()} - {f".{JOURNAL}.part"}:
+        raise ValueError(f"{partial}: it exists and is no interrupted conversion: remove it")
+    return []
 
 
 def _write_all(

@@ -62,6 +62,8 @@ class TorchCoreAttention(MegatronModule):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
+        # Upstream's checkpoint code asks a module for it, before the global groups.
+        self.tp_group = groups.tp
 
     def forward(
         self,

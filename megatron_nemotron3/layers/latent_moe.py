@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_nemotron3.layers.dispatch import AlltoAllTokenDispatcher
 from megatron_nemotron3.layers.linear import DuplicatedLinear
+from megatron_nemotron3.layers.upstream import told_name
 
 
 class CountingRouter(TopKRouter):
@@ -78,7 +79,7 @@ class LatentMoELayer(MoELayer):
             layer_number=layer_number,
             pg_collection=groups,
             is_mtp_layer=is_mtp_layer,
-            name=name,
+            **told_name(name),
         )
         self.config = config
         self.submodules = submodules

@@ -19,7 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-from megatron_nemotron3.monitor.attach import watch_mtp
+from megatron_nemotron3.layers.upstream import watch_mtp
 from megatron_nemotron3.precision.install import emulate_mtp
 
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_nemotron3.monitor.attach import watch_stack
+from megatron_nemotron3.layers.upstream import HybridStack, HybridStackSubmodules, watch_stack
 from megatron_nemotron3.precision.install import emulate_stack
 
 

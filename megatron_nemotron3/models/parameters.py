@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from megatron_nemotron3.models import pattern as _pattern
@@ -119,6 +120,7 @@ _MIXERS: dict[str, Callable[[Nemotron3Config], tuple[StoredTensor, ...]]] = {
 }
 
 
+@lru_cache(maxsize=1024)
 def layer_tensors(config: Nemotron3Config, kind: str) -> tuple[StoredTensor, ...]:
     """The tensors of one layer of kind "M", "*", "E" or "-", its norm first.
 

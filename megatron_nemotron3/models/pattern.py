@@ -190,18 +190,33 @@ def cut(
 
 
 def _least_maximum(layers: int, stages: int, stage_cost: _StageCost) -> float:
-    """The cost of the most expensive stage in the best cut."""
-    # best[i]: the least maximum for the layers from i on, cut into the number of stages done so far.
-    best = [stage_cost(i, layers) for i in range(layers)]
-    for done in range(1, stages):
-        best = [
-            min(
-                (max(stage_cost(i, j), best[j]) for j in range(i + 1, layers - done + 1)),
-                default=float("inf"),
-            )
-            for i in range(layers)
-        ]
-    return best[0]
+    """The cost of the most expensive stage in the best cut.
+
+    It is the cost of some run of layers. Whether no stage need cost more than a number is found by filling
+    stages one after the other: a stage that is cut further never costs more, so fewer stages are no obstacle.
+    """
+    costs = sorted({stage_cost(i, j) for i in range(layers) for j in range(i + 1, layers + 1)})
+    low, high = 0, len(costs) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _stages_needed(layers, stage_cost, costs[middle]) <= stages:
+            high = middle
+        else:
+            low = middle + 1
+    return costs[low]
+
+
+def _stages_needed(layers: int, stage_cost: _StageCost, bound: float) -> float:
+    """The fewest stages of which none costs more than `bound`; infinite if a layer alone does."""
+    needed, begin = 0, 0
+    while begin < layers:
+        end = begin
+        while end < layers and stage_cost(begin, end + 1) <= bound:
+            end += 1
+        if end == begin:
+            return float("inf")
+        needed, begin = needed + 1, end
+    return needed
 
 
 def _most_equal(layers: int, stages: int, stage_cost: _StageCost, bound: float) -> list[int]:
@@ -215,8 +230,10 @@ def _most_equal(layers: int, stages: int, stage_cost: _StageCost, bound: float) 
         for i in range(layers):
             value, end = infeasible, layers
             for j in range(i + 1, layers - done + 1):
+                if stage_cost(i, j) > bound:
+                    break  # longer ones cost more
                 candidate = (j - i) ** 2 + squares[-1][j]
-                if stage_cost(i, j) <= bound and candidate <= value:  # <=: the longer stage first
+                if candidate <= value:  # <=: the longer stage first
                     value, end = candidate, j
             row.append(min(value, infeasible))
             ends.append(end)

@@ -43,8 +43,8 @@ def zero_gradients(module: torch.nn.Module, where: Places, groups: Any) -> Tenso
     zeros: list[Tensor] = []
     elements = 0
     for parameter in module.parameters():
-        if parameter in where and _counts_here(parameter, groups):
-            share = _cut(*where[parameter])
+        if parameter in where and counts_here(parameter, groups):
+            share = cut(*where[parameter])
             if share is not None:
                 zeros.append(share.numel() - torch.count_nonzero(share))
                 elements += share.numel()
@@ -59,14 +59,14 @@ def _group(bucket_group: Any) -> Any:
     return bucket_group.data_parallel_group
 
 
-def _cut(bucket: Any, span: tuple[int, int], group: Any) -> Tensor | None:
+def cut(bucket: Any, span: tuple[int, int], group: Any) -> Tensor | None:
     """The part of span that lies in this rank's share of the bucket, if there is one."""
     share = -(-bucket.grad_data.numel() // group.size())
     start, end = max(span[0], group.rank() * share), min(span[1], (group.rank() + 1) * share)
     return bucket.grad_data[start:end] if start < end else None
 
 
-def _counts_here(parameter: Any, groups: Any) -> bool:
+def counts_here(parameter: Any, groups: Any) -> bool:
     if getattr(parameter, "tensor_model_parallel", False):
         return True
     expert = not getattr(parameter, "allreduce", True)

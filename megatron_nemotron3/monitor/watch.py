@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.alarms import scan
 from megatron_nemotron3.monitor.events import History
 from megatron_nemotron3.monitor.series import KINDS
+from megatron_nemotron3.picture import save
 
 #: Megatron's own tags.
 _LOSS = re.compile(r"(lm|mtp_\d+) loss")
@@ -62,13 +62,7 @@ def plot(history: History, panels: dict[str, History], path: Path, title: str) -
     for unused in cells:
         unused.set_axis_off()
     figure.suptitle(title)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, path)
-    finally:
-        plt.close(figure)
-        temporary.unlink(missing_ok=True)
+    save(figure, path)
 
 
 def _rows(history: History, kind: str) -> History:

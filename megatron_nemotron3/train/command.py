@@ -20,6 +20,8 @@ from megatron_nemotron3.args import (
 )
 from megatron_nemotron3.checkpoint import folders, resume
 from megatron_nemotron3.models import Nemotron3Config, count
+from megatron_nemotron3.precision import command as precision
+from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import launch, log, report
@@ -52,6 +54,8 @@ class Request:
     te_precision_config_file: str | None = None
     #: Compute nvfp4 in the torch backend's linears: the value of NEMOTRON3_EMULATE; "": do not.
     emulate: str = ""
+    #: Iterations from one precision measurement to the next; 0: as many as is usual; None: off.
+    log_precision: int | None = None
     verbose: bool = False
     extra: tuple[str, ...] = ()
 
@@ -107,6 +111,7 @@ def run(request: Request) -> int:
     """
     started = time.monotonic()
     config, schedule = request.config, schedule_of(request)
+    measuring = _logging(request, schedule)
     size = count(config)
     folders.check_room(request.output, folders.bytes_needed(size.trainable, request.precision))
 
@@ -143,6 +148,7 @@ def run(request: Request) -> int:
     log_file = request.output / "train.log"
     if begun is None:
         log_file.unlink(missing_ok=True)  # of a run that never saved
+        precision_report.remove(request.output)
     elif schedule.train_iters is not None and begun >= schedule.train_iters:
         print(f"already trained to step {begun}; to start over, delete {request.output}")
         _report(request, log.read(str(log_file)), baseline, started)
@@ -155,6 +161,8 @@ def run(request: Request) -> int:
     env = launch.environment(request.layout.world_size, request.device)
     if request.emulate:
         env[emulation.VARIABLE] = request.emulate
+    if measuring is not None:
+        env[emulation.LOG_VARIABLE] = measuring.text()
     progress = _Progress(request.verbose)
     try:
         status = launch.follow(words, env, log_file, progress.line, progress.interrupted)
@@ -173,6 +181,24 @@ def run(request: Request) -> int:
         print(f"interrupted: {where}")
         return 130
     return 0
+
+
+def _logging(request: Request, schedule: TrainingSchedule) -> emulation.Logging | None:
+    """What precision is measured, and when; in a run shorter than the usual interval its last step is.
+
+    Raises:
+        ValueError: the backend's linears cannot be measured.
+    """
+    if request.log_precision is None:
+        return None
+    if request.backend != "torch":
+        raise ValueError(
+            f"--log-precision measures linears of the torch backend, not of {request.backend}: use --backend "
+            "torch"
+        )
+    steps = schedule.train_iters or emulation.LOG_DEFAULT
+    interval = request.log_precision or min(emulation.LOG_DEFAULT, steps)
+    return emulation.Logging(interval, str(request.output.resolve()))
 
 
 def _cause(request: Request, progress: _Progress, status: int) -> str:
@@ -235,6 +261,11 @@ def _report(request: Request, curve: log.Curve, baseline: float | None, started:
     if curve.steps:
         report.plot(curve, picture, request.config.title + f" [{request.config.name}]", baseline)
         print(f"loss plot        {picture}")
+    if request.log_precision is not None:
+        try:
+            print(precision.report(request.output, f"{request.config.title} [{request.config.name}]"))
+        except precision_report.ReportError as problem:  # nothing was measured yet, or in this run
+            print(f"no precision report: {problem}")
     if (saved := folders.latest(request.checkpoints)) is not None:
         print(f"checkpoint       {folders.path_of(request.checkpoints, saved)}")
     print(f"took             {time.monotonic() - started:.0f} s")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
+from megatron_nemotron3.picture import save
 from megatron_nemotron3.train.log import Curve
 
 
@@ -31,10 +31,7 @@ def plot(curve: Curve, path: Path, title: str, baseline: float | None) -> None:
     axes.legend()
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(temporary, format="png")
-    plt.close(figure)
-    os.replace(temporary, path)
+    save(figure, path)
 
 
 def verdict(curve: Curve, baseline: float | None) -> list[str]:

@@ -97,6 +97,35 @@ def test_finished_files_are_not_written_again(tmp_path: Path, monkeypatch: pytes
     assert digest(tmp_path / "out") == digest(tmp_path / "again")
 
 
+def test_killed_before_the_journal_has_its_name(tmp_path: Path) -> None:
+    partial = partial_of(tmp_path / "out")
+    partial.mkdir()
+    (partial / f".{JOURNAL}.part").write_bytes(b"{")
+    run(counted(tmp_path / "out"))
+    run(counted(tmp_path / "whole"))
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+
+
+def test_killed_before_the_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out"
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(job_module.os, "replace", lambda a, b: killed() if b == target else os.rename(a, b))
+        run(counted(target))
+    assert not (partial_of(target) / JOURNAL).exists()
+    written: list[str] = []
+    monkeypatch.setattr(job_module, "write", lambda plan, *args, **kwargs: written.append(plan.name))
+    run(counted(target))
+    assert written == []
+    run_again = digest(target)
+    monkeypatch.undo()
+    run(counted(tmp_path / "whole"))
+    assert run_again == digest(tmp_path / "whole")
+
+
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "out"
     target.mkdir()

@@ -21,6 +21,7 @@ class Case:
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     #: Megatron options on top of ours.
     extra: tuple[str, ...] = ()
+    precision: str = "fp32"
     #: Switches of ours to leave out.
     without: tuple[str, ...] = ()
     seq_length: int = 64
@@ -68,7 +69,7 @@ class Case:
             flags(
                 self.config,
                 self.layout,
-                precision="fp32",
+                precision=self.precision,
                 backend="torch",
                 schedule=schedule,
                 # The step of Adam divides by |gradient| + epsilon. With an epsilon above the gradients it

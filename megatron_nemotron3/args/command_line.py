@@ -1,0 +1,163 @@
+"""An existing launch as text -> the options it gives Megatron. Standard library only.
+
+Read are: one command (`torchrun … pretrain_hybrid.py --a 1 \\ …`), bare options, and shell scripts that
+collect options in arrays or quoted strings. Variables are filled in where the text assigns them; what stays
+unknown keeps its `$` (`is_known`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterable
+
+from megatron_nemotron3.args.flag import Flag, parse
+from megatron_nemotron3.args.layout import ParallelLayout
+
+_ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)\+?=(?!\()(.*)$")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
+_ARRAY = re.compile(r"^\s*(?:local\s+)?\w+\+?=\(\s*")
+_STRING = re.compile(r"\w+\+?=.*--", re.DOTALL)
+#: Words that stand for options collected elsewhere in the script: "${MODEL_ARGS[@]}", $MODEL_ARGS, "$@".
+_COLLECTED = re.compile(r"\$\{\w+\[[@*]\]\}|\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\w*\}?|\$[@*]")
+_REDIRECTION = re.compile(r"[12&]?>")
+#: After these a shell command is over.
+_ENDS = (")", ";", "|", "&&", "||", "&")
+
+#: Options of torchrun, which stand in arrays of their own in scripts.
+_LAUNCHER = re.compile(
+    r"--(nproc[-_]per[-_]node|nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_]\w+|standalone|max[-_]restarts)$"
+)
+
+_SIZES = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+}
+_PATTERN, _DEPTHS = "--hybrid-layer-pattern", "--mtp-num-layers"
+_OLD_PATTERN, _OLD_MTP = "--hybrid-override-pattern", "--mtp-hybrid-override-pattern"
+
+
+def read(text: str) -> list[Flag]:
+    """The options in `text`, each once: of repeated ones the last, as argparse takes it.
+
+    Raises:
+        ValueError: no option in it, or a quote that is not closed.
+    """
+    variables: dict[str, str] = {}
+    words: list[str] = []
+    for line in _logical_lines(text):
+        assigned = _ASSIGNMENT.match(line)
+        if assigned and "--" not in assigned[2]:
+            value = _split(assigned[2])
+            variables[assigned[1]] = _filled(value[0], variables) if len(value) == 1 else "$" + assigned[1]
+            continue
+        words += [_filled(word, variables) for word in _options(line)]
+    found = {flag.name: flag.values for flag in parse(words) if not _LAUNCHER.match(flag.name)}
+    if not found:
+        raise ValueError(
+            "no Megatron option in the text: paste the command as it was run, pretrain_hybrid.py --…"
+        )
+    _rename(found)
+    return [Flag(name, values) for name, values in found.items()]
+
+
+def renamed(text: str) -> list[str]:
+    """What to say about options with another name in megatron-core 0.19."""
+    old = {_OLD_PATTERN: _PATTERN, _OLD_MTP: f"the part of {_PATTERN} from the first / on"}
+    return [
+        f"{name} is deprecated in megatron-core 0.19: now {new}; compared as that"
+        for name, new in old.items()
+        if re.search(rf"(?<!\S){name}(?!\S)", text)
+    ]
+
+
+def _rename(options: dict[str, tuple[str, ...]]) -> None:
+    """Layer patterns as older releases wrote them -> `--hybrid-layer-pattern`, as 0.19's parser does."""
+    if _PATTERN not in options and _OLD_PATTERN in options:
+        options[_PATTERN] = options.pop(_OLD_PATTERN)
+    depths = "".join(options.get(_DEPTHS, ()))
+    if _OLD_MTP in options and _PATTERN in options and depths.isdecimal():
+        mtp = options.pop(_OLD_MTP)
+        options[_PATTERN] = ("/".join((*options[_PATTERN], *mtp * int(depths))),)
+
+
+def is_known(values: Iterable[str]) -> bool:
+    """Whether no shell variable was left in them."""
+    return not any("$" in value for value in values)
+
+
+def layout_of(options: dict[str, tuple[str, ...]]) -> ParallelLayout | None:
+    """The layout of a command line, with the smallest DP its experts fit in (no option says DP).
+
+    None where a size is no positive number.
+    """
+    sizes: dict[str, int] = {}
+    for field, name in _SIZES.items():
+        value = (options.get(name) or ("",))[0]
+        if not value and name not in options:
+            continue
+        if not (value.isascii() and value.isdecimal() and int(value)):
+            return None
+        sizes[field] = int(value)
+    sizes.setdefault("etp", sizes.get("tp", 1) if "--num-experts" in options else 1)
+    ranks, experts = sizes.get("tp", 1) * sizes.get("cp", 1), sizes["etp"] * sizes.get("ep", 1)
+    dp = experts // math.gcd(ranks, experts)
+    return ParallelLayout(**sizes, sp="--sequence-parallel" in options, dp=dp)
+
+
+def _logical_lines(text: str) -> list[str]:
+    """Lines with continuations, and quotes over several lines, joined."""
+    lines: list[str] = []
+    pending = ""
+    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+        pending = f"{pending} {line}" if pending else line
+        try:
+            _split(pending)
+        except ValueError:  # a quote is open
+            continue
+        lines.append(pending)
+        pending = ""
+    if pending:
+        raise ValueError(f"a quote is not closed in {pending.strip()[:60]!r}")
+    return lines
+
+
+def _split(line: str) -> list[str]:
+    return shlex.split(line, comments=True)
+
+
+def _options(line: str) -> list[str]:
+    """The words of Megatron's options in one line of a script; none in a line of another command."""
+    if array := _ARRAY.match(line):
+        line = line[array.end() :]
+    parts: list[str] = []
+    for word in _split(line):
+        # A string that holds several options: MODEL_ARGS="--a 1 --b 2".
+        parts += word.partition("=")[2].split() if _STRING.match(word) else [word]
+    program = next((i for i, part in enumerate(parts) if part.endswith(".py")), None)
+    if program is None:
+        program = max((i + 1 for i, part in enumerate(parts) if part == "-m"), default=-1)
+    parts = parts[program + 1 :]
+    while parts and _COLLECTED.fullmatch(parts[0]):
+        del parts[0]
+    if not (parts and parts[0].startswith("--")):
+        return []
+    kept = []
+    for part in parts:
+        if part in _ENDS or _REDIRECTION.match(part):
+            break
+        if not _COLLECTED.fullmatch(part):
+            kept.append(part.removesuffix(")") if "(" not in part else part)
+    return kept
+
+
+def _filled(word: str, variables: dict[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
+        return variables.get(name) or (match[2] if match[2] is not None else match[0])
+
+    return _VARIABLE.sub(value, _VARIABLE.sub(value, word))

@@ -1,0 +1,339 @@
+"""What a command line sets, where each value comes from, and where it leaves the published recipe.
+
+Standard library only; `explain_text` prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_nemotron3.args import command_line
+from megatron_nemotron3.args.architecture import SPEC_MODULE, SPECS
+from megatron_nemotron3.args.data import TrainingData
+from megatron_nemotron3.args.flag import SECTIONS, Flag, parse, text, to_argv
+from megatron_nemotron3.args.flags import flags
+from megatron_nemotron3.args.layout import ParallelLayout
+from megatron_nemotron3.args.megatron_defaults import default, installed
+from megatron_nemotron3.args.phases import phase
+from megatron_nemotron3.args.reference import (
+    LAUNCHES,
+    NOT_PASSED,
+    SCRIPT,
+    VERSION,
+    WHY,
+    Reference,
+    environment,
+    has_launch,
+    reference,
+    shown,
+)
+from megatron_nemotron3.args.rule import Violation
+from megatron_nemotron3.args.rules import check
+from megatron_nemotron3.args.schedule import TrainingSchedule
+from megatron_nemotron3.models import Nemotron3Config
+
+#: Every origin a setting can have.
+ORIGINS = ("model", "family", "layout", "precision", "schedule", "data", "backend", "default", "user")
+WORLD_SIZE = "world size"
+
+_ORIGIN_OF = {"config": "model", "distributed_optimizer": "default", "extra": "user"}
+_FILE = "--te-precision-config-file"
+_TEXTS = (
+    "split", "data_cache_path", "tokenizer_type", "tokenizer_model", "save", "load", "tensorboard_dir"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One option: what holds, who says so, and what was published."""
+
+    #: With its dashes; "world size" is the one thing that is no option.
+    name: str
+    #: As typed, "on" for a switch. Where it is not passed: Megatron's default, or "not passed".
+    value: str
+    section: str
+    #: One of `ORIGINS`; "default" is Megatron's where `passed` is False.
+    origin: str
+    #: What it is set by: "config.hidden_size", "layout.tp"; "command line" for words of the user's own.
+    field: str
+    passed: bool = True
+    #: "not passed" for what the published run did not have; None: no source states it.
+    published: str | None = None
+    source: str = ""
+    #: Whether another value makes another model.
+    of_model: bool = False
+    #: Why it may matter, where a source says so.
+    why: str = ""
+
+    @property
+    def differs(self) -> bool:
+        """Whether a published value is known and is another."""
+        if self.published is None or not command_line.is_known((self.value,)):
+            return False
+        return not _SAME.get(self.name, _same)(self.value, self.published)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Everything `nemotron3 explain` prints."""
+
+    config: Nemotron3Config
+    #: What it is compared with, in one line; "" where only the model is known.
+    launch: str
+    settings: tuple[Setting, ...]
+    #: Violated rules, warnings and (of a pasted command) errors.
+    violations: tuple[Violation, ...] = ()
+    notes: tuple[str, ...] = ()
+    #: NAME=value of what the public launch exports; nothing here was compared with it.
+    environment: tuple[str, ...] = ()
+
+    @property
+    def differences(self) -> tuple[Setting, ...]:
+        """Settings that are not the published ones, the model's first."""
+        found = [setting for setting in self.settings if setting.differs]
+        return tuple(sorted(found, key=lambda s: (not s.of_model, SECTIONS.index(s.section))))  # stable
+
+    def describe(self) -> dict[str, Any]:
+        """For `json.dumps`."""
+        return {
+            "model": self.config.name,
+            "title": self.config.title,
+            "compared_with": self.launch or None,
+            "settings": [vars(setting) | {"differs": setting.differs} for setting in self.settings],
+            "violations": [vars(violation) for violation in self.violations],
+            "notes": list(self.notes),
+            "published_environment": list(self.environment),
+        }
+
+
+def explain(
+    config: Nemotron3Config,
+    layout: ParallelLayout | None = None,
+    *,
+    precision: str = "bf16",
+    backend: str = "auto",
+    schedule: TrainingSchedule | None = None,
+    extra: Sequence[str] = (),
+    te_precision_config_file: str | None = None,
+    emulate: bool = False,
+    megatron_core: str | None = None,
+    name: str = "published",
+) -> Explanation:
+    """What `flags` with the same arguments passes, setting by setting.
+
+    Args:
+        name: of the phase to compare with, one of `phases.PHASES`; "published" is pre-training.
+
+    Raises:
+        RuleError, ValueError: as `flags`, and a phase the model does not have.
+    """
+    layout = layout or ParallelLayout()
+    given: dict[str, Any] = {
+        "schedule": schedule,
+        "extra": extra,
+        "te_precision_config_file": te_precision_config_file,
+        "emulate": emulate,
+        "megatron_core": megatron_core,
+    }
+    emitted = flags(config, layout, precision=precision, backend=backend, **given)
+    known, place, chosen = reference(config, name), _sections(config), phase(config, name)
+    of_phase = to_argv(parse(chosen.options))
+    settings = [_setting(flag, known, place, _origin(flag, schedule, of_phase)) for flag in emitted]
+    public = chosen.layout if has_launch(config, name) else None
+    world = Setting(
+        name=WORLD_SIZE,
+        value=str(layout.world_size),
+        section="parallelism",
+        origin="layout",
+        field="tp * cp * dp * pp",
+        published=str(public.world_size) if public else None,
+        source=SCRIPT if public else "",
+    )
+    rules = check(config, layout, precision, backend, **given)
+    return _explanation(config, name, [world, *settings, *_missing(emitted, known)], rules)
+
+
+def explain_command(config: Nemotron3Config, text: str, name: str = "published") -> Explanation:
+    """The same for the text of an existing launch (`command_line.read`), compared with `config`.
+
+    Everything in it is the user's, except where it says what the catalog says of the model.
+
+    Raises:
+        ValueError: no option in it, or a phase the model does not have.
+    """
+    pasted, known, place = command_line.read(text), reference(config, name), _sections(config)
+    settings = []
+    for flag in pasted:
+        setting = _setting(flag, known, place, "user")
+        found = known.get(flag.name)
+        if found and found.origin in ("model", "family") and not setting.differs:
+            setting = replace(setting, origin=found.origin)
+        settings.append(setting)
+    unknown = [s.name for s in settings if not command_line.is_known((s.value,))]
+    notes = [
+        *command_line.renamed(text),
+        *([f"not compared, a shell variable is left in it: {', '.join(unknown)}"] if unknown else []),
+    ]
+    rules = _rules(config, pasted, known)
+    return _explanation(config, name, [*settings, *_missing(pasted, known)], rules, notes)
+
+
+def with_megatron_defaults(explanation: Explanation) -> Explanation:
+    """With a row for every other option of the installed Megatron's parser, and its default.
+
+    Raises:
+        ValueError: megatron-core is not installed.
+    """
+    version, actions = installed()
+    named = {setting.name for setting in explanation.settings}
+    set_already = {action.dest for action in actions if named & set(action.option_strings)}
+    rest = [
+        Setting(
+            name=action.option_strings[0],
+            value=NOT_PASSED if action.nargs == 0 else text(action.default),
+            section="Megatron's own defaults",
+            origin="default",
+            field=f"megatron-core {version}: args.{action.dest}",
+            passed=False,
+        )
+        for action in actions
+        if action.dest not in set_already
+    ]
+    return replace(explanation, settings=(*explanation.settings, *rest))
+
+
+def _explanation(
+    config: Nemotron3Config,
+    name: str,
+    settings: Sequence[Setting],
+    violations: Sequence[Violation],
+    notes: Sequence[str] = (),
+) -> Explanation:
+    launched, launch, chosen = has_launch(config, name), LAUNCHES.get(config.name), phase(config, name)
+    said: list[str] = []
+    if launch and launched:
+        said = [f"pre-training on {launch.machines}", str(chosen.layout), launch.precision]
+    elif launch:
+        said = [name, f"layout {chosen.layout or 'UNKNOWN'}", "precision UNKNOWN"]
+    published_notes = launch.notes if launch and launched else (chosen.note,) if chosen.note else ()
+    return Explanation(
+        config=config,
+        launch=", ".join(said),
+        settings=tuple(settings),
+        violations=tuple(violations),
+        notes=(*notes, *published_notes),
+        environment=environment(config) if launched else (),
+    )
+
+
+def _origin(flag: Flag, schedule: TrainingSchedule | None, of_phase: Sequence[str]) -> str:
+    """One word for where a flag of ours comes from."""
+    if flag.section == "extra" and flag.name in of_phase and set(flag.values) <= set(of_phase):
+        return "schedule"
+    if flag.origin.startswith("schedule.seq_length"):  # or else the config's
+        return "schedule" if schedule and schedule.seq_length else "model"
+    word = flag.origin.partition(".")[0]
+    return _ORIGIN_OF.get(word, word)
+
+
+def _setting(flag: Flag, known: Mapping[str, Reference], place: Mapping[str, str], origin: str) -> Setting:
+    found = known.get(flag.name)
+    value = shown(flag.values)
+    if found is None:
+        field = "command line" if origin == "user" else flag.origin
+        section = place.get(flag.name, flag.section)
+        return Setting(name=flag.name, value=value, section=section, origin=origin, field=field)
+    return Setting(
+        name=flag.name,
+        value=value,
+        section=found.section,
+        origin=origin,
+        field=found.field if flag.origin == "extra" else flag.origin,
+        published=found.value,
+        source=found.source,
+        of_model=found.of_model,
+        why=WHY.get(flag.name, ""),
+    )
+
+
+def _missing(passed: Sequence[Flag], known: Mapping[str, Reference]) -> list[Setting]:
+    """Published options that are not passed, with what Megatron makes of that."""
+    options = {flag.name: flag.values for flag in passed}
+    settings = []
+    for name, found in known.items():
+        if name in options or not found.required or found.value == NOT_PASSED:
+            continue
+        effective = default(name, options)
+        settings.append(
+            Setting(
+                name=name,
+                value=NOT_PASSED if effective is None else effective,
+                section=found.section,
+                origin="default",
+                field=found.field,
+                passed=False,
+                published=found.value,
+                source=found.source,
+                of_model=found.of_model,
+                why=WHY.get(name, ""),
+            )
+        )
+    return settings
+
+
+def _rules(config: Nemotron3Config, pasted: list[Flag], known: Mapping[str, Reference]) -> list[Violation]:
+    """The rules on layout and options; a schedule is compared, not checked."""
+    options = {flag.name: flag.values for flag in pasted}
+    layout = command_line.layout_of(options)
+    if layout is None:
+        return []
+    ours = set(known) | set(_sections(config))
+    others = [flag for flag in pasted if flag.name not in ours and command_line.is_known(flag.values)]
+    backend = "torch" if options.get("--spec") == (SPEC_MODULE, SPECS["torch"]) else "te"
+    precision = "nvfp4" if "--fp4-format" in options else "mxfp8" if "--fp8-format" in options else "bf16"
+    words = [word for flag in others for word in (flag.name, *flag.values)]
+    file = (options.get(_FILE) or (None,))[0]
+    found = check(
+        config,
+        layout,
+        precision,
+        backend,
+        extra=words,
+        te_precision_config_file=file,
+        megatron_core=VERSION,
+    )
+    return [violation for violation in found if violation.rule != "reserved-option"]
+
+
+def _sections(config: Nemotron3Config) -> dict[str, str]:
+    """Option -> section, for what a launch of ours can have."""
+    data = TrainingData(**dict.fromkeys(_TEXTS, "x"), data_path=("x",), mock_data=True, vocab_size=1)
+    return {flag.name: flag.section for flag in flags(config, backend="te", data=data, megatron_core=VERSION)}
+
+
+def _same(value: str, published: str) -> bool:
+    """Equal as words, or as numbers: 1e-4 is 0.0001."""
+    if value == published:
+        return True
+    try:
+        return [float(word) for word in value.split()] == [float(word) for word in published.split()]
+    except ValueError:
+        return False
+
+
+def _same_pattern(value: str, published: str) -> bool:
+    """Pipeline cuts make no other model."""
+    return value.replace("|", "") == published.replace("|", "")
+
+
+def _both_or_none(value: str, published: str) -> bool:
+    """A file: its name says nothing."""
+    return (value == NOT_PASSED) == (published == NOT_PASSED)
+
+
+_SAME: dict[str, Callable[[str, str], bool]] = {
+    "--hybrid-layer-pattern": _same_pattern,
+    _FILE: _both_or_none,
+}

@@ -1,0 +1,101 @@
+"""An explanation as text for people, grouped by section. Standard library only."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from itertools import groupby
+
+from megatron_nemotron3.args.explain import Explanation, Setting
+from megatron_nemotron3.args.flag import SECTIONS
+from megatron_nemotron3.args.reference import NOT_PASSED
+
+#: Columns of a line, but for values that are longer.
+WIDTH = 110
+_NAME, _VALUE, _ORIGIN = 41, 20, 10
+
+
+def render(explanation: Explanation) -> str:
+    """Settings by section, then what differs, then warnings and notes."""
+    lines = [explanation.config.title, "=" * len(explanation.config.title)]
+    lines.append(f"compared with: {explanation.launch or 'the model alone; no public launch is known'}")
+    order = {section: number for number, section in enumerate(SECTIONS)}
+    # What is missing and should be there stands below, with the differences.
+    shown = [setting for setting in explanation.settings if setting.passed or not setting.differs]
+    shown.sort(key=lambda setting: order.get(setting.section, len(order)))
+    for section, settings in groupby(shown, key=lambda setting: setting.section):
+        title = "the user's own" if section == "extra" else section
+        lines += ["", title, *(line for setting in settings for line in _row(setting))]
+    lines += _differences(explanation)
+    if explanation.violations:
+        lines += ["", "rules"]
+        for violation in explanation.violations:
+            lines += _wrapped(str(violation), "  ", "    ")
+    if explanation.notes:
+        lines += ["", "notes", *(line for note in explanation.notes for line in _wrapped(note, "  ", "  "))]
+    if explanation.environment:
+        lines += ["", "environment of the published launch"]
+        lines += _wrapped(" ".join(explanation.environment), "  ", "  ")
+    return "\n".join(lines)
+
+
+def _row(setting: Setting) -> Iterator[str]:
+    mark = "*" if setting.differs else " "
+    long = len(setting.value) > _VALUE
+    value = "" if long else setting.value
+    tail = f"  published: {setting.published}" if setting.differs else ""
+    head = f"{mark} {setting.name:<{_NAME}} {value:<{_VALUE}} {setting.origin:<{_ORIGIN}} {setting.field}"
+    if long:  # a pattern or a path: whole, so that it can be copied
+        yield head.rstrip()
+        yield f"      {setting.value}"
+        if tail:
+            yield f"      {tail.strip()}"
+    else:
+        yield (head + tail).rstrip()
+
+
+def _differences(explanation: Explanation) -> Iterator[str]:
+    differences = explanation.differences
+    recipe = [setting for setting in differences if not setting.of_model]
+    groups = (
+        ("differs from the model", [setting for setting in differences if setting.of_model]),
+        ("differs from the published recipe", [setting for setting in recipe if setting.passed]),
+        ("published, but not passed", [setting for setting in recipe if not setting.passed]),
+    )
+    if not differences:
+        yield ""
+        yield "nothing differs from " + ("the published recipe" if explanation.launch else "the model")
+    for title, settings in groups:
+        if settings:
+            yield ""
+            yield title
+        for setting in settings:
+            yield from _difference(setting)
+    if sources := dict.fromkeys(setting.source for setting in differences):
+        yield ""
+        yield from _wrapped(f"published in: {'; '.join(sources)}", "", "  ")
+
+
+def _difference(setting: Setting) -> Iterator[str]:
+    where = setting.field if setting.of_model else "published"
+    default = "" if setting.passed or setting.value == NOT_PASSED else " (not passed: Megatron's default)"
+    if max(len(setting.value), len(setting.published or "")) > _VALUE:  # a pattern: one above the other
+        width = max(len("here"), len(where))
+        yield f"  {setting.name}"
+        yield f"      {'here':<{width}} {setting.value}{default}"
+        yield f"      {where:<{width}} {setting.published}"
+    else:
+        yield f"  {setting.name:<{_NAME}} {setting.value:<{_VALUE}} {where} {setting.published}{default}"
+    if setting.why:
+        yield from _wrapped(setting.why, "      ", "      ")
+
+
+def _wrapped(line: str, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(
+        line,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

@@ -1,0 +1,184 @@
+"""What follows pre-training, as published: long-context phases and supervised fine-tuning.
+
+Standard library only. Schedules are those of the technical reports: Nano arXiv 2512.20848 (2.5, 3.1.6), Super
+2604.12374 (2.6, 3.1), Ultra 2606.15007 (2.5, 3.1). A field or layout that is None is UNKNOWN: no source
+states it. docs/recipes.md says what of it stock Megatron-LM can do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_nemotron3.args.layout import ParallelLayout, published_layout
+from megatron_nemotron3.args.schedule import TrainingSchedule, published
+from megatron_nemotron3.models import Nemotron3Config
+
+#: In the order of training. "published" is pre-training. A model has the phases its report names.
+PHASES = ("published", "long-context", "long-context-2", "long-context-4k", "sft", "sft-2")
+
+_1M, _512K, _256K, _4K = 1 << 20, 1 << 19, 1 << 18, 1 << 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A published phase of training, as one run of one sequence length."""
+
+    schedule: TrainingSchedule
+    #: With the smallest number of ranks; None: UNKNOWN.
+    layout: ParallelLayout | None = None
+    #: Conversations instead of text.
+    sft: bool = False
+    #: What is known of what the schedule leaves open.
+    note: str = ""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Megatron options that `flags` does not make from the schedule; for its `extra`."""
+        # The published loss of SFT is the mean over all tokens that count in the global batch.
+        return ("--sft", "--calculate-per-token-loss") if self.sft else ()
+
+
+def _constant(lr: float, seq_length: int, batch: int | None, iters: int | None) -> TrainingSchedule:
+    return TrainingSchedule(
+        seq_length=seq_length, global_batch_size=batch, train_iters=iters, lr=lr, lr_decay_style="constant"
+    )
+
+
+_PUBLISHED: dict[str, dict[str, Phase]] = {
+    "nano": {
+        "long-context": Phase(
+            schedule=_constant(1e-5, _512K, 48, None),
+            layout=ParallelLayout(tp=8, pp=4, cp=8, ep=8),  # on H100
+            note="121e9 tokens at 512K and 4K together, 4808 steps if all were at 512K",
+        ),
+        "long-context-4k": Phase(
+            schedule=_constant(1e-5, _4K, None, None),
+            note="121e9 tokens at 512K and 4K together",
+        ),
+        "sft": Phase(
+            schedule=TrainingSchedule(
+                seq_length=_256K,
+                global_batch_size=64,
+                train_iters=13_000,
+                lr=5e-5,
+                lr_warmup_iters=800,
+                lr_decay_style=None,
+            ),
+            sft=True,
+            note="no decay is mentioned; Super's rate is constant, Ultra's a cosine",
+        ),
+    },
+    "super": {
+        "long-context": Phase(  # 34e9 tokens
+            schedule=_constant(4.5e-6, _1M, 16, 2027),
+            layout=ParallelLayout(tp=2, cp=64, ep=64),  # on GB200
+        ),
+        "long-context-2": Phase(
+            schedule=_constant(4.5e-6, _1M, 16, None),
+            layout=ParallelLayout(tp=2, cp=64, ep=64),
+            note="17e9 tokens alternating between 1M and 4K, 1013 steps if all were at 1M",
+        ),
+        "long-context-4k": Phase(
+            schedule=_constant(4.5e-6, _4K, None, None),
+            note="17e9 tokens alternating between 1M and 4K",
+        ),
+        "sft": Phase(
+            schedule=TrainingSchedule(
+                seq_length=_256K,
+                global_batch_size=64,
+                lr=1e-5,
+                lr_warmup_samples=30_000,
+                lr_decay_style="constant",
+            ),
+            sft=True,
+            note="over 7 million conversations, about 80e9 tokens, in both stages together",
+        ),
+        "sft-2": Phase(
+            schedule=_constant(1e-5, _512K, 32, None),
+            sft=True,
+            note="over 7 million conversations, about 80e9 tokens, in both stages together",
+        ),
+    },
+    # Every step has 25,165,824 tokens of one length; 33e9 tokens, 92 % of the steps at 1M.
+    "ultra": {
+        "long-context": Phase(
+            schedule=_constant(2.5e-6, _1M, 24, 1206),
+            layout=ParallelLayout(tp=8, pp=2, cp=32, ep=128),  # on GB200
+        ),
+        "long-context-4k": Phase(schedule=_constant(2.5e-6, _4K, 6144, 105)),
+        "sft": Phase(
+            schedule=TrainingSchedule(
+                seq_length=294_912,
+                global_batch_size=64,
+                train_samples=204_800,
+                lr=1.5e-5,
+                min_lr=1e-6,
+                lr_warmup_samples=9_600,
+                lr_decay_samples=204_800,
+                lr_decay_style="cosine",
+            ),
+            sft=True,
+        ),
+        "sft-2": Phase(
+            schedule=TrainingSchedule(
+                seq_length=515_000,
+                global_batch_size=64,
+                train_samples=19_200,
+                lr=1e-5,
+                min_lr=2e-6,
+                lr_warmup_samples=6_400,
+                lr_decay_samples=19_200,
+                lr_decay_style="cosine",
+            ),
+            sft=True,
+        ),
+    },
+}
+
+#: Field of the schedule -> the option of `nemotron3 flags` that gives it, and the variable of a recipe.
+_GIVE = {
+    "train": "--steps (recipe: STEPS)",
+    "global_batch_size": "--global-batch-size (recipe: GBS)",
+    "lr_decay_style": "--lr-decay-style after a lone -- (recipe: LR_DECAY_STYLE)",
+}
+
+
+def phase(config: Nemotron3Config, name: str) -> Phase:
+    """A published phase by its name, one of `PHASES`.
+
+    Raises:
+        ValueError: the model has no such phase; the message lists those it has.
+    """
+    if name == "published":
+        return Phase(schedule=published(config), layout=published_layout(config))
+    phases = _PUBLISHED.get(config.name, {})
+    if name not in phases:
+        raise ValueError(
+            f"{config.name} has no published phase {name}: use {', '.join(['published', *phases])}"
+        )
+    return phases[name]
+
+
+def require_known(
+    config: Nemotron3Config, name: str, schedule: TrainingSchedule, options: tuple[str, ...] = ()
+) -> None:
+    """Stop where a phase after pre-training is UNKNOWN in something that training needs.
+
+    Args:
+        schedule: the phase's with what was given in it replaced.
+        options: Megatron's, given beside the schedule.
+
+    Raises:
+        ValueError: names what to give, and what the report says about it.
+    """
+    missing = [field for field in schedule.unknown if field in _GIVE]
+    if schedule.global_batch_size is None:
+        missing.append("global_batch_size")
+    missing = [m for m in missing if f"--{m.replace('_', '-')}" not in options]
+    if missing:
+        note = phase(config, name).note
+        raise ValueError(
+            f"{config.name} {name}: no source states {', '.join(missing)}"
+            + (f" ({note})" if note else "")
+            + f": give {', '.join(_GIVE[m] for m in missing)}"
+        )

@@ -1,0 +1,281 @@
+"""What was published of each model's pre-training, option by option, to compare a command line with.
+
+`reference` gives, for every option a source speaks about, its published value. Numbers of the model come from
+the catalog for every model; layout, schedule and precision for the models whose pre-training has a public
+launch script, and layout and schedule of the phases after it as far as their reports state them. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_nemotron3.args.architecture import MODEL, MOE, MTP, emit
+from megatron_nemotron3.args.flag import Flag
+from megatron_nemotron3.args.flags import flags
+from megatron_nemotron3.args.layout import ParallelLayout
+from megatron_nemotron3.args.phases import phase
+from megatron_nemotron3.models import Nemotron3Config
+
+#: Stands for the value of an option that a command line does not hold, and "on" for a switch that it does.
+NOT_PASSED = "not passed"
+ON = "on"
+
+#: Megatron-core whose option names and defaults are compared with.
+VERSION = "0.19"
+SCRIPT = "NVIDIA's public launch script"
+_RELEASE_TEST = "NVIDIA's release test of Super (Megatron-LM tests/functional_tests/test_cases/nemotron)"
+_FILE = "--te-precision-config-file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The published value of one option."""
+
+    #: As typed; `ON` for a switch, `NOT_PASSED` for what the model or its recipe does not have.
+    value: str
+    section: str
+    #: In one word: "model", "family", "layout", "schedule" or "precision".
+    origin: str
+    #: "config.hidden_size", "layout.tp", ...
+    field: str
+    source: str
+    #: Whether another value makes another model, rather than the same one trained in another way.
+    of_model: bool = False
+    #: Whether a command line that does not hold the option is worth a line.
+    required: bool = True
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the public launch of a model had that neither a layout nor a schedule says."""
+
+    #: "3072 H100", in words.
+    machines: str
+    #: Of the whole run, by the model's report.
+    precision: str
+    precision_source: str
+    report: str
+    #: Options in place of those that `flags` emits.
+    options: tuple[tuple[str, str], ...] = ()
+    #: What no option says exactly.
+    notes: tuple[str, ...] = ()
+
+
+_HYBRID_EP = (("--moe-token-dispatcher-type", "flex"), ("--moe-flex-dispatcher-backend", "hybridep"))
+_HYBRID_EP_ENVIRONMENT = ("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN=64", "USE_MNNVL=1")
+_ENVIRONMENT = (
+    "CUDA_DEVICE_MAX_CONNECTIONS=1",
+    "NVTE_FWD_LAYERNORM_SM_MARGIN=16",
+    "NVTE_BWD_LAYERNORM_SM_MARGIN=16",
+    "NVTE_FUSED_ATTN=0",
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+)
+
+_NANO, _SUPER = "Nano report (arXiv 2512.20848)", "Super report (arXiv 2604.12374)"
+_ULTRA = "Ultra report (arXiv 2606.15007)"
+
+LAUNCHES: dict[str, Launch] = {
+    "nano": Launch("3072 H100", "bf16", _NANO, _NANO),
+    "super": Launch("3072 GB200", "nvfp4", f"{_SUPER}, table 3", _SUPER, _HYBRID_EP),
+    "ultra": Launch(
+        "6144 GB200",
+        "nvfp4",
+        f"{_ULTRA}, section 2.2",
+        _ULTRA,
+        _HYBRID_EP,
+        (
+            "the launch offloaded expert activations; no source states the modules",
+            "the run stopped at 20T of the script's 25T tokens; no source states when in samples it decayed",
+        ),
+    ),
+}
+
+#: Why another value may matter: only where a source says so.
+WHY: dict[str, str] = {
+    "--fp4-format": "Ultra's loss in NVFP4 was within 0.4 % of BF16's on average (arXiv 2606.15007)",
+    _FILE: (
+        "nemotron3 precision NAME --yaml FILE writes it; with --fp4-format and no file attention and latent "
+        "projections, MTP and Mamba's out_proj become NVFP4 too (Super report, table 3)"
+    ),
+    "--num-layers-at-end-in-bf16": "needed for stable training in NVFP4 (arXiv 2509.25149, E)",
+    "--mtp-use-repeated-layer": "without it every depth has its own block; released checkpoints store one",
+    "--expert-tensor-parallel-size": "Megatron's default is TP (megatron/training/arguments.py)",
+}
+
+# No row of the architecture: how it is trained.
+_RECIPE = ("--calculate-per-token-loss", "--moe-token-dispatcher-type")
+
+#: Options that make another architecture than this family's: what they would change.
+_FOREIGN: dict[str, str] = {
+    "--swiglu": "squared ReLU, ungated",
+    "--quick-geglu": "squared ReLU, ungated",
+    "--add-qkv-bias": "no linear bias",
+    "--qk-layernorm": "no QK norm",
+    "--qk-l2-norm": "no QK norm",
+    "--apply-layernorm-1p": "plain RMSNorm",
+    "--moe-expert-capacity-factor": "no expert capacity",
+    "--moe-input-jitter-eps": "no jitter",
+}
+#: No group routing: Megatron's None, or one group of all experts.
+_ONE_GROUP = ("--moe-router-num-groups", "--moe-router-group-topk")
+
+
+def environment(config: Nemotron3Config) -> tuple[str, ...]:
+    """NAME=value of the variables the public launch script exports.
+
+    Raises:
+        KeyError: no launch script of the model is known.
+    """
+    launch = LAUNCHES[config.name]
+    return _ENVIRONMENT + (_HYBRID_EP_ENVIRONMENT if launch.options == _HYBRID_EP else ())
+
+
+def has_launch(config: Nemotron3Config, name: str) -> bool:
+    """Whether a public launch script is known of this phase: of pre-training alone."""
+    return name == "published" and config.name in LAUNCHES
+
+
+def shown(values: tuple[str, ...]) -> str:
+    """Values of an option that is passed, as one text."""
+    return " ".join(values) or ON
+
+
+def reference(config: Nemotron3Config, name: str = "published") -> dict[str, Reference]:
+    """Option -> what was published, for the options a source speaks about.
+
+    Args:
+        name: of the phase, one of `phases.PHASES`; "published" is pre-training.
+
+    Raises:
+        ValueError: the model has no such phase.
+    """
+    return {**dict(_model(config)), **dict(_phase(config, name))}
+
+
+def _model(config: Nemotron3Config) -> Iterator[tuple[str, Reference]]:
+    catalog = config.source or "the catalog"
+
+    def row(value: str, origin: str, field: str, of_model: bool = True, required: bool = True) -> Reference:
+        return Reference(
+            value=value,
+            section="architecture",
+            origin=origin,
+            field=field,
+            source=catalog,
+            of_model=of_model,
+            required=required,
+        )
+
+    pattern = "config.pattern" + (", config.mtp_pattern" if config.has_mtp else "")
+    yield "--hybrid-layer-pattern", row(config.full_pattern, "model", pattern)
+    yield "--num-layers", row(str(config.num_layers), "model", "config.num_layers", required=False)
+    for name in ("--vocab-size", "--padded-vocab-size"):
+        yield name, row(str(config.vocab_size), "model", "config.vocab_size", required=False)
+    sequence = row(str(config.seq_length), "model", "config.seq_length", of_model=False)
+    yield "--seq-length", sequence
+    for rows, present in ((MODEL, True), (MOE, config.is_moe), (MTP, config.has_mtp)):
+        for line in rows:
+            if line.flag in _RECIPE and not present:
+                continue
+            found = emit(line.flag, line.value(config), "architecture", line.origin) if present else []
+            value = shown(found[0].values) if found else NOT_PASSED
+            origin = "family" if line.origin == "family" else "model"
+            found_row = row(value, origin, line.origin)
+            if line.flag in _RECIPE:
+                found_row = replace(found_row, of_model=False, source=_RELEASE_TEST)
+            yield line.flag, found_row
+    if config.is_moe:
+        yield "--moe-router-dtype", row("fp32", "family", "family")
+        for name in _ONE_GROUP:
+            yield name, row("1", "family", "family", required=False)
+    for name, why in _FOREIGN.items():
+        yield name, row(NOT_PASSED, "family", f"family: {why}", required=False)
+
+
+def _phase(config: Nemotron3Config, name: str) -> Iterator[tuple[str, Reference]]:
+    """Layout, schedule and precision of a published phase, as far as stated."""
+    launch = LAUNCHES.get(config.name)
+    if launch is None:
+        return
+    described, launched = phase(config, name), has_launch(config, name)
+    emitted = flags(
+        config,
+        described.layout,
+        precision=launch.precision if launched else "bf16",
+        backend="te",
+        schedule=described.schedule,
+        extra=described.options,
+        te_precision_config_file="FILE" if launched and launch.precision == "nvfp4" else None,
+        megatron_core=VERSION,
+    )
+    words = {"layout", "precision", "distributed_optimizer", "schedule", "extra"}
+    if not launched:
+        words -= {"precision", "distributed_optimizer"} | (set() if described.layout else {"layout"})
+    options = dict(launch.options) if launched else {}
+    ours = _OURS if launched else _OURS + _DEFAULTS
+    for flag in emitted:
+        word = flag.origin.partition(".")[0]
+        sequence = flag.name == "--seq-length" and described.schedule.seq_length
+        stated = word in words and flag.section != "architecture" and flag.origin not in ours
+        if not (stated or sequence or (launched and flag.name in _RECIPE[1:])):
+            continue
+        source = launch.precision_source if word == "precision" else SCRIPT if launched else launch.report
+        yield (
+            flag.name,
+            Reference(
+                value=options.pop(flag.name, shown(flag.values)),
+                section=place_of(flag),
+                origin={"distributed_optimizer": "layout", "extra": "schedule"}.get(word, word),
+                field="schedule" if word == "extra" else flag.origin,
+                source=source,
+            ),
+        )
+    for option, value in options.items():
+        row = Reference(value=value, section="parallelism", origin="family", field="launch", source=SCRIPT)
+        yield option, row
+    passed = {flag.name for flag in emitted}
+    for option in _precision_options(config) - passed if launched else ():
+        absent = Reference(
+            value=NOT_PASSED,
+            section="precision",
+            origin="precision",
+            field="precision",
+            source=launch.precision_source,
+            required=False,
+        )
+        yield option, absent
+
+
+#: Fields of a schedule that no launch script or report states (schedule.py) ...
+_OURS = ("schedule.eval_interval", "schedule.eval_iters", "schedule.save_interval", "schedule.log_interval")
+#: ... and those that are stated of pre-training alone.
+_DEFAULTS = (
+    "schedule.micro_batch_size",
+    "schedule.weight_decay",
+    "schedule.adam_beta1",
+    "schedule.adam_beta2",
+    "schedule.clip_grad",
+)
+
+
+def place_of(flag: Flag) -> str:
+    """Its section; what a phase adds to its schedule is "extra" to `flags`."""
+    return "optimization" if flag.section == "extra" else flag.section
+
+
+def _precision_options(config: Nemotron3Config) -> set[str]:
+    """Every option that a precision adds."""
+    names = {"--fp16"}
+    for precision in ("mxfp8", "nvfp4"):
+        given = flags(
+            config,
+            ParallelLayout(),
+            precision=precision,
+            backend="te",
+            te_precision_config_file="FILE",
+            megatron_core=VERSION,
+        )
+        names |= {flag.name for flag in given if flag.origin == "precision"}
+    return names

@@ -1,0 +1,389 @@
+"""What `versions` says of megatron-core's versions, by itself and beside the one that is installed.
+
+Tests marked full ask the installed megatron-core: `make test-matrix` runs them on every version of the range
+(noxfile.py), `make test-full` on the one of the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_nemotron3 import cli, models, versions
+from megatron_nemotron3.args import (
+    BACKENDS,
+    PRECISIONS,
+    ParallelLayout,
+    RuleError,
+    TrainingSchedule,
+    check,
+    flags,
+    mock_data,
+    published,
+    smoke,
+    to_argv,
+)
+from megatron_nemotron3.train import launch
+
+full = pytest.mark.full
+
+#: Main loss and MTP of one tiny Super, the same on every version (seed 1234, tokens of seed 0).
+LOSS = 8.0685635
+
+
+@pytest.mark.parametrize(
+    ("version", "number"),
+    [("0.17.1", "0.17"), ("0.18", "0.18"), ("0.19.0rc1+abc", "0.19"), ("0.20.0", "0.20"), ("main", "0.20")],
+)
+def test_minor(version: str, number: str) -> None:
+    assert versions.minor(version) == number
+
+
+@pytest.mark.parametrize(
+    ("version", "part"),
+    [
+        ("0.16.1", "no MTP for hybrid models"),
+        ("0.21.0", "not known"),
+        ("1.17", "not known"),
+        ("new", "give one of"),
+    ],
+)
+def test_versions_out_of_range_are_named(version: str, part: str) -> None:
+    with pytest.raises(ValueError, match=part) as raised:
+        flags(models.NANO, megatron_core=version)
+    assert version in str(raised.value)
+
+
+def test_default_is_the_installed_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: {"megatron-core": "0.18.2"}[name])
+    assert versions.chosen() == "0.18" and versions.chosen("main") == "0.20"
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert versions.installed() is None and versions.chosen() == versions.DEFAULT
+
+
+def test_tables_name_versions_of_the_range() -> None:
+    since = [change.since for change in versions.CHANGES.values()]
+    since += [first for first, _ in versions.NAMES.values()] + [*versions.OPTIONS, *versions.REMOVED]
+    assert set(since) <= set(versions.KNOWN[1:])
+    new = [name for names in versions.OPTIONS.values() for name in names.split()]
+    assert len(new) == len(set(new)) == 155
+
+
+def emitted() -> Iterator[dict[str, tuple[str, ...]]]:
+    """Every set of flags of the catalog on a layout with every kind of parallelism."""
+    layout = ParallelLayout(tp=2, pp=2, dp=2)
+    for name, precision, backend, emulate in itertools.product(
+        models.names(), PRECISIONS, BACKENDS, (False, True)
+    ):
+        config = models.get(name)
+        with contextlib.suppress(RuleError):
+            found = flags(
+                config,
+                layout,
+                precision=precision,
+                backend=backend,
+                schedule=published(config),
+                data=mock_data(config),
+                te_precision_config_file="x.yaml",
+                emulate=emulate,
+                megatron_core=versions.DEFAULT,
+            )
+            yield {flag.name: flag.values for flag in found}
+
+
+@pytest.fixture(scope="module")
+def options() -> dict[str, tuple[str, ...]]:
+    """Every option we emit for anything."""
+    return {name: values for one in emitted() for name, values in one.items()}
+
+
+@pytest.mark.parametrize("version", versions.KNOWN)
+def test_every_version_knows_every_option_we_emit(version: str, options: dict[str, tuple[str, ...]]) -> None:
+    assert len(options) > 80
+    assert versions.unknown_options(options, version) == {}
+
+
+#: Rule -> (layout, options, versions that report it). The model is Super.
+REPORTED: dict[str, tuple[ParallelLayout, str, tuple[str, ...]]] = {
+    "full-recompute-ignored": (ParallelLayout(), "--recompute-granularity full", ("0.17",)),
+    "mtp-full-recompute": (ParallelLayout(), "--recompute-granularity full", ("0.18",)),
+    "mtp-batch": (ParallelLayout(tp=2, pp=2), "", ("0.17",)),
+    "aux-loss-scale": (ParallelLayout(tp=2), "", ("0.17", "0.18")),
+    "mtp-without-te": (ParallelLayout(), "", ("0.20",)),
+    "option-of-another-version": (ParallelLayout(), "--mtp-detach-heads", ("0.17", "0.18")),
+}
+
+
+@pytest.mark.parametrize("version", versions.KNOWN)
+@pytest.mark.parametrize("rule", REPORTED)
+def test_rules_of_versions(rule: str, version: str) -> None:
+    layout, extra, reporting = REPORTED[rule]
+    found = check(models.SUPER, layout, extra=extra.split(), megatron_core=version)
+    assert (rule in [violation.rule for violation in found]) is (version in reporting)
+
+
+def test_messages_have_the_numbers() -> None:
+    schedule = TrainingSchedule(micro_batch_size=4)
+    (found,) = (
+        violation
+        for violation in check(models.SUPER, ParallelLayout(tp=2), schedule=schedule, megatron_core="0.18")
+        if violation.rule == "aux-loss-scale"
+    )
+    assert "1/8 of the load-balancing loss" in found.message
+    assert f"--moe-aux-loss-coeff {8 * models.SUPER.moe_aux_loss_coeff:.6g}" in found.message
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["flags", "super", "--megatron-core", "0.18.2"]) == 0
+    assert "--hybrid-layer-pattern" in capsys.readouterr().out
+    assert cli.main(["flags", "super", "--megatron-core", "0.18", "--", "--mtp-detach-heads"]) == 2
+    assert "--mtp-detach-heads (new in 0.19)" in capsys.readouterr().err
+
+
+# From here on the installed megatron-core is asked.
+
+
+def here() -> str:
+    """Minor version of the megatron-core that is imported: a checkout may hide the one that is installed."""
+    from megatron_nemotron3.layers.upstream import VERSION
+
+    return VERSION
+
+
+@full
+def test_the_installed_parser_has_these_options() -> None:
+    from megatron.training import arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    with contextlib.redirect_stdout(io.StringIO()):
+        arguments.add_megatron_arguments(parser)
+    known = {word for action in parser._actions for word in action.option_strings}
+    table = {f"--{name}": since for since, names in versions.OPTIONS.items() for name in names.split()}
+    gone = versions.unknown_options(known, here())
+    assert gone == {}, "the parser has options the table denies"
+    expected = {name for name, since in table.items() if versions.at_least(here(), since)}
+    expected -= set(versions.unknown_options(dict.fromkeys(expected), here()))
+    assert expected <= known
+
+
+@full
+@pytest.mark.parametrize("name", ["nano", "super", "ultra", "nemotron-h-8b"])
+def test_the_installed_parser_takes_the_flags(name: str) -> None:
+    from megatron_nemotron3.build import megatron_args
+    from megatron_nemotron3.cpu import cpu_mode
+
+    config = models.tiny(models.get(name))
+    layout = ParallelLayout(tp=2, pp=2, dp=2, ep=2 if config.is_moe else 1)
+    for precision in ("fp32", "bf16"):
+        words = to_argv(
+            flags(
+                config,
+                layout,
+                precision=precision,
+                backend="torch",
+                schedule=smoke(config, global_batch_size=8),
+            )
+        )
+        with cpu_mode():
+            args = megatron_args(words, layout.world_size)
+        assert args.num_layers == len(config.pattern)
+        assert args.mtp_num_layers == (config.mtp_num_layers or None)
+        assert args.moe_latent_size == config.moe_latent_size
+        assert args.hybrid_layer_pattern.count("|") == 1
+
+
+@full
+def test_names_are_where_the_table_says() -> None:
+    for today, (since, _) in versions.NAMES.items():
+        module, _, name = versions.name_in(today, here()).partition(":")
+        assert hasattr(importlib.import_module(module), name), today
+        if not versions.at_least(here(), since):
+            module, _, name = today.partition(":")
+            with pytest.raises((ImportError, AttributeError)):
+                getattr(importlib.import_module(module), name)
+
+
+@contextlib.contextmanager
+def built(extra: str = "", **options: Any) -> Iterator[Any]:
+    """A tiny Super on this process, taken down again."""
+    import torch
+    from megatron.core import parallel_state
+
+    from megatron_nemotron3.build import build_model
+    from megatron_nemotron3.cpu import cpu_mode
+    from megatron_nemotron3.layers.upstream import forget_moe_metrics
+
+    with cpu_mode(), torch.random.fork_rng(devices=[]):
+        try:
+            yield build_model(
+                "super", tiny=True, precision="fp32", backend="torch", extra=extra.split(), **options
+            )
+        finally:
+            forget_moe_metrics()
+            parallel_state.destroy_model_parallel()
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
+def step(model: Any, rows: slice = slice(None)) -> Any:
+    """The mean loss of rows of two fixed sequences, after its backward; gradients add up."""
+    import torch
+
+    tokens = torch.randint(0, 200, (2, 33), generator=torch.Generator().manual_seed(0))[rows]
+    b, s = tokens[:, 1:].shape
+    positions = torch.arange(s)[None].expand(b, -1)
+    loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:], loss_mask=torch.ones(b, s)).mean()
+    loss.backward()
+    return loss.detach()
+
+
+@full
+def test_the_loss_is_the_same_on_every_version() -> None:
+    import torch
+
+    with built() as model:
+        torch.manual_seed(0)
+        loss = step(model).item()
+        missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert loss == pytest.approx(LOSS, rel=1e-5)
+    # Expert biases are buffers; every parameter takes part.
+    assert missing == []
+
+
+def router_gradient(model: Any, *batches: slice) -> Any:
+    """The decoder routers' gradients of these microbatches, one after the other."""
+    import torch
+
+    model.zero_grad()
+    for rows in batches:
+        step(model, rows)
+    found = [p.grad.flatten() for n, p in model.named_parameters() if "decoder" in n and "router.weight" in n]
+    return torch.cat(found).clone()
+
+
+@full
+def test_the_share_of_the_load_balancing_loss() -> None:
+    """Rule aux-loss-scale: two sequences at once weigh as two microbatches from 0.19 on, as one before."""
+    gradients = {}
+    for coefficient in ("0", "1"):
+        with built(f"--moe-aux-loss-coeff {coefficient}") as model:
+            gradients[coefficient] = [
+                router_gradient(model, slice(0, 2)),
+                router_gradient(model, slice(0, 1), slice(1, 2)),
+            ]
+    together, apart = (one - none for one, none in zip(gradients["1"], gradients["0"], strict=True))
+    share = float((together @ apart) / (apart @ apart))
+    assert share == pytest.approx(1.0 if versions.has("aux-loss-scale", here()) else 0.5, rel=1e-2)
+
+
+@full
+def test_full_recompute() -> None:
+    """Rules full-recompute-ignored and mtp-full-recompute: layers run again in backward from 0.18 on, MTP's
+    from 0.19 on; in 0.18 MTP raises."""
+    from megatron.core.ssm.mamba_layer import MambaLayer
+
+    seen: list[Any] = []
+    with built() as model:
+        plain = step(model).item()
+        for module in model.modules():
+            if isinstance(module, MambaLayer):
+                module.register_forward_pre_hook(lambda module, _: seen.append(module))
+        for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+            config.recompute_granularity, config.recompute_method = "full", "uniform"
+            config.recompute_num_layers = 1
+        broken = versions.has("full-recompute", here()) and not versions.has("mtp-full-recompute", here())
+        if broken:
+            with pytest.raises(TypeError, match="padding_mask"):
+                step(model)
+            return
+        assert step(model).item() == pytest.approx(plain, rel=1e-6)
+    layers = len(set(map(id, seen)))
+    assert layers == 5
+    assert len(seen) == layers * (2 if versions.has("full-recompute", here()) else 1)
+
+
+@full
+def test_checkpoint_keys_are_the_same_on_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from megatron.core.activations import squared_relu
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_nemotron3.layers.upstream import HybridModel
+    from megatron_nemotron3.specs import nemotron3_torch_stack_spec
+    from tests.helpers import GOLDEN_MODELS, SIZES, VOCABULARY, describe, golden_file
+
+    pattern, fields = GOLDEN_MODELS["super_like"]
+    stock = json.loads(golden_file().read_text())["super_like"]
+    with built():  # makes the groups
+        for name in [name for name in os.environ if name.startswith("NVTE_")]:
+            monkeypatch.delenv(name)  # the attention backend of the model just built
+        config = TransformerConfig(
+            **SIZES,
+            **fields,
+            num_layers=4,
+            mtp_num_layers=2,
+            activation_func=squared_relu,
+            params_dtype=torch.float32,
+            is_hybrid_model=True,
+        )
+        model = HybridModel(config, nemotron3_torch_stack_spec, VOCABULARY, 64, hybrid_layer_pattern=pattern)
+        mine = describe(model)
+    assert mine["parameters"] == stock["parameters"]
+    assert mine["checkpoint"] == stock["checkpoint"]
+
+
+@full
+def test_monitors_are_refused_where_they_cannot_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMOTRON3_MONITOR", "1")
+    allowed = versions.has("metrics-tracker", here())
+    with (
+        contextlib.nullcontext() if allowed else pytest.raises(RuntimeError, match="has no metrics tracker"),
+        built() as model,
+    ):
+        assert model is not None
+
+
+#: Stock script and our own entry; a checkout's Megatron is the one it brings.
+CHECKOUT = Path(os.environ.get("MEGATRON_LM_DIR", "/nowhere"))
+STOCK = next((p for n in ("hybrid", "mamba") if (p := CHECKOUT / f"pretrain_{n}.py").is_file()), None)
+
+
+@full
+@pytest.mark.checkout
+@pytest.mark.skipif(STOCK is None, reason="MEGATRON_LM_DIR names no Megatron-LM checkout")
+def test_the_stock_script_trains_as_our_entry(tmp_path: Path) -> None:
+    """Two stages, two MTP depths: the same losses, step by step, from the script and from our entry."""
+    from megatron_nemotron3.train.log import Curve
+    from tests.short_run import mock_argv, short_schedule
+
+    config = models.tiny(models.SUPER).but(pattern="MEM*EME*", vocab_size=255)
+    argv = mock_argv(config, ParallelLayout(pp=2), short_schedule(3, eval_iters=1, save_interval=9), ())
+    losses = []
+    for script in (STOCK, launch.ENTRY):
+        words = launch.command(argv, 2, "cpu")
+        words[words.index(str(launch.ENTRY))] = str(script)
+        env = {**launch.environment(2, "cpu"), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(words, env=env, cwd="/", capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+        curve = Curve()
+        for line in done.stdout.splitlines():
+            curve.add(line)
+        losses.append([value for step in curve.steps.values() for value in (step.loss, *step.mtp)])
+    assert len(losses[0]) == 9
+    assert losses[0] == pytest.approx(losses[1], rel=3e-6)
