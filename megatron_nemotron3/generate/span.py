@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron_nemotron3.generate.scan import LONGEST
 
-#: Elements of an attention mask that may exist at once; more queries are handled in turn.
+#: Elements of an attention mask that may exist at once. Beyond it, a CPU takes one row at a time and its
+#: `Span.sliding` mask; a GPU, whose kernels want aligned rows of a mask, takes some of the queries at a time.
 MASK_ELEMENTS = 2**22
 
 
@@ -51,6 +52,7 @@ class Span:
         if keep and n > LONGEST:
             raise ValueError(f"keep=True with {n} tokens: a pass to go back into has at most {LONGEST}")
         self.b, self.n, self.keep, self.device = len(lengths), n, keep, device
+        self.lengths = tuple(lengths)
         self.counts = [n] * self.b if counts is None else list(counts)
         self.longest = max(lengths)
         #: The same for all rows; None: they differ.
@@ -68,11 +70,31 @@ class Span:
             used = torch.tensor(self.counts, device=device).unsqueeze(1)
             self.valid = torch.arange(n, device=device) < used
         self._mask: tuple[tuple[int, int], Tensor] | None = None
+        self._window: Tensor | None = None
 
     @property
     def end(self) -> int:
         """Places of a cache that the longest row fills, padding included."""
         return self.longest + self.n
+
+    def one_mask(self, queries: int) -> bool:
+        """Whether the mask of all n places stays below `MASK_ELEMENTS`; `queries` heads share keys."""
+        rows = 1 if self.start is not None else self.b
+        return rows * queries * self.n * self.end <= MASK_ELEMENTS
+
+    def sliding(self, row: int, dtype: torch.dtype) -> Tensor:
+        """The mask of one row's n queries in reverse order, in n + `end` numbers instead of n times `end`.
+
+        Query n - 1 - i misses the last i keys, so line i is line 0 moved by i: windows of one vector.
+
+        Returns:
+            [n, lengths[row] + n], 0 or -inf, lines overlapping in memory: to read, not to write.
+        """
+        if self._window is None or self._window.dtype != dtype:
+            self._window = torch.zeros(self.end + self.n - 1, dtype=dtype, device=self.device)
+            self._window[self.end :] = -torch.inf
+        end = self.lengths[row] + self.n
+        return self._window.as_strided((self.n, end), (1, 1), self.end - end)
 
     def tiles(self, queries: int) -> list[tuple[int, int]]:
         """Ranges of the n places whose masks stay below `MASK_ELEMENTS`, for `queries` heads that share."""

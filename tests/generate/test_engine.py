@@ -220,7 +220,7 @@ def test_the_way_depends_on_the_tokens() -> None:
     assert tuple(layer._way(n, "cpu").__name__ for n in (1, 4, 512)) == WAYS
 
 
-def test_attention_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, ids = tiny("super")
     expected = engine.forward(ids, engine.new_state(2)).hidden
     monkeypatch.setattr("megatron_nemotron3.generate.span.MASK_ELEMENTS", 1)

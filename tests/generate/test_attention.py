@@ -1,0 +1,70 @@
+"""Ways through cached keys give what each query alone gets: one mask, tiles of it, a sliding mask a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_nemotron3.generate import span as span_module
+from megatron_nemotron3.generate.attention import Attention
+from megatron_nemotron3.generate.span import Span
+from megatron_nemotron3.models import get
+
+CPU = torch.device("cpu")
+
+
+def attention() -> Attention:
+    """Four heads in two groups of eight numbers each."""
+    config = get("super-tiny").but(
+        hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, pattern="M*"
+    )
+    return Attention(lambda name, *shape: torch.zeros(shape), config)
+
+
+def one_by_one(q: Tensor, cache: Tensor, lengths: list[int]) -> Tensor:
+    """[b, n, groups, heads a group, c]: softmax of each query over the keys up to its own."""
+    b, groups, per_group, n, c = q.shape
+    y = q.new_empty(b, n, groups, per_group, c)
+    for row, before in enumerate(lengths):
+        for i in range(n):
+            keys, values = cache[row, :, :, : before + i + 1]  # [groups, tokens, c]
+            scores = torch.einsum("ghc,gtc->ght", q[row, :, :, i], keys) * c**-0.5
+            y[row, i] = torch.einsum("ght,gtc->ghc", scores.softmax(-1), values)
+    return y
+
+
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=3),
+    same=st.booleans(),
+    n=st.integers(2, 40),
+    seed=st.integers(0, 2**31),
+)
+def test_ways(lengths: list[int], same: bool, n: int, seed: int) -> None:
+    lengths = lengths[:1] * len(lengths) if same else lengths
+    layer, draw = attention(), torch.Generator().manual_seed(seed)
+    q = torch.randn(len(lengths), 2, 2, n, 8, generator=draw)
+    cache = torch.randn(len(lengths), 2, 2, max(lengths) + n + 3, 8, generator=draw)
+    expected = one_by_one(q, cache, lengths)
+    torch.testing.assert_close(layer._in_tiles(q, cache, Span(lengths, n, None, CPU)), expected)
+    torch.testing.assert_close(layer._by_row(q, cache, Span(lengths, n, None, CPU)), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(span_module, "MASK_ELEMENTS", 1)
+        tiled = Span(lengths, n, None, CPU)
+        assert len(tiled.tiles(2)) == -(-n // 8)
+        torch.testing.assert_close(layer._in_tiles(q, cache, tiled), expected)
+
+
+@pytest.mark.parametrize("lengths", [[5], [5, 5], [3, 9]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sliding_mask_is_the_mask_upside_down(lengths: list[int], dtype: torch.dtype) -> None:
+    span = Span(lengths, 4, None, CPU)
+    for row, before in enumerate(lengths):
+        end = before + 4
+        mask = span.mask(0, 4, span.end if span.start is None else end, 1, dtype)
+        assert mask is not None
+        sliding = span.sliding(row, dtype)
+        assert torch.equal(sliding.flip(0), mask[row if span.start is None else 0, 0, :, :end])
+        assert sliding.untyped_storage().nbytes() == (span.end + 3) * dtype.itemsize
