@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=2 python benchmarks/prefill.py [--tokens 1048576] [--plot prefill.png]
 
 A tiny hybrid with every layer kind and one narrow attention head, random weights, on the CPU. Mamba's state
-does not grow; keys and values grow with the text, and attention's time with its square. "Beyond" is the most
-resident memory since the line above, less what the process had before it read anything and less keys and
-values: activations, and what libraries allocate once.
+does not grow; keys and values grow with the text, their room is allocated at once, and attention's time grows
+with its square. "Beyond" is the most resident memory since the line above, less what the process had before it
+read anything and less that room: activations, and what libraries allocate once.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def main() -> None:
     print(machine())
     engine = narrow()
     ids = torch.randint(256, (1, options.tokens), generator=torch.Generator().manual_seed(1))
-    state = engine.new_state(capacity=options.tokens)
-    keys_and_values_fixed = keys_and_values(state)
     forget_peak()
     before, began, curve = peak(), time.perf_counter(), []
+    state = engine.new_state(capacity=options.tokens)
+    room = keys_and_values(state)
     print("| tokens | seconds | states, KiB | keys and values filled, MiB | beyond, MiB |")
     print("|-|-|-|-|-|")
     every = max(CHUNK, options.tokens // REPORT // CHUNK * CHUNK)
@@ -98,9 +98,9 @@ def main() -> None:
         engine.prefill(ids[:, start : start + CHUNK], state, chunk=CHUNK)
         seen = start + CHUNK
         if seen % every == 0:
-            filled = keys_and_values_fixed * seen / options.tokens
-            states = state.nbytes - keys_and_values_fixed
-            beyond = peak() - before - filled
+            filled = room * seen / options.tokens
+            states = state.nbytes - room
+            beyond = peak() - before - room
             forget_peak()
             curve.append((seen, time.perf_counter() - began, filled / MIB, beyond / MIB))
             print(

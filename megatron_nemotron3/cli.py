@@ -91,11 +91,14 @@ def _launch(options: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]
 
 
 def _flags(options: argparse.Namespace, extra: Sequence[str]) -> int:
-    from megatron_nemotron3.args import flags, render
+    from megatron_nemotron3.args import check, flags, render
 
     emulated = _emulate(options)
-    emitted = flags(**_launch(options, extra), megatron_core=options.megatron_core)
-    print(render(emitted, shell=options.shell))
+    launch = {**_launch(options, extra), "megatron_core": options.megatron_core}
+    print(render(flags(**launch), shell=options.shell))
+    for warning in check(**launch):  # errors ended it before
+        if warning.rule != "schedule-unknown" or options.schedule != "none":
+            print(warning, file=sys.stderr)
     _remark(options, emulated)
     return 0
 

@@ -79,6 +79,15 @@ def test_extra_options_go_to_megatron(capsys: pytest.CaptureFixture[str]) -> Non
     assert lines.count("--log-interval 7") == 1 and "--log-interval 10" not in lines
 
 
+def test_warnings_go_beside_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are no part of what a script reads."""
+    assert cli.main(["flags", "nano", "--", "--use-checkpoint-args"]) == 0
+    warned = capsys.readouterr()
+    assert "warning: --use-checkpoint-args: replaces --spec" in warned.err and "warning" not in warned.out
+    assert cli.main(["flags", "nano", "--schedule", "none"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -102,7 +111,7 @@ def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m megatron_nemotron3 flags super | head -1"
+    command = f"{sys.executable} -m megatron_nemotron3 flags super --schedule none | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.stdout and done.stderr == ""
 
