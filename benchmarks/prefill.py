@@ -4,8 +4,8 @@
 
 A tiny hybrid with every layer kind and one narrow attention head, random weights, on the CPU. Mamba's state
 does not grow; keys and values grow with the text, their room is allocated at once, and attention's time grows
-with its square. "Beyond" is the most resident memory since the line above, less what the process had before it
-read anything and less that room: activations, and what libraries allocate once.
+with its square. "Beyond" is the most resident memory since the line above, less what the process had before
+it read anything and less that room: activations, and what libraries allocate once.
 """
 
 from __future__ import annotations

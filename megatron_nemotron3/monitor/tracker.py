@@ -18,6 +18,9 @@ from megatron_nemotron3.monitor.reduce import measure
 from megatron_nemotron3.monitor.series import aggregates, log_line, scalars
 from megatron_nemotron3.monitor.watched import Switch, WatchedLayer
 
+#: Where MTP keeps them: from megatron-core 0.19 on, and before.
+_MTP_LOSSES = ("loss_values", "values")
+
 
 class Monitor:
     """The watched layers of this process and when to measure them.
@@ -99,9 +102,10 @@ def _mtp_losses(loss_scale: float) -> dict[str, float]:
     Megatron reduces and logs them right after `report`, so they are copied here and left as they are.
     """
     tracker = MTPLossLoggingHelper.tracker
-    if "loss_values" not in tracker:
+    found = next((tracker[name] for name in _MTP_LOSSES if name in tracker), None)
+    if found is None:
         return {}
-    losses = tracker["loss_values"].clone()
+    losses = found.clone()
     for name in ("reduce_group", "avg_group"):
         if (group := tracker.get(name)) is not None:
             torch.distributed.all_reduce(losses, group=group)
