@@ -77,8 +77,6 @@ def _torch_table() -> list[tuple[Any, str, Any]]:
     """(object, attribute, replacement) for torch itself."""
     import torch
 
-    cpu = torch.device("cpu")
-
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
@@ -99,7 +97,7 @@ def _torch_table() -> list[tuple[Any, str, Any]]:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
-        "current_device": lambda: cpu,
+        "current_device": lambda: no_cuda.CurrentDevice("cpu"),
         "set_device": nothing,
         "device": no_cuda.Device,
         "synchronize": nothing,

@@ -53,6 +53,13 @@ class Event:
         return (end._time - self._time) * 1e3
 
 
+class CurrentDevice(str):
+    """`torch.cuda.current_device()`: "cpu" where a device is asked for, 0 in "cuda:{}"."""
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+
 class Device(nullcontext):
     """`with torch.cuda.device(i)`; a class, because torch asks isinstance."""
 

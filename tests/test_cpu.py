@@ -56,6 +56,8 @@ def test_names_mean_the_cpu() -> None:
         assert x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
         assert x.type("torch.cuda.DoubleTensor").dtype == torch.float64
         assert x.to("cuda").device.type == "cpu" and x.cuda() is x
+        for here in (torch.cuda.current_device(), torch.device(f"cuda:{torch.cuda.current_device()}")):
+            assert torch.zeros(1, device=here).device.type == "cpu"
         assert torch.nn.Linear(1, 1).cuda().weight.device.type == "cpu"
         assert isinstance(x, torch.cuda.FloatTensor)
         event = torch.cuda.Event(enable_timing=True)

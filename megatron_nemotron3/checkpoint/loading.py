@@ -21,6 +21,8 @@ class Options:
     non_persistent: Path | None = None
     #: --verify-integrity: a save ends with integrity.json.
     manifest: bool = False
+    #: --pretrained-checkpoint: what a folder without a checkpoint starts from.
+    pretrained: Path | None = None
 
 
 def options(argv: Sequence[str]) -> Options:
@@ -28,14 +30,17 @@ def options(argv: Sequence[str]) -> Options:
 
     Addresses of object stores (msc://…) are not looked at.
     """
-    load = _local(_value(argv, "--load"))
+    named = _value(argv, "--load")
+    load = _local(named)
+    # What an object store holds is not known here, so neither is whether --pretrained-checkpoint counts.
+    pretrained = _local(_value(argv, "--pretrained-checkpoint")) if load or not named else None
     step = _value(argv, "--ckpt-step")
     non_persistent = None
     if _value(argv, "--non-persistent-ckpt-type") == "global":
         given = _value(argv, "--non-persistent-global-ckpt-dir")
         non_persistent = _local(given) if given else load and load / NON_PERSISTENT
     number = int(step) if step is not None and step.isascii() and step.isdigit() else None
-    return Options(load, number or None, non_persistent, "--verify-integrity" in argv)
+    return Options(load, number or None, non_persistent, "--verify-integrity" in argv, pretrained)
 
 
 def _value(argv: Sequence[str], name: str) -> str | None:

@@ -46,6 +46,8 @@ class Source:
     newer: int | None = None
     #: The cure to name instead of --ckpt-step.
     otherwise: str = ""
+    #: That names the folder.
+    option: str = "--load"
 
     @property
     def tracker(self) -> Path:
@@ -79,6 +81,13 @@ def before_start(argv: Sequence[str], rank: int) -> list[str]:
         newer = _named_iteration(given.non_persistent)
     if given.load is not None:
         lines += prepare(Source(given.load, given.step, given.manifest, newer))
+    if given.pretrained is not None and not (given.load and (given.load / TRACKER).is_file()):
+        source = Source(given.pretrained, given.step, given.manifest, option="--pretrained-checkpoint")
+        lines += prepare(source)
+        if not source.tracker.is_file():
+            raise ValueError(
+                f"{source.tracker} does not exist: give --pretrained-checkpoint a folder with this file"
+            )
     return lines
 
 
@@ -259,10 +268,12 @@ def _nothing_complete(source: Source, trouble: str, others: dict[int, Verdict]) 
                 f"from its format ({verdict.state}): if you know it is, write {iteration} into the file"
             )
     problem = next((v.problems[0] for v in others.values() if v.state == "damaged"), "")
+    own = source.option == "--load"
     return (
         f"{source.tracker}: it {trouble}, and no checkpoint in {source.folder} is complete"
         + (f" ({problem})" if problem else "")
-        + ": give another --load, or move the checkpoints and this file away to start from random weights"
+        + f": give another {source.option}"
+        + (", or move the checkpoints and this file away to start from random weights" if own else "")
     )
 
 

@@ -223,6 +223,28 @@ def test_non_persistent_checkpoints(root: Path, made: Path) -> None:
         before_start(words, 0)
 
 
+def test_pretrained(root: Path, tmp_path: Path) -> None:
+    """Looked at where --load has no checkpoint yet, as Megatron does."""
+    words = ["--load", str(tmp_path / "own"), "--pretrained-checkpoint", str(root)]
+    assert before_start(words, 0) == []
+    (root / writer.TRACKER).write_text("")
+    assert "it now names 4" in before_start(words, 0)[0]
+    (root / "iter_0000004" / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match="is damaged: give --ckpt-step 2"):
+        before_start(words, 0)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / writer.TRACKER).write_text("1")
+    shutil.copytree(root / "iter_0000002", tmp_path / "own" / "iter_0000001")
+    assert before_start(words, 0) == []
+    for option in ("--load", "--pretrained-checkpoint"):
+        (root / "iter_0000002" / "__0_0.distcp").unlink(missing_ok=True)
+        (root / writer.TRACKER).write_text("")
+        with pytest.raises(ValueError, match=f"give another {option}"):
+            before_start([option, str(root)], 0)
+    with pytest.raises(ValueError, match="give --pretrained-checkpoint a folder with this file"):
+        before_start(["--pretrained-checkpoint", str(tmp_path / "own" / "iter_0000001")], 0)
+
+
 def test_other_ranks_wait_for_rank_0(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--load", str(root)]
     assert before_start(words, 1) == []
@@ -248,7 +270,8 @@ def test_other_ranks_wait_for_rank_0(root: Path, monkeypatch: pytest.MonkeyPatch
     [
         ("", Options()),
         ("--load a --load=b", Options(Path("b"))),
-        ("--load msc://bucket/a", Options()),
+        ("--load msc://bucket/a --pretrained-checkpoint p", Options()),
+        ("--load a --pretrained-checkpoint p", Options(Path("a"), pretrained=Path("p"))),
         ("--load a --ckpt-step 7 --verify-integrity", Options(Path("a"), 7, None, True)),
         ("--load a --ckpt-step 0", Options(Path("a"))),
         ("--load a --non-persistent-ckpt-type global", Options(Path("a"), None, Path("a/non_persistent"))),
