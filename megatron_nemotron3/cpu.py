@@ -150,10 +150,10 @@ def _torch_table() -> list[tuple[Any, str, Any]]:
 
 
 def _distributed_table() -> list[tuple[Any, str, Any]]:
-    """nccl becomes gloo; options that only nccl understands are dropped, collectives it lacks are made."""
+    """nccl becomes gloo: its options are dropped, collectives gloo lacks made, groups of one rank shared."""
     import torch.distributed as dist
 
-    from megatron_nemotron3 import uneven
+    from megatron_nemotron3 import one_rank, uneven
 
     def on_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -168,9 +168,11 @@ def _distributed_table() -> list[tuple[Any, str, Any]]:
         return wrapper
 
     # torch's own module calls its `new_group`, so what makes groups by it is listed, too.
-    names = ("init_process_group", "new_group", "new_subgroups_by_enumeration")
+    names = ("init_process_group", "new_subgroups_by_enumeration")
     return [
         *((dist, name, on_gloo(getattr(dist, name))) for name in names),
+        (dist, "new_group", on_gloo(one_rank.new_group)),
+        (dist, "destroy_process_group", one_rank.destroy_process_group),
         (dist, "all_gather", uneven.all_gather),
         (dist, "reduce_scatter", uneven.reduce_scatter),
     ]

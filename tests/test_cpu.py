@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from megatron_nemotron3 import cpu
-from tests.helpers import run_distributed
+from tests.helpers import initialize, run_distributed
 
 
 def _attributes() -> dict[tuple[int, str], object]:
@@ -108,3 +110,43 @@ def test_collectives_of_unequal_parts(dtype: torch.dtype) -> None:
     for rank, (gathered, summed) in enumerate(ranks):
         assert gathered[:, 0].tolist() == [1, 2, 2]
         assert summed[:, 0].tolist() == [[6], [12, 12], []][rank]
+
+
+def groups_of_one_rank() -> None:
+    """Runs on two ranks: what is shared, what is not, and that a new world starts anew."""
+    dist = torch.distributed
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    groups = [dist.new_group([r], backend="nccl") for r in (0, 1, 0, 1)]
+    assert groups[rank] is groups[rank + 2] and dist.get_world_size(groups[rank]) == 1
+    assert dist.get_world_size(groups[other]) == -1 and groups[other] is groups[other + 2]
+    both = [dist.new_group([0, 1]) for _ in range(2)]
+    assert both[0] is not both[1]
+    dist.destroy_process_group(groups[rank])
+    total = torch.tensor(rank + 1.0)
+    dist.all_reduce(total, group=groups[rank])
+    assert total == rank + 1
+    dist.all_reduce(total, group=both[0])
+    assert total == 3
+    mine = dist.new_group([rank], use_local_synchronization=True)
+    assert mine is not groups[rank]
+
+
+def test_groups_of_one_rank_are_one() -> None:
+    run_distributed(groups_of_one_rank, 2)
+
+
+def groups_and_threads() -> tuple[Any, int, int]:
+    """A group of one rank, threads before Megatron's groups and with them."""
+    before = len(os.listdir("/proc/self/task"))
+    group = torch.distributed.new_group([0])
+    initialize()
+    assert parallel_state.get_tensor_model_parallel_group() is group
+    return group, before, len(os.listdir("/proc/self/task"))
+
+
+def test_a_new_world_has_groups_of_its_own() -> None:
+    """And Megatron's sixty groups of one rank cost the threads of one."""
+    ((first, before, after),) = run_distributed(groups_and_threads, 1)
+    ((second, _, _),) = run_distributed(groups_and_threads, 1)
+    assert first is not second
+    assert after - before <= 4
