@@ -17,10 +17,11 @@ from megatron_nemotron3.train import log
 ROOT = Path(__file__).parent.parent.parent
 
 
-def _command(output: Path, text: Path, *more: str) -> list[str]:
+def _command(output: Path, text: Path, *more: str, megatron: tuple[str, ...] = ()) -> list[str]:
     words = ["train", "super", "--tiny", "--device", "cpu", "--output", str(output), "--text", str(text)]
-    # Short sequences keep the test quick; the model keeps all its parts.
-    return [sys.executable, "-m", "megatron_nemotron3", *words, "--seq-length", "64", *more]
+    # Short sequences and evaluations keep the test quick; the model keeps all its parts.
+    short = ["--seq-length", "64", *more, "--", "--eval-iters", "1", *megatron]
+    return [sys.executable, "-m", "megatron_nemotron3", *words, *short]
 
 
 def _run(words: list[str], **kwargs: object) -> subprocess.CompletedProcess[str]:
@@ -39,7 +40,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_trains_saves_and_resumes_with_the_same_losses(text: Path, tmp_path: Path) -> None:
     steps = ["--steps", "6", "--micro-batch-size", "2"]
-    whole = _run(_command(tmp_path / "whole", text, *steps))
+    whole = _run(_command(tmp_path / "whole", text, *steps, megatron=("--save-interval", "6")))
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert (
         "unigram baseline" in whole.stdout and "CPU run" in whole.stdout and "backend torch" in whole.stdout
@@ -51,10 +52,10 @@ def test_trains_saves_and_resumes_with_the_same_losses(text: Path, tmp_path: Pat
     assert len(expected[6].mtp) == 2
 
     parts = tmp_path / "parts"
-    first = _run([*_command(parts, text, *steps), "--", "--exit-interval", "3"])
+    first = _run(_command(parts, text, *steps, megatron=("--exit-interval", "3", "--save-interval", "6")))
     assert first.returncode == 0, first.stdout + first.stderr
     assert folders.latest(parts / "checkpoints") == 3
-    second = _run(_command(parts, text, *steps))
+    second = _run(_command(parts, text, *steps, megatron=("--save-interval", "6")))
     assert second.returncode == 0, second.stdout + second.stderr
     assert "resuming from step 3" in second.stdout
     resumed = log.read(str(parts / "train.log")).steps
