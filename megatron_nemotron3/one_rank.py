@@ -19,13 +19,12 @@ _world: Any = None
 _groups: dict[int, Any] = {}
 
 
-def new_group(ranks: Any = None, *args: Any, use_local_synchronization: bool = False, **kwargs: Any) -> Any:
+def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
     """`torch.distributed.new_group`; groups of one rank are shared. Every rank calls it, as torch asks."""
     global _world
     members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-    if use_local_synchronization:  # not every rank calls
-        return _new_group(ranks, *args, use_local_synchronization=True, **kwargs)
-    if len(members) != 1:
+    # With local synchronization (the fifth argument) other ranks do not call, and would not know of it.
+    if len(members) != 1 or kwargs.get("use_local_synchronization") or len(args) > 3:
         return _new_group(ranks, *args, **kwargs)
     if _world is not dist.group.WORLD:
         _world = dist.group.WORLD
