@@ -79,8 +79,11 @@ class Span:
 
     def one_mask(self, queries: int) -> bool:
         """Whether the mask of all n places stays below `MASK_ELEMENTS`; `queries` heads share keys."""
-        rows = 1 if self.start is not None else self.b
-        return rows * queries * self.n * self.end <= MASK_ELEMENTS
+        return self.n * self._mask_line(queries) <= MASK_ELEMENTS
+
+    def _mask_line(self, queries: int) -> int:
+        """Elements of a mask for one place."""
+        return (1 if self.start is not None else self.b) * queries * self.end
 
     def sliding(self, row: int, dtype: torch.dtype) -> Tensor:
         """The mask of one row's n queries in reverse order, in n + `end` numbers instead of n times `end`.
@@ -98,8 +101,7 @@ class Span:
 
     def tiles(self, queries: int) -> list[tuple[int, int]]:
         """Ranges of the n places whose masks stay below `MASK_ELEMENTS`, for `queries` heads that share."""
-        rows = 1 if self.start is not None else self.b
-        step = max(8, MASK_ELEMENTS // (rows * queries * self.end))
+        step = max(8, MASK_ELEMENTS // self._mask_line(queries))
         return [(first, min(first + step, self.n)) for first in range(0, self.n, step)]
 
     def mask(self, first: int, stop: int, end: int, queries: int, dtype: torch.dtype) -> Tensor | None:
