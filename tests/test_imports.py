@@ -29,7 +29,7 @@ ALLOWED = {
     "precision": {"models", "monitor", "numerics", "optional", "picture"},
     "convert": {"checkpoint", "models", "numerics"},
     "boundary": {"picture"},
-    "plan": {"args", "convert", "models", "picture", "precision", "versions"},
+    "plan": {"args", "models", "picture", "precision", "versions"},
     "generate": {"checkpoint", "convert", "data", "layers", "logits", "models", "picture"},
     "compression": {"checkpoint", "convert", "layers", "models", "optional"},
     "doctor": {"args", "build", "cpu", "layers", "models", "optional"},
