@@ -22,16 +22,16 @@ def test_replaces_the_file(tmp_path: Path) -> None:
 def test_an_error_leaves_the_old_file(tmp_path: Path, error: type[BaseException]) -> None:
     path = tmp_path / "a.txt"
     path.write_text("old")
-    with pytest.raises(error), files.atomic(path) as temporary:  # noqa: PT012
+    with pytest.raises(error), files.atomic(path) as temporary:
         temporary.write_text("new")
         raise error
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
 
 
 def test_a_full_disk_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"while writing a \(\d+ MB free\).* free some space"):
-        with files.atomic(tmp_path / "a"):
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    explained = pytest.raises(OSError, match=r"while writing a \(\d+ MB free\).* free some space")
+    with explained, files.atomic(tmp_path / "a"):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
 
 def test_a_group_is_never_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
