@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_nemotron3 import cpu
-from tests.helpers import initialize, run_distributed
+from tests.support.distributed import initialize, run_distributed
 
 
 def _attributes() -> dict[tuple[int, str], object]:

@@ -22,7 +22,8 @@ from megatron_nemotron3.precision.census import (
 from megatron_nemotron3.precision.share import TAIL, shares
 from megatron_nemotron3.precision.table import Structure, bf16_tail, expected
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile
-from tests.helpers import GOLDEN_MODELS, golden_file, run_distributed
+from tests.support.distributed import run_distributed
+from tests.support.models import GOLDEN_MODELS, golden_file
 
 GOLDEN: dict[str, Any] = json.loads(golden_file().read_text())
 NAMES = ("nano", "super", "ultra")
