@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from megatron_nemotron3 import cpu
 from megatron_nemotron3.cpu import megatron, torch_names
-from tests.helpers import initialize, run_distributed
+from tests.support.distributed import initialize, run_distributed
 
 
 def _attributes() -> dict[tuple[int, str], object]:

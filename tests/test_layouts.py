@@ -13,8 +13,8 @@ import pytest
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import launch, log
-from tests.helpers import run_launcher
-from tests.short_run import mock_argv, short_schedule
+from tests.support.distributed import run_launcher
+from tests.support.short_run import mock_argv, short_schedule
 
 ROOT = Path(__file__).parent.parent
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR")
