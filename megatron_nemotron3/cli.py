@@ -218,7 +218,7 @@ def _precision(options: argparse.Namespace, extra: Sequence[str]) -> int:
 def _convert(options: argparse.Namespace, extra: Sequence[str]) -> int:
     if options.check_logits is None:
         return conversion.convert(options, _prove)
-    from megatron_nemotron3.logits.hugging_face import transformers_model
+    from megatron_nemotron3.convert.logits.hugging_face import transformers_model
 
     try:
         transformers_model()  # before any work: is it there, and new enough?
@@ -228,7 +228,7 @@ def _convert(options: argparse.Namespace, extra: Sequence[str]) -> int:
 
 
 def _prove(megatron: Any, hf: Any, config: Nemotron3Config, tokens: int) -> int:
-    from megatron_nemotron3.logits.compare import check_logits
+    from megatron_nemotron3.convert.logits.compare import check_logits
 
     return check_logits(megatron, hf, config, tokens).exit_status
 
