@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import warnings
 
 
@@ -30,13 +29,3 @@ def quiet_on_cpu() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     for remark in ("Transformer Engine and Apex are not installed", "Could not determine rank"):
         warnings.filterwarnings("ignore", message=remark)
-
-
-def gpu_kernels_enabled() -> bool:
-    """Whether NEMOTRON3_GPU_KERNELS=1 asks the torch backend for its CUDA kernels.
-
-    They are: the SSD scan of mamba-ssm or our own in Triton, experts through torch's grouped_mm, and the
-    NVFP4 and MXFP8 quantizers of emulated training in Triton. Off by default, because no GPU has run their
-    tests (`pytest -m gpu`) yet: the interpreter and compiler have.
-    """
-    return os.environ.get("NEMOTRON3_GPU_KERNELS") == "1"

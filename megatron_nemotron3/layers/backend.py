@@ -31,7 +31,8 @@ from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.layers.norm import RMSNorm
 from megatron_nemotron3.layers.scan_kernels import TORCH as TORCH_SCAN
 from megatron_nemotron3.layers.scan_kernels import cuda_scans
-from megatron_nemotron3.optional import gpu_kernels_enabled, te_problem
+from megatron_nemotron3.optional import te_problem
+from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 
 
 @dataclass(frozen=True)
