@@ -2,6 +2,8 @@
 
 Environment variables, each read once in a process:
 
+    NEMOTRON3_GPU_KERNELS=1                  the torch backend uses its CUDA kernels
+
     NEMOTRON3_EMULATE=nvfp4                  the published recipe
     NEMOTRON3_EMULATE=nvfp4,rht=0,sr=0       without single ingredients
     NEMOTRON3_EMULATE=nvfp4,every_layer=1    no precision file, no BF16 layers
