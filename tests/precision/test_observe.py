@@ -228,7 +228,8 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_logging(chosen.text()) == chosen and parse_logging("0") is None
     linear = torch.nn.Linear(2, 2)
     foreign: Any = SimpleNamespace(modules=lambda: [linear], layers=[linear], config=None)
-    with pytest.raises(ValueError, match="measures linears of the torch backend, and this stack has none"):
+    message = "measures linears of the torch backend, and this stack has none"
+    with logging_precision(chosen), pytest.raises(ValueError, match=message):
         emulate_stack(foreign)
     graphs: Any = SimpleNamespace(config=SimpleNamespace(cuda_graph_impl="local"))
     with pytest.raises(ValueError, match="--cuda-graph-impl local: a replayed graph shows no operands"):
