@@ -49,7 +49,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-from megatron_nemotron3.boundary.scale import finalize_model_grads
+from megatron_nemotron3.boundary.training import finalize_model_grads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
