@@ -28,7 +28,7 @@ ALLOWED = {
     "generate": {"checkpoint", "convert", "data", "layers", "models"},
     "compression": {"checkpoint", "convert", "layers", "models"},
     "doctor": {"args", "build", "cpu", "layers", "models"},
-    "layers": {"cpu", "monitor", "precision", "versions"},
+    "layers": {"cpu", "monitor", "precision"},
     "specs": {"layers"},
     "build": {"args", "cpu", "layers", "models", "precision"},
     "pretrain": {"build", "layers"},
