@@ -12,7 +12,7 @@ torch.distributed (wire.py), for the second microbatch: the first one agrees on 
 differs. None of this is a time.
 
 With --device, what one GPU does: bandwidth of packing; time and peak memory of building a decoder input from
-owner slices (boundary/align.py) beside upstream's scatter of the whole sequence followed by the slice.
+owner slices (boundary/placement.py) beside upstream's scatter of the whole sequence followed by the slice.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def summary(ranks: list[Measured], total: int) -> dict[str, Any]:
 
 def wire_table(rows: int, hidden: int, quick: bool) -> None:
     """Run both sides and print."""
-    from tests.helpers import run_distributed
+    from tests.support.distributed import run_distributed
 
     todo = cases(quick)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -135,8 +135,8 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         if (len(rows), kind) != (expected, self._kind):
             self.failure.fail(
                 f"{self.src_module_name} gave {_kind_text(len(rows), kind)}, expected were "
-                f"{_kind_text(expected, self._kind)}: the feed must count the rows of the encoder's input, "
-                "and all lanes must have one dtype and width"
+                f"{_kind_text(expected, self._kind)}: the counts of the feed and the encoder's input must be "
+                "of the same samples, and all lanes of one dtype and width"
             )
         return plan, rows, needs_gradient
 

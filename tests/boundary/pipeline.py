@@ -275,9 +275,7 @@ class Runner:
                 pg_collection=self.groups,
             )
         coordinators = {} if self.world.stock else self.communicator._coordinators
-        left = sum(
-            len(crossed) for coordinator in coordinators.values() for crossed in coordinator._crossed.values()
-        )
+        left = sum(len(waiting) for c in coordinators.values() for waiting in c._outstanding.values())
         gradients = {}
         for name, one in self.model.layers.items():
             if self.model.counts(name):

@@ -1,0 +1,236 @@
+"""Both sides walked in step, a layer at a time, with every difference named by the layer it arises in.
+
+Three streams of the same tokens run through Megatron's tensors, one through Hugging Face's:
+
+    own      from Megatron's embedding: its logits are those of the Megatron checkpoint
+    moved    the same, moved behind each layer by noise as large as the difference seen there
+    theirs   the input that Hugging Face's layer gets, so that its output can be compared with no history
+
+One read of a weight serves all three. `report` says what the differences are held against.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.convert.logits.hugging_face import HuggingFace
+from megatron_nemotron3.convert.logits.reader import Source
+from megatron_nemotron3.convert.logits.reference import Reference
+from megatron_nemotron3.convert.logits.report import Layer, Logits, Report
+from megatron_nemotron3.convert.places import Place, places
+from megatron_nemotron3.models import Nemotron3Config
+
+#: Places of the streams in [3, s, d].
+OWN, MOVED, THEIRS = range(3)
+#: Rounding of one addition in FP32.
+_EPSILON = 2.0**-24
+
+#: Gets (name as in `Logits`, first token id, logits of Megatron's side and of HF's [s, n]) for each band.
+OnLogits = Callable[[str, int, Tensor, Tensor], None]
+
+
+class HuggingFaceSource(Source, Protocol):
+    """A `Source` that says where config.json is."""
+
+    folder: Path
+
+
+def check_logits(
+    megatron: Source,
+    hf: HuggingFaceSource,
+    config: Nemotron3Config,
+    tokens: int,
+    *,
+    seed: int = 0,
+    echo: Callable[[str], Any] = print,
+    on_logits: OnLogits | None = None,
+) -> Report:
+    """Run one sequence of random tokens through both checkpoints, a layer at a time, in FP32.
+
+    Args:
+        megatron: a Megatron checkpoint's tensors. If the conversion cast them: as they are when cast.
+        hf: a Hugging Face checkpoint's, with its folder.
+        config: of the Megatron checkpoint.
+        tokens: length of the sequence. More than `mamba_chunk_size`, or the scan across chunks is not seen.
+        seed: of the tokens.
+        echo: gets a line for each layer, and the report.
+
+    Raises:
+        ImportError: transformers is missing or too old.
+        ValueError: too few tokens; a tensor that is missing or has another shape; config.json says another
+            model.
+    """
+    least = config.mtp_num_blocks + 2
+    if tokens < least:
+        raise ValueError(f"{tokens} tokens are too few: use at least {least}")
+    echo(
+        f"{config.name}: {tokens} random tokens (seed {seed}) through {config.full_pattern}, FP32; memory at "
+        f"most {memory_bound(config, tokens) / 2**30:.1f} GiB"
+    )
+    if tokens <= config.mamba_chunk_size and "M" in config.full_pattern:
+        echo(
+            f"{tokens} tokens stay in the first chunk of {config.mamba_chunk_size}: mistakes of the scan "
+            f"across chunks do not show; use {config.mamba_chunk_size + 1} or more"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(config.vocab_size, (tokens,), generator=generator)
+    with torch.no_grad():
+        sides = Reference(megatron, config), HuggingFace(hf, hf.folder, config)
+        walk = _Walk(*sides, config, generator, echo, on_logits)
+        walk.run(ids)
+    walk.report.peak_memory = _peak_memory()
+    for line in walk.report.lines():
+        echo(line)
+    return walk.report
+
+
+def memory_bound(config: Nemotron3Config, tokens: int) -> int:
+    """Bytes of memory `check_logits` stays below, the interpreter with torch and transformers included.
+
+    Weights: the largest layer of the Hugging Face side in FP32 without its routed experts, and one expert;
+    Megatron's side holds one band. Activations: transformers' scan with its [heads, chunk, chunk] matrices is
+    the largest; the four streams and attention scores are less.
+    """
+    c, d = config, config.hidden_size
+    inner, bc = c.mamba_inner_size, c.mamba_num_groups * c.mamba_state_dim
+    heads, chunk = c.mamba_num_heads, c.mamba_chunk_size
+    mamba = (3 * inner + 2 * bc + heads) * d
+    attention = 2 * (c.num_attention_heads + c.num_query_groups) * c.kv_channels * d
+    weights = max(mamba, attention, 2 * d * (c.dense_ffn_hidden_size or 0), 2 * d * d)
+    if c.is_moe:
+        shared, latent = c.moe_shared_expert_intermediate_size or 0, c.moe_latent_size or 0
+        moe = (2 * shared + 2 * latent + (c.num_moe_experts or 0)) * d
+        weights = max(weights, moe + 2 * (c.moe_ffn_hidden_size or 0) * c.expert_input_size)
+    padded = -(-tokens // chunk) * chunk
+    scan = padded * heads * (8 * chunk + 6 * c.mamba_state_dim + 8 * c.mamba_head_dim)
+    scores = 8 * c.num_attention_heads * tokens**2
+    streams = 24 * tokens * max(2 * inner + 2 * bc, d)
+    return 4 * (weights + max(scan, scores) + streams) + (5 << 28)
+
+
+@dataclass
+class _Walk:
+    ours: Reference
+    theirs: HuggingFace
+    config: Nemotron3Config
+    generator: torch.Generator
+    echo: Callable[[str], Any]
+    on_logits: OnLogits | None
+    report: Report = field(default_factory=Report)
+
+    def run(self, ids: Tensor) -> None:
+        table = list(places(self.config))
+        self.report.experts = sum(p.part == "E" for p in table) * (self.config.num_moe_experts or 0)
+        self.total = sum(p.part in self.config.full_pattern for p in table)
+        x, y = self.ours.embed(ids), self.theirs.embed(ids).unsqueeze(0)
+        rows = torch.stack([x, x, x])
+        self.note(Layer("embedding", *self.compare(x, y[0], rows[OWN], y[0])))
+        rows[THEIRS] = y[0]
+        depth = 0
+        for place, following in zip(table[1:], chain(table[2:], [None])):
+            if place.part == "mtp_in":
+                depth += 1
+                rows, y = rows[:, :-1], y[:, :-1]
+                rows, y = self.enter_mtp(place, ids[depth:], rows, y)
+            elif place.part == "mtp_out":
+                rows = self.ours.norm(rows, place.megatron + "final_layernorm.weight")
+                y = self.theirs.norm(y, place.hf + "final_layernorm.weight")
+                self.compare_logits(f"logits of MTP depth {depth}", rows, y)
+                rows[THEIRS] = y[0]
+            else:
+                rows, y = self.layer(place, rows, y)
+            if place.megatron.startswith("decoder.") and (following is None or following.part == "mtp_in"):
+                rows, y = self.ours.final_norm(rows), self.theirs.final_norm(y)
+                self.compare_logits("logits", rows, y)
+                rows[THEIRS] = y[0]
+
+    def layer(self, place: Place, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        step = self.theirs.layer(place.hf, y)
+        update, agreements = self.ours.layer(place.part, place.megatron, rows, step.selection)
+        rows += update
+        self.move(rows, update[THEIRS] - step.update[0])
+        name = f"{place.megatron.rstrip('.')} and {place.hf.rstrip('.')} ({place.part})"
+        figures = self.compare(update[THEIRS], step.update[0], rows[OWN], step.output[0])
+        if step.selection is None:
+            self.note(Layer(name, *figures))
+        else:
+            own, used = agreements[OWN], step.selection.experts.unique().numel()
+            self.note(Layer(name, *figures, agreements[THEIRS].scores, own.ties, own.others, used))
+        rows[THEIRS] = step.output[0]
+        return rows, step.output
+
+    def enter_mtp(self, place: Place, ids: Tensor, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The token after each one of the stream is known, so the last one has left it."""
+        y = self.theirs.mtp_input(place.hf, self.theirs.embed(ids), y)
+        rows = self.ours.mtp_input(place.megatron, self.ours.embed(ids), rows)
+        self.move(rows, rows[THEIRS] - y[0])
+        name = f"{place.megatron}eh_proj and {place.hf}eh_proj"
+        self.note(Layer(name, *self.compare(rows[THEIRS], y[0], rows[OWN], y[0])))
+        rows[THEIRS] = y[0]
+        return rows, y
+
+    def move(self, rows: Tensor, difference: Tensor) -> None:
+        """Add noise as large as the difference of each token, and as an addition's rounding."""
+        noise = torch.randn(difference.shape, generator=self.generator)
+        size = difference.square().mean(-1, keepdim=True).sqrt()
+        rows[MOVED] += noise * (size + _EPSILON * rows[MOVED].abs())
+
+    @staticmethod
+    def compare(ours: Tensor, theirs: Tensor, own: Tensor, stream: Tensor) -> tuple[float, float, float]:
+        """`Layer.difference`, `.streams` and `.scale` of [s, d] each."""
+        size, difference = theirs.norm(dim=-1), (ours - theirs).norm(dim=-1)
+        # A token with hardly any update has the rounding of what cancelled in it.
+        relative = difference / size.clamp_min(0.1 * size.square().mean().sqrt().item())
+        relative[difference == 0] = 0.0  # both may be zero
+        scale = stream.square().mean().sqrt().item()
+        return relative.max().item(), (own - stream).abs().max().item(), scale
+
+    def note(self, layer: Layer) -> None:
+        self.report.layers.append(layer)
+        routing = "" if layer.scores is None else f"; {layer.experts} experts, {layer.ties} near ties"
+        failed = "  DIFFERENT" if layer.problem else ""
+        self.echo(
+            f"[{len(self.report.layers)}] {layer.name}: difference {layer.difference:.1e} of its output, "
+            f"streams {layer.streams:.1e} apart (size {layer.scale:.2g}){routing}{failed}"
+        )
+
+    def compare_logits(self, name: str, rows: Tensor, y: Tensor) -> None:
+        count = y.shape[1]
+        apart = torch.zeros(3)  # difference, head, floor
+        best = [[torch.full((count,), -torch.inf), torch.zeros(count, dtype=torch.long)] for _ in range(2)]
+        total = squares = elements = 0.0
+        for (start, stop, ours), (_, other, theirs) in zip(self.ours.logits(rows), self.theirs.logits(y)):
+            assert stop == other
+            sides = (ours[OWN], theirs[0])
+            pairs = (sides, (ours[THEIRS], theirs[0]), (ours[MOVED], ours[OWN]))
+            largest = torch.stack([(a - b).abs().max() for a, b in pairs])
+            apart = torch.maximum(apart, largest)  # a NaN stays
+            for top, side in zip(best, sides):
+                value, place = side.max(-1)
+                top[1] = torch.where(value > top[0], place + start, top[1])
+                top[0] = torch.maximum(value, top[0])
+            total += theirs.double().sum().item()
+            squares += theirs.double().square().sum().item()
+            elements += theirs.numel()
+            if self.on_logits is not None:
+                self.on_logits(name, start, *sides)
+        mean = total / elements
+        scale = max(0.0, squares / elements - mean**2) ** 0.5
+        same = int((best[0][1] == best[1][1]).sum())
+        difference, head, floor = apart.tolist()
+        self.report.logits.append(Logits(name, difference, head, floor, scale, count, same))
+
+
+def _peak_memory() -> int:
+    """Of this process, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

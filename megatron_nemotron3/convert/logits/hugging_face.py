@@ -1,0 +1,217 @@
+"""The same layers by transformers' own modules (`nemotron_h`), each built, filled from disk, run and dropped.
+
+A block is built without memory and its tensors are assigned by name, every one exactly once. Of routed
+experts transformers' module holds all of a layer (Ultra: 43 GB in FP32), so here it holds one: the layer's
+own router selects, and transformers' expert code runs with each selected expert in turn.
+
+transformers has no multi-token prediction. Its blocks are used for the layers of an MTP block; what joins
+them (enorm, hnorm, eh_proj, final_layernorm) is written here a second time, on Hugging Face's names.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_nemotron3.convert import config_json
+from megatron_nemotron3.convert.logits.reader import Source, TensorReader
+from megatron_nemotron3.convert.logits.routing import Selection
+from megatron_nemotron3.models import Nemotron3Config
+
+#: Earlier versions compute the scan wrong on a CPU behind its first chunk (transformers #47246).
+NEEDED = (5, 15, 1)
+_CURE = f"pip install 'transformers>={'.'.join(map(str, NEEDED))}'"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one layer made of x [1, s, d]."""
+
+    #: The stream behind it, and what the mixer added to it.
+    output: Tensor
+    update: Tensor
+    #: Of an E layer.
+    selection: Selection | None
+
+
+def transformers_model() -> tuple[Any, Any]:
+    """transformers' modeling module of the family, and its configuration class.
+
+    Raises:
+        ImportError: transformers is missing or older than `NEEDED`; the message has the cure.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError(f"--check-logits computes one side with transformers: {_CURE}") from None
+    numbers = [int(n) if n.isdigit() else 0 for n in transformers.__version__.split(".")[:3]]
+    if tuple(numbers) < NEEDED:
+        raise ImportError(
+            f"transformers {transformers.__version__} computes Mamba-2 wrong on a CPU past one chunk: "
+            + _CURE
+        )
+    from transformers.models.nemotron_h import modeling_nemotron_h
+
+    return modeling_nemotron_h, transformers.NemotronHConfig
+
+
+class HuggingFace:
+    """A Hugging Face checkpoint, a layer at a time.
+
+    Args:
+        folder: where its config.json is; what it says is part of what is proven.
+        config: the model it should be.
+
+    Raises:
+        ImportError: as `transformers_model`.
+        ValueError: config.json is missing or describes another model; and from every method that reads: a
+            tensor is missing, or has another shape or type.
+    """
+
+    def __init__(self, source: Source, folder: Path | str, config: Nemotron3Config) -> None:
+        self.modeling, config_class = transformers_model()
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: transformers builds its layers from it")
+        data = json.loads(path.read_text())
+        config_json.read(data, name=str(path), base=config)
+        try:
+            self.config = config_class.from_dict(data)
+        except Exception as problem:  # its validators have exceptions of their own
+            raise ValueError(f"{path}: transformers cannot read it: {problem}") from None
+        self.config._attn_implementation = self.config._experts_implementation = "eager"
+        self.weights, self.hidden = TensorReader("Hugging Face", source), config.hidden_size
+        self._block_types = {"": list(self.config.layers_block_type)}
+        if config.has_mtp:
+            self._block_types["mtp."] = list(self.config.mtp_layers_block_type) * config.mtp_num_blocks
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[s] token ids -> [s, d]."""
+        return self.weights.rows("backbone.embeddings.weight", self._table(), ids.tolist())
+
+    def layer(self, prefix: str, x: Tensor) -> Step:
+        """Run one block.
+
+        Args:
+            prefix: of its names: "backbone.layers.3." or "mtp.layers.1.".
+            x: [1, s, d].
+        """
+        block = self._block(prefix)
+        seen: dict[str, Any] = {}
+        block.mixer.register_forward_hook(lambda module, args, out: seen.update(mixer=out))
+        if hasattr(block.mixer, "gate"):
+            block.mixer.gate.register_forward_hook(lambda module, args, out: seen.update(gate=out))
+        mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu_(1)[None, None]
+        attention = block.block_type in ("full_attention", "attention")
+        with _plain_torch(self.modeling):
+            output = block(x, attention_mask=mask if attention else None)
+        update = seen["mixer"][0] if isinstance(seen["mixer"], tuple) else seen["mixer"]
+        selection = None
+        if "gate" in seen:
+            logits, _, experts = seen["gate"]
+            bias = block.mixer.gate.e_score_correction_bias
+            selection = Selection(logits.sigmoid() + bias, experts)
+        return Step(output, update, selection)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """transformers' RMSNorm with the weight of that name."""
+        with torch.device("meta"):
+            module = self.modeling.NemotronHRMSNorm(self.hidden, eps=self.config.layer_norm_epsilon)
+        module.load_state_dict({"weight": self.weights.tensor(name, (self.hidden,))}, assign=True)
+        result: Tensor = module(x)
+        return result
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """The norm after the last layer."""
+        return self.norm(x, "backbone.norm_f.weight")
+
+    def logits(self, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """(first token id, one past the last, logits [1, s, n]) of normed x, band by band."""
+        for start, stop, band in self.weights.bands("lm_head.weight", self._table()):
+            yield start, stop, F.linear(x, band)
+
+    def mtp_input(self, prefix: str, embedded: Tensor, x: Tensor) -> Tensor:
+        """What the layers of an MTP block get; as `Reference.mtp_input`."""
+        embedded = self.norm(embedded.unsqueeze(0), prefix + "enorm.weight")
+        both = torch.cat([embedded, self.norm(x, prefix + "hnorm.weight")], dim=-1)
+        return F.linear(both, self.weights.tensor(prefix + "eh_proj.weight", (self.hidden, 2 * self.hidden)))
+
+    def _table(self) -> tuple[int, int]:
+        return self.config.vocab_size, self.hidden
+
+    def _block(self, prefix: str) -> Any:
+        """transformers' block with its weights, experts replaced by `OneExpertAtATime`."""
+        part, layer = prefix.partition("layers.")[::2]
+        index = int(layer.rstrip("."))
+        config = copy.copy(self.config)
+        config.layers_block_type = self._block_types["mtp." if part == "mtp." else ""]
+        one = copy.copy(config)
+        one.n_routed_experts = 1
+        with torch.device("meta"):
+            block = self.modeling.NemotronHBlock(config, index).eval()
+            if hasattr(block.mixer, "experts"):
+                expert = type(block.mixer.experts)(one)
+                block.mixer.experts = OneExpertAtATime(expert, self.weights, prefix + "mixer.experts.")
+        if hasattr(block.mixer, "conv1d"):
+            if not hasattr(block.mixer, "time_step_limit"):
+                raise ValueError(
+                    "transformers' Mamba-2 mixer has no time_step_limit: a version this check does not know"
+                )
+            # Up to 5.23 it clamps time steps at time_step_min, which neither Megatron nor inference does.
+            block.mixer.time_step_limit = (0.0, math.inf)
+        own = {name: t for name, t in block.state_dict().items() if not name.startswith("mixer.experts.")}
+        filled = {name: self.weights.tensor(prefix + name, tuple(t.shape)) for name, t in own.items()}
+        block.load_state_dict(filled, assign=True, strict=True)
+        return block
+
+
+@contextmanager
+def _plain_torch(modeling: Any) -> Iterator[None]:
+    """transformers' functions in torch in place of those of mamba-ssm and causal-conv1d, which need a GPU.
+
+    It takes the packages' functions wherever they are installed, and remarks on it where they are not.
+    """
+    names = ("causal_conv1d_fn", "mamba2_chunk_scan")
+    chosen = {name: getattr(modeling, name) for name in names if hasattr(modeling, name)}
+    try:
+        for name, function in chosen.items():
+            setattr(modeling, name, inspect.unwrap(function))
+        yield
+    finally:
+        for name, function in chosen.items():
+            setattr(modeling, name, function)
+
+
+class OneExpertAtATime(torch.nn.Module):
+    """Stands in for transformers' experts: runs its module, which holds one expert, for each selected one."""
+
+    def __init__(self, expert: Any, weights: TensorReader, prefix: str) -> None:
+        super().__init__()
+        # Not as submodule: the block's state dict must not hold what has no fixed content.
+        self.run, self.weights, self.prefix = [expert], weights, prefix
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [s, d], chosen experts and their weights [s, topk] -> [s, d]."""
+        (expert,) = self.run
+        result = torch.zeros_like(hidden_states)
+        shapes = {name: tuple(t.shape)[1:] for name, t in expert.state_dict().items()}
+        for e in top_k_index.unique().tolist():
+            token, place = torch.where(top_k_index == e)
+            names = {name: f"{self.prefix}{e}.{name}.weight" for name in shapes}
+            weights = {n: self.weights.tensor(names[n], shape).unsqueeze(0) for n, shape in shapes.items()}
+            expert.load_state_dict(weights, assign=True, strict=True)
+            first = torch.zeros(len(token), 1, dtype=torch.long)
+            # A token is there once, so that this is the sum that transformers forms.
+            result[token] += expert(hidden_states[token], first, top_k_weights[token, place].unsqueeze(1))
+        return result

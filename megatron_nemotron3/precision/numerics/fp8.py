@@ -1,0 +1,52 @@
+"""FP8 weights, as inference engines read them: E4M3 elements with an FP32 scale, value = element * scale.
+
+    scale = amax / 448        of the whole tensor
+
+Each element is divided in FP32 and rounded once. ModelOpt divides a BF16 weight in BF16, which rounds twice:
+its elements differ from these by one step where the BF16 quotient falls on a halfway point, and are then
+farther from the weight.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_nemotron3.precision.numerics import e4m3
+from megatron_nemotron3.precision.numerics.nvfp4 import amax
+
+__all__ = ["MIN_AMAX", "amax", "dequantize", "quantize", "tensor_scale"]
+
+#: Below, the scale would be a subnormal FP32 number or 0.
+MIN_AMAX = e4m3.MAX * torch.finfo(torch.float32).tiny
+
+
+def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
+    """The scale of a tensor, float32 [].
+
+    Args:
+        amax: of the whole tensor, float32 []. 0 counts as 1.
+
+    Raises:
+        ValueError: not a finite number of at least 0, or above 0 and less than `MIN_AMAX`.
+    """
+    value = amax.item()
+    if not 0 <= value < float("inf") or 0 < value < MIN_AMAX:
+        raise ValueError(
+            f"a largest magnitude of {value:g} cannot be scaled: expected 0, or {MIN_AMAX:.3g} and more"
+        )
+    return (amax if value else torch.ones_like(amax)) / torch.tensor(e4m3.MAX, device=amax.device)
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """E4M3 bits of `x / scale`, uint8 of the shape of `x`.
+
+    Args:
+        x: a weight or a band of its rows; float32, float16 or bfloat16, finite.
+        scale: float32 [], or of a shape that broadcasts ([rows, 1]: a scale for each output channel).
+    """
+    return e4m3.encode(x.float() / scale)
+
+
+def dequantize(bits: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Values of E4M3 bits times their scale, in `dtype`, rounded once from the FP32 product."""
+    return (e4m3.decode(bits) * scale).to(dtype)

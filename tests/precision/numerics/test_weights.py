@@ -1,0 +1,226 @@
+"""Quantized weights: ModelOpt's bytes, error bounds, bands, and what has no obvious answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_nemotron3.precision.numerics import e2m1, e4m3, fp8, nvfp4
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "nvfp4_weights.npz"
+CASES = (
+    "normal",
+    "float32",
+    "float16",
+    "spread",
+    "holes",
+    "outlier",
+    "exact",
+    "tiny",
+    "large",
+    "column",
+    "order",
+)
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _weight(seed: int, rows: int, columns: int, dtype: torch.dtype, size: float = 0.02) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, columns, generator=generator) * size).to(dtype)
+
+
+def _nvfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scale = nvfp4.tensor_scale(nvfp4.amax(weight))
+    return (*nvfp4.quantize(weight, scale), scale)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_are_modelopts(case: str) -> None:
+    with numpy.load(GOLDEN) as file:
+        assert {key.split(".")[0] for key in file} == set(CASES)
+        data = {key.removeprefix(f"{case}."): file[key] for key in file if key.startswith(f"{case}.")}
+    weight = torch.from_numpy(data["weight"]).view(getattr(torch, str(data["dtype"])))
+    codes, bits, scale = _nvfp4(weight)
+    assert scale.numpy().tobytes() == data["scale_2"].tobytes()
+    assert numpy.array_equal(bits.numpy(), data["scale"])
+    assert numpy.array_equal(codes.numpy(), data["codes"])
+    values = nvfp4.dequantize(codes, bits, scale)
+    # As numbers: ModelOpt's table has +0 for the code of -0.
+    assert torch.equal(values, torch.from_numpy(data["values"]).view(torch.bfloat16))
+
+
+MODELOPT = """
+import torch
+from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+from megatron_nemotron3.precision.numerics import fp8, nvfp4
+for seed in range(12):
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.exp2(-torch.randint(0, 2 * seed + 1, (257, 32), generator=generator).float())
+    weight = torch.randn(257, 512, generator=generator) * 10.0 ** (2 * seed - 12)
+    weight = (weight * spread.repeat_interleave(16, 1)).to((torch.bfloat16, torch.float32)[seed % 2])
+    made, scale, scale_2 = NVFP4QTensor.quantize(weight.clone(), 16)
+    ours = nvfp4.tensor_scale(nvfp4.amax(weight))
+    codes, bits = nvfp4.quantize(weight, ours)
+    assert torch.equal(ours, scale_2) and torch.equal(bits, scale.view(torch.uint8)), seed
+    assert torch.equal(codes, made._quantized_data), seed
+    made, scale = FP8QTensor.quantize(weight.float())
+    ours = fp8.tensor_scale(fp8.amax(weight))
+    assert torch.equal(ours, scale), seed
+    assert torch.equal(fp8.quantize(weight, ours), made._quantized_data.view(torch.uint8)), seed
+"""
+
+
+def test_bytes_are_modelopts_on_larger_weights() -> None:
+    site = os.environ.get("MODELOPT_SITE")
+    if not site:
+        pytest.skip("MODELOPT_SITE names no folder with nvidia-modelopt")
+    path = os.pathsep.join((site, str(Path(__file__).parents[2])))
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MODELOPT], check=True, env=os.environ | {"PYTHONPATH": path}
+    )
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 9),
+    blocks=st.integers(1, 5),
+    dtype=st.sampled_from(TYPES),
+    power=st.integers(-20, 15),
+)
+def test_the_error_is_within_a_step(
+    seed: int, rows: int, blocks: int, dtype: torch.dtype, power: int
+) -> None:
+    """E2M1's widest step is 2 (from 4 to 6), so an element is off by at most the step of its block, and a
+    scale that was rounded down by 1/16 cuts 6 * 16/15 to 6."""
+    size = 2.0 ** (power if dtype != torch.float16 else power / 4)
+    weight = _weight(seed, rows, 16 * blocks, dtype, size)
+    codes, bits, scale = _nvfp4(weight)
+    exact = weight.double()
+    values = nvfp4.dequantize(codes, bits, scale, torch.float32).double()
+    steps = (e4m3.decode(bits) * scale).double().repeat_interleave(16, 1)
+    assert bool(((values - exact).abs() <= steps * 1.0001).all())
+    largest = exact.abs().unflatten(1, (-1, 16)).amax(-1)
+    assert bool(((e4m3.decode(bits) * scale).double() * 6 >= largest * (1 - 1 / 16)).all())
+    # Where nothing saturates every element is the nearest that its block can hold.
+    inside = (exact / steps).abs() <= 6
+    nearest = e2m1.decode(e2m1.encode((exact / steps).float())).double() * steps
+    assert bool((((values - exact).abs() <= (nearest - exact).abs() + steps * 1e-6) | ~inside).all())
+
+
+@given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 39), max_size=4))
+def test_bands_make_the_whole(seed: int, cuts: list[int]) -> None:
+    weight = _weight(seed, 40, 48, torch.bfloat16)
+    edges = sorted({0, 40, *cuts})
+    bands = [weight[a:b] for a, b in zip(edges, edges[1:])]
+    amax = max(nvfp4.amax(band) for band in bands)
+    assert torch.equal(amax, nvfp4.amax(weight))
+    scale = nvfp4.tensor_scale(amax)
+    parts = [nvfp4.quantize(band, scale) for band in bands]
+    codes, bits = nvfp4.quantize(weight, scale)
+    assert torch.equal(torch.cat([c for c, _ in parts]), codes)
+    assert torch.equal(torch.cat([b for _, b in parts]), bits)
+    assert torch.equal(nvfp4.block_scales(weight, scale), bits)
+    eight = fp8.tensor_scale(amax)
+    assert torch.equal(torch.cat([fp8.quantize(band, eight) for band in bands]), fp8.quantize(weight, eight))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_was_quantized_once_stays(dtype: torch.dtype) -> None:
+    weight = _weight(1, 16, 64, dtype)
+    codes, bits, scale = _nvfp4(weight)
+    values = nvfp4.dequantize(codes, bits, scale, torch.float32)
+    assert torch.equal(nvfp4.quantize(values, scale)[0] & 0x77, codes & 0x77)  # 8, the code of -0, becomes 0
+    eight = fp8.tensor_scale(fp8.amax(weight))
+    once = fp8.quantize(weight, eight)
+    assert torch.equal(fp8.quantize(fp8.dequantize(once, eight, torch.float32), eight), once)
+
+
+def test_normal_numbers_have_the_known_signal_to_noise_ratio() -> None:
+    weight = _weight(0, 256, 1024, torch.float32, 1.0)
+    codes, bits, scale = _nvfp4(weight)
+    for values, expected in (
+        (nvfp4.dequantize(codes, bits, scale, torch.float32), 20.4),
+        (
+            fp8.dequantize(fp8.quantize(weight, s := fp8.tensor_scale(fp8.amax(weight))), s, torch.float32),
+            31.5,
+        ),
+    ):
+        noise = (values - weight).square().mean()
+        assert 10 * torch.log10(weight.square().mean() / noise) == pytest.approx(expected, abs=0.25)
+
+
+def test_a_tensor_of_zeros_has_scales_that_are_numbers() -> None:
+    weight = torch.zeros(4, 32, dtype=torch.bfloat16)
+    codes, bits, scale = _nvfp4(weight)
+    assert scale == 1 / torch.tensor(2688.0) and not codes.any() and bool((bits == e4m3.ONE).all())
+    assert not nvfp4.dequantize(codes, bits, scale).any()
+    eight = fp8.tensor_scale(fp8.amax(weight))
+    assert eight == 1 / torch.tensor(448.0) and not fp8.quantize(weight, eight).any()
+    assert nvfp4.amax(torch.zeros(0, 16)) == 0
+
+
+def test_blocks_of_zeros_and_of_little_have_scales_above_zero() -> None:
+    weight = torch.zeros(3, 16)
+    weight[0, 0], weight[1, 0] = 6.0, 1e-9
+    codes, bits, _ = _nvfp4(weight)
+    assert e4m3.decode(bits).flatten().tolist() == [448.0, 2.0**-9, 1.0]
+    assert codes[1:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_infinity_and_nan_are_refused(bad: float) -> None:
+    weight = torch.ones(4, 32)
+    weight[2, 3] = bad
+    with pytest.raises(ValueError, match="holds infinity or NaN"):
+        nvfp4.amax(weight)
+    for module in (nvfp4, fp8):
+        with pytest.raises(ValueError, match="cannot be scaled"):
+            module.tensor_scale(torch.tensor(abs(bad)))
+
+
+def test_magnitudes_that_no_scale_can_reach_are_refused() -> None:
+    for module in (nvfp4, fp8):
+        smallest = torch.tensor(module.MIN_AMAX)
+        assert module.tensor_scale(smallest) >= torch.finfo(torch.float32).tiny
+        for amax in (smallest / 2, torch.tensor(-1.0)):
+            with pytest.raises(ValueError, match="cannot be scaled: expected 0, or .* and more"):
+                module.tensor_scale(amax)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="24 columns are not divisible by the NVFP4 block of 16"):
+        nvfp4.quantize(torch.ones(2, 24), torch.tensor(1.0))
+    codes, bits = torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 3, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"block scales \[4, 3\] do not fit packed elements \[4, 16\]"):
+        nvfp4.dequantize(codes, bits, torch.tensor(1.0))
+
+
+def test_narrow_weights_are_divided_in_float32() -> None:
+    for dtype in TYPES:
+        weight = _weight(9, 64, 256, dtype)
+        scale = fp8.tensor_scale(fp8.amax(weight))
+        bits = fp8.quantize(weight, scale)
+        assert torch.equal(bits, fp8.quantize(weight.float(), scale))
+        # Nobody else's element is nearer.
+        error = (fp8.dequantize(bits, scale, torch.float64) - weight.double()).abs()
+        for step in (1, -1):
+            inside = (bits & 0x7F).int() + step
+            other = (inside.clamp(0, 0x7E) | (bits & 0x80).int()).to(torch.uint8)
+            theirs = (fp8.dequantize(other, scale, torch.float64) - weight.double()).abs()
+            assert bool((error <= theirs * (1 + 1e-6)).all())
+
+
+def test_a_scale_for_each_row() -> None:
+    weight = _weight(5, 6, 32, torch.bfloat16) * torch.logspace(-3, 3, 6)[:, None].bfloat16()
+    scales = weight.float().abs().amax(1, keepdim=True) / 448
+    values = fp8.dequantize(fp8.quantize(weight, scales), scales, torch.float32)
+    assert bool(((values - weight.float()).abs() <= scales * 16).all())
+    assert bool((values.abs().amax(1) > 0).all())
