@@ -92,7 +92,7 @@ precision_file() { # write the recipe of every linear for MODEL, unless the user
     mkdir -p "$OUTPUT"
     local mine=$TE_PRECISION_CONFIG_FILE
     [ -e "$mine" ] || mine=$mine.$NODE_RANK.$$ # nodes write at the same time: each its own, then moved
-    python3 -m megatron_nemotron3 precision "$MODEL" ${TINY:+--tiny} --yaml "$mine" > /dev/null || exit 2
+    python3 -m megatron_nemotron3 precision "$MODEL" ${TINY:+--tiny} --output "$mine" > /dev/null || exit 2
     [ "$mine" = "$TE_PRECISION_CONFIG_FILE" ] || mv -f "$mine" "$TE_PRECISION_CONFIG_FILE"
 }
 
