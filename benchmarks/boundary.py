@@ -220,7 +220,7 @@ def summary(ranks: list[Measured], total: int) -> dict[str, Any]:
 
 def wire_table(rows: int, hidden: int, quick: bool) -> None:
     """Run both sides and print."""
-    from tests.helpers import run_distributed
+    from tests.support.distributed import run_distributed
 
     todo = cases(quick)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
+import hypothesis
 import pytest
+
+# No test may depend on how busy the machine is.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 _NVTE = {name for name in os.environ if name.startswith("NVTE_")}
 

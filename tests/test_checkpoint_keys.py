@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import GOLDEN_LAYOUTS, describe_golden_model, golden_file, run_distributed
+from tests.support.distributed import run_distributed
+from tests.support.models import GOLDEN_LAYOUTS, describe_golden_model, golden_file
 
 GOLDEN: dict[str, Any] = json.loads(golden_file().read_text())
 #: Name in the golden file -> (model, layout, rank).

@@ -13,8 +13,8 @@ import pytest
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import launch, log
-from tests.helpers import run_launcher
-from tests.short_run import mock_argv, short_schedule
+from tests.support.distributed import run_launcher
+from tests.support.short_run import mock_argv, short_schedule
 
 ROOT = Path(__file__).parent.parent
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR")
@@ -103,7 +103,7 @@ def test_layouts_with_the_same_weights_agree(script: Path, name: str, same_as: s
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_resuming_the_distributed_optimizer_changes_nothing(script: Path, tmp_path: Path) -> None:
-    """Upstream cannot resume it with torch's Adam; the shim mends that (cpu._optimizer_table)."""
+    """Upstream cannot resume it with torch's Adam; the shim mends that (cpu/megatron.py)."""
     name = "dp2-distributed-optimizer"
     layout, extra = LAYOUTS[name]
     folders = {"save": str(tmp_path), "load": str(tmp_path)}

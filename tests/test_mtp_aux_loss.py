@@ -20,7 +20,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_nemotron3.layers.mtp import MTPLayer
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
-from tests.helpers import SIZES, build_hybrid, initialize, run_distributed
+from tests.support.distributed import initialize, run_distributed
+from tests.support.models import SIZES, build_hybrid
 
 SEQUENCE, BATCH = 32, 3
 #: The coefficient of NVIDIA's recipes is 1e-4; the size does not matter here, it divides out.

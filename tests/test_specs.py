@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import build_hybrid, initialize, run_distributed, run_fresh
+from tests.support.distributed import initialize, run_distributed, run_fresh
+from tests.support.models import build_hybrid
 
 ROOT = Path(__file__).parents[1]
 MODULE = "megatron_nemotron3.specs"
@@ -43,7 +44,8 @@ import json, sys
 for name in {OPTIONAL!r}:
     sys.modules[name] = None  # import raises ImportError
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-from tests.helpers import build_hybrid, initialize, run_distributed
+from tests.support.distributed import initialize, run_distributed
+from tests.support.models import build_hybrid
 specs = __import__({MODULE!r}, fromlist=["_"])
 
 def build(name):

@@ -326,7 +326,7 @@ def test_checkpoint_keys_are_the_same_on_every_version(monkeypatch: pytest.Monke
 
     from megatron_nemotron3.layers.upstream import HybridModel
     from megatron_nemotron3.specs import nemotron3_torch_stack_spec
-    from tests.helpers import GOLDEN_MODELS, SIZES, VOCABULARY, describe, golden_file
+    from tests.support.models import GOLDEN_MODELS, SIZES, VOCABULARY, describe, golden_file
 
     pattern, fields = GOLDEN_MODELS["super_like"]
     stock = json.loads(golden_file().read_text())["super_like"]
@@ -370,7 +370,7 @@ STOCK = next((p for n in ("hybrid", "mamba") if (p := CHECKOUT / f"pretrain_{n}.
 def test_the_stock_script_trains_as_our_entry(tmp_path: Path) -> None:
     """Two stages, two MTP depths: the same losses, step by step, from the script and from our entry."""
     from megatron_nemotron3.train.log import Curve
-    from tests.short_run import mock_argv, short_schedule
+    from tests.support.short_run import mock_argv, short_schedule
 
     config = models.tiny(models.SUPER).but(pattern="MEM*EME*", vocab_size=255)
     argv = mock_argv(config, ParallelLayout(pp=2), short_schedule(3, eval_iters=1, save_interval=9), ())

@@ -109,7 +109,7 @@ def convert(options: argparse.Namespace) -> int:
             the models.
     """
     if options.check_logits is not None:
-        from megatron_nemotron3.logits.hugging_face import transformers_model
+        from megatron_nemotron3.convert.logits.hugging_face import transformers_model
 
         try:
             transformers_model()  # before any work: is it there, and new enough?
@@ -150,7 +150,7 @@ def convert(options: argparse.Namespace) -> int:
 
 def _prove(tokens: int, megatron: Any, hf: Any, config: Nemotron3Config) -> int:
     """Compare the logits of both checkpoints; returns the exit status."""
-    from megatron_nemotron3.logits.compare import check_logits
+    from megatron_nemotron3.convert.logits.compare import check_logits
 
     return check_logits(megatron, hf, config, tokens).exit_status
 

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.generate.command import add_checkpoint, check_draft, load_engine
 from megatron_nemotron3.models.command import stored_model
-from megatron_nemotron3.optional import quiet_on_cpu
 
 if TYPE_CHECKING:
     from megatron_nemotron3.generate.evaluate import Acceptance, Losses

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.args.command import add_launch, chosen_emulation, chosen_layout, chosen_schedule
+from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.monitor import settings as monitor
-from megatron_nemotron3.optional import quiet_on_cpu, te_problem
 from megatron_nemotron3.precision import settings as emulation
 
 
@@ -52,8 +52,11 @@ def train_command(options: argparse.Namespace) -> int:
     if options.monitor is not None:  # the training processes inherit it
         os.environ[monitor.VARIABLE] = str(monitor.parse_interval(str(options.monitor)))
     emulated, log_precision = chosen_emulation(options), _log_interval(options)
-    if options.backend == "te" and (problem := te_problem()):
-        raise ValueError(f"--backend te: {problem}")
+    if options.backend == "te":
+        from megatron_nemotron3.layers.backend import te_problem
+
+        if problem := te_problem():
+            raise ValueError(f"--backend te: {problem}")
     device = resolve_device(options.device)
     if device == "cpu":
         quiet_on_cpu()

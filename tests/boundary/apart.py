@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import PRELOAD
+from tests.support.distributed import PRELOAD
 
 NOTHING = "(ended without a word)"
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
-from tests.helpers import SIZES, VOCABULARY
+from tests.support.models import SIZES, VOCABULARY
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

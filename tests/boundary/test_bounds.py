@@ -44,7 +44,7 @@ def _rows(plan: Plan, side, of) -> dict[int, set[tuple[int, int]]]:
     return found
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(cases())
 def test_plans_meet_the_bounds(case) -> None:
     source, destination, image, plan = case
@@ -71,7 +71,7 @@ def test_plans_meet_the_bounds(case) -> None:
             assert all(moved.sent[rank] <= rows + meetings for rank, rows in low.leaving.items())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(cases())
 def test_between_disjoint_modules_v_crosses(case) -> None:
     source, destination, image, plan = case

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from tests.boundary.test_plans import expected
-from tests.helpers import run_distributed
+from tests.support.distributed import run_distributed
 
 HIDDEN = 5
 #: (source, destination) as `Layout.parse` reads them; six ranks.

@@ -11,7 +11,7 @@ from megatron_nemotron3.boundary import exchange, letters
 from megatron_nemotron3.boundary.bounds import bounds, traffic
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.sides import crossing
-from tests.helpers import run_distributed
+from tests.support.distributed import run_distributed
 
 HIDDEN = 8
 #: Rows of four samples.

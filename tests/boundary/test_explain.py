@@ -70,7 +70,7 @@ def test_long_tables_show_both_ends() -> None:
     assert "more" not in explain(plan, lines=2000).partition("bytes copied")[2]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_every_number_comes_from_the_plan(case) -> None:
     *_, plan = case

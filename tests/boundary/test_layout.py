@@ -19,7 +19,7 @@ def layouts(draw, dimensions=DIMENSIONS) -> Layout:
     return Layout(tuple(zip(names, sizes)), draw(st.sampled_from([0, 0, 5])), draw(st.booleans()))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(layouts())
 def test_lanes_are_those_of_upstreams_grid(layout: Layout) -> None:
     names = [name for name, _ in layout.dimensions]
@@ -42,7 +42,7 @@ def test_lanes_are_those_of_upstreams_grid(layout: Layout) -> None:
                 assert list(ranks[t :: layout.tp]) == sorted(ranks[t :: layout.tp])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(layouts())
 def test_text_there_and_back(layout: Layout) -> None:
     again = Layout.parse(str(layout))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.boundary.test_plans import zigzag
-from tests.helpers import run_distributed
+from tests.support.distributed import run_distributed
 
 LENGTH = 16
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.boundary import test_colocated_schedule as colocated
-from tests.helpers import run_distributed
+from tests.support.distributed import run_distributed
 
 SAMPLES, LENGTH, MICROBATCHES = colocated.SAMPLES, colocated.LENGTH, colocated.MICROBATCHES
 

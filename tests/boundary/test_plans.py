@@ -76,7 +76,7 @@ def expected(layout: Layout, image: np.ndarray, number: np.ndarray) -> dict[int,
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cases())
 def test_every_row_reaches_exactly_its_owners_and_gradients_come_back(case) -> None:
     source, destination, image, plan = case
@@ -97,7 +97,7 @@ def test_every_row_reaches_exactly_its_owners_and_gradients_come_back(case) -> N
     }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases())
 def test_between_disjoint_modules_each_row_goes_once_and_no_rank_carries_more_than_its_part(case) -> None:
     source, destination, image, plan = case
@@ -146,7 +146,7 @@ def test_a_thousand_ranks(source, destination) -> None:
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16, "fp8": np.uint8}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.sampled_from(sorted(DTYPES)), st.integers(0, 2**31))
 def test_values_equal_the_concatenation_bit_for_bit(case, dtype: str, seed: int) -> None:
     """Any bits, NaN and -0 too: the microbatch's rows concatenated, and every rank's share of that."""

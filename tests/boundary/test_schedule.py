@@ -11,7 +11,7 @@ import pytest
 
 from tests.boundary.apart import run_apart
 from tests.boundary.pipeline import Result, Runner, World, compare, microbatches
-from tests.helpers import run_distributed
+from tests.support.distributed import run_distributed
 
 UNEQUAL = {"images": "pp=2", "audio": "tp=1,offset=2", "language": "tp=1,offset=3"}
 

@@ -72,7 +72,7 @@ def packed(bounds: list[int], cp: int, c: int) -> list[int]:
 DOCUMENTS = st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(sum)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(DOCUMENTS, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
 def test_packed_documents(sizes: list[int], cp: int, tp: int) -> None:
     """Every document in 2 * cp chunks of its own, then tp parts of a rank's positions; empty ones too."""
@@ -88,7 +88,7 @@ def test_packed_documents(sizes: list[int], cp: int, tp: int) -> None:
     assert [flat(rows) for rows in plain] == [packed(bounds, cp, c) for c in range(cp) for _ in range(tp)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_rows_of_packed_documents_reach_their_owners(data) -> None:
     source = Layout.of(tp=data.draw(st.sampled_from([1, 2])), dp=data.draw(st.sampled_from([1, 2, 3])))

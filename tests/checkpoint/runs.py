@@ -15,8 +15,8 @@ from unittest import mock
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import launch, log
-from tests import helpers
-from tests.short_run import mock_argv, short_schedule
+from tests.support import distributed
+from tests.support.short_run import mock_argv, short_schedule
 
 #: Three layers, one of each kind, and MTP.
 CONFIG = tiny(get("super")).but(pattern="ME*", vocab_size=255)
@@ -32,7 +32,7 @@ def argv(layout: ParallelLayout, *extra: str, **folders: str) -> list[str]:
 
 def train(layout: ParallelLayout, *extra: str, **folders: str) -> tuple[log.Curve, str]:
     """(losses, everything printed) of a run that comes to its end."""
-    output = helpers.run_launcher(argv(layout, *extra, **folders), layout.world_size, timeout=240)
+    output = distributed.run_launcher(argv(layout, *extra, **folders), layout.world_size, timeout=240)
     curve = log.Curve()
     for line in output.splitlines():
         curve.add(line)
@@ -59,7 +59,7 @@ def die_while_saving(
     with mock.patch.dict(os.environ, environment):
         call = pickle.dumps((_launch_mortally, arguments, dict(os.environ)))
     try:
-        helpers._start(call, layout.world_size, None, 240, daemon=False)
+        distributed.start_ranks(call, layout.world_size, None, 240, daemon=False)
     except RuntimeError as death:
         # Another rank may be the first to report: it has lost its peer.
         signs = ("exit code -9", f"exit code -{signal.SIGXFSZ}", "gloo/transport/tcp")
@@ -88,7 +88,7 @@ def _launch_mortally(words: list[str], folder: str, journal: str, fatal: int, li
     os.write(notes, f"session {os.getpid()}\n".encode())
     if os.environ["RANK"] == "0":
         _arm(notes, folder, fatal, limit)
-    return helpers._launch(words)
+    return distributed.launch(words)
 
 
 def _arm(notes: int, folder: str, fatal: int, limit: int | None) -> None:

@@ -136,7 +136,7 @@ def _changed(path: Path, position: int, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit]))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_a_flipped_bit_is_named_or_harmless(sound: Path, data: st.DataObject) -> None:
     """In any file. Harmless: every tensor reads bit for bit as before."""

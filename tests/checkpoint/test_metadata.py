@@ -105,7 +105,7 @@ def test_a_pickle_cannot_change_the_stand_ins(folder: Path, tmp_path: Path) -> N
     assert read_metadata(folder).tensors
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_damaged_pickles_are_refused_or_read(folder: Path, data: st.DataObject, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
     """Whatever bytes stand there: an index, or one kind of error; nothing else happens."""

@@ -139,7 +139,7 @@ def test_zip64_where_32_bits_end(length: int, tmp_path: Path) -> None:
         assert other.read("archive/version") == b"3\n"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 9), max_size=4), st.sampled_from(sorted(ITEM_SIZE)))
 def test_any_shape(shape: list[int], dtype: str) -> None:
     tensor = made(dtype, tuple(shape))

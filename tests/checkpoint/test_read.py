@@ -51,7 +51,7 @@ def test_the_writer_of_these_tests_is_read_by_torch(folder: Path) -> None:
     assert all(writer.same_bytes(state[name], tensor) for name, tensor in expected.items())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_rows(folder: Path, data: st.DataObject) -> None:
     expected = {name: t for name, t in writer.tensors().items() if t.ndim}

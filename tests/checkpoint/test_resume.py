@@ -14,7 +14,7 @@ from megatron_nemotron3.checkpoint import folders, resume
 from megatron_nemotron3.checkpoint.loading import Options, options
 from megatron_nemotron3.checkpoint.resume import Source, before_start, settle
 from tests.checkpoint import writer
-from tests.helpers import run_launcher
+from tests.support.distributed import run_launcher
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return shape, draw(st.permutations(_tiles(draw, (0,) * len(shape), shape, 4)))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(tiling=tilings(), data=st.data())
 def test_tilings_and_what_is_left_of_them(
     tiling: tuple[tuple[int, ...], list[Box]], data: st.DataObject

@@ -74,7 +74,7 @@ def test_every_type(dtype: str, tmp_path: Path) -> None:
 _NUMBER = st.one_of(st.integers(0, 300), st.integers(0, 1 << 62))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=300),

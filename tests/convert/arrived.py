@@ -9,8 +9,8 @@ from megatron_nemotron3.checkpoint.metadata import read_metadata
 from megatron_nemotron3.models import Nemotron3Config
 from tests.checkpoint.reading import read_rows
 from tests.convert.models import GOLDEN
-from tests.helpers import run_distributed
 from tests.parallel.tensors import Tensors, gather
+from tests.support.distributed import run_distributed
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 #: Arguments of `initialize`.
@@ -62,8 +62,9 @@ def _load_spec(spec: list[str], name: str, sizes: dict[str, int], folder: Path) 
     from megatron.core.dist_checkpointing.validation import StrictHandling
     from megatron.core.transformer.spec_utils import import_module
 
-    from tests.helpers import GOLDEN_MODELS, build_hybrid, initialize
     from tests.parallel.tensors import pieces
+    from tests.support.distributed import initialize
+    from tests.support.models import GOLDEN_MODELS, build_hybrid
     from tests.te.interchange import state
 
     initialize(**sizes)

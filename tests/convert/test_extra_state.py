@@ -16,7 +16,8 @@ from megatron_nemotron3.convert.inventory import links
 from megatron_nemotron3.convert.places import places, what_else
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from tests.convert.models import DISTINCT, GOLDEN, random_config
-from tests.helpers import golden_file, initialize, run_distributed
+from tests.support.distributed import initialize, run_distributed
+from tests.support.models import golden_file
 
 STOCK: dict[str, Any] = json.loads(golden_file().read_text())
 

@@ -12,10 +12,9 @@ from megatron_nemotron3.checkpoint.metadata import CheckpointIndex, StoredTensor
 from megatron_nemotron3.convert.masters import masters
 from megatron_nemotron3.convert.places import plain, what_else
 from megatron_nemotron3.train import launch
-from tests import helpers
 from tests.checkpoint.reading import read_rows
 from tests.checkpoint.runs import CONFIG
-from tests.short_run import short_schedule
+from tests.support.short_run import short_schedule
 
 BF16, FP32 = (StoredTensor(kind, (4, 2), ()) for kind in ("bfloat16", "float32"))
 RESHARD = ("--dist-ckpt-optim-fully-reshardable",)
@@ -43,7 +42,7 @@ def saved(folder: Path, layout: ParallelLayout, distributed: bool, *extra: str) 
         distributed_optimizer=distributed,
     )
     argv = ["--device", "cpu", str(launch.ENTRY), *to_argv(chosen)]
-    helpers.run_launcher(argv, layout.world_size, timeout=240)
+    distributed.run_launcher(argv, layout.world_size, timeout=240)
     return read_metadata(folder / "iter_0000002")
 
 

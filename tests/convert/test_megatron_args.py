@@ -20,7 +20,7 @@ from megatron_nemotron3.convert.inventory import megatron_tensors
 from megatron_nemotron3.convert.megatron_args import args_of, common_state, config_of
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from tests.convert.models import DISTINCT, GOLDEN, random_config
-from tests.helpers import run_fresh
+from tests.support.distributed import run_fresh
 
 CATALOG = [get(name) for name in models.names()]
 MODELS = [*CATALOG, *map(tiny, CATALOG), DISTINCT, *GOLDEN.values(), *map(random_config, range(40))]

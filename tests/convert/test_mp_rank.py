@@ -26,7 +26,7 @@ from tests.checkpoint import runs
 from tests.checkpoint.reading import read_rows
 from tests.convert.models import DISTINCT
 from tests.golden.checkpoints.values import part, values
-from tests.helpers import initialize, run_distributed
+from tests.support.distributed import initialize, run_distributed
 
 #: Rows of the embedding of all models here; DISTINCT has 509 words.
 PADDED = 512

@@ -16,9 +16,9 @@ from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models import names as catalog_names
 from megatron_nemotron3.models.parameters import layer_tensors
 from tests.convert.models import DISTINCT, GOLDEN, PADDED, assemble, chunks, random_config, stored_parameters
-from tests.helpers import describe, golden_file
 from tests.parity.conftest import world_of_one
 from tests.parity.mapping import megatron_model, randomize, to_transformers
+from tests.support.models import describe, golden_file
 
 CATALOG = catalog_names()
 

@@ -275,7 +275,7 @@ def test_written_and_read_back(tmp_path: Path, name: str, with_scales: bool) -> 
             assert error < (0.03 if weight.algorithm == "FP8" else 0.11)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_slice_is_the_slice_of_the_whole(data: st.DataObject) -> None:
     config = get("super-tiny")

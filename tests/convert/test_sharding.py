@@ -13,8 +13,8 @@ from megatron_nemotron3.convert.names import PARAMETER, Row
 from megatron_nemotron3.convert.places import Names
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.convert.models import DISTINCT, GOLDEN, assemble, chunks, stored_parameters
-from tests.helpers import initialize, run_distributed
 from tests.parity.mapping import megatron_model
+from tests.support.distributed import initialize, run_distributed
 
 #: All the sizes of DISTINCT, but divisible by 8.
 WIDE = DISTINCT.but(

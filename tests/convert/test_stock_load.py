@@ -30,9 +30,9 @@ from tests.convert import arrived
 from tests.convert.arrived import same, written
 from tests.convert.folders import write_hf
 from tests.convert.models import DISTINCT, GOLDEN
-from tests.helpers import run_distributed
 from tests.parallel.case import Case
 from tests.parallel.tensors import gather
+from tests.support.distributed import run_distributed
 
 LAYOUTS = {
     "one rank": ParallelLayout(),

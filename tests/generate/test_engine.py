@@ -27,7 +27,6 @@ def repeatable(examples: int) -> Callable[[Any], Any]:
         max_examples=examples,
         derandomize=True,
         database=None,
-        deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
     )
 

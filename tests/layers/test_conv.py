@@ -78,7 +78,7 @@ def check_against_reference(inputs, seq_idx, activation, seed=1):
         assert ((got[name].double() - value).abs() <= limit).all(), name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     s=st.integers(1, 40),
     b=st.integers(1, 3),

@@ -65,7 +65,7 @@ def norm_sizes(group, eps):
     return sizes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lead=st.sampled_from([(1,), (7,), (3, 5), (2, 1, 4)]),
     d=st.integers(1, 40),
@@ -83,7 +83,7 @@ def test_rms_norm(lead, d, dtype, block, seed):
         check(functional.rms_norm, functional.rms_norm_reference, inputs, norm_sizes(d, 1e-5), m, eps=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lead=st.sampled_from([(1,), (7,), (3, 5)]),
     groups=st.integers(1, 4),
@@ -149,7 +149,7 @@ def weighted_sizes(exact, dy):
     return [y, dx, (positive.square() * dy.abs()).sum(-1)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(n=st.integers(0, 30), d=st.integers(1, 20), dtype=DTYPES, block=BLOCKS, seed=st.integers(0, 2**20))
 def test_weighted_squared_relu(n, d, dtype, block, seed):
     torch.manual_seed(seed)
@@ -165,7 +165,7 @@ def test_weighted_squared_relu(n, d, dtype, block, seed):
         )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(shape=st.sampled_from([(1,), (5, 7), (2, 3, 4)]), dtype=DTYPES, seed=st.integers(0, 2**20))
 def test_squared_relu(shape, dtype, seed):
     """Equal to the last bit in every dtype: relu is exact, the square and its gradient round once."""
@@ -226,7 +226,7 @@ def test_saved_memory():
         assert [t.numel() for p, t in saved.items() if p not in given] == expected, name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     counts=st.lists(st.integers(0, 5), min_size=1, max_size=6),
     sizes=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)),

@@ -192,7 +192,7 @@ def test_norm_and_fused_linear(world: None, zero_centered: bool) -> None:
     assert_same(fused(x)[0], expected, [x, *fused.parameters()])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     counts=st.lists(st.integers(0, 5), min_size=1, max_size=6),
     sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),

@@ -101,7 +101,7 @@ def check_against_reference(inputs, seq_idx, seed=1):
     assert got["state"].dtype == torch.promote_types(x.dtype, torch.float32)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     s=st.sampled_from(AROUND_CHUNKS) | st.integers(1, 300),
     b=st.integers(1, 2),
@@ -180,7 +180,7 @@ def test_state_carries_over(chunked_prefix):
         torch.testing.assert_close(y, second[:, t])
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     lengths=st.lists(st.sampled_from([1, 2, 63, 64, 65]) | st.integers(1, 90), min_size=2, max_size=4),
     seed=st.integers(0, 2**20),

@@ -41,7 +41,7 @@ def theirs(text: str) -> megatron.ParsedHybridPattern | None:
         return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(WELL_FORMED)
 def test_megatron_builds_the_same_layers(text: str) -> None:
     parsed, reference = parse(text), megatron.parse_hybrid_pattern(text)
@@ -59,7 +59,7 @@ def test_megatron_builds_the_same_layers(text: str) -> None:
     assert count(text) == {k: megatron.get_hybrid_layer_counts(text)[k] for k in KINDS}
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(ANY_TEXT)
 def test_accepts_what_megatron_accepts_except_empty_parts(text: str) -> None:
     parsed, reference = ours(text), theirs(text)
@@ -115,7 +115,7 @@ def test_last_stage_may_hold_mtp_alone() -> None:
         join_stages(["MEM", ""])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.text("M*E-", min_size=1, max_size=9),
     st.integers(1, 9),

@@ -19,7 +19,8 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
-from tests.helpers import build_hybrid, initialize
+from tests.support.distributed import initialize
+from tests.support.models import build_hybrid
 
 PATTERN = "MEM*EE/*E/*E"
 MICRO_BATCHES = 3

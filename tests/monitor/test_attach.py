@@ -13,7 +13,8 @@ import pytest
 from megatron_nemotron3 import cli
 from megatron_nemotron3 import run as launcher
 from megatron_nemotron3.monitor import settings
-from tests.helpers import build_hybrid, initialize, run_distributed
+from tests.support.distributed import initialize, run_distributed
+from tests.support.models import build_hybrid
 
 
 def build(pattern: str = "ME", monitor: str = "1", tracker: str = "", **overrides: Any) -> tuple[str, int]:

@@ -16,8 +16,8 @@ from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.series import KINDS
 from megatron_nemotron3.train import launch, log
-from tests.helpers import run_launcher
-from tests.short_run import mock_argv, short_schedule
+from tests.support.distributed import run_launcher
+from tests.support.short_run import mock_argv, short_schedule
 
 STOCK = Path(os.environ.get("MEGATRON_LM_DIR") or "/nowhere") / "pretrain_hybrid.py"
 #: Every part: M, E with a latent width, *, two MTP depths that share their weights.

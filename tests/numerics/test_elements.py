@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_nemotron3.numerics import e2m1, e4m3
@@ -76,7 +76,6 @@ def test_halfway_points_go_to_the_even_mantissa_and_their_neighbors_do_not(modul
 
 
 @FORMATS
-@settings(deadline=None)
 @given(numbers=st.lists(NUMBERS, min_size=1, max_size=20))
 def test_any_number_gets_the_nearest_value(module, values, sign, numbers) -> None:
     codes = module.encode(torch.tensor(numbers)).tolist()
@@ -102,7 +101,6 @@ def test_e4m3_agrees_with_torch_within_range() -> None:
     assert torch.equal(e4m3.decode(torch.tensor([0x7F, 0xFF], dtype=torch.uint8)).isnan(), torch.ones(2) > 0)
 
 
-@settings(deadline=None)
 @given(codes=st.lists(st.integers(0, 15), min_size=2, max_size=40).filter(lambda c: len(c) % 2 == 0))
 def test_packing_puts_the_even_column_low_and_unpacking_undoes_it(codes: list[int]) -> None:
     tensor = torch.tensor([codes, codes[::-1]], dtype=torch.uint8)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_nemotron3.numerics import e2m1, e4m3, fp8, nvfp4
@@ -88,7 +88,6 @@ def test_bytes_are_modelopts_on_larger_weights() -> None:
     )
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     rows=st.integers(1, 9),
@@ -116,7 +115,6 @@ def test_the_error_is_within_a_step(
     assert bool((((values - exact).abs() <= (nearest - exact).abs() + steps * 1e-6) | ~inside).all())
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 39), max_size=4))
 def test_bands_make_the_whole(seed: int, cuts: list[int]) -> None:
     weight = _weight(seed, 40, 48, torch.bfloat16)

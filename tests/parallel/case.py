@@ -10,7 +10,7 @@ from unittest import mock
 
 from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, flags, to_argv
 from megatron_nemotron3.models import Nemotron3Config
-from tests.short_run import short_schedule
+from tests.support.short_run import short_schedule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
-from tests.helpers import initialize, run_distributed
 from tests.parallel.batch import Batch, batches
 from tests.parallel.case import Case
 from tests.parallel.tensors import Pieces, Tensors, gather, gradients, load, pieces
+from tests.support.distributed import initialize, run_distributed
 
 
 @dataclass

@@ -87,7 +87,6 @@ def check_parity(examples: int, repeatable: bool) -> None:
         max_examples=examples,
         derandomize=repeatable,
         database=None,
-        deadline=None,
         print_blob=True,
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=[HealthCheck.too_slow],

@@ -13,8 +13,8 @@ from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
 from megatron_nemotron3.plan.activations import KINDS, layer_activations, stage_activations
 from megatron_nemotron3.plan.recompute import MODULES, NONE, Recompute, modules
-from tests.helpers import run_distributed
 from tests.parallel.case import Case
+from tests.support.distributed import run_distributed
 
 SUPER, NANO, DENSE = (tiny(get(name)) for name in ("super", "nano", "nano-9b-v2"))
 TOLERANCE = 0.01

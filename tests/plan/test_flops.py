@@ -10,7 +10,7 @@ from megatron_nemotron3.args import ParallelLayout, flags, to_argv
 from megatron_nemotron3.build import megatron_args
 from megatron_nemotron3.models import get, names, tiny
 from megatron_nemotron3.plan.flops import model_operations, step_flops, stock_differences
-from tests.helpers import run_fresh
+from tests.support.distributed import run_fresh
 
 LENGTH = 128
 #: Not matrix products, or (scores on a CPU) products that torch's counter does not know.

@@ -22,9 +22,9 @@ from megatron_nemotron3.plan.inflight import in_flight
 from megatron_nemotron3.plan.memory import approximate_state, buffers, memory
 from megatron_nemotron3.plan.recompute import NONE, Recompute
 from megatron_nemotron3.plan.state import BF16, FP32, State, padded_vocab_size, state
-from tests.helpers import run_distributed
 from tests.parallel.case import Case
 from tests.parallel.world import Run
+from tests.support.distributed import run_distributed
 
 SUPER = tiny(get("super"))
 TOLERANCE = 0.05

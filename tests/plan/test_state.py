@@ -9,9 +9,9 @@ import pytest
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import count, get, names, tiny
 from megatron_nemotron3.plan.state import BF16, FP32, State, parameters, state
-from tests.helpers import run_distributed
 from tests.parallel.case import Case
 from tests.parallel.world import Run
+from tests.support.distributed import run_distributed
 
 CONFIG = tiny(get("super")).but(pattern="MEM*EME*")
 DISTRIBUTED = ("--use-distributed-optimizer",)

@@ -12,9 +12,9 @@ from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.plan.elements import stage_elements
 from megatron_nemotron3.plan.state import parameters
 from megatron_nemotron3.plan.traffic import ALL_TO_ALL, step_traffic
-from tests.helpers import run_distributed
 from tests.parallel.case import Case
 from tests.parallel.world import Run
+from tests.support.distributed import run_distributed
 
 CONFIG = tiny(get("super")).but(pattern="MEM*E")
 DENSE = tiny(get("nano-4b"))

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megatron_nemotron3.precision.settings import VARIABLE
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
-from tests.helpers import VOCABULARY, build_hybrid
+from tests.support.models import VOCABULARY, build_hybrid
 
 PATTERN = "MEM*E/*E/*E"
-#: Over `helpers.SIZES`: an in_proj of 336 rows, 168 at TP=2 would not fill blocks, so 32 heads are for that.
+#: Over `SIZES`: an in_proj of 336 rows, 168 at TP=2 would not fill blocks, so 32 heads are for that.
 FIELDS: dict[str, Any] = {
     "mamba_num_heads": 16,
     "mamba_head_dim": 8,

@@ -21,7 +21,8 @@ from torch import Tensor
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.report import Row
 from megatron_nemotron3.precision.settings import LOG_VARIABLE
-from tests.helpers import VOCABULARY, initialize
+from tests.support.distributed import initialize
+from tests.support.models import VOCABULARY
 
 from .emulating import built
 

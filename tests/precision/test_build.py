@@ -16,7 +16,7 @@ from megatron_nemotron3.models import tiny
 from megatron_nemotron3.precision import install, yaml_file
 from megatron_nemotron3.precision.modules import expected
 from megatron_nemotron3.precision.settings import VARIABLE
-from tests.helpers import initialize, run_distributed
+from tests.support.distributed import initialize, run_distributed
 
 from .emulating import seed
 

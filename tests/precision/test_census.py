@@ -23,7 +23,8 @@ from megatron_nemotron3.precision.modules import Structure, expected
 from megatron_nemotron3.precision.share import TAIL, shares
 from megatron_nemotron3.precision.table import bf16_tail
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile
-from tests.helpers import GOLDEN_MODELS, golden_file, run_distributed
+from tests.support.distributed import run_distributed
+from tests.support.models import GOLDEN_MODELS, golden_file
 
 GOLDEN: dict[str, Any] = json.loads(golden_file().read_text())
 NAMES = ("nano", "super", "ultra")

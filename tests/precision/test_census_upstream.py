@@ -26,7 +26,8 @@ from megatron_nemotron3.precision.census import (
     require_nvfp4,
 )
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFileError
-from tests.helpers import GOLDEN_MODELS, build_hybrid, initialize, run_distributed
+from tests.support.distributed import initialize, run_distributed
+from tests.support.models import GOLDEN_MODELS, build_hybrid
 
 from .test_census import GOLDEN, content
 
@@ -247,7 +248,7 @@ LIVE = f"""
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
 import yaml
-from tests import helpers
+from tests.support import distributed, models
 from megatron_nemotron3.models import SUPER
 from megatron_nemotron3.precision import yaml_file
 
@@ -256,10 +257,10 @@ def take(module, name):
     from megatron.core.transformer.spec_utils import import_module
     from megatron_nemotron3.precision.census import census, require_nvfp4
 
-    helpers.initialize()
-    pattern, fields = helpers.GOLDEN_MODELS["super_like"]
+    distributed.initialize()
+    pattern, fields = models.GOLDEN_MODELS["super_like"]
     recipe = RecipeConfig.from_config_dict(yaml.safe_load(yaml_file.render(SUPER)))
-    model = helpers.build_hybrid(
+    model = models.build_hybrid(
         pattern, import_module((module, name)), quant_recipe=recipe, num_layers_at_end_in_bf16=1,
         **fields, **{FP4!r},
     )
@@ -273,7 +274,7 @@ def take(module, name):
 
 specs = {{"stock": ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
          "te": ("megatron_nemotron3.specs", "nemotron3_te_stack_spec")}}
-taken = {{who: helpers.run_distributed(take, 1, *spec)[0] for who, spec in specs.items()}}
+taken = {{who: distributed.run_distributed(take, 1, *spec)[0] for who, spec in specs.items()}}
 print("RESULT", json.dumps(taken))
 """
 

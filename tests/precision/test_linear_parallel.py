@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron_nemotron3.precision import install
 from megatron_nemotron3.precision.products import recipe
 from megatron_nemotron3.precision.settings import Emulation
-from tests.helpers import hybrid_config, initialize, run_distributed
+from tests.support.distributed import initialize, run_distributed
+from tests.support.models import hybrid_config
 
 from .emulating import built, step
 from .test_linear import NOISE, QUANTIZED, Step, away, definition

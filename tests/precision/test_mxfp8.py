@@ -44,7 +44,7 @@ def _reference(block: list[float]) -> tuple[int, list[Fraction]]:
     return exponent + 127, values
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     power=st.integers(-125, 120),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3 import run
-from tests.helpers import initialize, run_distributed
+from tests.support.distributed import initialize, run_distributed
 
 from .test_census_upstream import FP4, listening, tiny_super
 
@@ -70,7 +70,7 @@ LIVE = f"""
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
 import yaml
-from tests import helpers
+from tests.support import distributed, models
 from megatron_nemotron3.models import SUPER
 from megatron_nemotron3.precision import yaml_file
 
@@ -79,11 +79,11 @@ def take(tail):
     from megatron.core.quantization.quant_config import RecipeConfig
     from megatron_nemotron3 import run
 
-    helpers.initialize()
-    pattern, fields = helpers.GOLDEN_MODELS["super_like"]
+    distributed.initialize()
+    pattern, fields = models.GOLDEN_MODELS["super_like"]
     recipe = RecipeConfig.from_config_dict(yaml.safe_load(yaml_file.render(SUPER)))
     run.verify_nvfp4({ASKED!r})
-    model = helpers.build_hybrid(
+    model = models.build_hybrid(
         pattern, hybrid_stack_spec, quant_recipe=recipe, num_layers_at_end_in_bf16=tail, **fields, **{FP4!r}
     )
     try:
@@ -93,7 +93,7 @@ def take(tail):
     except Exception:
         return "passed"
 
-print("RESULT", json.dumps([helpers.run_distributed(take, 1, tail)[0] for tail in (1, 500)]))
+print("RESULT", json.dumps([distributed.run_distributed(take, 1, tail)[0] for tail in (1, 500)]))
 """
 
 

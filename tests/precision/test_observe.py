@@ -22,7 +22,7 @@ from megatron_nemotron3.precision.settings import LOG_VARIABLE, logging, parse_l
 from megatron_nemotron3.precision.shadow import Observed
 from megatron_nemotron3.precision.spec import Spec
 from megatron_nemotron3.precision.statistics import Sums, measure, numbers
-from tests.helpers import initialize, run_distributed
+from tests.support.distributed import initialize, run_distributed
 
 from .emulating import assert_same, built, seed, step
 from .measuring import Run, Seen, train

@@ -20,8 +20,8 @@ from megatron_nemotron3.precision.report import GRADIENT, Row
 from megatron_nemotron3.precision.settings import LOG_VARIABLE
 from megatron_nemotron3.precision.shadow import Observed
 from megatron_nemotron3.train import launch
-from tests.helpers import initialize, run_distributed, run_launcher
-from tests.short_run import mock_argv, short_schedule
+from tests.support.distributed import initialize, run_distributed, run_launcher
+from tests.support.short_run import mock_argv, short_schedule
 
 from .emulating import built
 from .measuring import Run, train

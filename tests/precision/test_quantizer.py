@@ -47,7 +47,7 @@ def _zeros(x: torch.Tensor) -> float:
 
 
 @EVERY_SPEC
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     groups=st.integers(1, 3),
@@ -112,7 +112,7 @@ def test_the_column_axis_is_the_row_axis_of_the_transpose() -> None:
     assert torch.equal(fake_quantize(x, SPECS["mxfp8_column"]), fake_quantize(x.t(), SPECS["mxfp8"]).t())
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10_000),
     rows=st.integers(1, 4),

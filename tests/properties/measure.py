@@ -14,9 +14,9 @@ from typing import Any
 from unittest import mock
 
 from megatron_nemotron3.models import count
-from tests.helpers import run_distributed
 from tests.properties import step
 from tests.properties.step import Case, Outcome, Refusal
+from tests.support.distributed import run_distributed
 
 # -- what is pretended to be there ---------------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ def draw_many(strategy: st.SearchStrategy[Any], number: int) -> list[Any]:
         max_examples=6 * number,
         derandomize=True,
         database=None,
-        deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

@@ -80,7 +80,6 @@ def check_cures(case: Case) -> set[str]:
 
 @settings(
     max_examples=100,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],

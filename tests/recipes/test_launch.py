@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import run_launcher
 from tests.recipes.cases import BASIC, ROOT, run
+from tests.support.distributed import run_launcher
 
 RECIPES = ROOT / "recipes"
 SCRIPTS = sorted(RECIPES.glob("**/*.sh"))

@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import GOLDEN_LAYOUTS, GOLDEN_MODELS, build_hybrid, initialize, run_distributed
+from tests.support.distributed import initialize, run_distributed
+from tests.support.models import GOLDEN_LAYOUTS, GOLDEN_MODELS, build_hybrid
 
 MODEL = "super_like"
 

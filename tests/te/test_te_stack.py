@@ -38,16 +38,17 @@ pytestmark = [
 DESCRIBE = f"""
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
-from tests import helpers
+from tests.support.distributed import run_distributed
+from tests.support.models import GOLDEN_LAYOUTS, GOLDEN_MODELS, describe_golden_model
 from megatron_nemotron3.layers.backend import te_problem
 
 models = {{}}
-for layout, (world, sizes) in helpers.GOLDEN_LAYOUTS.items():
-    for model in helpers.GOLDEN_MODELS:
+for layout, (world, sizes) in GOLDEN_LAYOUTS.items():
+    for model in GOLDEN_MODELS:
         if model + layout + ("_rank0" if layout else "") not in {list(GOLDEN)!r}:
             continue
         for who, spec in {SPECS!r}.items():
-            ranks = helpers.run_distributed(helpers.describe_golden_model, world, model, sizes, *spec)
+            ranks = run_distributed(describe_golden_model, world, model, sizes, *spec)
             for rank, described in enumerate(ranks):
                 models[f"{{who}} {{model}}{{layout}}" + (f"_rank{{rank}}" if layout else "")] = described
 print("RESULT", json.dumps({{"te_problem": te_problem(), "models": models}}))
@@ -57,7 +58,8 @@ print("RESULT", json.dumps({{"te_problem": te_problem(), "models": models}}))
 TRAIN = """
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
-from tests import helpers
+from tests.support.distributed import initialize, run_distributed
+from tests.support.models import build_hybrid
 
 def train(bf16, distributed):
     import torch
@@ -67,9 +69,9 @@ def train(bf16, distributed):
     from megatron.core.transformer.module import Float16Module
     from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 
-    helpers.initialize()
+    initialize()
     dtype = {"bf16": bf16, "params_dtype": torch.bfloat16 if bf16 else torch.float32}
-    model = helpers.build_hybrid("ME*-", nemotron3_torch_stack_spec, moe_latent_size=32, **dtype)
+    model = build_hybrid("ME*-", nemotron3_torch_stack_spec, moe_latent_size=32, **dtype)
     config = model.config
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
     model = DistributedDataParallel(config, ddp, Float16Module(config, model) if bf16 else model)
@@ -89,7 +91,7 @@ def train(bf16, distributed):
     return losses
 
 runs = {
-    f"bf16={bf16} distributed={distributed}": helpers.run_distributed(train, 1, bf16, distributed)[0]
+    f"bf16={bf16} distributed={distributed}": run_distributed(train, 1, bf16, distributed)[0]
     for bf16 in (False, True)
     for distributed in (False, True)
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.boundary.upstream.run import run_file
-from tests.helpers import run_distributed
+from tests.support.distributed import run_distributed
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
 pytestmark = [

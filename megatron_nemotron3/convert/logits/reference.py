@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_nemotron3.convert.logits.reader import Source, TensorReader
+from megatron_nemotron3.convert.logits.routing import Agreement, Selection, agree
 from megatron_nemotron3.convert.places import plain, what_else
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.functional import (
@@ -23,8 +25,6 @@ from megatron_nemotron3.layers.functional import (
     weighted_squared_relu,
 )
 from megatron_nemotron3.layers.ssd import ssd_chunked
-from megatron_nemotron3.logits.routing import Agreement, Selection, agree
-from megatron_nemotron3.logits.weights import Source, Weights
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Megatron builds the gated norm of its Mamba-2 mixer with this epsilon, whatever the other norms have.
@@ -48,7 +48,7 @@ class Reference:
 
     def __init__(self, source: Source, config: Nemotron3Config) -> None:
         names = {plain(key): key for key in source.tensors if what_else(key) is None}
-        self.weights, self.config = Weights("Megatron", source, names), config
+        self.weights, self.config = TensorReader("Megatron", source, names), config
         self.hidden = config.hidden_size
 
     def embed(self, ids: Tensor) -> Tensor:
