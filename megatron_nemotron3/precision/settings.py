@@ -20,7 +20,7 @@ from dataclasses import dataclass
 VARIABLE = "NEMOTRON3_EMULATE"
 FORMAT = "nvfp4"
 LOG_VARIABLE = "NEMOTRON3_LOG_PRECISION"
-#: Iterations from one measurement to the next if nobody says (cost: docs/precision_report.md).
+#: Iterations from one measurement to the next if nobody says (cost: docs/nvfp4.md).
 LOG_DEFAULT = 100
 #: Name in the variable -> field of `Emulation`.
 SWITCHES = {
