@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_nemotron3.checkpoint.files import save_figure
 from megatron_nemotron3.generate.evaluate import Acceptance, Losses
-from megatron_nemotron3.picture import save
 
 
 def plot(losses: Losses, accepted: Sequence[Acceptance], stated: int, path: Path, title: str) -> None:
@@ -47,4 +47,4 @@ def plot(losses: Losses, accepted: Sequence[Acceptance], stated: int, path: Path
     else:
         right.set_axis_off()
     figure.suptitle(title)
-    save(figure, path)
+    save_figure(figure, path)

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.convert.checkpoints import open_checkpoint
+from megatron_nemotron3.convert.logits.reader import Source, TensorReader
 from megatron_nemotron3.convert.places import places
 from megatron_nemotron3.generate.attention import Attention
 from megatron_nemotron3.generate.layers import Layer, Norm, Read, norm, transposed
 from megatron_nemotron3.generate.mamba import Mamba
 from megatron_nemotron3.generate.mlp import MLP
 from megatron_nemotron3.generate.moe import MixtureOfExperts
-from megatron_nemotron3.logits.weights import Source
-from megatron_nemotron3.logits.weights import Weights as Tensors
 from megatron_nemotron3.models import Nemotron3Config
 
 KINDS: dict[str, Callable[[Read, Nemotron3Config], Layer]] = {
@@ -104,7 +103,7 @@ def read(
     mtp: bool = True,
 ) -> Weights:
     """The weights of a source of tensors under Hugging Face names. Arguments and errors as `load`."""
-    tensors, target, d = Tensors("checkpoint", source), torch.device(device), config.hidden_size
+    tensors, target, d = TensorReader("checkpoint", source), torch.device(device), config.hidden_size
     if dtype is None:
         dtype = getattr(torch, source.tensors[tensors.find("backbone.embeddings.weight")].dtype)
 

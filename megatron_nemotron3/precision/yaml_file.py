@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoint.files import write_text
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.fit import misfits
-from megatron_nemotron3.precision.modules import Structure, kinds_of
 from megatron_nemotron3.precision.schema import (
     NO_FILE,
     PARAMS,
@@ -28,7 +28,7 @@ from megatron_nemotron3.precision.schema import (
     read_matcher,
     strict_loader,
 )
-from megatron_nemotron3.precision.table import BF16, LINEARS, MXFP8, NVFP4
+from megatron_nemotron3.precision.table import BF16, LINEARS, MXFP8, NVFP4, Structure
 
 __all__ = [
     "FLAG",
@@ -54,7 +54,7 @@ _BODIES = {
 
 def render(config: Nemotron3Config) -> str:
     """The text of the published recipe's file for a model: one matcher a row that the model has."""
-    present = kinds_of(Structure.of(config))
+    present = Structure.of(config).kinds()
     rows = [kind for kind in LINEARS if kind.matchers and kind.name in present]
     lines = [
         f"# NVFP4 recipe for {config.title}: what does not follow the layer's NVFP4.",
@@ -83,7 +83,7 @@ def write(config: Nemotron3Config, path: str | Path) -> None:
     path, text = Path(path), render(config)
     if path.exists() and path.read_text() != text:
         raise FileExistsError(f"{path} exists and differs from the recipe of {config.name}: remove it first")
-    path.write_text(text)
+    write_text(path, text)
 
 
 def read(path: str | Path, config: Nemotron3Config | Structure | None = None) -> PrecisionFile:

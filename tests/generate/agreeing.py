@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.weights import read
 from megatron_nemotron3.models import Nemotron3Config, get
-from tests.logits.pair import InMemory
+from tests.convert.logits.pair import InMemory
 
 from .models import CONTEXT, tensors
 

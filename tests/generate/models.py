@@ -16,7 +16,7 @@ from megatron_nemotron3.generate.span import Span
 from megatron_nemotron3.generate.state import KeyValues, MambaState, State
 from megatron_nemotron3.generate.weights import read
 from megatron_nemotron3.models import Nemotron3Config, get
-from tests.logits.pair import InMemory
+from tests.convert.logits.pair import InMemory
 
 #: Of logits and states, which are of size 1; two orders of the same sums are 2e-5 apart.
 ATOL = 1e-4

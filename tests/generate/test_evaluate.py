@@ -23,7 +23,7 @@ from megatron_nemotron3.generate.text import Tokenizer
 from megatron_nemotron3.generate.weights import load, read
 from megatron_nemotron3.models import get
 from tests.convert.folders import write_hf
-from tests.logits.pair import pair
+from tests.convert.logits.pair import pair
 from tests.parity.compare import forward
 from tests.parity.conftest import world  # noqa: F401  a fixture
 

@@ -13,7 +13,7 @@ from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.generate import generate
 from megatron_nemotron3.generate.weights import read
 from megatron_nemotron3.models import get
-from tests.logits.pair import InMemory
+from tests.convert.logits.pair import InMemory
 from tests.parity.compare import oracle, without_mtp
 
 from .models import CONTEXT, MARGIN, routing_margin, tensors

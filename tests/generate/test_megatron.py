@@ -18,7 +18,7 @@ from megatron_nemotron3.generate.weights import read
 from megatron_nemotron3.layers.conv import causal_conv1d_reference
 from megatron_nemotron3.layers.ssd import ssd_reference
 from megatron_nemotron3.models import get
-from tests.logits.pair import pair
+from tests.convert.logits.pair import pair
 from tests.parity.compare import forward
 from tests.parity.conftest import world  # noqa: F401  a fixture
 

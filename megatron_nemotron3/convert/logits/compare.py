@@ -22,11 +22,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.convert.logits.hugging_face import HuggingFace
+from megatron_nemotron3.convert.logits.reader import Source
+from megatron_nemotron3.convert.logits.reference import Reference
+from megatron_nemotron3.convert.logits.report import Layer, Logits, Report
 from megatron_nemotron3.convert.places import Place, places
-from megatron_nemotron3.logits.hugging_face import HuggingFace
-from megatron_nemotron3.logits.reference import Reference
-from megatron_nemotron3.logits.report import Layer, Logits, Report
-from megatron_nemotron3.logits.weights import Source
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Places of the streams in [3, s, d].

@@ -38,7 +38,7 @@ class Source(Protocol):
         ...
 
 
-class Weights:
+class TensorReader:
     """The tensors of one side.
 
     Args:

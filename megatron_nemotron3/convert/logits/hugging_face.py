@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_nemotron3.convert import config_json
-from megatron_nemotron3.logits.routing import Selection
-from megatron_nemotron3.logits.weights import Source, Weights
+from megatron_nemotron3.convert.logits.reader import Source, TensorReader
+from megatron_nemotron3.convert.logits.routing import Selection
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Earlier versions compute the scan wrong on a CPU behind its first chunk (transformers #47246).
@@ -91,7 +91,7 @@ class HuggingFace:
         except Exception as problem:  # its validators have exceptions of their own
             raise ValueError(f"{path}: transformers cannot read it: {problem}") from None
         self.config._attn_implementation = self.config._experts_implementation = "eager"
-        self.weights, self.hidden = Weights("Hugging Face", source), config.hidden_size
+        self.weights, self.hidden = TensorReader("Hugging Face", source), config.hidden_size
         self._block_types = {"": list(self.config.layers_block_type)}
         if config.has_mtp:
             self._block_types["mtp."] = list(self.config.mtp_layers_block_type) * config.mtp_num_blocks
@@ -196,7 +196,7 @@ def _plain_torch(modeling: Any) -> Iterator[None]:
 class OneExpertAtATime(torch.nn.Module):
     """Stands in for transformers' experts: runs its module, which holds one expert, for each selected one."""
 
-    def __init__(self, expert: Any, weights: Weights, prefix: str) -> None:
+    def __init__(self, expert: Any, weights: TensorReader, prefix: str) -> None:
         super().__init__()
         # Not as submodule: the block's state dict must not hold what has no fixed content.
         self.run, self.weights, self.prefix = [expert], weights, prefix

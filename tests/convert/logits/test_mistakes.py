@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.logits.compare import check_logits
-from megatron_nemotron3.logits.report import Report
+from megatron_nemotron3.convert.logits.compare import check_logits
+from megatron_nemotron3.convert.logits.report import Report
 from megatron_nemotron3.models import get
 from tests.parity.conftest import world_of_one
 

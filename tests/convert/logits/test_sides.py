@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.logits import hugging_face
-from megatron_nemotron3.logits.compare import check_logits
-from megatron_nemotron3.logits.routing import TIE, Selection, agree
-from megatron_nemotron3.logits.weights import BAND_ELEMENTS, Weights
+from megatron_nemotron3.convert.logits import hugging_face
+from megatron_nemotron3.convert.logits.compare import check_logits
+from megatron_nemotron3.convert.logits.reader import BAND_ELEMENTS, TensorReader
+from megatron_nemotron3.convert.logits.routing import TIE, Selection, agree
 from megatron_nemotron3.models import get
 from tests.convert.models import stored_parameters
 from tests.parity.conftest import world_of_one
@@ -155,7 +155,7 @@ def test_old_transformers_is_refused(version: str, right_one: bool, monkeypatch:
 def test_it_needs_neither_megatron_nor_transformers_to_be_imported() -> None:
     """`pip install megatron-nemotron3[convert]` has no megatron-core; transformers is for those who ask."""
     code = (
-        "import sys, megatron_nemotron3.logits.compare; "
+        "import sys, megatron_nemotron3.convert.logits.compare; "
         "print([m for m in ('megatron', 'megatron.core', 'transformers', 'triton') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -219,7 +219,7 @@ def test_other_numbers_of_experts_are_refused() -> None:
 
 def test_bands_are_small_and_complete(tmp_path: Path) -> None:
     table = torch.randn(2 * BAND_ELEMENTS // 1000 + 7, 1000)
-    weights = Weights("test", InMemory({"w": table}, tmp_path))
+    weights = TensorReader("test", InMemory({"w": table}, tmp_path))
     bands = list(weights.bands("w", tuple(table.shape)))
     assert len(bands) == 3 and all(band.numel() <= BAND_ELEMENTS for _, _, band in bands)
     assert torch.equal(torch.cat([band for _, _, band in bands]), table)
@@ -229,6 +229,6 @@ def test_bands_are_small_and_complete(tmp_path: Path) -> None:
 
 def test_rows_of_one_expert(tmp_path: Path) -> None:
     stacked = torch.randn(4, 6, 5)
-    weights = Weights("test", InMemory({"w": stacked}, tmp_path))
+    weights = TensorReader("test", InMemory({"w": stacked}, tmp_path))
     ((start, stop, band),) = weights.bands("w", (4, 6, 5), within=(2,))
     assert (start, stop) == (0, 6) and torch.equal(band, stacked[2])

@@ -12,7 +12,7 @@ import torch
 
 from megatron_nemotron3.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.convert.command import Options, convert_from_hf, convert_to_hf
-from megatron_nemotron3.logits.compare import check_logits
+from megatron_nemotron3.convert.logits.compare import check_logits
 from megatron_nemotron3.models import get
 from tests.checkpoint.writer import write
 from tests.parity.conftest import world_of_one
@@ -48,8 +48,8 @@ def test_memory_at_the_real_widths_of_super() -> None:
 
     Seen: 1.4 GiB. transformers' own block of one such layer would take 11.3 GB in FP32.
     """
-    command = [sys.executable, "-m", "tests.logits.synthetic", "super", "150"]
-    root = Path(__file__).parent.parent.parent
+    command = [sys.executable, "-m", "tests.convert.logits.synthetic", "super", "150"]
+    root = Path(__file__).parents[3]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])

@@ -1,6 +1,6 @@
 """Real layer widths without a file: numbers made when they are read.
 
-python -m tests.logits.synthetic super 200     # one layer of each kind and MTP: time and peak memory
+python -m tests.convert.logits.synthetic super 200     # one layer of each kind and MTP: time and peak memory
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from megatron_nemotron3.convert import config_json, inventory
+from megatron_nemotron3.convert.logits.compare import check_logits, memory_bound
 from megatron_nemotron3.convert.stored import Reads, SourceTensor
 from megatron_nemotron3.convert.views import Converted
-from megatron_nemotron3.logits.compare import check_logits, memory_bound
 from megatron_nemotron3.models import Nemotron3Config, get
 
 #: Numbers that are repeated; a prime, so that rows of a weight are not each other's copies.

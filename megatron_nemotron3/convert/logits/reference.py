@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_nemotron3.convert.logits.reader import Source, TensorReader
+from megatron_nemotron3.convert.logits.routing import Agreement, Selection, agree
 from megatron_nemotron3.convert.places import plain, what_else
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.functional import (
@@ -23,12 +25,9 @@ from megatron_nemotron3.layers.functional import (
     weighted_squared_relu,
 )
 from megatron_nemotron3.layers.ssd import ssd_chunked
-from megatron_nemotron3.logits.routing import Agreement, Selection, agree
-from megatron_nemotron3.logits.weights import Source, Weights
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.config import GATED_NORM_EPSILON
 
-#: Megatron builds the gated norm of its Mamba-2 mixer with this epsilon, whatever the other norms have.
-GATED_NORM_EPS = 1e-5
 #: Names of the norm in front of a mixer, by layer kind: fused into the first linear layer, or separate.
 NORMS = {
     "M": ("mixer.in_proj.layer_norm_weight", "norm.weight"),
@@ -48,7 +47,7 @@ class Reference:
 
     def __init__(self, source: Source, config: Nemotron3Config) -> None:
         names = {plain(key): key for key in source.tensors if what_else(key) is None}
-        self.weights, self.config = Weights("Megatron", source, names), config
+        self.weights, self.config = TensorReader("Megatron", source, names), config
         self.hidden = config.hidden_size
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -133,7 +132,7 @@ class Reference:
             D=D,
         ).flatten(-2)
         gain = self.weights.tensor(name + "norm.weight", (inner,))
-        y = gated_group_rms_norm(y, z, gain, group_size=inner // groups, eps=GATED_NORM_EPS)
+        y = gated_group_rms_norm(y, z, gain, group_size=inner // groups, eps=GATED_NORM_EPSILON)
         return self._linear(y, name + "out_proj.weight", self.hidden)
 
     def _in_proj(self, name: str, x: Tensor, parts: dict[str, int]) -> Tensor:
