@@ -27,7 +27,7 @@ ALLOWED = {
     "generate": {"checkpoint", "convert", "data", "layers", "models"},
     "compression": {"checkpoint", "convert", "layers", "models"},
     "doctor": {"args", "build", "cpu", "layers", "models"},
-    "layers": {"cpu", "models", "monitor", "precision", "versions"},
+    "layers": {"cpu", "models", "monitor", "precision"},
     "specs": {"layers"},
     "build": {"args", "cpu", "layers", "models", "precision"},
     "pretrain": {"build", "layers"},
