@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by every recipe. The command goes to stdout, everything else to stderr; docs/recipes.md explains.
+# Sourced by every recipe. The command goes to stdout, everything else to stderr; docs/launching.md explains.
 #
 # launch       GPUS (per node) NNODES NODE_RANK MASTER_ADDR MASTER_PORT: recipes/slurm.sh sets them from Slurm.
 #              DRY_RUN=1 prints and stops. NO_DOCTOR=1 skips `nemotron3 doctor`.
