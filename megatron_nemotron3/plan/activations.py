@@ -2,7 +2,7 @@
 
 Routing is assumed to be balanced: a rank's experts receive as many rows as its own tokens send. `imbalance` is
 the number of rows on the busiest rank over that. Recomputation comes from `Launch.extra`.
-What is counted, and how it is measured: docs/memory.md and `activation_forms`.
+What is counted, and how it is measured: docs/plan.md and `activation_forms`.
 """
 
 from __future__ import annotations

@@ -190,7 +190,9 @@ def describe(answer: Answer, remedies: list[str] | None = None) -> dict[str, Any
             "seconds": vars(found.step) | {"total": found.step.total},
             "tokens_per_second_per_gpu": found.tokens,
             "flags": command(question, found),
-            "traffic": [asdict(transfer) | {"sent": transfer.sent} for transfer in step_traffic(found.launch)],
+            "traffic": [
+                asdict(transfer) | {"sent": transfer.sent} for transfer in step_traffic(found.launch)
+            ],
         }
 
     return {
@@ -242,6 +244,8 @@ def memory_bars(answer: Answer, path: Path) -> None:
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=7)
     axes.set_xlabel("GB on the fullest rank")
-    axes.set_title(f"{question.config.name} on {question.gpus:,} {question.gpu.name}, {question.launch.precision}")
+    axes.set_title(
+        f"{question.config.name} on {question.gpus:,} {question.gpu.name}, {question.launch.precision}"
+    )
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     save_figure(figure, path)

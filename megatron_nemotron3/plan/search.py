@@ -171,7 +171,18 @@ def legal(question: Question) -> list[ParallelLayout]:
     for layout in layouts(question):
         key = (layout.tp, layout.cp, layout.ep, layout.etp, min(layout.pp, 2))
         if key not in checked:
-            violations = rules.check(question.at(layout))
+            launch = question.at(layout)
+            violations = rules.check(
+                launch.config,
+                launch.layout,
+                launch.precision,
+                launch.backend,
+                launch.schedule,
+                extra=launch.extra,
+                te_precision_config_file=launch.te_precision_config_file,
+                compute_capability=launch.compute_capability,
+                megatron_core=launch.megatron_core,
+            )
             checked[key] = not any(violation.severity == "error" for violation in violations)
         if checked[key]:
             found.append(layout)
@@ -268,9 +279,7 @@ def _all_ranks_fit(question: Question, launch: Launch) -> bool:
 def _fits_somehow(question: Question, layout: ParallelLayout, recompute: Recompute) -> bool:
     """Whether one sequence a microbatch fits with some number of virtual stages."""
     cuts = (vpp for vpp, size in _variants(question, layout) if size == 1)
-    return any(
-        _all_ranks_fit(question, question.at(replace(layout, vpp=vpp), 1, recompute)) for vpp in cuts
-    )
+    return any(_all_ranks_fit(question, question.at(replace(layout, vpp=vpp), 1, recompute)) for vpp in cuts)
 
 
 class _TimeBound:

@@ -122,9 +122,7 @@ class Machine:
         return self.gpu.hbm * self.assumed.memory
 
 
-def seconds(
-    transfer: Transfer, layout: ParallelLayout, machine: Machine, copies: int | None = None
-) -> float:
+def seconds(transfer: Transfer, layout: ParallelLayout, machine: Machine, copies: int | None = None) -> float:
     """Time of a transfer. NVLink and network work at the same time.
 
     Args:
@@ -186,9 +184,7 @@ def _layer_time(launch: Launch, machine: Machine, kind: str) -> LayerTime:
     # The backend is Transformer Engine on a GPU: what it keeps is what crosses memory. Quantizing reads and
     # writes what packing saves.
     saved = layer_activations(
-        replace(
-            launch, backend="te", precision="fp32" if launch.precision == "fp32" else "bf16", extra=()
-        ),
+        replace(launch, backend="te", precision="fp32" if launch.precision == "fp32" else "bf16", extra=()),
         kind,
     )
     held = kind_elements(config, kind, layout.tp, layout.etp, layout.ep)
@@ -238,9 +234,7 @@ def one_replica(launch: Launch) -> Launch:
     return replace(
         launch,
         layout=ParallelLayout(tp=layout.tp, sp=layout.sp, cp=layout.cp, ep=layout.ep, etp=layout.etp),
-        schedule=TrainingSchedule(
-            seq_length=launch.seq_length, micro_batch_size=launch.micro_batch_size
-        ),
+        schedule=TrainingSchedule(seq_length=launch.seq_length, micro_batch_size=launch.micro_batch_size),
     )
 
 

@@ -185,9 +185,7 @@ _LAYER_TRANSFERS = {
 
 
 @lru_cache(maxsize=65536)
-def stage_kinds(
-    config: Nemotron3Config, pp: int, vpp: int, pp_rank: int, seq_length: int
-) -> dict[str, int]:
+def stage_kinds(config: Nemotron3Config, pp: int, vpp: int, pp_rank: int, seq_length: int) -> dict[str, int]:
     """Layer kind (as in `layer_transfers`) -> how often a pipeline rank applies it to a microbatch."""
     stages = stage_patterns(config, pp * vpp, seq_length)
     applied = "".join(stages[pp_rank::pp])
