@@ -15,8 +15,8 @@ functions are written to save, and are not measured. They differ from "torch" as
 | E | activation | FC2's input | FC2's input |
 | E | dispatch | | INT32 row maps instead of INT64 indices |
 
-With MXFP8 or NVFP4, Transformer Engine keeps the input of a quantized linear packed (one copy, along the other
-axis) in place of BF16. Layers of the BF16 tail keep BF16; the layers of a kind are counted alike, at their mean.
+With MXFP8 or NVFP4, Transformer Engine keeps the input of a quantized linear packed (one copy, along the
+other axis) in place of BF16. Layers of the BF16 tail keep BF16; all layers of a kind count at their mean.
 """
 
 from __future__ import annotations
@@ -214,9 +214,9 @@ def moe(c: Nemotron3Config, at: Share) -> Form:
 def moe_backward(c: Nemotron3Config, at: Share, ep: int) -> int:
     """Bytes that exist besides the saved tensors during the backward of an E layer's experts.
 
-    These are the gradients of the experts' inputs and outputs, and on a GPU, which computes all experts at once,
-    of the tensor between the two linears. Without gradient accumulation fusion (torch, auto) the gradients of
-    all their weights exist, too, before Megatron accumulates them.
+    These are the gradients of the experts' inputs and outputs, and on a GPU, which computes all experts at
+    once, of the tensor between the two linears. Without gradient accumulation fusion (torch, auto) the
+    gradients of all their weights exist, too, before Megatron accumulates them.
     """
     ffn = (c.moe_ffn_hidden_size or 0) // at.etp
     rows = round(at.shard * (c.moe_router_topk or 0) * at.etp * at.imbalance)
@@ -299,7 +299,7 @@ def quantized_share(config: Nemotron3Config, layer: str) -> float:
 
 @lru_cache(maxsize=1024)
 def bytes_by_linear(config: Nemotron3Config, precision: str) -> dict[str, float]:
-    """Linear of the precision table -> mean bytes of a packed element over the decoder layers that have it."""
+    """Linear of the precision table -> mean bytes of a packed element, over the decoder's layers."""
     if precision not in (MXFP8, NVFP4):
         return {}
     found = {}

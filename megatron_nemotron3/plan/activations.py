@@ -1,7 +1,7 @@
 """Bytes of activations that one microbatch leaves on a rank until its backward. Standard library only.
 
-Routing is assumed to be balanced: a rank's experts receive as many rows as its own tokens send. `imbalance` is
-the number of rows on the busiest rank over that. Recomputation comes from `Launch.extra`.
+Routing is assumed to be balanced: a rank's experts receive as many rows as its own tokens send. `imbalance`
+is the number of rows on the busiest rank over that. Recomputation comes from `Launch.extra`.
 What is counted, and how it is measured: docs/plan.md and `activation_forms`.
 """
 
@@ -55,12 +55,12 @@ def _kind_bytes(config: Nemotron3Config, at: Share) -> Table:
 def layer_activations(launch: Launch, kind: str, *, imbalance: float = 1.0) -> dict[str, int]:
     """Bytes that one layer keeps for one microbatch on one rank, by module.
 
-    Backend "torch" is measured on a CPU; "auto", with its GPU kernels, and "te" are derived, not measured. When
-    whole layers are recomputed, the layer is taken to be the first of a run: it keeps its input.
+    Backend "torch" is measured on a CPU; "auto", with its GPU kernels, and "te" are derived, not measured.
+    When whole layers are recomputed, the layer is taken to be the first of a run: it keeps its input.
 
     Args:
-        kind: one of `KINDS`. "mtp" is what one depth keeps besides its layers; "output" is the final norm, the
-            output layer and the loss, those of all MTP depths included.
+        kind: one of `KINDS`. "mtp" is what one depth keeps besides its layers; "output" is the final norm,
+            the output layer and the loss, those of all MTP depths included.
         imbalance: routed tokens of the rank over the mean.
 
     Raises:
@@ -89,7 +89,7 @@ def stage_activations(launch: Launch, stage: int, *, imbalance: float = 1.0) -> 
 
 @dataclass(frozen=True)
 class _Unit:
-    """What backward processes as one: a layer, a run of recomputed layers, an MTP depth, the end of the model.
+    """What backward processes as one: a layer, a run of recomputed layers, an MTP depth, or the model's end.
 
     kept: bytes held from forward to backward. again: bytes recomputed in its backward. experts: whether it
     contains routed experts.
@@ -112,7 +112,7 @@ def _layer_units(pattern: str, recompute: Recompute, table: Table) -> list[_Unit
 
 
 def _mtp_units(config: Nemotron3Config, recompute: Recompute, table: Table) -> list[_Unit]:
-    """One depth in the order of forward. With "uniform" Megatron recomputes the whole depth, else its layers."""
+    """One depth in the order of forward. Method "uniform" recomputes the whole depth, others its layers."""
     inner, (own, _, stream) = config.mtp_pattern or "", table["mtp"]
     if not (recompute.full and recompute.method == "uniform"):
         return [_Unit("mtp", own, 0, False), *_layer_units(inner, recompute, table)]

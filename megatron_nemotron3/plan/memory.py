@@ -32,12 +32,12 @@ class Memory:
 
     weights, gradients, optimizer: as `state.State`.
     activations: by layer kind, of all microbatches in flight.
-    recompute_peak: what recomputing one module or run of layers adds to that. By then the backward of the loss
-        and of the later layers is over, and what they held is free.
+    recompute_peak: what recomputing one module or run of layers adds to that. By then the backward of the
+        loss and of the later layers is over, and what they held is free.
     buffers: the sum of `buffers`, and what the backward of routed experts adds (`activation_forms`).
 
-    Not included: the CUDA context, communicators, workspaces of kernels, other gradients of activations, other
-    gradients of weights before they are accumulated, fragmentation.
+    Not included: the CUDA context, communicators, workspaces of kernels, other gradients of activations,
+    other gradients of weights before they are accumulated, fragmentation.
     """
 
     weights: int
@@ -65,8 +65,8 @@ def memory(
     Args:
         launch: recomputation and the type of gradients come from its `extra`.
         imbalance: as for `activations.layer_activations`.
-        exact: data-parallel and expert-data-parallel rank whose weights, gradients and optimizer are counted to
-            the byte, padding included (`state.state`, which is slow); None: a mean rank.
+        exact: data-parallel and expert-data-parallel rank whose weights, gradients and optimizer are counted
+            to the byte, padding included (`state.state`, which is slow); None: a mean rank.
 
     Raises:
         ValueError: an unknown precision or backend, no such rank, or fewer layers than stages.
@@ -116,8 +116,8 @@ def _weight_copies(config: Nemotron3Config, kind: str, precision: str, layout: P
 def weight_copies(config: Nemotron3Config, at: Share, kind: str, ep: int) -> int:
     """Mean bytes of the packed copies of a decoder layer's weights on a rank.
 
-    Transformer Engine packs the weight of a quantized linear along both axes, and keeps the copies from the first
-    microbatch of a step to the next step. Derived from its modules, not measured.
+    Transformer Engine packs the weight of a quantized linear along both axes, and keeps the copies from the
+    first microbatch of a step to the next step. Derived from its modules, not measured.
     """
     return _weight_copies(config, kind, at.precision, ParallelLayout(tp=at.tp, etp=at.etp, ep=ep))
 
@@ -125,10 +125,10 @@ def weight_copies(config: Nemotron3Config, at: Share, kind: str, ep: int) -> int
 def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:
     """Bytes that exist while a microbatch is computed and that no saved tensor holds, by purpose.
 
-    sequence gather: the input of a column-parallel linear, gathered from all TP ranks in a buffer of Megatron's.
+    sequence gather: the input of a column-parallel linear, gathered from all TP ranks in Megatron's buffer.
     expert exchange: the rows that a rank sends to experts, and those that it receives before it sorts them.
     routing: probabilities and map [tokens, experts] of the last microbatch, which every dispatcher keeps.
-    pipeline: one tensor received and one sent in each direction; interleaved schedules receive one more early.
+    pipeline: one tensor received and one sent in each direction; interleaved, twice as many.
     logits: in the model's precision, besides the FP32 softmax made from them.
     """
     config, layout = launch.config, launch.layout
@@ -159,10 +159,11 @@ def in_flight(
 ) -> tuple[int, ...]:
     """Microbatches whose activations a pipeline rank holds at the worst moment, for each of its vpp chunks.
 
-    1F1B: a rank first runs pp - rank - 1 forward passes, then alternates forward and backward, so it holds
-    pp - rank microbatches. Interleaved (vpp > 1): the unit is one microbatch in one of the rank's vpp chunks. The
-    rank first runs 2 * (pp - rank - 1) + (vpp - 1) * pp of them; forward takes pp microbatches through a chunk
-    before the next chunk, and backward does so from the last chunk on. These are Megatron 0.19's schedules.
+    1F1B: a rank first runs pp - rank - 1 forward passes, then alternates forward and backward. So it holds
+    pp - rank microbatches. Interleaved (vpp > 1): the unit is one microbatch in one of the rank's vpp chunks.
+    The rank first runs 2 * (pp - rank - 1) + (vpp - 1) * pp of them; forward takes pp microbatches through a
+    chunk before the next chunk, and backward does so from the last chunk on. These are Megatron 0.19's
+    schedules.
 
     Args:
         microbatches: of one step.

@@ -16,9 +16,10 @@ from megatron_nemotron3.models import Nemotron3Config
 GRANULARITIES = ("none", "selective", "full")
 METHODS = ("uniform", "block")
 
-#: Module of `--recompute-modules` -> (layer kind it is part of, backends that support it). Megatron 0.19.2 also
-#: has `mla_up_proj` and `gdn_norm_out`, which belong to parts that this family lacks. `layernorm` and `moe_act`
-#: need Transformer Engine (`args.rules`); in the torch spec the norms of M, * and - are parts of their linears.
+#: Module of `--recompute-modules` -> (layer kind it is part of, backends that support it). Megatron 0.19.2
+#: also has `mla_up_proj` and `gdn_norm_out`, which belong to parts that this family lacks. `layernorm` and
+#: `moe_act` need Transformer Engine (`args.rules`); in the torch spec the norms of M, * and - are parts of
+#: their linears.
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "core_attn": ("*", ("te", "torch")),
     "mlp": ("-", ("te", "torch")),

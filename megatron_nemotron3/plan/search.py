@@ -130,8 +130,8 @@ class Candidate:
 class Answer:
     """The result of a search.
 
-    best: distinct layouts, fastest first. legal: number of layouts that the rules allow. fitting: number of those
-    that fit. smallest: if nothing fits, the layout that needs least memory, with everything recomputed.
+    best: distinct layouts, fastest first. legal: number of layouts that the rules allow. fitting: number of
+    those that fit. smallest: if nothing fits, the layout that needs least memory, with everything recomputed.
     """
 
     question: Question
@@ -163,8 +163,8 @@ def layouts(question: Question) -> Iterator[ParallelLayout]:
 def legal(question: Question) -> list[ParallelLayout]:
     """The layouts that divide the GPUs and the batch, and that the rules allow.
 
-    Rules depend on the sizes inside a stage, and on pp only against the number of layers, so each way to divide
-    a stage is checked once.
+    Rules depend on the sizes inside a stage, and on pp only against the number of layers, so each way to
+    divide a stage is checked once.
     """
     checked: dict[tuple[int, ...], bool] = {}
     found = []

@@ -1,9 +1,9 @@
 """Bytes of weights, gradients and optimizer on each rank, in closed form. Standard library only.
 
-A projection of the table of tensors (`models.tensors`). `state` is exact: it goes through the parameters in the
-order in which the torch spec registers them, because padding and a rank's share of the distributed optimizer
-depend on that order. `approximate_state` counts by layer kind, so that thousands of layouts can be compared;
-it leaves out less than 64 elements a parameter and the padding at the end of a bucket.
+A projection of the table of tensors (`models.tensors`). `state` is exact: it goes through the parameters in
+the order in which the torch spec registers them, because padding and a rank's share of the distributed
+optimizer depend on that order. `approximate_state` counts by layer kind, so that thousands of layouts can be
+compared; it leaves out less than 64 elements a parameter and the padding at the end of a bucket.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ def _optimizer_share(elements: list[int], ranks: int, rank: int) -> tuple[int, i
 class Elements:
     """Elements of a rank's parameters.
 
-    dense: reduced over data ranks. expert: reduced over the copies of the experts. replicated: the part of dense
-    that every tensor rank holds whole.
+    dense: reduced over data ranks. expert: reduced over the copies of the experts. replicated: the part of
+    dense that every tensor rank holds whole.
     """
 
     dense: int = 0

@@ -3,8 +3,8 @@
 The time of a microbatch on a pipeline rank is a sum over its layers: matrix products at a share of the GPU's
 peak in their format; saved activations read and written a number of times (norms, convolutions, permutations
 and quantization are bound by memory); weights read and gradients accumulated; a fixed cost for each layer
-(kernel launches, host); and collectives, none of them hidden, as in the stock schedule of a hybrid model. A step
-adds the pipeline bubble, the data-parallel traffic that backward does not cover, and the optimizer.
+(kernel launches, host); and collectives, none of them hidden, as in the stock schedule of a hybrid model. A
+step adds the pipeline bubble, the data-parallel traffic that backward does not cover, and the optimizer.
 docs/measurements.md compares the model with published runs.
 """
 

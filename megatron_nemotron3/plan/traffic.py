@@ -3,17 +3,17 @@
 Standard library only.
 
 These are the collectives of Megatron as the flags of this package set it up: sequence parallelism with tensor
-parallelism, the all-to-all dispatcher (which sends every copy of a token), the all-to-all of Mamba and gathered
-keys and values under context parallelism, one reduce-scatter of gradients and one all-gather of weights a step.
-Exchanges of sizes (tokens per expert, loss sums) are left out: they are kilobytes.
+parallelism, the all-to-all dispatcher (which sends every copy of a token), the all-to-all of Mamba and
+gathered keys and values under context parallelism, one reduce-scatter of gradients and one all-gather of
+weights a step. Exchanges of sizes (tokens per expert, loss sums) are left out: they are kilobytes.
 
 `Transfer.buffer` is tested against counted collectives (tests/plan/test_traffic.py). How much of it one rank
 sends follows from the ring or the exchange (`sent`).
 
-Megatron's rank order is tp, cp, dp, pp (expert grid: etp, ep, edp, pp), fastest first, so the ranks of a group
-have a fixed stride. Ranks in one NVLink domain communicate over NVLink, others over the network (`split`).
-Collectives over several domains are counted as NCCL's two levels: first inside the domain, then between one rank
-of each domain, each with its share of the buffer.
+Megatron's rank order is tp, cp, dp, pp (expert grid: etp, ep, edp, pp), fastest first, so the ranks of a
+group have a fixed stride. Ranks in one NVLink domain communicate over NVLink, others over the network
+(`split`). Collectives over several domains are counted as NCCL's two levels: first inside the domain, then
+between one rank of each domain, each with its share of the buffer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Transfer:
 
     link: the group it runs in: "tp", "cp", "ep", "etp", "pp", "dp" (data and context ranks), "edp" (copies of
     the experts) or "embedding" (first and last stage). ranks: size of the group. buffer: bytes of the whole
-    buffers, those of all ranks together, over the step. overlaps: whether Megatron hides it behind computation.
+    buffers, those of all ranks together, over the step. overlaps: whether Megatron hides it behind
+    computation.
     """
 
     link: str
@@ -85,8 +86,8 @@ def _linear_pair(
     """A column-parallel and a row-parallel linear around something sharded.
 
     With sequence parallelism, forward gathers the input and reduce-scatters the output. Backward gathers the
-    gradient of the output and, for the weight gradient, the input again; it reduce-scatters the gradient of the
-    input.
+    gradient of the output and, for the weight gradient, the input again; it reduce-scatters the gradient of
+    the input.
     """
     whole = tokens * config.hidden_size * ACTIVATION
     if layout.sequence_parallel:
@@ -203,8 +204,8 @@ def step_traffic(launch: Launch, pp_rank: int = 0, *, overlap: bool = True) -> l
     Without the distributed optimizer, gradients are all-reduced and no weights are gathered.
 
     Args:
-        overlap: `--overlap-grad-reduce --overlap-param-gather`. Without them, Megatron 0.19 gathers all weights
-            once for each of its optimizers, so twice where experts have their own.
+        overlap: `--overlap-grad-reduce --overlap-param-gather`. Without them, Megatron 0.19 gathers all
+            weights once for each of its optimizers, so twice where experts have their own.
     """
     config, layout = launch.config, launch.layout
     found: dict[tuple[str, str, str], Transfer] = {}
