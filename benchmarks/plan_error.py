@@ -12,8 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_nemotron3.args import TrainingSchedule, published_layout
-from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args import Launch, TrainingSchedule, published_layout
 from megatron_nemotron3.models import get
 from megatron_nemotron3.plan.hardware import GPUS, RESERVE
 from megatron_nemotron3.plan.memory import memory

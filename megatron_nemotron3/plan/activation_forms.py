@@ -25,8 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_nemotron3.args import BACKENDS, PRECISIONS
-from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args import Launch
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.plan.recompute import Recompute
 from megatron_nemotron3.plan.state import padded_vocab_size
@@ -75,12 +74,8 @@ class Share:
             imbalance: routed tokens of the busiest rank over the mean.
 
         Raises:
-            ValueError: an unknown precision or backend, or an imbalance below 1.
+            ValueError: an imbalance below 1.
         """
-        if launch.precision not in PRECISIONS:
-            raise ValueError(f"unknown precision {launch.precision!r}: use one of {', '.join(PRECISIONS)}")
-        if launch.backend not in BACKENDS:
-            raise ValueError(f"unknown backend {launch.backend!r}: use one of {', '.join(BACKENDS)}")
         if imbalance < 1:
             raise ValueError(f"imbalance={imbalance}: the busiest rank has at least the mean, use 1 or more")
         layout = launch.layout
@@ -94,7 +89,7 @@ class Share:
             element=4 if launch.precision == "fp32" else 2,
             backend=launch.backend,
             imbalance=imbalance,
-            recompute=Recompute.of(launch.extra),
+            recompute=Recompute.of(tuple(launch.extra)),
             precision=launch.precision,
             padded_vocab=padded_vocab_size(launch.config, layout),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args import Launch
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.plan.activation_forms import DROPPED, FORMS, Form, Share, packing_saves
 from megatron_nemotron3.plan.recompute import MODULES, Recompute, runs

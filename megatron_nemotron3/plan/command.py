@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.args import PRECISIONS, TrainingSchedule, published
-from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args import PRECISIONS, Launch, TrainingSchedule, published
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.plan.hardware import GPUS, gpu_named
 from megatron_nemotron3.plan.report import describe, memory_bars, render

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
 from megatron_nemotron3.plan.activation_forms import (

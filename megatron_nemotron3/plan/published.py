@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_nemotron3.args import ParallelLayout, TrainingSchedule
-from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule
 from megatron_nemotron3.models import get
 from megatron_nemotron3.plan.recompute import NONE, Recompute
 

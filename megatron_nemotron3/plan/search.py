@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, rules
-from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, check
+from megatron_nemotron3.args.versions import DEFAULT
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.plan.hardware import GPU, GPUS, RESERVE
 from megatron_nemotron3.plan.memory import Memory, memory
@@ -94,6 +94,7 @@ class Question:
             extra=(*self.launch.extra, *recompute.flags()),
             te_precision_config_file="precision.yaml" if self.launch.precision == "nvfp4" else None,
             compute_capability=self.gpu.capability,
+            megatron_core=self.launch.megatron_core or DEFAULT,
         )
 
     def but(self, *, seq_length: int | None = None, global_batch_size: int | None = None) -> Question:
@@ -171,18 +172,7 @@ def legal(question: Question) -> list[ParallelLayout]:
     for layout in layouts(question):
         key = (layout.tp, layout.cp, layout.ep, layout.etp, min(layout.pp, 2))
         if key not in checked:
-            launch = question.at(layout)
-            violations = rules.check(
-                launch.config,
-                launch.layout,
-                launch.precision,
-                launch.backend,
-                launch.schedule,
-                extra=launch.extra,
-                te_precision_config_file=launch.te_precision_config_file,
-                compute_capability=launch.compute_capability,
-                megatron_core=launch.megatron_core,
-            )
+            violations = check(question.at(layout))
             checked[key] = not any(violation.severity == "error" for violation in violations)
         if checked[key]:
             found.append(layout)

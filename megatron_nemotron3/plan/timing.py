@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
-from megatron_nemotron3.args import ParallelLayout, TrainingSchedule
-from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.parameters import elements_outside_layers
 from megatron_nemotron3.models.tensors import ROWS

@@ -22,8 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.plan.hardware import GPU
 from megatron_nemotron3.plan.state import bytes_of, padded_vocab_size, stage_elements, stage_patterns

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.data import train_tokenizer
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.generate import generate
 from megatron_nemotron3.generate.screen import Screen
 from megatron_nemotron3.generate.text import Passage, Stream, Tokenizer
 from megatron_nemotron3.generate.weights import load
+from megatron_nemotron3.train.data import train_tokenizer
 from tests.convert.folders import write_hf
 
 from .agreeing import agreeing_tensors

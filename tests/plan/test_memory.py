@@ -349,7 +349,7 @@ def test_each_choice_of_recomputation_saves_memory() -> None:
 
 
 def test_thousands_of_layouts_share_their_work() -> None:
-    """Activations are computed once for each tp, cp and recomputation; elements once for each tp, etp and ep."""
+    """Activations are computed once for each tp, cp and recomputation; elements for each tp, etp and ep."""
     config = get("ultra")
     layouts = [
         ParallelLayout(tp=tp, pp=pp, ep=ep, cp=cp, dp=dp)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, published_layout, rules
-from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, published_layout, rules
 from megatron_nemotron3.models import get
 from megatron_nemotron3.plan.hardware import GPUS
 from megatron_nemotron3.plan.search import (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_nemotron3.args import ParallelLayout, TrainingSchedule
-from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.plan.recompute import NONE, Recompute
 
