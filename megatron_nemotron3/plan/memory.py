@@ -87,8 +87,11 @@ def memory(
         held = approximate_state(launch, pp_rank)
     else:
         held = state(launch, pp_rank=pp_rank, dp_rank=exact[0], edp_rank=exact[1])
-    mine = "".join(patterns[pp_rank :: layout.pp])
-    packed = {kind: weight_copies(config, at, kind, layout.ep) if at.te else 0 for kind in set(mine)}
+    pattern = "".join(patterns[pp_rank :: layout.pp])
+    packed_weights = 0
+    for kind in set(pattern) if at.te else ():
+        copies = weight_copies(config, kind, launch.precision, layout.tp, layout.etp, layout.ep)
+        packed_weights += pattern.count(kind) * copies
     return Memory(
         weights=held.weights,
         gradients=held.gradients,
@@ -96,13 +99,18 @@ def memory(
         activations=activations,
         recompute_peak=max(again for _, again, _ in chunks),
         buffers=max(more for _, _, more in chunks) + sum(buffers(launch, at, pp_rank).values()),
-        packed_weights=sum(packed[kind] for kind in mine),
+        packed_weights=packed_weights,
     )
 
 
 @lru_cache(maxsize=4096)
-def _weight_copies(config: Nemotron3Config, kind: str, precision: str, layout: ParallelLayout) -> int:
-    sizes = bytes_by_linear(config, precision)
+def weight_copies(config: Nemotron3Config, kind: str, precision: str, tp: int, etp: int, ep: int) -> int:
+    """Mean bytes of the packed copies of a decoder layer's weights on a rank.
+
+    Transformer Engine packs the weight of a quantized linear along both axes, and keeps the copies from the
+    first microbatch of a step to the next step. Derived from its modules, not measured.
+    """
+    sizes, layout = bytes_by_linear(config, precision), ParallelLayout(tp=tp, etp=etp, ep=ep)
     total = 0.0
     for row in rows_of(config, kind):
         linear = kind_named(row.linear)
@@ -110,15 +118,6 @@ def _weight_copies(config: Nemotron3Config, kind: str, precision: str, layout: P
             elements, copies, _ = held_elements(row, layout, symbol_sizes(config))
             total += 2 * PACKED[linear.format(precision)] * elements * copies
     return round(total * quantized_share(config, kind))
-
-
-def weight_copies(config: Nemotron3Config, at: Share, kind: str, ep: int) -> int:
-    """Mean bytes of the packed copies of a decoder layer's weights on a rank.
-
-    Transformer Engine packs the weight of a quantized linear along both axes, and keeps the copies from the
-    first microbatch of a step to the next step. Derived from its modules, not measured.
-    """
-    return _weight_copies(config, kind, at.precision, ParallelLayout(tp=at.tp, etp=at.etp, ep=ep))
 
 
 def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, check
 from megatron_nemotron3.args.versions import DEFAULT
@@ -90,7 +91,7 @@ class Question:
             self.launch,
             layout=layout,
             backend="te",
-            schedule=replace(self._schedule, micro_batch_size=micro_batch_size),
+            schedule=_with_micro_batch(self._schedule, micro_batch_size),
             extra=(*self.launch.extra, *recompute.flags()),
             te_precision_config_file="precision.yaml" if self.launch.precision == "nvfp4" else None,
             compute_capability=self.gpu.capability,
@@ -105,6 +106,11 @@ class Question:
             global_batch_size=global_batch_size or self.global_batch_size,
         )
         return replace(self, launch=replace(self.launch, schedule=schedule))
+
+
+@lru_cache(maxsize=64)
+def _with_micro_batch(schedule: TrainingSchedule, size: int) -> TrainingSchedule:
+    return replace(schedule, micro_batch_size=size)
 
 
 @dataclass(frozen=True)

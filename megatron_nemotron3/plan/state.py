@@ -218,11 +218,13 @@ def kind_elements(config: Nemotron3Config, kind: str, tp: int, etp: int, ep: int
 
 @lru_cache(maxsize=65536)
 def _rank_elements(
-    config: Nemotron3Config, layout: ParallelLayout, pp_rank: int, seq_length: int
+    config: Nemotron3Config, grid: tuple[int, int, int], pipeline: tuple[int, int, int], seq_length: int
 ) -> Elements:
+    """`stage_elements` for a grid (tp, etp, ep) and a place in the pipeline (pp, vpp, pp_rank)."""
+    pp, vpp, pp_rank = pipeline
     total = Elements()
-    pattern = "".join(stage_patterns(config, layout.stages, seq_length)[pp_rank :: layout.pp])
-    first, last = pp_rank == 0, pp_rank == layout.pp - 1
+    pattern = "".join(stage_patterns(config, pp * vpp, seq_length)[pp_rank::pp])
+    first, last = pp_rank == 0, pp_rank == pp - 1
     times = {kind: pattern.count(kind) for kind in dict.fromkeys(pattern)}
     # MTP embeds the next tokens itself, so its stage holds the embedding table, too.
     times["embedding"] = int(first or (last and config.has_mtp))
@@ -231,14 +233,15 @@ def _rank_elements(
         times[kind] = times.get(kind, 0) + config.mtp_num_blocks
     for kind, number in times.items():
         if number:
-            total += kind_elements(config, kind, layout.tp, layout.etp, layout.ep) * number
+            total += kind_elements(config, kind, *grid) * number
     return total
 
 
 def stage_elements(launch: Launch, pp_rank: int) -> Elements:
     """Elements that one rank holds of all stages of a pipeline rank."""
-    layout = replace(launch.layout, dp=1, cp=1)  # which change nothing here
-    return _rank_elements(launch.config, layout, pp_rank, launch.seq_length)
+    layout = launch.layout
+    grid, pipeline = (layout.tp, layout.etp, layout.ep), (layout.pp, layout.vpp, pp_rank)
+    return _rank_elements(launch.config, grid, pipeline, launch.seq_length)
 
 
 def approximate_state(launch: Launch, pp_rank: int = 0) -> State:

@@ -16,6 +16,7 @@ import pytest
 from megatron_nemotron3.args import ParallelLayout, published_layout
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from megatron_nemotron3.plan import activations
+from megatron_nemotron3.plan import state as state_module
 from megatron_nemotron3.plan.activation_forms import Share
 from megatron_nemotron3.plan.memory import buffers, in_flight, memory
 from megatron_nemotron3.plan.recompute import NONE, Recompute
@@ -359,7 +360,7 @@ def test_thousands_of_layouts_share_their_work() -> None:
         for cp in (1, 2, 4)
         for dp in (64, 128, 256)
     ]
-    for cached in (activations._kind_bytes, stage_patterns, kind_elements):
+    for cached in (activations._kind_bytes, state_module._rank_elements, stage_patterns, kind_elements):
         cached.cache_clear()
     for layout in layouts:
         for recompute in (NONE, Recompute("full"), Recompute("selective", ("moe",))):
