@@ -62,7 +62,7 @@ class Inputs(NamedTuple):
     def check(self) -> None:
         if self.x.dim() != 4 or self.B.dim() != 4 or self.x.shape[1] == 0:
             found = f"x {tuple(self.x.shape)}, B {tuple(self.B.shape)}"
-            raise ValueError(f"{found}: they must be [b, s, h, p] and [b, s, g, n] with s >= 1")
+            raise ValueError(f"{found}: they must be [b, s, h, p] and [b, s, g, n] with at least one token")
         (b, s, h, p), (g, n) = self.x.shape, self.B.shape[2:]
         if g == 0 or h % g:
             raise ValueError(f"h={h} heads are not divisible by g={g} groups: use a g that divides h")
