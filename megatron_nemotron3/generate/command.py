@@ -15,10 +15,10 @@ from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
 if TYPE_CHECKING:
     from megatron_nemotron3.convert.checkpoints import Checkpoint
     from megatron_nemotron3.generate.engine import Engine
-    from megatron_nemotron3.generate.folder import Folder
+    from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder
     from megatron_nemotron3.generate.sampling import Sampling
-    from megatron_nemotron3.generate.speculative import SpeculativeGeneration
-    from megatron_nemotron3.generate.text import Passage, Tokenizer
+    from megatron_nemotron3.generate.generate import Generation
+    from megatron_nemotron3.generate.text import OutputText, Tokenizer
 
 NEW_TOKENS = 64
 #: Drafts of a verification, at most: every depth has keys and values of its own.
@@ -82,7 +82,7 @@ def model_of(options: argparse.Namespace) -> Nemotron3Config | None:
     return tiny(get(options.model)) if options.tiny else get(options.model)
 
 
-def open_fitting(found: Folder, tokenizer: Tokenizer, model: Nemotron3Config | None) -> Checkpoint:
+def open_fitting(found: CheckpointFolder, tokenizer: Tokenizer, model: Nemotron3Config | None) -> Checkpoint:
     """The checkpoint, with the tokens of a tokenizer and no padding behind them.
 
     Raises:
@@ -121,10 +121,10 @@ def load_engine(opened: Checkpoint, options: argparse.Namespace, mtp: bool) -> E
     import torch
 
     from megatron_nemotron3.generate.engine import Engine
-    from megatron_nemotron3.generate.weights import read
+    from megatron_nemotron3.generate.weights import read_weights
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    return Engine(read(opened.hf_view(), opened.config, device=options.device, dtype=dtype, mtp=mtp))
+    return Engine(read_weights(opened.hf_view(), opened.config, device=options.device, dtype=dtype, mtp=mtp))
 
 
 def generate_command(options: argparse.Namespace) -> int:
@@ -138,36 +138,29 @@ def generate_command(options: argparse.Namespace) -> int:
             or tokenizer, one that does not fit the other, --draft without MTP.
         OSError: the file of --prompt-file cannot be read.
     """
-    from megatron_nemotron3.generate.folder import find
-    from megatron_nemotron3.generate.screen import Screen
-    from megatron_nemotron3.generate.speculative import speculate
+    from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
+    from megatron_nemotron3.generate.generate import GenerationOptions, generate
+    from megatron_nemotron3.generate.text import OutputStream
 
     prompts = _prompts(options)
     sampling = _sampling(options)
     if "" in options.stop:
         raise ValueError("--stop '': give a text")
-    found = find(options.checkpoint)
+    found = find_checkpoint(options.checkpoint)
     tokenizer = found.tokenizer(options.tokenizer)
     opened = open_fitting(found, tokenizer, model_of(options))
     check_draft(opened, options.draft)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     _check_lengths(ids, options.max_new_tokens, opened.config)
     engine = load_engine(opened, options, mtp=options.draft > 0)
-    screen = Screen(prompts, tokenizer, options.stop, live=not (options.no_stream or options.json))
-    result = speculate(
-        engine,
-        ids,
-        options.max_new_tokens,
-        draft=options.draft,
-        sampling=sampling,
-        stop=tokenizer.stop,
-        on_token=screen.push,
-    )
-    screen.end()
+    stream = OutputStream(prompts, tokenizer, options.stop, live=not (options.no_stream or options.json))
+    how = GenerationOptions(options.max_new_tokens, sampling, options.draft, tokenizer.stop)
+    result = generate(engine, ids, how, stream.push)
+    stream.end()
     if options.json:
-        print(json.dumps(_describe(found, opened, result, screen.passages, ids), indent=2))
+        print(json.dumps(_describe(found, opened, result, stream.outputs, ids), indent=2))
     else:
-        screen.show()
+        stream.print_rest()
         print(_summary(result))
     return 0
 
@@ -225,7 +218,7 @@ def _check_lengths(ids: Sequence[Sequence[int]], new: int, config: Nemotron3Conf
             )
 
 
-def _summary(result: SpeculativeGeneration) -> str:
+def _summary(result: Generation) -> str:
     seconds = result.prefill_seconds + result.decode_seconds
     line = f"{result.new_tokens:,} tokens in {seconds:.2f} s, {result.tokens_per_second:,.1f} tokens/s"
     s = result.speculation
@@ -235,10 +228,10 @@ def _summary(result: SpeculativeGeneration) -> str:
 
 
 def _describe(
-    found: Folder,
+    found: CheckpointFolder,
     opened: Checkpoint,
-    result: SpeculativeGeneration,
-    passages: Sequence[Passage],
+    result: Generation,
+    passages: Sequence[OutputText],
     ids: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
     s = result.speculation

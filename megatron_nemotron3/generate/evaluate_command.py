@@ -11,7 +11,7 @@ from megatron_nemotron3.generate.command import add_checkpoint, check_draft, loa
 
 if TYPE_CHECKING:
     from megatron_nemotron3.generate.evaluate import Acceptance, Losses
-    from megatron_nemotron3.generate.folder import Folder
+    from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder
     from megatron_nemotron3.models import Nemotron3Config
 
 TOKENS = 16384
@@ -54,13 +54,13 @@ def evaluate_command(options: argparse.Namespace) -> int:
         ModuleNotFoundError: megatron-core (data sets), tokenizers (--text) or matplotlib (--plot) is missing.
     """
     from megatron_nemotron3.generate.evaluate import acceptance, losses, windows
-    from megatron_nemotron3.generate.folder import find
+    from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
 
     if options.tokens < 1:
         raise ValueError(f"--tokens {options.tokens}: give 1 or more")
     if options.plot is not None and not options.plot.absolute().parent.is_dir():
         raise ValueError(f"--plot {options.plot}: {options.plot.parent} is no folder")
-    found = find(options.checkpoint)
+    found = find_checkpoint(options.checkpoint)
     opened = found.open(model_of(options))
     if opened.vocabulary_guessed is False and opened.padded_vocab_size not in (
         None,
@@ -84,7 +84,7 @@ def evaluate_command(options: argparse.Namespace) -> int:
         accepted = acceptance(engine, prompts, new, range(draft + 1))
     title = f"{found.checkpoint}: {config.name}"
     if options.plot is not None:
-        from megatron_nemotron3.generate.evaluate_plot import plot
+        from megatron_nemotron3.generate.evaluate import plot
 
         plot(measured, accepted, config.mtp_num_layers, options.plot, title)
     if options.json:
@@ -107,7 +107,7 @@ def evaluate_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def held_out(found: Folder, options: argparse.Namespace, tokens: int) -> tuple[list[int], str]:
+def held_out(found: CheckpointFolder, options: argparse.Namespace, tokens: int) -> tuple[list[int], str]:
     """Ids to evaluate on, up to about `tokens` of them, and where they are from.
 
     Raises:
@@ -202,7 +202,7 @@ def _acceptance_lines(accepted: list[Acceptance]) -> list[str]:
 
 
 def _describe(
-    found: Folder, config: Nemotron3Config, source: str, measured: Losses, accepted: list[Acceptance]
+    found: CheckpointFolder, config: Nemotron3Config, source: str, measured: Losses, accepted: list[Acceptance]
 ) -> dict[str, Any]:
     return {
         "checkpoint": str(found.checkpoint),
