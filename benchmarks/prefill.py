@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from common import machine
 
+from megatron_nemotron3.checkpoint.files import save_figure
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.state import KeyValues, State
 from megatron_nemotron3.models import get
-from megatron_nemotron3.picture import save
 from tests.generate.models import engine_of
 
 CHUNK, REPORT = 1024, 16
@@ -124,7 +124,7 @@ def plot(curve: list[tuple[int, float, float, float]], path: Path) -> None:
     axes.set_xlabel("tokens read")
     axes.set_ylabel("MiB")
     axes.legend()
-    save(figure, path)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

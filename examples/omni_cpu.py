@@ -43,7 +43,7 @@ import torch.multiprocessing  # noqa: E402
 from omni_train import Losses, Mode, read, train  # noqa: E402
 
 from megatron_nemotron3.boundary.layout import Layout  # noqa: E402
-from megatron_nemotron3.picture import save  # noqa: E402
+from megatron_nemotron3.checkpoint.files import save_figure  # noqa: E402
 
 
 def _mode(samples: int, vision: str, audio: str, language: str, stock: bool = False) -> Mode:
@@ -134,7 +134,7 @@ def plot(runs: Mapping[str, Losses], path: Path) -> None:
     left.legend()
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

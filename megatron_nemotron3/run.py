@@ -107,9 +107,9 @@ def verify_stack(attribute: str) -> None:
     import torch
 
     from megatron_nemotron3 import specs
+    from megatron_nemotron3.layers.backend import te_problem
     from megatron_nemotron3.layers.stack import Nemotron3Stack
     from megatron_nemotron3.layers.upstream import HybridModel
-    from megatron_nemotron3.optional import te_problem
 
     known = [name for name in vars(specs) if name.startswith("nemotron3") and name.endswith("_stack_spec")]
     if attribute not in known:
@@ -204,8 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
 
-    from megatron_nemotron3.cpu import cpu_mode
-    from megatron_nemotron3.optional import quiet_on_cpu
+    from megatron_nemotron3.cpu import cpu_mode, quiet_on_cpu
 
     if device == "cpu":
         quiet_on_cpu()

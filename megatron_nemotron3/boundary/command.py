@@ -11,7 +11,7 @@ from megatron_nemotron3.boundary.explain import LINES, describe, explain, ranks_
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.sides import crossing, slices_of
 from megatron_nemotron3.boundary.transfer import Plan, Side
-from megatron_nemotron3.picture import save
+from megatron_nemotron3.checkpoint.files import save_figure
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 #: Sizes beyond which a table says nothing and takes long.
@@ -188,7 +188,7 @@ def plot(plan: Plan, path: Path, title: str) -> None:
     axes.set_ylabel("senders")
     axes.set_xlabel("receivers")
     axes.set_title(title, fontsize=9)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _ranks(side: Side) -> list[int]:

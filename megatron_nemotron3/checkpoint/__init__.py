@@ -1,5 +1,6 @@
 """Megatron checkpoint folders: read without Megatron, verify, and resume from the last complete one.
 
+files.py      files written atomically
 folders.py    DIR/latest_checkpointed_iteration.txt and DIR/iter_*
 opcodes.py    which operations a pickle may have
 unpickle.py   pickles read without importing what they name

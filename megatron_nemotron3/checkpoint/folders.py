@@ -13,6 +13,8 @@ import re
 import shutil
 from pathlib import Path
 
+from megatron_nemotron3.checkpoint.files import write_text
+
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -52,30 +54,13 @@ def latest(folder: Path) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def write_tracker(folder: Path, iteration: int) -> None:
-    """Replace the tracker at once: whoever reads it sees the old text or the new one.
+def write_tracker(folder: Path, which: int | str) -> None:
+    """Write an iteration, or "release", to the tracker atomically; a tracker that is a symlink stays one.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    target = Path(os.path.realpath(folder / TRACKER))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="ascii") as file:
-            file.write(str(iteration))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    with contextlib.suppress(OSError):  # some file systems know no fsync of a folder
-        descriptor = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    write_text(Path(os.path.realpath(folder / TRACKER)), str(which))
 
 
 def path_of(folder: Path, which: int | str) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from megatron_nemotron3.checkpoint.folders import RELEASE, TRACKER
+from megatron_nemotron3.checkpoint.folders import RELEASE, write_tracker
 from megatron_nemotron3.convert.megatron_args import args_of, common_state
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -31,4 +31,4 @@ def save(model: HybridModel, config: Nemotron3Config, folder: Path) -> None:
     metadata = state.pop("content_metadata")
     state["model"] = model.sharded_state_dict(metadata={**metadata, "dp_cp_group": groups})
     dist_checkpointing.save(state, str(target), content_metadata=metadata)
-    (folder / TRACKER).write_text(RELEASE)
+    write_tracker(folder, RELEASE)

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoint.files import sync_folder, temporary_prefix, write_bytes
 from megatron_nemotron3.convert.stored import Reads
-from megatron_nemotron3.convert.streams import FilePlan, write, write_small
+from megatron_nemotron3.convert.streams import FilePlan, write
 from megatron_nemotron3.convert.workers import each
 
 JOURNAL = "journal.jsonl"
@@ -140,7 +141,7 @@ def run(
     with _locked(partial), contextlib.ExitStack() as stack:
         _clean(partial, set(done))
         lines = [{"plan": fingerprint}, *({"file": name, **entry} for name, entry in done.items())]
-        write_small(partial / JOURNAL, b"".join(map(_line, lines)))
+        write_bytes(partial / JOURNAL, b"".join(map(_line, lines)))
         journal = stack.enter_context(open(partial / JOURNAL, "ab"))
         for name, entry in _write_all(todo, job, partial, workers, report):
             done[name] = entry
@@ -153,15 +154,14 @@ def run(
         }
         for name, data in job.small.items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            write_small(partial / name, data)
-        write_small(partial / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+            write_bytes(partial / name, data)
+        write_bytes(partial / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
         (partial / JOURNAL).unlink()
-        for folder in {(partial / name).parent for name in (*job.small, *done)} | {partial}:
-            _sync_folder(folder)
+        sync_folder(partial)
         if job.target.is_dir():
             job.target.rmdir()
         os.replace(partial, job.target)
-        _sync_folder(job.target.absolute().parent)
+        sync_folder(job.target.absolute().parent)
     return manifest
 
 
@@ -208,7 +208,7 @@ def _journal(partial: Path, fingerprint: str, job: Job) -> list[dict[str, Any]]:
             files = manifest["files"].items()
             return [{"plan": fingerprint}, *({"file": name, **entry} for name, entry in files)]
     # Killed before the journal had its name.
-    if {path.name for path in partial.iterdir()} - {f".{JOURNAL}.part"}:
+    if any(not path.name.startswith(temporary_prefix(JOURNAL)) for path in partial.iterdir()):
         raise ValueError(f"{partial}: it exists and is no interrupted conversion: remove it")
     return []
 
@@ -274,12 +274,3 @@ def _note(journal: Any, entry: Mapping[str, Any]) -> None:
 
 def _line(entry: Mapping[str, Any]) -> bytes:
     return (json.dumps(entry) + "\n").encode()
-
-
-def _sync_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # some file systems know no fsync of a folder
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_nemotron3.checkpoint.files import atomic
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
 from megatron_nemotron3.convert.crc32 import combine
 from megatron_nemotron3.convert.plan import Slices, extent
@@ -135,9 +136,8 @@ def write(
         CheckpointError: a source cannot be read.
         OSError: the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.part")
     crc = length = begun = 0
-    with open(temporary, "wb", buffering=0) as file:
+    with atomic(path) as temporary, open(temporary, "wb", buffering=0) as file:
         for block, one in _ahead(_blocks(plan, source, finite)):
             crc, length = combine(crc, one, len(block)), length + len(block)
             _write_all(file.fileno(), block)
@@ -145,21 +145,9 @@ def write(
                 _start_writing(file.fileno(), begun, length - begun)
                 begun = length
             written(len(block))
-        os.fsync(file.fileno())
-    if length != plan.length:
-        raise RuntimeError(f"{path}: {length:,} bytes were written, {plan.length:,} planned")
-    os.replace(temporary, path)
+        if length != plan.length:
+            raise RuntimeError(f"{path}: {length:,} bytes were written, {plan.length:,} planned")
     return crc
-
-
-def write_small(path: Path, data: bytes) -> None:
-    """Write a file at once; it is complete when it has its name."""
-    temporary = path.with_name(f".{path.name}.part")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _ahead(items: Iterator[_T]) -> Iterator[_T]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
 
-from megatron_nemotron3.data.atomic import staged
+from megatron_nemotron3.checkpoint.files import atomic_group
 from megatron_nemotron3.data.tokenizer import TokenizerInfo
 
 #: Documents encoded at once: enough for every core, little enough to hold in memory.
@@ -38,7 +38,7 @@ def write_dataset(
     are left out.
 
     Raises ValueError if no document is left or a token is outside the vocabulary, OSError if the disk is
-    full (nothing is left half-written, and an older data set under `prefix` stays).
+    full (no incomplete file is left, and an older data set under `prefix` stays).
     """
     import numpy as np
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
@@ -46,7 +46,7 @@ def write_dataset(
     prefix = os.path.abspath(prefix)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     documents = tokens = 0
-    with staged(Path(prefix + ".bin"), Path(prefix + ".idx")) as (bin_path, idx_path):
+    with atomic_group(Path(prefix + ".bin"), Path(prefix + ".idx")) as (bin_path, idx_path):
         builder = IndexedDatasetBuilder(str(bin_path), dtype=dtype)
         try:
             for ids in _encoded(docs, tokenizer):

@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_nemotron3.data.atomic import staged
+from megatron_nemotron3.checkpoint.files import atomic_group
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -91,7 +91,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | os.Path
     text can be encoded, the end of document and a pad token; it is smaller than `vocab_size` if the texts
     offer too few merges. `eod` is 0.
 
-    Raises ValueError if vocab_size < 258, OSError if the disk is full (nothing is left half-written).
+    Raises ValueError if vocab_size < 258, OSError if the disk is full (no incomplete file is left).
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise ValueError(
@@ -119,7 +119,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | os.Path
         "clean_up_tokenization_spaces": False,
     }
     folder = Path(folder).absolute()
-    with staged(Path(folder, "tokenizer_config.json"), Path(folder, "tokenizer.json")) as (config_path, path):
+    with atomic_group(Path(folder, "tokenizer_config.json"), Path(folder, "tokenizer.json")) as (
+        config_path,
+        path,
+    ):
         config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8", newline="")
     eod = tokenizer.token_to_id(END_OF_DOCUMENT)

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from megatron_nemotron3.generate.engine import CHUNK, Engine
 from megatron_nemotron3.generate.generate import GenerationOptions, Speculation, generate
 from megatron_nemotron3.generate.mtp import MTP
-from megatron_nemotron3.picture import save
+from megatron_nemotron3.checkpoint.files import save_figure
 
 #: Rows of logits that exist at once.
 LOGIT_ROWS = 1024
@@ -181,4 +181,4 @@ def plot(losses: Losses, accepted: Sequence[Acceptance], trained: int, path: Pat
     else:
         right.set_axis_off()
     figure.suptitle(title)
-    save(figure, path)
+    save_figure(figure, path)

@@ -35,7 +35,7 @@ from megatron_nemotron3.layers.norm import GatedGroupRMSNorm
 from megatron_nemotron3.layers.scan_kernels import TORCH, select_scan
 from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
 from megatron_nemotron3.layers.upstream import MambaMixer, conv1d_arguments, told_name
-from megatron_nemotron3.optional import gpu_kernels_enabled
+from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 
 #: Initial A ~ U(1, 16) and dt ~ exp U(log 1e-3, log 1e-1), as in the Mamba-2 code and Megatron.
 A_INIT_RANGE = (1.0, 16.0)

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoint.files import save_figure
 from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.alarms import scan
 from megatron_nemotron3.monitor.events import History
 from megatron_nemotron3.monitor.series import KINDS
-from megatron_nemotron3.picture import save
 
 #: Megatron's own tags.
 _LOSS = re.compile(r"(lm|mtp_\d+) loss")
@@ -62,7 +62,7 @@ def plot(history: History, panels: dict[str, History], path: Path, title: str) -
     for unused in cells:
         unused.set_axis_off()
     figure.suptitle(title)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _rows(history: History, kind: str) -> History:

@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from megatron_nemotron3.picture import save
+from megatron_nemotron3.checkpoint.files import save_figure
 from megatron_nemotron3.plan.report import GB, memory_classes
 from megatron_nemotron3.plan.search import Answer
 
@@ -41,4 +41,4 @@ def memory_bars(answer: Answer, path: Path) -> None:
     axes.set_xlabel("GB on the fullest rank")
     axes.set_title(f"{question.config.name} on {question.gpus:,} {question.gpu.name}, {question.precision}")
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    save(figure, path)
+    save_figure(figure, path)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_nemotron3.picture import save
+from megatron_nemotron3.checkpoint.files import save_figure
 from megatron_nemotron3.precision.report import GRADIENT, TENSORS, Row, last
 from megatron_nemotron3.precision.table import NVFP4
 
@@ -70,7 +70,7 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
             _axes(axes, layers if column == 0 else [], len(layers), kinds if row else [], len(kinds))
     what = "as computed" if now[0].used else "as NVFP4 would compute"
     figure.suptitle(f"{title}, iteration {now[0].iteration}, {what}")
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _layers(rows: Sequence[Row]) -> list[str]:

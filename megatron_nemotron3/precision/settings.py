@@ -2,6 +2,8 @@
 
 This is the one place that reads the environment variables:
 
+    NEMOTRON3_GPU_KERNELS=1                  the torch backend uses its CUDA kernels
+
     NEMOTRON3_EMULATE=nvfp4                  the published recipe
     NEMOTRON3_EMULATE=nvfp4,rht=0,sr=0       without single ingredients
     NEMOTRON3_EMULATE=nvfp4,every_layer=1    no precision file, no BF16 layers
@@ -133,3 +135,13 @@ def logging() -> Logging | None:
         ValueError: as `parse_logging`.
     """
     return parse_logging(os.environ.get(LOG_VARIABLE, ""))
+
+
+def gpu_kernels_enabled() -> bool:
+    """Whether NEMOTRON3_GPU_KERNELS=1 asks the torch backend for its CUDA kernels.
+
+    They are the SSD scan (of mamba-ssm, or ours in Triton), experts through torch's grouped_mm, and the
+    NVFP4 and MXFP8 quantizers of emulated training in Triton. They are off by default, because their tests
+    (`pytest -m gpu`) have run in Triton's interpreter and compiler only, not yet on a GPU.
+    """
+    return os.environ.get("NEMOTRON3_GPU_KERNELS") == "1"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoint.files import write_text
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.fit import misfits
 from megatron_nemotron3.precision.modules import Structure, kinds_of
@@ -83,7 +84,7 @@ def write(config: Nemotron3Config, path: str | Path) -> None:
     path, text = Path(path), render(config)
     if path.exists() and path.read_text() != text:
         raise FileExistsError(f"{path} exists and differs from the recipe of {config.name}: remove it first")
-    path.write_text(text)
+    write_text(path, text)
 
 
 def read(path: str | Path, config: Nemotron3Config | Structure | None = None) -> PrecisionFile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from megatron_nemotron3.picture import save
+from megatron_nemotron3.checkpoint.files import save_figure
 from megatron_nemotron3.train.log import Curve
 
 
@@ -31,7 +31,7 @@ def plot(curve: Curve, path: Path, title: str, baseline: float | None) -> None:
     axes.legend()
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def verdict(curve: Curve, baseline: float | None) -> list[str]:
