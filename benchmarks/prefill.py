@@ -19,7 +19,7 @@ from common import machine
 
 from megatron_nemotron3.checkpoint.files import save_figure
 from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.state import KeyValues, State
+from megatron_nemotron3.generate.state import KVCache, State
 from megatron_nemotron3.models import get
 from tests.generate.models import engine_of
 
@@ -64,7 +64,7 @@ def peak() -> int:
 
 def keys_and_values(state: State) -> int:
     """Bytes of attention's caches."""
-    return sum(layer.cache.nbytes for layer in state.layers if isinstance(layer, KeyValues))
+    return sum(layer.cache.nbytes for layer in state.layers if isinstance(layer, KVCache))
 
 
 def check(engine: Engine, ids: torch.Tensor) -> float:

@@ -228,9 +228,9 @@ def _convert(options: argparse.Namespace, extra: Sequence[str]) -> int:
 
 
 def _prove(megatron: Any, hf: Any, config: Nemotron3Config, tokens: int) -> int:
-    from megatron_nemotron3.convert.logits.compare import check_logits
+    from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 
-    return check_logits(megatron, hf, config, tokens).exit_status
+    return check_logits(megatron, hf, config, CheckOptions(tokens)).exit_status
 
 
 def _verify(options: argparse.Namespace, extra: Sequence[str]) -> int:

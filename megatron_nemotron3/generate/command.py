@@ -14,10 +14,10 @@ from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
 
 if TYPE_CHECKING:
     from megatron_nemotron3.convert.checkpoints import Checkpoint
-    from megatron_nemotron3.generate.engine import Engine
     from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder
-    from megatron_nemotron3.generate.sampling import Sampling
+    from megatron_nemotron3.generate.engine import Engine
     from megatron_nemotron3.generate.generate import Generation
+    from megatron_nemotron3.generate.sampling import Sampling
     from megatron_nemotron3.generate.text import OutputText, Tokenizer
 
 NEW_TOKENS = 64

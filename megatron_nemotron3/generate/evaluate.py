@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from megatron_nemotron3.checkpoint.files import save_figure
 from megatron_nemotron3.generate.engine import CHUNK, Engine
 from megatron_nemotron3.generate.generate import GenerationOptions, Speculation, generate
 from megatron_nemotron3.generate.mtp import MTP
-from megatron_nemotron3.checkpoint.files import save_figure
 
 #: Rows of logits that exist at once.
 LOGIT_ROWS = 1024

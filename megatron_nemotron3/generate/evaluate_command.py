@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_nemotron3.generate.command import add_checkpoint, check_draft, load_engine, model_of
 
 if TYPE_CHECKING:
-    from megatron_nemotron3.generate.evaluate import Acceptance, Losses
     from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder
+    from megatron_nemotron3.generate.evaluate import Acceptance, Losses
     from megatron_nemotron3.models import Nemotron3Config
 
 TOKENS = 16384
@@ -53,8 +53,8 @@ def evaluate_command(options: argparse.Namespace) -> int:
         OSError: a text cannot be read, or the PNG not be written.
         ModuleNotFoundError: megatron-core (data sets), tokenizers (--text) or matplotlib (--plot) is missing.
     """
-    from megatron_nemotron3.generate.evaluate import acceptance, losses, windows
     from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
+    from megatron_nemotron3.generate.evaluate import acceptance, losses, windows
 
     if options.tokens < 1:
         raise ValueError(f"--tokens {options.tokens}: give 1 or more")
@@ -202,7 +202,11 @@ def _acceptance_lines(accepted: list[Acceptance]) -> list[str]:
 
 
 def _describe(
-    found: CheckpointFolder, config: Nemotron3Config, source: str, measured: Losses, accepted: list[Acceptance]
+    found: CheckpointFolder,
+    config: Nemotron3Config,
+    source: str,
+    measured: Losses,
+    accepted: list[Acceptance],
 ) -> dict[str, Any]:
     return {
         "checkpoint": str(found.checkpoint),

@@ -23,8 +23,15 @@ from torch import Tensor
 
 from megatron_nemotron3.generate.engine import CHUNK, Engine
 from megatron_nemotron3.generate.mtp import MTP
-from megatron_nemotron3.generate.sampling import GREEDY, Sampler, Sampling, accept, accept_greedy
-from megatron_nemotron3.generate.sampling import draw, probabilities
+from megatron_nemotron3.generate.sampling import (
+    GREEDY,
+    Sampler,
+    Sampling,
+    accept,
+    accept_greedy,
+    draw,
+    probabilities,
+)
 
 #: Called with (row, token) for every new token; a return value of True ends the row.
 OnToken = Callable[[int, int], bool | None]
@@ -81,8 +88,8 @@ class Speculation:
     Attributes:
         draft: most tokens drafted per verification; fewer are drafted where fewer are left to generate.
         steps: verifications, counted for each row.
-        tokens: tokens they gave: accepted drafts and the model's own token of each. These are all new tokens
-            but the first of each row, which the prefill gives.
+        tokens: accepted drafts and the model's own token of each verification: all new tokens except the
+            first of each row, which the prefill gives.
         drafted: for each position, how often a draft was verified there; not after a token that ended the row.
         accepted: for each position, how often the draft and all before it were accepted.
     """
@@ -164,9 +171,7 @@ class Decoder:
             own.
     """
 
-    def __init__(
-        self, engine: Engine, prompts: Sequence[Sequence[int]], options: GenerationOptions
-    ) -> None:
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
         self.engine, self.draft = engine, options.draft
         capacity = min(max(map(len, prompts)) + options.max_new_tokens, MAX_RESERVED)
         self.state = engine.new_state(len(prompts), capacity)
@@ -268,9 +273,7 @@ def generate(
     if len(prompts) == 0:
         raise ValueError("no prompts: give at least one")
     engine.check_prompts(prompts, more=options.max_new_tokens)
-    result = Generation(
-        [Continuation() for _ in prompts], sum(map(len, prompts)), Speculation(options.draft)
-    )
+    result = Generation([Continuation() for _ in prompts], sum(map(len, prompts)), Speculation(options.draft))
     with torch.inference_mode():
         began = time.perf_counter()
         decoder = Decoder(engine, prompts, options)

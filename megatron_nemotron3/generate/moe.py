@@ -25,7 +25,7 @@ from megatron_nemotron3.models import Nemotron3Config
 #: Elements of gathered matrices up to which gathering is faster than one product per expert, by device type.
 #: Measured on one AVX-512 core; on a GPU, gathering reads memory three times but saves many launches.
 GATHERED_ELEMENTS = {"cpu": 2**18, "cuda": 2**28}
-#: Up to these, the dense product is faster: elements of one of the two stacked weights, and that times tokens.
+#: The dense product is faster up to these: elements of one of the two stacked weights, and times tokens.
 DENSE_ELEMENTS, DENSE_PRODUCTS = 2**18, 2**23
 #: Added to the sum of the selected scores.
 EPS = 1e-20
@@ -61,7 +61,9 @@ class MixtureOfExperts:
         self.fc2 = self._stack_experts(read, "down_proj", inner, width, transpose=True)
         self.each = list(self.fc1.unbind()), [weight.t() for weight in self.fc2.unbind()]
 
-    def _stack_experts(self, read: ReadTensor, name: str, rows: int, columns: int, transpose: bool = False) -> Tensor:
+    def _stack_experts(
+        self, read: ReadTensor, name: str, rows: int, columns: int, transpose: bool = False
+    ) -> Tensor:
         stack = None
         for e in range(self.experts):
             weight = read(f"mixer.experts.{e}.{name}.weight", rows, columns)

@@ -125,9 +125,7 @@ class MTP:
         self.lengths = [a + c for a, c in zip(self.lengths, found)]
 
     @torch.inference_mode()
-    def draft(
-        self, tokens: Tensor, choose: Callable[[Tensor], Tensor], count: int | None = None
-    ) -> Tensor:
+    def draft(self, tokens: Tensor, choose: Callable[[Tensor], Tensor], count: int | None = None) -> Tensor:
         """Draft tokens; depth k gives the k-th. The states are left as they were.
 
         Args:
@@ -145,8 +143,8 @@ class MTP:
         count = len(self.depths) if count is None else count
         if not 1 <= count <= len(self.depths) or min(self.lengths) < 1:
             raise ValueError(
-                f"cannot draft {count} tokens after {self.lengths} with {len(self.depths)} depths: append the "
-                "prompt first, and use MTP(depths=...) for more"
+                f"cannot draft {count} tokens after {self.lengths} with {len(self.depths)} depths: append "
+                "the prompt first, and use MTP(depths=...) for more"
             )
         b = len(self.lengths)
         drafted, rollbacks = [tokens], []

@@ -182,8 +182,8 @@ class State:
         kept = [keep] * self.batch if isinstance(keep, int) else list(keep)
         if len(kept) != self.batch or not all(0 <= k <= c for k, c in zip(kept, rollback.counts)):
             raise ValueError(
-                f"cannot keep {kept} tokens of a pass with {rollback.counts}: give one number per row, from 0 "
-                "to its tokens"
+                f"cannot keep {kept} tokens of a pass with {rollback.counts}: give one number per row, from "
+                "0 to its tokens"
             )
         if self.lengths != [a + c for a, c in zip(rollback.lengths, rollback.counts)]:
             raise ValueError(

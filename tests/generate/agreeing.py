@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.weights import read
+from megatron_nemotron3.generate.weights import read_weights
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.convert.logits.pair import InMemory
 
@@ -54,7 +54,7 @@ def agreeing(strength: float, seed: int = 0, **changes: int | str) -> Engine:
     """An engine of "super-tiny", or of a changed one."""
     config = get("super-tiny").but(**changes)
     made = agreeing_tensors(config, strength, seed)
-    return Engine(read(InMemory(made, Path()), config), max_context=CONTEXT)
+    return Engine(read_weights(InMemory(made, Path()), config), max_context=CONTEXT)
 
 
 def small(strength: float, seed: int = 0) -> Engine:

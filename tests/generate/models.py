@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.convert import inventory
+from megatron_nemotron3.generate.batch import ForwardBatch
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.moe import MixtureOfExperts
-from megatron_nemotron3.generate.span import Span
-from megatron_nemotron3.generate.state import KeyValues, MambaState, State
-from megatron_nemotron3.generate.weights import read
+from megatron_nemotron3.generate.state import KVCache, MambaState, State
+from megatron_nemotron3.generate.weights import read_weights
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.convert.logits.pair import InMemory
 
@@ -50,7 +50,7 @@ def tensors(config: Nemotron3Config, seed: int = 0) -> dict[str, Tensor]:
 
 def engine_of(config: Nemotron3Config, seed: int = 0) -> Engine:
     """An engine with `tensors`."""
-    return Engine(read(InMemory(tensors(config, seed), Path()), config), max_context=CONTEXT)
+    return Engine(read_weights(InMemory(tensors(config, seed), Path()), config), max_context=CONTEXT)
 
 
 @functools.cache
@@ -74,14 +74,14 @@ def text(engine: Engine, rows: int, tokens: int) -> Tensor:
 def routing_margin(engine: Engine, ids: Tensor) -> float:
     """Smallest gap between the last chosen and the best rejected expert over ids [b, s]."""
     state = engine.new_state(len(ids))
-    span = Span(state.lengths, ids.shape[1], None, engine.device)
+    batch = ForwardBatch(state.lengths, ids.shape[1], None, engine.device)
     x, margin = engine.weights.embedding[ids.flatten()], math.inf
     for layer, kept in zip(engine.weights.layers, state.layers, strict=True):
         if isinstance(layer, MixtureOfExperts):
             scores = (layer.norm(x) @ layer.router).sigmoid() + layer.bias
             best = scores.topk(layer.topk + 1, dim=-1).values
             margin = min(margin, (best[:, -2] - best[:, -1]).min().item())
-        x, _ = layer(x, kept, span)
+        x, _ = layer(x, kept, batch)
     return margin
 
 
@@ -94,8 +94,8 @@ def assert_states_equal(found: State, expected: State) -> None:
             assert isinstance(other, MambaState)
             torch.testing.assert_close(mine.window, other.window, rtol=0, atol=ATOL)
             torch.testing.assert_close(mine.ssm, other.ssm, rtol=ATOL, atol=ATOL)
-        elif isinstance(mine, KeyValues):
-            assert isinstance(other, KeyValues)
+        elif isinstance(mine, KVCache):
+            assert isinstance(other, KVCache)
             for row, n in enumerate(found.lengths):
                 a, b = mine.cache[row, :, :, :n], other.cache[row, :, :, :n]
                 torch.testing.assert_close(a, b, rtol=0, atol=ATOL)

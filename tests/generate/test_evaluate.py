@@ -1,4 +1,4 @@
-"""`nemotron3 evaluate`: losses are Megatron's, and acceptance is that of `speculate`."""
+"""`nemotron3 evaluate`: losses are Megatron's, and acceptance is that of `generate`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.evaluate import acceptance, losses, windows
 from megatron_nemotron3.generate.evaluate_command import data_tokens
 from megatron_nemotron3.generate.text import Tokenizer
-from megatron_nemotron3.generate.weights import load, read
+from megatron_nemotron3.generate.weights import load, read_weights
 from megatron_nemotron3.models import get
 from tests.convert.folders import write_hf
 from tests.convert.logits.pair import pair
@@ -40,7 +40,7 @@ def test_losses_are_those_of_the_hybrid_model(world: None, tmp_path: Path) -> No
 
     config = get("super-tiny")
     made = pair(config, tmp_path, seed=5)
-    engine = Engine(read(made.hf, config))
+    engine = Engine(read_weights(made.hf, config))
     ids = random_text(engine, 3, 97)
     MTPLossLoggingHelper.clean_metrics_in_tracker()
     made.model.train()  # only then it notes

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_nemotron3.convert import config_json, inventory
-from megatron_nemotron3.convert.logits.compare import check_logits, memory_bound
+from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits, memory_bound
 from megatron_nemotron3.convert.stored import Reads, SourceTensor
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.models import Nemotron3Config, get
@@ -72,7 +72,7 @@ def main(name: str, tokens: int) -> None:
         megatron = Synthetic(config, Path(folder))
         hf = Converted(megatron, inventory.links(config), to_hf=True)
         started = time.monotonic()
-        report = check_logits(megatron, hf, config, tokens)
+        report = check_logits(megatron, hf, config, CheckOptions(tokens))
         seconds = time.monotonic() - started
     result = {
         "passed": report.passed,

@@ -12,7 +12,7 @@ import torch
 
 from megatron_nemotron3.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.convert.command import Options, convert_from_hf, convert_to_hf
-from megatron_nemotron3.convert.logits.compare import check_logits
+from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 from megatron_nemotron3.models import get
 from tests.checkpoint.writer import write
 from tests.parity.conftest import world_of_one
@@ -37,7 +37,7 @@ def test_conversions_there_and_back(tmp_path: Path) -> None:
     hf = open_hugging_face(folders[1], model=CONFIG)
     for folder in (folders[0], folders[2]):
         opened = open_megatron(folder, model=CONFIG)
-        report = check_logits(opened.weights, hf.weights, opened.config, 140, echo=lambda line: None)
+        report = check_logits(opened.weights, hf.weights, opened.config, CheckOptions(140, echo=lambda line: None))
         assert report.passed, report.problems
         assert torch.tensor([logits.scale for logits in report.logits]).min() > 0.3
 

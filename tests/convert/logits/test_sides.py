@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.convert.logits import hugging_face
-from megatron_nemotron3.convert.logits.compare import check_logits
+from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 from megatron_nemotron3.convert.logits.reader import BAND_ELEMENTS, TensorReader
 from megatron_nemotron3.convert.logits.routing import TIE, Selection, agree
 from megatron_nemotron3.models import get
@@ -37,7 +37,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def figures(right: Pair, megatron: dict[str, Tensor], tokens: int = 140) -> list[float]:
     source = InMemory(megatron, right.hf.folder)
-    report = check_logits(source, right.hf, right.config, tokens, echo=lambda line: None)
+    report = check_logits(source, right.hf, right.config, CheckOptions(tokens, echo=lambda line: None))
     assert report.passed, report.problems
     return [layer.difference for layer in report.layers] + [logits.difference for logits in report.logits]
 
@@ -99,14 +99,14 @@ def test_bfloat16(right: Pair) -> None:
         return {n: t if n.endswith(keep) else t.bfloat16() for n, t in tensors.items()}
 
     megatron, hf = (InMemory(rounded(s.content), s.folder) for s in (right.megatron, right.hf))
-    assert check_logits(megatron, hf, right.config, 140, echo=lambda line: None).passed
+    assert check_logits(megatron, hf, right.config, CheckOptions(140, echo=lambda line: None)).passed
     # A conversion that rounds compares rounded with unrounded weights: it is seen.
-    assert not check_logits(right.megatron, hf, right.config, 140, echo=lambda line: None).passed
+    assert not check_logits(right.megatron, hf, right.config, CheckOptions(140, echo=lambda line: None)).passed
 
 
 def test_only_chosen_experts_are_read(right: Pair) -> None:
     sources = [InMemory(s.content, s.folder) for s in (right.megatron, right.hf)]
-    report = check_logits(*sources, right.config, 3, echo=lambda line: None)
+    report = check_logits(*sources, right.config, CheckOptions(3, echo=lambda line: None))
     read = {name for name in sources[1].read_names if "layers.3.mixer.experts." in name and "up" in name}
     (layer,) = (layer for layer in report.layers if layer.name.startswith("decoder.layers.3 "))
     assert 2 <= len(read) == layer.experts <= 6 < CONFIG.num_moe_experts
@@ -191,7 +191,7 @@ def test_a_model_with_near_ties_passes(right: Pair) -> None:
             tensors[name][1] = tensors[name][0]
         tensors[prefix.format(bias)][preferred] += 1e-6
     sources = [InMemory(t, right.hf.folder) for t in (megatron, hf)]
-    report = check_logits(*sources, right.config, 140, echo=lambda line: None)
+    report = check_logits(*sources, right.config, CheckOptions(140, echo=lambda line: None))
     (layer,) = (layer for layer in report.layers if layer.name.startswith("decoder.layers.3 "))
     assert layer.ties > 0 and layer.others == 0 and layer.scores == pytest.approx(1e-6, rel=0.5)
     assert report.passed, report.problems

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.convert.logits.compare import check_logits
+from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 from megatron_nemotron3.convert.logits.report import Report
 from megatron_nemotron3.models import get
 from tests.parity.compare import oracle, weights_of, without_mtp
@@ -35,15 +35,7 @@ class Run:
         self.lines: list[str] = []
         self.ours: dict[str, list[Tensor]] = {}
         self.theirs: dict[str, list[Tensor]] = {}
-        self.report: Report = check_logits(
-            self.pair.megatron,
-            self.pair.hf,
-            self.pair.config,
-            TOKENS,
-            seed=SEED,
-            echo=self.lines.append,
-            on_logits=self.keep,
-        )
+        self.report: Report = check_logits(self.pair.megatron, self.pair.hf, self.pair.config, CheckOptions(TOKENS, seed=SEED, echo=self.lines.append, on_logits=self.keep))
         vocabulary, generator = self.pair.config.vocab_size, torch.Generator().manual_seed(SEED)
         self.ids = torch.randint(vocabulary, (TOKENS,), generator=generator).unsqueeze(0)
 
