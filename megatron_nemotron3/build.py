@@ -11,7 +11,6 @@ Megatron's own model builder. So a model built here is the one the stock script 
 from __future__ import annotations
 
 import io
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -20,15 +19,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import __version__, parallel_state
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_nemotron3 import cpu
 from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, flags, to_argv
-from megatron_nemotron3.layers.direct_builder import hybrid_config
 from megatron_nemotron3.layers.stack import Nemotron3Stack
-from megatron_nemotron3.layers.upstream import VERSION, HybridModel
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models import tiny as make_tiny
 from megatron_nemotron3.precision import settings as emulation
@@ -81,8 +79,8 @@ def model_config(
 ) -> Any:
     """Megatron's `HybridModelConfig` for a model; its builder is `HybridModelBuilder`.
 
-    A config does not say that NVFP4 is emulated, NEMOTRON3_EMULATE does while the model is built:
-    `build_model` sets it, a builder of your own must.
+    A config does not record that NVFP4 is emulated. `build_model` says so to the linears that it builds; a
+    builder of your own must build inside `precision.settings.emulating`.
 
     Args:
         model: a catalog name ("super") or a config of your own.
@@ -94,6 +92,8 @@ def model_config(
     Raises:
         ValueError: unknown model, `emulate` has no meaning, or a rule is violated (`args.rules`).
     """
+    from megatron.training import argument_utils
+
     config = get(model) if isinstance(model, str) else model
     config = make_tiny(config) if tiny else config
     layout = layout or ParallelLayout()
@@ -106,35 +106,19 @@ def model_config(
         extra=extra,
         te_precision_config_file=te_precision_config_file,
         emulate=bool(_emulation(emulate)),
-        megatron_core=VERSION,
+        megatron_core=__version__,
     )
     args = megatron_args(to_argv(emitted), layout.world_size)
     if args.padded_vocab_size is None and args.vocab_size is None:
         args.vocab_size = config.vocab_size
-    return hybrid_config(args)
+    return argument_utils.hybrid_config_from_args(args)
 
 
-def _emulation(emulate: bool | str) -> str:
-    """The value of NEMOTRON3_EMULATE that the argument means; "": off, or what the variable already says."""
+def _emulation(emulate: bool | str) -> emulation.Emulation | None:
+    """What the argument asks for; None if it asks for nothing."""
     if isinstance(emulate, str):
-        chosen = emulation.parse(emulate)
-        return "" if chosen is None else chosen.text()
-    return emulation.Emulation().text() if emulate else ""
-
-
-@contextmanager
-def _emulating(text: str) -> Iterator[None]:
-    """NEMOTRON3_EMULATE is `text`, unless that is empty: linears settle their formats when they are built."""
-    before = os.environ.get(emulation.VARIABLE)
-    if text:
-        os.environ[emulation.VARIABLE] = text
-    try:
-        yield
-    finally:
-        if text and before is None:
-            del os.environ[emulation.VARIABLE]
-        elif text and before is not None:
-            os.environ[emulation.VARIABLE] = before
+        return emulation.parse(emulate)
+    return emulation.Emulation() if emulate else None
 
 
 def build_model(
@@ -164,8 +148,8 @@ def build_model(
     Args:
         emulate: compute in NVFP4 without FP4 hardware (docs/nvfp4.md); with precision "nvfp4", backend
             "torch" and a `te_precision_config_file`, which `nemotron3 precision NAME --yaml FILE` writes.
-            True: the published recipe; text: a value of NEMOTRON3_EMULATE, such as "nvfp4,sr=0". False: only
-            if that variable is set.
+            True: the published recipe; text: a value of NEMOTRON3_EMULATE, such as "nvfp4,sr=0". False:
+            whatever an enclosing `precision.settings.emulating` or, without one, that variable says.
 
     Raises:
         RuntimeError: no GPU and not inside `cpu_mode`; several ranks wanted but torch.distributed is not
@@ -189,7 +173,7 @@ def build_model(
     )
     builder = config.get_builder_cls()(config)
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    with _emulating(_emulation(emulate)):
+    with emulation.emulating(_emulation(emulate) or emulation.current()):
         return verified(builder.build_model(groups, pre_process, post_process, vp_stage))
 
 
@@ -210,9 +194,9 @@ def model_provider(
     Raises:
         RuntimeError: the stack that got built is not ours.
     """
-    from megatron.training import get_args
+    from megatron.training import argument_utils, get_args
 
-    built = hybrid_config(get_args(), config)
+    built = argument_utils.hybrid_config_from_args(get_args(), config)
     builder = built.get_builder_cls()(built)
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     return verified(builder.build_model(groups, pre_process, post_process, vp_stage))

@@ -37,7 +37,9 @@ def test_conversions_there_and_back(tmp_path: Path) -> None:
     hf = open_hugging_face(folders[1], model=CONFIG)
     for folder in (folders[0], folders[2]):
         opened = open_megatron(folder, model=CONFIG)
-        report = check_logits(opened.weights, hf.weights, opened.config, CheckOptions(140, echo=lambda line: None))
+        report = check_logits(
+            opened.weights, hf.weights, opened.config, CheckOptions(140, echo=lambda line: None)
+        )
         assert report.passed, report.problems
         assert torch.tensor([logits.scale for logits in report.logits]).min() > 0.3
 

@@ -47,7 +47,9 @@ def run(
     hf = dict(right.hf.content)
     change(hf)
     config = right.config.but(**fields)
-    return check_logits(right.megatron, InMemory(hf, right.hf.folder), config, CheckOptions(TOKENS, echo=lambda line: None))
+    return check_logits(
+        right.megatron, InMemory(hf, right.hf.folder), config, CheckOptions(TOKENS, echo=lambda line: None)
+    )
 
 
 def swap(a: str, b: str) -> Callable[[dict[str, Tensor]], None]:
@@ -208,7 +210,12 @@ def test_a_megatron_tensor_is_missing(right: Pair) -> None:
     with pytest.raises(
         ValueError, match=r"Megatron: no tensor decoder\.layers\.3\.self_attention\.linear_proj"
     ):
-        check_logits(InMemory(rest, right.hf.folder), right.hf, right.config, CheckOptions(TOKENS, echo=lambda line: None))
+        check_logits(
+            InMemory(rest, right.hf.folder),
+            right.hf,
+            right.config,
+            CheckOptions(TOKENS, echo=lambda line: None),
+        )
 
 
 @pytest.mark.parametrize(

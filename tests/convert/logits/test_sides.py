@@ -101,7 +101,9 @@ def test_bfloat16(right: Pair) -> None:
     megatron, hf = (InMemory(rounded(s.content), s.folder) for s in (right.megatron, right.hf))
     assert check_logits(megatron, hf, right.config, CheckOptions(140, echo=lambda line: None)).passed
     # A conversion that rounds compares rounded with unrounded weights: it is seen.
-    assert not check_logits(right.megatron, hf, right.config, CheckOptions(140, echo=lambda line: None)).passed
+    assert not check_logits(
+        right.megatron, hf, right.config, CheckOptions(140, echo=lambda line: None)
+    ).passed
 
 
 def test_only_chosen_experts_are_read(right: Pair) -> None:

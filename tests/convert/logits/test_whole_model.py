@@ -35,7 +35,12 @@ class Run:
         self.lines: list[str] = []
         self.ours: dict[str, list[Tensor]] = {}
         self.theirs: dict[str, list[Tensor]] = {}
-        self.report: Report = check_logits(self.pair.megatron, self.pair.hf, self.pair.config, CheckOptions(TOKENS, seed=SEED, echo=self.lines.append, on_logits=self.keep))
+        self.report: Report = check_logits(
+            self.pair.megatron,
+            self.pair.hf,
+            self.pair.config,
+            CheckOptions(TOKENS, seed=SEED, echo=self.lines.append, on_logits=self.keep),
+        )
         vocabulary, generator = self.pair.config.vocab_size, torch.Generator().manual_seed(SEED)
         self.ids = torch.randint(vocabulary, (TOKENS,), generator=generator).unsqueeze(0)
 
