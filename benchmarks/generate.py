@@ -25,7 +25,7 @@ from common import machine, model, print_table, set_threads
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.generate import GenerationOptions, generate
 from megatron_nemotron3.models import Nemotron3Config
-from tests.generate.models import engine_of, tensors
+from tests.support.engines import engine_of, tensors
 
 DRAFTS = (1, 2, 3, 5, 7)
 #: A run's prompts: Python's own sources, which `nemotron3 train` trains on.
@@ -38,7 +38,7 @@ def theirs(config: Nemotron3Config, prompt: Sequence[int], new: int) -> Callable
     from transformers.generation.streamers import BaseStreamer
 
     from tests.generate.test_hugging_face import stacked
-    from tests.parity.compare import transformers_config
+    from tests.support.parity import transformers_config
 
     class Clock(BaseStreamer):
         """When each token came; the prompt comes first."""

@@ -21,7 +21,7 @@ from megatron_nemotron3.checkpoint.files import save_figure
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.state import KVCache, State
 from megatron_nemotron3.models import get
-from tests.generate.models import engine_of
+from tests.support.engines import engine_of
 
 CHUNK, REPORT = 1024, 16
 MIB = 2**20

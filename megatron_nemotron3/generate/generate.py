@@ -88,9 +88,9 @@ class Speculation:
     Attributes:
         draft: most tokens drafted per verification; fewer are drafted where fewer are left to generate.
         steps: verifications, counted for each row.
-        tokens: accepted drafts and the model's own token of each verification: all new tokens except the
-            first of each row, which the prefill gives.
-        drafted: for each position, how often a draft was verified there; not after a token that ended the row.
+        tokens: accepted drafts and the model's own token of each verification. All new tokens count except
+            the first of each row, which the prefill gives.
+        drafted: for each position, how often a draft was verified there, up to the token that ended the row.
         accepted: for each position, how often the draft and all before it were accepted.
     """
 

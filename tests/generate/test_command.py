@@ -21,10 +21,8 @@ from megatron_nemotron3.generate.generate import GenerationOptions, generate
 from megatron_nemotron3.generate.text import Detokenizer, OutputStream, OutputText, Tokenizer
 from megatron_nemotron3.generate.weights import load
 from tests.convert.folders import write_hf
-
-from .agreeing import agreeing_tensors
-from .folders import TEXT, TOKENS, Folders, small_config
-from .test_engine import repeatable
+from tests.support.engines import agreeing_tensors, repeatable
+from tests.support.generation_folders import TEXT, TOKENS, Folders, small_config
 
 Capture = pytest.CaptureFixture[str]
 PROMPT = "line 7: the naïve"

@@ -23,18 +23,16 @@ from megatron_nemotron3.generate.text import Tokenizer
 from megatron_nemotron3.generate.weights import load, read_weights
 from megatron_nemotron3.models import get
 from tests.convert.folders import write_hf
-from tests.convert.logits.pair import pair
-from tests.parity.compare import forward
-from tests.parity.conftest import world  # noqa: F401  a fixture
-
-from .agreeing import agreeing, agreeing_tensors
-from .folders import TEXT, VOCABULARY, Folders, small_config
-from .models import text as random_text
+from tests.support.checkpoint_pair import pair
+from tests.support.engines import agreeing, agreeing_tensors
+from tests.support.engines import text as random_text
+from tests.support.generation_folders import TEXT, VOCABULARY, Folders, small_config
+from tests.support.parity import forward
 
 Capture = pytest.CaptureFixture[str]
 
 
-def test_losses_are_those_of_the_hybrid_model(world: None, tmp_path: Path) -> None:  # noqa: F811
+def test_losses_are_those_of_the_hybrid_model(world: None, tmp_path: Path) -> None:
     """The loss of each token that Megatron returns, and what its MTP tracker notes for each depth."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 

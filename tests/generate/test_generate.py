@@ -15,8 +15,7 @@ from megatron_nemotron3.generate.state import MambaState
 from megatron_nemotron3.generate.weights import load
 from megatron_nemotron3.models import get
 from tests.convert.folders import write_hf
-
-from .models import CONTEXT, tensors, tiny
+from tests.support.engines import CONTEXT, tensors, tiny
 
 LENGTHS = (5, 40, 1)
 

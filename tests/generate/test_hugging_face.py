@@ -13,10 +13,9 @@ from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.generate import GenerationOptions, generate
 from megatron_nemotron3.generate.weights import read_weights
 from megatron_nemotron3.models import get
-from tests.convert.logits.pair import InMemory
-from tests.parity.compare import oracle, without_mtp
-
-from .models import CONTEXT, MARGIN, routing_margin, tensors
+from tests.support.checkpoint_pair import InMemory
+from tests.support.engines import CONTEXT, MARGIN, routing_margin, tensors
+from tests.support.parity import oracle, without_mtp
 
 pytest.importorskip("transformers")
 

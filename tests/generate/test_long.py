@@ -12,9 +12,7 @@ from megatron_nemotron3.generate.batch import MASK_ELEMENTS, ForwardBatch
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.state import KVCache
 from megatron_nemotron3.models import get
-
-from .models import engine_of
-from .test_engine import close
+from tests.support.engines import close, engine_of
 
 CHUNK = 256
 #: Queries that are handled at once, at least, where a mask is a tensor.

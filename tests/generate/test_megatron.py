@@ -19,12 +19,9 @@ from megatron_nemotron3.generate.weights import read_weights
 from megatron_nemotron3.layers.conv import causal_conv1d_reference
 from megatron_nemotron3.layers.ssd import ssd_reference
 from megatron_nemotron3.models import get
-from tests.convert.logits.pair import pair
-from tests.parity.compare import forward
-from tests.parity.conftest import world  # noqa: F401  a fixture
-
-from .models import CONTEXT, NAMES, ROWS, TOKENS, text
-from .test_engine import close
+from tests.support.checkpoint_pair import pair
+from tests.support.engines import CONTEXT, NAMES, ROWS, TOKENS, close, text
+from tests.support.parity import forward
 
 
 class Model:
@@ -61,7 +58,7 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def models(world: None) -> Any:  # noqa: F811
+def models(world: None) -> Any:
     """Name -> `Model`, built once."""
     return functools.cache(Model)
 

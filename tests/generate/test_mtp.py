@@ -11,9 +11,7 @@ from torch import Tensor
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.mtp import MTP
 from megatron_nemotron3.models import get
-
-from .models import ROWS, TOKENS, assert_states_equal, engine_of, text, tiny
-from .test_engine import close, repeatable
+from tests.support.engines import ROWS, TOKENS, assert_mtp_equal, close, engine_of, repeatable, text, tiny
 
 DEPTHS = 4
 
@@ -27,11 +25,6 @@ def by_depth(engine: Engine, ids: Tensor, depths: int) -> tuple[MTP, list[Tensor
         out = state.forward(depth, hidden[-1][:, :count], ids[:, depth:], logits="none")
         hidden.append(out.hidden)
     return state, hidden
-
-
-def assert_mtp_equal(found: MTP, expected: MTP) -> None:
-    for mine, other in zip(found.depths, expected.depths, strict=True):
-        assert_states_equal(mine, other)
 
 
 @repeatable(10)

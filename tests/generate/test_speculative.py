@@ -18,11 +18,18 @@ from megatron_nemotron3.generate.generate import Decoder, GenerationOptions, Spe
 from megatron_nemotron3.generate.mtp import MTP
 from megatron_nemotron3.generate.sampling import Sampling, accept, draw, probabilities
 from megatron_nemotron3.models import get
-
-from .agreeing import agreeing, small
-from .models import MARGIN, assert_states_equal, engine_of, routing_margin, tiny
-from .test_engine import close, repeatable
-from .test_mtp import assert_mtp_equal
+from tests.support.engines import (
+    MARGIN,
+    agreeing,
+    agreeing_small,
+    assert_mtp_equal,
+    assert_states_equal,
+    close,
+    engine_of,
+    repeatable,
+    routing_margin,
+    tiny,
+)
 
 #: Two logits nearer than this may change places between a pass over one token and one over several.
 GAP = 1e-3
@@ -197,7 +204,7 @@ def drawn(sampling: Sampling, rows: int = 3000) -> float:
     The prefill gives the first token, the first verification up to three more. Of tokens 2 and 3, and of 3
     and 4; twice the smaller one (Bonferroni).
     """
-    engine, prompt = small(0.5), [1, 2, 3]
+    engine, prompt = agreeing_small(0.5), [1, 2, 3]
     found = generate(engine, [prompt] * rows, GenerationOptions(4, draft=2, sampling=sampling))
     texts = exact(engine, prompt, 4, sampling)
     values = []

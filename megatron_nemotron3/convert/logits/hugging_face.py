@@ -1,8 +1,8 @@
 """The layers by transformers' own modules (`nemotron_h`): each is built, loaded from disk, run and dropped.
 
 A block is built on the meta device and its tensors are assigned by name, each exactly once. transformers'
-expert module holds all routed experts of a layer (Ultra: 43 GB in FP32), so here it holds one: the layer's own
-router selects, and transformers' expert code runs with one selected expert at a time.
+expert module holds all routed experts of a layer (Ultra: 43 GB in FP32), so here it holds one: the layer's
+own router selects, and transformers' expert code runs with one selected expert at a time.
 
 transformers has no multi-token prediction. Its blocks compute the layers of an MTP block; the rest of the
 block (enorm, hnorm, eh_proj, final_layernorm) is implemented here a second time, on Hugging Face's names.

@@ -102,7 +102,7 @@ class TensorReader:
             yield start, end, part.reshape(end - start, *rest[1:])
 
     def linear(self, x: Tensor, name: str, shape: tuple[int, ...], *, within: tuple[int, ...] = ()) -> Tensor:
-        """x [..., columns] times the transpose of a weight [rows, columns], which is never read as a whole."""
+        """x [..., columns] times the transpose of a weight [rows, columns], which is read in bands."""
         y = x.new_empty(*x.shape[:-1], shape[-2])
         for start, stop, band in self.bands(name, shape, within=within):
             y[..., start:stop] = x @ band.t()

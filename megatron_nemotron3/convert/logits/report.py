@@ -31,11 +31,11 @@ class Layer:
     name: str
     #: Largest difference of a token's update from the same input, relative to the update.
     difference: float
-    #: Largest absolute difference of the two residual streams after it, and the root mean square of the stream.
+    #: Largest absolute difference of the two residual streams after it, and the stream's root mean square.
     streams: float
     scale: float
     #: Only for an E layer: largest difference of a score from the same input, tokens with a near tie, tokens
-    #: with other experts without a near tie (both in Megatron's own stream), experts that some token selected.
+    #: with other experts without one (both in Megatron's own stream), experts that some token selected.
     scores: float | None = None
     ties: int = 0
     others: int = 0

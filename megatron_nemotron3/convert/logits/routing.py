@@ -1,9 +1,9 @@
 """Which experts each token selects on both sides, and which differences are near ties.
 
 Two correct implementations differ in the last bits of a score. Where the last selected and the best rejected
-expert are closer than that, they may select different experts, and the token's output then differs by a whole
-expert. Therefore scores are compared, and a token whose selection is a near tie uses Hugging Face's experts on
-both sides.
+expert are closer than that, they may select different experts, and the token's output then differs by a
+whole expert. Therefore scores are compared, and a token whose selection is a near tie uses Hugging Face's
+experts on both sides.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ from torch import Tensor
 from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 from megatron_nemotron3.convert.logits.report import Report
 from megatron_nemotron3.models import get
-from tests.parity.conftest import world_of_one
-
-from .pair import InMemory, Pair, pair
+from tests.support.checkpoint_pair import InMemory, Pair, pair
+from tests.support.world import world_of_one
 
 pytest.importorskip("transformers")
 
@@ -32,6 +31,7 @@ CONFIG = get("super-tiny").but(
     moe_latent_size=32,
 )
 TOKENS = 140
+QUIET = CheckOptions(TOKENS, echo=lambda line: None)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,7 @@ def run(
     hf = dict(right.hf.content)
     change(hf)
     config = right.config.but(**fields)
-    return check_logits(
-        right.megatron, InMemory(hf, right.hf.folder), config, CheckOptions(TOKENS, echo=lambda line: None)
-    )
+    return check_logits(right.megatron, InMemory(hf, right.hf.folder), config, QUIET)
 
 
 def swap(a: str, b: str) -> Callable[[dict[str, Tensor]], None]:
@@ -214,7 +212,7 @@ def test_a_megatron_tensor_is_missing(right: Pair) -> None:
             InMemory(rest, right.hf.folder),
             right.hf,
             right.config,
-            CheckOptions(TOKENS, echo=lambda line: None),
+            QUIET,
         )
 
 

@@ -18,15 +18,15 @@ from megatron_nemotron3.convert.logits.reader import BAND_ELEMENTS, TensorReader
 from megatron_nemotron3.convert.logits.routing import TIE, Selection, agree
 from megatron_nemotron3.models import get
 from tests.convert.models import stored_parameters
-from tests.parity.conftest import world_of_one
-
-from .pair import InMemory, Pair, pair
+from tests.support.checkpoint_pair import InMemory, Pair, pair
+from tests.support.world import world_of_one
 
 pytest.importorskip("transformers")
 
 CONFIG = get("super-tiny").but(
     name="sides", pattern="M-*E", vocab_size=300, dense_ffn_hidden_size=128, moe_router_topk=2
 )
+QUIET = CheckOptions(140, echo=lambda line: None)
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +99,9 @@ def test_bfloat16(right: Pair) -> None:
         return {n: t if n.endswith(keep) else t.bfloat16() for n, t in tensors.items()}
 
     megatron, hf = (InMemory(rounded(s.content), s.folder) for s in (right.megatron, right.hf))
-    assert check_logits(megatron, hf, right.config, CheckOptions(140, echo=lambda line: None)).passed
+    assert check_logits(megatron, hf, right.config, QUIET).passed
     # A conversion that rounds compares rounded with unrounded weights: it is seen.
-    assert not check_logits(
-        right.megatron, hf, right.config, CheckOptions(140, echo=lambda line: None)
-    ).passed
+    assert not check_logits(right.megatron, hf, right.config, QUIET).passed
 
 
 def test_only_chosen_experts_are_read(right: Pair) -> None:
@@ -193,7 +191,7 @@ def test_a_model_with_near_ties_passes(right: Pair) -> None:
             tensors[name][1] = tensors[name][0]
         tensors[prefix.format(bias)][preferred] += 1e-6
     sources = [InMemory(t, right.hf.folder) for t in (megatron, hf)]
-    report = check_logits(*sources, right.config, CheckOptions(140, echo=lambda line: None))
+    report = check_logits(*sources, right.config, QUIET)
     (layer,) = (layer for layer in report.layers if layer.name.startswith("decoder.layers.3 "))
     assert layer.ties > 0 and layer.others == 0 and layer.scores == pytest.approx(1e-6, rel=0.5)
     assert report.passed, report.problems

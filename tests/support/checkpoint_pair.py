@@ -14,7 +14,7 @@ from megatron_nemotron3.convert import config_json, inventory
 from megatron_nemotron3.convert.plan import apply
 from megatron_nemotron3.models import Nemotron3Config
 from tests.convert.models import assemble, chunks
-from tests.parity.mapping import megatron_model, randomize
+from tests.support.model_mapping import megatron_model, randomize
 
 
 @dataclass(frozen=True)
