@@ -121,12 +121,12 @@ def trained(run: Path, context: int, new: int, rounds: int) -> None:
     import argparse as stdlib
 
     from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
-    from megatron_nemotron3.generate.command import open_fitting
+    from megatron_nemotron3.generate.command import open_for_tokenizer
     from megatron_nemotron3.generate.weights import read_weights
 
     folder = find_checkpoint(run)
     tokenizer = folder.tokenizer()
-    opened = open_fitting(folder, tokenizer, None)
+    opened = open_for_tokenizer(folder, tokenizer, None)
     engine = Engine(read_weights(opened.hf_view(), opened.config), max_context=context + new)
     library = Path(stdlib.__file__).parent
     texts = [(library / name).read_text(encoding="utf-8")[5000:] for name in SOURCES]

@@ -147,7 +147,7 @@ def build_model(
 
     Args:
         emulate: compute in NVFP4 without FP4 hardware (docs/nvfp4.md); with precision "nvfp4", backend
-            "torch" and a `te_precision_config_file`, which `nemotron3 precision NAME --yaml FILE` writes.
+            "torch" and a `te_precision_config_file`, which `nemotron3 precision NAME --output FILE` writes.
             True: the published recipe; text: a value of NEMOTRON3_EMULATE, such as "nvfp4,sr=0". False:
             whatever an enclosing `precision.settings.emulating` or, without one, that variable says.
 

@@ -20,13 +20,19 @@ import runpy
 import socket
 import sys
 from contextlib import ExitStack, nullcontext
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
 
 USAGE = "usage: python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] SCRIPT ARGS…"
 SPEC_MODULE = "megatron_nemotron3.specs"
+
+
+def register(commands: Any) -> None:
+    """List `nemotron3 run` in the help; `cli.main` hands every word after it to `main`."""
+    text = "run a stock Megatron script, on CPU if there is no GPU"
+    commands.add_parser("run", help=text, add_help=False)
 
 
 def fail(message: str) -> NoReturn:

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.boundary.explain import LINES, describe, explain, ranks_text
 from megatron_nemotron3.boundary.layout import Layout
@@ -22,8 +23,9 @@ ROWS_PER_SAMPLE = 256
 LABELS = 32
 
 
-def add_boundary(command: argparse.ArgumentParser) -> None:
-    """Its options."""
+def register(commands: Any) -> None:
+    """Add `nemotron3 boundary`."""
+    command = commands.add_parser("boundary", help="what crosses between two modules' layouts")
     layout = "tp=,cp=,pp=,dp=,offset= and sp, separated by commas"
     command.add_argument("--from", dest="source", required=True, metavar="LAYOUT", help=f"encoder: {layout}")
     command.add_argument(
@@ -50,6 +52,7 @@ def add_boundary(command: argparse.ArgumentParser) -> None:
     command.add_argument("--lines", type=int, default=LINES, metavar="N", help=f"of a table ({LINES})")
     command.add_argument("--json", action="store_true", help="machine-readable, and whole")
     command.add_argument("--plot", type=Path, metavar="PNG", help="write a matrix sender x receiver")
+    command.set_defaults(run=boundary)
 
 
 def boundary(options: argparse.Namespace) -> int:

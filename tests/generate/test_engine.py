@@ -117,7 +117,7 @@ def test_padding_is_never_seen() -> None:
     st.lists(st.integers(0, 70), min_size=2, max_size=2),
 )
 def test_rollback_is_a_shorter_pass(name: str, before: int, n: int, keep: list[int]) -> None:
-    """Keeping m of n tokens equals running m tokens, for every m, one number or one per row, and what follows."""
+    """Keeping m of n tokens equals a pass of m, for any m, one or one per row; so do later passes."""
     engine, ids = tiny(name)
     n = min(n, TOKENS - before)
     kept = [min(k, n) for k in keep]
