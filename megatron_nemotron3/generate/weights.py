@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.convert.checkpoints import open_checkpoint
-from megatron_nemotron3.convert.logits.reader import Source, TensorReader
+from megatron_nemotron3.convert.logits.reader import TensorReader
 from megatron_nemotron3.convert.places import places
+from megatron_nemotron3.convert.stored import Reads
 from megatron_nemotron3.generate.layers import MLP, Attention, Layer, Norm, ReadTensor, read_norm, transposed
 from megatron_nemotron3.generate.mamba import Mamba
 from megatron_nemotron3.generate.moe import MixtureOfExperts
@@ -97,7 +98,7 @@ def load(
 
 
 def read_weights(
-    source: Source,
+    source: Reads,
     config: Nemotron3Config,
     *,
     device: torch.device | str = "cpu",

@@ -24,7 +24,7 @@ class Entry:
 
 
 class InMemory:
-    """Tensors with the interface of `convert.stored.Source`; counts what is read."""
+    """A tensor source in memory, with the interface of those that read files; notes which names are read."""
 
     def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
         self.content, self.folder, self.read_names = tensors, folder, set[str]()

@@ -16,17 +16,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_nemotron3.convert.logits.hugging_face import HuggingFace
-from megatron_nemotron3.convert.logits.reader import Source
 from megatron_nemotron3.convert.logits.reference import Reference
 from megatron_nemotron3.convert.logits.report import Layer, Logits, Report
 from megatron_nemotron3.convert.places import Place, places
+from megatron_nemotron3.convert.stored import Reads
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Indices of the streams in [3, s, d].
@@ -37,12 +36,6 @@ _FP32_ROUNDING = 2.0**-24
 #: Called for each band of the vocabulary with the name as in `Logits`, the first token id, and the logits
 #: [s, n] of Megatron's and of Hugging Face's side.
 OnLogits = Callable[[str, int, Tensor, Tensor], None]
-
-
-class HuggingFaceSource(Source, Protocol):
-    """A `Source` with the folder that contains config.json."""
-
-    folder: Path
 
 
 @dataclass(frozen=True)
@@ -64,8 +57,8 @@ class CheckOptions:
 
 
 def check_logits(
-    megatron: Source,
-    hf: HuggingFaceSource,
+    megatron: Reads,
+    hf: Reads,
     config: Nemotron3Config,
     options: CheckOptions,
 ) -> Report:
@@ -73,7 +66,7 @@ def check_logits(
 
     Args:
         megatron: tensors of the Megatron checkpoint, after the cast if the conversion casts them.
-        hf: tensors of the Hugging Face checkpoint, with its folder.
+        hf: tensors of the Hugging Face checkpoint; its folder contains config.json.
         config: of the Megatron checkpoint.
 
     Raises:
@@ -97,7 +90,7 @@ def check_logits(
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (tokens,), generator=generator)
     with torch.no_grad():
-        sides = Reference(megatron, config), HuggingFace(hf, hf.folder, config)
+        sides = Reference(megatron, config), HuggingFace(hf, config)
         comparison = _Comparison(*sides, config, generator, options)
         comparison.run(ids)
     comparison.report.peak_memory = _peak_memory()

@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_nemotron3.convert import config_json
-from megatron_nemotron3.convert.logits.reader import Source, TensorReader
+from megatron_nemotron3.convert.logits.reader import TensorReader
 from megatron_nemotron3.convert.logits.routing import Selection
+from megatron_nemotron3.convert.stored import Reads
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Earlier versions compute the scan incorrectly on a CPU after its first chunk (transformers #47246).
@@ -70,7 +70,7 @@ class HuggingFace:
     """A Hugging Face checkpoint, run one layer at a time.
 
     Args:
-        folder: contains config.json, which is checked, too.
+        source: its folder contains config.json, which is checked, too.
         config: the expected model.
 
     Raises:
@@ -79,9 +79,9 @@ class HuggingFace:
             tensor is missing, or has another shape or dtype.
     """
 
-    def __init__(self, source: Source, folder: Path | str, config: Nemotron3Config) -> None:
+    def __init__(self, source: Reads, config: Nemotron3Config) -> None:
         self.modeling, config_class = transformers_model()
-        path = Path(folder) / "config.json"
+        path = source.folder / "config.json"
         if not path.is_file():
             raise ValueError(f"{path} is missing: transformers builds its layers from it")
         data = json.loads(path.read_text())

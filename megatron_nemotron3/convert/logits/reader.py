@@ -4,38 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from megatron_nemotron3.convert.stored import Reads
 
 #: Elements read at once: 8 MiB of BF16, which become 16 MiB of FP32.
 BAND_ELEMENTS = 4 << 20
 #: Dtypes weights may be stored in; the source unpacks quantized ones.
 PLAIN_DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-
-class StoredTensor(Protocol):
-    """Dtype, by torch's name, and shape of a tensor."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class Source(Protocol):
-    """Where tensors come from: `convert.stored.Source`, its wrappers, or anything with this interface."""
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """`StoredTensor` by name."""
-        ...
-
-    def read(self, name: str, slices: tuple[tuple[int, int], ...]) -> Any:
-        """Raw bits of a slice: a C-contiguous numpy array of unsigned integers of the element's size."""
-        ...
 
 
 class TensorReader:
@@ -46,7 +24,7 @@ class TensorReader:
         names: requested name -> name in the source; default: the source's own names.
     """
 
-    def __init__(self, side: str, source: Source, names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, side: str, source: Reads, names: Mapping[str, str] | None = None) -> None:
         self.side, self.source = side, source
         self.names = {name: name for name in source.tensors} if names is None else names
 
@@ -110,7 +88,7 @@ class TensorReader:
 
     def _check_stored(self, name: str, shape: tuple[int, ...]) -> None:
         self.find(name)
-        stored: StoredTensor = self.source.tensors[self.names[name]]
+        stored = self.source.tensors[self.names[name]]
         if tuple(stored.shape) != tuple(shape):
             raise ValueError(
                 f"{self.side}: {name} has shape {list(stored.shape)}, its config asks for {list(shape)}"
