@@ -245,4 +245,4 @@ def test_too_few_tokens(right: Pair) -> None:
     with pytest.raises(ValueError, match="2 tokens are too few: use at least 3"):
         check_logits(right.megatron, right.hf, right.config, CheckOptions(2, echo=lines.append))
     assert check_logits(right.megatron, right.hf, right.config, CheckOptions(3, echo=lines.append)).passed
-    assert "3 tokens stay in the first chunk of 128" in lines[1]
+    assert "3 tokens stay within the first chunk of 128" in lines[1]

@@ -210,7 +210,7 @@ def test_the_order_of_experts_does_not_matter() -> None:
 
 
 def test_other_numbers_of_experts_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 experts a token, Hugging Face's has 1"):
+    with pytest.raises(ValueError, match="2 experts per token, Hugging Face's has 1"):
         agree(selection(0.9, 0.5, 0.4), selection(0.9, 0.5, 0.4, topk=1))
 
 
