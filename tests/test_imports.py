@@ -67,7 +67,7 @@ LIGHT = (
     "precision.settings",
     "monitor.settings",
     "boundary.layout",
-    "boundary.sides",
+    "boundary.planner",
     "boundary.bounds",
     "boundary.explain",
     "boundary.command",

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_nemotron3.boundary.explain import LINES, describe, explain, ranks_text
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.sides import crossing, slices_of
-from megatron_nemotron3.boundary.transfer import Plan, Side
+from megatron_nemotron3.boundary.plan import Plan, Side
+from megatron_nemotron3.boundary.planner import make_plan, slices_of
 from megatron_nemotron3.checkpoint.files import save_figure
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -144,11 +144,11 @@ def _plan(
                 f"--seq-length {options.seq_length}: {destination} does not cut sequences: leave it out, or "
                 "give cp= or sp"
             )
-        return crossing(source, destination, rows, row_bytes=row_bytes), None
+        return make_plan(source, destination, rows, row_bytes=row_bytes), None
     multiple = 2 * destination.cp * destination.tp
     length = options.seq_length or max(-(-max(rows) // multiple), 1) * multiple
     wants = slices_of(destination, [((0, n),) if n else () for n in rows], [length] * len(rows))
-    return crossing(source, destination, rows, row_bytes=row_bytes, wants=wants), length
+    return make_plan(source, destination, rows, row_bytes=row_bytes, wants=wants), length
 
 
 def _where(layout: Layout, stage: int) -> str:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_nemotron3.boundary.header import Ask, _answer, _Header, counts_of
+from megatron_nemotron3.boundary.agreement import Announcement, _agreement, _Header, share_counts
 
 LANES = ((0, 1), (2, 3))
 
 
 def test_counts_of_shares():
-    assert counts_of(7, 1, [3, 3], uneven=False) == (7,)
-    assert counts_of(6, 2, [0, 3, 1, 2], uneven=False) == (3, 3)
-    assert counts_of(6, 3, None, uneven=False) == (2, 2, 2)
-    assert counts_of(7, 3, None, uneven=True) == tuple(len(t) for t in torch.arange(7).tensor_split(3))
+    assert share_counts(7, 1, [3, 3], uneven=False) == (7,)
+    assert share_counts(6, 2, [0, 3, 1, 2], uneven=False) == (3, 3)
+    assert share_counts(6, 3, None, uneven=False) == (2, 2, 2)
+    assert share_counts(7, 3, None, uneven=True) == tuple(len(t) for t in torch.arange(7).tensor_split(3))
     for rows, slots, sizes in [(7, 3, None), (6, 2, [1, 2, 3]), (6, 2, [2, 2])]:
         with pytest.raises(ValueError, match="_mimo_bridge_split_sizes"):
-            counts_of(rows, slots, sizes, uneven=False)
+            share_counts(rows, slots, sizes, uneven=False)
 
 
-def ask(**changes):
-    return Ask("images -> language", LANES, False, 1, None, (), None)._replace(**changes)
+def announced(**changes):
+    return Announcement("images -> language", LANES, 1, None, None)._replace(**changes)
 
 
 def headers(*changes):
@@ -30,18 +30,18 @@ def headers(*changes):
 
 
 def test_lanes_have_their_own_counts():
-    found = _answer(ask(), headers({}, {}, {"counts": (9,)}, {"counts": (9,)}))
-    assert found == ((5, 9), (4,), torch.float32)
+    found = _agreement(announced(), headers({}, {}, {"counts": (9,)}, {"counts": (9,)}))
+    assert found[:3] == ((5, 9), (4,), torch.float32)
 
 
 def test_parts_of_a_lane_add_up():
-    found = _answer(ask(sharded=True), headers({}, {"counts": (6,)}, {}, {}))
+    found = _agreement(announced(sharded=True), headers({}, {"counts": (6,)}, {}, {}))
     assert found.counts == (11, 10)
 
 
 def test_nobody_has_rows():
-    found = _answer(ask(), headers(*[{"present": False, "row": (), "counts": (0,)}] * 4))
-    assert found == ((0, 0), None, None)
+    found = _agreement(announced(), headers(*[{"present": False, "row": (), "counts": (0,)}] * 4))
+    assert found[:3] == ((0, 0), None, None)
 
 
 @pytest.mark.parametrize(
@@ -58,4 +58,4 @@ def test_nobody_has_rows():
 )
 def test_differences_are_named(changes, words):
     with pytest.raises(ValueError, match=words):
-        _answer(ask(), headers(*changes))
+        _agreement(announced(), headers(*changes))

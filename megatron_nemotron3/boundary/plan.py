@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.intervals import Intervals, Places
-from megatron_nemotron3.boundary.samples import Segment
+from megatron_nemotron3.boundary.partition import Segment
 
 Mode = Literal["once", "copies"]
 Ranks = tuple[int, ...]
@@ -241,16 +241,15 @@ class Plan:
                         "arrive: both sides must count the rows of every sample alike"
                     )
 
-    def explain(self) -> str:
-        """Tables of who sends how much to whom, against the bounds (`explain.explain`)."""
-        from megatron_nemotron3.boundary.explain import explain
-
-        return explain(self)
-
     def transposed(self) -> Plan:
         """The way back: gradients of the wanted rows to those who held them."""
         segments = tuple(segment.transposed() for segment in self.segments)
         return Plan(self.wanters, self.holders, segments, self.row_bytes, self.mode, self.leader_bytes)
+
+    @functools.cached_property
+    def backward(self) -> Plan:
+        """The transposed plan, made once."""
+        return self.transposed()
 
 
 def _common(

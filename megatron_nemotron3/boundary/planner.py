@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.intervals import Intervals
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.samples import contiguous, lane_rows, segments
-from megatron_nemotron3.boundary.slices import Runs, positions, wanted
-from megatron_nemotron3.boundary.transfer import LEADER_BYTES, Group, Mode, Plan, Side
+from megatron_nemotron3.boundary.partition import Runs, contiguous, lane_rows, positions, segments, wanted
+from megatron_nemotron3.boundary.plan import Group, Mode, Plan, Side
 
 
 def sending(layout: Layout, rows: Sequence[int]) -> Side:
@@ -72,17 +71,14 @@ def receiving(
     )
 
 
-def crossing(
+def make_plan(
     source: Layout,
     destination: Layout,
     rows: Sequence[int],
     *,
     row_bytes: int,
     wants: Sequence[Sequence[Intervals]] | None = None,
-    source_samples: Sequence[Sequence[int]] | None = None,
-    destination_samples: Sequence[Sequence[int]] | None = None,
     mode: Mode | None = None,
-    leader_bytes: int = LEADER_BYTES,
 ) -> Plan:
     """The forward plan of one microbatch and one modality.
 
@@ -90,14 +86,12 @@ def crossing(
         rows: of each sample of the microbatch, over all lanes.
         row_bytes: bytes of a row.
         wants: see `receiving`; `slices_of` makes them.
-        source_samples, destination_samples: samples of each lane; None: equal shares in order.
         mode: None: "copies" where the layouts share ranks, "once" where they do not.
 
     Raises:
         ValueError: as `segments`, `contiguous`, `sending`, `receiving`.
     """
-    given = contiguous(len(rows), source.dp) if source_samples is None else source_samples
-    taken = contiguous(len(rows), destination.dp) if destination_samples is None else destination_samples
+    given, taken = contiguous(len(rows), source.dp), contiguous(len(rows), destination.dp)
     if mode is None:
         shared = set(source.stage_ranks(source.pp - 1)) & set(destination.stage_ranks(0))
         mode = "copies" if shared else "once"
@@ -107,7 +101,6 @@ def crossing(
         segments(rows, given, taken),
         row_bytes,
         mode,
-        leader_bytes,
     )
 
 
@@ -118,7 +111,7 @@ def slices_of(
     samples: Sequence[Sequence[int]] | None = None,
     documents: Sequence[tuple[int, ...]] | None = None,
 ) -> tuple[tuple[Intervals, ...], ...]:
-    """Rows that each rank of each lane of a context- or sequence-parallel module owns: `wants` of `crossing`.
+    """Rows that each rank of a context- or sequence-parallel module needs (`wants` of `make_plan`).
 
     Args:
         runs: of each sample, where its rows stand (`slices.Runs`).
