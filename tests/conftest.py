@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -43,20 +44,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _seconds(path: Path) -> float:
     """How long a test file took when it was last measured."""
-    return SECONDS.get(path.relative_to(durations.TESTS).as_posix(), 0.0)
+    below = path.is_relative_to(durations.TESTS)
+    return SECONDS.get(path.relative_to(durations.TESTS).as_posix(), 0.0) if below else 0.0
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out long files with `--quick`, without importing them."""
-    inside = collection_path.is_relative_to(durations.TESTS)
-    return (
-        True
-        if config.getoption("--quick") and inside and _seconds(collection_path) > durations.LIGHT
-        else None
-    )
+    return True if config.getoption("--quick") and _seconds(collection_path) > durations.LIGHT else None
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, so that no process is left alone with one at the end."""
     items.sort(key=lambda item: -_seconds(item.path))
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    """`tests.support.world.world_of_one` for a test module."""
+    from tests.support.world import world_of_one
+
+    with world_of_one():
+        yield
