@@ -37,9 +37,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--quick`, which `make quick` uses."""
-    parser.addoption(
-        "--quick", action="store_true", help="leave out the long files of tests/durations.txt"
-    )
+    parser.addoption("--quick", action="store_true", help="leave out the long files of tests/durations.txt")
 
 
 def _seconds(path: Path) -> float:
