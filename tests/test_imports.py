@@ -23,7 +23,7 @@ ALLOWED = {
     "boundary": {"checkpoint"},
     "plan": {"args", "checkpoint", "models", "precision"},
     "generate": {"checkpoint", "convert", "cpu", "layers", "models", "run", "train"},
-    "compression": {"checkpoint", "convert", "layers", "models"},
+    "compression": {"checkpoint", "convert", "cpu", "layers", "models"},
     "doctor": {"args", "build", "cpu", "layers", "models"},
     "layers": {"cpu", "models", "monitor", "precision"},
     "specs": {"layers"},

@@ -19,9 +19,8 @@ from megatron_nemotron3.args.phases import PHASES, Phase, phase, require_known
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
 from megatron_nemotron3.models.command import add_model, chosen_model
-from megatron_nemotron3.precision import settings
 from megatron_nemotron3.precision.command import check as check_precision_file
-from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.precision.settings import VARIABLE, Emulation, emulation
 from megatron_nemotron3.precision.table import NVFP4
 
 LAYOUT = {
@@ -102,11 +101,10 @@ def chosen_emulation(options: argparse.Namespace) -> Emulation | None:
     Raises:
         ValueError: the variable is set here without --emulate, or it is malformed.
     """
-    given = settings.emulation()
+    given = emulation()
     if given is not None and not options.emulate:
         raise ValueError(
-            f"{settings.VARIABLE}={os.environ[settings.VARIABLE]} is set: pass --precision nvfp4 --emulate "
-            "or unset it"
+            f"{VARIABLE}={os.environ[VARIABLE]} is set: pass --precision nvfp4 --emulate or unset it"
         )
     return (given or Emulation()) if options.emulate else None
 
@@ -193,4 +191,4 @@ def _print_remarks(launch: Launch) -> None:
     if launch.precision == NVFP4 and file and (remark := check_precision_file(launch.config, file)):
         print(remark, file=sys.stderr)
     if launch.emulate:
-        print(f"set {settings.VARIABLE}={launch.emulate.text()} in the training processes", file=sys.stderr)
+        print(f"set {VARIABLE}={launch.emulate.text()} in the training processes", file=sys.stderr)

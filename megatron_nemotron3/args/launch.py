@@ -20,8 +20,8 @@ from megatron_nemotron3.args.schedule import TrainingSchedule
 from megatron_nemotron3.args.versions import chosen
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models import tiny as make_tiny
-from megatron_nemotron3.precision import settings
 from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.precision.settings import parse as parse_emulation
 from megatron_nemotron3.precision.table import bf16_tail
 
 PRECISIONS = ("bf16", "fp32", "mxfp8", "nvfp4")
@@ -191,7 +191,7 @@ class Launch:
 
 def _meant_emulation(emulate: bool | str | Emulation | None) -> Emulation | None:
     if isinstance(emulate, str):
-        return settings.parse(emulate)
+        return parse_emulation(emulate)
     if emulate is True:
         return Emulation()
     return emulate or None
