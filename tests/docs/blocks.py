@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/index.md")
+PAGES = ("README.md", "docs/index.md", "docs/environment.md", "docs/launching.md")
 
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>.*?) -->\n)?^```(?P<language>bash|sh|python)\n(?P<text>.*?)^```$", re.M | re.S
