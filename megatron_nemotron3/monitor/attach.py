@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.moe_logging import (
     MoEMetricsTracker,
     get_moe_metrics_tracker,
@@ -14,6 +12,7 @@ from megatron.core.transformer.moe.moe_logging import (
 )
 
 from megatron_nemotron3.monitor import settings
+from megatron_nemotron3.monitor.hooks import agree_on_interval, find_ddp
 from megatron_nemotron3.monitor.series import decoder_row, mtp_row, shared_mtp_row
 from megatron_nemotron3.monitor.tracker import Monitor, MonitorTracker
 from megatron_nemotron3.monitor.watched import WatchedLayer
@@ -31,14 +30,15 @@ def watch_stack(stack: Any) -> None:
     """
     if not torch.distributed.is_initialized():
         return
-    interval = _agreed(settings.interval())
+    interval = settings.interval()
+    agree_on_interval("monitor/interval", interval, settings.VARIABLE)
     if interval == 0 or _refused(stack.config):
         return
     monitor = _install(interval, stack.pg_collection)
     for layer in stack.layers:
         row = decoder_row(layer.layer_number)
         monitor.add(WatchedLayer(row, (row,), layer, monitor.switch))
-    _find_ddp(stack, monitor)
+    find_ddp(stack, monitor.wrapped_by)
 
 
 def watch_mtp(mtp_layer: Any) -> None:
@@ -83,35 +83,3 @@ def _install(interval: int, groups: Any) -> Monitor:
         tracker = MonitorTracker(Monitor(interval, groups), before=tracker)
         set_moe_metrics_tracker(tracker)
     return tracker.monitor
-
-
-def _agreed(interval: int) -> int:
-    """The interval, if it is the one the first rank to get here had.
-
-    Through the store, not a collective: ranks build their stages in different orders, and Megatron waits for
-    other stages in between.
-    """
-    store = torch.distributed.distributed_c10d._get_default_store()
-    first = int(store.compare_set("megatron_nemotron3/monitor/interval", "", str(interval)))
-    if first != interval:
-        raise RuntimeError(
-            f"{settings.VARIABLE} is {interval} on rank {torch.distributed.get_rank()} and {first} on "
-            "another (0: off): export it on all nodes"
-        )
-    return interval
-
-
-def _find_ddp(stack: Any, monitor: Monitor) -> None:
-    """Tell the layers their DDP wrapper when it first runs; a module does not know what wraps it."""
-    wanted = weakref.ref(stack)
-
-    def look(module: torch.nn.Module, _inputs: Any) -> None:
-        if module is wanted() or wanted() is None:
-            everywhere.remove()
-        elif isinstance(module, DistributedDataParallel):
-            inside = set(module.modules())
-            for layer in monitor.layers:
-                if layer.module in inside:
-                    layer.ddp = weakref.ref(module)
-
-    everywhere = torch.nn.modules.module.register_module_forward_pre_hook(look)

@@ -39,6 +39,13 @@ class Monitor:
         """Its module keeps it alive, through its hooks."""
         self._layers.add(layer)
 
+    def wrapped_by(self, ddp: torch.nn.Module) -> None:
+        """Note the DDP wrapper of the layers that are inside it; its buffers hold their gradients."""
+        inside = set(ddp.modules())
+        for layer in self.layers:
+            if layer.module in inside:
+                layer.ddp = weakref.ref(ddp)
+
     @property
     def layers(self) -> list[WatchedLayer]:
         """Those of models that still exist, in the order of their names."""

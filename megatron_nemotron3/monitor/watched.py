@@ -14,12 +14,10 @@ import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import Tensor
 
+from megatron_nemotron3.monitor.hooks import first_forward, no_wrapper
+
 #: Visits kept without a report; more means that nobody ever asks (a loop that is not Megatron's).
 LIMIT = 16_384
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass
@@ -42,7 +40,7 @@ class WatchedLayer:
     module: torch.nn.Module
     switch: Switch
     #: The DDP wrapper of the model this layer is in, once it ran; its buffers hold the reduced gradients.
-    ddp: Callable[[], Any] = _nothing
+    ddp: Callable[[], Any] = no_wrapper
     #: Per visit: L2 norm and number of elements of the residual stream behind this layer.
     residual: list[tuple[Tensor, int]] = field(default_factory=list)
     #: The same of what the experts read, where there is a latent width.
@@ -73,7 +71,7 @@ class WatchedLayer:
         self.interval_load = None
 
     def _counts(self, module: torch.nn.Module) -> bool:
-        return module.training and not _in_backward()
+        return module.training and first_forward()
 
     def _on_layer(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         """Output: [s, b, d], or a tuple that begins with it."""
@@ -103,8 +101,3 @@ class WatchedLayer:
 def _norm(output: Any) -> tuple[Tensor, int]:
     x = (output[0] if isinstance(output, tuple) else output).detach()
     return torch.linalg.vector_norm(x, dtype=torch.float32), x.numel()
-
-
-def _in_backward() -> bool:
-    # What torch.utils.checkpoint itself asks; -1 outside of a backward pass.
-    return torch._C._current_graph_task_id() != -1

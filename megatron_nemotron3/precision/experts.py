@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_nemotron3.monitor.hooks import first_forward
 from megatron_nemotron3.precision import nvfp4
 from megatron_nemotron3.precision.products import Operand, Recipe, matmul, operand
-from megatron_nemotron3.precision.record import Record, first_forward
+from megatron_nemotron3.precision.record import Record
 from megatron_nemotron3.precision.spec import Spec
 from megatron_nemotron3.precision.statistics import dequantized
 from megatron_nemotron3.precision.table import NVFP4

@@ -21,9 +21,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_nemotron3.monitor.hooks import first_forward
 from megatron_nemotron3.precision import experts
 from megatron_nemotron3.precision.products import Operand, Recipe, operand, padded, product
-from megatron_nemotron3.precision.record import Record, first_forward
+from megatron_nemotron3.precision.record import Record
 from megatron_nemotron3.precision.spec import Spec
 from megatron_nemotron3.precision.statistics import dequantized
 

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_nemotron3.monitor.gradients import counts_here, cut, places
+from megatron_nemotron3.monitor.hooks import agree_on_interval, find_ddp, no_wrapper
+from megatron_nemotron3.monitor.settings import megatron_options
 from megatron_nemotron3.precision import report, statistics
 from megatron_nemotron3.precision.products import Recipe
 from megatron_nemotron3.precision.record import Record
@@ -55,12 +55,12 @@ class Observer:
         self.chosen, self.used, self.groups = chosen, used, stack.pg_collection
         self.records: list[Record] = []
         self._stack = weakref.ref(stack)
-        self._ddp: Any = lambda: None
+        self._ddp: Callable[[], Any] = no_wrapper
         self._ran, self._steps = False, 0
         me = weakref.ref(self)
         stack.precision_observer = self  # lives as long as the stack
         stack.register_forward_pre_hook(_note_forward(me))
-        _find_ddp(me, weakref.ref(stack))
+        find_ddp(stack, _calling(me, Observer._wrapped_by), _calling(me, Observer._announce))
         _follow_steps(me)
 
     def add(self, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: Recipe) -> Record:
@@ -72,6 +72,17 @@ class Observer:
         """Print a line, on one rank of each pipeline stage."""
         if self.groups.tp_cp.rank() == self.groups.dp.rank() == 0:
             print(f"megatron_nemotron3: {what}", flush=True)
+
+    def _wrapped_by(self, ddp: torch.nn.Module) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def _announce(self) -> None:
+        what = "measuring" if self.used else "measuring what NVFP4 would do, computing without it"
+        path = Path(self.chosen.folder) / report.FILE
+        self.say(
+            f"{what}: {len(self.records)} linears of this rank, every {self.chosen.interval} iterations, "
+            f"into {path}"
+        )
 
     def step_done(self) -> None:
         """After the optimizer's step; of optimizers in a chain the first one counts. Collective."""
@@ -153,38 +164,30 @@ def _row(iteration: int, record: Record, tensor: str, used: bool, sums: Tensor, 
 
 
 def _iteration() -> int | None:
-    """The number of the step that just ended, in Megatron's training loop; None in another."""
-    # Not imported for this: a script that trains has imported it.
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    try:
-        args = global_vars.get_args() if global_vars else None
-    except AssertionError:  # no options were parsed
-        return None
-    current = getattr(args, "curr_iteration", None)
+    """The number of the step that just ended in Megatron's training loop; None in any other loop."""
+    current = getattr(megatron_options(), "curr_iteration", None)
     return None if current is None else int(current) + 1
 
 
+#: Numbers of the stacks of this process, in the order in which all ranks build them.
 _stacks = itertools.count()
 
 
 def agree(chosen: Logging | None) -> None:
-    """Compare the interval with that of the first rank to build this stack: one without hangs the others.
+    """Raise RuntimeError if ranks have different intervals; see `agree_on_interval`."""
+    if torch.distributed.is_initialized():
+        interval = 0 if chosen is None else chosen.interval
+        agree_on_interval(f"precision/{next(_stacks)}", interval, f"the interval of {LOG_VARIABLE}")
 
-    Through the store, not a collective: ranks build their stages in different orders.
 
-    Raises:
-        RuntimeError: they differ.
-    """
-    if not torch.distributed.is_initialized():
-        return
-    interval = 0 if chosen is None else chosen.interval
-    store = torch.distributed.distributed_c10d._get_default_store()
-    first = int(store.compare_set(f"megatron_nemotron3/precision/{next(_stacks)}", "", str(interval)))
-    if first != interval:
-        raise RuntimeError(
-            f"the interval of {LOG_VARIABLE} is {interval} on rank {torch.distributed.get_rank()} and "
-            f"{first} on another (0: off): export it on all nodes"
-        )
+def _calling(observer: weakref.ref[Observer], method: Callable[..., None]) -> Callable[..., None]:
+    """Call a method of an observer that still exists; hooks must not keep it alive."""
+
+    def call(*arguments: Any) -> None:
+        if (found := observer()) is not None:
+            method(found, *arguments)
+
+    return call
 
 
 def _note_forward(observer: weakref.ref[Observer]) -> Any:
@@ -214,28 +217,3 @@ def _hook() -> None:
 def _follow_steps(observer: weakref.ref[Observer]) -> None:
     _observers[:] = [one for one in _observers if one() is not None] + [observer]
     _hook()
-
-
-def _find_ddp(observer: weakref.ref[Observer], stack: weakref.ref[Any]) -> None:
-    """Tell the observer its DDP wrapper when it first runs, and say what is observed."""
-
-    def look(module: torch.nn.Module, _inputs: Any) -> None:
-        found, wanted = observer(), stack()
-        if found is None or wanted is None:
-            everywhere.remove()
-        elif module is wanted:
-            everywhere.remove()
-            _announce(found)
-        elif isinstance(module, DistributedDataParallel) and wanted in set(module.modules()):
-            found._ddp = weakref.ref(module)
-
-    everywhere = torch.nn.modules.module.register_module_forward_pre_hook(look)
-
-
-def _announce(observer: Observer) -> None:
-    what = "measuring" if observer.used else "measuring what NVFP4 would do, computing without it"
-    path = Path(observer.chosen.folder) / report.FILE
-    observer.say(
-        f"{what}: {len(observer.records)} linears of this rank, every {observer.chosen.interval} iterations, "
-        f"into {path}"
-    )

@@ -76,12 +76,6 @@ class Record:
         self._sums = {}
 
 
-def first_forward() -> bool:
-    """False inside a backward pass, where a forward is one that recomputation repeats."""
-    # What torch.utils.checkpoint itself asks; -1 outside of a backward pass.
-    return torch._C._current_graph_task_id() == -1
-
-
 def _tensors(how: Recipe) -> tuple[str, ...]:
     """Operands of a recipe; the weight of dgrad only if it is not that of fprop."""
     names = []

@@ -14,10 +14,11 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
+from megatron_nemotron3.monitor.hooks import first_forward
 from megatron_nemotron3.precision.experts import Rows
 from megatron_nemotron3.precision.products import Recipe, padded
 from megatron_nemotron3.precision.quantizer import fake_quantize
-from megatron_nemotron3.precision.record import Record, first_forward
+from megatron_nemotron3.precision.record import Record
 from megatron_nemotron3.precision.spec import Spec
 from megatron_nemotron3.precision.table import NVFP4
 
