@@ -15,15 +15,12 @@ same file and the same BF16 layers: no `--fp4-format`, which Megatron refuses wi
 from __future__ import annotations
 
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.precision.numerics import MXFP8_BLOCK, NVFP4_BLOCK
 from megatron_nemotron3.precision.table import bf16_tail
 
 __all__ = ["FP4_CAPABILITIES", "MXFP8_BLOCK", "NVFP4_BLOCK", "PRECISIONS", "bf16_tail", "precision_flags"]
 
 PRECISIONS = ("bf16", "fp32", "mxfp8", "nvfp4")
-
-#: Block sizes: every dimension a quantized weight is blocked along must be a multiple.
-NVFP4_BLOCK = 16
-MXFP8_BLOCK = 32
 
 #: CUDA compute capabilities that Transformer Engine's documentation names for training in NVFP4. Its code
 #: lets every GPU from 10.0 pass; from 12.0 MXFP8 is refused and stochastic rounding gave zeros (TE #3281).

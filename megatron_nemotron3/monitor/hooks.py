@@ -1,4 +1,4 @@
-"""What every observer of a model in training needs: its DDP wrapper, one interval on all ranks, which forward.
+"""What observers of a model in training share: finding its DDP wrapper, agreeing on the interval.
 
 The monitors and the precision log (`precision.observe`) share this module.
 """

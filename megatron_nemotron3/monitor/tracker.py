@@ -18,9 +18,6 @@ from megatron_nemotron3.monitor.reduce import measure
 from megatron_nemotron3.monitor.series import aggregates, log_line, scalars
 from megatron_nemotron3.monitor.watched import Switch, WatchedLayer
 
-#: Where MTP keeps them: from megatron-core 0.19 on, and before.
-_MTP_LOSSES = ("loss_values", "values")
-
 
 class Monitor:
     """The watched layers of this process and when to measure them.
@@ -109,7 +106,7 @@ def _mtp_losses(loss_scale: float) -> dict[str, float]:
     Megatron reduces and logs them right after `report`, so they are copied here and left as they are.
     """
     tracker = MTPLossLoggingHelper.tracker
-    found = next((tracker[name] for name in _MTP_LOSSES if name in tracker), None)
+    found = tracker.get("loss_values")
     if found is None:
         return {}
     losses = found.clone()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.recipe import Spec
 
 #: Elements worked on at once by a CPU thread: 512 KiB in FP32, so that two such buffers stay in a
 #: second-level cache.

@@ -18,10 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_nemotron3.precision.fit import require_fit
 from megatron_nemotron3.precision.modules import Structure
 from megatron_nemotron3.precision.table import BF16, NVFP4, ModuleKind, kind_of
-from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile, parse
+from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile, parse, require_fit
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+(?=\.|$)")
 _ROOT = re.compile(r"(?:^|\.)(?=(?:decoder|mtp|embedding|output_layer)\.|output_layer$)")

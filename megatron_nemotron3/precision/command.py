@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.precision import heatmap, yaml_file
 from megatron_nemotron3.precision import report as report_file
+from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.share import Share, shares, totals
 from megatron_nemotron3.precision.table import BF16, FORMATS, NVFP4, is_published, tail
 
@@ -74,7 +74,7 @@ def report(folder: str | Path, title: str = "") -> str:
     """
     rows = report_file.read(folder)
     picture = Path(folder) / report_file.PICTURE
-    heatmap.plot(rows, picture, title or str(folder))
+    report_file.plot(rows, picture, title or str(folder))
     return "\n".join((*report_file.summary(rows), f"precision plot   {picture}"))
 
 

@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.monitor.hooks import first_forward
-from megatron_nemotron3.precision import nvfp4
-from megatron_nemotron3.precision.products import Operand, Recipe, matmul, operand
-from megatron_nemotron3.precision.record import Record
-from megatron_nemotron3.precision.spec import Spec
-from megatron_nemotron3.precision.statistics import dequantized
+from megatron_nemotron3.precision.products import Operand, dequantized, matmul, operand
+from megatron_nemotron3.precision.recipe import Recipe, Spec
+from megatron_nemotron3.precision.scales import product_scale
+from megatron_nemotron3.precision.statistics import Record
 from megatron_nemotron3.precision.table import NVFP4
 
 
@@ -159,7 +158,7 @@ def _scaled(
     for e, a, b in rows.ranges:
         matmul(x.values[a:b], matrices[e], out=y[a:b])
     if x.amax is not None and weight.amax is not None:
-        y.mul_(nvfp4.product_scale(x.amax, weight.amax.view(-1)[rows.block_owner].unsqueeze(1)))
+        y.mul_(product_scale(x.amax, weight.amax.view(-1)[rows.block_owner].unsqueeze(1)))
     return y.to(dtype)
 
 
@@ -181,7 +180,7 @@ def _weight_gradients(
             record.add(name, rows.fill(z), how, dequantized(made), rows.owner, rows.filler)
     scale = None
     if p.amax is not None and q.amax is not None:
-        scale = nvfp4.product_scale(p.amax, q.amax)  # [blocks of rows, 1]
+        scale = product_scale(p.amax, q.amax)  # [blocks of rows, 1]
     for e, a, b in rows.ranges:
         product = matmul(p.values[a:b].t(), q.values[a:b])
         dw[e] = product if scale is None else product.mul_(scale[a // rows.block])

@@ -29,12 +29,10 @@ from megatron_nemotron3.monitor.series import decoder_row, mtp_row, shared_mtp_r
 from megatron_nemotron3.precision import settings
 from megatron_nemotron3.precision.census import Ambient, require_nvfp4
 from megatron_nemotron3.precision.linear import Emulated
-from megatron_nemotron3.precision.observe import Observer, agree
-from megatron_nemotron3.precision.products import recipe
+from megatron_nemotron3.precision.observe import Observed, Observer, agree
+from megatron_nemotron3.precision.recipe import BLOCK, recipe
 from megatron_nemotron3.precision.schema import Setting, read_config
 from megatron_nemotron3.precision.settings import Emulation
-from megatron_nemotron3.precision.shadow import Observed
-from megatron_nemotron3.precision.spec import BLOCK
 from megatron_nemotron3.precision.table import BF16, NVFP4, kind_of, tail
 
 _MODEL_PARALLEL = "model-parallel-rng"

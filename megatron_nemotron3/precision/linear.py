@@ -23,10 +23,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.monitor.hooks import first_forward
 from megatron_nemotron3.precision import experts
-from megatron_nemotron3.precision.products import Operand, Recipe, operand, padded, product
-from megatron_nemotron3.precision.record import Record
-from megatron_nemotron3.precision.spec import Spec
-from megatron_nemotron3.precision.statistics import dequantized
+from megatron_nemotron3.precision.products import Operand, dequantized, gather_rows, operand, padded, product
+from megatron_nemotron3.precision.recipe import Recipe, Spec
+from megatron_nemotron3.precision.statistics import Record
 
 
 @dataclass
@@ -147,7 +146,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, kept: Operand | None, job: _Job) -> Tensor:
         recipe = job.recipe
-        total = _gather(x, job.group) if job.sequence_parallel else x
+        total = gather_rows(x, job.group) if job.sequence_parallel else x
         rows = total.flatten(0, -2)
         if recipe.fprop is None or kept is None:
             y = rows @ weight.t()
@@ -181,7 +180,7 @@ class _Linear(torch.autograd.Function):
                 elif job.allreduce:
                     waiting.append(torch.distributed.all_reduce(dx, group=job.group, async_op=True))
             if ctx.needs_input_grad[1]:
-                total = _gather(x, job.group) if job.sequence_parallel else x
+                total = gather_rows(x, job.group) if job.sequence_parallel else x
                 dw = _weight_gradient(dy, total.flatten(0, -2), job, weight.dtype)
         for handle in waiting:
             handle.wait()
@@ -220,13 +219,6 @@ def _observe(record: Record | None, name: str, x: Tensor, how: Spec, made: Opera
         return
     rows = torch.tensor([filler], device=x.device) if filler else None
     record.add(name, x, how, dequantized(made), filler=rows)
-
-
-def _gather(x: Tensor, group: Any) -> Tensor:
-    """[s / tp, ...] -> [s, ...]."""
-    total = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    torch.distributed.all_gather_into_tensor(total, x.contiguous(), group=group)
-    return total
 
 
 def _reduce_scatter(dx: Tensor, like: Tensor, group: Any) -> tuple[Tensor, Any]:

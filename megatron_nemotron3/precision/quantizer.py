@@ -2,7 +2,7 @@
 
 fake_quantize   the values: x rounded to what the format can hold
 units           NVFP4 without the tensor's scale: q * s_b, exact in BF16; a product of two such operands,
-                accumulated in FP32 and multiplied once by `nvfp4.product_scale`, is the hardware's product
+                accumulated in FP32 and multiplied once by `scales.product_scale`, is the hardware's product
 
 Two readings of x: largest magnitudes of the blocks, then rounding. On a CPU both go piece by piece through
 buffers that stay in the second-level cache. No step waits for the device. On CUDA `triton_quantize` does
@@ -12,14 +12,23 @@ both if NEMOTRON3_GPU_KERNELS=1 asks for kernels (`settings.gpu_kernels_enabled`
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_nemotron3.precision import blocks as cut
-from megatron_nemotron3.precision import hadamard, mxfp8, nvfp4
+from megatron_nemotron3.precision.numerics import e2m1, e4m3
+from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3
+from megatron_nemotron3.precision.recipe import Spec
+from megatron_nemotron3.precision.scales import (
+    mxfp8_exponents,
+    mxfp8_scales,
+    nvfp4_scales,
+    nvfp4_steps,
+    rotate,
+)
 from megatron_nemotron3.precision.settings import gpu_kernels_enabled
-from megatron_nemotron3.precision.spec import Spec
 
 #: The largest magnitude to scale by, float32: [] or of a shape that broadcasts to the block grid
 #: (`blocks.grid_shape`); or a function that is given the block grid's own and returns it. The function is the
@@ -143,7 +152,7 @@ def _magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor
         work = cut.scratch(source, 0)
         if spec.hadamard:
             # To the dtype of x: the hardware's rotation writes BF16, and the maximum is of what it wrote.
-            source = target.copy_(hadamard.rotate(source.float(), work))
+            source = target.copy_(rotate(source.float(), work))
         if source.dtype == torch.float32:
             torch.abs(source, out=work)
         else:
@@ -164,10 +173,10 @@ def _values(
     if (triton := _triton(x)) is not None:
         return triton.finish(x, spec, prepared.block_amax, amax, out, units=units, generator=generator)
     if amax is None:
-        encode, decode = mxfp8.scales(prepared.block_amax)
+        encode, decode = mxfp8_scales(prepared.block_amax)
     else:
-        encode, decode = nvfp4.scales(prepared.block_amax, amax)
-        decode = decode if units else nvfp4.steps(decode, amax)
+        encode, decode = nvfp4_scales(prepared.block_amax, amax)
+        decode = decode if units else nvfp4_steps(decode, amax)
     return _finish(x, spec, encode, decode, out, generator)
 
 
@@ -180,7 +189,7 @@ def _finish(
     generator: torch.Generator | None,
 ) -> torch.Tensor:
     """out = grid(x * encode) * decode, both on the block grid."""
-    grid = nvfp4.GRID if spec.format == "nvfp4" else mxfp8.GRID
+    grid = E2M1 if spec.format == "nvfp4" else E4M3
     blocks = cut.view(x, spec)
     views = (cut.view(out, spec), cut.expand(encode, blocks, spec), cut.expand(decode, blocks, spec))
     for source, target, enc, dec in cut.pieces(blocks, *views):
@@ -199,3 +208,65 @@ def _finish(
         if work is not target:
             target.copy_(work)
     return out
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantized [..., m, k]. With n = k for axis -1; for axis -2 everything is transposed:
+    m and n swap.
+
+    codes: uint8 [..., m, n / 2] (NVFP4, two in a byte) or [..., m, n] (MXFP8, bits of E4M3).
+    scales: uint8 [..., m, n / block], bits of E4M3 (NVFP4; a tile's scale is repeated in its 16 rows) or of
+        E8M0 (MXFP8).
+    amax: float32, [] or broadcasting to the scales; None in MXFP8.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    amax: torch.Tensor | None
+    spec: Spec
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[..., m, k] in `dtype`, rounded once from FP32; still rotated if `spec.hadamard`."""
+        if self.amax is None:
+            values = e4m3.decode(self.codes)
+            steps = (self.scales.to(torch.int32) << 23).view(torch.float32)
+        else:
+            values = e2m1.decode(e2m1.unpack(self.codes))
+            steps = nvfp4_steps(e4m3.decode(self.scales), self.amax)
+        blocks = values.unflatten(-1, (-1, self.spec.block)) * steps.unsqueeze(-1)
+        result = blocks.flatten(-2).to(dtype)
+        return result.mT.contiguous() if self.spec.axis == -2 else result
+
+
+@torch.no_grad()
+def quantize(
+    x: torch.Tensor, spec: Spec, generator: torch.Generator | None = None, amax: Amax | None = None
+) -> Packed:
+    """Quantize and pack. Arguments and errors as `quantizer.fake_quantize`; values too, for equal generators.
+
+    Codes follow the sign of x * scale: a negative number that rounds to zero has the code of -0.
+    """
+    prepared = prepare(x, spec, amax)
+    elements, block_amax, whole = prepared.x.float(), prepared.block_amax, prepared.amax
+    if whole is None:
+        encode, _ = mxfp8_scales(block_amax)
+        bits = mxfp8_exponents(block_amax).to(torch.uint8)
+    else:
+        encode, block = nvfp4_scales(block_amax, whole)
+        bits = e4m3.encode(block)
+    for axis in (-1, -2) if spec.tile else (spec.axis,):
+        encode = encode.repeat_interleave(spec.block, axis)
+    if spec.tile:
+        bits = bits.repeat_interleave(spec.block, -1 if spec.axis == -2 else -2)
+    scaled = elements * encode
+    if spec.stochastic:
+        scratch = torch.empty_like(scaled)
+        E2M1.round_stochastic_(scaled, scratch, torch.empty_like(scaled), generator)
+    if spec.axis == -2:
+        scaled, bits = scaled.mT, bits.mT.contiguous()
+        if whole is not None and whole.ndim > 1:
+            whole = whole.mT
+    if whole is None:
+        return Packed(e4m3.encode(scaled).contiguous(), bits, None, spec)
+    return Packed(e2m1.pack(e2m1.encode(scaled)).contiguous(), bits, whole, spec)

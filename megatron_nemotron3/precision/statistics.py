@@ -22,16 +22,17 @@ Sums are kept, not shares: those of microbatches, ranks and experts add up.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_nemotron3.precision import blocks as cut
-from megatron_nemotron3.precision import hadamard, nvfp4
-from megatron_nemotron3.precision.products import Operand
-from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.recipe import Recipe, Spec
+from megatron_nemotron3.precision.report import GRADIENT
+from megatron_nemotron3.precision.scales import rotate
 
 #: Columns of `Sums.sums`.
 ELEMENTS, ZEROS, FLUSHED, SIGNAL, NOISE = range(5)
@@ -118,18 +119,7 @@ def _squares(x: Tensor) -> Tensor:
 def rotated(x: Tensor, how: Spec) -> Tensor:
     """x with its blocks rotated, in its dtype: what the quantizer rounds (`hadamard`)."""
     blocks = cut.view(x.contiguous(), how).float()
-    return hadamard.rotate(blocks, torch.empty_like(blocks)).to(x.dtype).view(x.shape) if x.numel() else x
-
-
-def dequantized(q: Operand) -> Tensor:
-    """The values of an operand in float32; NVFP4's scale is of a tensor, matrix, row or block of rows."""
-    values = q.values.float()
-    if q.amax is None or not values.numel():
-        return values
-    scale = q.amax * (1 / nvfp4.MAX)
-    if scale.ndim == 2:
-        scale = scale.repeat_interleave(len(values) // len(scale), 0)
-    return values * scale
+    return rotate(blocks, torch.empty_like(blocks)).to(x.dtype).view(x.shape) if x.numel() else x
 
 
 def numbers(sums: Sequence[float], amax: float) -> Numbers:
@@ -153,3 +143,74 @@ def _decibel(signal: float, noise: float) -> float:
     if signal > 0 and noise > 0:
         return 10 * math.log10(signal / noise)
     return math.inf if signal > 0 and noise == 0 else math.nan
+
+
+class Switch(Protocol):
+    """Says whether this step is measured."""
+
+    on: bool
+
+
+class Record:
+    """What was seen of one linear in this step.
+
+    layer, module: its place, for the report.
+    tensors: names of the operands its recipe quantizes, and of the weight gradient.
+    groups: experts of all ranks, or 1; `first`: number of this rank's first, `local` how many it has.
+    """
+
+    def __init__(
+        self, switch: Switch, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: Recipe
+    ) -> None:
+        self.layer, self.module, self.format = layer, module, fmt
+        self.tensors = (*_recorded_tensors(how), GRADIENT)
+        self.linear = weakref.ref(linear)
+        self.local: int = getattr(linear, "num_gemms", 1)
+        group = getattr(linear, "ep_group", None)
+        self.groups = self.local * (group.size() if group is not None else 1)
+        self.first = self.local * (group.rank() if group is not None else 0)
+        self._switch = switch
+        self._sums: dict[str, Sums] = {}
+
+    def watching(self, module: torch.nn.Module) -> bool:
+        """Whether this step is measured; evaluation is not."""
+        return self._switch.on and module.training
+
+    def add(
+        self,
+        tensor: str,
+        x: Tensor,
+        how: Spec,
+        q: Tensor,
+        owner: Tensor | None = None,
+        filler: Tensor | None = None,
+    ) -> None:
+        """Take in an operand; arguments as `measure`, groups being this rank's experts."""
+        found = measure(x, how, q, owner=owner, groups=self.local, filler=filler)
+        self.of(tensor, x.device).add(found, self.first)
+
+    def of(self, tensor: str, device: torch.device) -> Sums:
+        """The sums of a tensor in this step."""
+        if tensor not in self._sums:
+            self._sums[tensor] = Sums.zero(self.groups, device)
+        return self._sums[tensor]
+
+    def has(self, tensor: str) -> bool:
+        """Whether it was seen in this step: a weight is the same in all of its microbatches."""
+        return tensor in self._sums
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self._sums = {}
+
+
+def _recorded_tensors(how: Recipe) -> tuple[str, ...]:
+    """Operands of a recipe; the weight of dgrad only if it is not that of fprop."""
+    names = []
+    if how.fprop:
+        names += ["fprop.x", "fprop.weight"]
+    if how.dgrad:
+        names += ["dgrad.dy"] if how.shares_weight else ["dgrad.dy", "dgrad.weight"]
+    if how.wgrad:
+        names += ["wgrad.dy", "wgrad.x"]
+    return tuple(names)

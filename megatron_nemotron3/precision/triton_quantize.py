@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_nemotron3.precision import blocks as cut
 from megatron_nemotron3.precision import triton_quantize_kernels as kernels
-from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.recipe import Spec
 
 #: Numbers of blocks are int32.
 MAX_ELEMENTS = 2**34

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks.gpu_world import host_waits, world
 from megatron_nemotron3.models import get
-from megatron_nemotron3.precision import hadamard
-from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.recipe import Spec
+from megatron_nemotron3.precision.scales import hadamard_matrix
 from tests.parity.mapping import megatron_model, randomize
 from tests.precision import test_quantizer_draws as draws
 from tests.precision import test_triton_quantize as checks
@@ -79,7 +79,7 @@ def test_rotation(axis: int, dtype: torch.dtype) -> None:
     rotated, largest = triton_quantize.magnitudes(x, how)
     with checks.path(None):
         wanted = checks.quantizer.prepare(x, how)
-    h = hadamard.matrix(x.device, torch.float64)
+    h = hadamard_matrix(x.device, torch.float64)
     blocks = (x if axis == -1 else x.t()).double().reshape(-1, 16)
     exact = blocks @ h
     found = (rotated if axis == -1 else rotated.t()).reshape(-1, 16)

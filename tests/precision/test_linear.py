@@ -16,10 +16,9 @@ from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear
 from megatron_nemotron3.layers.linear import DuplicatedLinear, NormColumnParallelLinear
 from megatron_nemotron3.layers.norm import RMSNorm
 from megatron_nemotron3.precision import install, settings
-from megatron_nemotron3.precision.products import Recipe, recipe
 from megatron_nemotron3.precision.quantizer import fake_quantize
+from megatron_nemotron3.precision.recipe import Recipe, Spec, recipe
 from megatron_nemotron3.precision.settings import Emulation
-from megatron_nemotron3.precision.spec import Spec
 from tests.parity.conftest import world_of_one
 from tests.support.models import hybrid_config
 

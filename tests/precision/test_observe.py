@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.precision.install import emulate_stack, published_tail
-from megatron_nemotron3.precision.observe import Observer
-from megatron_nemotron3.precision.products import Recipe
+from megatron_nemotron3.precision.observe import Observed, Observer
 from megatron_nemotron3.precision.quantizer import fake_quantize
+from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.report import GRADIENT, Row
 from megatron_nemotron3.precision.settings import (
     LOG_VARIABLE,
@@ -23,8 +23,6 @@ from megatron_nemotron3.precision.settings import (
     logging_precision,
     parse_logging,
 )
-from megatron_nemotron3.precision.shadow import Observed
-from megatron_nemotron3.precision.spec import Spec
 from megatron_nemotron3.precision.statistics import Sums, measure, numbers
 from tests.support.distributed import initialize, run_distributed
 

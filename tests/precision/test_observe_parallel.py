@@ -14,9 +14,9 @@ import torch
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision import report
+from megatron_nemotron3.precision.observe import Observed
 from megatron_nemotron3.precision.report import GRADIENT, Row
 from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging, logging_precision
-from megatron_nemotron3.precision.shadow import Observed
 from megatron_nemotron3.train import launch
 from tests.support.distributed import initialize, run_distributed, run_launcher
 from tests.support.short_run import mock_argv, short_schedule

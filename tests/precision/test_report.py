@@ -118,12 +118,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_picture_names_formats_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
-    from megatron_nemotron3.precision import heatmap
-
     seen: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (seen.append(self), save(self, *a, **k)))
-    heatmap.plot(rows(7), tmp_path / "a.png", "mine")
+    report.plot(rows(7), tmp_path / "a.png", "mine")
     (figure,) = seen
     axes = [a for a in figure.axes if a.get_title()]
     titles = [a.get_title() for a in axes]

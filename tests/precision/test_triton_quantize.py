@@ -24,7 +24,7 @@ import torch
 from benchmarks.gpu_world import host_waits
 from megatron_nemotron3.precision import quantizer
 from megatron_nemotron3.precision.quantizer import fake_quantize, units
-from megatron_nemotron3.precision.spec import NVFP4, Spec
+from megatron_nemotron3.precision.recipe import PUBLISHED, Spec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -39,7 +39,7 @@ SPECS = {
     "rotated_row": Spec(hadamard=True),
     "stochastic": Spec(stochastic=True),
     "stochastic_column": Spec(axis=-2, stochastic=True),
-    "wgrad_dy": NVFP4.wgrad_dy,
+    "wgrad_dy": PUBLISHED.wgrad_dy,
     "mxfp8": Spec("mxfp8"),
     "mxfp8_column": Spec("mxfp8", axis=-2),
 }
