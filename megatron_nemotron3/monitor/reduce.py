@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.monitor.gradients import places, zero_gradients
+from megatron_nemotron3.monitor.gradients import gradient_places, zero_gradients
 from megatron_nemotron3.monitor.series import Values
 from megatron_nemotron3.monitor.watched import WatchedLayer
 
@@ -41,7 +41,7 @@ def measure(layers: Sequence[WatchedLayer], groups: Any) -> tuple[Values, dict[s
         layers: those of this rank that were trained since the last report.
         groups: ProcessGroupCollection with `tp`, `expt_tp`, `tp_cp`, `dp` and `pp`.
     """
-    where = {ddp: places(ddp) for ddp in {layer.ddp() for layer in layers}}
+    where = {ddp: gradient_places(ddp) for ddp in {layer.ddp() for layer in layers}}
     parts = [_local(layer, where[layer.ddp()], groups) for layer in layers]
     _sum(parts, groups.tp_cp)
     worst = [_by_micro_batch(part, len(layer.rows)) for layer, part in zip(layers, parts)]

@@ -1,12 +1,13 @@
-"""Which steps are measured, and what is written when one is over: the records of all ranks.
+"""Precision logging: choose the steps to measure, measure linears, reduce over ranks and write the report.
 
-It is settled beforehand, for all ranks alike, which steps are measured, and a step is over when an optimizer
-of torch has stepped (a hook of torch's, no patch): then gradients are reduced and still in Megatron's
-buffers. Sums of all ranks of a pipeline stage are added up, so that it does not matter who held which
-microbatch, shard or expert; what several ranks hold in common counts several times, above and below the
-fraction.
+All ranks know beforehand which steps are measured. A step ends when a torch optimizer has stepped (torch has
+a hook for that): gradients are then reduced and still in Megatron's buffers. Sums are added up over all ranks
+of a pipeline stage, so the result does not depend on which rank held which microbatch, shard or expert.
+Tensors that several ranks replicate count once per rank, in numerator and denominator alike.
 
-Nothing here changes a tensor or draws from a random stream of the run.
+Linears that emulate a format report their own operands. Other linears get an `Observed`, which computes the
+plain linear and, beside it, what quantization would do to its operands. Nothing here changes a tensor or
+draws from a random stream of the run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_nemotron3.monitor.gradients import counts_here, cut, places
+from megatron_nemotron3.monitor.gradients import gradient_places, local_gradient
 from megatron_nemotron3.monitor.hooks import agree_on_interval, find_ddp, first_forward, no_wrapper
 from megatron_nemotron3.monitor.settings import megatron_options
 from megatron_nemotron3.precision import report, statistics
@@ -38,9 +39,9 @@ from megatron_nemotron3.precision.table import NVFP4
 
 
 class Observer:
-    """All records of one stack and its MTP blocks, and the clock of the run.
+    """Records of all linears of one stack and its MTP blocks, and the count of steps.
 
-    The first step of a run is measured, then iterations that are multiples of the interval.
+    The first step of a run is measured, then every iteration that is a multiple of the interval.
 
     Args:
         stack: HybridStack with `config` and `pg_collection`.
@@ -48,14 +49,14 @@ class Observer:
         used: whether the run computes with the quantized values.
 
     Raises:
-        ValueError: CUDA graphs, which show no operands.
+        ValueError: the config asks for CUDA graphs; their replay hides the operands.
     """
 
     def __init__(self, stack: Any, chosen: Logging, used: bool) -> None:
         if stack.config.cuda_graph_impl not in (None, "none"):
             raise ValueError(
                 f"{LOG_VARIABLE} and --cuda-graph-impl {stack.config.cuda_graph_impl}: a replayed graph "
-                "shows no operands, leave one of them out"
+                "hides the operands, leave one of the two out"
             )
         self.on = True
         self.chosen, self.used, self.groups = chosen, used, stack.pg_collection
@@ -64,20 +65,23 @@ class Observer:
         self._ddp: Callable[[], Any] = no_wrapper
         self._ran, self._steps = False, 0
         me = weakref.ref(self)
-        stack.precision_observer = self  # lives as long as the stack
-        stack.register_forward_pre_hook(_note_forward(me))
+        stack.precision_observer = self  # keeps the observer alive as long as the stack
+        stack.register_forward_pre_hook(_calling(me, Observer._note_forward))
         find_ddp(stack, _calling(me, Observer._wrapped_by), _calling(me, Observer._announce))
         _follow_steps(me)
 
     def add(self, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: Recipe) -> Record:
-        """A record for a linear."""
+        """Add a record for a linear and return it; arguments as `Record`."""
         self.records.append(Record(self, linear, layer, module, fmt, how))
         return self.records[-1]
 
     def say(self, what: str) -> None:
-        """Print a line, on one rank of each pipeline stage."""
+        """Print a line on one rank of each pipeline stage."""
         if self.groups.tp_cp.rank() == self.groups.dp.rank() == 0:
             print(f"megatron_nemotron3: {what}", flush=True)
+
+    def _note_forward(self, stack: torch.nn.Module, _inputs: Any) -> None:
+        self._ran = self._ran or stack.training
 
     def _wrapped_by(self, ddp: torch.nn.Module) -> None:
         self._ddp = weakref.ref(ddp)
@@ -91,7 +95,10 @@ class Observer:
         )
 
     def step_done(self) -> None:
-        """After the optimizer's step; of optimizers in a chain the first one counts. Collective."""
+        """Write the report if this step was measured. Collective; called after each optimizer's step.
+
+        Where optimizers are chained, the first one ends the step.
+        """
         if not self._ran:
             return
         self._ran = False
@@ -103,40 +110,38 @@ class Observer:
 
     @torch.no_grad()
     def _write(self, iteration: int) -> None:
-        self._gradients()
-        rows = list(self._rows(iteration))
+        self._record_gradients()
+        rows = list(self._reduced_rows(iteration))
         for record in self.records:
             record.clear()
-        world = torch.distributed.get_world_size()
         group = self.groups.pp
         if group.size() > 1:
             stages: list[Any] = [None] * group.size()
             torch.distributed.all_gather_object(stages, rows, group=group)
             rows = [row for stage in stages for row in stage]
-        if torch.distributed.get_rank() == world - 1:  # as Megatron's other logs
+        last_rank = torch.distributed.get_world_size() - 1  # writes Megatron's other logs, too
+        if torch.distributed.get_rank() == last_rank:
             report.append(self.chosen.folder, rows)
 
-    def _gradients(self) -> None:
-        """This rank's share of the weight gradients, each element on one rank."""
-        where = places(self._ddp())
+    def _record_gradients(self) -> None:
+        """Record weight gradients; over all ranks each element counts once."""
+        where = gradient_places(self._ddp())
         if where is None:
             return
         for record in self.records:
             linear: Any = record.linear()
             weights = linear.weights() if hasattr(linear, "num_gemms") else [linear.weight]
             for number, weight in enumerate(weights):
-                if weight not in where or not counts_here(weight, self.groups):
+                if (gradient := local_gradient(weight, where, self.groups)) is None:
                     continue
-                if (share := cut(*where[weight])) is not None:
-                    sums = record.of(report.GRADIENT, weight.device)
-                    sums.sums[record.first + number, statistics.ELEMENTS] += share.numel()
-                    zeros = share.numel() - torch.count_nonzero(share)
-                    sums.sums[record.first + number, statistics.ZEROS] += zeros
-                    largest = sums.amax[record.first + number]
-                    largest.copy_(torch.maximum(largest, share.abs().amax().double()))
+                found, expert = record.of(report.GRADIENT, weight.device), record.first + number
+                found.sums[expert, statistics.ELEMENTS] += gradient.numel()
+                found.sums[expert, statistics.ZEROS] += gradient.numel() - torch.count_nonzero(gradient)
+                largest = found.amax[expert]
+                largest.copy_(torch.maximum(largest, gradient.abs().amax().double()))
 
-    def _rows(self, iteration: int) -> Iterator[report.Row]:
-        """Reduced over the ranks of this pipeline stage. Collective."""
+    def _reduced_rows(self, iteration: int) -> Iterator[report.Row]:
+        """Rows of the report, reduced over the ranks of this pipeline stage. Collective."""
         wanted = [(record, tensor) for record in self.records for tensor in record.tensors]
         if not wanted:
             return
@@ -149,24 +154,25 @@ class Observer:
                 torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
         sizes = [record.groups for record, _ in wanted]
         for (record, tensor), s, a in zip(wanted, sums.cpu().split(sizes), amax.cpu().split(sizes)):
-            yield _row(iteration, record, tensor, self.used, s, a)
+            numbers = _report_columns(record, tensor, s, a)
+            place = (iteration, record.layer, record.module, record.format, tensor, self.used)
+            yield report.Row(*place, *numbers)
 
 
-def _row(iteration: int, record: Record, tensor: str, used: bool, sums: Tensor, amax: Tensor) -> report.Row:
+def _report_columns(record: Record, tensor: str, sums: Tensor, amax: Tensor) -> tuple[Any, ...]:
+    """Columns of `report.Row` from `elements` on: over all experts, then the worst expert and its share."""
     whole = statistics.numbers(sums.sum(0).tolist(), float(amax.max()))
-    if tensor == report.GRADIENT:  # nothing is rounded
+    if tensor == report.GRADIENT:  # is not quantized
         whole = whole._replace(flushed=float("nan"))
     expert, share = -1, float("nan")
     if record.groups > 1:
-        column = 1 if tensor == report.GRADIENT else 2  # of Numbers: zeros, flushed
-        shares = [statistics.numbers(s, 0.0)[column] for s in sums.tolist()]
+        column = "zeros" if tensor == report.GRADIENT else "flushed"
+        shares = [getattr(statistics.numbers(s, 0.0), column) for s in sums.tolist()]
         known = [i for i, value in enumerate(shares) if value == value]
         if known:
             expert = max(known, key=shares.__getitem__)
             share = shares[expert]
-    return report.Row(
-        iteration, record.layer, record.module, record.format, tensor, used, *whole, expert, share
-    )
+    return (*whole, expert, share)
 
 
 def _iteration() -> int | None:
@@ -175,15 +181,15 @@ def _iteration() -> int | None:
     return None if current is None else int(current) + 1
 
 
-#: Numbers of the stacks of this process, in the order in which all ranks build them.
-_stacks = itertools.count()
+#: Numbers the stacks of this process; all ranks build them in the same order.
+_stack_numbers = itertools.count()
 
 
 def agree(chosen: Logging | None) -> None:
     """Raise RuntimeError if ranks have different intervals; see `agree_on_interval`."""
     if torch.distributed.is_initialized():
         interval = 0 if chosen is None else chosen.interval
-        agree_on_interval(f"precision/{next(_stacks)}", interval, f"the interval of {LOG_VARIABLE}")
+        agree_on_interval(f"precision/{next(_stack_numbers)}", interval, f"the interval of {LOG_VARIABLE}")
 
 
 def _calling(observer: weakref.ref[Observer], method: Callable[..., None]) -> Callable[..., None]:
@@ -196,21 +202,13 @@ def _calling(observer: weakref.ref[Observer], method: Callable[..., None]) -> Ca
     return call
 
 
-def _note_forward(observer: weakref.ref[Observer]) -> Any:
-    def note(stack: torch.nn.Module, _inputs: Any) -> None:
-        if stack.training and (found := observer()) is not None:
-            found._ran = True
-
-    return note
-
-
-#: Of this process, in the order of their stacks, which is that of all ranks.
+#: Observers of this process, in the order of their stacks, which is the same on all ranks.
 _observers: list[weakref.ref[Observer]] = []
 
 
 @functools.cache
-def _hook() -> None:
-    """Registered once and never removed: torch walks over its hooks while they are called."""
+def _register_step_hook() -> None:
+    """Register once and never remove: torch iterates over its hooks while they run."""
 
     def after(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
         for observer in _observers:
@@ -222,51 +220,58 @@ def _hook() -> None:
 
 def _follow_steps(observer: weakref.ref[Observer]) -> None:
     _observers[:] = [one for one in _observers if one() is not None] + [observer]
-    _hook()
+    _register_step_hook()
 
 
+#: Seed of the generator for stochastic rounding in plain runs.
 _SEED = 20251201
 
 
 @dataclass
 class Observed:
-    """`products` of a linear that is measured and not emulated."""
+    """Computes a plain linear's matmul and measures what quantization would do to its operands.
+
+    It is the attribute `products` of a torch linear that is measured and emulates no format. In measured
+    steps the linear calls it. The matmul is Megatron's own, so losses stay the same to the bit; stochastic
+    rounding draws from a generator of this object. Operands are those of the plain run. In an emulated run
+    they would also carry the errors of earlier layers.
+    """
 
     record: Record
     how: Recipe
     _generator: torch.Generator | None = None
 
     def recipe(self, module: Any) -> Recipe | None:
-        """None outside of measured steps: then the linear does not come here at all."""
+        """The recipe in measured steps, else None; the linear calls this object only with a recipe."""
         return self.how if self.record.watching(module) else None
 
     def linear(self, module: Any, x: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        """x [s, b, in] -> [s, b, out], as the linear itself; options are those of Megatron's function."""
+        """x [s, b, in] -> [s, b, out], as the linear computes it; options of Megatron's function."""
         if isinstance(module, (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)):
-            y: Tensor = self._plainly(module, module._forward_impl, x, weight, **options)
+            y: Tensor = self._compute(module, module._forward_impl, x, weight, **options)
         else:
-            y = self._plainly(module, module.forward, x)[0]
+            y = self._compute(module, module.forward, x)[0]
         if first_forward():
             with torch.no_grad():
                 whole = gather_rows(x, options["tp_group"]) if options.get("sequence_parallel") else x
-                self._operands("x", whole.flatten(0, -2))
-                self._weight(weight)
+                self._measure_activation("x", whole.flatten(0, -2))
+                self._measure_weight(weight)
         if y.requires_grad:
-            y.register_hook(lambda dy: self._operands("dy", dy.flatten(0, -2)))
+            y.register_hook(lambda dy: self._measure_activation("dy", dy.flatten(0, -2)))
         return y
 
     def grouped(self, module: Any, x: Tensor, weights: list[Tensor], counts: list[int]) -> Tensor:
-        """x [t, in], rows sorted by expert -> [t, out], as the linear itself."""
-        y: Tensor = self._plainly(module, module.forward, x, counts)[0]
+        """x [t, in], rows sorted by expert -> [t, out], as the linear computes it."""
+        y: Tensor = self._compute(module, module.forward, x, counts)[0]
         if first_forward():
             with torch.no_grad():
-                self._operands("x", x, counts)
-                self._weight(torch.stack([w.detach() for w in weights]))
+                self._measure_activation("x", x, counts)
+                self._measure_weight(torch.stack([w.detach() for w in weights]))
         if y.requires_grad:
-            y.register_hook(lambda dy: self._operands("dy", dy, counts))
+            y.register_hook(lambda dy: self._measure_activation("dy", dy, counts))
         return y
 
-    def _plainly(self, module: Any, function: Any, *args: Any, **options: Any) -> Any:
+    def _compute(self, module: Any, function: Any, *args: Any, **options: Any) -> Any:
         module.products = None
         try:
             return function(*args, **options)
@@ -274,16 +279,17 @@ class Observed:
             module.products = self
 
     @torch.no_grad()
-    def _operands(self, which: str, x: Tensor, counts: list[int] | None = None) -> None:
-        """X or dY [t, d] in the two products it takes part in."""
+    def _measure_activation(self, which: str, x: Tensor, counts: list[int] | None = None) -> None:
+        """Measure X or dY [t, d] in its two matmuls."""
         across = self.how.fprop if which == "x" else self.how.dgrad
         assert across and self.how.wgrad
         product = "fprop" if which == "x" else "dgrad"
-        self._operand(f"{product}.{which}", x.contiguous(), across[0], counts, 1)
+        self._measure_rows(f"{product}.{which}", x.contiguous(), across[0], counts, 1)
         along = self.how.wgrad[1 if which == "x" else 0]
-        self._operand(f"wgrad.{which}", x.contiguous(), along, counts, self.how.token_block)
+        self._measure_rows(f"wgrad.{which}", x.contiguous(), along, counts, self.how.token_block)
 
-    def _operand(self, name: str, x: Tensor, how: Spec, counts: list[int] | None, block: int) -> None:
+    def _measure_rows(self, name: str, x: Tensor, how: Spec, counts: list[int] | None, block: int) -> None:
+        """Measure rows [t, d], padded to blocks; `counts`: rows of each expert, None for a dense linear."""
         if counts is None:
             filled = padded(x, block)
             filler = torch.tensor([len(filled) - len(x)], device=x.device)
@@ -294,8 +300,8 @@ class Observed:
         q = self._quantized(filled, how, rows.amax if how.format == NVFP4 else None)
         self.record.add(name, filled, how, q, rows.owner, rows.filler)
 
-    def _weight(self, weight: Tensor) -> None:
-        """[out, in], or of experts [E, out, in]."""
+    def _measure_weight(self, weight: Tensor) -> None:
+        """Measure a weight [out, in], or the weights of experts [E, out, in], once a step."""
         assert self.how.fprop and self.how.dgrad
         pairs = [("fprop.weight", self.how.fprop[1])]
         pairs += [] if self.how.shares_weight else [("dgrad.weight", self.how.dgrad[1])]

@@ -326,7 +326,9 @@ def test_evaluation_has_a_recipe_of_its_own() -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(ValueError, match=r"decoder layer 3, mixer: .*\[90, 64\] does not fill blocks of 16"):
+    with pytest.raises(
+        ValueError, match=r"decoder layer 3, mixer: .*\[90, 64\] is not divisible into nvfp4 blocks of 16"
+    ):
         install.settle(
             duplicated(64, 90, torch.float32), "decoder layer 3, mixer", "nvfp4", Emulation(), None
         )

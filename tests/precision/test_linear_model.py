@@ -144,5 +144,7 @@ def test_refused() -> None:
     kept = {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 9, "num_layers_at_start_in_bf16": 0}
     with pytest.raises(ValueError, match="0 BF16 layers at the start and 9 at the end of 1"):
         install.ambient_of(hybrid_config("M", **kept), Emulation())
-    with pytest.raises(ValueError, match="decoder layer 1, mixer.in_proj: .* does not fill blocks of 16"):
+    with pytest.raises(
+        ValueError, match="decoder layer 1, mixer.in_proj: .* is not divisible into nvfp4 blocks of 16"
+    ):
         built("nvfp4", "M", mamba_num_heads=8, mamba_head_dim=16, first_last_layers_bf16=False)

@@ -230,5 +230,5 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with logging_precision(chosen), pytest.raises(ValueError, match=message):
         emulate_stack(foreign)
     graphs: Any = SimpleNamespace(config=SimpleNamespace(cuda_graph_impl="local"))
-    with pytest.raises(ValueError, match="--cuda-graph-impl local: a replayed graph shows no operands"):
+    with pytest.raises(ValueError, match="--cuda-graph-impl local: a replayed graph hides the operands"):
         Observer(graphs, chosen, used=False)
