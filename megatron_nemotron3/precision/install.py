@@ -208,7 +208,7 @@ def settle(module: Any, where: str, ambient: str, chosen: Emulation, quant_confi
         quant_config: Megatron's `QuantizationConfig` of the first matcher that fits, or None.
 
     Raises:
-        ValueError: the entry is wrong, its format is not emulated, or the weight is not divisible into blocks.
+        ValueError: the entry is wrong, its format is not emulated, or the weight does not fill whole blocks.
     """
     formats = _chosen_formats(ambient, chosen, quant_config)
     recipes = [recipe(fmt, chosen) for fmt in formats]
@@ -253,7 +253,7 @@ def _require_whole_blocks(module: Any, where: str, fmt: str) -> None:
 
 
 def _random_stream(module: Any) -> str:
-    """Megatron's random stream for stochastic rounding: one stream for all ranks with the same gradient."""
+    """Megatron's random stream for stochastic rounding, common to ranks with the same gradient."""
     if hasattr(module, "num_gemms"):
         return get_expert_parallel_rng_tracker_name()
     if (
