@@ -247,8 +247,8 @@ def _require_whole_blocks(module: Any, where: str, fmt: str) -> None:
     for shape in {tuple(p.shape) for p in module.parameters(recurse=False) if p.dim() == 2}:
         if any(size % BLOCK[fmt] for size in shape):
             raise ValueError(
-                f"{where}: this rank's weight {list(shape)} is not divisible into {fmt} blocks of {BLOCK[fmt]}: "
-                "use a smaller TP, or keep it BF16 in the precision file"
+                f"{where}: this rank's weight {list(shape)} is not divisible into {fmt} blocks of "
+                f"{BLOCK[fmt]}: use a smaller TP, or keep it BF16 in the precision file"
             )
 
 

@@ -19,22 +19,23 @@ from megatron_nemotron3.precision.table import NVFP4
 
 
 class Operand(NamedTuple):
-    """One side of a product. amax: of NVFP4 values in units; None: values mean themselves."""
+    """One operand of a matmul. amax: of the tensor, for NVFP4 values in units; else None."""
 
     values: Tensor
     amax: Tensor | None
 
     def t(self) -> Operand:
-        """Transposed; the scale of a tensor stays."""
+        """The transposed operand; the scale of the tensor stays."""
         return Operand(self.values.t(), self.amax)
 
 
 def operand(x: Tensor, how: Spec, amax: Amax | None = None) -> Operand:
-    """Quantize one side of a product; stochastic rounding draws from torch's own generator.
+    """Quantize an operand; stochastic rounding draws from torch's default generator.
 
     Args:
         x: [..., m, k].
-        amax: of an NVFP4 operand, if it is not that of x (`quantizer.Amax`).
+        how: format and axis of the blocks.
+        amax: amax to scale an NVFP4 operand by, if it is not that of x (`quantizer.Amax`).
     """
     # A CPU without BF16 units multiplies FP32 five times as fast as BF16 (benchmarks/nvfp4.py).
     dtype = torch.float32 if x.device.type == "cpu" else torch.bfloat16
@@ -48,13 +49,13 @@ def product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     result = matmul(a.values, b.values)
     if a.amax is None or b.amax is None:
         return result.to(dtype)
-    # Scaled and rounded in one pass.
+    # One pass scales and rounds.
     out = result if dtype == result.dtype else torch.empty_like(result, dtype=dtype)
     return torch.mul(result, product_scale(a.amax, b.amax), out=out)
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """[m, k] @ [k, n] -> [m, n] float32, also of BF16 operands on a GPU."""
+    """[m, k] @ [k, n] -> [m, n] in float32, for BF16 operands on a GPU, too."""
     if a.dtype == torch.float32:
         return torch.mm(a, b, out=out)
     result: Tensor = torch.mm(a, b, out_dtype=torch.float32)
@@ -62,13 +63,13 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def padded(x: Tensor, block: int) -> Tensor:
-    """[t, d] with zero rows behind it, up to a multiple of `block`."""
+    """Pad [t, d] with zero rows to a multiple of `block`."""
     missing = -len(x) % block
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def dequantized(q: Operand) -> Tensor:
-    """The values of an operand in float32; NVFP4's scale is of a tensor, matrix, row or block of rows."""
+    """Values of an operand in float32. NVFP4 has one amax per tensor, matrix, row or block of rows."""
     values = q.values.float()
     if q.amax is None or not values.numel():
         return values

@@ -1,12 +1,14 @@
-"""Fake quantization: what a matrix product on NVFP4 or MXFP8 hardware would see of an operand.
+"""Quantization of an operand to NVFP4 or MXFP8, as values or as bytes.
 
-fake_quantize   the values: x rounded to what the format can hold
-units           NVFP4 without the tensor's scale: q * s_b, exact in BF16; a product of two such operands,
-                accumulated in FP32 and multiplied once by `scales.product_scale`, is the hardware's product
+fake_quantize   values: x rounded to what the format can hold, as a matmul on such hardware would use it
+units           NVFP4 values without the tensor's scale: q * s_b, exact in BF16. A matmul of two such
+                operands, accumulated in FP32 and multiplied once by `scales.product_scale`, is the hardware's
+quantize        codes, block scales and the tensor's amax in TransformerEngine's layout; the plain reference
+                of the two above (a test compares their values)
 
-Two readings of x: largest magnitudes of the blocks, then rounding. On a CPU both go piece by piece through
-buffers that stay in the second-level cache. No step waits for the device. On CUDA `triton_quantize` does
-both if NEMOTRON3_GPU_KERNELS=1 asks for kernels (`settings.gpu_kernels_enabled`).
+x is read twice, for the amax of the blocks and for rounding. On a CPU both passes process pieces in buffers
+that fit the L2 cache. No step waits for the device. On CUDA `triton_quantize` does both passes if
+NEMOTRON3_GPU_KERNELS=1 enables kernels (`settings.gpu_kernels_enabled`).
 """
 
 from __future__ import annotations
@@ -30,22 +32,22 @@ from megatron_nemotron3.precision.scales import (
 )
 from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 
-#: The largest magnitude to scale by, float32: [] or of a shape that broadcasts to the block grid
-#: (`blocks.grid_shape`); or a function that is given the block grid's own and returns it. The function is the
-#: place for a reduction over ranks, and for experts that share a tensor but not a scale.
+#: The largest magnitude to scale by: float32, [] or of a shape that broadcasts to the block grid
+#: (`blocks.grid_shape`). Or a function from the amax of the blocks to this amax, for a reduction over ranks
+#: or for experts that share a tensor but have a scale each.
 Amax = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
 
 
 class Units(NamedTuple):
-    """values: q * s_b, in the dtype of x, of its shape. amax: float32, the scale of the tensor times 2688."""
+    """values: q * s_b, in the dtype and shape of x. amax: float32, the scale of the tensor times 2688."""
 
     values: torch.Tensor
     amax: torch.Tensor
 
 
 class Prepared(NamedTuple):
-    """x: contiguous. block_amax: float32, the block grid. amax: broadcasts to it, None in MXFP8.
-    ours: x is a rotated copy, free to be overwritten."""
+    """x: contiguous. block_amax: float32, on the block grid. amax: broadcasts to it; None in MXFP8.
+    ours: x is a rotated copy that may be overwritten."""
 
     x: torch.Tensor
     block_amax: torch.Tensor
@@ -65,25 +67,25 @@ def fake_quantize(
     """Quantize and dequantize.
 
     Args:
-        x: [..., m, k]; float32, bfloat16 or float16. FP16 and BF16 are computed on in FP32.
-        spec: the operand.
-        generator: of the device of x, for stochastic rounding; None means torch's own. The draws are taken
-            in the order of the elements, so a seed gives the same values on any number of threads. Triton's
-            are others (`triton_quantize`).
-        amax: see `Amax`; None means that of x (rotated, if the operand is). MXFP8 has none.
-        dtype: of the result; None means that of x. NVFP4 values need FP32 to be exact.
+        x: [..., m, k]; float32, bfloat16 or float16. FP16 and BF16 are converted to FP32 for the computation.
+        spec: format and axis of the blocks.
+        generator: of the device of x, for stochastic rounding; None for torch's default. Elements draw in
+            their order, so a seed gives the same values on any number of threads. Triton draws other numbers
+            (`triton_quantize`).
+        amax: see `Amax`; None for that of x, after rotation. MXFP8 takes none.
+        dtype: of the result; None for that of x. NVFP4 values need FP32 to be exact.
 
-    Returns: a new tensor of the shape of x, no gradient. Zeros are positive.
+    Returns: a new tensor of the shape of x, without gradient. Zeros are positive.
 
     Raises:
-        ValueError: x has no rows and columns, is of another type, or not divisible into blocks; or there is
-            an amax for MXFP8.
+        ValueError: x has fewer than 2 axes, an unsupported dtype, or is not divisible into blocks; or an amax
+            is given for MXFP8.
     """
     dtype = dtype or x.dtype
     if spec.format == "mxfp8" and amax is None and (triton := _triton(x)) is not None:
         cut.check(x, spec)
         x = x.contiguous()
-        # One kernel: there is nothing to know of the whole tensor.
+        # One kernel suffices: no scale depends on the whole tensor.
         return triton.finish(x, spec, None, None, torch.empty_like(x, dtype=dtype))
     return _values(prepare(x, spec, amax), spec, generator, dtype, units=False)
 
@@ -113,7 +115,7 @@ def units(
 
 
 def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:
-    """Rotate, and find the largest magnitudes. Arguments and errors as `fake_quantize`."""
+    """Rotate x and find the amax of blocks and tensor. Arguments and errors as `fake_quantize`."""
     cut.check(x, spec)
     if spec.format == "mxfp8" and amax is not None:
         raise ValueError("MXFP8 has no scale for the whole tensor: leave amax out")
@@ -135,7 +137,7 @@ def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:
 
 
 def _triton(x: torch.Tensor) -> Any | None:
-    """`triton_quantize` where it takes x, imported late, because a CPU has no use for Triton."""
+    """The module `triton_quantize` if it applies to x, else None. Imported late: a CPU needs no Triton."""
     if not (x.is_cuda and x.numel() and gpu_kernels_enabled()):
         return None
     from megatron_nemotron3.precision import triton_quantize
@@ -144,14 +146,14 @@ def _triton(x: torch.Tensor) -> Any | None:
 
 
 def _magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x, rotated if asked, in its dtype; largest magnitudes of the blocks, float32, flat grid)."""
+    """(x in its dtype, rotated if `spec` says so; amax of the blocks, float32, the block grid flattened)."""
     blocks = cut.view(x, spec)
     rotated = torch.empty_like(x) if spec.hadamard else x
     found = []
     for source, target in cut.pieces(blocks, cut.view(rotated, spec)):
         work = cut.scratch(source, 0)
         if spec.hadamard:
-            # To the dtype of x: the hardware's rotation writes BF16, and the maximum is of what it wrote.
+            # Rounded to the dtype of x: the hardware rotates into BF16 and takes the amax of that.
             source = target.copy_(rotate(source.float(), work))
         if source.dtype == torch.float32:
             torch.abs(source, out=work)
@@ -165,7 +167,7 @@ def _magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor
 def _values(
     prepared: Prepared, spec: Spec, generator: torch.Generator | None, dtype: torch.dtype, *, units: bool
 ) -> torch.Tensor:
-    """The rounded x in `dtype`, with the scale of the tensor or (units) without."""
+    """The rounded x in `dtype`; `units` leaves out the scale of the tensor."""
     x, amax = prepared.x, prepared.amax
     out = x if prepared.ours and x.dtype == dtype else torch.empty_like(x, dtype=dtype)
     if not x.numel():
@@ -193,7 +195,7 @@ def _finish(
     blocks = cut.view(x, spec)
     views = (cut.view(out, spec), cut.expand(encode, blocks, spec), cut.expand(decode, blocks, spec))
     for source, target, enc, dec in cut.pieces(blocks, *views):
-        # In the result itself where it is FP32: one buffer less in the cache.
+        # An FP32 result serves as its own buffer, which saves one in the cache.
         work = target if out.dtype == torch.float32 else cut.scratch(source, 0)
         if source.dtype == torch.float32:
             torch.mul(source, enc, out=work)
@@ -212,8 +214,9 @@ def _finish(
 
 @dataclass(frozen=True)
 class Packed:
-    """A quantized [..., m, k]. With n = k for axis -1; for axis -2 everything is transposed:
-    m and n swap.
+    """A quantized tensor [..., m, k] as bytes. n = k; for axis -2 all is transposed, so m and n swap.
+
+    A byte of NVFP4 codes holds two neighbors along the axis of the blocks, the even one in the low half.
 
     codes: uint8 [..., m, n / 2] (NVFP4, two in a byte) or [..., m, n] (MXFP8, bits of E4M3).
     scales: uint8 [..., m, n / block], bits of E4M3 (NVFP4; a tile's scale is repeated in its 16 rows) or of
@@ -243,9 +246,9 @@ class Packed:
 def quantize(
     x: torch.Tensor, spec: Spec, generator: torch.Generator | None = None, amax: Amax | None = None
 ) -> Packed:
-    """Quantize and pack. Arguments and errors as `quantizer.fake_quantize`; values too, for equal generators.
+    """Quantize and pack. Arguments and errors as `fake_quantize`, and the same values for equal generators.
 
-    Codes follow the sign of x * scale: a negative number that rounds to zero has the code of -0.
+    Codes keep the sign of x * scale: a negative number that rounds to zero has the code of -0.
     """
     prepared = prepare(x, spec, amax)
     elements, block_amax, whole = prepared.x.float(), prepared.block_amax, prepared.amax

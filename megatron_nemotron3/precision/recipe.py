@@ -20,18 +20,19 @@ BLOCK = {NVFP4: NVFP4_BLOCK, MXFP8: MXFP8_BLOCK}
 
 @dataclass(frozen=True)
 class Spec:
-    """One operand.
+    """How one operand is quantized.
 
-    format: "nvfp4" (E2M1 elements, an E4M3 scale for 16 of them, an FP32 scale for the tensor) or "mxfp8"
-        (E4M3 elements, a power of two for 32 of them).
-    axis: the axis that is summed over and holds the blocks: -1, or -2 for both operands of wgrad.
-    tile: one scale for 16 x 16 elements instead of 1 x 16 (weights). The values are then the same for both
-        axes.
-    hadamard: rotate every block by the random Hadamard transform first; the values stay rotated.
-    stochastic: round stochastically instead of to nearest.
+    Args:
+        format: "nvfp4" (E2M1 elements, an E4M3 scale for 16 of them, an FP32 scale for the tensor) or "mxfp8"
+            (E4M3 elements, a power of two as scale for 32 of them).
+        axis: the contracted axis, along which blocks lie: -1, or -2 for both operands of wgrad.
+        tile: one scale for 16 x 16 elements instead of 1 x 16 (weights). Values are then the same for both
+            axes.
+        hadamard: rotate every block by the random Hadamard transform first; the values stay rotated.
+        stochastic: round stochastically instead of to nearest.
 
     Raises:
-        ValueError: no such format or axis, or a combination that TransformerEngine does not have.
+        ValueError: unknown format or axis, or a combination that TransformerEngine does not support.
     """
 
     format: str = NVFP4
@@ -61,7 +62,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands of the three products; None leaves one as it is. The weight of dgrad is that of fprop."""
+    """Operands of the three matmuls; None leaves one unquantized. dgrad takes the weight of fprop."""
 
     x: Spec | None
     weight: Spec | None
@@ -84,7 +85,7 @@ PUBLISHED = Operands(
 
 @dataclass(frozen=True)
 class Recipe:
-    """The two operands of each product, the gradient or x first; None: the product is not quantized."""
+    """The two operands of each matmul, x or the gradient first; None for a matmul that is not quantized."""
 
     fprop: tuple[Spec, Spec] | None  # x, weight
     dgrad: tuple[Spec, Spec] | None  # dy, weight
@@ -92,7 +93,7 @@ class Recipe:
 
     @property
     def shares_weight(self) -> bool:
-        """Whether dgrad takes the weight that fprop quantized."""
+        """Whether dgrad uses the same quantized weight as fprop."""
         return bool(self.fprop and self.dgrad and self.fprop[1] == self.dgrad[1])
 
     @property
@@ -102,19 +103,19 @@ class Recipe:
 
     @property
     def token_block(self) -> int:
-        """Rows that wgrad's operands are filled up to a multiple of; 1: wgrad is not quantized."""
+        """wgrad's operands are padded to a multiple of this number of rows; 1 if wgrad is not quantized."""
         return self.wgrad[0].block if self.wgrad else 1
 
 
 @functools.lru_cache
 def recipe(fmt: str, chosen: Emulation) -> Recipe | None:
-    """The recipe of a format ("nvfp4", "mxfp8" or "bf16"); None: nothing to quantize.
+    """The recipe of a format ("nvfp4", "mxfp8" or "bf16"); None if nothing is quantized.
 
-    MXFP8 knows neither rotation nor stochastic rounding nor tiles, so dgrad has a weight of its own, with
-    blocks along its rows. Switches of single products hold for both formats.
+    MXFP8 has no rotation, stochastic rounding or tiles. Its dgrad quantizes the weight anew, with blocks
+    along the other axis. Switches of single matmuls apply to both formats.
 
     Raises:
-        ValueError: another format, of which there is no emulation.
+        ValueError: any other format; it cannot be emulated.
     """
     if fmt == BF16:
         return None
