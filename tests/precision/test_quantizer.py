@@ -281,7 +281,7 @@ def test_operands_that_nobody_has_are_refused(arguments: dict, message: str) -> 
         (torch.zeros(24, 16), Spec(tile=True), r"axis -2 of \[24, 16\] is not divisible"),
         (torch.zeros(4, 48), Spec("mxfp8"), "not divisible by the mxfp8 block of 32"),
         (torch.zeros(16), Spec(), r"shape \[16\] has 1 axes: 2 or more"),
-        (torch.zeros(16, 16, dtype=torch.float64), Spec(), "torch.float64 is not quantized"),
+        (torch.zeros(16, 16, dtype=torch.float64), Spec(), "torch.float64 cannot be quantized"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(x: torch.Tensor, operand: Spec, message: str) -> None:

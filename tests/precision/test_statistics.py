@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.precision.experts import Rows, stacked_operand
-from megatron_nemotron3.precision.products import operand, padded
+from megatron_nemotron3.precision.products import dequantized, operand, padded
 from megatron_nemotron3.precision.quantizer import fake_quantize, prepare
 from megatron_nemotron3.precision.recipe import PUBLISHED, Spec
 from megatron_nemotron3.precision.statistics import (
@@ -18,7 +18,6 @@ from megatron_nemotron3.precision.statistics import (
     ZEROS,
     Numbers,
     Sums,
-    dequantized,
     measure,
     numbers,
     rotated,
