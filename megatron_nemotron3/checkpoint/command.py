@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.checkpoint.describe import describe
 from megatron_nemotron3.checkpoint.folders import TRACKER, iterations, path_of, tracked
@@ -21,6 +23,24 @@ _FORMATS = {
     "legacy": "legacy torch format: mp_rank folders, loads into the layout that wrote it",
     "foreign": "a format that is not checked here",
 }
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 check`."""
+    command = commands.add_parser("check", help="is a checkpoint complete and undamaged")
+    command.add_argument(
+        "folder", type=Path, metavar="DIR", help="one checkpoint, or the folder with the tracker"
+    )
+    command.add_argument("--full", action="store_true", help="read everything and compare CRC32s")
+    command.add_argument("--workers", type=int, default=4, metavar="N", help="threads of --full (default 4)")
+    command.set_defaults(run=check_command)
+
+
+def check_command(options: argparse.Namespace) -> int:
+    """Carry out `nemotron3 check`; raises as `check`."""
+    if options.workers < 1:
+        raise ValueError(f"--workers {options.workers}: give 1 or more")
+    return check(options.folder, full=options.full, workers=options.workers)
 
 
 def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.convert.options import DTYPES
-from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
+from megatron_nemotron3.convert.command import DTYPES
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.command import add_stored_model, stored_model
 
 if TYPE_CHECKING:
     from megatron_nemotron3.convert.checkpoints import Checkpoint
@@ -25,8 +26,10 @@ NEW_TOKENS = 64
 MOST_DRAFTS = 32
 
 
-def add_generate(command: argparse.ArgumentParser) -> None:
-    """Its options."""
+def register(commands: Any) -> None:
+    """Add `nemotron3 generate`."""
+    command = commands.add_parser("generate", help="continue prompts with a checkpoint's model")
+    command.set_defaults(run=generate_command)
     add_checkpoint(command)
     command.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     command.add_argument(
@@ -63,23 +66,7 @@ def add_checkpoint(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     command.add_argument("--dtype", choices=DTYPES, help="default: as stored")
-    command.add_argument(
-        "--model", metavar="NAME", help=f"{', '.join(names())}; default: as the checkpoint says"
-    )
-    command.add_argument("--tiny", action="store_true", help="the small form of --model")
-
-
-def model_of(options: argparse.Namespace) -> Nemotron3Config | None:
-    """The model of --model and --tiny.
-
-    Raises:
-        ValueError: --tiny alone, or an unknown name.
-    """
-    if options.model is None:
-        if options.tiny:
-            raise ValueError("--tiny: it needs --model NAME")
-        return None
-    return tiny(get(options.model)) if options.tiny else get(options.model)
+    add_stored_model(command)
 
 
 def open_fitting(found: Folder, tokenizer: Tokenizer, model: Nemotron3Config | None) -> Checkpoint:
@@ -131,7 +118,7 @@ def generate_command(options: argparse.Namespace) -> int:
     """Continue the prompts and print the texts. Exit status 0.
 
     Args:
-        options: of `add_generate`, with the device resolved.
+        options: of `register`.
 
     Raises:
         ValueError: no or an empty prompt, an option out of range, a context beyond the model's, no checkpoint
@@ -141,14 +128,16 @@ def generate_command(options: argparse.Namespace) -> int:
     from megatron_nemotron3.generate.folder import find
     from megatron_nemotron3.generate.screen import Screen
     from megatron_nemotron3.generate.speculative import speculate
+    from megatron_nemotron3.run import resolve_device
 
+    options.device = resolve_device(options.device)
     prompts = _prompts(options)
     sampling = _sampling(options)
     if "" in options.stop:
         raise ValueError("--stop '': give a text")
     found = find(options.checkpoint)
     tokenizer = found.tokenizer(options.tokenizer)
-    opened = open_fitting(found, tokenizer, model_of(options))
+    opened = open_fitting(found, tokenizer, stored_model(options))
     check_draft(opened, options.draft)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     _check_lengths(ids, options.max_new_tokens, opened.config)

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.generate.command import add_checkpoint, check_draft, load_engine, model_of
+from megatron_nemotron3.cpu import quiet_on_cpu
+from megatron_nemotron3.generate.command import add_checkpoint, check_draft, load_engine
+from megatron_nemotron3.models.command import stored_model
 
 if TYPE_CHECKING:
     from megatron_nemotron3.generate.evaluate import Acceptance, Losses
@@ -22,8 +24,10 @@ SPREAD = 16
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 128
 
 
-def add_evaluate(command: argparse.ArgumentParser) -> None:
-    """Its options."""
+def register(commands: Any) -> None:
+    """Add `nemotron3 evaluate`."""
+    command = commands.add_parser("evaluate", help="held-out loss by MTP depth, acceptance by drafts")
+    command.set_defaults(run=evaluate_command)
     add_checkpoint(command)
     text = command.add_mutually_exclusive_group()
     text.add_argument(
@@ -45,7 +49,7 @@ def evaluate_command(options: argparse.Namespace) -> int:
     """Measure and print. Exit status 0.
 
     Args:
-        options: of `add_evaluate`, with the device resolved.
+        options: of `register`.
 
     Raises:
         ValueError: an option out of range, no checkpoint, text, or tokenizer for it, ids outside the
@@ -55,19 +59,23 @@ def evaluate_command(options: argparse.Namespace) -> int:
     """
     from megatron_nemotron3.generate.evaluate import acceptance, losses, windows
     from megatron_nemotron3.generate.folder import find
+    from megatron_nemotron3.run import resolve_device
 
+    options.device = resolve_device(options.device)
+    if options.device == "cpu":
+        quiet_on_cpu()
     if options.tokens < 1:
         raise ValueError(f"--tokens {options.tokens}: give 1 or more")
     if options.plot is not None and not options.plot.absolute().parent.is_dir():
         raise ValueError(f"--plot {options.plot}: {options.plot.parent} is no folder")
     found = find(options.checkpoint)
-    opened = found.open(model_of(options))
+    opened = found.open(stored_model(options))
     if opened.vocabulary_guessed is False and opened.padded_vocab_size not in (
         None,
         opened.config.vocab_size,
     ):
         # Megatron's loss is over the padded vocabulary.
-        opened = found.open(model_of(options), opened.padded_vocab_size)
+        opened = found.open(stored_model(options), opened.padded_vocab_size)
     config = opened.config
     draft = _draft(options.draft, config)
     check_draft(opened, draft)

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_nemotron3.precision.modules import Structure
-from megatron_nemotron3.precision.table import BF16, NVFP4, ModuleKind, kind_of
+from megatron_nemotron3.precision.table import BF16, NVFP4, ModuleKind, Structure, kind_of
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile, parse, require_fit
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+(?=\.|$)")

@@ -13,8 +13,8 @@ from megatron_nemotron3.args.rules import RuleError
 from megatron_nemotron3.build import model_config
 from megatron_nemotron3.models import tiny
 from megatron_nemotron3.precision import install, yaml_file
-from megatron_nemotron3.precision.modules import expected
 from megatron_nemotron3.precision.settings import current, emulating, parse
+from megatron_nemotron3.precision.table import expected
 from tests.support.distributed import initialize, run_distributed
 
 from .emulating import seed

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.convert.checkpoints import open_hugging_face, open_megatron
-from megatron_nemotron3.convert.command import Options, convert_from_hf, convert_to_hf
+from megatron_nemotron3.convert.conversion import Options, convert_from_hf, convert_to_hf
 from megatron_nemotron3.convert.logits.compare import check_logits
 from megatron_nemotron3.models import get
 from tests.checkpoint.writer import write
