@@ -54,7 +54,7 @@ def quantizing(triton: bool) -> Iterator[None]:
     """Operands are quantized by Triton, or by torch; other kernels stay as they are."""
     from megatron_nemotron3.precision import quantizer
 
-    with nullcontext() if triton else mock.patch.object(quantizer, "_triton", lambda x: None):
+    with nullcontext() if triton else mock.patch.object(quantizer, "_triton_module", lambda x: None):
         yield
 
 

@@ -98,19 +98,19 @@ def mtp_loss_rise(series: Series) -> Finding | None:
     if not depths or len(depths[-1][1]) < THRESHOLDS["mtp_history"].value:
         return None
     depth, points = depths[-1]
-    smooth = _smooth(points)
+    smooth = _running_median(points)
     # Windows that share no point with the last one.
     lowest = min(range(len(smooth) - SMOOTH), key=smooth.__getitem__)
     rise = smooth[-1] - smooth[lowest]
     limit = max(
         THRESHOLDS["mtp_rise"].value * smooth[lowest],
-        THRESHOLDS["mtp_rise_in_sigma"].value * _noise(points),
+        THRESHOLDS["mtp_rise_in_sigma"].value * _point_noise(points),
     )
     if rise < limit:
         return None
     other = ""
     if len(depths) > 1:
-        shallower = _smooth(depths[-2][1])
+        shallower = _running_median(depths[-2][1])
         moved = shallower[-1] - shallower[lowest]  # since the same moment: both saw the same batches
         if rise < THRESHOLDS["mtp_rise_over_shallower"].value * moved:
             return None
@@ -125,13 +125,13 @@ def mtp_loss_rise(series: Series) -> Finding | None:
     )
 
 
-def _smooth(points: Sequence[Point]) -> list[float]:
+def _running_median(points: Sequence[Point]) -> list[float]:
     """Running median of the values; the i-th is that of points i to i + SMOOTH - 1."""
     values = [value for _, value in points]
     return [statistics.median(values[i : i + SMOOTH]) for i in range(len(values) - SMOOTH + 1)]
 
 
-def _noise(points: Sequence[Point]) -> float:
+def _point_noise(points: Sequence[Point]) -> float:
     """Standard deviation of one point, from differences of neighbors: no trend, no outlier in it."""
     steps = [abs(after - before) for (_, before), (_, after) in zip(points, points[1:])]
     # 1.4826: from the median of |x| of a normal distribution to its standard deviation.

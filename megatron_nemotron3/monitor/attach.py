@@ -32,9 +32,9 @@ def watch_stack(stack: Any) -> None:
         return
     interval = settings.interval()
     agree_on_interval("monitor/interval", interval, settings.VARIABLE)
-    if interval == 0 or _refused(stack.config):
+    if interval == 0 or _reason_against(stack.config):
         return
-    monitor = _install(interval, stack.pg_collection)
+    monitor = _install_monitor(interval, stack.pg_collection)
     for layer in stack.layers:
         row = decoder_row(layer.layer_number)
         monitor.add(WatchedLayer(row, (row,), layer, monitor.switch))
@@ -48,7 +48,11 @@ def watch_mtp(mtp_layer: Any) -> None:
         mtp_layer: MultiTokenPredictionLayer with `mtp_model_layer.layers`, `layer_number` and `config`.
     """
     tracker = get_moe_metrics_tracker()
-    if not isinstance(tracker, MonitorTracker) or settings.interval() == 0 or _refused(mtp_layer.config):
+    if (
+        not isinstance(tracker, MonitorTracker)
+        or settings.interval() == 0
+        or _reason_against(mtp_layer.config)
+    ):
         return
     config = mtp_layer.config
     for number, layer in enumerate(mtp_layer.mtp_model_layer.layers, 1):
@@ -61,7 +65,7 @@ def watch_mtp(mtp_layer: Any) -> None:
         tracker.monitor.add(WatchedLayer(name, rows, layer, tracker.monitor.switch))
 
 
-def _refused(config: Any) -> str | None:
+def _reason_against(config: Any) -> str | None:
     """Why this model cannot be monitored, said once if NEMOTRON3_MONITOR asks for it."""
     if config.num_moe_experts is None:
         reason = "the model has no MoE layer, and Megatron reports metrics through the MoE tracker"
@@ -76,7 +80,7 @@ def _refused(config: Any) -> str | None:
     return reason
 
 
-def _install(interval: int, groups: Any) -> Monitor:
+def _install_monitor(interval: int, groups: Any) -> Monitor:
     """The process's monitor; made, and put in the tracker's place, where there is none."""
     tracker = get_moe_metrics_tracker()
     if not isinstance(tracker, MonitorTracker) or not tracker.monitor.layers:

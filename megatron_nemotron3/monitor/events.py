@@ -43,7 +43,7 @@ def read(files: list[Path]) -> History:
     series: dict[str, dict[int, float]] = {}
     for file in files:
         added: dict[str, dict[int, float]] = {}
-        for tag, iteration, value in _scalars(file):
+        for tag, iteration, value in _read_scalars(file):
             added.setdefault(tag, {})[iteration] = value
         for tag, points in added.items():
             begun = min(points)
@@ -52,21 +52,21 @@ def read(files: list[Path]) -> History:
     return {tag: sorted(points.items()) for tag, points in series.items()}
 
 
-def _scalars(file: Path) -> Iterator[tuple[str, int, float]]:
+def _read_scalars(file: Path) -> Iterator[tuple[str, int, float]]:
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
-    for offset, record in _records(file):
+    for offset, record in _read_records(file):
         try:
             event = Event.FromString(record)
         except DecodeError:
-            raise _corrupt(file, offset) from None
+            raise _corrupt_file(file, offset) from None
         for value in event.summary.value:
             if value.HasField("simple_value"):
                 yield value.tag, event.step, value.simple_value
 
 
-def _records(file: Path) -> Iterator[tuple[int, bytes]]:
+def _read_records(file: Path) -> Iterator[tuple[int, bytes]]:
     """(offset, payload) of each record: length (8 bytes), its checksum (4), payload, its checksum (4)."""
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (  # type: ignore[import-untyped]
         masked_crc32c,
@@ -77,16 +77,16 @@ def _records(file: Path) -> Iterator[tuple[int, bytes]]:
     while offset + 12 <= len(data):
         length, check = struct.unpack_from("<QI", data, offset)
         if masked_crc32c(data[offset : offset + 8]) != check:
-            raise _corrupt(file, offset)
+            raise _corrupt_file(file, offset)
         end = offset + 12 + length
         if end + 4 > len(data):
             return
         payload = data[offset + 12 : end]
         if masked_crc32c(payload) != struct.unpack_from("<I", data, end)[0]:
-            raise _corrupt(file, offset)
+            raise _corrupt_file(file, offset)
         yield offset, payload
         offset = end + 4
 
 
-def _corrupt(file: Path, offset: int) -> ValueError:
+def _corrupt_file(file: Path, offset: int) -> ValueError:
     return ValueError(f"{file} is corrupt at byte {offset}: move it away, the other files can be read alone")

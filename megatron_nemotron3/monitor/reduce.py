@@ -22,7 +22,7 @@ from megatron_nemotron3.monitor.watched import WatchedLayer
 
 #: What a layer contributes: D visits (rows) of a micro-batch, N experts.
 #: residual, latent [D, 2]: sum of squares, elements. loads [visits, N]. interval [N]. zeros [2].
-_Part = dict[str, Tensor]
+_LayerSums = dict[str, Tensor]
 
 
 def max_vio(load: Tensor) -> Tensor:
@@ -42,22 +42,22 @@ def measure(layers: Sequence[WatchedLayer], groups: Any) -> tuple[Values, dict[s
         groups: ProcessGroupCollection with `tp`, `expt_tp`, `tp_cp`, `dp` and `pp`.
     """
     where = {ddp: gradient_places(ddp) for ddp in {layer.ddp() for layer in layers}}
-    parts = [_local(layer, where[layer.ddp()], groups) for layer in layers]
-    _sum(parts, groups.tp_cp)
+    parts = [_layer_sums(layer, where[layer.ddp()], groups) for layer in layers]
+    _sum_over(parts, groups.tp_cp)
     worst = [_by_micro_batch(part, len(layer.rows)) for layer, part in zip(layers, parts)]
-    _sum(parts, groups.dp)
+    _sum_over(parts, groups.dp)
     _all_reduce([w for w in worst if w is not None], groups.dp, torch.distributed.ReduceOp.MAX)
     values: Values = {}
     for layer, part, w in zip(layers, parts, worst):
-        _add(values, layer, part, w)
+        _add_values(values, layer, part, w)
     totals = [sum(float(part["zeros"][i]) for part in parts if "zeros" in part) for i in (0, 1)]
     return _over_stages(values, totals, groups.pp)
 
 
-def _local(layer: WatchedLayer, where: Any, groups: Any) -> _Part:
-    part = {"residual": _squares(layer.residual, len(layer.rows))}
+def _layer_sums(layer: WatchedLayer, where: Any, groups: Any) -> _LayerSums:
+    part = {"residual": _visit_squares(layer.residual, len(layer.rows))}
     if layer.latent:
-        part["latent"] = _squares(layer.latent, len(layer.rows))
+        part["latent"] = _visit_squares(layer.latent, len(layer.rows))
     if layer.loads:
         assert layer.interval_load is not None
         part["loads"] = torch.stack(layer.loads).double()
@@ -67,14 +67,14 @@ def _local(layer: WatchedLayer, where: Any, groups: Any) -> _Part:
     return part
 
 
-def _squares(visits: list[tuple[Tensor, int]], depths: int) -> Tensor:
+def _visit_squares(visits: list[tuple[Tensor, int]], depths: int) -> Tensor:
     """[D, 2]: per depth the sum of squares and the number of elements."""
     norms = torch.stack([norm for norm, _ in visits]).double()
     sizes = torch.tensor([size for _, size in visits], dtype=torch.float64, device=norms.device)
     return torch.stack([norms.square(), sizes], dim=-1).reshape(-1, depths, 2).sum(0)
 
 
-def _by_micro_batch(part: _Part, depths: int) -> Tensor | None:
+def _by_micro_batch(part: _LayerSums, depths: int) -> Tensor | None:
     """Replace loads [visits, N] by what may be added up over data-parallel ranks; return the worst [D]."""
     if "loads" not in part:
         return None
@@ -85,7 +85,7 @@ def _by_micro_batch(part: _Part, depths: int) -> Tensor | None:
     return each.amax(0)
 
 
-def _add(values: Values, layer: WatchedLayer, part: _Part, worst: Tensor | None) -> None:
+def _add_values(values: Values, layer: WatchedLayer, part: _LayerSums, worst: Tensor | None) -> None:
     def put(kind: str, numbers: Tensor) -> None:
         values.setdefault(kind, {}).update(zip(layer.rows, numbers.tolist()))
 
@@ -121,7 +121,7 @@ def _over_stages(values: Values, totals: list[float], group: Any) -> tuple[Value
     return merged, {"zero_gradients": zeros / elements} if elements else {}
 
 
-def _sum(parts: list[_Part], group: Any) -> None:
+def _sum_over(parts: list[_LayerSums], group: Any) -> None:
     _all_reduce([t for part in parts for t in part.values()], group, torch.distributed.ReduceOp.SUM)
 
 

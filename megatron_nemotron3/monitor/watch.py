@@ -43,7 +43,7 @@ def watch(folder: Path, output: Path | None = None) -> int:
     """
     files = events.find(folder)
     history = events.read(files)
-    panels = {kind: rows for kind in KINDS if (rows := _rows(history, kind))}
+    panels = {kind: rows for kind in KINDS if (rows := _panel_rows(history, kind))}
     if not panels:
         raise ValueError(
             f"{folder}: {len(files)} event file(s) hold no monitored series; monitors are off with "
@@ -70,21 +70,21 @@ def plot(history: History, panels: dict[str, History], path: Path, title: str) -
         rows, COLUMNS, figsize=(5 * COLUMNS, 3.2 * rows), dpi=110, squeeze=False, layout="constrained"
     )
     cells = iter(grid.flat)
-    _losses(next(cells), history)
+    _draw_losses(next(cells), history)
     for kind, series in panels.items():
-        _panel(figure, next(cells), kind, series)
+        _draw_panel(figure, next(cells), kind, series)
     for unused in cells:
         unused.set_axis_off()
     figure.suptitle(title)
     save_figure(figure, path)
 
 
-def _rows(history: History, kind: str) -> History:
+def _panel_rows(history: History, kind: str) -> History:
     prefix = f"{kind}/"
     return {tag.removeprefix(prefix): history[tag] for tag in sorted(history) if tag.startswith(prefix)}
 
 
-def _losses(axes: Any, history: History) -> None:
+def _draw_losses(axes: Any, history: History) -> None:
     for tag in sorted(filter(_LOSS.fullmatch, history)):
         axes.plot(*zip(*history[tag]), lw=1, label=tag)
     axes.set_title("loss (nats per token)", fontsize=9)
@@ -93,7 +93,7 @@ def _losses(axes: Any, history: History) -> None:
     axes.grid(alpha=0.3)
 
 
-def _panel(figure: Any, axes: Any, kind: str, series: History) -> None:
+def _draw_panel(figure: Any, axes: Any, kind: str, series: History) -> None:
     from matplotlib.colors import LogNorm
 
     about = KINDS[kind]

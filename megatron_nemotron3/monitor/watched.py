@@ -76,12 +76,12 @@ class WatchedLayer:
     def _on_layer(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         """Output: [s, b, d], or a tuple that begins with it."""
         if self.switch.on and self._counts(module) and len(self.residual) < LIMIT:
-            self.residual.append(_norm(output))
+            self.residual.append(_norm_and_size(output))
 
     def _on_latent(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         """Output: [s, b, l] and its bias."""
         if self.switch.on and self._counts(module) and len(self.latent) < LIMIT:
-            self.latent.append(_norm(output))
+            self.latent.append(_norm_and_size(output))
 
     def _on_router(self, module: torch.nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
         """Output: probabilities and routing map [tokens, N] (bool)."""
@@ -98,6 +98,6 @@ class WatchedLayer:
         self.interval_load = load if self.interval_load is None else self.interval_load + load
 
 
-def _norm(output: Any) -> tuple[Tensor, int]:
+def _norm_and_size(output: Any) -> tuple[Tensor, int]:
     x = (output[0] if isinstance(output, tuple) else output).detach()
     return torch.linalg.vector_norm(x, dtype=torch.float32), x.numel()

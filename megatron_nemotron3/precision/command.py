@@ -52,9 +52,9 @@ def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
     Raises:
         ValueError: an unknown format.
     """
-    _known(precision)
+    _require_known_format(precision)
     lines = shares(config, precision)
-    cells = [_COLUMNS, *_cells(lines)]
+    cells = [_COLUMNS, *_share_cells(lines)]
     widths = [max(len(row[i]) for row in cells) for i in range(4)]
     head = f"{config.title} in {precision}"
     body = (
@@ -69,12 +69,12 @@ def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
         ).rstrip()
         for row in cells
     )
-    return "\n".join((head, "=" * len(head), "", *body, "", *_notes(config, precision, lines)))
+    return "\n".join((head, "=" * len(head), "", *body, "", *_recipe_notes(config, precision, lines)))
 
 
 def markdown(config: Nemotron3Config, precision: str = NVFP4) -> str:
     """The same table for docs/nvfp4.md."""
-    rows = [_COLUMNS, ("-", "-", "-:", "-:", "-"), *_cells(shares(config, precision))]
+    rows = [_COLUMNS, ("-", "-", "-:", "-:", "-"), *_share_cells(shares(config, precision))]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
@@ -85,7 +85,7 @@ def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None
         ValueError: a file is wanted for another format than nvfp4, which needs none.
         FileExistsError: another file is there.
     """
-    _known(precision)
+    _require_known_format(precision)
     if path is None:
         return render(config, precision)
     if precision != NVFP4:
@@ -127,12 +127,12 @@ def check(config: Nemotron3Config, path: str | Path) -> str | None:
     return None
 
 
-def _known(precision: str) -> None:
+def _require_known_format(precision: str) -> None:
     if precision not in FORMATS:
         raise ValueError(f"unknown format {precision!r}: use one of {', '.join(FORMATS)}")
 
 
-def _cells(lines: list[Share]) -> list[tuple[str, ...]]:
+def _share_cells(lines: list[Share]) -> list[tuple[str, ...]]:
     parameters, flops = sum(line.parameters for line in lines), sum(line.flops for line in lines)
     return [
         (
@@ -146,7 +146,7 @@ def _cells(lines: list[Share]) -> list[tuple[str, ...]]:
     ]
 
 
-def _notes(config: Nemotron3Config, precision: str, lines: list[Share]) -> Iterator[str]:
+def _recipe_notes(config: Nemotron3Config, precision: str, lines: list[Share]) -> Iterator[str]:
     for fmt, (parameters, flops) in totals(lines).items():
         yield f"{fmt}: {parameters:.1%} of parameters, {flops:.1%} of FLOPs"
     yield f"FLOPs: one token forward, {config.seq_length} tokens a sequence"

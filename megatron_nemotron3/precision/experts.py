@@ -135,7 +135,7 @@ class GroupedLinear(torch.autograd.Function):
                         _record_weights(record, "dgrad.weight", weights, how_weight, w)
                 dx = _quantized_matmuls(a, w, list(w.values), ctx.rows, x.dtype)
             if any(ctx.needs_input_grad[3:]):
-                dw = _weight_gradients(dy, x, weights[0], job)
+                dw = _expert_weight_gradients(dy, x, weights[0], job)
         return dx, None, None, *dw
 
 
@@ -166,7 +166,7 @@ def _quantized_matmuls(
     return y.to(dtype)
 
 
-def _weight_gradients(dy: Tensor, x: Tensor, like: Tensor, job: GroupedJob) -> tuple[Tensor, ...]:
+def _expert_weight_gradients(dy: Tensor, x: Tensor, like: Tensor, job: GroupedJob) -> tuple[Tensor, ...]:
     """wgrad: E gradients shaped as `like` [out, in], slices of one tensor; 0 for experts without rows."""
     counts, recipe, record = job.counts, job.recipe, job.record
     rows = Rows(counts, recipe.token_block, x.device)

@@ -126,7 +126,7 @@ def emulate_stack(stack: Any) -> None:
         return
     for layer in stack.layers:
         number = layer.layer_number
-        _prepare(
+        _prepare_linears(
             layer, f"decoder layer {number}", decoder_row(number), plan.ambient.of_layer(number - 1), plan
         )
     if plan.emulate:
@@ -145,9 +145,9 @@ def emulate_mtp(mtp_layer: Any) -> None:
     for layer in mtp_layer.mtp_model_layer.layers:
         number = layer.layer_number
         row = shared_mtp_row(number) if shared else mtp_row(depth, number)
-        _prepare(layer, f"MTP layer {number}", row, plan.ambient.of_layer(number - 1), plan, "mtp.")
+        _prepare_linears(layer, f"MTP layer {number}", row, plan.ambient.of_layer(number - 1), plan, "mtp.")
     row = "mtp" if shared else f"mtp_{depth}"
-    _prepare(mtp_layer.eh_proj, "MTP eh_proj", row, BF16, plan, "mtp.")
+    _prepare_linears(mtp_layer.eh_proj, "MTP eh_proj", row, BF16, plan, "mtp.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,7 @@ class _Place:
     ambient: str
 
 
-def _prepare(
+def _prepare_linears(
     tree: torch.nn.Module, where: str, row: str, ambient: str, plan: _Plan, prefix: str = "decoder."
 ) -> None:
     for name, module in tree.named_modules():
@@ -173,10 +173,10 @@ def _prepare(
                 kind = kind_of(f"{prefix}layers.0.{name}")
                 fmt = kind.format(ambient) if kind is not None else ambient
             place = _Place(f"{where}, {name}" if name else where, row, name or "eh_proj", fmt)
-            module.finish_init = partial(_finish, module, place, plan)
+            module.finish_init = partial(_finish_linear, module, place, plan)
 
 
-def _finish(module: Any, place: _Place, plan: _Plan, quant_config: Any) -> None:
+def _finish_linear(module: Any, place: _Place, plan: _Plan, quant_config: Any) -> None:
     """Choose the format of a linear; Megatron calls this as `finish_init`."""
     if plan.emulate:
         settle(module, place.text, place.ambient, plan.chosen, quant_config)

@@ -182,7 +182,7 @@ class _EmulatedLinear(torch.autograd.Function):
         with draws(job.stream):
             if ctx.needs_input_grad[0]:
                 shared = None if values is None else Operand(values, amax)
-                dx = _input_gradient(dy, weight, shared, job, x.dtype)
+                dx = _quantized_dgrad(dy, weight, shared, job, x.dtype)
                 dx = dx.view(*grad.shape[:-1], x.shape[-1])
                 if job.sequence_parallel:
                     dx, handle = _reduce_scatter(dx, x, job.group)
@@ -191,13 +191,13 @@ class _EmulatedLinear(torch.autograd.Function):
                     waiting.append(torch.distributed.all_reduce(dx, group=job.group, async_op=True))
             if ctx.needs_input_grad[1]:
                 total = gather_rows(x, job.group) if job.sequence_parallel else x
-                dw = _weight_gradient(dy, total.flatten(0, -2), job, weight.dtype)
+                dw = _quantized_wgrad(dy, total.flatten(0, -2), job, weight.dtype)
         for handle in waiting:
             handle.wait()
         return dx, dw, None, None
 
 
-def _input_gradient(
+def _quantized_dgrad(
     dy: Tensor, weight: Tensor, shared: Operand | None, job: _LinearJob, dtype: torch.dtype
 ) -> Tensor:
     """dgrad: dy [t, out] -> [t, in]. `shared`: Q(W) of fprop, if dgrad uses it."""
@@ -211,7 +211,7 @@ def _input_gradient(
     return product(a, b, dtype)
 
 
-def _weight_gradient(dy: Tensor, x: Tensor, job: _LinearJob, dtype: torch.dtype) -> Tensor:
+def _quantized_wgrad(dy: Tensor, x: Tensor, job: _LinearJob, dtype: torch.dtype) -> Tensor:
     """wgrad: dy [t, out], x [t, in] -> [out, in]. Blocks lie along tokens; zero rows pad the last block."""
     recipe = job.recipe
     if recipe.wgrad is None:

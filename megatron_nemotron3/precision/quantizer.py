@@ -82,12 +82,12 @@ def fake_quantize(
             is given for MXFP8.
     """
     dtype = dtype or x.dtype
-    if spec.format == "mxfp8" and amax is None and (triton := _triton(x)) is not None:
+    if spec.format == "mxfp8" and amax is None and (triton := _triton_module(x)) is not None:
         cut.check(x, spec)
         x = x.contiguous()
         # One kernel suffices: no scale depends on the whole tensor.
         return triton.finish(x, spec, None, None, torch.empty_like(x, dtype=dtype))
-    return _values(prepare(x, spec, amax), spec, generator, dtype, units=False)
+    return _rounded_values(prepare(x, spec, amax), spec, generator, dtype, units=False)
 
 
 @torch.no_grad()
@@ -111,7 +111,7 @@ def units(
         raise ValueError(f"{spec.format} has no scale for the whole tensor: use fake_quantize")
     prepared = prepare(x, spec, amax)
     assert prepared.amax is not None
-    return Units(_values(prepared, spec, generator, dtype or x.dtype, units=True), prepared.amax)
+    return Units(_rounded_values(prepared, spec, generator, dtype or x.dtype, units=True), prepared.amax)
 
 
 def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:
@@ -122,8 +122,8 @@ def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:
     x = x.contiguous()
     shape = cut.grid_shape(x, spec)
     if x.numel():
-        triton = _triton(x)
-        x, flat = _magnitudes(x, spec) if triton is None else triton.magnitudes(x, spec)
+        triton = _triton_module(x)
+        x, flat = _block_magnitudes(x, spec) if triton is None else triton.magnitudes(x, spec)
         block_amax = flat.view(shape)
     else:
         block_amax = torch.zeros(shape, device=x.device)
@@ -136,7 +136,7 @@ def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:
     return Prepared(x, block_amax, amax, spec.hadamard)
 
 
-def _triton(x: torch.Tensor) -> Any | None:
+def _triton_module(x: torch.Tensor) -> Any | None:
     """The module `triton_quantize` if it applies to x, else None. Imported late: a CPU needs no Triton."""
     if not (x.is_cuda and x.numel() and gpu_kernels_enabled()):
         return None
@@ -145,7 +145,7 @@ def _triton(x: torch.Tensor) -> Any | None:
     return triton_quantize if x.numel() <= triton_quantize.MAX_ELEMENTS else None
 
 
-def _magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
     """(x in its dtype, rotated if `spec` says so; amax of the blocks, float32, the block grid flattened)."""
     blocks = cut.view(x, spec)
     rotated = torch.empty_like(x) if spec.hadamard else x
@@ -164,7 +164,7 @@ def _magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor
     return rotated, found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _values(
+def _rounded_values(
     prepared: Prepared, spec: Spec, generator: torch.Generator | None, dtype: torch.dtype, *, units: bool
 ) -> torch.Tensor:
     """The rounded x in `dtype`; `units` leaves out the scale of the tensor."""
@@ -172,17 +172,17 @@ def _values(
     out = x if prepared.ours and x.dtype == dtype else torch.empty_like(x, dtype=dtype)
     if not x.numel():
         return out
-    if (triton := _triton(x)) is not None:
+    if (triton := _triton_module(x)) is not None:
         return triton.finish(x, spec, prepared.block_amax, amax, out, units=units, generator=generator)
     if amax is None:
         encode, decode = mxfp8_scales(prepared.block_amax)
     else:
         encode, decode = nvfp4_scales(prepared.block_amax, amax)
         decode = decode if units else nvfp4_steps(decode, amax)
-    return _finish(x, spec, encode, decode, out, generator)
+    return _round_blocks(x, spec, encode, decode, out, generator)
 
 
-def _finish(
+def _round_blocks(
     x: torch.Tensor,
     spec: Spec,
     encode: torch.Tensor,

@@ -66,14 +66,14 @@ def append(folder: str | Path, rows: Iterable[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists() or path.stat().st_size == 0
     lines = [",".join(Row._fields)] if new else []
-    lines += [",".join(map(_text, row)) for row in rows]
+    lines += [",".join(map(_csv_cell, row)) for row in rows]
     if not lines:
         return
     with path.open("a", encoding="ascii") as file:
         file.write("\n".join(lines) + "\n")
 
 
-def _text(value: object) -> str:
+def _csv_cell(value: object) -> str:
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, float):
@@ -102,7 +102,7 @@ def read(folder: str | Path) -> list[Row]:
     found: dict[tuple[int, str, str, str], Row] = {}
     for number, cells in enumerate(csv.reader(lines[1:]), 2):
         try:
-            row = _row(cells)
+            row = _parsed_row(cells)
         except (ValueError, IndexError, TypeError) as problem:
             raise ReportError(f"{path}:{number} is broken ({problem}): delete the line") from None
         found[row.iteration, row.layer, row.module, row.tensor] = row
@@ -111,7 +111,7 @@ def read(folder: str | Path) -> list[Row]:
     return sorted(found.values(), key=lambda row: row.iteration)
 
 
-def _row(cells: Sequence[str]) -> Row:
+def _parsed_row(cells: Sequence[str]) -> Row:
     if len(cells) != len(Row._fields):
         raise ValueError(f"{len(cells)} cells instead of {len(Row._fields)}")
     iteration, layer, module, fmt, tensor, used, elements, *floats, expert, worst = cells
@@ -138,14 +138,14 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     )
     head = ("module", "format", "tensor", "flushed to zero", "", "SQNR, dB", "", "largest |x|")
     table: list[tuple[str, ...]] = [head]
-    table += [_line(group) for group in _groups(now) if group[0].tensor != GRADIENT]
+    table += [_summary_cells(group) for group in _rows_by_tensor(now) if group[0].tensor != GRADIENT]
     widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
     for line in table:
         yield "  " + "  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip()
-    yield from _gradients(now)
+    yield from _gradient_summary(now)
 
 
-def _groups(rows: Sequence[Row]) -> list[list[Row]]:
+def _rows_by_tensor(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows of one module, format and tensor, in order of appearance and of `TENSORS`."""
     found: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
@@ -155,14 +155,14 @@ def _groups(rows: Sequence[Row]) -> list[list[Row]]:
     return [found[key] for key in sorted(found, key=lambda k: (modules.index(k[0]), k[1], order.index(k[2])))]
 
 
-def _line(rows: list[Row]) -> tuple[str, ...]:
+def _summary_cells(rows: list[Row]) -> tuple[str, ...]:
     flushed = [row for row in rows if not math.isnan(row.flushed)]
     noisy = [row for row in rows if not math.isnan(row.sqnr_db)]
     cells = ["", "", "", ""]
     if flushed:
         worst = max(flushed, key=lambda row: row.flushed)
         cells[0] = f"{statistics.median(row.flushed for row in flushed):.2%}"
-        cells[1] = f"{worst.flushed:.2%} {worst.layer}{_expert(worst)}"
+        cells[1] = f"{worst.flushed:.2%} {worst.layer}{_worst_expert_text(worst)}"
     if noisy:
         least = min(noisy, key=lambda row: row.sqnr_db)
         cells[2] = f"{statistics.median(row.sqnr_db for row in noisy):.1f}"
@@ -177,7 +177,7 @@ def _line(rows: list[Row]) -> tuple[str, ...]:
     )
 
 
-def _gradients(now: Sequence[Row]) -> Iterator[str]:
+def _gradient_summary(now: Sequence[Row]) -> Iterator[str]:
     rows = [row for row in now if row.tensor == GRADIENT and row.elements]
     if not rows:
         return
@@ -186,11 +186,11 @@ def _gradients(now: Sequence[Row]) -> Iterator[str]:
     worst = max(rows, key=lambda row: row.zeros)
     yield (
         f"weight gradients exactly zero: {zeros / total:.3%} of {total:,} elements; "
-        f"worst {worst.zeros:.3%}, {worst.layer} {worst.module}{_expert(worst)}"
+        f"worst {worst.zeros:.3%}, {worst.layer} {worst.module}{_worst_expert_text(worst)}"
     )
 
 
-def _expert(row: Row) -> str:
+def _worst_expert_text(row: Row) -> str:
     return "" if row.worst_expert < 0 else f" (expert {row.worst_expert}: {row.worst:.2%})"
 
 
@@ -204,7 +204,7 @@ def remove(folder: str | Path) -> None:
 LABELS = 24
 
 
-class _Panel(NamedTuple):
+class _HeatMap(NamedTuple):
     tensor: str
     #: Column of `Row`.
     column: str
@@ -214,7 +214,7 @@ class _Panel(NamedTuple):
     colors: str
 
 
-def _panels(rows: Sequence[Row]) -> list[list[_Panel]]:
+def _heat_maps(rows: Sequence[Row]) -> list[list[_HeatMap]]:
     """Flush-to-zero above, SQNR below; the zeros of the weight gradient at the end of the second row.
 
     The weight of dgrad is shown if it is NVFP4 (`2d=0`), else it is MXFP8's, and in the table.
@@ -222,12 +222,12 @@ def _panels(rows: Sequence[Row]) -> list[list[_Panel]]:
     tensors = {row.tensor for row in rows if row.tensor != "dgrad.weight" or row.format == NVFP4}
     shown = [name for name in TENSORS if name in tensors and name != GRADIENT]
     above = [
-        _Panel(t, "flushed", f"{TENSORS[t]}: flushed to zero", "% of nonzero elements", 100, "viridis")
+        _HeatMap(t, "flushed", f"{TENSORS[t]}: flushed to zero", "% of nonzero elements", 100, "viridis")
         for t in shown
     ]
-    below = [_Panel(t, "sqnr_db", f"{TENSORS[t]}: SQNR", "dB", 1, "viridis_r") for t in shown]
+    below = [_HeatMap(t, "sqnr_db", f"{TENSORS[t]}: SQNR", "dB", 1, "viridis_r") for t in shown]
     if GRADIENT in tensors:
-        below.append(_Panel(GRADIENT, "zeros", "weight gradient: zeros", "% of elements", 100, "viridis"))
+        below.append(_HeatMap(GRADIENT, "zeros", "weight gradient: zeros", "% of elements", 100, "viridis"))
     return [above, below]
 
 
@@ -244,9 +244,9 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     import matplotlib.pyplot as plt
 
     now = last(rows)
-    layers = _layers(now)
+    layers = _depth_labels(now)
     kinds = list(dict.fromkeys((row.module, row.format) for row in now))
-    panels = _panels(now)
+    panels = _heat_maps(now)
     columns = max(map(len, panels))
     size = ((1.6 + 0.28 * len(kinds)) * columns, 3.2 + 2 * min(9.0, max(2.0, 0.13 * len(layers))))
     figure, grid = plt.subplots(2, columns, figsize=size, dpi=110, squeeze=False, layout="constrained")
@@ -254,14 +254,14 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
         for axes in axes_of_row[len(panels_of_row) :]:
             axes.set_axis_off()
         for column, (axes, panel) in enumerate(zip(axes_of_row, panels_of_row)):
-            _draw(figure, axes, panel, now, layers, kinds)
-            _axes(axes, layers if column == 0 else [], len(layers), kinds if row else [], len(kinds))
+            _draw_panel(figure, axes, panel, now, layers, kinds)
+            _label_axes(axes, layers if column == 0 else [], len(layers), kinds if row else [], len(kinds))
     what = "as computed" if now[0].used else "as NVFP4 would compute"
     figure.suptitle(f"{title}, iteration {now[0].iteration}, {what}")
     save_figure(figure, path)
 
 
-def _layers(rows: Sequence[Row]) -> list[str]:
+def _depth_labels(rows: Sequence[Row]) -> list[str]:
     """Labels of the depth axis: every decoder layer up to the last one measured, then MTP."""
     found = {row.layer for row in rows}
     numbers = [int(m[1]) for name in found if (m := re.fullmatch(r"layer_(\d+)", name))]
@@ -269,10 +269,10 @@ def _layers(rows: Sequence[Row]) -> list[str]:
     return [*decoder, *sorted(found - set(decoder))]
 
 
-def _draw(
+def _draw_panel(
     figure: Any,
     axes: Any,
-    panel: _Panel,
+    panel: _HeatMap,
     rows: Sequence[Row],
     layers: list[str],
     kinds: list[tuple[str, str]],
@@ -299,7 +299,7 @@ def _draw(
     axes.set_title(panel.title, fontsize=9)
 
 
-def _axes(axes: Any, layers: list[str], depth: int, kinds: list[tuple[str, str]], across: int) -> None:
+def _label_axes(axes: Any, layers: list[str], depth: int, kinds: list[tuple[str, str]], across: int) -> None:
     """Ticks everywhere, labels where they are given."""
     ticks = range(0, depth, -(-depth // LABELS))
     axes.set_yticks(list(ticks), [layers[t] for t in ticks] if layers else [], fontsize=6)

@@ -96,8 +96,8 @@ def measure(
             torch.full((rows,), width, dtype=torch.float64, device=x.device),
             (x == 0).sum(-1).double(),
             ((x != 0) & (q == 0)).sum(-1).double(),
-            _squares(x),
-            _squares(x.float() - q.float()),
+            _row_squares(x),
+            _row_squares(x.float() - q.float()),
         ),
         dim=-1,
     )
@@ -111,7 +111,7 @@ def measure(
     return result
 
 
-def _squares(x: Tensor) -> Tensor:
+def _row_squares(x: Tensor) -> Tensor:
     """Sums of squares of rows, [n, k] -> [n]; in FP64, because squares of gradients underflow in FP32."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square()
 

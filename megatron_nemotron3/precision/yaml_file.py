@@ -115,7 +115,7 @@ def parse(
     """As `read`, from what the YAML holds."""
     problems: list[str] = []
     if not isinstance(content, Mapping):
-        raise PrecisionFileError(where, [f"{content!r} is no mapping with configs and matchers"])
+        raise PrecisionFileError(where, [f"{content!r} is not a mapping with configs and matchers"])
     check_keys(problems, "", content, ("configs", "matchers"), required=("configs", "matchers"))
     configs = as_mapping(problems, "configs", content.get("configs", {}))
     training: dict[str, Setting] = {}

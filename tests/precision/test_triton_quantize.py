@@ -49,7 +49,7 @@ EVERY_SPEC = pytest.mark.parametrize("name", SPECS)
 @contextmanager
 def path(kernels: object | None) -> Iterator[None]:
     """The quantizer runs these kernels, None: torch. Tensors without elements go to torch, as ever."""
-    with mock.patch.object(quantizer, "_triton", lambda x: kernels if x.numel() else None):
+    with mock.patch.object(quantizer, "_triton_module", lambda x: kernels if x.numel() else None):
         yield
 
 
@@ -343,11 +343,11 @@ def test_kernels_run_where_they_are_asked_for(monkeypatch):
         return SimpleNamespace(is_cuda=device == "cuda", numel=lambda: count)
 
     monkeypatch.delenv("NEMOTRON3_GPU_KERNELS", raising=False)
-    assert quantizer._triton(on("cuda", 32)) is None
+    assert quantizer._triton_module(on("cuda", 32)) is None
     monkeypatch.setenv("NEMOTRON3_GPU_KERNELS", "1")
-    assert quantizer._triton(on("cuda", 32)) is triton_quantize
+    assert quantizer._triton_module(on("cuda", 32)) is triton_quantize
     for device, count in (("cpu", 32), ("cuda", 0), ("cuda", 2**34 + 32)):
-        assert quantizer._triton(on(device, count)) is None
+        assert quantizer._triton_module(on(device, count)) is None
     # A CPU needs no Triton.
     monkeypatch.setitem(sys.modules, triton_quantize.__name__, None)
     assert fake_quantize(torch.ones(16, 16), Spec()).sum() == 256
