@@ -1,4 +1,4 @@
-"""Puts the monitors on a stack when it is built: called by `layers/stack.py`."""
+"""Attach the monitors to a stack while it is built; `layers/stack.py` calls this."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def watch_stack(stack: Any) -> None:
 
     Raises:
         ValueError: NEMOTRON3_MONITOR is not a number.
-        RuntimeError: it is not the same on all ranks, which would hang the first report.
+        RuntimeError: ranks have different intervals, which would hang the first report.
     """
     if not torch.distributed.is_initialized():
         return
@@ -66,7 +66,7 @@ def watch_mtp(mtp_layer: Any) -> None:
 
 
 def _reason_against(config: Any) -> str | None:
-    """Why this model cannot be monitored, said once if NEMOTRON3_MONITOR asks for it."""
+    """Why this model cannot be monitored, or None. Printed on rank 0 if the user asked for monitors."""
     if config.num_moe_experts is None:
         reason = "the model has no MoE layer, and Megatron reports metrics through the MoE tracker"
     elif config.cuda_graph_impl not in (None, "none"):
@@ -81,7 +81,7 @@ def _reason_against(config: Any) -> str | None:
 
 
 def _install_monitor(interval: int, groups: Any) -> Monitor:
-    """The process's monitor; made, and put in the tracker's place, where there is none."""
+    """The monitor of this process; create it and replace Megatron's tracker if there is none."""
     tracker = get_moe_metrics_tracker()
     if not isinstance(tracker, MonitorTracker) or not tracker.monitor.layers:
         tracker = MonitorTracker(Monitor(interval, groups), before=tracker)

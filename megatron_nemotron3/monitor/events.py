@@ -1,7 +1,7 @@
-"""Reads the scalars of TensorBoard event files, and says which file is broken where.
+"""Read the scalars of TensorBoard event files, and report which file is corrupt and where.
 
-TensorBoard's own readers stop without a word at the first bad record. Here only an incomplete last record
-is passed over: that is a run that is still writing, or was killed.
+TensorBoard's own readers silently stop at the first bad record. This one skips only an incomplete last
+record, which a run leaves that is still writing or was killed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ PATTERN = "events.out.tfevents.*"
 
 
 def find(folder: Path) -> list[Path]:
-    """The event files of one run in `folder` or one folder below it, oldest first.
+    """Find the event files of one run in `folder` or in one folder below it, oldest first.
 
     Raises:
-        ValueError: no folder, no event files, or those of several runs.
+        ValueError: the folder is missing, has no event files, or has those of several runs.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give the one of --tensorboard-dir")
+        raise ValueError(f"{folder} is not a folder: give the one of --tensorboard-dir")
     files = sorted(folder.rglob(PATTERN))
     if not files:
         raise ValueError(f"{folder} holds no TensorBoard event files: train with --tensorboard-dir {folder}")
@@ -34,7 +34,7 @@ def find(folder: Path) -> list[Path]:
 
 
 def read(files: list[Path]) -> History:
-    """All scalars of a run. Where a resumed run repeats iterations, the later file counts.
+    """Read all scalars of a run. Where a resumed run repeats iterations, the later file counts.
 
     Raises:
         ValueError: a file is corrupt.
@@ -67,7 +67,7 @@ def _read_scalars(file: Path) -> Iterator[tuple[str, int, float]]:
 
 
 def _read_records(file: Path) -> Iterator[tuple[int, bytes]]:
-    """(offset, payload) of each record: length (8 bytes), its checksum (4), payload, its checksum (4)."""
+    """Yield (offset, payload) of each record: length (8 bytes), its CRC (4), payload, its CRC (4)."""
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (  # type: ignore[import-untyped]
         masked_crc32c,
     )
@@ -89,4 +89,6 @@ def _read_records(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _corrupt_file(file: Path, offset: int) -> ValueError:
-    return ValueError(f"{file} is corrupt at byte {offset}: move it away, the other files can be read alone")
+    return ValueError(
+        f"{file} is corrupt at byte {offset}: move it away, the other files can be read without it"
+    )

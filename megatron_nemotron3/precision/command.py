@@ -1,4 +1,4 @@
-"""`nemotron3 precision`: the recipe for a model, as a table and as Megatron's file; what a run measured."""
+"""`nemotron3 precision`: the recipe of a model as a table and as Megatron's file; the report of a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def precision_command(options: argparse.Namespace) -> int:
 
 
 def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
-    """What the command prints.
+    """Text of the table that the command prints.
 
     Raises:
         ValueError: an unknown format.
@@ -82,8 +82,8 @@ def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None
     """Print the table, or write the precision file; returns the text for stdout.
 
     Raises:
-        ValueError: a file is wanted for another format than nvfp4, which needs none.
-        FileExistsError: another file is there.
+        ValueError: a file is asked for, and the format is not nvfp4. Other formats need no file.
+        FileExistsError: a file with other text exists.
     """
     _require_known_format(precision)
     if path is None:
@@ -98,10 +98,10 @@ def report(folder: str | Path, title: str = "") -> str:
     """Draw `precision.png` next to the report in a run's folder; returns the summary for stdout.
 
     Args:
-        title: of the picture; "": the folder.
+        title: of the plot; "" for the folder.
 
     Raises:
-        ReportError: no report, or a broken one.
+        ReportError: the report is missing or malformed.
         ModuleNotFoundError: matplotlib is not installed.
     """
     rows = report_file.read(folder)
@@ -111,12 +111,12 @@ def report(folder: str | Path, title: str = "") -> str:
 
 
 def check(config: Nemotron3Config, path: str | Path) -> str | None:
-    """What to say about a file that flags name: None if it is here and fits the model.
+    """Check the precision file that flags name; return a remark if it is missing, None if it fits the model.
 
-    A file that is not here may be where the run will be, so that is only a remark.
+    A missing file is no error, because it may exist on the machine that trains.
 
     Raises:
-        PrecisionFileError: the file is here and wrong.
+        PrecisionFileError: the file exists and is wrong.
     """
     if not Path(path).exists():
         return (

@@ -1,4 +1,4 @@
-"""The file of a precision report: written during a run, read and summarized later. Standard library only.
+"""The precision report: written during a run; later read, summarized and plotted.
 
 `precision.csv` has a row per measured iteration, linear and tensor. Columns: docs/nvfp4.md.
 """
@@ -18,7 +18,7 @@ from megatron_nemotron3.precision.table import NVFP4
 
 FILE = "precision.csv"
 PICTURE = "precision.png"
-#: Tensors of a linear in the order of reports -> how people call them.
+#: Tensors of a linear in the order of reports, and their names for readers.
 TENSORS = {
     "fprop.x": "X",
     "fprop.weight": "W",
@@ -32,36 +32,36 @@ GRADIENT = "weight_gradient"
 
 
 class Row(NamedTuple):
-    """One tensor of one linear in one iteration; of experts all of a layer together. Shares from 0 to 1."""
+    """One tensor of one linear in one iteration; a layer's experts are one row. Shares are from 0 to 1."""
 
     iteration: int
     #: "layer_007" (1-based over all pipeline stages), "mtp_1_layer_2", "mtp_layer_2" (all depths), "mtp_1".
     layer: str
-    #: Inside the layer: "mixer.in_proj".
+    #: Name inside the layer: "mixer.in_proj".
     module: str
     #: "nvfp4" or "mxfp8".
     format: str
-    #: Of `TENSORS`.
+    #: A key of `TENSORS`.
     tensor: str
-    #: Whether the run computed with these values (emulated), or would have.
+    #: True if the run computed with the quantized values (emulation); False for a plain run.
     used: bool
-    #: Over microbatches and ranks; of a weight each rank's copy counts, of a gradient every element once.
+    #: Over microbatches and ranks. Each rank's replica of a weight counts, each element of a gradient once.
     elements: int
     zeros: float
     flushed: float
     sqnr_db: float
     amax: float
-    #: The expert that is worst in `flushed` (of a gradient: in `zeros`), and its share; -1: no experts.
+    #: Expert with the largest `flushed` (for a gradient: `zeros`), and its share; -1 without experts.
     worst_expert: int = -1
     worst: float = math.nan
 
 
 class ReportError(ValueError):
-    """There is no report, or it is broken. The message names file, line and cure."""
+    """The report is missing or malformed. The message names file, line and cure."""
 
 
 def append(folder: str | Path, rows: Iterable[Row]) -> None:
-    """Add rows to the file in `folder`, in one write; both are made if they are missing."""
+    """Append rows to the file in `folder` in one write; both are created if they are missing."""
     path = Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists() or path.stat().st_size == 0
@@ -82,12 +82,13 @@ def _csv_cell(value: object) -> str:
 
 
 def read(folder: str | Path) -> list[Row]:
-    """All rows of a report, by iteration. Where a resumed run repeats an iteration, the later rows count.
+    """Read all rows of a report, sorted by iteration.
 
-    A last line without its end is passed over: a run that still writes, or was killed.
+    Where a resumed run repeats an iteration, the later rows count. An incomplete last line is skipped: the
+    run is still writing, or was killed.
 
     Raises:
-        ReportError: no file, no rows, or a line that is none of ours.
+        ReportError: the file is missing, has no rows, or has a malformed line.
     """
     path = Path(folder) / FILE
     try:
@@ -104,7 +105,7 @@ def read(folder: str | Path) -> list[Row]:
         try:
             row = _parsed_row(cells)
         except (ValueError, IndexError, TypeError) as problem:
-            raise ReportError(f"{path}:{number} is broken ({problem}): delete the line") from None
+            raise ReportError(f"{path}:{number} is malformed ({problem}): delete the line") from None
         found[row.iteration, row.layer, row.module, row.tensor] = row
     if not found:
         raise ReportError(f"{path} holds no measurement: no linear of the run is NVFP4 or MXFP8")
@@ -128,7 +129,7 @@ def last(rows: Sequence[Row]) -> list[Row]:
 
 
 def summary(rows: Sequence[Row]) -> Iterator[str]:
-    """Lines of text: by kind of module and tensor the median and the worst layer at the last measurement."""
+    """Yield lines of text: the median and worst layer of each module and tensor at the last measurement."""
     iterations = sorted({row.iteration for row in rows})
     now = last(rows)
     what = "as computed" if now[0].used else "as NVFP4 would compute"
@@ -146,7 +147,7 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _rows_by_tensor(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows of one module, format and tensor, in order of appearance and of `TENSORS`."""
+    """Group rows by module, format and tensor, in order of appearance and of `TENSORS`."""
     found: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         found.setdefault((row.module, row.format, row.tensor), []).append(row)
@@ -195,12 +196,12 @@ def _worst_expert_text(row: Row) -> str:
 
 
 def remove(folder: str | Path) -> None:
-    """Forget the report of an earlier run."""
+    """Delete the report of an earlier run."""
     for name in (FILE, PICTURE):
         (Path(folder) / name).unlink(missing_ok=True)
 
 
-#: Labels on the depth axis at most.
+#: Maximum number of labels on the depth axis.
 LABELS = 24
 
 
@@ -215,9 +216,9 @@ class _HeatMap(NamedTuple):
 
 
 def _heat_maps(rows: Sequence[Row]) -> list[list[_HeatMap]]:
-    """Flush-to-zero above, SQNR below; the zeros of the weight gradient at the end of the second row.
+    """Two rows of heat maps: flush-to-zero above; SQNR and, last, the zeros of the weight gradient below.
 
-    The weight of dgrad is shown if it is NVFP4 (`2d=0`), else it is MXFP8's, and in the table.
+    The weight of dgrad is shown if it is NVFP4 (`2d=0`). That of MXFP8 is only in the table.
     """
     tensors = {row.tensor for row in rows if row.tensor != "dgrad.weight" or row.format == NVFP4}
     shown = [name for name in TENSORS if name in tensors and name != GRADIENT]
@@ -232,7 +233,10 @@ def _heat_maps(rows: Sequence[Row]) -> list[list[_HeatMap]]:
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Write a PNG of the last measurement. Gray: no such linear, or nothing to divide by. Whole or not there.
+    """Write a PNG of the last measurement: layers down, kinds of linears across, a heat map per quantity.
+
+    A cell is gray if the layer has no such linear, or the share has no denominator. The file is written
+    atomically.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -254,7 +258,7 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
         for axes in axes_of_row[len(panels_of_row) :]:
             axes.set_axis_off()
         for column, (axes, panel) in enumerate(zip(axes_of_row, panels_of_row)):
-            _draw_panel(figure, axes, panel, now, layers, kinds)
+            _draw_heat_map(figure, axes, panel, now, layers, kinds)
             _label_axes(axes, layers if column == 0 else [], len(layers), kinds if row else [], len(kinds))
     what = "as computed" if now[0].used else "as NVFP4 would compute"
     figure.suptitle(f"{title}, iteration {now[0].iteration}, {what}")
@@ -262,14 +266,14 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
 
 
 def _depth_labels(rows: Sequence[Row]) -> list[str]:
-    """Labels of the depth axis: every decoder layer up to the last one measured, then MTP."""
+    """Labels of the depth axis: every decoder layer up to the last measured one, then MTP."""
     found = {row.layer for row in rows}
     numbers = [int(m[1]) for name in found if (m := re.fullmatch(r"layer_(\d+)", name))]
     decoder = [f"layer_{n:03d}" for n in range(1, max(numbers, default=0) + 1)]
     return [*decoder, *sorted(found - set(decoder))]
 
 
-def _draw_panel(
+def _draw_heat_map(
     figure: Any,
     axes: Any,
     panel: _HeatMap,
@@ -277,7 +281,7 @@ def _draw_panel(
     layers: list[str],
     kinds: list[tuple[str, str]],
 ) -> None:
-    """One panel. Colors span the NVFP4 linears if there are any: MXFP8 is 12 dB away and lies beyond."""
+    """Draw one heat map. Colors span the NVFP4 linears if there are any; MXFP8 is 12 dB beyond."""
     axes.set_facecolor("0.85")
     table = [[math.nan] * len(kinds) for _ in layers]
     values: dict[str, list[float]] = {}
@@ -300,7 +304,7 @@ def _draw_panel(
 
 
 def _label_axes(axes: Any, layers: list[str], depth: int, kinds: list[tuple[str, str]], across: int) -> None:
-    """Ticks everywhere, labels where they are given."""
+    """Set ticks on both axes, and labels where they are given."""
     ticks = range(0, depth, -(-depth // LABELS))
     axes.set_yticks(list(ticks), [layers[t] for t in ticks] if layers else [], fontsize=6)
     if layers:

@@ -72,9 +72,9 @@ def test_a_run_that_was_killed_while_writing(tmp_path: Path) -> None:
         ("", ":1 is not the header"),
         ("a,b\n1,2\n", ":1 is not the header iteration,layer"),
         (",".join(Row._fields) + "\n", "holds no measurement"),
-        (",".join(Row._fields) + "\n1,layer_001\n", ":2 is broken .2 cells instead of 13"),
+        (",".join(Row._fields) + "\n1,layer_001\n", ":2 is malformed .2 cells instead of 13"),
         (",".join(Row._fields) + "\n1,l,m,nvfp4,other,1,5,0,0,0,0,-1,\n", "unknown tensor 'other'"),
-        (",".join(Row._fields) + "\nx,l,m,nvfp4,fprop.x,1,5,0,0,0,0,-1,\n", ":2 is broken"),
+        (",".join(Row._fields) + "\nx,l,m,nvfp4,fprop.x,1,5,0,0,0,0,-1,\n", ":2 is malformed"),
         ("\u00e9\n", "is no precision report"),
     ],
 )

@@ -59,7 +59,7 @@ BAD: dict[str, tuple[str, str, str]] = {
         "2 kinds: experts .*shared_experts .*one matcher for each",
     ),
     "shared experts too": ("*mixer.out_proj", "*experts.linear_fc1", "2 kinds: experts .*shared_experts"),
-    "shadowed": (QKV, 'pattern: "*mtp.layers.0.*.linear_qkv"', "never counts: mtp before it takes"),
+    "shadowed": (QKV, 'pattern: "*mtp.layers.0.*.linear_qkv"', "has no effect: mtp comes first and takes"),
     "mtp comes last": (MTP, "", "attention_qkv: .*2 kinds: attention .*mtp"),
     "by number": (QKV, 'pattern: "decoder.layers.8[0-7].*"', "by number, .*--num-layers-at-end-in-bf16"),
     "all disabled": (
@@ -67,7 +67,7 @@ BAD: dict[str, tuple[str, str, str]] = {
         f"matchers:\n{MTP}".replace("true", "false"),
         "do nothing",
     ),
-    "quotes forgotten": ('"*mtp.*"', "*mtp.*", "no YAML: .*put globs in quotes"),
+    "quotes forgotten": ('"*mtp.*"', "*mtp.*", "not YAML: .*put globs in quotes"),
     "key twice": ("  mamba_out:", "  latent:", "key 'latent' is given twice, line"),
     "pattern no text": (QKV, "pattern: 7", "7 is not text"),
 }
@@ -164,7 +164,7 @@ def test_keys_that_are_no_text(tmp_path: Path) -> None:
 def test_binary_file(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_bytes(b"\xff\xfe\x00configs")
-    with pytest.raises(PrecisionFileError, match="no YAML"):
+    with pytest.raises(PrecisionFileError, match="not YAML"):
         yaml_file.read(path)
 
 
