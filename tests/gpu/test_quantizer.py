@@ -17,10 +17,11 @@ from benchmarks.gpu_world import host_waits, world
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.scales import hadamard_matrix
-from tests.parity.mapping import megatron_model, randomize
+from megatron_nemotron3.precision.settings import emulating, parse
 from tests.precision import test_quantizer_draws as draws
 from tests.precision import test_triton_quantize as checks
-from tests.precision.emulating import emulating, quant_recipe
+from tests.support.emulation import quant_recipe
+from tests.support.model_mapping import megatron_model, randomize
 
 on_gpu = [
     pytest.mark.gpu,
@@ -146,7 +147,7 @@ def kernels_of(device: str) -> Any:
 
 
 def build(device: str, emulation: str) -> Any:
-    with emulating(emulation):
+    with emulating(parse(emulation)):
         model = megatron_model(
             get("super-tiny"),
             use_cpu_initialization=device == "cpu",

@@ -19,10 +19,9 @@ from megatron_nemotron3.precision import install, settings
 from megatron_nemotron3.precision.quantizer import fake_quantize
 from megatron_nemotron3.precision.recipe import Recipe, Spec, recipe
 from megatron_nemotron3.precision.settings import Emulation
-from tests.parity.conftest import world_of_one
+from tests.support.emulation import seed
 from tests.support.models import hybrid_config
-
-from .emulating import seed
+from tests.support.world import world_of_one
 
 #: Of FP32 sums in another order, relative to the norm; of a BF16 result.
 NOISE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}

@@ -11,10 +11,9 @@ import torch
 from megatron_nemotron3.precision import install
 from megatron_nemotron3.precision.census import CensusError, census
 from megatron_nemotron3.precision.settings import Emulation
-from tests.parity.conftest import world_of_one
+from tests.support.emulation import Step, assert_same, built, seed, step
 from tests.support.models import hybrid_config
-
-from .emulating import Step, assert_same, built, seed, step
+from tests.support.world import world_of_one
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,9 +25,9 @@ from megatron_nemotron3.precision.settings import (
 )
 from megatron_nemotron3.precision.statistics import Sums, measure, numbers
 from tests.support.distributed import initialize, run_distributed
+from tests.support.emulation import assert_same, built, seed, step
+from tests.support.precision_log import Run, Seen, train
 
-from .emulating import assert_same, built, seed, step
-from .measuring import Run, Seen, train
 from .test_linear import MXFP8, NVFP4
 
 OUT_PROJ, SHARED_FC2 = "decoder.layers.0.mixer.out_proj", "decoder.layers.1.mlp.shared_experts.linear_fc2"
