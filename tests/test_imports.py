@@ -25,7 +25,7 @@ ALLOWED = {
     "boundary": {"checkpoint"},
     "plan": {"args", "checkpoint", "models", "precision", "versions"},
     "generate": {"checkpoint", "convert", "cpu", "data", "layers", "models", "run"},
-    "compression": {"checkpoint", "convert", "layers", "models"},
+    "compression": {"checkpoint", "convert", "cpu", "layers", "models"},
     "doctor": {"args", "build", "cpu", "layers", "models"},
     "layers": {"cpu", "models", "monitor", "precision"},
     "specs": {"layers"},
