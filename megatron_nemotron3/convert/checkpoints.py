@@ -11,10 +11,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.describe import common_state
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
+from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
-from megatron_nemotron3.checkpoint.structure import judge
+from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import config_json, inventory, mp_rank
 from megatron_nemotron3.convert.dcp_folder import dcp_state, in_order
@@ -101,7 +101,7 @@ def open_megatron(
         ValueError: there is no checkpoint, it is damaged, or it is not this model, tensor by tensor.
     """
     place = locate(folder, iteration)
-    verdict = judge(place)
+    verdict = check_structure(place)
     source: Source
     if verdict.state == "legacy":
         kind, state = "mp_rank", mp_rank.common_state(place)

@@ -14,8 +14,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron_nemotron3.checkpoint.describe import stored_object
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex
+from megatron_nemotron3.checkpoint.read import stored_object
 from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import names, sharding
 from megatron_nemotron3.convert.places import Names, what_else
@@ -27,7 +27,7 @@ _NAMES = ("args", "iteration", "checkpoint_version")
 
 
 def dcp_state(index: CheckpointIndex) -> dict[str, Any]:
-    """What `describe.common_state` gives for torch_dist folders: classes as `Inert`; entries may lack.
+    """What `read.common_state` gives for torch_dist folders: classes as `Inert`; entries may lack.
 
     Raises:
         CheckpointError: an entry is damaged or names something that is not data.

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 from megatron_nemotron3.checkpoint.archive import ArchiveError
-from megatron_nemotron3.checkpoint.folders import RELEASE, TRACKER, iterations, path_of, tracked
+from megatron_nemotron3.checkpoint.folders import RELEASE, TRACKER, checkpoint_path, iterations, read_tracker
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, CheckpointIndex, Chunk
 from megatron_nemotron3.checkpoint.read import opened, tensor_layout
-from megatron_nemotron3.checkpoint.structure import Verdict, judge
+from megatron_nemotron3.checkpoint.structure import Verdict, check_structure
 from megatron_nemotron3.convert.hf_folder import regular
 from megatron_nemotron3.convert.stored import Block, Layout, Source, SourceTensor
 
@@ -28,16 +28,16 @@ def locate(folder: Path, iteration: int | None = None) -> Path:
         if iteration not in found:
             there = ", ".join(map(str, found)) or "none"
             raise ValueError(f"{folder}: there is no iteration {iteration}; there are: {there}")
-        return path_of(folder, iteration)
+        return checkpoint_path(folder, iteration)
     if not found and not release:
         return folder
     try:
-        named = tracked(folder)
+        named = read_tracker(folder)
     except ValueError as problem:
         raise ValueError(f"{folder / TRACKER}: it {problem}: give --iteration") from None
     if named is None:
         raise ValueError(f"{folder}: {TRACKER} is missing: give --iteration, one of {found}")
-    return path_of(folder, named)
+    return checkpoint_path(folder, named)
 
 
 def open_dist(folder: Path, verdict: Verdict | None = None) -> tuple[Source, CheckpointIndex]:
@@ -46,7 +46,7 @@ def open_dist(folder: Path, verdict: Verdict | None = None) -> tuple[Source, Che
     Raises:
         CheckpointError: the folder is unfinished or damaged, or a file leads out of it.
     """
-    verdict = verdict or judge(folder)
+    verdict = verdict or check_structure(folder)
     if verdict.state != "complete" or verdict.index is None:
         problem = verdict.problems[0] if verdict.problems else f"{folder}: not a torch_dist checkpoint"
         raise CheckpointError(f"{problem} ({verdict.state}; `nemotron3 check {folder}` says more)")

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from megatron_nemotron3.checkpoint.pack import object_archive
+from megatron_nemotron3.checkpoint.write import object_archive
 from megatron_nemotron3.convert.places import places
 from megatron_nemotron3.models import Nemotron3Config
 

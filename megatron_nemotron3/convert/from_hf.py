@@ -12,9 +12,14 @@ from dataclasses import dataclass, field
 
 from megatron_nemotron3.checkpoint.folders import RELEASE, TRACKER
 from megatron_nemotron3.checkpoint.metadata import COMMON, INDEX, Chunk, StoredObject, StoredTensor
-from megatron_nemotron3.checkpoint.pack import object_archive, tensor_archive
 from megatron_nemotron3.checkpoint.structure import CONFIG
-from megatron_nemotron3.checkpoint.write_index import COMMON_OBJECT, CONFIG_TEXT, index_bytes
+from megatron_nemotron3.checkpoint.write import (
+    COMMON_OBJECT,
+    CONFIG_TEXT,
+    index_bytes,
+    object_archive,
+    tensor_archive,
+)
 from megatron_nemotron3.convert.extra_state import extra_state_archive, extra_state_keys
 from megatron_nemotron3.convert.megatron_args import args_of, common_state
 from megatron_nemotron3.convert.plan import Slices, band, extent, whole

@@ -169,7 +169,7 @@ def config_of(
     """The model that stored arguments describe.
 
     Args:
-        args: "args" of a checkpoint's common state, read by Megatron or by `describe.common_state`.
+        args: "args" of a checkpoint's common state, read by Megatron or by `read.common_state`.
         name: of the result, and for messages.
         vocab_size: rows of the embedding without padding. Arguments know it only where `--vocab-size` was
             given (up to 0.17 NullTokenizer makes it one more); a tokenizer's is nowhere stored.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint import describe, read
+from megatron_nemotron3.checkpoint import read
 from megatron_nemotron3.checkpoint.archive import ArchiveError, Record, crc_problem, read_at, records
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
 from megatron_nemotron3.checkpoint.read import TensorLayout, opened
@@ -37,13 +37,13 @@ class _Dict(dict[Any, Any]):
 
 
 _TABLE: dict[tuple[str, str], Any] = {
-    **describe.DATA_TABLE,
+    **read.DATA_TABLE,
     **read.TENSOR_TABLE,
     ("collections", "OrderedDict"): _Dict,
     ("_io", "BytesIO"): inert("BytesIO"),
     ("io", "BytesIO"): inert("BytesIO"),
 }
-_STUBS = (*describe.DATA_STUBS, "megatron_nemotron3.")
+_STUBS = (*read.DATA_STUBS, "megatron_nemotron3.")
 
 #: Where a tensor lies in the file.
 Stored = TensorLayout
@@ -117,7 +117,7 @@ def _weights(model: Any, found: dict[str, Record]) -> dict[str, Stored]:
             raise Refused(f"a weight's name is the {type(key).__name__} {key!r:.60}")
         if what_else(key) is not None:
             continue
-        if not isinstance(value, read._Tensor):
+        if not isinstance(value, read.PickledTensor):
             hint = "; models from before megatron-core are not read" if isinstance(value, dict) else ""
             raise Refused(f"{key} is a {type(value).__name__}, not a plain tensor{hint}")
         if plain(key) in weights:

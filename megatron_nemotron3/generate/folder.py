@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.describe import common_state
 from megatron_nemotron3.checkpoint.metadata import INDEX, CheckpointError
+from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
-from megatron_nemotron3.checkpoint.structure import judge
+from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import mp_rank
 from megatron_nemotron3.convert.checkpoints import QUANTIZATION, Checkpoint, open_checkpoint
@@ -140,7 +140,7 @@ def stored_arguments(place: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no checkpoint, or it is damaged.
     """
-    verdict = judge(place)
+    verdict = check_structure(place)
     if verdict.state == "legacy":
         state = mp_rank.common_state(place)
     else:

@@ -144,7 +144,7 @@ def run(request: Request) -> int:
     for leftover in resume.remove_incomplete(request.checkpoints):
         print(f"removed {leftover}: its save had been interrupted")
 
-    begun = folders.latest(request.checkpoints)
+    begun = folders.latest_iteration(request.checkpoints)
     log_file = request.output / "train.log"
     if begun is None:
         log_file.unlink(missing_ok=True)  # of a run that never saved
@@ -171,7 +171,7 @@ def run(request: Request) -> int:
     if status != 0 and not progress.was_interrupted:
         raise ValueError(f"{_cause(request, progress, status)} (see {log_file})")
 
-    saved = folders.latest(request.checkpoints)
+    saved = folders.latest_iteration(request.checkpoints)
     curve = log.read(str(log_file))
     _report(request, curve, baseline, started)
     if progress.was_interrupted:
@@ -266,8 +266,8 @@ def _report(request: Request, curve: log.Curve, baseline: float | None, started:
             print(precision.report(request.output, f"{request.config.title} [{request.config.name}]"))
         except precision_report.ReportError as problem:  # nothing was measured yet, or in this run
             print(f"no precision report: {problem}")
-    if (saved := folders.latest(request.checkpoints)) is not None:
-        print(f"checkpoint       {folders.path_of(request.checkpoints, saved)}")
+    if (saved := folders.latest_iteration(request.checkpoints)) is not None:
+        print(f"checkpoint       {folders.checkpoint_path(request.checkpoints, saved)}")
     print(f"took             {time.monotonic() - started:.0f} s")
 
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoint.integrity import read_all
+from megatron_nemotron3.checkpoint.integrity import check_integrity
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_metadata
-from megatron_nemotron3.checkpoint.structure import judge
+from megatron_nemotron3.checkpoint.structure import check_structure
 from tests.checkpoint import writer
 from tests.checkpoint.reading import read_rows
 
@@ -162,11 +162,11 @@ def test_a_flipped_bit_is_named_or_harmless(sound: Path, data: st.DataObject) ->
 
 
 def _problems(folder: Path) -> tuple[str, ...]:
-    verdict = judge(folder)
+    verdict = check_structure(folder)
     if verdict.problems or verdict.index is None:
         return verdict.problems or (f"{folder / 'metadata.json'}: {verdict.state}",)
     try:
-        return read_all(folder, verdict.index).problems
+        return check_integrity(folder, verdict.index).problems
     except CheckpointError as problem:
         return (str(problem),)
 
@@ -188,10 +188,10 @@ def test_a_flipped_bit_in_each_tensor_is_named(folder: Path) -> None:
     for name, position in list(_weights(folder)):
         path = folder / index.tensors[name].chunks[0].file
         _changed(path, position, 3)
-        (problem,) = read_all(folder, index).problems
+        (problem,) = check_integrity(folder, index).problems
         assert problem.startswith(f"{path}: {name} at byte ") and "has CRC32" in problem
         _changed(path, position, 3)
-    assert read_all(folder, index).problems == ()
+    assert check_integrity(folder, index).problems == ()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from megatron_nemotron3.checkpoint.metadata import (
     StoredTensor,
     read_metadata,
 )
-from megatron_nemotron3.checkpoint.write_index import COMMON_OBJECT, CONFIG_TEXT, index_bytes
+from megatron_nemotron3.checkpoint.write import COMMON_OBJECT, CONFIG_TEXT, index_bytes
 from tests.checkpoint.writer import tensors, write
 
 

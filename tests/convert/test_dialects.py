@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoint.describe import common_state
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, CheckpointIndex, read_metadata
-from megatron_nemotron3.checkpoint.structure import judge
+from megatron_nemotron3.checkpoint.read import common_state
+from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.convert import inventory, mp_rank, plan
 from megatron_nemotron3.convert.checkpoints import open_megatron
 from megatron_nemotron3.convert.dcp_folder import dcp_state, in_order
@@ -110,7 +110,7 @@ def test_folders(name: str, tmp_path: Path) -> None:
     """Every weight is a row of the table, every other key is known, and all elements are read right."""
     mtp, others = FOLDERS[name]
     folder = unpacked(name, tmp_path)
-    assert judge(folder).state == "complete"
+    assert check_structure(folder).state == "complete"
     index = read_metadata(folder)
     keys = weights(index)
     links = list(inventory.links_of(config(mtp), keys))
@@ -166,7 +166,7 @@ def test_fsdp(name: str, tmp_path: Path) -> None:
     """A model with the values of torch_dist keys, wrapped and saved by Megatron-FSDP."""
     tp, mtp, others = FSDP[name]
     folder, model = unpacked(name, tmp_path), config(mtp)
-    assert judge(folder).state == "complete"
+    assert check_structure(folder).state == "complete"
     stored, index = open_dist(folder)
     state = dcp_state(index)
     assert state["args"].field("tensor_model_parallel_size") == tp

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.checkpoint.describe import common_state
-from megatron_nemotron3.checkpoint.integrity import read_all
+from megatron_nemotron3.checkpoint.integrity import check_integrity
 from megatron_nemotron3.checkpoint.metadata import read_metadata
-from megatron_nemotron3.checkpoint.structure import judge
+from megatron_nemotron3.checkpoint.read import common_state
+from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.convert import from_hf
 from megatron_nemotron3.convert.extra_state import extra_state_keys
 from megatron_nemotron3.convert.hf_folder import open_hf
@@ -75,10 +75,10 @@ def convert(config: Nemotron3Config, place: Path, dtype: str) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_folder_is_sound_and_says_what_it_is(name: str, folders: dict[str, Path]) -> None:
     folder = folders[name] / "release"
-    verdict = judge(folder)
+    verdict = check_structure(folder)
     assert (verdict.state, verdict.problems) == ("complete", ())
     assert verdict.index is not None
-    assert read_all(folder, verdict.index).problems == ()
+    assert check_integrity(folder, verdict.index).problems == ()
     found = config_of(common_state(verdict.index)["args"])
     assert (found.full_pattern, found.vocab_size) == (MODELS[name].full_pattern, MODELS[name].vocab_size)
     assert (folders[name] / "latest_checkpointed_iteration.txt").read_text() == "release"
