@@ -20,7 +20,7 @@ LAST_ROWS, VOCABULARY_STRIDE = 128, 8
 
 def quiet() -> None:
     """Drop remarks on what is not installed: `settings` says what each side uses."""
-    from megatron_nemotron3.optional import quiet_on_cpu
+    from megatron_nemotron3.cpu import quiet_on_cpu
 
     quiet_on_cpu()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

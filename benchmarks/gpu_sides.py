@@ -67,7 +67,7 @@ class StockTE(Megatron):
     """Upstream's own `hybrid_stack_spec` on TransformerEngine and mamba-ssm, with its fused paths."""
 
     def make(self) -> Any:
-        from megatron_nemotron3.optional import te_problem
+        from megatron_nemotron3.layers.backend import te_problem
 
         if problem := te_problem():
             raise RuntimeError(problem)

@@ -15,7 +15,6 @@ on a CPU nothing of it runs later. That is the figure the limit of 1 % is held a
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from contextlib import ExitStack
@@ -37,16 +36,17 @@ class Training:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
         from torch.utils.tensorboard import SummaryWriter
 
+        from megatron_nemotron3.monitor.settings import monitoring
         from tests.parity.mapping import megatron_model, randomize
 
         self.inside = 0.0
         if interval:
             self._put_clocks()
-        os.environ["NEMOTRON3_MONITOR"] = str(interval)
         self.config, self.micro_batches = model(), micro_batches
         self._stack = ExitStack()
         self._stack.enter_context(world_of_one())
-        built = megatron_model(self.config).train()
+        with monitoring(interval):
+            built = megatron_model(self.config).train()
         randomize(built, seed=6)
         self.ddp: Any = DistributedDataParallel(built.config, DistributedDataParallelConfig(), built)
         self.tracker = get_moe_metrics_tracker()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -94,10 +93,10 @@ class Switched:
     def _build(self, text: str, *, initialized: bool) -> Any:
         from gpu_weights import fill, megatron_pieces
 
-        from megatron_nemotron3.precision.settings import VARIABLE
+        from megatron_nemotron3.precision.settings import emulating, parse
         from tests.parity.mapping import megatron_model, randomize
 
-        with mock.patch.dict(os.environ, {VARIABLE: text}):
+        with emulating(parse(text)):
             module = megatron_model(
                 self._config,
                 bf16=self._dtype.itemsize == 2,

@@ -11,7 +11,6 @@ Megatron's own model builder. So a model built here is the one the stock script 
 from __future__ import annotations
 
 import io
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -81,8 +80,8 @@ def model_config(
 ) -> Any:
     """Megatron's `HybridModelConfig` for a model; its builder is `HybridModelBuilder`.
 
-    A config does not say that NVFP4 is emulated, NEMOTRON3_EMULATE does while the model is built:
-    `build_model` sets it, a builder of your own must.
+    A config does not record that NVFP4 is emulated. `build_model` says so to the linears that it builds; a
+    builder of your own must build inside `precision.settings.emulating`.
 
     Args:
         model: a catalog name ("super") or a config of your own.
@@ -114,27 +113,11 @@ def model_config(
     return hybrid_config(args)
 
 
-def _emulation(emulate: bool | str) -> str:
-    """The value of NEMOTRON3_EMULATE that the argument means; "": off, or what the variable already says."""
+def _emulation(emulate: bool | str) -> emulation.Emulation | None:
+    """What the argument asks for; None if it asks for nothing."""
     if isinstance(emulate, str):
-        chosen = emulation.parse(emulate)
-        return "" if chosen is None else chosen.text()
-    return emulation.Emulation().text() if emulate else ""
-
-
-@contextmanager
-def _emulating(text: str) -> Iterator[None]:
-    """NEMOTRON3_EMULATE is `text`, unless that is empty: linears settle their formats when they are built."""
-    before = os.environ.get(emulation.VARIABLE)
-    if text:
-        os.environ[emulation.VARIABLE] = text
-    try:
-        yield
-    finally:
-        if text and before is None:
-            del os.environ[emulation.VARIABLE]
-        elif text and before is not None:
-            os.environ[emulation.VARIABLE] = before
+        return emulation.parse(emulate)
+    return emulation.Emulation() if emulate else None
 
 
 def build_model(
@@ -164,8 +147,8 @@ def build_model(
     Args:
         emulate: compute in NVFP4 without FP4 hardware (docs/nvfp4.md); with precision "nvfp4", backend
             "torch" and a `te_precision_config_file`, which `nemotron3 precision NAME --yaml FILE` writes.
-            True: the published recipe; text: a value of NEMOTRON3_EMULATE, such as "nvfp4,sr=0". False: only
-            if that variable is set.
+            True: the published recipe; text: a value of NEMOTRON3_EMULATE, such as "nvfp4,sr=0". False:
+            whatever an enclosing `precision.settings.emulating` or, without one, that variable says.
 
     Raises:
         RuntimeError: no GPU and not inside `cpu_mode`; several ranks wanted but torch.distributed is not
@@ -189,7 +172,7 @@ def build_model(
     )
     builder = config.get_builder_cls()(config)
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    with _emulating(_emulation(emulate)):
+    with emulation.emulating(_emulation(emulate) or emulation.current()):
         return verified(builder.build_model(groups, pre_process, post_process, vp_stage))
 
 

@@ -33,10 +33,10 @@ from typing import Any
 from megatron_nemotron3.args import ParallelLayout, explain_command
 from megatron_nemotron3.boundary import command as crossing
 from megatron_nemotron3.convert import options as conversion
+from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models import tiny as make_tiny
 from megatron_nemotron3.monitor import settings
-from megatron_nemotron3.optional import quiet_on_cpu, te_problem
 from megatron_nemotron3.options import LAYOUT, SCHEDULE, parser
 from megatron_nemotron3.plan import command as planning
 from megatron_nemotron3.precision import settings as emulation
@@ -143,8 +143,11 @@ def _train(options: argparse.Namespace, extra: Sequence[str]) -> int:
     if options.monitor is not None:  # the training processes read it there
         os.environ[settings.VARIABLE] = str(settings.parse_interval(str(options.monitor)))
     emulated, log_precision = _emulate(options), _log_precision(options)
-    if options.backend == "te" and (problem := te_problem()):
-        raise ValueError(f"--backend te: {problem}")
+    if options.backend == "te":
+        from megatron_nemotron3.layers.backend import te_problem
+
+        if problem := te_problem():
+            raise ValueError(f"--backend te: {problem}")
     device = resolve_device(options.device)
     if device == "cpu":
         quiet_on_cpu()

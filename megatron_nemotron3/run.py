@@ -7,7 +7,7 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 `python SCRIPT ARGS…` would run it. Three things are added: without a GPU (or with `--device cpu`) CUDA
 names mean the CPU (`megatron_nemotron3.cpu`), and if `--spec megatron_nemotron3.specs …` is among ARGS,
 the run stops unless that stack is what gets built; and before it starts the folder of `--load` is made to
-name its last complete checkpoint (`megatron_nemotron3.checkpoint.resume`). `--monitor N` sets
+name its last complete checkpoint (`megatron_nemotron3.checkpoint.resume`). `--monitor N` counts before
 NEMOTRON3_MONITOR (docs/monitor.md): stability monitors at every N-th iteration, 0 for none. A script that is
 told `--fp4-format` is stopped if no linear of what gets built computes in NVFP4. Exit code 2: the command
 line is wrong, the checkpoint to load is damaged, or the model is not the one that was asked for.
@@ -19,8 +19,8 @@ import os
 import runpy
 import socket
 import sys
-from contextlib import nullcontext
-from typing import NoReturn
+from contextlib import ExitStack, nullcontext
+from typing import NamedTuple, NoReturn
 
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
@@ -35,9 +35,20 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def split_arguments(argv: list[str]) -> tuple[str, str, list[str]]:
-    """Command line -> (device, script, the script's own arguments)."""
-    device, rest = "auto", list(argv)
+class Words(NamedTuple):
+    """The command line of this launcher."""
+
+    device: str
+    #: Interval of the monitors; None: as the environment says.
+    monitor: int | None
+    script: str
+    #: The script's own.
+    arguments: list[str]
+
+
+def split_arguments(argv: list[str]) -> Words:
+    """Take the launcher's own options off a command line."""
+    device, monitor, rest = "auto", None, list(argv)
     while rest and rest[0].startswith("-"):
         option = rest.pop(0)
         if option in ("-h", "--help"):
@@ -48,19 +59,19 @@ def split_arguments(argv: list[str]) -> tuple[str, str, list[str]]:
             fail(f"unknown option {option} before SCRIPT\n{USAGE}")
         value = value or (rest.pop(0) if rest else "")
         if name == "--monitor":
-            _set_monitor(value)
+            monitor = _interval(value)
             continue
         device = value
         if device not in ("auto", "cpu", "cuda"):
             fail(f"--device {device!r}: choose auto, cpu or cuda")
     if not rest:
         fail(f"no SCRIPT given\n{USAGE}")
-    return device, rest[0], rest[1:]
+    return Words(device, monitor, rest[0], rest[1:])
 
 
-def _set_monitor(value: str) -> None:
+def _interval(value: str) -> int:
     try:
-        os.environ[settings.VARIABLE] = str(settings.parse_interval(value))
+        return settings.parse_interval(value)
     except ValueError:
         fail(f"--monitor {value!r}: give the interval in iterations, or 0 for off")
 
@@ -107,9 +118,9 @@ def verify_stack(attribute: str) -> None:
     import torch
 
     from megatron_nemotron3 import specs
+    from megatron_nemotron3.layers.backend import te_problem
     from megatron_nemotron3.layers.stack import Nemotron3Stack
     from megatron_nemotron3.layers.upstream import HybridModel
-    from megatron_nemotron3.optional import te_problem
 
     known = [name for name in vars(specs) if name.startswith("nemotron3") and name.endswith("_stack_spec")]
     if attribute not in known:
@@ -190,12 +201,11 @@ def settle_checkpoint(arguments: list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point; `argv` without the program name."""
-    device, script, arguments = split_arguments(sys.argv[1:] if argv is None else argv)
+    device, monitor, script, arguments = split_arguments(sys.argv[1:] if argv is None else argv)
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     try:
-        emulation.emulation()
-        measuring = emulation.logging() is not None
+        emulated, measured = emulation.emulation(), emulation.logging()
     except ValueError as problem:
         fail(str(problem))
     device = resolve_device(device)
@@ -204,8 +214,7 @@ def main(argv: list[str] | None = None) -> None:
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
 
-    from megatron_nemotron3.cpu import cpu_mode
-    from megatron_nemotron3.optional import quiet_on_cpu
+    from megatron_nemotron3.cpu import cpu_mode, quiet_on_cpu
 
     if device == "cpu":
         quiet_on_cpu()
@@ -214,10 +223,16 @@ def main(argv: list[str] | None = None) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron_nemotron3: {message}", flush=True)
 
-    with cpu_mode(announce) if device == "cpu" else nullcontext():
+    with ExitStack() as stack:
+        stack.enter_context(cpu_mode(announce) if device == "cpu" else nullcontext())
+        # What the environment says now counts for the whole run.
+        stack.enter_context(emulation.emulating(emulated))
+        stack.enter_context(emulation.logging_precision(measured))
+        if monitor is not None:
+            stack.enter_context(settings.monitoring(monitor))
         if (attribute := requested_spec(arguments)) is not None:
             verify_stack(attribute)
-        if measuring:
+        if measured is not None:
             verify_measurable(attribute)
         verify_nvfp4(arguments)
         try:

@@ -34,11 +34,10 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from megatron_nemotron3.layers.backend import TORCH, Backend, default_backend
+from megatron_nemotron3.layers.backend import TORCH, Backend, default_backend, te_problem
 from megatron_nemotron3.layers.mtp import MTPLayer
 from megatron_nemotron3.layers.stack import Nemotron3Stack, Nemotron3StackSubmodules
 from megatron_nemotron3.layers.upstream import HybridStackSubmodules, dense_mlp, find, moe_mlp
-from megatron_nemotron3.optional import te_problem
 
 
 def mtp_block_spec(norm: Any, column_parallel_linear: Any) -> ModuleSpec:

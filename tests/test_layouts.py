@@ -103,7 +103,7 @@ def test_layouts_with_the_same_weights_agree(script: Path, name: str, same_as: s
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_resuming_the_distributed_optimizer_changes_nothing(script: Path, tmp_path: Path) -> None:
-    """Upstream cannot resume it with torch's Adam; the shim mends that (cpu._optimizer_table)."""
+    """Upstream cannot resume it with torch's Adam; the shim mends that (cpu/megatron.py)."""
     name = "dp2-distributed-optimizer"
     layout, extra = LAYOUTS[name]
     folders = {"save": str(tmp_path), "load": str(tmp_path)}

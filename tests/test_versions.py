@@ -35,6 +35,7 @@ from megatron_nemotron3.args import (
     smoke,
     to_argv,
 )
+from megatron_nemotron3.monitor.settings import monitoring
 from megatron_nemotron3.train import launch
 
 full = pytest.mark.full
@@ -349,11 +350,11 @@ def test_checkpoint_keys_are_the_same_on_every_version(monkeypatch: pytest.Monke
 
 
 @full
-def test_monitors_are_refused_where_they_cannot_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NEMOTRON3_MONITOR", "1")
+def test_monitors_are_refused_where_they_cannot_report() -> None:
     allowed = versions.has("metrics-tracker", here())
     with (
         contextlib.nullcontext() if allowed else pytest.raises(RuntimeError, match="has no metrics tracker"),
+        monitoring(1),
         built() as model,
     ):
         assert model is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_nemotron3.args.rule import Context, Rule, divides, divisors
+from megatron_nemotron3.models.config import MAMBA_CONV_KERNEL
 
 _MIXER = "megatron/core/ssm/mamba_mixer.py"
 _MAMBA_CP = "megatron/core/ssm/mamba_context_parallel.py"
@@ -220,9 +221,10 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "conv-kernel",
-        lambda c: "M" in c.kinds and c.config.mamba_conv_kernel != 4,
+        lambda c: "M" in c.kinds and c.config.mamba_conv_kernel != MAMBA_CONV_KERNEL,
         lambda c: (
-            f"mamba_conv_kernel={c.config.mamba_conv_kernel}: Megatron has no flag for it and builds 4; use 4"
+            f"mamba_conv_kernel={c.config.mamba_conv_kernel}: Megatron has no flag for it and builds "
+            f"{MAMBA_CONV_KERNEL}; use {MAMBA_CONV_KERNEL}"
         ),
         _MIXER,
     ),

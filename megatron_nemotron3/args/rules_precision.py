@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from megatron_nemotron3.args.precision import FP4_CAPABILITIES, MXFP8_BLOCK, NVFP4_BLOCK
 from megatron_nemotron3.args.rule import Context, Rule
-from megatron_nemotron3.models.parameters import layer_tensors
-from megatron_nemotron3.precision.table import BF16, MXFP8, NVFP4, tensor_kind
+from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
+from megatron_nemotron3.precision.table import BF16, MXFP8, NVFP4, kind_named
 
 _ARGUMENTS = "megatron/training/arguments.py"
 _CONFIG = "megatron/core/transformer/transformer_config.py"
@@ -16,23 +16,6 @@ _TE = "Transformer Engine's quantizers; megatron/core/fp4_utils.py"
 #: Elements FP4 needs per row for a 16-byte aligned address.
 _FP4_ROW = 32
 
-# Weights of linears -> the axis tensor parallelism splits (0 output, 1 input) and by which size.
-_SPLIT_AXIS: dict[str, tuple[int, str | None]] = {
-    "mixer.in_proj.weight": (0, "tp"),
-    "mixer.out_proj.weight": (1, "tp"),
-    "mixer.experts.{e}.up_proj.weight": (0, "etp"),
-    "mixer.experts.{e}.down_proj.weight": (1, "etp"),
-    "mixer.shared_experts.up_proj.weight": (0, "tp"),
-    "mixer.shared_experts.down_proj.weight": (1, "tp"),
-    "mixer.up_proj.weight": (0, "tp"),
-    "mixer.down_proj.weight": (1, "tp"),
-    "mixer.q_proj.weight": (0, "tp"),
-    "mixer.o_proj.weight": (1, "tp"),
-    # Replicated.
-    "mixer.fc1_latent_proj.weight": (0, None),
-    "mixer.fc2_latent_proj.weight": (0, None),
-}
-
 
 def _has_file(c: Context) -> bool:
     return bool(c.te_precision_config_file) or "--te-precision-config-file" in c.options
@@ -40,22 +23,22 @@ def _has_file(c: Context) -> bool:
 
 def _local_shapes(c: Context) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """Weights of the decoder's quantized GEMMs as one rank holds them: (name, [output, input], block)."""
+    sizes = symbol_sizes(c.config)
     for symbol in sorted(set(c.config.pattern)):
-        for tensor in layer_tensors(c.config, symbol):
-            if tensor.name not in _SPLIT_AXIS:
+        for row in rows_of(c.config, symbol):
+            kind = kind_named(row.linear)
+            if kind is None or not kind.quantizable:
                 continue
-            kind = tensor_kind(tensor.name)
-            assert kind is not None
             # Without a file every linear has the format of its layer.
             by_recipe = c.precision == NVFP4 and _has_file(c)
             number_format = kind.format(c.precision) if by_recipe else c.precision
             if number_format == BF16:
                 continue
-            axis, size = _SPLIT_AXIS[tensor.name]
-            shape = list(tensor.shape)
-            shape[axis] //= getattr(c.layout, size) if size else 1
+            shape = [sizes[size] for size in row.hf[0].shape]
+            if row.tp != "replicated":
+                shape[row.tp == "row"] //= c.layout.etp if row.routed else c.layout.tp
             block = MXFP8_BLOCK if number_format == MXFP8 else NVFP4_BLOCK
-            yield f"{symbol} {tensor.name}", tuple(shape), block
+            yield f"{symbol} {row.hf[0].name}", tuple(shape), block
 
 
 def _misaligned(c: Context, at_least: int = 1) -> list[str]:

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from megatron_nemotron3.optional import te_problem
+from megatron_nemotron3.layers.backend import te_problem
 
 #: Version this part was written against; older ones have no HybridModel, newer ones may rename what is used.
 TESTED = "0.47.0"

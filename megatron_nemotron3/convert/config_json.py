@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.config import GATED_NORM_EPSILON, MAMBA_CONV_KERNEL
 
 #: Field of `Nemotron3Config` -> its name in config.json, then other names in use.
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -98,7 +99,7 @@ _WRITTEN = (
 _WRITTEN_MOE = ("n_group", "n_shared_experts", "norm_topk_prob", "topk_group")
 #: Fields of ours for which Megatron's Mamba-2 mixer has one value: the epsilon is that of its gated norm,
 #: where Hugging Face takes the one of all norms.
-BUILT = {"mamba_conv_kernel": 4, "layernorm_epsilon": 1e-5}
+BUILT = {"mamba_conv_kernel": MAMBA_CONV_KERNEL, "layernorm_epsilon": GATED_NORM_EPSILON}
 
 #: Keys that change no tensor and no result.
 IGNORED = frozenset(

@@ -17,11 +17,12 @@ from typing import Any
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex
 from megatron_nemotron3.checkpoint.read import stored_object
 from megatron_nemotron3.checkpoint.unpickle import Inert
-from megatron_nemotron3.convert import names, sharding
+from megatron_nemotron3.convert import sharding
 from megatron_nemotron3.convert.places import Names, what_else
 from megatron_nemotron3.convert.plan import Plan
 from megatron_nemotron3.convert.stored import Block, Layout, Source, SourceTensor
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import symbol_sizes
 
 _NAMES = ("args", "iteration", "checkpoint_version")
 
@@ -51,7 +52,7 @@ def in_order(source: Source, config: Nemotron3Config, state: dict[str, Any]) -> 
     Raises:
         CheckpointError: TP is unknown, or does not divide the model's Mamba layers.
     """
-    lookup, table = Names(config), names.sizes(config)
+    lookup, table = Names(config), symbol_sizes(config)
     changed: dict[str, SourceTensor] = {}
     tp: int | None = None
     for key, tensor in source.tensors.items():

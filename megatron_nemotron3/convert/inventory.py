@@ -12,11 +12,19 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from megatron_nemotron3.convert import names, transforms
-from megatron_nemotron3.convert.names import TORCH_DIST, Row, Spelling, Stored
+from megatron_nemotron3.convert import transforms
 from megatron_nemotron3.convert.places import Names, Place, places, plain
 from megatron_nemotron3.convert.plan import Plan, Shape
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import (
+    DIALECTS,
+    TORCH_DIST,
+    NamedShape,
+    Row,
+    Spelling,
+    rows_of,
+    symbol_sizes,
+)
 
 #: Of the released checkpoints and of torch_dist folders of BF16 runs, but for rows marked `float32`.
 BF16 = "bfloat16"
@@ -62,15 +70,15 @@ def links(
     """Every link of a model, in the order of the layers.
 
     Args:
-        dialect: one of `names.DIALECTS`; rows without a spelling in it have their first.
+        dialect: one of `tensors.DIALECTS`; rows without a spelling in it have their first.
         dtype: of all but the FP32 rows.
         padded_vocab_size: rows of Megatron's embedding and output layer; default: the vocabulary's.
 
     Raises:
         ValueError: an unknown dialect, or padding to less than the vocabulary.
     """
-    if dialect not in names.DIALECTS:
-        raise ValueError(f"unknown dialect {dialect!r}: use one of {', '.join(names.DIALECTS)}")
+    if dialect not in DIALECTS:
+        raise ValueError(f"unknown dialect {dialect!r}: use one of {', '.join(DIALECTS)}")
     yield from _links(config, lambda place, row: row.spelling(dialect), dtype, padded_vocab_size)
 
 
@@ -187,9 +195,9 @@ def _links(
 ) -> Iterator[Link]:
     if padded_vocab_size is not None and padded_vocab_size < config.vocab_size:
         raise ValueError(f"padded_vocab_size={padded_vocab_size} is less than vocab_size={config.vocab_size}")
-    table = names.sizes(config, padded_vocab_size)
+    table = symbol_sizes(config, padded_vocab_size)
 
-    def tensors(row: Row, stored: tuple[Stored, ...], prefix: str) -> tuple[Tensor, ...]:
+    def tensors(row: Row, stored: tuple[NamedShape, ...], prefix: str) -> tuple[Tensor, ...]:
         kind = "float32" if row.float32 else dtype
         result = []
         for one in stored:
@@ -200,7 +208,7 @@ def _links(
         return tuple(result)
 
     for place in places(config):
-        for row in names.rows(config, place.part):
+        for row in rows_of(config, place.part):
             spelling = choose(place, row)
             megatron = tensors(row, spelling.tensors, place.megatron)
             hf = tensors(row, row.hf, place.hf)

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
-from megatron_nemotron3.convert import names, sharding
-from megatron_nemotron3.convert.names import Row
+from megatron_nemotron3.convert import sharding
 from megatron_nemotron3.convert.places import Match, Names
 from megatron_nemotron3.convert.plan import Plan, Slices, extent, whole
 from megatron_nemotron3.convert.rank_file import (
@@ -37,6 +36,7 @@ from megatron_nemotron3.convert.rank_file import (
 )
 from megatron_nemotron3.convert.stored import Block, Layout, Source, SourceTensor, row_major
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import Row, symbol_sizes
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(0|[1-9]\d*)\.")
@@ -104,7 +104,7 @@ class _Merger:
         self.tp, self.pp, self.ep = (1 + max(getattr(r, axis) for r in ranks) for axis in ("tp", "pp", "ep"))
         self._check_ranks()
         self._lookup = Names(config)
-        self._sizes = names.sizes(config, padded)
+        self._sizes = symbol_sizes(config, padded)
         self._plans: dict[tuple[int, int], Plan | None] = {}
 
     def source(self, check_replicas: bool, allow_unused: Sequence[str]) -> Source:

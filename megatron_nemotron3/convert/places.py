@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron_nemotron3.convert.names import Row, Spelling, Stored, rows
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import NamedShape, Row, Spelling, rows_of
 
 #: What a name in a layer begins with, on either side.
 _PREFIX = re.compile(r"(?:decoder|backbone|mtp)\.layers\.[0-9]+\.(?:mtp_model_layer\.layers\.[0-9]+\.)?")
@@ -42,11 +42,11 @@ class Match:
     place: Place
     #: None for a Hugging Face name.
     spelling: Spelling | None
-    tensor: Stored
+    tensor: NamedShape
     expert: int | None
 
 
-_Entry = tuple[Row, Spelling | None, Stored]
+_Entry = tuple[Row, Spelling | None, NamedShape]
 _Table = dict[str, list[_Entry]]
 
 
@@ -124,7 +124,7 @@ class Names:
         parts = dict.fromkeys(place.part for place in places(config))
         self._keys, self._names = {}, {}
         for part in parts:
-            table = rows(config, part)
+            table = rows_of(config, part)
             self._keys[part] = _table((r, s, t) for r in table for s in r.spellings for t in s.tensors)
             self._names[part] = _table((r, None, t) for r in table for t in r.hf)
 

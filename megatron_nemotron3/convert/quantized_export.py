@@ -215,7 +215,7 @@ class Quantized(Reads):
 
     def _scale(self, weight: Weight) -> Any:
         """The scale of a whole tensor; the first pass over its elements."""
-        from megatron_nemotron3.numerics import fp8, nvfp4
+        from megatron_nemotron3.precision.numerics import fp8, nvfp4
 
         name, shape, _ = weight.tensor
         make = fp8.tensor_scale if weight.algorithm == "FP8" else nvfp4.tensor_scale
@@ -233,7 +233,7 @@ class Quantized(Reads):
         """Codes or block scales of a slice, whole blocks of columns at a time."""
         import torch
 
-        from megatron_nemotron3.numerics import fp8, nvfp4
+        from megatron_nemotron3.precision.numerics import fp8, nvfp4
 
         name, shape, _ = weight.tensor
         (top, bottom), (left, right) = slices

@@ -187,7 +187,7 @@ class Dequantized(Reads):
     def _nvfp4(self, packed: _Packed, slices: Slices) -> numpy.ndarray[Any, Any]:
         import torch
 
-        from megatron_nemotron3.numerics import nvfp4
+        from megatron_nemotron3.precision.numerics import nvfp4
 
         rows, (left, right) = slices
         first, last = left // BLOCK, -(-right // BLOCK)  # blocks
@@ -205,7 +205,7 @@ class Dequantized(Reads):
     def _fp8(self, packed: _Packed, slices: Slices) -> numpy.ndarray[Any, Any]:
         import torch
 
-        from megatron_nemotron3.numerics import fp8
+        from megatron_nemotron3.precision.numerics import fp8
 
         bits = self._source.read(packed.elements, slices)
         if ((bits & 0x7F) == 0x7F).any():

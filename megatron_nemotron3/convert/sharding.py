@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_nemotron3.convert import names, transforms
-from megatron_nemotron3.convert.names import PARAMETER, Row
+from megatron_nemotron3.convert import transforms
 from megatron_nemotron3.convert.plan import Plan
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import PARAMETER, Row, symbol_sizes
 
 
 def split(
@@ -28,7 +28,7 @@ def split(
     Raises:
         ValueError: the model cannot be split so; the message names the field.
     """
-    table = names.sizes(config, padded_vocab_size)
+    table = symbol_sizes(config, padded_vocab_size)
     size = etp if row.routed else tp
     if row.tp == "replicated":
         return None

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_nemotron3.convert import config_json, inventory, names
-from megatron_nemotron3.convert.names import PARAMETER, TORCH_DIST, Row, Spelling, Stored
+from megatron_nemotron3.convert import config_json, inventory
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models import names as model_names
+from megatron_nemotron3.models.tensors import (
+    DIALECTS,
+    PARAMETER,
+    ROWS,
+    TORCH_DIST,
+    NamedShape,
+    Row,
+    Spelling,
+    symbol_sizes,
+)
 
 _PARTS = {
     "model": ("Model", "", ""),
@@ -26,7 +35,7 @@ _INTRO = """\
 # Checkpoint names: Megatron and Hugging Face
 
 Generated: `python -m megatron_nemotron3.convert.table > docs/checkpoint_names.md`. The table
-is `megatron_nemotron3/convert/names.py`; [conversion.md](conversion.md) says how to convert.
+is `megatron_nemotron3/models/tensors.py`; [conversion.md](conversion.md) says how to convert.
 
 - *Megatron* is the key in a torch_dist folder, with global shapes: the layout that wrote it does not show.
   `{e}` is the global number of an expert. Shapes are in brackets, symbols below.
@@ -81,7 +90,7 @@ piece lies in a file, `plan.apply` carries it out in memory on torch tensors or 
 """
 
 
-def _tensors(stored: tuple[Stored, ...], prefix: str = "") -> str:
+def _tensors(stored: tuple[NamedShape, ...], prefix: str = "") -> str:
     return "<br>".join(f"`{prefix}{t.name}` [{', '.join(t.shape)}]" for t in stored)
 
 
@@ -93,8 +102,8 @@ def _line(row: Row) -> str:
 
 
 def _others() -> Iterator[tuple[Row, Spelling]]:
-    for dialect in names.DIALECTS:
-        for row in names.ROWS:
+    for dialect in DIALECTS:
+        for row in ROWS:
             for spelling in row.spellings:
                 if spelling.dialect == dialect != TORCH_DIST:
                     yield row, spelling
@@ -131,7 +140,7 @@ def _symbols() -> list[str]:
         "| | " + " | ".join(f"`{c.name}`" for c in configs) + " |",
         "|-|" + "-|" * len(configs),
     ]
-    values = [names.sizes(c) for c in configs]
+    values = [symbol_sizes(c) for c in configs]
     for symbol in values[0]:
         if symbol not in ("1", "2d", "padded_vocab"):
             lines.append(
@@ -178,7 +187,7 @@ def markdown() -> str:
     for part, (title, megatron, hf) in _PARTS.items():
         where = f" (`{megatron}…`, `{hf}…`)" if megatron else ""
         lines += [f"## {title}{where}", "", "| Megatron | Hugging Face | rule | TP |", "|-|-|-|-|"]
-        lines += [_line(row) for row in names.ROWS if row.part == part]
+        lines += [_line(row) for row in ROWS if row.part == part]
         lines.append("")
     lines += [_RULES, *_dialects(), "", *_symbols(), "", *_config(), "", _PYTHON]
     return "\n".join(lines).rstrip("\n") + "\n"

@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
+from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.doctor import gpu, loading, packages
 from megatron_nemotron3.doctor.finding import Finding, as_data, failed, render
 from megatron_nemotron3.models import get
-from megatron_nemotron3.optional import quiet_on_cpu
 
 
 def doctor(*, kernels: bool, step: str | None, as_json: bool) -> int:

@@ -13,9 +13,7 @@ from megatron_nemotron3.generate.state import LayerState, MambaState
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.ssd import ssd_chunked
 from megatron_nemotron3.models import Nemotron3Config
-
-#: Megatron builds the gated norm with this epsilon, whatever the other norms have.
-GATED_NORM_EPS = 1e-5
+from megatron_nemotron3.models.config import GATED_NORM_EPSILON
 
 
 class Mamba:
@@ -38,7 +36,7 @@ class Mamba:
         self.D = read("mixer.D", self.heads, float32=True)
         self.dt_bias = read("mixer.dt_bias", self.heads, float32=True)
         gain = read("mixer.norm.weight", self.inner, float32=True)
-        self.gated_norm = Norm(gain, GATED_NORM_EPS, self.groups)
+        self.gated_norm = Norm(gain, GATED_NORM_EPSILON, self.groups)
         self.out = transposed(read("mixer.out_proj.weight", d, self.inner))
 
     def new_state(self, batch: int, capacity: int) -> MambaState:

@@ -7,6 +7,7 @@ a `--spec` module into its own stock model without a word.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.layers.norm import RMSNorm
 from megatron_nemotron3.layers.scan_kernels import TORCH as TORCH_SCAN
 from megatron_nemotron3.layers.scan_kernels import cuda_scans
-from megatron_nemotron3.optional import gpu_kernels_enabled, te_problem
+from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,24 @@ TORCH = Backend(
 )
 
 
+def te_problem() -> str | None:
+    """Why TransformerEngine (TE) cannot be used here, with the cure; None if it can be used."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return (
+            "package transformer-engine is not installed: "
+            "pip install 'transformer-engine[pytorch]', or use the torch backend"
+        )
+    from megatron.core.extensions import transformer_engine as extension
+
+    if not extension.HAVE_TE:
+        return (
+            "package transformer-engine is installed but megatron-core cannot import it "
+            "(try: python -c 'import transformer_engine.pytorch'), or use the torch backend"
+        )
+    return None
+
+
 def default_backend() -> str:
-    """ "te" where TE can be built and a CUDA device is there to run it, else "torch"."""
+    """ "te" if TE can be used and there is a CUDA device, else "torch"."""
     on_gpu = torch.cuda.is_available() and not cpu.is_active()
     return "te" if on_gpu and te_problem() is None else "torch"

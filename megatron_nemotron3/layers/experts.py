@@ -31,7 +31,7 @@ from megatron_nemotron3.layers.functional import weighted_squared_relu
 from megatron_nemotron3.layers.grouped import grouped_linear, squared_relu_experts
 from megatron_nemotron3.layers.grouped_gpu import grouped_linear_cuda, one_allocation
 from megatron_nemotron3.layers.linear import ReplaceableProducts
-from megatron_nemotron3.optional import gpu_kernels_enabled
+from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 
 
 class GroupedLinear(ReplaceableProducts, EmptyExtraState):

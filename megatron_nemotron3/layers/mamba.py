@@ -35,14 +35,13 @@ from megatron_nemotron3.layers.norm import GatedGroupRMSNorm
 from megatron_nemotron3.layers.scan_kernels import TORCH, select_scan
 from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
 from megatron_nemotron3.layers.upstream import MambaMixer, conv1d_arguments, told_name
-from megatron_nemotron3.optional import gpu_kernels_enabled
+from megatron_nemotron3.models.config import GATED_NORM_EPSILON
+from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 
 #: Initial A ~ U(1, 16) and dt ~ exp U(log 1e-3, log 1e-1), as in the Mamba-2 code and Megatron.
 A_INIT_RANGE = (1.0, 16.0)
 DT_INIT_RANGE = (1e-3, 1e-1)
 DT_INIT_FLOOR = 1e-4
-#: Epsilon of the gated norm: fixed in upstream's mixer, not `--norm-epsilon`.
-GATED_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class Mamba2Mixer(MambaMixer):
             self.sizes.inner,
             group_size=self.sizes.inner // self.sizes.groups,
             tp_group=self.tp_group,
-            eps=GATED_NORM_EPS,
+            eps=GATED_NORM_EPSILON,
         )
         self.out_proj = build_module(
             submodules.out_proj,

@@ -23,6 +23,11 @@ from typing import Any
 
 from megatron_nemotron3.models import pattern as _pattern
 
+#: Width of the convolution in Megatron's Mamba-2 mixer, which no flag changes.
+MAMBA_CONV_KERNEL = 4
+#: Epsilon of the gated norm in Megatron's Mamba-2 mixer, whatever `--norm-epsilon` is.
+GATED_NORM_EPSILON = 1e-5
+
 
 @dataclass(frozen=True, kw_only=True)
 class Nemotron3Config:
@@ -58,7 +63,7 @@ class Nemotron3Config:
     mamba_head_dim: int = 64
     mamba_state_dim: int = 128
     mamba_num_groups: int = 8
-    mamba_conv_kernel: int = 4
+    mamba_conv_kernel: int = MAMBA_CONV_KERNEL
     mamba_chunk_size: int = 128
 
     # Dense MLP (-)

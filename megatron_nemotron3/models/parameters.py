@@ -1,10 +1,10 @@
 """Parameter counts and the tensor inventory of a checkpoint, in closed form.
 
-One table a layer kind lists its tensors with their Hugging Face names and shapes; every count here is a sum
-over these tables. A routed expert is listed once with the number of its copies, so nothing is enumerated.
+Every count is a sum over the table of tensors (`models.tensors`). A routed expert is listed once with the
+number of its copies, so nothing is enumerated.
 
-Active parameters are those one token is multiplied with: all of the model except the routed experts it is
-not sent to. Publications differ in what they add to the layers, hence `ACTIVE_CONVENTIONS`:
+Active parameters are those that one token is multiplied with: all of the model except the routed experts that
+the token is not sent to. Publications differ in what they add to the layers, hence `ACTIVE_CONVENTIONS`:
 
 | convention | counts | reproduces | off by |
 |-|-|-|-|
@@ -14,18 +14,18 @@ not sent to. Publications differ in what they add to the layers, hence `ACTIVE_C
 
 Super's 12.77B is published as 12.7B. Without the routers' 84M the count is 12.69B, and the total 120.59B
 (published: 120.6B, exact: 120.67B), so its authors may have left the routers out; no source says so.
-MTP is not active: it does not run when the next token is predicted.
+MTP does not count as active, because it does not run when the next token is predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.config import Nemotron3Config
+from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
 
 #: What is counted as active, from the narrowest to the widest.
 ACTIVE_CONVENTIONS = ("without_embeddings", "with_output_layer", "with_embeddings")
@@ -33,17 +33,19 @@ ACTIVE_CONVENTIONS = ("without_embeddings", "with_output_layer", "with_embedding
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One row of the inventory: tensors of one name and shape in one layer."""
+    """Tensors of one name and shape in one layer."""
 
-    #: Hugging Face name below `backbone.layers.N.`; `{e}` is the expert.
+    #: Hugging Face name below `backbone.layers.N.`; `{e}` is the number of the expert.
     name: str
     shape: tuple[int, ...]
-    #: Tensors of this kind in the layer: the number of experts, or 1.
+    #: How many there are in the layer: the number of experts, or 1.
     copies: int = 1
-    #: How many of them one token is multiplied with: top-k, or 1.
+    #: How many of them one token is multiplied with: top-k for experts, 0 for the expert bias, or 1.
     active_copies: int = 1
     #: False for the FP32 expert bias, which the router updates and no gradient reaches.
     trainable: bool = True
+    #: The linear of the precision recipe that holds it; None for vectors.
+    linear: str | None = None
 
     @property
     def elements(self) -> int:
@@ -52,75 +54,28 @@ class StoredTensor:
 
     @property
     def active_elements(self) -> int:
-        """Elements of the copies one token is multiplied with."""
+        """Elements of the copies that one token is multiplied with."""
         return prod(self.shape) * self.active_copies
 
 
-def _mamba(c: Nemotron3Config) -> tuple[StoredTensor, ...]:
-    d, inner, heads = c.hidden_size, c.mamba_inner_size, c.mamba_num_heads
-    groups_state = c.mamba_num_groups * c.mamba_state_dim
-    conv = inner + 2 * groups_state  # x, B, C
-    return (
-        StoredTensor("mixer.in_proj.weight", (2 * inner + 2 * groups_state + heads, d)),  # z, x, B, C, dt
-        StoredTensor("mixer.conv1d.weight", (conv, 1, c.mamba_conv_kernel)),
-        StoredTensor("mixer.conv1d.bias", (conv,)),
-        StoredTensor("mixer.A_log", (heads,)),
-        StoredTensor("mixer.D", (heads,)),
-        StoredTensor("mixer.dt_bias", (heads,)),
-        StoredTensor("mixer.norm.weight", (inner,)),
-        StoredTensor("mixer.out_proj.weight", (d, inner)),
-    )
-
-
-def _attention(c: Nemotron3Config) -> tuple[StoredTensor, ...]:
-    d, q, kv = c.hidden_size, c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
-    return (
-        StoredTensor("mixer.q_proj.weight", (q, d)),
-        StoredTensor("mixer.k_proj.weight", (kv, d)),
-        StoredTensor("mixer.v_proj.weight", (kv, d)),
-        StoredTensor("mixer.o_proj.weight", (d, q)),
-    )
-
-
-def _moe(c: Nemotron3Config) -> tuple[StoredTensor, ...]:
-    experts, topk, ffn = c.num_moe_experts, c.moe_router_topk, c.moe_ffn_hidden_size
-    shared = c.moe_shared_expert_intermediate_size
-    # The config refuses a pattern with E layers that lacks any of these.
-    assert experts is not None and topk is not None and ffn is not None and shared is not None
-    d, width = c.hidden_size, c.expert_input_size
-    latent = (
-        StoredTensor("mixer.fc1_latent_proj.weight", (width, d)),
-        StoredTensor("mixer.fc2_latent_proj.weight", (d, width)),
-    )
-    return (
-        StoredTensor("mixer.gate.weight", (experts, d)),
-        StoredTensor("mixer.gate.e_score_correction_bias", (experts,), trainable=False),
-        StoredTensor("mixer.experts.{e}.up_proj.weight", (ffn, width), experts, topk),
-        StoredTensor("mixer.experts.{e}.down_proj.weight", (width, ffn), experts, topk),
-        StoredTensor("mixer.shared_experts.up_proj.weight", (shared, d)),
-        StoredTensor("mixer.shared_experts.down_proj.weight", (d, shared)),
-        *(latent if c.moe_latent_size else ()),
-    )
-
-
-def _mlp(c: Nemotron3Config) -> tuple[StoredTensor, ...]:
-    d, ffn = c.hidden_size, c.dense_ffn_hidden_size
-    assert ffn is not None  # the config refuses a pattern with - layers without it
-    return (
-        StoredTensor("mixer.up_proj.weight", (ffn, d)),
-        StoredTensor("mixer.down_proj.weight", (d, ffn)),
-    )
-
-
-_MIXERS: dict[str, Callable[[Nemotron3Config], tuple[StoredTensor, ...]]] = {
-    "M": _mamba,
-    "*": _attention,
-    "E": _moe,
-    "-": _mlp,
-}
-
-
 @lru_cache(maxsize=1024)
+def part_tensors(config: Nemotron3Config, part: str) -> tuple[StoredTensor, ...]:
+    """The Hugging Face tensors of a part of the table of tensors (`tensors.Row.part`)."""
+    sizes, topk = symbol_sizes(config), config.moe_router_topk or 0
+    return tuple(
+        StoredTensor(
+            name=tensor.name,
+            shape=tuple(sizes[symbol] for symbol in tensor.shape),
+            copies=sizes["experts"] if row.routed else 1,
+            active_copies=0 if not row.trainable else topk if row.routed else 1,
+            trainable=row.trainable,
+            linear=row.linear,
+        )
+        for row in rows_of(config, part)
+        for tensor in row.hf
+    )
+
+
 def layer_tensors(config: Nemotron3Config, kind: str) -> tuple[StoredTensor, ...]:
     """The tensors of one layer of kind "M", "*", "E" or "-", its norm first.
 
@@ -128,7 +83,7 @@ def layer_tensors(config: Nemotron3Config, kind: str) -> tuple[StoredTensor, ...
         ValueError: no such kind.
     """
     _pattern.validate(kind)
-    return (StoredTensor("norm.weight", (config.hidden_size,)), *_MIXERS[kind](config))
+    return part_tensors(config, kind)
 
 
 def layer_parameters(config: Nemotron3Config, kind: str) -> int:
@@ -138,18 +93,19 @@ def layer_parameters(config: Nemotron3Config, kind: str) -> int:
 
 def active_layer_parameters(config: Nemotron3Config, kind: str) -> int:
     """Elements of one layer of that kind that one token is multiplied with (expert bias excluded)."""
-    return sum(tensor.active_elements for tensor in layer_tensors(config, kind) if tensor.trainable)
+    return sum(tensor.active_elements for tensor in layer_tensors(config, kind))
 
 
-def _mtp_tensors(c: Nemotron3Config) -> tuple[StoredTensor, ...]:
-    """What an MTP block has besides its layers."""
-    d = c.hidden_size
-    return (
-        StoredTensor("eh_proj.weight", (d, 2 * d)),
-        StoredTensor("enorm.weight", (d,)),
-        StoredTensor("hnorm.weight", (d,)),
-        StoredTensor("final_layernorm.weight", (d,)),
-    )
+def mtp_tensors(config: Nemotron3Config) -> tuple[StoredTensor, ...]:
+    """What an MTP block stores besides its layers."""
+    return part_tensors(config, "mtp_in") + part_tensors(config, "mtp_out")
+
+
+def elements_outside_layers(config: Nemotron3Config) -> dict[str, int]:
+    """Linear of the precision recipe -> elements of its matrix: "embedding", "output_layer" and "mtp" (of one
+    block, its layers left out)."""
+    outside = part_tensors(config, "model") + mtp_tensors(config)
+    return {tensor.linear: tensor.elements for tensor in outside if tensor.linear}
 
 
 @dataclass(frozen=True)
@@ -196,30 +152,29 @@ def count(config: Nemotron3Config, *, mtp: bool = True) -> ParameterCount:
 
     Blocks that training applies at several depths (`mtp_use_repeated_layer`) are stored and counted once.
     """
-    d, table = config.hidden_size, config.vocab_size * config.hidden_size
     kinds = {kind: number for kind, number in _pattern.count(config.pattern).items() if number}
     blocks = config.mtp_num_blocks if mtp else 0
-    inner = (config.mtp_pattern or "") * blocks
-    moe_layers = (config.pattern + inner).count("E")
+    mtp_layers = (config.mtp_pattern or "") * blocks
+    embedding, final_norm, output_layer = (tensor.elements for tensor in part_tensors(config, "model"))
     return ParameterCount(
         layers={kind: number * layer_parameters(config, kind) for kind, number in kinds.items()},
-        embedding=table,
-        output_layer=table,
-        final_norm=d,
-        mtp=sum(layer_parameters(config, kind) for kind in inner)
-        + blocks * sum(tensor.elements for tensor in _mtp_tensors(config)),
-        expert_bias=moe_layers * (config.num_moe_experts or 0),
-        active_layers=d + sum(n * active_layer_parameters(config, kind) for kind, n in kinds.items()),
+        embedding=embedding,
+        output_layer=output_layer,
+        final_norm=final_norm,
+        mtp=sum(layer_parameters(config, kind) for kind in mtp_layers)
+        + blocks * sum(tensor.elements for tensor in mtp_tensors(config)),
+        expert_bias=sum(
+            tensor.elements
+            for kind in config.pattern + mtp_layers
+            for tensor in layer_tensors(config, kind)
+            if not tensor.trainable
+        ),
+        active_layers=final_norm + sum(n * active_layer_parameters(config, k) for k, n in kinds.items()),
     )
 
 
 def stored_tensors(config: Nemotron3Config, *, mtp: bool = True) -> int:
     """Number of tensors in the model's Hugging Face checkpoint."""
     blocks = config.mtp_num_blocks if mtp else 0
-    kinds = config.pattern + (config.mtp_pattern or "") * blocks
-    in_layers = sum(
-        number * sum(tensor.copies for tensor in layer_tensors(config, kind))
-        for kind, number in _pattern.count(kinds).items()
-        if number
-    )
-    return in_layers + blocks * len(_mtp_tensors(config)) + 3  # embedding, final norm, output layer
+    parts = ["model", *config.pattern, *("mtp_in", *(config.mtp_pattern or ""), "mtp_out") * blocks]
+    return sum(tensor.copies for part in parts for tensor in part_tensors(config, part))

@@ -1,13 +1,59 @@
-"""How often the monitors run: the one place that reads NEMOTRON3_MONITOR. Standard library only."""
+"""How often the monitors run, and how settings come from environment variables. Standard library only."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Generic, TypeVar
 
 VARIABLE = "NEMOTRON3_MONITOR"
-#: Least interval nobody asked for: there the monitors cost less than 1 % (benchmarks/monitor.py).
+#: Smallest default interval: from there on the monitors cost less than 1 % (benchmarks/monitor.py).
 LEAST_DEFAULT = 10
+
+T = TypeVar("T")
+
+
+class EnvironmentSetting(Generic[T]):
+    """A setting that a process receives in an environment variable, or a caller sets by a `with` block.
+
+    The variable is read once, when `current` is first called. What changes it later has no effect.
+
+    Args:
+        name: the environment variable.
+        parse: turns its text into a value; "" if it is not set. Raises ValueError for text without meaning.
+    """
+
+    def __init__(self, name: str, parse: Callable[[str], T]) -> None:
+        self.name, self._parse = name, parse
+        self._override: ContextVar[T] = ContextVar(name)
+
+    def read(self) -> T:
+        """Value of the environment variable as it is now: for entry points, which refuse bad text early."""
+        return self._parse(os.environ.get(self.name, ""))
+
+    @cached_property
+    def _of_process(self) -> T:
+        return self.read()
+
+    def current(self) -> T:
+        """Value set by the innermost `using` block, else the one this process was started with."""
+        try:
+            return self._override.get()
+        except LookupError:
+            return self._of_process
+
+    @contextmanager
+    def using(self, value: T) -> Iterator[None]:
+        """Set the value inside a `with` block, whatever the environment says."""
+        token = self._override.set(value)
+        try:
+            yield
+        finally:
+            self._override.reset(token)
 
 
 def parse_interval(text: str) -> int:
@@ -21,20 +67,26 @@ def parse_interval(text: str) -> int:
     return int(text)
 
 
-def interval() -> int:
-    """Iterations from one measurement to the next; 0: off.
+#: Value: the interval in iterations, 0 for off, None for the default.
+_INTERVAL = EnvironmentSetting(VARIABLE, lambda text: parse_interval(text) if text else None)
+#: Context manager: inside it monitors run every so many iterations (0: off, None: the default).
+monitoring = _INTERVAL.using
 
-    NEMOTRON3_MONITOR, if it is set. Else, inside a Megatron training script, its `--log-interval`, or the
-    first multiple of it from `LEAST_DEFAULT` on. Else (a model built in a pipeline of somebody's own, where
-    nobody asks for a report) off.
+
+def interval() -> int:
+    """Iterations from one measurement to the next; 0 for off.
+
+    The value of `monitoring` or NEMOTRON3_MONITOR counts first. Without one, a Megatron training script is
+    monitored at its `--log-interval`, or at the first multiple of it that is at least `LEAST_DEFAULT`. A
+    model built in any other pipeline is not monitored, because nothing there asks for a report.
 
     Raises:
         ValueError: NEMOTRON3_MONITOR is not a number.
     """
-    given = os.environ.get(VARIABLE, "")
-    if given:
-        return parse_interval(given)
-    # Not imported for this: a script that trains has imported it, and parsed its options by now.
+    given = _INTERVAL.current()
+    if given is not None:
+        return given
+    # Looked up, not imported: a training script has imported it and parsed its options before it builds.
     global_vars = sys.modules.get("megatron.training.global_vars")
     if global_vars is None:
         return 0
@@ -46,5 +98,5 @@ def interval() -> int:
 
 
 def asked_for() -> bool:
-    """Whether NEMOTRON3_MONITOR itself asks for monitors, so that a reason for their absence is due."""
-    return bool(os.environ.get(VARIABLE)) and interval() > 0
+    """Whether the user asked for monitors by name, so that a reason for their absence must be printed."""
+    return bool(_INTERVAL.current())

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.convert import names
-from megatron_nemotron3.convert.names import Row
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import Row, rows_of, symbol_sizes
 from megatron_nemotron3.plan.state import (
     BF16,
     Bytes,
@@ -52,7 +51,7 @@ def kind_elements(config: Nemotron3Config, kind: str, tp: int, etp: int, ep: int
     """Of one layer of a kind, or of "embedding", "output" (with the final norm) or "mtp" (what one stored
     block has beside its layers)."""
     layout = ParallelLayout(tp=tp, etp=etp, ep=ep)
-    table = names.sizes(config, padded_vocab_size(config, layout))
+    table = symbol_sizes(config, padded_vocab_size(config, layout))
     total = Elements()
     for row in _rows(config, kind):
         each, copies, expert = held_elements(row, layout, table)
@@ -66,11 +65,11 @@ def kind_elements(config: Nemotron3Config, kind: str, tp: int, etp: int, ep: int
 
 def _rows(config: Nemotron3Config, kind: str) -> list[Row]:
     if kind == "mtp":
-        return [*names.rows(config, "mtp_in"), *names.rows(config, "mtp_out")]
+        return [*rows_of(config, "mtp_in"), *rows_of(config, "mtp_out")]
     if kind in ("embedding", "output"):
-        embeds = {row: row.hf[0].name == "backbone.embeddings.weight" for row in names.rows(config, "model")}
+        embeds = {row: row.hf[0].name == "backbone.embeddings.weight" for row in rows_of(config, "model")}
         return [row for row, is_embedding in embeds.items() if is_embedding == (kind == "embedding")]
-    return list(names.rows(config, kind))
+    return list(rows_of(config, kind))
 
 
 @lru_cache(maxsize=65536)

@@ -16,29 +16,25 @@ from functools import lru_cache
 
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.flops import weightless_flops
-from megatron_nemotron3.models.parameters import StoredTensor, layer_tensors
+from megatron_nemotron3.models.parameters import elements_outside_layers, layer_tensors
+from megatron_nemotron3.models.tensors import ROWS, Row
 
 #: Backward of a product costs two products.
 BACKWARD = 2
-#: HF name of a tensor -> module the operations are listed under.
-MODULES = {
-    "mixer.in_proj.weight": "in_proj",
-    "mixer.conv1d.weight": "conv1d",
-    "mixer.out_proj.weight": "out_proj",
-    "mixer.q_proj.weight": "qkv",
-    "mixer.k_proj.weight": "qkv",
-    "mixer.v_proj.weight": "qkv",
-    "mixer.o_proj.weight": "proj",
-    "mixer.gate.weight": "router",
-    "mixer.experts.{e}.up_proj.weight": "experts",
-    "mixer.experts.{e}.down_proj.weight": "experts",
-    "mixer.shared_experts.up_proj.weight": "shared experts",
-    "mixer.shared_experts.down_proj.weight": "shared experts",
-    "mixer.fc1_latent_proj.weight": "latent projections",
-    "mixer.fc2_latent_proj.weight": "latent projections",
-    "mixer.up_proj.weight": "mlp",
-    "mixer.down_proj.weight": "mlp",
+_LABELS = {
+    "mamba_in": "in_proj",
+    "convolution": "conv1d",
+    "mamba_out": "out_proj",
+    "shared_experts": "shared experts",
+    "latent": "latent projections",
 }
+
+
+def module_of(row: Row) -> str | None:
+    """The name under which the operations of a row of the table of tensors are listed; None for vectors."""
+    if row.linear == "attention":  # linear_qkv, linear_proj
+        return row.modules[0].rpartition("linear_")[2]
+    return _LABELS.get(row.linear, row.linear) if row.linear else None
 
 
 @dataclass(frozen=True)
@@ -74,16 +70,13 @@ def layer_operations(config: Nemotron3Config, kind: str, seq_length: int) -> dic
     return dict(_layer_operations(config, kind, seq_length))
 
 
-def _applied(tensor: StoredTensor) -> int:
-    return tensor.active_elements if tensor.trainable else 0
-
-
 @lru_cache(maxsize=1024)
 def _layer_operations(config: Nemotron3Config, kind: str, seq_length: int) -> dict[str, float]:
     found: dict[str, float] = {}
+    module = {tensor.name: module_of(row) for row in ROWS if row.part == kind for tensor in row.hf}
     for tensor in layer_tensors(config, kind):
-        if (module := MODULES.get(tensor.name)) is not None:
-            found[module] = found.get(module, 0.0) + 2.0 * _applied(tensor)
+        if (name := module[tensor.name]) is not None:
+            found[name] = found.get(name, 0.0) + 2.0 * tensor.active_elements
     if kind == "*":
         found["scores"] = weightless_flops(config, kind, seq_length)
     elif kind == "M":
@@ -103,13 +96,15 @@ def model_operations(config: Nemotron3Config, seq_length: int | None = None) -> 
 def _operations(config: Nemotron3Config, seq_length: int) -> Iterator[Operations]:
     depths = config.mtp_num_layers if config.has_mtp else 0
     applied = config.pattern + (config.mtp_pattern or "") * depths
+    outside = elements_outside_layers(config)
     for kind in dict.fromkeys(applied):
         layers = applied.count(kind)
         for module, forward in layer_operations(config, kind, seq_length).items():
             yield Operations(kind, module, forward * layers, layers)
     if depths:
-        yield Operations("mtp", "eh_proj", 2.0 * 2 * config.hidden_size**2 * depths, depths)
-    output = 2.0 * config.vocab_size * config.hidden_size
+        eh_proj = 2.0 * outside["mtp"]
+        yield Operations("mtp", "eh_proj", eh_proj * depths, depths)
+    output = 2.0 * outside["output_layer"]
     yield Operations("output", "output_layer", output * (1 + depths), 1 + depths)
 
 

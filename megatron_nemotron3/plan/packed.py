@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.parameters import layer_tensors
+from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
 from megatron_nemotron3.plan.activation_forms import Form, Share
-from megatron_nemotron3.precision.table import BF16, LINEARS, MXFP8, NVFP4, tail, tensor_kind
+from megatron_nemotron3.plan.state import held_elements
+from megatron_nemotron3.precision.table import BF16, LINEARS, MXFP8, NVFP4, kind_named, tail
 
 #: Bytes of an element with its share of the block's scale (32 to an E8M0, 16 to an E4M3).
 PACKED = {BF16: 2.0, MXFP8: 1 + 1 / 32, NVFP4: 1 / 2 + 1 / 16}
@@ -82,10 +84,11 @@ def _inputs(config: Nemotron3Config, at: Share, kind: str) -> tuple[tuple[str, s
 def weight_copies(config: Nemotron3Config, kind: str, precision: str, tp: int, etp: int, ep: int) -> int:
     """Bytes of the packed copies of one layer's weights on a rank, both axes."""
     sizes = bytes_by_linear(config, precision)
+    layout = ParallelLayout(tp=tp, etp=etp, ep=ep)
     total = 0.0
-    for tensor in layer_tensors(config, kind):
-        row = tensor_kind(tensor.name)
-        if row is not None and row.name in sizes:
-            ranks = ep * etp if "{e}" in tensor.name else 1 if row.name == "latent" else tp
-            total += 2 * PACKED[row.format(precision)] * tensor.elements / ranks
+    for row in rows_of(config, kind):
+        linear = kind_named(row.linear)
+        if linear is not None and linear.name in sizes:
+            elements, copies, _ = held_elements(row, layout, symbol_sizes(config))
+            total += 2 * PACKED[linear.format(precision)] * elements * copies
     return round(total * quantized_share(config, kind))

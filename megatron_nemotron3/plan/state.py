@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimizer on each rank, in closed form. Standard library only.
 
-Built on the name table of `convert` (shape of every parameter and how it is split), in the order in which the
-torch spec registers parameters: with the distributed optimizer, padding and a rank's share depend on it.
+A projection of the table of tensors (`models.tensors`), in the order in which the torch spec registers
+parameters: with the distributed optimizer, padding and a rank's share depend on that order.
 """
 
 from __future__ import annotations
@@ -13,24 +13,10 @@ from dataclasses import dataclass
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.args.architecture import vocab_divisor
 from megatron_nemotron3.args.pipeline import cut_pattern
-from megatron_nemotron3.convert import names
-from megatron_nemotron3.convert.names import PARAMETER, Row
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as _pattern
+from megatron_nemotron3.models.tensors import PARAMETER, Row, registered, rows_of, symbol_sizes
 
-#: Where a part registers what: HF names below the layer; what is not named comes after, as in the table.
-ORDER = {
-    "M": (
-        "mixer.conv1d.weight",
-        "mixer.conv1d.bias",
-        "mixer.dt_bias",
-        "mixer.A_log",
-        "mixer.D",
-        "norm.weight",
-        "mixer.in_proj.weight",
-    ),
-    "*": ("mixer.o_proj.weight", "norm.weight"),
-}
 #: Megatron starts every parameter of a distributed optimizer's buffer at a multiple of this many elements,
 #: and ends a bucket at a multiple of the least common multiple of the ranks and `BUCKET_END`.
 PARAMETER_START, BUCKET_END = 64, 128
@@ -76,8 +62,8 @@ def _parameters(
 ) -> Iterator[Parameter]:
     stages = stage_patterns(config, layout, seq_length)
     first, last = stage == 0, stage == len(stages) - 1
-    model = {row.hf[0].name: row for row in names.rows(config, "model")}
-    table = names.sizes(config, padded_vocab_size(config, layout))
+    model = {row.hf[0].name: row for row in rows_of(config, "model")}
+    table = symbol_sizes(config, padded_vocab_size(config, layout))
     # MTP embeds the next tokens by itself, so its stage holds the table, too.
     if first or (last and config.has_mtp):
         yield from _of(model["backbone.embeddings.weight"], layout, table)
@@ -86,11 +72,11 @@ def _parameters(
     if last:
         yield from _of(model["backbone.norm_f.weight"], layout, table)
         for _ in range(config.mtp_num_blocks if config.has_mtp else 0):
-            for row in names.rows(config, "mtp_in"):
+            for row in rows_of(config, "mtp_in"):
                 yield from _of(row, layout, table)
             for kind in config.mtp_pattern or "":
                 yield from _layer(config, layout, kind, table)
-            for row in names.rows(config, "mtp_out"):
+            for row in rows_of(config, "mtp_out"):
                 yield from _of(row, layout, table)
         yield from _of(model["lm_head.weight"], layout, table)
 
@@ -98,13 +84,7 @@ def _parameters(
 def _layer(
     config: Nemotron3Config, layout: ParallelLayout, kind: str, table: dict[str, int]
 ) -> Iterator[Parameter]:
-    order = ORDER.get(kind, ())
-
-    def place(row: Row) -> int:
-        name = row.hf[0].name
-        return order.index(name) if name in order else len(order)
-
-    for row in sorted(names.rows(config, kind), key=place):
+    for row in registered(rows_of(config, kind)):
         yield from _of(row, layout, table)
 
 
@@ -117,8 +97,8 @@ def _of(row: Row, layout: ParallelLayout, table: dict[str, int]) -> Iterator[Par
 
 def held_elements(row: Row, layout: ParallelLayout, table: dict[str, int]) -> tuple[int, int, bool]:
     """(elements of one of its parameters on a rank, number of them, `Parameter.expert`)."""
-    if row.float32:
-        return 0, 0, False  # expert bias: a buffer that no optimizer sees
+    if not row.trainable:
+        return 0, 0, False  # a buffer that no optimizer sees
     ranks = layout.etp if row.routed else layout.tp
     shape = row.spelling(PARAMETER).tensors[0].shape
     elements = math.prod(table[symbol] for symbol in shape) // (1 if row.tp == "replicated" else ranks)

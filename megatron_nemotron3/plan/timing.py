@@ -15,9 +15,11 @@ from functools import lru_cache
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.parameters import elements_outside_layers
+from megatron_nemotron3.models.tensors import ROWS
 from megatron_nemotron3.plan.activations import layer_activations
 from megatron_nemotron3.plan.elements import kind_elements, stage_elements
-from megatron_nemotron3.plan.flops import BACKWARD, MODULES, layer_operations
+from megatron_nemotron3.plan.flops import BACKWARD, layer_operations, module_of
 from megatron_nemotron3.plan.hardware import GPU
 from megatron_nemotron3.plan.links import deduplicated, neighbors, split, strides, usable_domain
 from megatron_nemotron3.plan.packed import quantized_share
@@ -31,7 +33,7 @@ from megatron_nemotron3.plan.traffic import (
     outer_traffic,
     stage_kinds,
 )
-from megatron_nemotron3.precision.table import tensor_kind
+from megatron_nemotron3.precision.table import kind_named
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,9 @@ def module_formats(config: Nemotron3Config, precision: str) -> dict[tuple[str, s
     if precision in ("bf16", "fp32"):
         return {}
     found: dict[tuple[str, str], dict[str, float]] = {}
-    for tensor, module in MODULES.items():
-        kind = tensor_kind(tensor)
-        if kind is None or not kind.quantizable or module in _FORMATLESS:
+    for row in ROWS:
+        kind, module = kind_named(row.linear), module_of(row)
+        if kind is None or module is None or not (kind.quantizable and kind.layer):
             continue
         share, format = quantized_share(config, kind.layer), kind.format(precision)
         found[kind.layer, module] = {"bf16": 1 - share, format: share} if format != "bf16" else {"bf16": 1.0}
@@ -153,11 +155,11 @@ def _product_seconds(
     def at(format: str) -> float:
         return gpu.flops(format) * assumed.products[format]
 
+    outside = elements_outside_layers(config)
     if kind == "output":
-        return 2.0 * config.vocab_size * config.hidden_size / at(plain)
+        return 2.0 * outside["output_layer"] / at(plain)
     if kind == "mtp":
-        eh_proj = 4.0 * config.hidden_size**2
-        return (eh_proj + 2.0 * config.vocab_size * config.hidden_size) / at(plain)
+        return 2.0 * (outside["mtp"] + outside["output_layer"]) / at(plain)
     formats = module_formats(config, precision)
     total = 0.0
     for module, flops in layer_operations(config, kind, seq_length).items():

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_nemotron3.precision.fit import require_fit
-from megatron_nemotron3.precision.modules import Structure
-from megatron_nemotron3.precision.table import BF16, NVFP4, ModuleKind, kind_of
+from megatron_nemotron3.precision.table import BF16, NVFP4, ModuleKind, Structure, kind_of
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile, parse
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+(?=\.|$)")

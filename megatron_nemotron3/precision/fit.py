@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from fnmatch import fnmatch
 
-from megatron_nemotron3.precision.modules import Structure, kinds_of
 from megatron_nemotron3.precision.schema import PrecisionFile, PrecisionFileError
-from megatron_nemotron3.precision.table import LINEARS
+from megatron_nemotron3.precision.table import LINEARS, Structure
 
 
 def require_fit(file: PrecisionFile, structure: Structure, where: str) -> None:
@@ -44,5 +43,5 @@ def misfits(file: PrecisionFile, structure: Structure) -> list[str]:
 
 
 def _globs(structure: Structure) -> str:
-    present = kinds_of(structure)
+    present = structure.kinds()
     return ", ".join(glob for kind in LINEARS if kind.name in present for glob in kind.modules)

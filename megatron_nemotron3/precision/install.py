@@ -77,7 +77,7 @@ class _Plan:
     @classmethod
     def of(cls, config: Any, observer: Observer | None) -> _Plan | None:
         """From the environment; None: nothing to do."""
-        chosen = settings.emulation()
+        chosen = settings.current()
         if chosen is not None:
             return cls(ambient_of(config, chosen), chosen, True, observer)
         if observer is None:
@@ -111,7 +111,7 @@ def emulate_stack(stack: Any) -> None:
         RuntimeError: ranks have different intervals in NEMOTRON3_LOG_PRECISION.
     """
     global _latest
-    observer, log = None, settings.logging()
+    observer, log = None, settings.current_logging()
     agree(log)
     if log is not None:
         if not any(hasattr(module, "products") for module in stack.modules()) and len(stack.layers):
@@ -119,7 +119,7 @@ def emulate_stack(stack: Any) -> None:
                 f"{settings.LOG_VARIABLE} measures linears of the torch backend, and this stack has none: "
                 "use --spec megatron_nemotron3.specs nemotron3_torch_stack_spec"
             )
-        observer = Observer(stack, log, settings.emulation() is not None)
+        observer = Observer(stack, log, settings.current() is not None)
     _latest = None if observer is None else weakref.ref(observer)
     plan = _Plan.of(stack.config, observer)
     if plan is None:

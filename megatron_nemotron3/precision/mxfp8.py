@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_nemotron3.numerics import e4m3
-from megatron_nemotron3.numerics.grid import E4M3 as GRID
+from megatron_nemotron3.precision.numerics import e4m3
+from megatron_nemotron3.precision.numerics.grid import E4M3 as GRID
 from megatron_nemotron3.precision.nvfp4 import Scales
 
 __all__ = ["GRID", "exponents", "scales"]

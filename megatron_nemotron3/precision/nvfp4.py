@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_nemotron3.numerics import e2m1, e4m3
-from megatron_nemotron3.numerics.grid import E2M1 as GRID
-from megatron_nemotron3.numerics.grid import E4M3
+from megatron_nemotron3.precision.numerics import e2m1, e4m3
+from megatron_nemotron3.precision.numerics.grid import E2M1 as GRID
+from megatron_nemotron3.precision.numerics.grid import E4M3
 
 __all__ = ["GRID", "MAX", "Scales", "product_scale", "scales"]
 

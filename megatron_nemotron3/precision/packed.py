@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_nemotron3.numerics import e2m1, e4m3
 from megatron_nemotron3.precision import mxfp8, nvfp4
+from megatron_nemotron3.precision.numerics import e2m1, e4m3
 from megatron_nemotron3.precision.quantizer import Amax, prepare
 from megatron_nemotron3.precision.spec import Spec
 

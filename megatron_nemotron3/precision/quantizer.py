@@ -6,7 +6,7 @@ units           NVFP4 without the tensor's scale: q * s_b, exact in BF16; a prod
 
 Two readings of x: largest magnitudes of the blocks, then rounding. On a CPU both go piece by piece through
 buffers that stay in the second-level cache. No step waits for the device. On CUDA `triton_quantize` does
-both if NEMOTRON3_GPU_KERNELS=1 asks for kernels (`optional.gpu_kernels_enabled`).
+both if NEMOTRON3_GPU_KERNELS=1 asks for kernels (`settings.gpu_kernels_enabled`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_nemotron3.optional import gpu_kernels_enabled
 from megatron_nemotron3.precision import blocks as cut
 from megatron_nemotron3.precision import hadamard, mxfp8, nvfp4
+from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 from megatron_nemotron3.precision.spec import Spec
 
 #: The largest magnitude to scale by, float32: [] or of a shape that broadcasts to the block grid

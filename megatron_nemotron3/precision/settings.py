@@ -1,6 +1,8 @@
-"""Whether and how NVFP4 is emulated, and whether its effect is measured. Standard library only.
+"""Whether and how NVFP4 is emulated, and whether quantization errors are logged. Standard library only.
 
-This is the one place that reads the environment variables:
+Environment variables, each read once in a process:
+
+    NEMOTRON3_GPU_KERNELS=1                  the torch backend uses its CUDA kernels
 
     NEMOTRON3_EMULATE=nvfp4                  the published recipe
     NEMOTRON3_EMULATE=nvfp4,rht=0,sr=0       without single ingredients
@@ -10,12 +12,17 @@ This is the one place that reads the environment variables:
     NEMOTRON3_LOG_PRECISION=100:runs/mine    every 100 iterations, into runs/mine/precision.csv
     NEMOTRON3_LOG_PRECISION=100              into the working directory
     NEMOTRON3_LOG_PRECISION=0, or not set    off
+
+Inside a process, callers use `emulating` and `logging_precision` instead: linears that are built inside these
+contexts take their settings from them.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+
+from megatron_nemotron3.monitor.settings import EnvironmentSetting
 
 VARIABLE = "NEMOTRON3_EMULATE"
 FORMAT = "nvfp4"
@@ -88,13 +95,13 @@ def parse(text: str) -> Emulation | None:
     return Emulation(**chosen)
 
 
-def emulation() -> Emulation | None:
-    """What NEMOTRON3_EMULATE of this process says; None: nothing is emulated.
-
-    Raises:
-        ValueError: as `parse`.
-    """
-    return parse(os.environ.get(VARIABLE, ""))
+_EMULATION = EnvironmentSetting(VARIABLE, parse)
+#: Context manager: linears built inside it emulate this `Emulation`; None for plain linears.
+emulating = _EMULATION.using
+#: `Emulation` of linears that are built now, or None: from `emulating`, else NEMOTRON3_EMULATE.
+current = _EMULATION.current
+#: Value of NEMOTRON3_EMULATE as it is now, for entry points. Raises ValueError as `parse` does.
+emulation = _EMULATION.read
 
 
 @dataclass(frozen=True)
@@ -126,10 +133,20 @@ def parse_logging(text: str) -> Logging | None:
     return Logging(int(interval), folder or ".")
 
 
-def logging() -> Logging | None:
-    """What NEMOTRON3_LOG_PRECISION of this process says; None: nothing is measured.
+_LOGGING = EnvironmentSetting(LOG_VARIABLE, parse_logging)
+#: Context manager: errors of linears built inside it are logged as this `Logging` says; None for not.
+logging_precision = _LOGGING.using
+#: `Logging` of linears that are built now, or None: from `logging_precision`, else NEMOTRON3_LOG_PRECISION.
+current_logging = _LOGGING.current
+#: Value of NEMOTRON3_LOG_PRECISION as it is now, for entry points. Raises ValueError as `parse_logging` does.
+logging = _LOGGING.read
 
-    Raises:
-        ValueError: as `parse_logging`.
+
+def gpu_kernels_enabled() -> bool:
+    """Whether NEMOTRON3_GPU_KERNELS=1 asks the torch backend for its CUDA kernels.
+
+    These are the SSD scan of mamba-ssm or our own in Triton, experts through torch's grouped_mm, and the
+    NVFP4 and MXFP8 quantizers of emulated training in Triton. They are off by default until their tests
+    (`pytest -m gpu`) have run on a GPU; so far they have run in Triton's interpreter and compiler.
     """
-    return parse_logging(os.environ.get(LOG_VARIABLE, ""))
+    return os.environ.get("NEMOTRON3_GPU_KERNELS") == "1"

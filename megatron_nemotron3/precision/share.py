@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.models.flops import weightless_flops
-from megatron_nemotron3.models.parameters import StoredTensor, layer_tensors
-from megatron_nemotron3.precision.table import BF16, LINEARS, NEVER, NVFP4, ModuleKind, tail, tensor_kind
+from megatron_nemotron3.models.parameters import elements_outside_layers, layer_tensors
+from megatron_nemotron3.precision.table import BF16, LINEARS, NEVER, NVFP4, ModuleKind, tail
 
 TAIL = "tail"
 OTHER = "other"
 WEIGHTLESS = "weightless"
+
+_QUANTIZABLE = {kind.name for kind in LINEARS}
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,11 @@ def shares(
     if config.has_mtp:
         for symbol in config.mtp_pattern or "":
             sums.layer(config, symbol, seq_length, config.mtp_num_blocks, config.mtp_num_layers, "mtp")
-        eh_proj = 2 * config.hidden_size**2
-        sums.add("mtp", eh_proj * config.mtp_num_blocks, 2.0 * eh_proj * config.mtp_num_layers)
-    table = config.vocab_size * config.hidden_size
-    sums.add("embedding", table, 0.0)
-    sums.add("output_layer", table, 2.0 * table * (1 + config.mtp_num_layers))
+    outside = elements_outside_layers(config)
+    embedding, output, mtp = (outside[linear] for linear in ("embedding", "output_layer", "mtp"))
+    sums.add("mtp", mtp * config.mtp_num_blocks, 2.0 * mtp * config.mtp_num_layers)
+    sums.add("embedding", embedding, 0.0)
+    sums.add("output_layer", output, 2.0 * output * (1 + config.mtp_num_layers))
     # Norms outside layers: no product to speak of.
     sums.parameters[OTHER] += count(config).stored - sum(sums.parameters.values())
     return [
@@ -88,15 +90,12 @@ class _Sums:
     ) -> None:
         """A layer that is stored and applied so many times; its linears count under `linears` if given."""
         for tensor in layer_tensors(config, symbol):
-            kind = tensor_kind(tensor.name)
-            name = OTHER if kind is None else linears if linears and kind.quantizable else kind.name
-            self.add(name, tensor.elements * stored, 2.0 * _active(tensor) * applied)
+            name = tensor.linear or OTHER
+            if linears and name in _QUANTIZABLE:
+                name = linears
+            self.add(name, tensor.elements * stored, 2.0 * tensor.active_elements * applied)
         flops = weightless_flops(config, symbol, seq_length or config.seq_length)
         self.add(WEIGHTLESS, 0, flops * applied)
-
-
-def _active(tensor: StoredTensor) -> int:
-    return tensor.active_elements if tensor.trainable else 0
 
 
 def _lines(sums: _Sums, precision: str, kept: int, layers: int) -> Iterator[Share]:

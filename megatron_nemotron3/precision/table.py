@@ -1,7 +1,8 @@
 """The published NVFP4 recipe, written once: which linear has which format, and which layers stay BF16.
 
-From this table come Megatron's flags (`args`), the file for `--te-precision-config-file` (`yaml_file`), the
-census of a built model (`census`) and the table of docs/nvfp4.md (`command`). Standard library only.
+Megatron's flags (`args`), the file for `--te-precision-config-file` (`yaml_file`), the census of a built
+model (`census`) and the table of docs/nvfp4.md (`command`) all come from this table. The modules and weights
+of each linear stand in `models.tensors`. Standard library only.
 
 A kind whose format in the recipe is NVFP4 needs no line in the file: NVFP4 is what `--fp4-format e2m1` makes
 of every Transformer Engine (TE) linear of a layer outside the BF16 tail. The file names the exceptions.
@@ -9,10 +10,14 @@ of every Transformer Engine (TE) linear of a layer outside the BF16 tail. The fi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.pattern import KINDS as LAYER_KINDS
+from megatron_nemotron3.models.tensors import ROWS, Row, registered
 
 NVFP4, MXFP8, BF16, FP32 = "nvfp4", "mxfp8", "bf16", "fp32"
 #: What a model can be trained in by this table.
@@ -20,29 +25,43 @@ FORMATS = (NVFP4, MXFP8, BF16)
 
 _SUPER = "Super report (arXiv 2604.12374), table 3"
 _WHITE_PAPER = "Nemotron 3 white paper (arXiv 2512.20856), section 2.4"
-_NEVER = "megatron-core 0.19: no TE module"
+_NO_TE_MODULE = "megatron-core 0.19: no TE module"
 
 
 @dataclass(frozen=True)
 class ModuleKind:
-    """One row: linears that are treated alike."""
+    """Linears that are treated alike. The table of tensors (`models.tensors`) says which they are."""
 
-    #: Identifier, for messages and tests.
+    #: As in `Row.linear`; for messages and tests, too.
     name: str
-    #: Symbol of the layers it is in: M, *, E or -; "" for all of MTP and for what is in no layer.
-    layer: str
-    #: Globs on Megatron's module names. Every module that holds a matrix matches exactly one row, top down.
-    modules: tuple[str, ...]
-    #: The same weights in `models.parameters` (Hugging Face names in a layer).
-    tensors: tuple[str, ...]
     #: Format in the published NVFP4 recipe.
     recipe: str
     why: str
     source: str
-    #: Names and globs of the matchers that say so in the precision file; none: nothing needs to be said.
+    #: Names and globs of the matchers that say so in the precision file; none where the recipe is NVFP4.
     matchers: tuple[tuple[str, str], ...] = ()
     #: False: full precision whatever is asked for, because it is no TE linear.
     quantizable: bool = True
+    #: The glob of a kind that takes all modules below a name; None: those of its tensors.
+    everything_in: str | None = None
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of the table of tensors that hold its weights."""
+        return tuple(row for row in ROWS if row.linear == self.name)
+
+    @cached_property
+    def layer(self) -> str:
+        """Symbol of the layers it is in: M, *, E or -; "" for all of MTP and for what is in no layer."""
+        part = self.rows[0].part
+        return part if part in LAYER_KINDS else ""
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """Globs on Megatron's module names. Every module that holds a matrix matches one kind, top down."""
+        if self.everything_in:
+            return (self.everything_in,)
+        return tuple(f"*{module}" for row in self.rows for module in row.modules)
 
     def format(self, precision: str) -> str:
         """Its format outside the BF16 tail in a run of `precision` ("nvfp4", "mxfp8" or "bf16")."""
@@ -53,66 +72,37 @@ class ModuleKind:
 
 #: What is never quantized. First, because an MTP block has routers, too.
 NEVER: tuple[ModuleKind, ...] = (
-    ModuleKind(
-        "embedding",
-        "",
-        ("*embedding.word_embeddings",),
-        (),
-        BF16,
-        "a lookup, no product",
-        _NEVER,
-        quantizable=False,
-    ),
+    ModuleKind("embedding", BF16, "a lookup, no product", _NO_TE_MODULE, quantizable=False),
     ModuleKind(
         "output_layer",
-        "",
-        ("*output_layer",),
-        (),
         BF16,
         "kept in high precision",
-        "arXiv 2509.25149, section 4.1; " + _NEVER,
+        "arXiv 2509.25149, section 4.1; " + _NO_TE_MODULE,
         quantizable=False,
     ),
     ModuleKind(
         "router",
-        "E",
-        ("*mlp.router",),
-        ("mixer.gate.weight",),
         FP32,
         "chooses experts (--moe-router-dtype fp32)",
-        "arXiv 2509.25149, section 4.1; " + _NEVER,
+        "arXiv 2509.25149, section 4.1; " + _NO_TE_MODULE,
         quantizable=False,
     ),
-    ModuleKind(
-        "convolution",
-        "M",
-        ("*.mixer", "*.mixer.conv1d"),
-        ("mixer.conv1d.weight",),
-        BF16,
-        "depth-wise: no matrix product",
-        _NEVER,
-        quantizable=False,
-    ),
+    ModuleKind("convolution", BF16, "depth-wise: no matrix product", _NO_TE_MODULE, quantizable=False),
 )
 
 #: What could be quantized, in the order the precision file needs: MTP before the kinds it contains.
 LINEARS: tuple[ModuleKind, ...] = (
+    # Not "mtp.*": a model nested in another has it at language_model.mtp.
     ModuleKind(
         "mtp",
-        "",
-        ("*mtp.*",),
-        ("eh_proj.weight",),
         BF16,
         "kept out of NVFP4 in both reports",
         _SUPER,
-        # Not "mtp.*": a model nested in another is at language_model.mtp.
         (("mtp", "*mtp.*"),),
+        everything_in="*mtp.*",
     ),
     ModuleKind(
         "attention",
-        "*",
-        ("*self_attention.linear_qkv", "*self_attention.linear_proj"),
-        ("mixer.q_proj.weight", "mixer.k_proj.weight", "mixer.v_proj.weight", "mixer.o_proj.weight"),
         BF16,
         "few layers, 2 KV heads: fidelity for little time",
         _SUPER,
@@ -120,9 +110,6 @@ LINEARS: tuple[ModuleKind, ...] = (
     ),
     ModuleKind(
         "latent",
-        "E",
-        ("*mlp.fc1_latent_proj", "*mlp.fc2_latent_proj"),
-        ("mixer.fc1_latent_proj.weight", "mixer.fc2_latent_proj.weight"),
         BF16,
         "negligible share of the step's time",
         _SUPER,
@@ -130,49 +117,20 @@ LINEARS: tuple[ModuleKind, ...] = (
     ),
     ModuleKind(
         "mamba_out",
-        "M",
-        ("*mixer.out_proj",),
-        ("mixer.out_proj.weight",),
         MXFP8,
         "in NVFP4 up to 40 % flushes to zero (seen on Nano)",
         f"{_SUPER}; {_WHITE_PAPER}; Ultra's report says higher precision, not which",
         (("mamba_out", "*mixer.out_proj"),),
     ),
-    ModuleKind(
-        "mamba_in", "M", ("*mixer.in_proj",), ("mixer.in_proj.weight",), NVFP4, "bulk of the work", _SUPER
-    ),
-    ModuleKind(
-        "experts",
-        "E",
-        ("*mlp.experts.linear_fc1", "*mlp.experts.linear_fc2"),
-        ("mixer.experts.{e}.up_proj.weight", "mixer.experts.{e}.down_proj.weight"),
-        NVFP4,
-        "bulk of the parameters",
-        _SUPER,
-    ),
-    ModuleKind(
-        "shared_experts",
-        "E",
-        ("*mlp.shared_experts.linear_fc1", "*mlp.shared_experts.linear_fc2"),
-        ("mixer.shared_experts.up_proj.weight", "mixer.shared_experts.down_proj.weight"),
-        NVFP4,
-        "bulk of the work",
-        _SUPER,
-    ),
-    ModuleKind(
-        "mlp",
-        "-",
-        ("*mlp.linear_fc1", "*mlp.linear_fc2"),
-        ("mixer.up_proj.weight", "mixer.down_proj.weight"),
-        NVFP4,
-        "bulk of the work",
-        _SUPER,
-    ),
+    ModuleKind("mamba_in", NVFP4, "bulk of the work", _SUPER),
+    ModuleKind("experts", NVFP4, "bulk of the parameters", _SUPER),
+    ModuleKind("shared_experts", NVFP4, "bulk of the work", _SUPER),
+    ModuleKind("mlp", NVFP4, "bulk of the work", _SUPER),
 )
 
 KINDS: tuple[ModuleKind, ...] = (*NEVER, *LINEARS)
 
-_BY_TENSOR = {tensor: kind for kind in KINDS for tensor in kind.tensors}
+_BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 @dataclass(frozen=True)
@@ -207,13 +165,86 @@ def is_published(config: Nemotron3Config) -> bool:
 
 
 def kind_of(module: str) -> ModuleKind | None:
-    """The row of a module name, at any depth of nesting ("language_model.decoder.layers.3.mixer.in_proj").
+    """The kind of a module, whose name may be nested ("language_model.decoder.layers.3.mixer.in_proj").
 
-    None: no row, so the name belongs to no module of this family that holds a matrix.
+    None if the name belongs to no module of this family that holds a matrix.
     """
     return next((kind for kind in KINDS if any(fnmatchcase(module, glob) for glob in kind.modules)), None)
 
 
-def tensor_kind(tensor: str) -> ModuleKind | None:
-    """The row of a decoder layer's weight (`models.parameters` name); None: no matrix ("norm.weight")."""
-    return _BY_TENSOR.get(tensor)
+def kind_named(linear: str | None) -> ModuleKind | None:
+    """The kind of a row or tensor whose `linear` this is; None for None."""
+    return None if linear is None else _BY_NAME[linear]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear of a model that could be quantized."""
+
+    #: As `named_modules()` of a `HybridModel` on one pipeline stage has it.
+    name: str
+    kind: ModuleKind
+    #: Decoder layer from 0, or None in MTP.
+    layer: int | None
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What the names of a model's linears depend on: its patterns, and whether its experts are latent."""
+
+    pattern: str
+    #: One pattern for each physical MTP block.
+    mtp: tuple[str, ...] = ()
+    latent: bool = False
+
+    @classmethod
+    def of(cls, config: Nemotron3Config) -> Structure:
+        """The structure of a config."""
+        blocks = (config.mtp_pattern or "",) * config.mtp_num_blocks
+        return cls(config.pattern, blocks, bool(config.moe_latent_size))
+
+    def linears(self) -> Iterator[Linear]:
+        """All linears the table has a choice about, decoder first. Experts count as one per layer and FC."""
+        for number, symbol in enumerate(self.pattern):
+            for module in self._modules(symbol):
+                yield _linear(f"decoder.layers.{number}.{module}", number)
+        for block, inner in enumerate(self.mtp):
+            for module in self._modules("mtp_in"):
+                yield _linear(f"mtp.layers.{block}.{module}", None)
+            for number, symbol in enumerate(inner):
+                for module in self._modules(symbol):
+                    yield _linear(f"mtp.layers.{block}.mtp_model_layer.layers.{number}.{module}", None)
+
+    def kinds(self) -> set[str]:
+        """Names of the kinds that the model has."""
+        return {linear.kind.name for linear in self.linears()}
+
+    def _modules(self, part: str) -> Iterator[str]:
+        for row in registered(row for row in ROWS if row.part == part):
+            kind = kind_named(row.linear)
+            if kind and kind.quantizable and (self.latent or row.needs != "moe_latent_size"):
+                yield from row.modules
+
+
+def _linear(name: str, layer: int | None) -> Linear:
+    kind = kind_of(name)
+    assert kind is not None and kind.quantizable, name
+    return Linear(name, kind, layer)
+
+
+def expected(config: Nemotron3Config, precision: str, at_end: int | None = None) -> dict[str, str]:
+    """Module name -> format, from the table alone.
+
+    Args:
+        config: the model.
+        precision: "nvfp4", "mxfp8" or "bf16".
+        at_end: BF16 layers at the end; None: the table's.
+    """
+    kept = tail(config).layers if at_end is None else at_end
+    first_kept = config.num_layers - kept
+    return {
+        linear.name: BF16
+        if linear.layer is not None and linear.layer >= first_kept
+        else linear.kind.format(precision)
+        for linear in Structure.of(config).linears()
+    }

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_nemotron3.numerics import e2m1, e4m3
-from megatron_nemotron3.numerics.grid import E2M1, E4M3, Grid
 from megatron_nemotron3.precision import hadamard, nvfp4
+from megatron_nemotron3.precision.numerics import e2m1, e4m3
+from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3, Grid
 
 #: Elements whose random parts come from one draw of Philox, 128 bits.
 PARTS: tl.constexpr = tl.constexpr(8)

@@ -14,7 +14,6 @@ from typing import Any
 from megatron_nemotron3.checkpoint.files import write_text
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.fit import misfits
-from megatron_nemotron3.precision.modules import Structure, kinds_of
 from megatron_nemotron3.precision.schema import (
     NO_FILE,
     PARAMS,
@@ -29,7 +28,7 @@ from megatron_nemotron3.precision.schema import (
     read_matcher,
     strict_loader,
 )
-from megatron_nemotron3.precision.table import BF16, LINEARS, MXFP8, NVFP4
+from megatron_nemotron3.precision.table import BF16, LINEARS, MXFP8, NVFP4, Structure
 
 __all__ = [
     "FLAG",
@@ -55,7 +54,7 @@ _BODIES = {
 
 def render(config: Nemotron3Config) -> str:
     """The text of the published recipe's file for a model: one matcher a row that the model has."""
-    present = kinds_of(Structure.of(config))
+    present = Structure.of(config).kinds()
     rows = [kind for kind in LINEARS if kind.matchers and kind.name in present]
     lines = [
         f"# NVFP4 recipe for {config.title}: what does not follow the layer's NVFP4.",

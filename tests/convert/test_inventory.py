@@ -9,12 +9,12 @@ from math import prod
 import pytest
 
 from megatron_nemotron3.convert import inventory
-from megatron_nemotron3.convert.names import DIALECTS
 from megatron_nemotron3.models import Nemotron3Config, count, get, names, stored_tensors
+from megatron_nemotron3.models.tensors import DIALECTS
 from tests.convert.models import DISTINCT, random_config
 
 LIGHT = (
-    "import sys; from megatron_nemotron3.convert import config_json, inventory, names, places, plan, "
+    "import sys; from megatron_nemotron3.convert import config_json, inventory, places, plan, "
     "sharding, table, transforms; "
     "print([m for m in ('torch', 'megatron.core', 'numpy', 'transformers') if m in sys.modules])"
 )

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_nemotron3.convert import inventory, names, plan
-from megatron_nemotron3.convert.names import DIALECTS, ROWS
+from megatron_nemotron3.convert import inventory, plan
 from megatron_nemotron3.convert.places import Names, master_of, plain, what_else
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models import names as catalog_names
 from megatron_nemotron3.models.parameters import layer_tensors
+from megatron_nemotron3.models.tensors import DIALECTS, ROWS, rows_of, symbol_sizes
 from tests.convert.models import DISTINCT, GOLDEN, PADDED, assemble, chunks, random_config, stored_parameters
 from tests.parity.conftest import world_of_one
 from tests.parity.mapping import megatron_model, randomize, to_transformers
@@ -98,11 +98,9 @@ def test_each_name_is_found_in_the_row_it_came_from(config: Nemotron3Config, dia
 
 def test_the_hugging_face_side_is_what_the_parameter_counts_are_of() -> None:
     for config in (*(get(name) for name in CATALOG), DISTINCT):
-        table = names.sizes(config)
+        table = symbol_sizes(config)
         for kind in set(config.pattern):
-            mine = {
-                (t.name, tuple(table[s] for s in t.shape)) for r in names.rows(config, kind) for t in r.hf
-            }
+            mine = {(t.name, tuple(table[s] for s in t.shape)) for r in rows_of(config, kind) for t in r.hf}
             assert mine == {(t.name, t.shape) for t in layer_tensors(config, kind)}
 
 

@@ -30,7 +30,7 @@ from megatron_nemotron3.convert.quantized_import import Dequantized
 from megatron_nemotron3.convert.quantized_recipes import RECIPES, formats
 from megatron_nemotron3.convert.stored import Reads, SourceTensor
 from megatron_nemotron3.models import get
-from megatron_nemotron3.numerics import fp8, nvfp4
+from megatron_nemotron3.precision.numerics import fp8, nvfp4
 from tests.convert.quantized_models import TINY, Memory, all_scales, random_model, read_whole, written
 
 # -- which weights -----------------------------------------------------------------------------------

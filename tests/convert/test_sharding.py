@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_nemotron3.convert import inventory, names, plan, sharding
-from megatron_nemotron3.convert.names import PARAMETER, Row
+from megatron_nemotron3.convert import inventory, plan, sharding
 from megatron_nemotron3.convert.places import Names
 from megatron_nemotron3.models import Nemotron3Config, get
+from megatron_nemotron3.models.tensors import PARAMETER, ROWS, Row, symbol_sizes
 from tests.convert.models import DISTINCT, GOLDEN, assemble, chunks, stored_parameters
 from tests.parity.mapping import megatron_model
 from tests.support.distributed import initialize, run_distributed
@@ -29,15 +29,13 @@ WIDE = DISTINCT.but(
 
 
 def parameter(row: Row, config: Nemotron3Config) -> np.ndarray[Any, Any]:
-    table = names.sizes(config)
+    table = symbol_sizes(config)
     shape = tuple(table[symbol] for symbol in row.spelling(PARAMETER).tensors[0].shape)
     return np.arange(np.prod(shape, dtype=int)).reshape(shape)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize(
-    "row", names.ROWS, ids=lambda row: f"{row.part} {row.spelling(PARAMETER).tensors[0].name}"
-)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.part} {row.spelling(PARAMETER).tensors[0].name}")
 def test_unshard_is_the_inverse_of_shard(row: Row, tp: int) -> None:
     weight = parameter(row, WIDE)
     shards = sharding.shard(row, WIDE, weight, tp=tp, etp=tp)

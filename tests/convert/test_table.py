@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_nemotron3.convert import inventory, names
+from megatron_nemotron3.convert import inventory
 from megatron_nemotron3.convert.places import Names
 from megatron_nemotron3.convert.table import markdown
 from megatron_nemotron3.models import get
+from megatron_nemotron3.models.tensors import ROWS
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoint_names.md"
 
@@ -18,7 +19,7 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_name_of_the_table_is_on_the_page() -> None:
     page = PAGE.read_text()
-    for row in names.ROWS:
+    for row in ROWS:
         for tensor in (*row.hf, *(t for s in row.spellings for t in s.tensors)):
             assert f"`{tensor.name}` [{', '.join(tensor.shape)}]" in page
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_nemotron3.layers.backend import te_problem
 from megatron_nemotron3.models import Nemotron3Config, get
-from megatron_nemotron3.optional import te_problem
 
 from ..parity.compare import forward, relative_differences, text, without_mtp
 from ..parity.conftest import world_of_one

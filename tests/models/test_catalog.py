@@ -136,10 +136,9 @@ def test_tiny_of_a_model_with_both_feed_forward_kinds() -> None:
 
 def test_import_is_light() -> None:
     program = (
-        "import sys, time; start = time.perf_counter(); import megatron_nemotron3.models; "
-        "seconds = time.perf_counter() - start; "
+        "import sys, megatron_nemotron3.models; "
         "heavy = sorted({'torch', 'numpy', 'megatron', 'yaml', 'transformers'} & set(sys.modules)); "
-        "print(seconds, *heavy)"
+        "print(*heavy)"
     )
     root = str(Path(next(iter(megatron_nemotron3.__path__))).parent)
     # -S leaves out site-packages: the package must work with the standard library alone.
@@ -150,6 +149,4 @@ def test_import_is_light() -> None:
         text=True,
         check=True,
     )
-    seconds, *heavy = result.stdout.split()
-    assert heavy == []
-    assert float(seconds) < 0.5
+    assert result.stdout.split() == []

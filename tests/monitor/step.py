@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core.distributed import (
@@ -18,6 +16,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from megatron_nemotron3.monitor.settings import monitoring
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 from tests.support.distributed import initialize
 from tests.support.models import build_hybrid
@@ -68,9 +67,8 @@ def run(
     capture: bool = False,
     **overrides: Any,
 ) -> Run:
-    """Train `steps` steps with NEMOTRON3_MONITOR=`monitor`; `overrides` are TransformerConfig fields."""
-    environment = {} if monitor is None else {"NEMOTRON3_MONITOR": monitor}
-    with mock.patch.dict(os.environ, environment):
+    """Train `steps` steps monitored at the interval `monitor`; `overrides` are TransformerConfig fields."""
+    with monitoring(None if monitor is None else int(monitor)):
         initialize()
         model = build_hybrid(
             PATTERN,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,7 @@ import pytest
 from megatron_nemotron3 import cli
 from megatron_nemotron3 import run as launcher
 from megatron_nemotron3.monitor import settings
-from tests.support.distributed import initialize, run_distributed
+from tests.support.distributed import initialize, run_distributed, run_launcher
 from tests.support.models import build_hybrid
 
 
@@ -28,7 +28,7 @@ def build(pattern: str = "ME", monitor: str = "1", tracker: str = "", **override
         initialize()
     if tracker:
         moe_logging.set_moe_metrics_tracker(type(tracker, (moe_logging.MoEMetricsTracker,), {})())
-    with mock.patch.dict(os.environ, {"NEMOTRON3_MONITOR": monitor}):
+    with settings.monitoring(int(monitor)):
         model = build_hybrid(pattern, nemotron3_torch_stack_spec, **overrides)
     found = moe_logging.get_moe_metrics_tracker()
     layers = len(found.monitor.layers) if hasattr(found, "monitor") else 0
@@ -81,7 +81,7 @@ def two_models() -> list[list[str]]:
     initialize()
     names = []
     for pattern in ("MEE", "E"):
-        with mock.patch.dict(os.environ, {"NEMOTRON3_MONITOR": "1"}):
+        with settings.monitoring(1):
             model = build_hybrid(pattern, nemotron3_torch_stack_spec)
         names.append([layer.name for layer in get_moe_metrics_tracker().monitor.layers])
         del model
@@ -97,7 +97,7 @@ def test_a_model_that_is_gone_is_forgotten() -> None:
 def test_what_is_no_interval(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMOTRON3_MONITOR", text)
     with pytest.raises(ValueError, match="NEMOTRON3_MONITOR=.*0 for off"):
-        settings.interval()
+        settings._INTERVAL.read()
 
 
 @pytest.mark.parametrize(("text", "expected"), [("0", 0), ("25", 25), ("", 0)])
@@ -105,7 +105,8 @@ def test_interval(text: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> 
     """Empty is unset; without Megatron's options unset is off."""
     monkeypatch.setenv("NEMOTRON3_MONITOR", text)
     monkeypatch.setitem(__import__("sys").modules, "megatron.training.global_vars", None)
-    assert settings.interval() == expected
+    with settings.monitoring(settings._INTERVAL.read()):
+        assert settings.interval() == expected
 
 
 @pytest.mark.parametrize(("log_interval", "expected"), [(100, 100), (10, 10), (7, 14), (1, 10)])
@@ -113,17 +114,27 @@ def test_the_log_interval_is_the_default(
     log_interval: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a measurement that often is cheap; else the next line of the log that is far enough away."""
-    monkeypatch.delenv("NEMOTRON3_MONITOR", raising=False)
     options = mock.Mock(get_args=lambda: mock.Mock(log_interval=log_interval))
     monkeypatch.setitem(__import__("sys").modules, "megatron.training.global_vars", options)
-    assert settings.interval() == expected and not settings.asked_for()
+    with settings.monitoring(None):
+        assert settings.interval() == expected and not settings.asked_for()
 
 
-def test_the_launcher_sets_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("NEMOTRON3_MONITOR", "3")  # so that it is put back
+def test_the_launcher_sets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The option counts before the variable, which is read once."""
     words = ["--monitor", "12", "--device=cpu", "x.py", "--monitor", "y"]
-    assert launcher.split_arguments(words) == ("cpu", "x.py", ["--monitor", "y"])
-    assert os.environ["NEMOTRON3_MONITOR"] == "12"
+    assert launcher.split_arguments(words) == ("cpu", 12, "x.py", ["--monitor", "y"])
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nfrom megatron_nemotron3.monitor import settings\n"
+        "found = settings.interval()\nos.environ['NEMOTRON3_MONITOR'] = '5'\n"
+        "print(found, settings.interval())\n"
+    )
+    monkeypatch.setenv("NEMOTRON3_MONITOR", "3")
+    for options, interval in ((["--monitor", "12"], 12), ([], 3)):
+        assert f"{interval} {interval}\n" in run_launcher([*options, "--device", "cpu", str(script)], 1)
     for wrong in (["--monitor", "often", "x.py"], ["--monitor=-1", "x.py"], ["--monitor"]):
         with pytest.raises(SystemExit) as end:
             launcher.split_arguments(wrong)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core.quantization.quant_config import GlobMatcher, RecipeConfig
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from megatron_nemotron3.precision.settings import VARIABLE
+from megatron_nemotron3.precision.settings import emulating, parse
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 from tests.support.models import VOCABULARY, build_hybrid
 
@@ -41,16 +38,6 @@ def quant_recipe() -> RecipeConfig:
     return RecipeConfig([*(GlobMatcher(glob, "bf16") for glob in bf16), GlobMatcher(mxfp8, "mxfp8")], configs)
 
 
-@contextmanager
-def emulating(text: str | None) -> Any:
-    """NEMOTRON3_EMULATE is this; None: not set."""
-    with mock.patch.dict(os.environ):
-        os.environ.pop(VARIABLE, None)
-        if text is not None:
-            os.environ[VARIABLE] = text
-        yield
-
-
 def seed(number: int) -> None:
     """Torch's generator and all of Megatron's streams begin here."""
     torch.manual_seed(number)
@@ -59,9 +46,9 @@ def seed(number: int) -> None:
 
 
 def built(text: str | None, pattern: str = PATTERN, **changes: Any) -> Any:
-    """A model under NEMOTRON3_EMULATE=text, always with the same weights and the same draws after it."""
+    """A model that emulates as `text` says, always with the same weights and the same draws after it."""
     seed(11)
-    with emulating(text):
+    with emulating(parse(text or "")):
         fields = {**FIELDS, "quant_recipe": quant_recipe(), **changes}
         model = build_hybrid(pattern, nemotron3_torch_stack_spec, **fields).train()
     seed(3)

@@ -1,12 +1,10 @@
-"""Training steps of a small model under NEMOTRON3_LOG_PRECISION, and what went through one of its linears."""
+"""Training steps of a small model with precision logging, and what went through one of its linears."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.report import Row
-from megatron_nemotron3.precision.settings import LOG_VARIABLE
+from megatron_nemotron3.precision.settings import Logging, logging_precision
 from tests.support.distributed import initialize
 from tests.support.models import VOCABULARY
 
@@ -70,7 +68,7 @@ def train(
     """Megatron's DDP and distributed optimizer around `built(emulate)`.
 
     Args:
-        interval: of NEMOTRON3_LOG_PRECISION; None: not set.
+        interval: of precision logging; None: off.
         microbatches: of each rank. Data-parallel ranks take turns: rank r has the r-th.
         watch: names of linears to capture.
         evaluate: a forward in evaluation mode before each step.
@@ -81,10 +79,7 @@ def train(
         initialize(**(layout or {}))
     folder = [tempfile.mkdtemp()]
     torch.distributed.broadcast_object_list(folder)
-    with mock.patch.dict(os.environ):
-        os.environ.pop(LOG_VARIABLE, None)
-        if interval is not None:
-            os.environ[LOG_VARIABLE] = f"{interval}:{folder[0]}"
+    with logging_precision(None if interval is None else Logging(interval, folder[0])):
         model = built(emulate, **changes)
     if by_name:
         _weights_by_name(model)

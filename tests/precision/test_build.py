@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from megatron_nemotron3.args.rules import RuleError
 from megatron_nemotron3.build import model_config
 from megatron_nemotron3.models import tiny
 from megatron_nemotron3.precision import install, yaml_file
-from megatron_nemotron3.precision.modules import expected
-from megatron_nemotron3.precision.settings import VARIABLE
+from megatron_nemotron3.precision.settings import current, emulating, parse
+from megatron_nemotron3.precision.table import expected
 from tests.support.distributed import initialize, run_distributed
 
 from .emulating import seed
@@ -27,12 +26,13 @@ def built(
     file: str, environment: str | None, **arguments: Any
 ) -> tuple[dict[str, str], set[Any], torch.Tensor]:
     """Formats by name, recipes' switches for stochastic rounding, and the loss of a forward."""
-    os.environ.pop(VARIABLE, None)
-    if environment is not None:
-        os.environ[VARIABLE] = environment
     seed(7)
-    model = n3.build_model("super", tiny=True, backend="torch", te_precision_config_file=file, **arguments)
-    assert os.environ.get(VARIABLE) == environment
+    outside = parse(environment or "")
+    with emulating(outside):
+        model = n3.build_model(
+            "super", tiny=True, backend="torch", te_precision_config_file=file, **arguments
+        )
+        assert current() == outside
     words = torch.arange(64).unsqueeze(0)
     loss = model(words, words, None, labels=words).mean()
     found = dict(install.emulated(model))
@@ -51,7 +51,7 @@ def take(file: str) -> dict[str, Any]:
 
 
 def test_a_model_built_in_python(tmp_path: Path) -> None:
-    """The argument counts before the variable, which is afterwards what it was."""
+    """The argument counts before the setting around it, which is afterwards what it was."""
     file = str(tmp_path / "precision.yaml")
     yaml_file.write(TINY, file)
     found = run_distributed(take, 1, file)[0]

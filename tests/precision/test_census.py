@@ -19,9 +19,8 @@ from megatron_nemotron3.precision.census import (
     formats,
     structure_of,
 )
-from megatron_nemotron3.precision.modules import Structure, expected
 from megatron_nemotron3.precision.share import TAIL, shares
-from megatron_nemotron3.precision.table import bf16_tail
+from megatron_nemotron3.precision.table import Structure, bf16_tail, expected
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile
 from tests.support.distributed import run_distributed
 from tests.support.models import GOLDEN_MODELS, golden_file

@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 
-from megatron_nemotron3.numerics import e4m3
 from megatron_nemotron3.precision import packed, quantizer
+from megatron_nemotron3.precision.numerics import e4m3
 from megatron_nemotron3.precision.spec import Spec
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "nvfp4_training.npz"

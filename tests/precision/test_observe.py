@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import tempfile
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +16,13 @@ from megatron_nemotron3.precision.observe import Observer
 from megatron_nemotron3.precision.products import Recipe
 from megatron_nemotron3.precision.quantizer import fake_quantize
 from megatron_nemotron3.precision.report import GRADIENT, Row
-from megatron_nemotron3.precision.settings import LOG_VARIABLE, logging, parse_logging
+from megatron_nemotron3.precision.settings import (
+    LOG_VARIABLE,
+    Logging,
+    logging,
+    logging_precision,
+    parse_logging,
+)
 from megatron_nemotron3.precision.shadow import Observed
 from megatron_nemotron3.precision.spec import Spec
 from megatron_nemotron3.precision.statistics import Sums, measure, numbers
@@ -165,7 +169,7 @@ def test_a_measured_expert_computes_as_ever(changes: dict[str, Any]) -> None:
 def compare_experts(changes: dict[str, Any]) -> None:
     initialize()
     plain = step(built(None, "E", mtp_use_repeated_layer=False, first_last_layers_bf16=False, **changes))
-    with mock.patch.dict(os.environ, {LOG_VARIABLE: f"1:{tempfile.mkdtemp()}"}):
+    with logging_precision(Logging(1, tempfile.mkdtemp())):
         model = built(None, "E", mtp_use_repeated_layer=False, num_layers_at_end_in_bf16=0, **changes)
     assert isinstance(model.decoder.layers[0].mlp.experts.linear_fc1.products, Observed)
     seed(3)
@@ -193,7 +197,7 @@ def test_a_model_that_is_gone_leaves_optimizers_alone() -> None:
 
 def forget() -> None:
     initialize()
-    with mock.patch.dict(os.environ, {LOG_VARIABLE: f"1:{tempfile.mkdtemp()}"}):
+    with logging_precision(Logging(1, tempfile.mkdtemp())):
         built(None, "M", mtp_use_repeated_layer=False, num_layers_at_end_in_bf16=0)
     gc.collect()
 
@@ -224,7 +228,8 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_logging(chosen.text()) == chosen and parse_logging("0") is None
     linear = torch.nn.Linear(2, 2)
     foreign: Any = SimpleNamespace(modules=lambda: [linear], layers=[linear], config=None)
-    with pytest.raises(ValueError, match="measures linears of the torch backend, and this stack has none"):
+    message = "measures linears of the torch backend, and this stack has none"
+    with logging_precision(chosen), pytest.raises(ValueError, match=message):
         emulate_stack(foreign)
     graphs: Any = SimpleNamespace(config=SimpleNamespace(cuda_graph_impl="local"))
     with pytest.raises(ValueError, match="--cuda-graph-impl local: a replayed graph shows no operands"):

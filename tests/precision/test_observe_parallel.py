@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.report import GRADIENT, Row
-from megatron_nemotron3.precision.settings import LOG_VARIABLE
+from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging, logging_precision
 from megatron_nemotron3.precision.shadow import Observed
 from megatron_nemotron3.train import launch
 from tests.support.distributed import initialize, run_distributed, run_launcher
@@ -100,11 +98,7 @@ def test_tensor_parallel() -> None:
 
 def disagree() -> str:
     initialize()
-    with mock.patch.dict(os.environ):
-        if torch.distributed.get_rank() == 0:
-            os.environ[LOG_VARIABLE] = "5"
-        else:
-            os.environ.pop(LOG_VARIABLE, None)
+    with logging_precision(Logging(5) if torch.distributed.get_rank() == 0 else None):
         try:
             built(None, "M", mtp_use_repeated_layer=False)
         except RuntimeError as problem:
@@ -123,7 +117,7 @@ def odd_shapes() -> tuple[str, set[str]]:
     """What is said at TP=2 of an in_proj of 328 rows, 164 on a rank; and what is measured all the same."""
     initialize(tp=2)
     said = io.StringIO()
-    with mock.patch.dict(os.environ, {LOG_VARIABLE: "5"}), redirect_stdout(said):
+    with logging_precision(Logging(5)), redirect_stdout(said):
         changes = {"mamba_num_heads": 8, "mamba_head_dim": 16, "num_layers_at_end_in_bf16": 0}
         model = built(None, "M", mtp_use_repeated_layer=False, **changes)
     measured = {n for n, m in model.named_modules() if isinstance(getattr(m, "products", None), Observed)}

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 TENSORS = """
 import torch
-from megatron_nemotron3.numerics import e4m3
+from megatron_nemotron3.precision.numerics import e4m3
 from megatron_nemotron3.precision import packed
 from megatron_nemotron3.precision.quantizer import fake_quantize
 from megatron_nemotron3.precision.spec import Spec

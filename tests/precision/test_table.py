@@ -14,18 +14,19 @@ from megatron_nemotron3.args import ParallelLayout, flags
 from megatron_nemotron3.args.pipeline import last_stage_cost, layer_cost
 from megatron_nemotron3.models.parameters import layer_tensors
 from megatron_nemotron3.precision import command
-from megatron_nemotron3.precision.modules import Structure, expected
 from megatron_nemotron3.precision.share import OTHER, TAIL, shares, totals
 from megatron_nemotron3.precision.table import (
     FORMATS,
     KINDS,
     LINEARS,
     NEVER,
+    Structure,
     bf16_tail,
+    expected,
     is_published,
+    kind_named,
     kind_of,
     tail,
-    tensor_kind,
 )
 
 CONFIGS = [models.get(name + size) for name in models.names() for size in ("", "-tiny")]
@@ -108,7 +109,7 @@ def test_every_matrix_of_a_layer_is_in_a_row() -> None:
     for config in CONFIGS:
         for symbol in set(config.pattern):
             for tensor in layer_tensors(config, symbol):
-                kind = tensor_kind(tensor.name)
+                kind = kind_named(tensor.linear)
                 assert (kind is not None) == (len(tensor.shape) > 1), tensor.name
                 assert kind is None or kind.layer == symbol
 
@@ -199,7 +200,7 @@ def test_rows_that_cannot_be_quantized_have_one_format() -> None:
         assert [kind.format(p) for p in FORMATS[1:]] == list(FORMATS[1:])
 
 
-@pytest.mark.parametrize("module", ["table", "modules", "share", "yaml_file", "census", "command"])
+@pytest.mark.parametrize("module", ["table", "share", "yaml_file", "census", "command"])
 def test_light(module: str) -> None:
     code = (
         f"import sys, megatron_nemotron3.precision.{module}; "

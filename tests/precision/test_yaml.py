@@ -13,9 +13,8 @@ import pytest
 
 from megatron_nemotron3 import models
 from megatron_nemotron3.precision import command, yaml_file
-from megatron_nemotron3.precision.modules import Structure, expected
 from megatron_nemotron3.precision.schema import RECIPE_FIELDS
-from megatron_nemotron3.precision.table import bf16_tail
+from megatron_nemotron3.precision.table import Structure, bf16_tail, expected
 from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
 CONFIGS = [models.get(name + size) for name in models.names() for size in ("", "-tiny")]

@@ -26,9 +26,8 @@ from megatron_nemotron3.layers.functional import (
 )
 from megatron_nemotron3.layers.ssd import ssd_chunked
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.config import GATED_NORM_EPSILON
 
-#: Megatron builds the gated norm of its Mamba-2 mixer with this epsilon, whatever the other norms have.
-GATED_NORM_EPS = 1e-5
 #: Names of the norm in front of a mixer, by layer kind: fused into the first linear layer, or separate.
 NORMS = {
     "M": ("mixer.in_proj.layer_norm_weight", "norm.weight"),
@@ -133,7 +132,7 @@ class Reference:
             D=D,
         ).flatten(-2)
         gain = self.weights.tensor(name + "norm.weight", (inner,))
-        y = gated_group_rms_norm(y, z, gain, group_size=inner // groups, eps=GATED_NORM_EPS)
+        y = gated_group_rms_norm(y, z, gain, group_size=inner // groups, eps=GATED_NORM_EPSILON)
         return self._linear(y, name + "out_proj.weight", self.hidden)
 
     def _in_proj(self, name: str, x: Tensor, parts: dict[str, int]) -> Tensor:

@@ -53,9 +53,9 @@ def without_cuda() -> None:
     import megatron.core.extensions.transformer_engine  # noqa: F401 (looks at CUDA as it is imported)
     from megatron.core.tensor_parallel import random
 
-    from megatron_nemotron3 import cpu
+    from megatron_nemotron3.cpu import torch_names
 
-    for target, name, value in cpu._torch_table():
+    for target, name, value in torch_names.table():
         setattr(target, name, value)
     random.CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
 

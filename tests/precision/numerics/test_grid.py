@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_nemotron3.numerics import e2m1, e4m3
-from megatron_nemotron3.numerics.grid import E2M1, E4M3, Grid
+from megatron_nemotron3.precision.numerics import e2m1, e4m3
+from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3, Grid
 
 FORMATS = pytest.mark.parametrize(("grid", "codes"), [(E2M1, e2m1), (E4M3, e4m3)], ids=["e2m1", "e4m3"])
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_nemotron3.numerics import e2m1, e4m3, fp8, nvfp4
+from megatron_nemotron3.precision.numerics import e2m1, e4m3, fp8, nvfp4
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "nvfp4_weights.npz"
 CASES = (
@@ -60,7 +60,7 @@ def test_bytes_are_modelopts(case: str) -> None:
 MODELOPT = """
 import torch
 from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
-from megatron_nemotron3.numerics import fp8, nvfp4
+from megatron_nemotron3.precision.numerics import fp8, nvfp4
 for seed in range(12):
     generator = torch.Generator().manual_seed(seed)
     spread = torch.exp2(-torch.randint(0, 2 * seed + 1, (257, 32), generator=generator).float())

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_nemotron3.numerics import e4m3
-from megatron_nemotron3.numerics.nvfp4 import amax
+from megatron_nemotron3.precision.numerics import e4m3
+from megatron_nemotron3.precision.numerics.nvfp4 import amax
 
 __all__ = ["MIN_AMAX", "amax", "dequantize", "quantize", "tensor_scale"]
 

@@ -1,32 +1,41 @@
-"""The one table of tensor names: Megatron's keys on one side, Hugging Face's on the other.
+"""The table of tensors: every weight of the family, once.
 
-A row says what a tensor is called on both sides, which shape it has there, and which rule of
-`transforms.RULES` joins the two. Names are relative to the layer they stand in; `{e}` is the expert.
+A row says in which kind of layer a tensor stands, what Hugging Face and Megatron call it, its shape on both
+sides, the rule that converts one into the other, how tensor parallelism splits it, and which linear of the
+precision recipe it belongs to:
 
-    Row("*", (q, k, v), torch_dist: self_attention.linear_qkv.weight, rule qkv, tp column)
+    Row("*", (q, k, v), torch_dist: self_attention.linear_qkv.weight, rule qkv, tp column, linear attention)
 
-Megatron spells one tensor in several ways: a torch_dist key is not always the name of the parameter it
-came from, and other versions and specs have other names. Each way is a `Spelling`, the one that
-megatron-core 0.19 writes first. A layer's kind comes from the model's pattern, never from a name, because
+Everything else is a projection of this table: parameter counts and the inventory of a checkpoint
+(`parameters`), conversion (`convert.inventory`, `convert.places`), the modules of the precision recipe
+(`precision.table`), and the memory of a rank (`plan.state`). Names are relative to the layer; `{e}` stands
+for the number of a routed expert. Shapes are in the symbols of `symbol_sizes`.
+
+Megatron spells one tensor in several ways: a torch_dist key is not always the name of the parameter it was
+saved from, and other versions and specs use other names. Each way is a `Spelling`; the first is the one that
+megatron-core 0.19 writes. The kind of a layer comes from the model's pattern, never from a name, because
 `pre_mlp_layernorm.weight` is one tensor in an E layer and another in a - layer.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.config import Nemotron3Config
 
-#: Keys as megatron-core 0.19 writes them with its own hybrid spec: what every row has, and what we write.
+#: Keys that megatron-core 0.19 writes with its own hybrid spec. Every row has them, and we write them.
 TORCH_DIST = "torch_dist"
 #: Names in `named_parameters()` of the model, and in the files of legacy mp_rank folders.
 PARAMETER = "parameter"
+#: Names of specs whose Mamba mixer holds its convolution as a module, not as two parameters.
+CONV1D_MODULE = "conv1d module"
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor of the table: name below its layer, and shape in the symbols of `sizes`."""
+class NamedShape:
+    """The name of a tensor below its layer, and its shape in symbols."""
 
     name: str
     shape: tuple[str, ...]
@@ -34,38 +43,53 @@ class Stored:
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way Megatron stores a row: the tensors, and the rule that makes the row's HF tensors of them."""
+    """One way Megatron stores a row: its tensors, and the rule that converts them to Hugging Face's."""
 
+    #: The set of names this spelling belongs to; one of `DIALECTS`.
     dialect: str
+    #: A key of `convert.transforms.RULES`.
     rule: str
-    tensors: tuple[Stored, ...]
+    tensors: tuple[NamedShape, ...]
 
 
 @dataclass(frozen=True)
 class Row:
-    """Tensors that are converted together, because each side is made of the other."""
+    """Tensors that are converted together, because each side is made from the other."""
 
-    #: Layer kind "M", "*", "E", "-"; "model"; or what an MTP block has "mtp_in" front of or "mtp_out" after
-    #: its layers (HF files the two under the block's first and last layer).
+    #: Layer kind "M", "*", "E" or "-"; "model" for tensors outside the layers; "mtp_in" and "mtp_out" for
+    #: those of an MTP block before and after its layers (HF files them under its first and last layer).
     part: str
-    hf: tuple[Stored, ...]
+    hf: tuple[NamedShape, ...]
     spellings: tuple[Spelling, ...]
     #: How a parameter is split over tensor-parallel ranks: "replicated", "column" (axis 0), "row" (axis 1),
-    #: "parts" (axis 0, each tensor of the first spelling on its own). Routed experts: over ETP ranks.
+    #: or "parts" (axis 0, each tensor of the first spelling by itself). Routed experts: over ETP ranks.
     tp: str = "replicated"
-    #: FP32 whatever the model's type.
+    #: Stored in FP32, whatever the model's type.
     float32: bool = False
+    #: False for a buffer that no gradient reaches.
+    trainable: bool = True
+    #: The linear of the precision recipe (`precision.table`) that holds this matrix; None for vectors.
+    linear: str | None = None
     #: The configuration field without which the model lacks this row.
     needs: str | None = None
+    #: Place in the order in which Megatron registers the parameters of this part, from 1. Rows without one
+    #: follow in the order of the table.
+    registered: int | None = None
 
     @property
     def routed(self) -> bool:
-        """Whether there is one tensor for each routed expert."""
+        """Whether every routed expert has a copy of this tensor."""
         return "{e}" in self.hf[0].name
 
-    def spelling(self, dialect: str) -> Spelling:
-        """The spelling of that dialect; the first where the dialect has no other name for this row."""
-        return next((s for s in self.spellings if s.dialect == dialect), self.spellings[0])
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Megatron's modules that hold this row, relative to the layer: "mlp.experts.linear_fc1"."""
+        spellings = [self.spelling(PARAMETER), self.spelling(CONV1D_MODULE, self.spelling(PARAMETER))]
+        return tuple(dict.fromkeys(s.tensors[0].name.rpartition(".")[0] for s in spellings))
+
+    def spelling(self, dialect: str, default: Spelling | None = None) -> Spelling:
+        """The spelling of a dialect, or `default` (None: the first one) where the dialect has none."""
+        return next((s for s in self.spellings if s.dialect == dialect), default or self.spellings[0])
 
 
 def _row(part: str, hf: str, *spellings: str, **fields: object) -> Row:
@@ -73,13 +97,13 @@ def _row(part: str, hf: str, *spellings: str, **fields: object) -> Row:
     parsed = []
     for spelling in spellings:
         dialect, rule, tensors = spelling.split(": ")
-        parsed.append(Spelling(dialect, rule, _stored(tensors)))
-    return Row(part, _stored(hf), tuple(parsed), **fields)  # type: ignore[arg-type]
+        parsed.append(Spelling(dialect, rule, _named_shapes(tensors)))
+    return Row(part, _named_shapes(hf), tuple(parsed), **fields)  # type: ignore[arg-type]
 
 
-def _stored(text: str) -> tuple[Stored, ...]:
+def _named_shapes(text: str) -> tuple[NamedShape, ...]:
     found = re.findall(r"(\S+) \[([^]]*)\]", text)
-    return tuple(Stored(name, tuple(shape.split())) for name, shape in found)
+    return tuple(NamedShape(name, tuple(shape.split())) for name, shape in found)
 
 
 ROWS: tuple[Row, ...] = (
@@ -88,6 +112,7 @@ ROWS: tuple[Row, ...] = (
         "backbone.embeddings.weight [vocab d]",
         "torch_dist: vocabulary: embedding.word_embeddings.weight [padded_vocab d]",
         tp="column",
+        linear="embedding",
     ),
     _row(
         "model",
@@ -100,6 +125,7 @@ ROWS: tuple[Row, ...] = (
         "lm_head.weight [vocab d]",
         "torch_dist: vocabulary: output_layer.weight [padded_vocab d]",
         tp="column",
+        linear="output_layer",
     ),
     # Mamba-2
     _row(
@@ -107,6 +133,7 @@ ROWS: tuple[Row, ...] = (
         "norm.weight [d]",
         "torch_dist: copy: mixer.in_proj.layer_norm_weight [d]",
         "separate norm: copy: norm.weight [d]",
+        registered=6,
     ),
     _row(
         "M",
@@ -115,6 +142,8 @@ ROWS: tuple[Row, ...] = (
         "mixer.in_proj.weight.B [bc d], mixer.in_proj.weight.C [bc d], mixer.in_proj.weight.dt [heads d]",
         "parameter: copy: mixer.in_proj.weight [in_proj d]",
         tp="parts",
+        linear="mamba_in",
+        registered=7,
     ),
     _row(
         "M",
@@ -124,6 +153,8 @@ ROWS: tuple[Row, ...] = (
         "parameter: copy: mixer.conv1d_weight [conv 1 kernel]",
         "conv1d module: copy: mixer.conv1d.weight [conv 1 kernel]",
         tp="parts",
+        linear="convolution",
+        registered=1,
     ),
     _row(
         "M",
@@ -132,16 +163,36 @@ ROWS: tuple[Row, ...] = (
         "parameter: copy: mixer.conv1d_bias [conv]",
         "conv1d module: copy: mixer.conv1d.bias [conv]",
         tp="parts",
+        registered=2,
     ),
-    _row("M", "mixer.A_log [heads]", "torch_dist: copy: mixer.A_log [heads]", tp="column"),
-    _row("M", "mixer.D [heads]", "torch_dist: copy: mixer.D [heads]", tp="column"),
-    _row("M", "mixer.dt_bias [heads]", "torch_dist: copy: mixer.dt_bias [heads]", tp="column"),
+    _row(
+        "M",
+        "mixer.A_log [heads]",
+        "torch_dist: copy: mixer.A_log [heads]",
+        tp="column",
+        registered=4,
+    ),
+    _row(
+        "M",
+        "mixer.D [heads]",
+        "torch_dist: copy: mixer.D [heads]",
+        tp="column",
+        registered=5,
+    ),
+    _row(
+        "M",
+        "mixer.dt_bias [heads]",
+        "torch_dist: copy: mixer.dt_bias [heads]",
+        tp="column",
+        registered=3,
+    ),
     _row("M", "mixer.norm.weight [inner]", "torch_dist: copy: mixer.norm.weight [inner]", tp="column"),
     _row(
         "M",
         "mixer.out_proj.weight [d inner]",
         "torch_dist: copy: mixer.out_proj.weight [d inner]",
         tp="row",
+        linear="mamba_out",
     ),
     # Attention
     _row(
@@ -149,39 +200,51 @@ ROWS: tuple[Row, ...] = (
         "norm.weight [d]",
         "torch_dist: copy: self_attention.linear_qkv.layer_norm_weight [d]",
         "separate norm: copy: input_layernorm.weight [d]",
+        registered=2,
     ),
     _row(
         "*",
         "mixer.q_proj.weight [q d], mixer.k_proj.weight [kv d], mixer.v_proj.weight [kv d]",
         "torch_dist: qkv: self_attention.linear_qkv.weight [qkv d]",
         tp="column",
+        linear="attention",
     ),
     _row(
         "*",
         "mixer.o_proj.weight [d q]",
         "torch_dist: copy: self_attention.linear_proj.weight [d q]",
         tp="row",
+        linear="attention",
+        registered=1,
     ),
     # Mixture of experts
     _row("E", "norm.weight [d]", "torch_dist: copy: pre_mlp_layernorm.weight [d]"),
-    _row("E", "mixer.gate.weight [experts d]", "torch_dist: copy: mlp.router.weight [experts d]"),
+    _row(
+        "E",
+        "mixer.gate.weight [experts d]",
+        "torch_dist: copy: mlp.router.weight [experts d]",
+        linear="router",
+    ),
     _row(
         "E",
         "mixer.gate.e_score_correction_bias [experts]",
         "torch_dist: copy: mlp.router.expert_bias [experts]",
         float32=True,
+        trainable=False,
     ),
     _row(
         "E",
         "mixer.fc1_latent_proj.weight [latent d]",
         "torch_dist: copy: mlp.fc1_latent_proj.weight [latent d]",
         needs="moe_latent_size",
+        linear="latent",
     ),
     _row(
         "E",
         "mixer.fc2_latent_proj.weight [d latent]",
         "torch_dist: copy: mlp.fc2_latent_proj.weight [d latent]",
         needs="moe_latent_size",
+        linear="latent",
     ),
     _row(
         "E",
@@ -191,6 +254,7 @@ ROWS: tuple[Row, ...] = (
         "parameter: copy: mlp.experts.linear_fc1.weight{e} [ffn latent]",
         "sequential experts: copy: mlp.experts.local_experts.{e}.linear_fc1.weight [ffn latent]",
         tp="column",
+        linear="experts",
     ),
     _row(
         "E",
@@ -200,18 +264,21 @@ ROWS: tuple[Row, ...] = (
         "parameter: copy: mlp.experts.linear_fc2.weight{e} [latent ffn]",
         "sequential experts: copy: mlp.experts.local_experts.{e}.linear_fc2.weight [latent ffn]",
         tp="row",
+        linear="experts",
     ),
     _row(
         "E",
         "mixer.shared_experts.up_proj.weight [shared d]",
         "torch_dist: copy: mlp.shared_experts.linear_fc1.weight [shared d]",
         tp="column",
+        linear="shared_experts",
     ),
     _row(
         "E",
         "mixer.shared_experts.down_proj.weight [d shared]",
         "torch_dist: copy: mlp.shared_experts.linear_fc2.weight [d shared]",
         tp="row",
+        linear="shared_experts",
     ),
     # Dense MLP
     _row(
@@ -225,26 +292,34 @@ ROWS: tuple[Row, ...] = (
         "mixer.up_proj.weight [dense d]",
         "torch_dist: copy: mlp.linear_fc1.weight [dense d]",
         tp="column",
+        linear="mlp",
     ),
     _row(
         "-",
         "mixer.down_proj.weight [d dense]",
         "torch_dist: copy: mlp.linear_fc2.weight [d dense]",
         tp="row",
+        linear="mlp",
     ),
     # Multi-token prediction, besides its layers
     _row("mtp_in", "enorm.weight [d]", "torch_dist: copy: enorm.weight [d]"),
     _row("mtp_in", "hnorm.weight [d]", "torch_dist: copy: hnorm.weight [d]"),
-    _row("mtp_in", "eh_proj.weight [d 2d]", "torch_dist: copy: eh_proj.weight [d 2d]", tp="column"),
+    _row(
+        "mtp_in",
+        "eh_proj.weight [d 2d]",
+        "torch_dist: copy: eh_proj.weight [d 2d]",
+        tp="column",
+        linear="mtp",
+    ),
     _row("mtp_out", "final_layernorm.weight [d]", "torch_dist: copy: final_layernorm.weight [d]"),
 )
 
-#: Every way to spell a row, the default first.
+#: All sets of spellings, the default first.
 DIALECTS = tuple(dict.fromkeys(spelling.dialect for row in ROWS for spelling in row.spellings))
 
 
-def sizes(config: Nemotron3Config, padded_vocab_size: int | None = None) -> dict[str, int]:
-    """The numbers behind the shape symbols of the table; 0 for parts the model lacks."""
+def symbol_sizes(config: Nemotron3Config, padded_vocab_size: int | None = None) -> dict[str, int]:
+    """The numbers behind the shape symbols of the table; 0 for parts that the model lacks."""
     inner, bc = config.mamba_inner_size, config.mamba_num_groups * config.mamba_state_dim
     q, kv = (heads * config.kv_channels for heads in (config.num_attention_heads, config.num_query_groups))
     return {
@@ -270,6 +345,11 @@ def sizes(config: Nemotron3Config, padded_vocab_size: int | None = None) -> dict
     }
 
 
-def rows(config: Nemotron3Config, part: str) -> tuple[Row, ...]:
-    """The rows of a part that this model has."""
+def rows_of(config: Nemotron3Config, part: str) -> tuple[Row, ...]:
+    """The rows of a part that this model has, in the order of the table."""
     return tuple(r for r in ROWS if r.part == part and (r.needs is None or getattr(config, r.needs)))
+
+
+def registered(rows: Iterable[Row]) -> list[Row]:
+    """Rows of one part in the order in which Megatron registers their parameters."""
+    return sorted(rows, key=lambda row: row.registered or len(ROWS))

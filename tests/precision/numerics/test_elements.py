@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_nemotron3.numerics import e2m1, e4m3
+from megatron_nemotron3.precision.numerics import e2m1, e4m3
 
 
 def _values(mantissa_bits: int, exponent_bits: int, bias: int) -> list[Fraction]:

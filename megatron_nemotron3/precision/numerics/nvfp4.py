@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_nemotron3.numerics import e2m1, e4m3
+from megatron_nemotron3.precision.numerics import e2m1, e4m3
 
 BLOCK = 16
 #: The largest value a tensor scale of 1 can hold.

@@ -1,0 +1,138 @@
+"""`torch.distributed` on gloo: nccl's names mean gloo, and what gloo lacks is added.
+
+Groups of one rank. Megatron makes a group for every kind of parallelism, most of them of one rank on a small
+machine. Each gloo group polls its sockets a hundred times a second in a thread of its own, and these threads
+live as long as anything refers to the group. So groups of the same one rank are one group here: it
+communicates with nobody, so no messages can get mixed up.
+
+Variable-size collectives. Megatron gathers and scatters tokens this way with expert tensor parallelism, since
+the number of tokens differs from rank to rank. gloo refuses parts of different sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_new_group, _destroy = dist.new_group, dist.destroy_process_group
+_all_gather, _reduce_scatter = dist.all_gather, dist.reduce_scatter
+#: The world that the groups below belong to; a process can be in another one later.
+_world: Any = None
+#: Rank -> its group; on the other ranks torch's placeholder for non-members.
+_groups: dict[int, Any] = {}
+
+
+def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`torch.distributed.new_group`; groups of one rank are shared. Every rank calls it, as torch asks."""
+    global _world
+    members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+    # With local synchronization (the fifth argument) other ranks do not call and would not know it.
+    if len(members) != 1 or kwargs.get("use_local_synchronization") or len(args) > 3:
+        return _new_group(ranks, *args, **kwargs)
+    if _world is not dist.group.WORLD:
+        _world = dist.group.WORLD
+        _groups.clear()
+    (rank,) = members
+    if rank not in _groups:
+        _groups[rank] = _new_group(members, *args, **kwargs)
+    return _groups[rank]
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """`torch.distributed.destroy_process_group`; a shared group lives as long as the world."""
+    global _world
+    if group is None or group is dist.group.WORLD:
+        _world = None
+        _groups.clear()
+    elif any(group is shared for shared in _groups.values()):
+        return
+    _destroy(group)
+
+
+def _gloo_can(parts: list[torch.Tensor], group: Any) -> bool:
+    return dist.get_backend(group) != "gloo" or len({part.shape for part in parts}) <= 1
+
+
+def all_gather(
+    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """`torch.distributed.all_gather` for parts [n_r, …] of any n_r: one broadcast from each rank."""
+    if _gloo_can(tensor_list, group):
+        return _all_gather(tensor_list, tensor, group=group, async_op=async_op)
+    if async_op:
+        raise NotImplementedError(
+            "all_gather of parts of different sizes is synchronous on gloo: use async_op=False"
+        )
+    rank = dist.get_rank(group)
+    for source, part in enumerate(tensor_list):
+        if source == rank:
+            part.copy_(tensor)
+        _on_contiguous(part, lambda t, source=source: dist.broadcast(t, group=group, group_src=source))
+    return None
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """`torch.distributed.reduce_scatter` for parts [n_r, …] of any n_r: one reduction to each rank."""
+    if _gloo_can(input_list, group):
+        return _reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+    if async_op:
+        raise NotImplementedError(
+            "reduce_scatter of parts of different sizes is synchronous on gloo: use async_op=False"
+        )
+    rank = dist.get_rank(group)
+    for target, part in enumerate(input_list):
+        summed = part.clone(memory_format=torch.contiguous_format)
+        if summed.numel():
+            dist.reduce(summed, group=group, group_dst=target, op=op)
+        if target == rank:
+            output.copy_(summed)
+    return None
+
+
+def _on_contiguous(tensor: torch.Tensor, collective: Any) -> None:
+    """Run a collective in place. gloo needs contiguous, non-empty memory."""
+    if not tensor.numel():
+        return
+    whole = tensor.contiguous()
+    collective(whole)
+    if whole is not tensor:
+        tensor.copy_(whole)
+
+
+def table() -> list[tuple[Any, str, Any]]:
+    """(object, attribute, replacement) for `torch.distributed`; options of nccl are dropped."""
+
+    def on_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(_gloo(a) for a in args)
+            if "backend" in kwargs:
+                kwargs["backend"] = _gloo(kwargs["backend"])
+            for name in ("pg_options", "device_id"):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = None
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    # torch's own module calls its unpatched `new_group`, so functions that make groups by it are listed, too.
+    names = ("init_process_group", "new_subgroups_by_enumeration")
+    return [
+        *((dist, name, on_gloo(getattr(dist, name))) for name in names),
+        (dist, "new_group", on_gloo(new_group)),
+        (dist, "destroy_process_group", destroy_process_group),
+        (dist, "all_gather", all_gather),
+        (dist, "reduce_scatter", reduce_scatter),
+    ]
+
+
+def _gloo(backend: Any) -> Any:
+    return "gloo" if isinstance(backend, str) and "nccl" in backend else backend

@@ -1,0 +1,186 @@
+"""Names that Megatron binds at import, and arguments of its training loop: what they become on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+#: Megatron arguments that cannot hold on a CPU, and what they become (applied after parsing).
+ARGUMENTS: dict[str, Any] = {
+    "distributed_backend": "gloo",
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,  # a CUDA extension of apex
+    "masked_softmax_fusion": False,  # CUDA kernels
+    "persist_layer_norm": False,  # apex
+    "bias_dropout_fusion": False,  # torch.compile for a GPU
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "rope_fusion": False,
+    "moe_permute_fusion": False,  # TE
+    "moe_router_fusion": False,  # TE
+    "cross_entropy_loss_fusion": False,
+    "num_workers": 0,  # DataLoader workers ask for an accelerator
+    "async_save": False,
+}
+
+
+def _fallback_table() -> list[tuple[Any, str, Any]]:
+    """Megatron's own fallbacks, where it binds kernels of TE or apex at import."""
+    import torch
+    from megatron.core import utils
+
+    apply, norm, scale = (
+        getattr(utils, f"local_multi_tensor_{name}") for name in ("applier", "l2_norm", "scale")
+    )
+    bound: dict[str, dict[str, Any]] = {
+        "core.transformer.moe.moe_utils": {"te_general_gemm": None},
+        "core.optimizer": {
+            "Adam": torch.optim.AdamW,
+            "SGD": torch.optim.SGD,
+            "USING_PYTORCH_OPTIMIZER": True,
+        },
+        "core.optimizer.distrib_optimizer": {
+            "Adam": torch.optim.Adam,
+            "HAVE_APEX_OR_TE": False,
+            "USING_TE_OPTIMIZER": False,
+            "USING_APEX_OPTIMIZER": False,
+        },
+        "core.optimizer.optimizer": {"multi_tensor_applier": apply, "multi_tensor_scale_impl": scale},
+        "core.optimizer.clip_grads": {
+            "multi_tensor_applier": apply,
+            "l2_norm_impl": norm,
+            "multi_tensor_scale_impl": scale,
+            "multi_tensor_scale_tensor_impl": None,
+        },
+        "training.utils.common_utils": {"multi_tensor_applier": apply, "multi_tensor_l2norm": norm},
+    }
+    return [
+        (importlib.import_module(f"megatron.{module}"), name, value)
+        for module, names in bound.items()
+        for name, value in names.items()
+    ]
+
+
+def _optimizer_table() -> list[tuple[Any, str, Any]]:
+    """(object, attribute, replacement) for resuming the distributed optimizer with torch's Adam.
+
+    Without apex and TE upstream fails in three ways. It asks for the step count before any state exists.
+    After loading, the step of every parameter is one shared tensor, which Adam advances once per parameter,
+    or the zero of a placeholder. It looks for a step per parameter in a fully reshardable checkpoint, which
+    has none.
+    """
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    state_dict, load_state_dict = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
+
+    def state_dict_of_started(self: Any) -> Any:
+        inner = self.optimizer
+        if not self.is_stub_optimizer and not inner.state:
+            for parameter in (p for group in inner.param_groups for p in group["params"]):
+                inner.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        return state_dict(self)
+
+    def load_state_dict_with_steps(self: Any, state: Any) -> None:
+        with torch.no_grad():  # FP32 master weights are views of the parameters
+            load_state_dict(self, state)
+        steps = {group["step"] for group in state["optimizer"]["param_groups"]}
+        for values in self.optimizer.state.values():
+            values["step"] = torch.tensor(float(max(steps)))
+
+    set_state = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_state_without_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        set_state(self, parameter, {"step": None, **tensors})  # leaves entries that are no tensors unchanged
+
+    return [
+        (DistributedOptimizer, "_set_main_param_and_optimizer_states", set_state_without_step),
+        (DistributedOptimizer, "state_dict", state_dict_of_started),
+        (DistributedOptimizer, "load_state_dict", load_state_dict_with_steps),
+    ]
+
+
+def table(announce: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
+    """(object, attribute, replacement) for what Megatron bound before torch's names were replaced."""
+    import torch
+
+    rng = importlib.import_module("megatron.core.tensor_parallel.random")
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    found: list[tuple[Any, str, Any]] = [
+        (rng, "_lazy_call", lambda callback, **_: callback()),
+        (rng, "_lazy_init", lambda: None),
+        (rng, "device_ctx_manager", lambda *_: nullcontext()),
+        (rng, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (rng, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        # Kept by the class for all models: a stand-in must not outlive the block.
+        (dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None),
+    ]
+    try:
+        arguments = importlib.import_module("megatron.training.arguments")
+        datasets = importlib.import_module("megatron.core.datasets.utils")
+    except ImportError:  # megatron.core alone: scripts without the training loop
+        return found
+    found += [*_fallback_table(), *_optimizer_table()]
+
+    parse_args = arguments.parse_args
+    announced: list[bool] = []  # Megatron parses its arguments more than once
+
+    def parse_for_cpu(*args: Any, **kwargs: Any) -> Any:
+        parsed = parse_args(*args, **kwargs)
+        changed = {k: v for k, v in ARGUMENTS.items() if getattr(parsed, k, v) != v}
+        for name, value in changed.items():
+            setattr(parsed, name, value)
+        if changed and not announced:
+            announced.append(True)
+            announce("CPU run, arguments set: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
+        return parsed
+
+    have_helper = _have_dataset_helper()
+    compile_helpers = datasets.compile_helpers
+
+    def compile_if_missing() -> None:
+        # The wheel has the compiled helper and no Makefile; a checkout has the Makefile only, which needs
+        # pybind11. A failed make exits the process.
+        if not have_helper:
+            compile_helpers()
+
+    # main asks here whether MTP's projection is an inference linear, which raises without TransformerEngine.
+    mtp = importlib.import_module("megatron.core.transformer.multi_token_prediction")
+    question = "is_inference_column_parallel_linear"
+    if hasattr(mtp, question) and importlib.util.find_spec("transformer_engine") is None:
+        found.append((mtp, question, lambda module: False))
+    return [
+        *found,
+        (arguments, "parse_args", parse_for_cpu),
+        (datasets, "compile_helpers", compile_if_missing),
+    ]
+
+
+def _have_dataset_helper() -> bool:
+    """Whether `megatron.core.datasets.helpers_cpp` can be imported, if need be from the wheel."""
+    name = "megatron.core.datasets.helpers_cpp"
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        return True
+    try:
+        files = importlib.metadata.files("megatron-core") or []
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    for file in files:
+        if file.name.startswith("helpers_cpp") and (path := Path(str(file.locate()))).is_file():
+            spec = importlib.util.spec_from_file_location(name, path)
+            if spec is not None and spec.loader is not None:
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                sys.modules[name] = module
+                return True
+    return False

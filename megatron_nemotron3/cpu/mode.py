@@ -1,0 +1,67 @@
+"""`cpu_mode` and what it applies: the tables of `torch_names`, `collectives` and `megatron`."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from megatron_nemotron3.cpu import megatron, torch_names
+
+_active = False
+
+
+def is_active() -> bool:
+    """Whether code runs inside `cpu_mode`."""
+    return _active
+
+
+def quiet_on_cpu() -> None:
+    """Drop the warnings of torch and Megatron about a missing GPU, TE or apex, which come at import."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    for message in ("Transformer Engine and Apex are not installed", "Could not determine rank"):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _about_cpu_rng(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+@contextmanager
+def cpu_mode(announce: Callable[[str], None] = lambda message: None) -> Iterator[None]:
+    """Make CUDA names mean the CPU for the duration of the block. Re-entrant.
+
+    Args:
+        announce: called with one line that lists the Megatron arguments that had to be changed.
+    """
+    global _active
+    if _active:
+        yield
+        return
+    import torch
+
+    with ExitStack() as stack:
+        # Imported first, so that Megatron binds the originals at import: its bindings outlive the block.
+        importlib.import_module("megatron.core")
+        for target, name, value in [*torch_names.table(), *megatron.table(announce)]:
+            original = getattr(target, name)
+            setattr(target, name, value)
+            stack.callback(setattr, target, name, original)
+        # Megatron requires it for tensor parallelism; without CUDA it has no effect.
+        if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
+            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+            stack.callback(os.environ.pop, "CUDA_DEVICE_MAX_CONNECTIONS", None)
+        # jit_fuser is torch.compile, which needs a device to compile for.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # Here the "device" generator is the CPU's, so Megatron warns for no reason; its state is restored.
+        tracker_log = logging.getLogger("megatron.core.tensor_parallel.random")
+        tracker_log.addFilter(_about_cpu_rng)
+        stack.callback(tracker_log.removeFilter, _about_cpu_rng)
+        _active = True
+        try:
+            yield
+        finally:
+            _active = False

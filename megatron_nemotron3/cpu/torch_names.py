@@ -1,0 +1,193 @@
+"""Names of `torch.cuda`, and of torch where a device is given, and what they mean on a CPU.
+
+`table` lists the replacements; the classes stand in for CUDA's streams, events and devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+
+class Stream:
+    """A stream on a machine where everything happens in order."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+    def query(self) -> bool:
+        return True
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, 0)
+
+
+class Event:
+    """An event that has always happened; its clock is the host's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._time = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds between two records."""
+        return (end._time - self._time) * 1e3
+
+
+class CurrentDevice(str):
+    """`torch.cuda.current_device()`: "cpu" as a device, and 0 when formatted into "cuda:{}"."""
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+
+class Device(nullcontext):
+    """`with torch.cuda.device(i)`; a class, because torch calls isinstance with it."""
+
+
+class Properties:
+    """`torch.cuda.get_device_properties`: an Ampere in name, so that --moe-grouped-gemm is accepted."""
+
+    name, major, minor = "cpu", 8, 0
+    multi_processor_count, total_memory = 1, 0
+
+
+class Generators:
+    """`torch.cuda.default_generators`: every index is the CPU generator."""
+
+    def __getitem__(self, index: Any) -> Any:
+        import torch
+
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Zeros(dict):
+    """Memory statistics of a device without memory."""
+
+    def __missing__(self, key: str) -> int:
+        return 0
+
+
+def _names_cuda(device: Any) -> bool:
+    import torch
+
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with any CUDA device among its arguments replaced by the CPU."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs and _names_cuda(kwargs["device"]):
+            kwargs["device"] = "cpu"
+        if any(_names_cuda(a) for a in args):
+            args = tuple("cpu" if _names_cuda(a) else a for a in args)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def table() -> list[tuple[Any, str, Any]]:
+    """(object, attribute, replacement) for torch itself."""
+    import torch
+
+    from megatron_nemotron3.cpu import collectives
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def zero(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+    def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # Optimizers and clip_grads decide by the name "torch.cuda.FloatTensor".
+        if dtype is None:
+            return original_type(self).replace("torch.", "torch.cuda.", 1)
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.")
+        return original_type(self, dtype, *args, **kwargs)
+
+    original_type = torch.Tensor.type
+    factories = "tensor empty zeros ones full arange rand randn randint randperm eye linspace as_tensor"
+    cuda: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: CurrentDevice("cpu"),
+        "set_device": nothing,
+        "device": Device,
+        "synchronize": nothing,
+        "empty_cache": nothing,
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": nothing,  # torch.manual_seed calls it after seeding the CPU
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+        "default_generators": Generators(),
+        "Stream": Stream,
+        "Event": Event,
+        "stream": lambda *_: nullcontext(),
+        "set_stream": nothing,
+        "current_stream": lambda *_: Stream(),
+        "default_stream": lambda *_: Stream(),
+        "is_current_stream_capturing": lambda: False,
+        "get_device_capability": lambda *_: (8, 0),  # the least that --moe-grouped-gemm accepts
+        "get_device_properties": lambda *_: Properties(),
+        "get_device_name": lambda *_: "cpu",
+        "memory_allocated": zero,
+        "max_memory_allocated": zero,
+        "memory_reserved": zero,
+        "max_memory_reserved": zero,
+        "reset_peak_memory_stats": nothing,
+        "memory_stats": lambda *_: Zeros(),
+        "device_memory_used": zero,
+        "FloatTensor": torch.FloatTensor,
+        "HalfTensor": torch.HalfTensor,
+        "BFloat16Tensor": torch.BFloat16Tensor,
+        "DoubleTensor": torch.DoubleTensor,
+        "IntTensor": torch.IntTensor,
+        "LongTensor": torch.LongTensor,
+        "ByteTensor": torch.ByteTensor,
+    }
+    return [
+        *((torch.cuda, name, value) for name, value in cuda.items()),
+        (torch.cuda.random, "get_rng_state", cuda["get_rng_state"]),
+        (torch.cuda.random, "set_rng_state", cuda["set_rng_state"]),
+        (torch.cuda.nvtx, "range_push", nothing),
+        (torch.cuda.nvtx, "range_pop", nothing),
+        *((torch, name, _on_cpu(getattr(torch, name))) for name in factories.split()),
+        (torch.Tensor, "to", _on_cpu(torch.Tensor.to)),
+        (torch.Tensor, "cuda", lambda self, *_, **__: self),
+        (torch.Tensor, "pin_memory", lambda self, *_, **__: self),
+        (torch.Tensor, "type", tensor_type),
+        (torch.nn.Module, "to", _on_cpu(torch.nn.Module.to)),
+        (torch.nn.Module, "cuda", lambda self, *_: self),
+        *collectives.table(),
+    ]
