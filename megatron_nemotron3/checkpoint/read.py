@@ -128,7 +128,7 @@ def storage_of(pid: Any) -> _Storage:
 
 
 def _rebuilt_tensor(storage: Any, begin: Any, shape: Any, stride: Any, *rest: Any) -> PickledTensor:
-    """Take the arguments of torch._utils._rebuild_tensor_v2, or of v3, whose seventh argument is the dtype."""
+    """Take the arguments of torch._utils._rebuild_tensor_v2, or of v3, which ends with the dtype."""
     dtype = storage.dtype if isinstance(storage, _Storage) else None
     if dtype is None and len(rest) >= 3:
         dtype = rest[2]

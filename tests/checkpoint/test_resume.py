@@ -290,7 +290,7 @@ def test_other_ranks_wait_for_rank_0(root: Path, monkeypatch: pytest.MonkeyPatch
         ),
     ],
 )
-def test_the_command_line(words: str, expected: Options) -> None:
+def test_the_command_line(words: str, expected: LoadOptions) -> None:
     assert load_options(words.split()) == expected
 
 

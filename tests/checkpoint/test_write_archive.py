@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_nemotron3.checkpoint.archive import crc_problem, records
+from megatron_nemotron3.checkpoint.archive import ALIGNMENT, crc_problem, records
 from megatron_nemotron3.checkpoint.integrity import check_integrity
 from megatron_nemotron3.checkpoint.metadata import (
     ITEM_SIZE,
@@ -27,7 +27,7 @@ from megatron_nemotron3.checkpoint.metadata import (
     StoredTensor,
 )
 from megatron_nemotron3.checkpoint.read import opened, tensor_layout
-from megatron_nemotron3.checkpoint.write import ALIGNMENT, object_archive, tensor_archive
+from megatron_nemotron3.checkpoint.write import object_archive, tensor_archive
 from tests.checkpoint.reading import read_rows
 
 SHAPES = [(), (0,), (4, 0), (0, 4), (1,), (3, 4), (300, 2), (2, 1, 70_000)]
