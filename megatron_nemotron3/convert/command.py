@@ -23,11 +23,12 @@ from megatron_nemotron3.convert.compare import Difference, compare
 from megatron_nemotron3.convert.hf_folder import CONFIG, is_hf, read_config, read_json
 from megatron_nemotron3.convert.job import MANIFEST, Job, Progress, check_target, free_bytes, partial_of, run
 from megatron_nemotron3.convert.quantized_config import read_scales
-from megatron_nemotron3.convert.quantized_export import Quantization, Quantized, quantization
-from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.quantized_recipes import Quantization, quantization
+from megatron_nemotron3.convert.quantized_views import Quantized
+from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import BAND
 from megatron_nemotron3.convert.views import Cast, Converted
-from megatron_nemotron3.convert.workers import each
+from megatron_nemotron3.convert.workers import parallel_map
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Differences printed at most.
@@ -46,7 +47,7 @@ class Options:
     shard_bytes: int = to_hf.SHARD_BYTES
     allow_nonfinite: bool = False
     #: Called with both checkpoints when the new one is complete; its result is the exit status.
-    prove: Callable[[Reads, Reads, Nemotron3Config], int] | None = None
+    prove: Callable[[TensorSource, TensorSource, Nemotron3Config], int] | None = None
 
 
 def convert_to_hf(
@@ -140,10 +141,10 @@ def convert_from_hf(
     opened = open_hugging_face(
         source, model=options.model, allow_unused=options.allow_unused, dequantize=dequantize
     )
-    rows = from_hf.padded(opened.config.vocab_size, make_vocab_size_divisible_by)
+    rows = from_hf.pad_vocab_size(opened.config.vocab_size, make_vocab_size_divisible_by)
     dtype = options.dtype or _dtype(opened.weights)
     weights = _cast(opened.weights, options.dtype, opened, hf=True)
-    view = Converted(weights, opened.padded_links(rows), to_hf=False)
+    view = Converted(weights, opened.padded_mappings(rows), to_hf=False)
     files, small = from_hf.plan(
         view, opened.config, padded_vocab_size=rows, dtype=dtype, limit=options.shard_bytes
     )
@@ -247,7 +248,7 @@ def _verify_manifest(folder: Path, workers: int) -> int:
             return f"{path}: CRC32 {crc:08x}, {entry.get('crc32')!r:.30} was written"
         return None
 
-    problems = [found for found in each(work, sorted(entries), workers=workers) if found]
+    problems = [found for found in parallel_map(work, sorted(entries), workers=workers) if found]
     for problem in problems[:_SHOWN]:
         print(problem)
     print(f"{len(entries) - len(problems):,} of {len(entries):,} files are as the manifest says")
@@ -274,7 +275,7 @@ def _quantized_lines(plan: Quantization | None) -> Iterator[str]:
         yield f"unused       {len(plan.unused):,} of the given scales, first {plan.unused[0]}"
 
 
-def _dtype(view: Reads) -> str:
+def _dtype(view: TensorSource) -> str:
     """The type of most elements."""
     found: Counter[str] = Counter()
     for tensor in view.tensors.values():
@@ -282,10 +283,15 @@ def _dtype(view: Reads) -> str:
     return found.most_common(1)[0][0]
 
 
-def _cast(view: Reads, dtype: str | None, opened: Checkpoint, *, hf: bool) -> Reads:
+def _cast(view: TensorSource, dtype: str | None, opened: Checkpoint, *, hf: bool) -> TensorSource:
     if dtype is None:
         return view
-    kept = {t.name for link in opened.links if link.row.float32 for t in (link.hf if hf else link.megatron)}
+    kept = {
+        t.name
+        for mapping in opened.mappings
+        if mapping.row.float32
+        for t in (mapping.hf if hf else mapping.megatron)
+    }
     return Cast(view, dtype, keep=kept.__contains__)
 
 

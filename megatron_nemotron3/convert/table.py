@@ -74,15 +74,15 @@ _PYTHON = """\
 
 ```python
 from megatron_nemotron3.convert import inventory, plan
-from megatron_nemotron3.convert.places import Names
+from megatron_nemotron3.convert.keys import NameLookup
 from megatron_nemotron3.models import get
 
 config = get("super")
-match = Names(config).key("decoder.layers.7.self_attention.linear_qkv.weight")
+match = NameLookup(config).key("decoder.layers.7.self_attention.linear_qkv.weight")
 match.row.hf  # q_proj, k_proj, v_proj
-for link in inventory.links(config):  # tensors that are made of each other
-    link.megatron, link.hf  # names, shapes, types
-    link.to_hf()  # which slices of the one are which slices of the other; .inverse() goes back
+for mapping in inventory.mappings(config):  # tensors that are made of each other
+    mapping.megatron, mapping.hf  # names, shapes, types
+    mapping.to_hf()  # which slices of the one are which slices of the other; .inverse() goes back
 ```
 
 A plan is data: `plan.bands(n)` cuts it into pieces of at most `n` elements, `plan.byte_ranges` says where a

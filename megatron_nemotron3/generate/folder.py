@@ -21,9 +21,8 @@ from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import mp_rank
 from megatron_nemotron3.convert.checkpoints import QUANTIZATION, Checkpoint, open_checkpoint
-from megatron_nemotron3.convert.dcp_folder import dcp_state
-from megatron_nemotron3.convert.dist_folder import locate, open_dist
 from megatron_nemotron3.convert.hf_folder import is_hf, read_config
+from megatron_nemotron3.convert.torch_dist import checkpoint_folder, open_torch_dist, read_dcp_state
 from megatron_nemotron3.generate.text import TOKENIZER, Tokenizer, read_object
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -122,7 +121,7 @@ def find(folder: Path) -> Folder:
     if is_hf(folder):
         return Folder(folder)
     inside = folder / CHECKPOINTS
-    place = locate(inside if inside.is_dir() else folder)
+    place = checkpoint_folder(inside if inside.is_dir() else folder)
     signs = (METADATA, INDEX, "mp_rank_0*")
     if place == folder and not any(next(place.glob(sign), None) for sign in signs):
         raise ValueError(
@@ -144,9 +143,9 @@ def stored_arguments(place: Path) -> dict[str, Any]:
     if verdict.state == "legacy":
         state = mp_rank.common_state(place)
     else:
-        _, index = open_dist(place, verdict)
+        _, index = open_torch_dist(place, verdict)
         try:
-            state = common_state(index) if (place / METADATA).exists() else dcp_state(index)
+            state = common_state(index) if (place / METADATA).exists() else read_dcp_state(index)
         except CheckpointError:
             return {}
     found = state.get("args")

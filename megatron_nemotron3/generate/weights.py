@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.convert.checkpoints import open_checkpoint
-from megatron_nemotron3.convert.logits.reader import Source, TensorReader
-from megatron_nemotron3.convert.places import places
+from megatron_nemotron3.convert.keys import prefixes
+from megatron_nemotron3.convert.logits.reader import FileSource, TensorReader
 from megatron_nemotron3.generate.attention import Attention
 from megatron_nemotron3.generate.layers import Layer, Norm, Read, norm, transposed
 from megatron_nemotron3.generate.mamba import Mamba
@@ -95,7 +95,7 @@ def load(
 
 
 def read(
-    source: Source,
+    source: FileSource,
     config: Nemotron3Config,
     *,
     device: torch.device | str = "cpu",
@@ -117,7 +117,7 @@ def read(
     layers: list[Layer] = []
     blocks: list[MTPBlock] = []
     stack = layers
-    for place in list(places(config))[1:]:
+    for place in list(prefixes(config))[1:]:
         inside = within(place.hf)
         if place.part in KINDS:
             if stack is layers or mtp:

@@ -198,7 +198,7 @@ def test_a_flipped_bit_in_each_tensor_is_named(folder: Path) -> None:
     ("change", "message"),
     [
         (lambda m: m.chunks.pop(0), "no chunk covers the elements at [0, 0]"),
-        (lambda m: m.chunks.append(m.chunks[0]), "twice|no place"),
+        (lambda m: m.chunks.append(m.chunks[0]), "two positions|no position"),
         (lambda m: setattr(m, "size", torch.Size([12, 6])), "no chunk covers"),
         (lambda m: setattr(m, "size", torch.Size([11, 5])), "reaches beyond [11, 5]"),
         (lambda m: setattr(m.properties, "dtype", torch.complex128), "complex128 of shape"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_nemotron3.convert import crc32, from_hf, inventory, job, streams, to_hf
 from megatron_nemotron3.convert.checkpoints import open_hugging_face
-from megatron_nemotron3.convert.stored import SourceTensor
+from megatron_nemotron3.convert.sources import SourceTensor
 from megatron_nemotron3.convert.streams import FilePlan
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.models import Nemotron3Config
@@ -27,8 +27,8 @@ def write_hf(folder: Path, config: Nemotron3Config, limit: int = to_hf.SHARD_BYT
 def write_megatron(folder: Path, hf: Path, divisible_by: int = 128) -> None:
     """The torch_dist folder that `convert from-hf` makes of a folder of zeros, its checksums included."""
     opened = open_hugging_face(hf)
-    rows = from_hf.padded(opened.config.vocab_size, divisible_by)
-    view = Converted(opened.weights, opened.padded_links(rows), to_hf=False)
+    rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisible_by)
+    view = Converted(opened.weights, opened.padded_mappings(rows), to_hf=False)
     _write(folder, *from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype="bfloat16"))
 
 

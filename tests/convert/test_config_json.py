@@ -256,9 +256,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": 1e-6}, "layer_norm_epsilon=1e-05, rms_norm_eps=1e-06 contradict"),
     ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06: Megatron builds Mamba-2 with 1e-05 only"),
     ({"conv_kernel": 3}, "conv_kernel=3: Megatron builds Mamba-2 with 4 only"),
-    ({"time_step_limit": [0.0, 0.1]}, "time_step_limit=.* is not what Megatron builds"),
-    ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not what Megatron builds: 'relu2'"),
-    ({"n_group": 2}, "n_group=2 is not what Megatron builds: 1"),
+    ({"time_step_limit": [0.0, 0.1]}, "time_step_limit=.* cannot be built by Megatron"),
+    ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' cannot be built by Megatron, which has 'relu2'"),
+    ({"n_group": 2}, "n_group=2 cannot be built by Megatron, which has 1"),
     ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
     ({"use_bias": True}, "use_bias=True"),
     ({"use_conv_bias": False}, "use_conv_bias=False"),
@@ -289,7 +289,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"mtp_hybrid_override_pattern": None},
         "num_nextn_predict_layers=1, but config.json has no mtp_hybrid_override_pattern",
     ),
-    ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers=-1 is no number of MTP blocks"),
+    ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers=-1 is not a number of MTP blocks"),
     ({"num_key_value_heads": 3}, "num_attention_heads=8 is not divisible by num_query_groups=3"),
 ]
 

@@ -92,8 +92,8 @@ HF: dict[str, tuple[Callable[[Path], None], str]] = {
         "holds 'lm_head.weight', which",
     ),
     "index is a list": (lambda f: (f / INDEX).write_text("[]") and None, "not an object"),
-    "index is empty": (lambda f: (f / INDEX).write_text("") and None, "it is no JSON"),
-    "index is deep": (lambda f: (f / INDEX).write_text("[" * 10**6) and None, "it is no JSON"),
+    "index is empty": (lambda f: (f / INDEX).write_text("") and None, "it is not JSON"),
+    "index is deep": (lambda f: (f / INDEX).write_text("[" * 10**6) and None, "it is not JSON"),
     "index is huge": (lambda f: os.truncate(f / INDEX, 100 << 20), "longer than 67,108,864 bytes"),
     "config is gone": (lambda f: (f / "config.json").unlink(), "No such file"),
     "config is a folder": (

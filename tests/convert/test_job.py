@@ -149,7 +149,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(partial.iterdir()) and not list(target.iterdir())
     monkeypatch.undo()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="no folder that can be written"):
+    with pytest.raises(ValueError, match="not a writable folder"):
         run(counted(tmp_path / "file" / "out"))
     run(counted(target))
 

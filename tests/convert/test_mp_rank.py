@@ -20,7 +20,7 @@ from megatron_nemotron3.convert import inventory, plan
 from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.convert.mp_rank import common_state, open_mp_rank
 from megatron_nemotron3.convert.plan import whole
-from megatron_nemotron3.convert.stored import Source
+from megatron_nemotron3.convert.sources import FileSource
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.checkpoint import runs
 from tests.checkpoint.reading import read_rows
@@ -102,21 +102,21 @@ def write(config: Nemotron3Config, pattern: str, sizes: dict[str, int], folder: 
 def expected(config: Nemotron3Config) -> dict[str, Any]:
     """The Hugging Face tensors of what `write` puts into a torch_dist checkpoint."""
     result: dict[str, Any] = {}
-    for link in inventory.links(config, padded_vocab_size=PADDED):
-        result |= plan.apply(link.to_hf(), {t.name: values(t.name, t.shape) for t in link.megatron})
+    for mapping in inventory.mappings(config, padded_vocab_size=PADDED):
+        result |= plan.apply(mapping.to_hf(), {t.name: values(t.name, t.shape) for t in mapping.megatron})
     return result
 
 
-def hf(config: Nemotron3Config, source: Source) -> dict[str, Any]:
+def hf(config: Nemotron3Config, source: FileSource) -> dict[str, Any]:
     """The Hugging Face tensors of a source in FP32."""
     result: dict[str, Any] = {}
-    for link in inventory.links_of(config, source.tensors, padded_vocab_size=PADDED):
+    for mapping in inventory.mappings_of(config, source.tensors, padded_vocab_size=PADDED):
         tensors = {}
-        for t in link.megatron:
+        for t in mapping.megatron:
             assert source.tensors[t.name].shape == t.shape
             assert source.tensors[t.name].dtype == "float32"
             tensors[t.name] = source.read(t.name, whole(t.shape)).view(numpy.float32)
-        result |= plan.apply(link.to_hf(), tensors)
+        result |= plan.apply(mapping.to_hf(), tensors)
     return result
 
 
@@ -167,13 +167,13 @@ def test_training_runs(layout: ParallelLayout, tmp_path: Path) -> None:
     assert config_of(state["args"], vocab_size=config.vocab_size).pattern == config.pattern
     rows = index.tensors["embedding.word_embeddings.weight"].shape[0]
     stored: dict[str, Any] = {}
-    for link in inventory.links(config, padded_vocab_size=rows):
-        whole_ = {t.name: read_rows(index, t.name).numpy() for t in link.megatron}
-        stored |= plan.apply(link.to_hf(), whole_)
+    for mapping in inventory.mappings(config, padded_vocab_size=rows):
+        whole_ = {t.name: read_rows(index, t.name).numpy() for t in mapping.megatron}
+        stored |= plan.apply(mapping.to_hf(), whole_)
     mine: dict[str, Any] = {}
-    for link in inventory.links_of(config, source.tensors, padded_vocab_size=rows):
-        read = {t.name: source.read(t.name, whole(t.shape)).view(numpy.float32) for t in link.megatron}
-        mine |= plan.apply(link.to_hf(), read)
+    for mapping in inventory.mappings_of(config, source.tensors, padded_vocab_size=rows):
+        read = {t.name: source.read(t.name, whole(t.shape)).view(numpy.float32) for t in mapping.megatron}
+        mine |= plan.apply(mapping.to_hf(), read)
     same(mine, stored)
 
 
@@ -320,7 +320,7 @@ def test_wrong_folders(tmp_path: Path) -> None:
     state = state_of()
     save(tmp_path / "a", state, "mp_rank_00")
     save(tmp_path / "a", state, "mp_rank_00_000")
-    with pytest.raises(CheckpointError, match="mp_rank_00 and mp_rank_00_000 are of two layouts"):
+    with pytest.raises(CheckpointError, match="mp_rank_00 and mp_rank_00_000 belong to different layouts"):
         open_mp_rank(tmp_path / "a", PLAIN)
     save(tmp_path / "b", state, "mp_rank_00_001")
     with pytest.raises(CheckpointError, match="PP=1 and EP=1, so it cannot be told"):

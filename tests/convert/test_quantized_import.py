@@ -20,8 +20,8 @@ from megatron_nemotron3.convert.quantized_config import (
     plain_config,
     quantization_config,
 )
-from megatron_nemotron3.convert.quantized_export import Quantized, quantization
-from megatron_nemotron3.convert.quantized_import import Dequantized
+from megatron_nemotron3.convert.quantized_recipes import quantization
+from megatron_nemotron3.convert.quantized_views import Dequantized, Quantized
 from megatron_nemotron3.models import get
 from tests.convert.quantized_models import TINY, Memory, all_scales, random_model, read_whole
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.convert import inventory, plan, sharding
-from megatron_nemotron3.convert.places import Names
+from megatron_nemotron3.convert.keys import NameLookup
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.tensors import PARAMETER, ROWS, Row, symbol_sizes
 from tests.convert.models import DISTINCT, GOLDEN, assemble, chunks, stored_parameters
@@ -81,11 +81,11 @@ def ranks_hold_what_the_table_says(config: Nemotron3Config, layout: dict[str, in
     tp, ep, etp = (layout.get(key, 1) for key in ("tp", "ep", "etp"))
     ranks = run_distributed(ranks_tensors, max(tp, ep * etp), config, layout)
     tensors = assemble([chunk for _, of_rank in ranks for chunk in of_rank])
-    lookup, compared = Names(config), 0
+    lookup, compared = NameLookup(config), 0
     per_rank: list[dict[str, torch.Tensor]] = [dict(parameters) for parameters, _ in ranks]
-    stored, full = inventory.links(config), inventory.links(config, dialect=PARAMETER)
-    for link, parameters in zip(stored, full):
-        hf = plan.apply(link.to_hf(), {t.name: tensors[t.name] for t in link.megatron})
+    stored, full = inventory.mappings(config), inventory.mappings(config, dialect=PARAMETER)
+    for mapping, parameters in zip(stored, full):
+        hf = plan.apply(mapping.to_hf(), {t.name: tensors[t.name] for t in mapping.megatron})
         for tensor_name, weight in plan.apply(parameters.to_hf().inverse(), hf).items():
             match = lookup.key(tensor_name)
             shards = sharding.shard(match.row, config, weight, tp=tp, etp=etp)
@@ -115,13 +115,13 @@ def ranks_hold_what_the_table_says(config: Nemotron3Config, layout: dict[str, in
     ],
 )
 def test_what_megatron_cannot_split_is_refused(name: str, tp: int, text: str) -> None:
-    config, lookup = GOLDEN["super_like"], Names(GOLDEN["super_like"])
+    config, lookup = GOLDEN["super_like"], NameLookup(GOLDEN["super_like"])
     layer = {"self": 3, "mixe": 0, "mlp.": 1}[name[:4]]
     with pytest.raises(ValueError, match=f"super_like: .*{text}"):
         sharding.split(lookup.key(f"decoder.layers.{layer}.{name}").row, config, tp=tp)
 
 
 def test_replicas_that_differ_are_refused() -> None:
-    row = Names(DISTINCT).key("decoder.final_norm.weight").row
+    row = NameLookup(DISTINCT).key("decoder.final_norm.weight").row
     with pytest.raises(ValueError, match="decoder.final_norm.weight: ranks 0 and 1 differ"):
         sharding.unshard(row, DISTINCT, [np.zeros(88), np.ones(88)])

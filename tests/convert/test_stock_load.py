@@ -18,9 +18,9 @@ from megatron_nemotron3.checkpoint.metadata import read_metadata
 from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.convert import from_hf
-from megatron_nemotron3.convert.extra_state import extra_state_keys
+from megatron_nemotron3.convert.from_hf import extra_state_keys
 from megatron_nemotron3.convert.hf_folder import open_hf
-from megatron_nemotron3.convert.inventory import links
+from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.job import Job, run
 from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.convert.views import Converted
@@ -65,8 +65,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def convert(config: Nemotron3Config, place: Path, dtype: str) -> Path:
     """The folder PLACE/megatron made of PLACE/hf, in files of 0.2 MB."""
-    source, rows = open_hf(place / "hf"), from_hf.padded(config.vocab_size, 128)
-    view = Converted(source, links(config, dtype=dtype, padded_vocab_size=rows), to_hf=False)
+    source, rows = open_hf(place / "hf"), from_hf.pad_vocab_size(config.vocab_size, 128)
+    view = Converted(source, mappings(config, dtype=dtype, padded_vocab_size=rows), to_hf=False)
     files, small = from_hf.plan(view, config, padded_vocab_size=rows, dtype=dtype, limit=200_000)
     run(Job(place / "megatron", view, files, small))
     return place / "megatron"

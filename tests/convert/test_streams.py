@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.convert import streams
-from megatron_nemotron3.convert.crc32 import combine
 from megatron_nemotron3.convert.plan import Slices, whole
-from megatron_nemotron3.convert.streams import FilePlan, Part, content, write
+from megatron_nemotron3.convert.streams import FilePlan, Part, combine, content, write
 from tests.convert.counted import Numbers
 
 

@@ -113,15 +113,15 @@ def test_vocabulary_and_back(rows: int, extra: int, width: int, kind: Any) -> No
 @pytest.mark.parametrize("seed", range(8))
 def test_every_plan_of_a_model_tiles_both_sides(seed: int, dialect: str) -> None:
     config = random_config(seed)
-    for link in inventory.links(config, dialect=dialect, padded_vocab_size=config.vocab_size + seed):
-        plan = link.to_hf()
-        padded = plan.unused and link.spelling.rule == "vocabulary"
+    for mapping in inventory.mappings(config, dialect=dialect, padded_vocab_size=config.vocab_size + seed):
+        plan = mapping.to_hf()
+        padded = plan.unused and mapping.spelling.rule == "vocabulary"
         assert bool(plan.unused) == bool(padded) and not plan.filled
         for one in (plan, plan.inverse(), plan.bands(7), plan.bands(1).inverse()):
             one.check()
-        arrays = {t.name: numbered(*t.shape) for t in link.megatron}
+        arrays = {t.name: numbered(*t.shape) for t in mapping.megatron}
         made = apply(plan, arrays)
-        assert {t.name: t.shape for t in link.hf} == {name: a.shape for name, a in made.items()}
+        assert {t.name: t.shape for t in mapping.hf} == {name: a.shape for name, a in made.items()}
         if not padded:
             back = apply(plan.bands(5).inverse(), made)
             assert all(same(back[name], arrays[name]) for name in arrays)
@@ -130,10 +130,10 @@ def test_every_plan_of_a_model_tiles_both_sides(seed: int, dialect: str) -> None
 @pytest.mark.parametrize("name", catalog_names())
 def test_plans_of_the_published_sizes_tile(name: str) -> None:
     config, seen = get(name), set()
-    for link in inventory.links(config):
-        if (link.row.part, link.row.hf) not in seen:  # every layer of a kind has the same plans
-            seen.add((link.row.part, link.row.hf))
-            plan = link.to_hf()
+    for mapping in inventory.mappings(config):
+        if (mapping.row.part, mapping.row.hf) not in seen:  # every layer of a kind has the same plans
+            seen.add((mapping.row.part, mapping.row.hf))
+            plan = mapping.to_hf()
             plan.check()
             banded = plan.bands(1 << 22)
             banded.check()
@@ -159,11 +159,11 @@ def test_byte_ranges_are_the_slice_in_its_own_order(shape: list[int], size: int,
 
 def test_a_plan_drives_a_copy_from_file_to_file(tmp_path: Path) -> None:
     """What a streaming converter does: bands, byte ranges, two files, never a tensor in memory."""
-    link = next(link for link in inventory.links(DISTINCT) if link.spelling.rule == "stack")
-    plan = link.to_hf().bands(300)
-    (source,) = link.megatron
+    mapping = next(mapping for mapping in inventory.mappings(DISTINCT) if mapping.spelling.rule == "stack")
+    plan = mapping.to_hf().bands(300)
+    (source,) = mapping.megatron
     (tmp_path / "source").write_bytes(numbered(*source.shape, kind=np.uint16).tobytes())
-    outputs = {t.name: bytearray(2 * t.elements) for t in link.hf}
+    outputs = {t.name: bytearray(2 * t.elements) for t in mapping.hf}
     with (tmp_path / "source").open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as raw:
         for piece in plan.pieces:
             reads = byte_ranges(source.shape, piece.source_slices, 2)
@@ -172,7 +172,7 @@ def test_a_plan_drives_a_copy_from_file_to_file(tmp_path: Path) -> None:
             to = plan.destinations[piece.destination]
             for offset, length in byte_ranges(to, piece.destination_slices, 2):
                 outputs[piece.destination][offset : offset + length], data = data[:length], data[length:]
-    expected = apply(link.to_hf(), {source.name: numbered(*source.shape, kind=np.uint16)})
+    expected = apply(mapping.to_hf(), {source.name: numbered(*source.shape, kind=np.uint16)})
     assert {name: bytes(raw) for name, raw in outputs.items()} == {
         n: a.tobytes() for n, a in expected.items()
     }

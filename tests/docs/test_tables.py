@@ -12,8 +12,7 @@ import re
 from pathlib import Path
 
 from megatron_nemotron3.args import published
-from megatron_nemotron3.convert.quantized_export import quantization
-from megatron_nemotron3.convert.quantized_recipes import RECIPES
+from megatron_nemotron3.convert.quantized_recipes import RECIPES, quantization
 from megatron_nemotron3.models import get
 from megatron_nemotron3.monitor import alarms, series
 from megatron_nemotron3.train import log

@@ -22,11 +22,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.convert.keys import Prefix, prefixes
 from megatron_nemotron3.convert.logits.hugging_face import HuggingFace
-from megatron_nemotron3.convert.logits.reader import Source
+from megatron_nemotron3.convert.logits.reader import FileSource
 from megatron_nemotron3.convert.logits.reference import Reference
 from megatron_nemotron3.convert.logits.report import Layer, Logits, Report
-from megatron_nemotron3.convert.places import Place, places
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Places of the streams in [3, s, d].
@@ -38,14 +38,14 @@ _EPSILON = 2.0**-24
 OnLogits = Callable[[str, int, Tensor, Tensor], None]
 
 
-class HuggingFaceSource(Source, Protocol):
-    """A `Source` that says where config.json is."""
+class HuggingFaceSource(FileSource, Protocol):
+    """A `FileSource` that says where config.json is."""
 
     folder: Path
 
 
 def check_logits(
-    megatron: Source,
+    megatron: FileSource,
     hf: HuggingFaceSource,
     config: Nemotron3Config,
     tokens: int,
@@ -128,7 +128,7 @@ class _Walk:
     report: Report = field(default_factory=Report)
 
     def run(self, ids: Tensor) -> None:
-        table = list(places(self.config))
+        table = list(prefixes(self.config))
         self.report.experts = sum(p.part == "E" for p in table) * (self.config.num_moe_experts or 0)
         self.total = sum(p.part in self.config.full_pattern for p in table)
         x, y = self.ours.embed(ids), self.theirs.embed(ids).unsqueeze(0)
@@ -153,7 +153,7 @@ class _Walk:
                 self.compare_logits("logits", rows, y)
                 rows[THEIRS] = y[0]
 
-    def layer(self, place: Place, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(self, place: Prefix, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         step = self.theirs.layer(place.hf, y)
         update, agreements = self.ours.layer(place.part, place.megatron, rows, step.selection)
         rows += update
@@ -168,7 +168,7 @@ class _Walk:
         rows[THEIRS] = step.output[0]
         return rows, step.output
 
-    def enter_mtp(self, place: Place, ids: Tensor, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def enter_mtp(self, place: Prefix, ids: Tensor, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The token after each one of the stream is known, so the last one has left it."""
         y = self.theirs.mtp_input(place.hf, self.theirs.embed(ids), y)
         rows = self.ours.mtp_input(place.megatron, self.ours.embed(ids), rows)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_nemotron3.convert import config_json
-from megatron_nemotron3.convert.logits.reader import Source, TensorReader
+from megatron_nemotron3.convert.logits.reader import FileSource, TensorReader
 from megatron_nemotron3.convert.logits.routing import Selection
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -79,7 +79,7 @@ class HuggingFace:
             tensor is missing, or has another shape or type.
     """
 
-    def __init__(self, source: Source, folder: Path | str, config: Nemotron3Config) -> None:
+    def __init__(self, source: FileSource, folder: Path | str, config: Nemotron3Config) -> None:
         self.modeling, config_class = transformers_model()
         path = Path(folder) / "config.json"
         if not path.is_file():

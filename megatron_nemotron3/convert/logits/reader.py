@@ -25,8 +25,8 @@ class Stored(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class Source(Protocol):
-    """What is read from: `convert.stored.Source`, its wrappers, or anything alike."""
+class FileSource(Protocol):
+    """What is read from: `convert.stored.FileSource`, its wrappers, or anything alike."""
 
     @property
     def tensors(self) -> Mapping[str, Any]:
@@ -45,7 +45,7 @@ class TensorReader:
         names: name to ask for -> name in the source; default: the source's own.
     """
 
-    def __init__(self, side: str, source: Source, names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, side: str, source: FileSource, names: Mapping[str, str] | None = None) -> None:
         self.side, self.source = side, source
         self.names = {name: name for name in source.tensors} if names is None else names
 

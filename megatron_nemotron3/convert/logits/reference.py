@@ -1,6 +1,6 @@
 """Every layer kind on Megatron's tensors, in plain torch: what a Megatron checkpoint computes.
 
-Names and shapes are those of a torch_dist folder (global, whatever the layout that wrote it); other
+NameLookup and shapes are those of a torch_dist folder (global, whatever the layout that wrote it); other
 spellings of megatron-core are tried behind them. Nothing here comes from the converter's tables, which are
 what is being proven. Activations are [rows, s, d] in FP32: each row is the same tokens with another history,
 so that one read of a weight serves several of them.
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_nemotron3.convert.logits.reader import Source, TensorReader
+from megatron_nemotron3.convert.keys import non_weight_kind, plain_name
+from megatron_nemotron3.convert.logits.reader import FileSource, TensorReader
 from megatron_nemotron3.convert.logits.routing import Agreement, Selection, agree
-from megatron_nemotron3.convert.places import plain, what_else
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.functional import (
     gated_group_rms_norm,
@@ -28,7 +28,7 @@ from megatron_nemotron3.layers.ssd import ssd_chunked
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
 
-#: Names of the norm in front of a mixer, by layer kind: fused into the first linear layer, or separate.
+#: NameLookup of the norm in front of a mixer, by layer kind: fused into the first linear layer, or separate.
 NORMS = {
     "M": ("mixer.in_proj.layer_norm_weight", "norm.weight"),
     "*": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
@@ -45,8 +45,8 @@ class Reference:
         ValueError: from every method that reads: a tensor is missing, or has another shape or type.
     """
 
-    def __init__(self, source: Source, config: Nemotron3Config) -> None:
-        names = {plain(key): key for key in source.tensors if what_else(key) is None}
+    def __init__(self, source: FileSource, config: Nemotron3Config) -> None:
+        names = {plain_name(key): key for key in source.tensors if non_weight_kind(key) is None}
         self.weights, self.config = TensorReader("Megatron", source, names), config
         self.hidden = config.hidden_size
 

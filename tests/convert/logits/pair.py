@@ -24,7 +24,7 @@ class Entry:
 
 
 class InMemory:
-    """Tensors with the interface of `convert.stored.Source`; counts what is read."""
+    """Tensors with the interface of `convert.stored.FileSource`; counts what is read."""
 
     def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
         self.content, self.folder, self.read_names = tensors, folder, set[str]()
@@ -69,6 +69,6 @@ def pair(config: Nemotron3Config, folder: Path, seed: int, padded: int = 0) -> P
 def convert(config: Nemotron3Config, megatron: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
     """The Hugging Face tensors of Megatron's."""
     result: dict[str, Tensor] = {}
-    for link in inventory.links_of(config, megatron, padded_vocab_size=rows):
-        result |= apply(link.to_hf(), {t.name: megatron[t.name] for t in link.megatron})
+    for mapping in inventory.mappings_of(config, megatron, padded_vocab_size=rows):
+        result |= apply(mapping.to_hf(), {t.name: megatron[t.name] for t in mapping.megatron})
     return result
