@@ -5,7 +5,7 @@ OUT/release/__0_N.distcp                 one chunk after another; one chunk per 
 OUT/release/common.pt, .metadata, metadata.json
 
 Megatron's hybrid spec on TransformerEngine (TE) loads one `_extra_state` object per TE module, which holds
-FP8 scaling state. Without these objects, the default strictness of a load fails. Each routed expert has its own:
+FP8 scaling state. Without these objects, a load fails at the default strictness. Each routed expert has one:
 
     decoder.layers.0.mixer.in_proj._extra_state/shard_0_1
     decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_3_8         expert 3 of 8

@@ -61,7 +61,7 @@ def open_hf(folder: Path) -> FileSource:
     else:
         raise CheckpointError(f"{folder}: it has neither {SINGLE} nor {INDEX}: is it a Megatron checkpoint?")
     tensors: dict[str, SourceTensor] = {}
-    sizes = {name: regular(folder / name, folder) for name in names}
+    sizes = {name: regular_file_size(folder / name, folder) for name in names}
     for name in names:
         path = folder / name
         for tensor, entry in read_safetensors_header(path)[0].items():

@@ -5,7 +5,7 @@ torch_dist folders of any layout and version are read; a chunk's file is opened 
 Folders in torch's own format (torch_dcp, fsdp_dtensor) have neither common.pt nor `common_state`. Each entry
 of the state is a separate object in the index: `args`, `iteration`, `checkpoint_version`, …. Their tensors
 are whole parameters, which torch_dist splits into parts. This matters for Mamba under tensor parallelism: a
-rank holds [z_r | x_r | B_r | C_r | dt_r] of in_proj, and the stored tensor concatenates the rows of the ranks:
+rank holds [z_r | x_r | B_r | C_r | dt_r] of in_proj, and the stored tensor concatenates the ranks:
 [z_0 | x_0 | … | z_1 | x_1 | …]. Megatron-FSDP does not reorder them, so such a checkpoint loads only at the
 TP that wrote it. `reorder_mamba` puts the rows in order.
 """

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_nemotron3 import models
 from megatron_nemotron3.args import Flag, flags, smoke, to_argv
+from megatron_nemotron3.checkpoint.command import layout_of
 from megatron_nemotron3.checkpoint.metadata import CheckpointIndex, StoredObject
 from megatron_nemotron3.checkpoint.read import common_state as stored_state
-from megatron_nemotron3.checkpoint.read import layout_of
 from megatron_nemotron3.checkpoint.write import COMMON_OBJECT, CONFIG_TEXT, index_bytes, object_archive
 from megatron_nemotron3.convert.inventory import megatron_tensors
 from megatron_nemotron3.convert.megatron_args import args_of, common_state, config_of

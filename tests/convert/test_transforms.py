@@ -224,7 +224,7 @@ def test_check_sees_an_overlap_with_padding() -> None:
         (lambda: transforms.qkv({"a": (9, 2)}, {"q": (4, 2), "k": (2, 2), "v": (2, 2)}, 1), "check num_att"),
         (lambda: transforms.qkv({"a": (8, 2)}, {"q": (4, 2), "k": (2, 2), "v": (2, 2)}, 4), "check num_att"),
         (lambda: transforms.split((6, 2), 4), "6 elements of axis 0 .* not divisible by TP=4"),
-        (lambda: transforms.split((8, 2), 2, parts=[4, 3]), "are 7 of the 8"),
+        (lambda: transforms.split((8, 2), 2, parts=[4, 3]), "add up to 7, but axis 0 has 8"),
         (lambda: transforms.split_qkv(np.zeros((7, 2)), 4, 2), "7 rows are not divisible"),
         (lambda: transforms.copy({"a": (1,)}, {}), "cannot be 0"),
     ],

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
-from megatron_nemotron3.convert import stored
+from megatron_nemotron3.convert import sources
 from megatron_nemotron3.convert.plan import whole
 from megatron_nemotron3.convert.sources import Block, FileSource, Location, SourceTensor, row_major
 
@@ -26,7 +26,7 @@ def test_every_slice_of_every_layout(tmp_path_factory: pytest.TempPathFactory, d
     """Blocks on a grid, each row-major or transposed in the file, with bytes between them."""
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     dtype = data.draw(st.sampled_from(["uint8", "bfloat16", "float32", "int64"]))
-    array = numpy.arange(numpy.prod(shape), dtype=stored.bits(dtype)).reshape(shape)
+    array = numpy.arange(numpy.prod(shape), dtype=sources.bits(dtype)).reshape(shape)
     grid = [_cuts(data, n) for n in shape]
     path = tmp_path_factory.getbasetemp() / "blocks.bin"
     blocks, content = [], b""
@@ -60,9 +60,9 @@ def test_a_band_of_columns_is_read_in_bounded_spans(tmp_path: Path, monkeypatch:
     array = numpy.arange(64 * 100, dtype="u2").reshape(64, 100)
     array.tofile(tmp_path / "a")
     lengths: list[int] = []
-    pread = stored._pread
-    monkeypatch.setattr(stored, "_SPAN", 1000)
-    monkeypatch.setattr(stored, "_pread", lambda d, v, o, p: (lengths.append(len(v)), pread(d, v, o, p)))
+    pread = sources._pread
+    monkeypatch.setattr(sources, "_SPAN", 1000)
+    monkeypatch.setattr(sources, "_pread", lambda d, v, o, p: (lengths.append(len(v)), pread(d, v, o, p)))
     tensor = SourceTensor(
         "bfloat16", (64, 100), (Block((0, 0), (64, 100), Location(tmp_path / "a", 0, (100, 1))),)
     )
@@ -73,7 +73,7 @@ def test_a_band_of_columns_is_read_in_bounded_spans(tmp_path: Path, monkeypatch:
 
 
 def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "_OPEN", 2)
+    monkeypatch.setattr(sources, "_OPEN", 2)
     tensors = {}
     for i in range(5):
         (tmp_path / str(i)).write_bytes(bytes([i]))
