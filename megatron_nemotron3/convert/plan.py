@@ -175,7 +175,7 @@ def _slice_objects(slices: Slices) -> tuple[slice, ...]:
 
 def _empty_like(like: Any, shape: Shape) -> Any:
     if hasattr(like, "new_empty"):  # torch
-        return like.new_empty_like(shape)
+        return like.new_empty(shape)
     import numpy
 
     return numpy.empty(shape, like.dtype)

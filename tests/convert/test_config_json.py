@@ -266,7 +266,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mamba2"}, "model_type='mamba2'"),
     ({"quantization_config": {}}, "quantization_config"),
     ({"moe_gate_bias": 1, "depth": 2}, "2 unknown keys: depth, moe_gate_bias"),
-    ({"num_hidden_layers": 11}, "num_hidden_layers=11, but the layers .* are 12"),
+    ({"num_hidden_layers": 11}, "num_hidden_layers=11, but the pattern .* has 12 layers"),
     (
         {"layers_block_type": ["mamba", "moe", "mamba"]},
         r"hybrid_override_pattern='MEM.*', layers_block_type='MEM' contradict",

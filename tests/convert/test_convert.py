@@ -212,7 +212,7 @@ def test_tensors_left_over(small: Small, tmp_path: Path, capsys: pytest.CaptureF
     write_hf(tmp_path / "more", config, values=more)
     words = ("convert", "from-hf", tmp_path / "more", tmp_path / "out")
     assert nemotron3(*words) == 2
-    assert "2 tensors are not the model's, first 'vision.a'" in capsys.readouterr().err
+    assert "2 tensors do not belong to the model, first 'vision.a'" in capsys.readouterr().err
     assert nemotron3(*words, "--allow-unused", "vision.*") == 0
     assert "2 unused tensors" in capsys.readouterr().out
     assert nemotron3("verify", folder / "hf", tmp_path / "out") == 0
@@ -224,7 +224,7 @@ def test_promised_mtp_without_weights(
     lost = {n: v for n, v in small[2].items() if not n.startswith("mtp.")}
     write_hf(tmp_path / "lost", small[1], values=lost)
     assert nemotron3("convert", "from-hf", tmp_path / "lost", tmp_path / "out") == 2
-    assert "promises 1 MTP block(s) '*E' whose weights are not there" in capsys.readouterr().err
+    assert "configuration has 1 MTP block(s) '*E' whose weights are not there" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

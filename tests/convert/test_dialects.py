@@ -190,7 +190,7 @@ def test_fsdp(name: str, tmp_path: Path) -> None:
 def test_order_needs_tp(tmp_path: Path) -> None:
     model = config(mtp=True)
     stored, index = open_torch_dist(unpacked("0.19.2_fsdp_tp2_ep2", tmp_path))
-    with pytest.raises(CheckpointError, match="parallel_size=None.: save it as --ckpt-format torch_dist"):
+    with pytest.raises(CheckpointError, match="parallel_size=None: save it with --ckpt-format torch_dist"):
         reorder_mamba(stored, model, {})
     arguments = read_dcp_state(index)["args"]
     arguments.state["tensor_model_parallel_size"] = 3

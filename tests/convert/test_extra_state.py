@@ -72,7 +72,7 @@ def test_the_keys_do_not_depend_on_the_layout(layout: ParallelLayout) -> None:
 
 def test_every_part_has_its_modules_and_every_module_has_a_weight() -> None:
     config = DISTINCT.but(pattern="ME*-")
-    assert {place.part for place in prefixes(config)} == set(MODULES)
+    assert {prefix.part for prefix in prefixes(config)} == set(MODULES)
     weights = {t.name for mapping in mappings(config) for t in mapping.megatron}
     for key in extra_state_keys(config):
         module = key.partition("._extra_state")[0]

@@ -96,17 +96,17 @@ def test_a_configuration_that_promises_mtp_without_weights_is_refused() -> None:
     shapes = {t.name: t.shape for t in inventory.hf_tensors(config)}
     inventory.check_hf(config, shapes)
     without = {name: shape for name, shape in shapes.items() if not name.startswith("mtp.")}
-    with pytest.raises(ValueError, match=r"1040 of 42683 .* promises 1 MTP block\(s\) '\*E' whose weights"):
+    with pytest.raises(ValueError, match=r"1040 of 42683 .* configuration has 1 MTP block\(s\) '\*E' whose weights"):
         inventory.check_hf(config, without)
     keys = [t.name for t in inventory.megatron_tensors(config) if not t.name.startswith("mtp.")]
-    with pytest.raises(ValueError, match="promises 1 MTP block"):
+    with pytest.raises(ValueError, match="configuration has 1 MTP block"):
         list(inventory.mappings_of(config, keys))
 
 
 def test_mtp_weights_that_the_configuration_does_not_promise_are_refused() -> None:
     shapes = {t.name: t.shape for t in inventory.hf_tensors(get("lightning"))}
     with pytest.raises(
-        ValueError, match="270 tensors are not the model's, first 'mtp.layers.0.enorm.weight'"
+        ValueError, match="270 tensors do not belong to the model, first 'mtp.layers.0.enorm.weight'"
     ):
         inventory.check_hf(get("nano"), shapes)
 

@@ -136,7 +136,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partial = partial_of(target)
     partial.mkdir()
     (partial / "mine").touch()
-    with pytest.raises(ValueError, match="is no interrupted conversion: remove it"):
+    with pytest.raises(ValueError, match="is not an interrupted conversion: remove it"):
         run(counted(target))
     (partial / "mine").unlink()
     (partial / JOURNAL).write_text('{"plan": "another"}\n')

@@ -90,7 +90,7 @@ def test_prefixes() -> None:
     ("others", "text"),
     [
         ({}, "1 of 2 weights .*first 'a.weight': .*no optimizer state with names"),
-        ({"optimizer.state.exp_avg.a.weight": FP32}, "a part of the weights only.*fully-reshardable"),
+        ({"optimizer.state.exp_avg.a.weight": FP32}, "only some of the weights.*fully-reshardable"),
         (
             {"chained_1.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(x).bucket_idx_0.param": FP32},
             "in 1 bucket",

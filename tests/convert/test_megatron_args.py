@@ -111,7 +111,7 @@ def parse(jobs: list[list[str]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     from megatron.training import arguments, checkpointing
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    from tests.args.megatron_parser import plain_name
+    from tests.args.megatron_parser import plain
 
     os.environ.update(RANK="0", WORLD_SIZE="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -126,8 +126,8 @@ def parse(jobs: list[list[str]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         with mock.patch.object(arguments, "_print_args", lambda *_: None):
             arguments.validate_args(args)
         config = core_transformer_config_from_args(args)
-        fields = {f.name: plain_name(getattr(config, f.name)) for f in dataclasses.fields(config)}
-        results.append(({name: plain_name(value) for name, value in vars(args).items()}, fields))
+        fields = {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+        results.append(({name: plain(value) for name, value in vars(args).items()}, fields))
     return results
 
 

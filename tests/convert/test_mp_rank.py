@@ -268,7 +268,7 @@ def test_replicas_that_differ(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"mp_rank_01_001/.*layers.2.mlp.router.weight differs from"):
         open_mp_rank(folder, DISTINCT, check_replicas=True)
     shutil.rmtree(folder / "mp_rank_01_001")
-    with pytest.raises(CheckpointError, match="written with TP=2, but the folders there are of TP=1: copy"):
+    with pytest.raises(CheckpointError, match="written with TP=2, but its folders have TP=1: copy"):
         open_mp_rank(folder, DISTINCT)
 
 
@@ -282,10 +282,10 @@ class Hostile:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"model": {"language_model": {}}}, "language_model is a dict, .*before megatron-core"),
+        ({"model": {"language_model": {}}}, "language_model is a dict, .*older than megatron-core"),
         ({"model": [1]}, "its model is a list"),
-        ({"model": {3: torch.zeros(2)}}, "a weight's name is the int 3"),
-        ({"model": {"decoder.layers.1.pre_mlp_layernorm.weight": torch.zeros(2)}}, "layer 0 is not"),
+        ({"model": {3: torch.zeros(2)}}, "the name of a weight is the int 3"),
+        ({"model": {"decoder.layers.1.pre_mlp_layernorm.weight": torch.zeros(2)}}, "layer 0 is missing"),
         ({"model": {"output_layer.weight": Hostile()}}, r"names (posix|os).system, which no checkpoint"),
         ({"model": {"output_layer.weight": torch.zeros(2).to_sparse()}}, "output_layer.weight is a"),
     ],
@@ -323,7 +323,7 @@ def test_wrong_folders(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="mp_rank_00 and mp_rank_00_000 belong to different layouts"):
         open_mp_rank(tmp_path / "a", PLAIN)
     save(tmp_path / "b", state, "mp_rank_00_001")
-    with pytest.raises(CheckpointError, match="PP=1 and EP=1, so it cannot be told"):
+    with pytest.raises(CheckpointError, match="PP=1 and EP=1, so the last number"):
         open_mp_rank(tmp_path / "b", PLAIN)
     state["args"].expert_model_parallel_size = 2
     save(tmp_path / "b", state, "mp_rank_00_001")

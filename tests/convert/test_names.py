@@ -90,7 +90,7 @@ def test_each_name_is_found_in_the_row_it_came_from(config: Nemotron3Config, dia
             # Of hundreds of experts the first, the second and the last do.
             for number in sorted({0, min(1, len(tensors) - 1), len(tensors) - 1}):
                 match = find(tensors[number].name)
-                assert (match.row, match.place) == (mapping.row, mapping.place)
+                assert (match.row, match.prefix) == (mapping.row, mapping.prefix)
                 assert match.spelling in (mapping.spelling, None)
                 several = "{e}" in match.tensor.name
                 assert match.expert == (number if several else None)

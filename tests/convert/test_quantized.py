@@ -149,7 +149,7 @@ def test_scales_are_given_for_all_of_a_format_or_none() -> None:
 def test_scales_that_are_no_positive_numbers_are_refused(value: float) -> None:
     scales = all_scales(get("nano-tiny"), "nvfp4")
     name = next(iter(scales))
-    with pytest.raises(ValueError, match="no positive number"):
+    with pytest.raises(ValueError, match="not a positive number"):
         quantization(get("nano-tiny"), "nvfp4", scales | {name: value})
 
 

@@ -196,7 +196,7 @@ def piece(a: int, b: int, c: int, d: int) -> Piece:
         ((piece(0, 4, 0, 4), piece(4, 6, 3, 5)), "destination b: .* overlap"),
         ((piece(0, 4, 0, 3), piece(4, 6, 4, 6)), "shapes of the two sides differ"),
         ((piece(0, 7, 0, 7),), "not inside its shape"),
-        ((piece(0, 6, 0, 6), Piece("c", ((0, 1),), "b", ((0, 1),))), "'c' is not one of the plan's"),
+        ((piece(0, 6, 0, 6), Piece("c", ((0, 1),), "b", ((0, 1),))), "'c' is not a tensor of the plan"),
     ],
 )
 def test_check_sees_what_is_wrong(pieces: tuple[Piece, ...], text: str) -> None:
@@ -217,9 +217,9 @@ def test_check_sees_an_overlap_with_padding() -> None:
         (lambda: transforms.vocabulary({"a": (3, 2)}, {"b": (4, 2)}), "cannot hold the 4 rows"),
         (lambda: transforms.vocabulary({"a": (6, 2)}, {"b": (4, 3)}), "cannot hold"),
         (lambda: transforms.concat({"a": (3, 2), "b": (1, 2)}, {"c": (5, 2)}), "4 rows, c has 5"),
-        (lambda: transforms.concat({"a": (3, 2)}, {"c": (3, 1)}), "no part of"),
+        (lambda: transforms.concat({"a": (3, 2)}, {"c": (3, 1)}), "not a part of"),
         (lambda: transforms.stack({"a": (3, 2, 2)}, {"b": (2, 2)}), "holds 3 experts, 1 are expected"),
-        (lambda: transforms.stack({"a": (1, 2, 2)}, {"b": (2, 3)}), "no part of"),
+        (lambda: transforms.stack({"a": (1, 2, 2)}, {"b": (2, 3)}), "not a part of"),
         (lambda: transforms.qkv({"a": (8, 2)}, {"q": (4, 2), "k": (2, 2), "v": (1, 2)}, 1), "check num_att"),
         (lambda: transforms.qkv({"a": (9, 2)}, {"q": (4, 2), "k": (2, 2), "v": (2, 2)}, 1), "check num_att"),
         (lambda: transforms.qkv({"a": (8, 2)}, {"q": (4, 2), "k": (2, 2), "v": (2, 2)}, 4), "check num_att"),

@@ -136,29 +136,29 @@ class _Walk:
         self.note(Layer("embedding", *self.compare(x, y[0], rows[OWN], y[0])))
         rows[THEIRS] = y[0]
         depth = 0
-        for place, following in zip(table[1:], chain(table[2:], [None])):
-            if place.part == "mtp_in":
+        for prefix, following in zip(table[1:], chain(table[2:], [None])):
+            if prefix.part == "mtp_in":
                 depth += 1
                 rows, y = rows[:, :-1], y[:, :-1]
-                rows, y = self.enter_mtp(place, ids[depth:], rows, y)
-            elif place.part == "mtp_out":
-                rows = self.ours.norm(rows, place.megatron + "final_layernorm.weight")
-                y = self.theirs.norm(y, place.hf + "final_layernorm.weight")
+                rows, y = self.enter_mtp(prefix, ids[depth:], rows, y)
+            elif prefix.part == "mtp_out":
+                rows = self.ours.norm(rows, prefix.megatron + "final_layernorm.weight")
+                y = self.theirs.norm(y, prefix.hf + "final_layernorm.weight")
                 self.compare_logits(f"logits of MTP depth {depth}", rows, y)
                 rows[THEIRS] = y[0]
             else:
-                rows, y = self.layer(place, rows, y)
-            if place.megatron.startswith("decoder.") and (following is None or following.part == "mtp_in"):
+                rows, y = self.layer(prefix, rows, y)
+            if prefix.megatron.startswith("decoder.") and (following is None or following.part == "mtp_in"):
                 rows, y = self.ours.final_norm(rows), self.theirs.final_norm(y)
                 self.compare_logits("logits", rows, y)
                 rows[THEIRS] = y[0]
 
-    def layer(self, place: Prefix, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        step = self.theirs.layer(place.hf, y)
-        update, agreements = self.ours.layer(place.part, place.megatron, rows, step.selection)
+    def layer(self, prefix: Prefix, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        step = self.theirs.layer(prefix.hf, y)
+        update, agreements = self.ours.layer(prefix.part, prefix.megatron, rows, step.selection)
         rows += update
         self.move(rows, update[THEIRS] - step.update[0])
-        name = f"{place.megatron.rstrip('.')} and {place.hf.rstrip('.')} ({place.part})"
+        name = f"{prefix.megatron.rstrip('.')} and {prefix.hf.rstrip('.')} ({prefix.part})"
         figures = self.compare(update[THEIRS], step.update[0], rows[OWN], step.output[0])
         if step.selection is None:
             self.note(Layer(name, *figures))
@@ -168,12 +168,12 @@ class _Walk:
         rows[THEIRS] = step.output[0]
         return rows, step.output
 
-    def enter_mtp(self, place: Prefix, ids: Tensor, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def enter_mtp(self, prefix: Prefix, ids: Tensor, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The token after each one of the stream is known, so the last one has left it."""
-        y = self.theirs.mtp_input(place.hf, self.theirs.embed(ids), y)
-        rows = self.ours.mtp_input(place.megatron, self.ours.embed(ids), rows)
+        y = self.theirs.mtp_input(prefix.hf, self.theirs.embed(ids), y)
+        rows = self.ours.mtp_input(prefix.megatron, self.ours.embed(ids), rows)
         self.move(rows, rows[THEIRS] - y[0])
-        name = f"{place.megatron}eh_proj and {place.hf}eh_proj"
+        name = f"{prefix.megatron}eh_proj and {prefix.hf}eh_proj"
         self.note(Layer(name, *self.compare(rows[THEIRS], y[0], rows[OWN], y[0])))
         rows[THEIRS] = y[0]
         return rows, y
