@@ -13,7 +13,7 @@ import nox
 
 nox.options.reuse_existing_virtualenvs = True
 
-#: Minor version -> the release tested. docs/versions.md says what was seen.
+#: Minor version -> the release tested. docs/environment.md says what was seen.
 RELEASES = {"0.17": "0.17.1", "0.18": "0.18.2", "0.19": "0.19.2"}
 PACKAGES = (
     "torch==2.11.0",

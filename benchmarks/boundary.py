@@ -12,7 +12,7 @@ torch.distributed (wire.py), for the second microbatch: the first one agrees on 
 differs. None of this is a time.
 
 With --device, what one GPU does: bandwidth of packing; time and peak memory of building a decoder input from
-owner slices (boundary/align.py) beside upstream's scatter of the whole sequence followed by the slice.
+owner slices (boundary/placement.py) beside upstream's scatter of the whole sequence followed by the slice.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _one(ours: bool, case: Case, rows: int, hidden: int) -> tuple[Measured, Meas
         edge = Edge("images", "language", source, destination, 2, 0, torch.float32)
         bridge: Any = Bridge(*grids, comm_dtype=torch.float32, tensor_ndim=2, edge=edge)
         feed = RowFeed([{"ids": ids}] * 2, tokens("ids", {"images": 1}))
-        bridge.hub.training = Stream(feed)
+        bridge.coordinator.training = Stream(feed)
     else:
         try:
             bridge = BridgeCommunicator(*grids, comm_dtype=torch.float32, tensor_ndim=2)
@@ -194,14 +194,14 @@ def bound_of(case: Case, rows: int, back: bool) -> float:
     from megatron_nemotron3.boundary.bounds import bounds
     from megatron_nemotron3.boundary.feed import describe_ids
     from megatron_nemotron3.boundary.layout import Layout
-    from megatron_nemotron3.boundary.sides import crossing, slices_of
+    from megatron_nemotron3.boundary.planner import make_plan, slices_of
 
     source, destination = Layout.parse(case.source), Layout.parse(case.destination)
     counts, wants = rows_of(case, rows), None
     if case.sliced:
         known = describe_ids(batch(case, rows), {"images": 1})
         wants = slices_of(destination, known.runs_of("images") or (), known.lengths)
-    plan = crossing(source, destination, counts, row_bytes=1, wants=wants)
+    plan = make_plan(source, destination, counts, row_bytes=1, wants=wants)
     return bounds(plan.transposed() if back else plan).busiest / sum(counts)
 
 
@@ -273,8 +273,8 @@ def pack_table(device: Any, rows: int, hidden: int, rounds: int) -> None:
     """Bytes per second that `pack` and `unpack` read and write."""
     import torch
 
-    from megatron_nemotron3.boundary.pack import pack, unpack
-    from megatron_nemotron3.boundary.transfer import Piece
+    from megatron_nemotron3.boundary.exchange import pack, unpack
+    from megatron_nemotron3.boundary.plan import Piece
 
     table = []
     for pieces_of in (1, 16, 256):
@@ -302,8 +302,8 @@ def align_table(device: Any, hidden: int, rounds: int, lengths: tuple[int, ...])
     import torch
     from megatron.core.models.mimo.model.base import MimoModel
 
-    from megatron_nemotron3.boundary.align import align, assemble
-    from megatron_nemotron3.boundary.slices import positions
+    from megatron_nemotron3.boundary.partition import positions
+    from megatron_nemotron3.boundary.placement import align, assemble
 
     table = []
     for length, (cp, tp) in itertools.product(lengths, ((1, 8), (4, 8))):

@@ -30,13 +30,13 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common import print_table
 
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.sides import crossing, slices_of
-from megatron_nemotron3.boundary.transfer import LEADER_BYTES, Plan
+from megatron_nemotron3.boundary.plan import LEADER_BYTES, Plan
+from megatron_nemotron3.boundary.planner import make_plan, slices_of
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.parameters import count
 
@@ -156,7 +156,9 @@ def forward_plan(case: Case, rows: Sequence[int], leader_bytes: int = LEADER_BYT
         multiple = 2 * destination.tp * destination.cp
         lengths = [-(-n // multiple) * multiple for n in rows]
         wants = slices_of(destination, [((0, n),) for n in rows], lengths)
-    return crossing(source, destination, rows, row_bytes=ROW_BYTES, wants=wants, leader_bytes=leader_bytes)
+    return replace(
+        make_plan(source, destination, rows, row_bytes=ROW_BYTES, wants=wants), leader_bytes=leader_bytes
+    )
 
 
 def plan_time(plan: Plan, network: Network, concurrent: bool) -> float:

@@ -46,7 +46,9 @@ def on_files(files: Any, config: Any) -> Any:
     wanted: dict[str, str] = {}
     for file in files.documentation_pages():
         for target in outside(file.content_string):
-            wanted.setdefault(address(file.src_uri, target), file.src_uri)
+            path = address(file.src_uri, target)
+            if not path.startswith("docs/"):
+                wanted.setdefault(path, file.src_uri)
     for path, linking in sorted(wanted.items()):
         if path.startswith("..") or not (root / path).is_file():
             log.warning("%s links to %s, which is no file of the repository: link to a file", linking, path)

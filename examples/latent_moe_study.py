@@ -22,8 +22,8 @@ from pathlib import Path
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.data import prepare
 from megatron_nemotron3.models import Nemotron3Config, count, get, tiny
-from megatron_nemotron3.train import log
-from megatron_nemotron3.train.command import Request, run
+from megatron_nemotron3.train import log, training
+from megatron_nemotron3.train.training import Request
 
 ALPHA = 4
 BASE = tiny(get("nano")).but(
@@ -58,7 +58,7 @@ def all_to_all_bytes(config: Nemotron3Config) -> int:
 def train(config: Nemotron3Config, seed: int, steps: int, folder: Path, prefix: str, tokenizer: str) -> float:
     """Validation loss (nats per token) after `steps`; a finished run is read, not repeated."""
     output = folder / f"{config.name}-seed{seed}"
-    status = run(
+    status = training.train(
         Request(
             config=config,
             layout=ParallelLayout(),

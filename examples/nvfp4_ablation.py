@@ -24,8 +24,8 @@ from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.settings import VARIABLE
 from megatron_nemotron3.precision.table import bf16_tail
-from megatron_nemotron3.train import log
-from megatron_nemotron3.train.command import Request, run
+from megatron_nemotron3.train import log, training
+from megatron_nemotron3.train.training import Request
 
 MODEL = tiny(get("super"))
 BASELINE, RECIPE = "baseline", "recipe"
@@ -51,7 +51,7 @@ def train(variant: str, seed: int, steps: int, folder: Path, prefix: str, tokeni
     options = ["--seed", seed, "--eval-iters", 32, "--eval-interval", steps, "--save-interval", steps]
     options += ["--first-last-layers-bf16", "--num-layers-at-start-in-bf16", 0]
     options += ["--num-layers-at-end-in-bf16", bf16_tail(MODEL), "--te-precision-config-file", file]
-    status = run(
+    status = training.train(
         Request(
             config=MODEL,
             layout=ParallelLayout(),

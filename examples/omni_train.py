@@ -24,13 +24,12 @@ from megatron.core.process_groups_config import MultiModuleProcessGroupCollectio
 from omni_model import LANGUAGE
 from torch import Tensor
 
-from megatron_nemotron3.boundary.colocated_schedule import forward_backward_colocated
 from megatron_nemotron3.boundary.feed import RowFeed, tokens
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-from megatron_nemotron3.boundary.samples import contiguous
-from megatron_nemotron3.boundary.scale import finalize_model_grads
+from megatron_nemotron3.boundary.partition import contiguous
+from megatron_nemotron3.boundary.training import finalize_model_grads, forward_backward_colocated
 from megatron_nemotron3.cpu import cpu_mode
 
 #: Samples of an optimizer step, in every mode.

@@ -19,15 +19,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import __version__, parallel_state
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_nemotron3 import cpu
 from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, flags, to_argv
-from megatron_nemotron3.layers.direct_builder import hybrid_config
 from megatron_nemotron3.layers.stack import Nemotron3Stack
-from megatron_nemotron3.layers.upstream import VERSION, HybridModel
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models import tiny as make_tiny
 from megatron_nemotron3.precision import settings as emulation
@@ -93,6 +92,8 @@ def model_config(
     Raises:
         ValueError: unknown model, `emulate` has no meaning, or a rule is violated (`args.rules`).
     """
+    from megatron.training import argument_utils
+
     config = get(model) if isinstance(model, str) else model
     config = make_tiny(config) if tiny else config
     layout = layout or ParallelLayout()
@@ -105,12 +106,12 @@ def model_config(
         extra=extra,
         te_precision_config_file=te_precision_config_file,
         emulate=bool(_emulation(emulate)),
-        megatron_core=VERSION,
+        megatron_core=__version__,
     )
     args = megatron_args(to_argv(emitted), layout.world_size)
     if args.padded_vocab_size is None and args.vocab_size is None:
         args.vocab_size = config.vocab_size
-    return hybrid_config(args)
+    return argument_utils.hybrid_config_from_args(args)
 
 
 def _emulation(emulate: bool | str) -> emulation.Emulation | None:
@@ -146,7 +147,7 @@ def build_model(
 
     Args:
         emulate: compute in NVFP4 without FP4 hardware (docs/nvfp4.md); with precision "nvfp4", backend
-            "torch" and a `te_precision_config_file`, which `nemotron3 precision NAME --yaml FILE` writes.
+            "torch" and a `te_precision_config_file`, which `nemotron3 precision NAME --output FILE` writes.
             True: the published recipe; text: a value of NEMOTRON3_EMULATE, such as "nvfp4,sr=0". False:
             whatever an enclosing `precision.settings.emulating` or, without one, that variable says.
 
@@ -193,9 +194,9 @@ def model_provider(
     Raises:
         RuntimeError: the stack that got built is not ours.
     """
-    from megatron.training import get_args
+    from megatron.training import argument_utils, get_args
 
-    built = hybrid_config(get_args(), config)
+    built = argument_utils.hybrid_config_from_args(get_args(), config)
     builder = built.get_builder_cls()(built)
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     return verified(builder.build_model(groups, pre_process, post_process, vp_stage))

@@ -19,12 +19,17 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_timers, pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_nemotron3.build import model_provider
-from megatron_nemotron3.layers.upstream import find, has
 
 #: Options whose batches carry document borders or teacher data: the stock script's business.
 UNSUPPORTED = ("sft", "dataloader_inter_document_masking", "hybrid_context_parallel", "logits_load_dir")
@@ -42,11 +47,13 @@ def get_batch(data_iterator: Iterator[_Batch], vp_stage: int | None) -> _Batch:
     """
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(BATCH)
-    batch = _drawn(data_iterator, get_args().mtp_num_layers is not None and mpu.is_pipeline_last_stage())
+    batch = _drawn_batch(
+        data_iterator, get_args().mtp_num_layers is not None and mpu.is_pipeline_last_stage()
+    )
     return {key: batch.get(key) for key in BATCH}
 
 
-def _batch_by_layout(data_iterator: Iterator[_Batch], mtp_here: bool) -> _Batch:
+def _drawn_batch(data_iterator: Iterator[_Batch], mtp_here: bool) -> _Batch:
     """Rank 0 of each TP group draws; Megatron hands round what it is told the ranks need."""
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     batch: _Batch = {}
@@ -54,7 +61,7 @@ def _batch_by_layout(data_iterator: Iterator[_Batch], mtp_here: bool) -> _Batch:
         drawn = next(data_iterator)
         batch = {k: v.cuda(non_blocking=True) if v is not None else None for k, v in drawn.items()}
     no_documents, no_hybrid_cp = False, False  # the first has another name in each version
-    batch = find("megatron.core.utils:get_batch_on_this_tp_rank")(
+    batch = get_batch_on_this_tp_rank(
         batch,
         no_documents,
         no_hybrid_cp,
@@ -74,16 +81,6 @@ def _batch_by_layout(data_iterator: Iterator[_Batch], mtp_here: bool) -> _Batch:
         batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group(), hybrid_cp_group_func=None
     )
     return cut
-
-
-def _batch_by_arguments(data_iterator: Iterator[_Batch], mtp_here: bool) -> _Batch:
-    """Megatron draws, and reads the layout from its arguments."""
-    batch = find("megatron.core.utils:get_batch_on_this_tp_rank")(data_iterator, mtp_here)
-    cut: _Batch = get_batch_on_this_cp_rank({k: batch.get(k) for k in BATCH})
-    return cut
-
-
-_drawn = _batch_by_layout if has("batch-by-rank") else _batch_by_arguments
 
 
 def loss_function(
@@ -161,17 +158,14 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 def main() -> None:
     """Parse Megatron's options and train."""
-    args = find("megatron.training.arguments:parse_and_validate_args")()
+    args = parse_and_validate_args()
     if given := [name for name in UNSUPPORTED if getattr(args, name, None)]:
         option = "--" + given[0].replace("_", "-")
         raise SystemExit(
             f"{option} is not part of this entry: run the stock pretrain_hybrid.py with our flags"
         )
-    configs: tuple[Any, ...] = ()
-    if has("config-container"):
-        configs = (find("megatron.training.argument_utils:pretrain_cfg_container_from_args")(args),)
     pretrain(
-        *configs,
+        pretrain_cfg_container_from_args(args),
         train_valid_test_dataset_provider=datasets_provider,
         model_provider=model_provider,
         model_type=ModelType.encoder_or_decoder,

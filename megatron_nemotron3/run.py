@@ -20,13 +20,19 @@ import runpy
 import socket
 import sys
 from contextlib import ExitStack, nullcontext
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
 
 USAGE = "usage: python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] SCRIPT ARGS…"
 SPEC_MODULE = "megatron_nemotron3.specs"
+
+
+def register(commands: Any) -> None:
+    """List `nemotron3 run` in the help; `cli.main` hands every word after it to `main`."""
+    text = "run a stock Megatron script, on CPU if there is no GPU"
+    commands.add_parser("run", help=text, add_help=False)
 
 
 def fail(message: str) -> NoReturn:
@@ -116,11 +122,11 @@ def verify_stack(attribute: str) -> None:
     the model when its first forward begins (a torch hook, removed once it has looked).
     """
     import torch
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     from megatron_nemotron3 import specs
     from megatron_nemotron3.layers.backend import te_problem
     from megatron_nemotron3.layers.stack import Nemotron3Stack
-    from megatron_nemotron3.layers.upstream import HybridModel
 
     known = [name for name in vars(specs) if name.startswith("nemotron3") and name.endswith("_stack_spec")]
     if attribute not in known:
@@ -149,8 +155,8 @@ def verify_nvfp4(arguments: list[str]) -> None:
     if not _given(arguments, "--fp4-format") or _given(arguments, "--fp4-recipe") not in (None, "nvfp4"):
         return
     import torch
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    from megatron_nemotron3.layers.upstream import HybridModel
     from megatron_nemotron3.precision.census import CensusError, require_nvfp4
     from megatron_nemotron3.precision.schema import PrecisionFileError
 

@@ -14,12 +14,13 @@ from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_token_prediction import (
@@ -35,9 +36,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_nemotron3.layers.backend import TORCH, Backend, default_backend, te_problem
-from megatron_nemotron3.layers.mtp import MTPLayer
-from megatron_nemotron3.layers.stack import Nemotron3Stack, Nemotron3StackSubmodules
-from megatron_nemotron3.layers.upstream import HybridStackSubmodules, dense_mlp, find, moe_mlp
+from megatron_nemotron3.layers.stack import MTPLayer, Nemotron3Stack, Nemotron3StackSubmodules
 
 
 def mtp_block_spec(norm: Any, column_parallel_linear: Any) -> ModuleSpec:
@@ -86,10 +85,11 @@ def stack_spec(backend: Backend) -> ModuleSpec:
     dense = ModuleSpec(
         module=MLPLayer,
         submodules=TransformerLayerSubmodules(
-            mlp=dense_mlp(
-                MLPSubmodules(
+            mlp=partial(
+                MLP.as_mlp_submodule,
+                submodules=MLPSubmodules(
                     linear_fc1=backend.norm_column_parallel_linear, linear_fc2=backend.row_parallel_linear
-                )
+                ),
             ),
             mlp_bda=get_bias_dropout_add,
         ),
@@ -104,9 +104,11 @@ def stack_spec(backend: Backend) -> ModuleSpec:
         module=MoETransformerLayer,
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=backend.norm,
-            mlp=moe_mlp(
+            mlp=partial(
                 backend.moe_layer,
-                MoESubmodules(experts=backend.experts, shared_experts=shared_experts, router=backend.router),
+                submodules=MoESubmodules(
+                    experts=backend.experts, shared_experts=shared_experts, router=backend.router
+                ),
             ),
             mlp_bda=get_bias_dropout_add,
         ),
@@ -128,8 +130,7 @@ def stack_spec(backend: Backend) -> ModuleSpec:
 def te_stack_spec() -> ModuleSpec:
     """Upstream's own TE layers, with our stack around them and our MTP layer among them."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
-
-    hybrid_stack_spec = find("megatron.core.models.hybrid.hybrid_layer_specs:hybrid_stack_spec")
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     stock = {f.name: getattr(hybrid_stack_spec.submodules, f.name) for f in fields(HybridStackSubmodules)}
     stock["mtp_block_spec"] = mtp_block_spec(TENorm, TEColumnParallelLinear)

@@ -3,7 +3,7 @@
 Flags and rules look here by the version they are made for (`chosen`), code by the version that is imported
 (`layers/upstream.py`). `CHANGES` is what behaves differently, `NAMES` what was called differently, `OPTIONS`
 which options of the command line are new. Read off the wheels 0.17.1, 0.18.2 and 0.19.2 and off main of
-2026-08-22 (0.20.0, in development); docs/versions.md says what was run on each.
+2026-08-22 (0.20.0, in development); docs/environment.md says what was run on each.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by every recipe. The command goes to stdout, everything else to stderr; docs/recipes.md explains.
+# Sourced by every recipe. The command goes to stdout, everything else to stderr; docs/launching.md explains.
 #
 # launch       GPUS (per node) NNODES NODE_RANK MASTER_ADDR MASTER_PORT: recipes/slurm.sh sets them from Slurm.
 #              DRY_RUN=1 prints and stops. NO_DOCTOR=1 skips `nemotron3 doctor`.
@@ -92,7 +92,7 @@ precision_file() { # write the recipe of every linear for MODEL, unless the user
     mkdir -p "$OUTPUT"
     local mine=$TE_PRECISION_CONFIG_FILE
     [ -e "$mine" ] || mine=$mine.$NODE_RANK.$$ # nodes write at the same time: each its own, then moved
-    python3 -m megatron_nemotron3 precision "$MODEL" ${TINY:+--tiny} --yaml "$mine" > /dev/null || exit 2
+    python3 -m megatron_nemotron3 precision "$MODEL" ${TINY:+--tiny} --output "$mine" > /dev/null || exit 2
     [ "$mine" = "$TE_PRECISION_CONFIG_FILE" ] || mv -f "$mine" "$TE_PRECISION_CONFIG_FILE"
 }
 

@@ -31,12 +31,13 @@ COMMANDS = {
         "--backward", "--lines", "--json", "--plot",
     },
     "plan": {
-        "--tiny", "--gpus", "--gpu", "--nvlink-domain", "--seq", "--gbs", "--precision", "--dispatcher",
+        "--tiny", "--gpus", "--gpu", "--nvlink-domain", "--seq-length", "--seq",
+        "--global-batch-size", "--gbs", "--precision", "--dispatcher",
         "--best", "--json", "--plot",
     },
     "check": {"--full", "--workers"},
     "doctor": {"--kernels", "--step", "--json"},
-    "precision": {"--tiny", "--format", "--yaml", "--report"},
+    "precision": {"--tiny", "--format", "--output", "--yaml", "--report"},
     "convert": set(),
     "verify": {"--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers"},
     "generate": {
@@ -96,6 +97,7 @@ def test_warnings_go_beside_the_flags(capsys: pytest.CaptureFixture[str]) -> Non
         (["flags", "super", "--precision", "nvfp4", "--backend", "te"], "--te-precision-config-file"),
         (["flags", "super", "--backend", "cuda"], "invalid choice"),
         (["flags", "super", "--", "lonely"], "lonely"),
+        (["show", "super", "--", "--lr", "1"], "it takes no words after --: drop --lr 1"),
         (["nothing"], "invalid choice"),
         ([], "COMMAND"),
     ],

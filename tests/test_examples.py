@@ -1,4 +1,4 @@
-"""Every example, recipe and README command runs as it stands."""
+"""Every example and recipe runs as it stands; links of the documentation lead to files."""
 
 from __future__ import annotations
 
@@ -47,29 +47,7 @@ def test_recipe_stops_at_a_layout_that_cannot_work() -> None:
     assert "EP" in done.stderr and "torch.distributed.run" not in done.stdout
 
 
-def test_readme_commands() -> None:
-    """The commands of the README that need no GPU, as written."""
-    text = (ROOT / "README.md").read_text()
-    words = re.findall(r"^nemotron3 [^#\n]*", text, re.M)
-    assert len(words) >= 2
-    for line in words:
-        done = _run([sys.executable, "-m", "megatron_nemotron3", *line.split()[1:]])
-        assert done.returncode == 0, line + done.stderr
-    shell = re.search(r"```bash\n(flags=\$\(nemotron3.*?eval[^\n]*)\n", text, re.S)
-    assert shell is not None
-    script = (
-        'nemotron3() { python -m megatron_nemotron3 "$@"; }\n' + shell[1] + '\nprintf "%s\\n" "${ARGS[@]}"\n'
-    )
-    done = _run(["bash", "-c", script])
-    assert done.returncode == 0, done.stderr
-    assert "--hybrid-layer-pattern" in done.stdout.splitlines()
-    python = re.search(r"```python\n(.*?)```", text, re.S)
-    assert python is not None
-    done = _run([sys.executable, "-c", python[1]])
-    assert done.returncode == 0, done.stderr
-
-
 def test_documents_link_to_files_that_exist() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"

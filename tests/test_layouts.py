@@ -1,4 +1,4 @@
-"""Every layout of docs/cpu.md trains on gloo: through our entry, and the stock script of a checkout."""
+"""Every layout of docs/environment.md trains on gloo, with our entry and with the stock script."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_foreign_stack_stops_the_run(tmp_path: Path) -> None:
     assert "lm loss" not in done.stdout
 
 
-if __name__ == "__main__":  # the figures of docs/cpu.md
+if __name__ == "__main__":  # the figures of docs/environment.md
     for script_name in [launch.ENTRY, *([STOCK] if STOCK.is_file() else [])]:
         for layout_name in LAYOUTS:
             steps = _run(Path(script_name), layout_name).steps

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, MultiTokenPredictionLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_nemotron3.layers.mtp import MTPLayer
+from megatron_nemotron3.layers.stack import MTPLayer
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 from tests.support.distributed import initialize, run_distributed
 from tests.support.models import SIZES, build_hybrid
@@ -137,7 +137,7 @@ def test_metric_is_counted_once_and_under_mtp() -> None:
 
 
 def test_upstream_metric_is_counted_twice_and_under_the_decoder() -> None:
-    """If this fails, upstream has repaired it and `layers/mtp.py` may go."""
+    """If this fails, upstream has repaired it and `MTPLayer.__init__` may go."""
     upstream = run("upstream", TWO_DEPTHS)
     decoder, mtp = upstream.expected["decoder"], upstream.expected["mtp"]
     assert upstream.slots == pytest.approx([0, decoder[0] + sum(mtp), 0, 0], rel=1e-5)

@@ -162,9 +162,9 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def here() -> str:
     """Minor version of the megatron-core that is imported: a checkout may hide the one that is installed."""
-    from megatron_nemotron3.layers.upstream import VERSION
+    from megatron.core import __version__
 
-    return VERSION
+    return versions.minor(__version__)
 
 
 @full
@@ -225,10 +225,10 @@ def built(extra: str = "", **options: Any) -> Iterator[Any]:
     """A tiny Super on this process, taken down again."""
     import torch
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from megatron_nemotron3.build import build_model
     from megatron_nemotron3.cpu import cpu_mode
-    from megatron_nemotron3.layers.upstream import forget_moe_metrics
 
     with cpu_mode(), torch.random.fork_rng(devices=[]):
         try:
@@ -236,7 +236,7 @@ def built(extra: str = "", **options: Any) -> Iterator[Any]:
                 "super", tiny=True, precision="fp32", backend="torch", extra=extra.split(), **options
             )
         finally:
-            forget_moe_metrics()
+            destroy_moe_metrics_tracker()
             parallel_state.destroy_model_parallel()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
@@ -323,9 +323,9 @@ def test_full_recompute() -> None:
 def test_checkpoint_keys_are_the_same_on_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from megatron.core.activations import squared_relu
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_nemotron3.layers.upstream import HybridModel
     from megatron_nemotron3.specs import nemotron3_torch_stack_spec
     from tests.support.models import GOLDEN_MODELS, SIZES, VOCABULARY, describe, golden_file
 

@@ -2,7 +2,7 @@
 
 Standard library only. Schedules are those of the technical reports: Nano arXiv 2512.20848 (2.5, 3.1.6), Super
 2604.12374 (2.6, 3.1), Ultra 2606.15007 (2.5, 3.1). A field or layout that is None is UNKNOWN: no source
-states it. docs/recipes.md says what of it stock Megatron-LM can do.
+states it. docs/launching.md says what of it stock Megatron-LM can do.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The router computes in FP32 in all of them (`--moe-router-dtype fp32`, emitted f
 
 nvfp4 is the table of `precision.table`, and flags alone cannot say it: attention projections, latent
 projections and MTP stay BF16 and Mamba's output projection is MXFP8, per module, in a
-`--te-precision-config-file` (`nemotron3 precision NAME --yaml FILE` writes it). Without that file Megatron
+`--te-precision-config-file` (`nemotron3 precision NAME --output FILE` writes it). Without that file Megatron
 quantizes all of them to NVFP4, silently. So the file is required (`te_precision_config_file=`), unless
 `allow_plain_nvfp4=True` asks for exactly that.
 

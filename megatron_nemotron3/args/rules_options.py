@@ -221,7 +221,7 @@ OPTION_RULES: tuple[Rule, ...] = (
     _option(
         "--moe-per-layer-logging",
         "the router of an MTP block that repeats is logged whole under depth 1, as zero under the others",
-        "megatron_nemotron3/layers/mtp.py; Megatron-LM #7172",
+        "megatron_nemotron3/layers/stack.py; Megatron-LM #7172",
         lambda c: (
             "E" in (c.config.mtp_pattern or "")
             and c.config.mtp_use_repeated_layer

@@ -78,8 +78,8 @@ PRECISION_RULES: tuple[Rule, ...] = (
         lambda c: (
             "nvfp4 without --te-precision-config-file: Megatron would also quantize attention and latent "
             "projections, MTP and Mamba's out_proj, against the published recipe. Give "
-            f"te_precision_config_file=PATH (nemotron3 precision {c.config.name} --yaml PATH writes it), or "
-            "allow_plain_nvfp4=True to mean it"
+            f"te_precision_config_file=PATH (nemotron3 precision {c.config.name} --output PATH writes it), "
+            "or allow_plain_nvfp4=True to mean it"
         ),
         "Super report, table 3",
     ),

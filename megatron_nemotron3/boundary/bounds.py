@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_nemotron3.boundary import intervals
-from megatron_nemotron3.boundary.transfer import Plan
+from megatron_nemotron3.boundary.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from torch import Tensor
 
+from megatron_nemotron3.boundary.coordinator import Coordinator
 from megatron_nemotron3.boundary.edge import Edge
-from megatron_nemotron3.boundary.failure import BoundaryError
-from megatron_nemotron3.boundary.hub import Hub
+from megatron_nemotron3.boundary.groups import BoundaryError
 from megatron_nemotron3.boundary.layout import Layout
 
 
@@ -28,8 +28,8 @@ class Bridge(BridgeCommunicator):
     Args:
         src_grid, dest_grid, dim_mapping, comm_dtype, src_module_name, dest_module_name, tensor_ndim: as
             upstream. CP of the destination may be above 1.
-        edge, hub: given by `BoundaryCommunicator`, where all edges into a module share one hub; then only its
-            methods exchange.
+        edge, coordinator: given by `BoundaryCommunicator`, where all edges into a module share one
+            coordinator; then only its methods exchange.
         timeout: of every wait; None: that of the default process group.
 
     Raises:
@@ -51,7 +51,7 @@ class Bridge(BridgeCommunicator):
         tensor_ndim: int = 3,
         *,
         edge: Edge | None = None,
-        hub: Hub | None = None,
+        coordinator: Coordinator | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self.src_grid, self.dest_grid = src_grid, dest_grid
@@ -76,13 +76,13 @@ class Bridge(BridgeCommunicator):
                 f"{self.edge.name}: the source has CP={self.edge.source.cp}: rows of context ranks have no "
                 "order; use CP 1 in modules that send"
             )
-        self.hub = hub or Hub([self.edge], timeout=timeout)
-        if hub is None:
+        self.coordinator = coordinator or Coordinator([self.edge], timeout=timeout)
+        if coordinator is None:
             Bridge._alive.add(self)
 
     def close(self) -> None:
         """Give the process groups back. On every rank, in one order."""
-        self.hub.close()
+        self.coordinator.close()
         Bridge._alive.discard(self)
 
     @classmethod
@@ -92,7 +92,7 @@ class Bridge(BridgeCommunicator):
     @classmethod
     def destroy_bridge_pgs(cls) -> None:
         """Close all that were constructed alone, in the order of their construction."""
-        for bridge in sorted(cls._alive, key=lambda bridge: bridge.hub.number):
+        for bridge in sorted(cls._alive, key=lambda bridge: bridge.coordinator.number):
             bridge.close()
 
     def send_forward(self, tensor_to_send: Tensor) -> None:
@@ -103,7 +103,7 @@ class Bridge(BridgeCommunicator):
 
         Raises:
             ValueError: this rank is not of the source.
-            BoundaryError: as `Hub.run`.
+            BoundaryError: as `Coordinator.run`.
         """
         self._exchange("send_forward", sends=tensor_to_send, forward=True)
 
@@ -144,15 +144,15 @@ class Bridge(BridgeCommunicator):
         grid, side = (self.src_grid, "source") if of_source else (self.dest_grid, "destination")
         if not self.is_current_rank_in_grid(grid):
             raise ValueError(f"rank {self.current_rank} is not in the {side} grid: {method} is for its ranks")
-        if len(self.hub.edges) > 1:
+        if len(self.coordinator.edges) > 1:
             raise BoundaryError(
-                f"{len(self.hub.edges)} edges lead to {self.edge.destination_name}, which exchange together: "
-                "use the methods of BoundaryCommunicator"
+                f"{len(self.coordinator.edges)} edges lead to {self.edge.destination_name}, which exchange "
+                "together: use the methods of BoundaryCommunicator"
             )
-        if not self.hub.groups.is_member:
+        if not self.coordinator.groups.is_member:
             return None  # a stage in the middle of its module
         name = self.edge.source_name
-        inputs, gradients = self.hub.run(
+        inputs, gradients = self.coordinator.run(
             {name: sends} if of_source else {},
             {} if of_source else {name: returns},
             forward=forward,

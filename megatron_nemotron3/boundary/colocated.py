@@ -1,54 +1,62 @@
 """Rows between modules that share ranks: upstream's `ColocatedBridgeCommunicator` for any two layouts.
 
-Upstream gathers whole lanes among siblings and wants equal rows per lane, dividing DP, CP 1 and PP 1. Here
-the same plans as between disjoint modules say which rows each rank lacks: those, and no others, go in one
-all-to-all, forward and backward. Ragged and empty lanes, any TP and DP, sequence and context parallelism and
-pipeline stages of the module that receives are the same case. Nothing is scaled or summed.
+Upstream gathers whole lanes and requires equal rows per lane, DP sizes that divide, CP 1 and PP 1. Here the
+same plans as between disjoint modules say which rows each rank lacks; one all-to-all moves exactly those,
+forward and backward. It covers ragged and empty lanes, any TP and DP, sequence and context parallelism, and
+pipeline stages of the receiving module. Nothing is scaled or summed.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.comm.colocated_communicator import BridgeDirection, ColocatedBridgeCommunicator
 from torch import Tensor
 
 from megatron_nemotron3.boundary import intervals
-from megatron_nemotron3.boundary.agree import agree
-from megatron_nemotron3.boundary.cross import Cross, Route
-from megatron_nemotron3.boundary.failure import Failure
+from megatron_nemotron3.boundary.agreement import (
+    SPLIT_SIZES,
+    UNKNOWN,
+    Announcement,
+    RowsError,
+    agree,
+    share_counts,
+)
+from megatron_nemotron3.boundary.all_to_all import AllToAll
 from megatron_nemotron3.boundary.feed import Microbatch
-from megatron_nemotron3.boundary.groups import Groups
+from megatron_nemotron3.boundary.groups import Failure, Groups
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.samples import contiguous, lane_rows, segments
-from megatron_nemotron3.boundary.siblings import Siblings
-from megatron_nemotron3.boundary.sides import crossing, sending, slices_of
-from megatron_nemotron3.boundary.transfer import Group, Plan
+from megatron_nemotron3.boundary.partition import contiguous, lane_rows, segments
+from megatron_nemotron3.boundary.plan import Group, Plan
+from megatron_nemotron3.boundary.planner import make_plan, sending, slices_of
 
 #: (dtype, shape of a row).
-Kind = tuple[torch.dtype, tuple[int, ...]]
+RowKind = tuple[torch.dtype, tuple[int, ...]]
 
 
-class Colocated(Siblings):
-    """From an encoder to the language model on the same ranks.
+class ColocatedBridge(ColocatedBridgeCommunicator):
+    """Rows from an encoder to the language model on the same ranks.
 
-    Constructed on every rank of the world, in one order: process groups are made.
+    Every rank of the world constructs it, in one order, because process groups are created.
 
     Args:
         src_grid, dest_grid, src_module_name, dest_module_name, dim_mapping: as upstream. Row counts of a
             `Microbatch` are looked up under `src_module_name`.
-        sequence_parallel: the destination is (`--sequence-parallel`).
-        source_sequence_parallel: the source's rows are split over its TP; a feed must tell their number.
+        sequence_parallel: whether the destination uses `--sequence-parallel`.
+        source_sequence_parallel: whether the source's rows are split over its TP; needs a feed.
         kind: dtype and shape of a row that every rank sends; None: agreed upon in the first exchange.
-        shares: another of the same ranks, whose process group this one uses, too.
+        shares: another communicator of the same ranks whose process group this one uses, too.
         timeout: of every wait; None: that of the default group.
 
     Raises:
-        ValueError: the grids are not of the same ranks, have no tp or dp, or the source has PP or CP.
+        ValueError: the grids have different ranks, lack tp or dp, or the source has PP or CP above 1.
     """
 
     def __init__(
@@ -61,157 +69,269 @@ class Colocated(Siblings):
         *,
         sequence_parallel: bool = False,
         source_sequence_parallel: bool = False,
-        kind: Kind | None = None,
-        shares: Colocated | None = None,
+        kind: RowKind | None = None,
+        shares: ColocatedBridge | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self._describe(
-            src_grid,
-            dest_grid,
-            src_module_name,
-            dest_module_name,
-            dim_mapping,
-            Layout.from_grid(src_grid, source_sequence_parallel),
-            Layout.from_grid(dest_grid, sequence_parallel),
-        )
+        self.src_grid, self.dest_grid = src_grid, dest_grid
+        self.src_module_name, self.dest_module_name = src_module_name, dest_module_name
+        self.dim_mapping = dim_mapping or {"b": 0, "s": 1, "h": 2}
+        self.current_rank = dist.get_rank()
+        self.source = Layout.from_grid(src_grid, source_sequence_parallel)
+        self.destination = Layout.from_grid(dest_grid, sequence_parallel)
+        self._validate_grids()
+        self._extract_parallelism_info()
+        self._build_rank_mappings()
+        self._set_direction()
+        self._gather_pg: Any = None
+        self._destroyed = False
         self._kind = kind
-        self._owns = shares is None
+        self._owns_groups = shares is None
         if shares is None:
             self.groups = Groups(self.source.ranks, timeout=timeout)
             self.failure = Failure(self.source.ranks, self.groups.abort)
         else:
             self.groups, self.failure = shares.groups, shares.failure
-        self._route = functools.lru_cache(maxsize=32)(self._planned)
+        self._cached_plan = functools.lru_cache(maxsize=32)(self._make_plan)
 
     def delivers_slices(self, microbatch: Microbatch | None) -> bool:
-        """Whether ranks of the destination get just the rows of their own positions."""
+        """Whether ranks of the destination receive only the rows of their own positions."""
         known = microbatch is not None and microbatch.runs_of(self.src_module_name) is not None
         return self.destination.sliced and known
 
     def communicate(
         self, tensor: Tensor, microbatch: Microbatch | None = None, *, backward: bool | None = None
     ) -> Tensor:
-        """Rows of this rank's encoder lane -> rows that this rank's language model lane, or slice, takes.
+        """Send the rows of this rank's encoder lane; return those of its language model lane, or slice.
 
         Args:
-            tensor: [rows, h], or three dimensions of which `dim_mapping["b"]` is cut, a sample being a row.
-            microbatch: how many rows there are; None: one header is exchanged, and without upstream's
+            tensor: [rows, h], or three dimensions that are cut along `dim_mapping["b"]`; a sample is then a
+                row.
+            microbatch: its row counts. None: one header is exchanged, and without upstream's
                 `_mimo_bridge_split_sizes` (rows of each sample) a lane's rows are cut into equal parts.
-            backward: whether gradients come back, the same on all ranks; None: whether any rank's tensor
-                requires one if a header is exchanged, else whether this one does.
+            backward: whether gradients come back, the same on all ranks. None: with a header, whether any
+                rank's tensor requires a gradient; else whether this one does.
 
         Raises:
             BoundaryError: rows, dtype or width are not what was agreed; the same on every rank.
         """
-        return communicate([Part(self, tensor, backward)], microbatch)[0]
+        return communicate([ModalityRows(self, tensor, backward)], microbatch)[0]
 
-    def _prepare(self, part: Part, microbatch: Microbatch | None) -> tuple[Route, Tensor, bool]:
-        """The route, the rows [n, ...] and whether gradients come back."""
-        tensor, backward = part.tensor, part.backward
+    def _prepare(self, modality: ModalityRows, microbatch: Microbatch | None) -> tuple[Plan, Tensor, bool]:
+        """The plan, the rows [n, ...], and whether gradients come back."""
+        tensor, backward = modality.tensor, modality.backward
         batch = self.dim_mapping["b"] if tensor.ndim != 2 else 0
         rows = tensor.movedim(batch, 0).contiguous()
         kind = rows.dtype, tuple(rows.shape[1:])
-        need = backward if backward is not None else tensor.requires_grad
-        with self.failure.guarded(lambda: f"the header of {self.src_module_name} rows"):
-            if microbatch is None or self._kind is None:
-                sizes = getattr(tensor, "_mimo_bridge_split_sizes", None)
-                counted, need_any = agree(self, rows, need, sizes, part.marked, microbatch is None)
-                self._kind = kind
-                need = need_any if backward is None else backward
-                if microbatch is None:
-                    microbatch = Microbatch.of({self.src_module_name: counted})
-        assert microbatch is not None
-        route = self._route(microbatch, _row_bytes(kind))
-        expected = route.forward.rows_held(self.current_rank)
+        needs_gradient = tensor.requires_grad if backward is None else backward
+        if microbatch is None or self._kind is None:
+            counts, any_needs = self._agree(modality, rows, needs_gradient, microbatch)
+            self._kind = kind
+            needs_gradient = any_needs if backward is None else backward
+            if microbatch is None:
+                microbatch = Microbatch.of({self.src_module_name: counts})
+        plan = self._cached_plan(microbatch, kind[0].itemsize * math.prod(kind[1]))
+        expected = plan.rows_held(self.current_rank)
         if (len(rows), kind) != (expected, self._kind):
             self.failure.fail(
-                f"{self.src_module_name} gave {_words(len(rows), kind)}, expected were "
-                f"{_words(expected, self._kind)}: the counts of the feed and the encoder's input must be of "
-                "the same samples, and all lanes of one dtype and width"
+                f"{self.src_module_name} gave {_kind_text(len(rows), kind)}, expected were "
+                f"{_kind_text(expected, self._kind)}: the counts of the feed and the encoder's input must be "
+                "of the same samples, and all lanes of one dtype and width"
             )
-        return route, rows, need
+        return plan, rows, needs_gradient
 
-    def _planned(self, microbatch: Microbatch, row_bytes: int) -> Route:
+    def _agree(
+        self, modality: ModalityRows, rows: Tensor, needs_gradient: bool, microbatch: Microbatch | None
+    ) -> tuple[tuple[int, ...], bool]:
+        """Exchange headers: rows of each share of the samples, and whether any rank requires a gradient."""
+        name, sizes = self.src_module_name, getattr(modality.tensor, SPLIT_SIZES, None)
+        lanes = math.lcm(self.source.dp, self.destination.dp)
+        given, taken = lanes // self.source.dp, lanes // self.destination.dp
+        described = None
+        if microbatch is not None:
+            described = dict(microbatch.rows).get(name, ()), microbatch
+        elif self.source.sequence_parallel and self.source.tp > 1:
+            raise RowsError(
+                f"rows of {name} are split over TP={self.source.tp}: give the row counts (RowFeed)"
+            )
+        if sizes is not None and sum(sizes) != len(rows):
+            sizes = None
+        marked = modality.marked
+        announcement = Announcement(
+            name,
+            self.source.lanes(0),
+            given,
+            rows,
+            _share_counts_if_known(len(rows), given, sizes),
+            self.source.sequence_parallel and self.source.tp > 1,
+            described,
+            needs_gradient,
+            self.destination.lanes(0),
+            None if marked is None else _share_counts_if_known(sum(marked), taken, marked),
+            taken,
+        )
+        (found,) = agree([announcement], self.groups, self.failure)
+        counts: list[int] = []
+        for lane, total in enumerate(found.lane_rows if microbatch is None else ()):
+            own = slice(lane * given, (lane + 1) * given)
+            if UNKNOWN not in found.expected:
+                if sum(found.expected[own]) != total:
+                    raise RowsError(
+                        f"lane {lane} of {name} gave {total} rows, but input_ids have "
+                        f"{sum(found.expected[own])} positions for them: encoder input and input_ids must be "
+                        "of the same samples"
+                    )
+                counts += found.expected[own]
+            elif UNKNOWN in found.counts[own]:
+                raise RowsError(
+                    f"lane {lane} of {name}: its batch dim size {total} is not divisible by "
+                    f"{self.direction.value} scale={given}: give the rows of each sample (a Microbatch, or "
+                    f"{SPLIT_SIZES})"
+                )
+            else:
+                counts += found.counts[own]
+        return tuple(counts), found.needs_gradient
+
+    def _make_plan(self, microbatch: Microbatch, row_bytes: int) -> Plan:
         name = self.src_module_name
         known = dict(microbatch.rows)
         if name not in known:
-            raise ValueError(f"the feed describes {sorted(known)}, but not {name!r}: its `describe` must")
+            raise ValueError(
+                f"the feed describes {sorted(known)}, but not {name!r}: its `describe` must include it"
+            )
         rows = known[name]
         if self.delivers_slices(microbatch):
             runs = microbatch.runs_of(name)
             assert runs is not None
-            wants = slices_of(
-                self.destination, runs, microbatch.lengths, documents=microbatch.documents or None
-            )
-            plan = crossing(
+            documents = microbatch.documents or None
+            wants = slices_of(self.destination, runs, microbatch.lengths, documents=documents)
+            return make_plan(
                 self.source, self.destination, rows, row_bytes=row_bytes, wants=wants, mode="copies"
             )
-            return Route(plan)
         given, taken = contiguous(len(rows), self.source.dp), contiguous(len(rows), self.destination.dp)
         lanes = zip(self.destination.lanes(0), lane_rows(rows, taken), strict=True)
-        return Route(
-            Plan(
-                sending(self.source, lane_rows(rows, given)),
-                tuple((Group(ranks, intervals.whole(n)),) for ranks, n in lanes),
-                segments(rows, given, taken),
-                row_bytes,
-                "copies",
-            )
+        return Plan(
+            sending(self.source, lane_rows(rows, given)),
+            tuple((Group(ranks, intervals.whole(n)),) for ranks, n in lanes),
+            segments(rows, given, taken),
+            row_bytes,
+            "copies",
         )
 
+    def _validate_grids(self) -> None:
+        src, dest = self.src_grid, self.dest_grid
+        if src.size != dest.size:
+            raise ValueError(f"Grids must span same number of ranks: src={src.size}, dest={dest.size}")
+        if src.rank_offset != dest.rank_offset:
+            raise ValueError(f"Grids must have same rank offset: {src.rank_offset} and {dest.rank_offset}")
+        for side, grid in (("src", src), ("dest", dest)):
+            for required in ("tp", "dp"):
+                if required not in grid.dim_names:
+                    raise ValueError(f"{side} grid must have '{required}' dimension, got {grid.dim_names}")
+        for name, size in (("PP", self.source.pp), ("CP", self.source.cp)):
+            if size != 1:
+                raise ValueError(f"src {name} must be 1 for modules that share ranks, got {size}")
+
+    def _build_rank_mappings(self) -> None:
+        """Set upstream's attributes rank -> (data lane, tp index)."""
+        self.rank_to_src_pos = _lane_and_tp(self.source)
+        self.rank_to_dest_pos = _lane_and_tp(self.destination)
+
+    def _set_direction(self) -> None:
+        """Set upstream's attributes, which other code and upstream's tests read; nothing here uses them."""
+        src, dest = self.source.dp, self.destination.dp
+        self.gather_group_ranks: list[list[int]] = []
+        self.scale = max(src, dest) // min(src, dest)
+        self.direction = BridgeDirection.EQUAL
+        if src > dest:
+            self.direction = BridgeDirection.FAN_IN
+        elif dest > src:
+            self.direction = BridgeDirection.FAN_OUT
+        plain = self.destination.cp == self.destination.pp == 1
+        if src != dest and max(src, dest) % min(src, dest) == 0 and plain:
+            finer, positions = (
+                (self.source, self.rank_to_src_pos)
+                if src > dest
+                else (self.destination, self.rank_to_dest_pos)
+            )
+            self.gather_group_ranks = self._build_gather_groups(
+                min(src, dest), finer.tp, self.scale, positions
+            )
+
+    @property
+    def gather_pg(self) -> Any:
+        """Upstream's gather groups. Not needed here; created on all ranks when read."""
+        if self._gather_pg is None and self.gather_group_ranks and not self._destroyed:
+            self._gather_pg, _ = dist.new_subgroups_by_enumeration(self.gather_group_ranks)
+        return self._gather_pg
+
     def destroy(self) -> None:
-        """Give the process groups back; upstream's one, too, if it was made."""
+        """Release the process groups, including upstream's if it was created."""
         if self._destroyed:
             return
         self._destroyed = True
-        self._close_siblings()
-        if self._owns:
+        if self._gather_pg is not None:
+            dist.destroy_process_group(self._gather_pg)
+            self._gather_pg = None
+        if self._owns_groups:
             self.groups.close()
 
 
-class Part(NamedTuple):
-    """One modality of an exchange; `tensor`, `backward` as `Colocated.communicate` takes them.
+class ModalityRows(NamedTuple):
+    """One modality of an exchange; `tensor`, `backward` as `ColocatedBridge.communicate` takes them.
 
-    marked: where there is no feed, how many rows each sample of this rank's destination lane asks for, if it
-        is known: then ragged samples need no `_mimo_bridge_split_sizes`.
+    marked: without a feed, the positions that each sample of this rank's destination lane has for rows, if
+        known; ragged samples then need no `_mimo_bridge_split_sizes`.
     """
 
-    comm: Colocated
+    comm: ColocatedBridge
     tensor: Tensor
     backward: bool | None = None
     marked: Sequence[int] | None = None
 
 
-def communicate(parts: Sequence[Part], microbatch: Microbatch | None = None) -> list[Tensor]:
-    """Several modalities in one exchange.
+def communicate(modalities: Sequence[ModalityRows], microbatch: Microbatch | None = None) -> list[Tensor]:
+    """Exchange the rows of several modalities at once.
 
     Args:
-        parts: in one order on all ranks.
+        modalities: in the same order on all ranks.
 
     Raises:
-        BoundaryError: as `Colocated.communicate`.
+        BoundaryError: as `ColocatedBridge.communicate`.
     """
-    prepared = [part.comm._prepare(part, microbatch) for part in parts]
+    prepared = [modality.comm._prepare(modality, microbatch) for modality in modalities]
     arrived: dict[int, Tensor] = {}
     kinds = [(rows.dtype, rows.shape[1:]) for _, rows, _ in prepared]
     for kind in dict.fromkeys(kinds):
         chosen = [i for i, k in enumerate(kinds) if k == kind]
-        routes, rows, back = zip(*(prepared[i] for i in chosen), strict=True)
-        comm = parts[chosen[0]].comm
-        # With an anchor that requires a gradient, each rank takes part in backward, whatever it sent.
+        plans, rows, back = zip(*(prepared[i] for i in chosen), strict=True)
+        comm = modalities[chosen[0]].comm
+        # The anchor requires a gradient, so each rank takes part in backward, whatever it sent.
         anchor = torch.empty(0, requires_grad=any(back))
-        out = Cross.apply(comm.groups, comm.failure, routes, back, anchor, *rows)
+        out = AllToAll.apply(comm.groups, comm.failure, plans, back, anchor, *rows)
         arrived |= dict(zip(chosen, out, strict=True))
     return [
-        arrived[i].movedim(0, part.comm.dim_mapping["b"]).contiguous() if arrived[i].ndim != 2 else arrived[i]
-        for i, part in enumerate(parts)
+        arrived[i].movedim(0, m.comm.dim_mapping["b"]).contiguous() if arrived[i].ndim != 2 else arrived[i]
+        for i, m in enumerate(modalities)
     ]
 
 
-def _row_bytes(kind: Kind) -> int:
-    return kind[0].itemsize * torch.Size(kind[1]).numel()
+def _share_counts_if_known(rows: int, shares: int, sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+    try:
+        return share_counts(rows, shares, sizes, uneven=False)
+    except ValueError:
+        return None
 
 
-def _words(rows: int, kind: Kind | None) -> str:
+def _kind_text(rows: int, kind: RowKind | None) -> str:
     assert kind is not None
     return f"{rows} rows of {list(kind[1])} in {kind[0]}"
+
+
+def _lane_and_tp(layout: Layout) -> dict[int, tuple[int, int]]:
+    return {
+        rank: (lane, layout.coordinates(rank)["tp"])
+        for stage in range(layout.pp)
+        for lane, ranks in enumerate(layout.lanes(stage))
+        for rank in ranks
+    }

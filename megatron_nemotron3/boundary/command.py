@@ -6,11 +6,12 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.boundary.explain import LINES, describe, explain, ranks_text
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.sides import crossing, slices_of
-from megatron_nemotron3.boundary.transfer import Plan, Side
+from megatron_nemotron3.boundary.plan import Plan, Side
+from megatron_nemotron3.boundary.planner import make_plan, slices_of
 from megatron_nemotron3.checkpoint.files import save_figure
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -22,8 +23,9 @@ ROWS_PER_SAMPLE = 256
 LABELS = 32
 
 
-def add_boundary(command: argparse.ArgumentParser) -> None:
-    """Its options."""
+def register(commands: Any) -> None:
+    """Add `nemotron3 boundary`."""
+    command = commands.add_parser("boundary", help="what crosses between two modules' layouts")
     layout = "tp=,cp=,pp=,dp=,offset= and sp, separated by commas"
     command.add_argument("--from", dest="source", required=True, metavar="LAYOUT", help=f"encoder: {layout}")
     command.add_argument(
@@ -50,6 +52,7 @@ def add_boundary(command: argparse.ArgumentParser) -> None:
     command.add_argument("--lines", type=int, default=LINES, metavar="N", help=f"of a table ({LINES})")
     command.add_argument("--json", action="store_true", help="machine-readable, and whole")
     command.add_argument("--plot", type=Path, metavar="PNG", help="write a matrix sender x receiver")
+    command.set_defaults(run=boundary)
 
 
 def boundary(options: argparse.Namespace) -> int:
@@ -141,11 +144,11 @@ def _plan(
                 f"--seq-length {options.seq_length}: {destination} does not cut sequences: leave it out, or "
                 "give cp= or sp"
             )
-        return crossing(source, destination, rows, row_bytes=row_bytes), None
+        return make_plan(source, destination, rows, row_bytes=row_bytes), None
     multiple = 2 * destination.cp * destination.tp
     length = options.seq_length or max(-(-max(rows) // multiple), 1) * multiple
     wants = slices_of(destination, [((0, n),) if n else () for n in rows], [length] * len(rows))
-    return crossing(source, destination, rows, row_bytes=row_bytes, wants=wants), length
+    return make_plan(source, destination, rows, row_bytes=row_bytes, wants=wants), length
 
 
 def _where(layout: Layout, stage: int) -> str:

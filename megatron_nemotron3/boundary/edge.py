@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.sides import crossing, slices_of
-from megatron_nemotron3.boundary.slices import Runs
-from megatron_nemotron3.boundary.transfer import Plan
+from megatron_nemotron3.boundary.partition import Runs
+from megatron_nemotron3.boundary.plan import Plan
+from megatron_nemotron3.boundary.planner import make_plan, slices_of
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,16 @@ class Edge:
         """[rows, ...] -> a module's tensor."""
         return rows.movedim(0, self.batch_dimension).contiguous()
 
-    def plans(self, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None) -> Plans:
-        """Forward and backward plan.
+    def plan(self, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None) -> Plan:
+        """The forward plan of one microbatch; `Plan.backward` is that of the gradients.
 
         Args:
             counts: rows of each sample, or of each share of the samples.
+            row_bytes: bytes of a row.
             microbatch: its description, if there is one.
 
         Raises:
-            ValueError: as `sides.crossing`; or owner slices are wanted and positions are not known.
+            ValueError: as `make_plan`; or the destination takes slices and positions are not known.
         """
         runs = None
         if self.destination.sliced:
@@ -104,30 +105,17 @@ class Edge:
                     "lengths"
                 )
         lengths, documents = (microbatch.lengths, microbatch.documents) if runs and microbatch else ((), ())
-        return _plans(self.source, self.destination, counts, row_bytes, runs, lengths, documents)
-
-
-@dataclass(frozen=True)
-class Plans:
-    """Of one microbatch and edge."""
-
-    forward: Plan
-
-    @functools.cached_property
-    def backward(self) -> Plan:
-        """The gradients' way."""
-        return self.forward.transposed()
+        return _cached_plan(self, counts, row_bytes, runs, lengths, documents)
 
 
 @functools.lru_cache(maxsize=128)
-def _plans(
-    source: Layout,
-    destination: Layout,
+def _cached_plan(
+    edge: Edge,
     counts: tuple[int, ...],
     row_bytes: int,
     runs: tuple[Runs, ...] | None,
     lengths: tuple[int, ...],
     documents: tuple[tuple[int, ...], ...],
-) -> Plans:
-    wants = None if runs is None else slices_of(destination, runs, lengths, documents=documents or None)
-    return Plans(crossing(source, destination, counts, row_bytes=row_bytes, wants=wants, mode="once"))
+) -> Plan:
+    wants = None if runs is None else slices_of(edge.destination, runs, lengths, documents=documents or None)
+    return make_plan(edge.source, edge.destination, counts, row_bytes=row_bytes, wants=wants, mode="once")

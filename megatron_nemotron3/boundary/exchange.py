@@ -1,44 +1,113 @@
-"""Runs plans: every message of every modality and both directions in one batch, then the gathers.
+"""Executes plans point to point: all messages of all modalities in one batch, then the gathers.
 
-All ranks that run an exchange give the same legs in the same order; from that, and the plans, each knows what
-the others send. Messages between two ranks that are small together cross as one. A digest of what a rank
-believes about a leg is the message's tag: on gloo, ranks that count rows differently time out instead of
-taking each other's rows for their own (NCCL has no tags).
+All ranks of an exchange pass the same transfers in the same order; from those and the plans each rank knows
+what the others send. Small messages between two ranks are coalesced into one buffer. The tag of a message is
+a digest of what the rank believes about the transfer: on gloo, ranks that count rows differently time out
+instead of receiving wrong rows (NCCL has no tags).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nemotron3.boundary.failure import Failure
-from megatron_nemotron3.boundary.groups import Groups
-from megatron_nemotron3.boundary.letters import Leg, letters, open_letter, tag_of
-from megatron_nemotron3.boundary.pack import copy
-from megatron_nemotron3.boundary.transfer import Gather, Message
+from megatron_nemotron3.boundary.groups import Failure, Groups
+from megatron_nemotron3.boundary.plan import Gather, Message, Piece, Plan
+
+#: Messages between two ranks are sent as one buffer if they are at most this long together.
+COALESCE_BYTES = 64 * 1024
+#: Alignment of each message in a coalesced buffer, in bytes.
+_ALIGNMENT = 16
+
+
+class Transfer(NamedTuple):
+    """One plan of an exchange, as one rank sees it.
+
+    plan: which rows go where.
+    rows: [plan.rows_held(rank), *row], contiguous, on a rank of the sending side; else None.
+    receives: whether the rank is of the receiving side, even if it receives no rows.
+    row: shape of a row.
+    dtype: of the rows.
+    name: for error messages: "images -> language, forward 3".
+    """
+
+    plan: Plan
+    rows: Tensor | None
+    receives: bool
+    row: tuple[int, ...]
+    dtype: torch.dtype
+    name: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return math.prod(self.row) * self.dtype.itemsize
+
+    def tag(self) -> int:
+        """Digest of what a rank believes about the transfer, in 24 bits."""
+        plan = self.plan
+        belief = (self.name, self.row, str(self.dtype), plan.segments, plan.holders, plan.wanters)
+        return zlib.crc32(repr(belief).encode()) & 0xFFFFFF
+
+    def text(self, rank: int) -> str:
+        """What the rank sends and receives, for error messages."""
+        sends = {m.destination: m.rows for m in self.plan.sends(rank) if m.destination != rank}
+        receives = {m.source: m.rows for m in self.plan.receives(rank) if m.source != rank}
+        return f"{self.name} (rows to ranks {sends}, from ranks {receives})"
+
+
+#: (index of the transfer, message).
+Indexed = tuple[int, Message]
+
+
+class Payload(NamedTuple):
+    """The buffer of one isend or irecv: one message, or several that are coalesced into bytes."""
+
+    messages: tuple[Indexed, ...]
+    buffer: Tensor
+    coalesced: bool
+
+    def parts(self, transfers: Sequence[Transfer]) -> Iterator[tuple[int, Message, Tensor]]:
+        """(index of the transfer, message, its rows in the buffer)."""
+        if not self.coalesced:
+            yield *self.messages[0], self.buffer
+            return
+        start = 0
+        for index, message in self.messages:
+            transfer = transfers[index]
+            size = message.rows * transfer.row_bytes
+            flat = self.buffer.narrow(0, start, size).view(transfer.dtype)
+            yield index, message, flat.view(message.rows, *transfer.row)
+            start += _aligned(size)
+
+    def tag(self, tags: Sequence[int]) -> int:
+        """Digest of the tags of all its transfers."""
+        return zlib.crc32(repr([tags[index] for index, _ in self.messages]).encode()) & 0x7FFFFFFF
 
 
 class Pending:
-    """Sends that were not waited for. Their buffers live as long as this object has them."""
+    """Sends that were not waited for. Their buffers live as long as this object holds them."""
 
     def __init__(self) -> None:
         self._sends: list[tuple[list[Any], list[Tensor]]] = []
 
     def keep(self, works: list[Any], buffers: list[Tensor]) -> None:
-        """Until `wait`."""
+        """Hold handles and buffers until `wait`."""
         self._sends.append((works, buffers))
 
     def drop(self) -> None:
-        """Forget them: what waits for them fails."""
+        """Forget all sends; peers that wait for them fail."""
         self._sends = []
 
     def wait(self) -> None:
-        """On gloo until the rows have left; on NCCL until the stream is behind them."""
+        """Wait until the rows have left (gloo), or make the stream wait for that (NCCL)."""
         sends, self._sends = self._sends, []
         for works, _ in sends:
             for work in works:
@@ -46,105 +115,97 @@ class Pending:
 
 
 def exchange(
-    legs: Sequence[Leg],
+    transfers: Sequence[Transfer],
     groups: Groups,
     failure: Failure,
     pending: Pending | None = None,
     device: torch.device | None = None,
 ) -> list[Tensor | None]:
-    """Run the plans of all legs.
+    """Run the plans of all transfers.
 
     Args:
-        legs: the same ones in the same order on every rank of the hub.
-        pending: takes the sends of an exchange in which this rank receives nothing; None: wait for them.
+        transfers: the same ones in the same order on every rank of `groups`.
+        pending: holds the sends of an exchange in which this rank receives nothing; None: wait for them.
         device: of received rows; None: the groups' device.
 
-    Returns: for each leg [plan.rows_wanted(rank), *row], or None on a rank that does not take rows.
+    Returns: for each transfer [plan.rows_wanted(rank), *row], or None on a rank that does not receive.
 
     Raises:
-        BoundaryError: the same on every rank: rows that are not those of the plan, or a peer that is gone.
+        BoundaryError: the same on every rank: rows differ from the plan, or a peer is gone.
     """
     failure.check()
-    for leg in legs:
-        _verify(leg, groups.rank, failure)
-    with failure.guarded(lambda: f"waited for {', '.join(_describe(leg, groups.rank) for leg in legs)}"):
+    rank = groups.rank
+    for transfer in transfers:
+        _check_rows(transfer, rank, failure)
+    with failure.guarded(lambda: f"waited for {', '.join(transfer.text(rank) for transfer in transfers)}"):
         if pending is not None:
             pending.wait()
-        buffers = [_buffer(leg, groups.rank, device or groups.device) for leg in legs]
-        _messages(legs, buffers, groups, pending)
-        return [_gathered(leg, buffer, groups) for leg, buffer in zip(legs, buffers, strict=True)]
+        buffers = [_allocate(transfer, rank, device or groups.device) for transfer in transfers]
+        _send_and_receive(transfers, buffers, groups, pending)
+        return [_gather_rows(t, buffer, groups) for t, buffer in zip(transfers, buffers, strict=True)]
 
 
-def _verify(leg: Leg, rank: int, failure: Failure) -> None:
-    held = leg.plan.rows_held(rank)
-    if leg.rows is None:
+def _check_rows(transfer: Transfer, rank: int, failure: Failure) -> None:
+    name, rows, held = transfer.name, transfer.rows, transfer.plan.rows_held(rank)
+    if rows is None:
         if held:
-            failure.fail(f"{leg.name}: the plan has {held} rows of this rank, which gives none")
+            failure.fail(f"{name}: the plan has {held} rows of this rank, which gives none")
         return
-    if leg.rows.dtype != leg.dtype:
+    if rows.dtype != transfer.dtype:
         failure.fail(
-            f"{leg.name}: rows are {leg.rows.dtype}, agreed is {leg.dtype}: set config.pipeline_dtype to the "
+            f"{name}: rows are {rows.dtype}, agreed is {transfer.dtype}: set config.pipeline_dtype to the "
             "dtype of the encoders' output, or cast it"
         )
-    if leg.rows.shape[1:] != leg.row:
+    if rows.shape[1:] != transfer.row:
         failure.fail(
-            f"{leg.name}: rows of shape {tuple(leg.rows.shape[1:])}, agreed is {leg.row}: encoders must "
-            "project to the language model's hidden size"
+            f"{name}: rows of shape {tuple(rows.shape[1:])}, agreed is {transfer.row}: encoders must project "
+            "to the language model's hidden size"
         )
-    if leg.rows.shape[0] != held:
+    if rows.shape[0] != held:
         failure.fail(
-            f"{leg.name}: {leg.rows.shape[0]} rows, but the row counts of the batch say {held}: the "
-            "description of a batch must count the rows that the encoder makes of it"
+            f"{name}: {rows.shape[0]} rows, but the row counts of the batch say {held}: the description of a "
+            "batch must count the rows that the encoder makes of it"
         )
 
 
-def _describe(leg: Leg, rank: int) -> str:
-    plan = leg.plan
-    sends = {m.destination: m.rows for m in plan.sends(rank) if m.destination != rank}
-    receives = {m.source: m.rows for m in plan.receives(rank) if m.source != rank}
-    return f"{leg.name} (rows to ranks {sends}, from ranks {receives})"
-
-
-def _buffer(leg: Leg, rank: int, device: torch.device) -> Tensor | None:
-    """Where the leg's rows arrive, with room for the gather."""
-    if not leg.receives:
+def _allocate(transfer: Transfer, rank: int, device: torch.device) -> Tensor | None:
+    """Buffer for the rows that this rank receives; an all-gather needs equal parts for every rank."""
+    if not transfer.receives:
         return None
-    gather = leg.plan.gather(rank)
-    rows = leg.plan.rows_wanted(rank) if gather is None else max(gather.rows, _room(gather))
-    return torch.empty(rows, *leg.row, dtype=leg.dtype, device=device)
+    gather = transfer.plan.gather(rank)
+    rows = transfer.plan.rows_wanted(rank)
+    if gather is not None:
+        equal_parts = gather.part * len(gather.ranks) if gather.part != gather.rows else 0
+        rows = max(gather.rows, equal_parts)
+    return torch.empty(rows, *transfer.row, dtype=transfer.dtype, device=device)
 
 
-def _room(gather: Gather) -> int:
-    """Rows of a buffer in which every rank of the group has a part."""
-    return gather.rows if gather.part == gather.rows else gather.part * len(gather.ranks)
-
-
-def _messages(
-    legs: Sequence[Leg], buffers: list[Tensor | None], groups: Groups, pending: Pending | None
+def _send_and_receive(
+    transfers: Sequence[Transfer], buffers: list[Tensor | None], groups: Groups, pending: Pending | None
 ) -> None:
     rank = groups.rank
-    sent: dict[int, list[tuple[int, Message]]] = {}
-    received: dict[int, list[tuple[int, Message]]] = {}
-    for number, leg in enumerate(legs):
-        for message in leg.plan.sends(rank):
-            sent.setdefault(message.destination, []).append((number, message))
-        for message in leg.plan.receives(rank):
-            received.setdefault(message.source, []).append((number, message))
-    for number, message in sent.pop(rank, ()):
-        rows, buffer = legs[number].rows, buffers[number]
-        assert rows is not None and buffer is not None
-        copy(message.pieces, rows, buffer)
+    sent: dict[int, list[Indexed]] = {}
+    received: dict[int, list[Indexed]] = {}
+    for index, transfer in enumerate(transfers):
+        for message in transfer.plan.sends(rank):
+            sent.setdefault(message.destination, []).append((index, message))
+        for message in transfer.plan.receives(rank):
+            received.setdefault(message.source, []).append((index, message))
+    for index, message in sent.pop(rank, ()):
+        copy(message.pieces, _present(transfers[index].rows), _present(buffers[index]))
     received.pop(rank, None)
-    tags = [leg.tag() for leg in legs]
-    outgoing = {peer: letters(legs, messages, groups.device) for peer, messages in sent.items()}
-    incoming = {peer: letters(legs, messages, groups.device, buffers) for peer, messages in received.items()}
-    # One order for all ranks: pair by pair, the lower rank of a pair first, then the higher one.
+    tags = [transfer.tag() for transfer in transfers]
+    outgoing = {peer: _outgoing(transfers, messages, groups.device) for peer, messages in sent.items()}
+    incoming = {
+        peer: _incoming(transfers, messages, groups.device, buffers) for peer, messages in received.items()
+    }
+    # One order on all ranks: pair by pair, the lower rank of a pair first, then the higher one.
     operations = [
-        dist.P2POp(operation, letter.buffer, peer, groups.hub, tag_of(letter, tags))
+        dist.P2POp(operation, payload.buffer, peer, groups.group, payload.tag(tags))
         for peer in sorted({*outgoing, *incoming}, key=lambda peer: (min(rank, peer), max(rank, peer)))
-        for operation, letter in itertools.chain(
-            ((dist.isend, letter) for letter in outgoing.get(peer, ())),
-            ((dist.irecv, letter) for letter in incoming.get(peer, ())),
+        for operation, payload in itertools.chain(
+            ((dist.isend, payload) for payload in outgoing.get(peer, ())),
+            ((dist.irecv, payload) for payload in incoming.get(peer, ())),
         )
     ]
     if not operations:
@@ -152,16 +213,67 @@ def _messages(
     works = dist.batch_isend_irecv(operations)
     operations.clear()
     if pending is not None and not incoming:
-        pending.keep(works, [letter.buffer for sent_to in outgoing.values() for letter in sent_to])
+        pending.keep(works, [payload.buffer for payloads in outgoing.values() for payload in payloads])
         return
     for work in works:
         work.wait()
-    for letter in itertools.chain.from_iterable(incoming.values()):
-        open_letter(letter, legs, buffers)
+    for payload in itertools.chain.from_iterable(incoming.values()):
+        for index, message, rows in payload.parts(transfers):
+            target = _present(buffers[index])
+            if payload.coalesced or view_of(message.pieces, target) is None:
+                unpack(rows, message.pieces, target)
 
 
-def _gathered(leg: Leg, buffer: Tensor | None, groups: Groups) -> Tensor | None:
-    gather = leg.plan.gather(groups.rank)
+def _outgoing(transfers: Sequence[Transfer], messages: list[Indexed], device: torch.device) -> list[Payload]:
+    """Payloads to one peer."""
+    if (payload := _coalesced(transfers, messages, device)) is not None:
+        for index, message, part in payload.parts(transfers):
+            pack(_present(transfers[index].rows), message.pieces, part)
+        return [payload]
+    return [
+        Payload(((index, message),), pack(_present(transfers[index].rows), message.pieces), False)
+        for index, message in messages
+    ]
+
+
+def _incoming(
+    transfers: Sequence[Transfer],
+    messages: list[Indexed],
+    device: torch.device,
+    buffers: list[Tensor | None],
+) -> list[Payload]:
+    """Payloads from one peer; a message that fills one part of a buffer is received into it."""
+    if (payload := _coalesced(transfers, messages, device)) is not None:
+        return [payload]
+    found = []
+    for index, message in messages:
+        target = _present(buffers[index])
+        view = view_of(message.pieces, target)
+        received = target.new_empty(message.rows, *transfers[index].row) if view is None else view
+        found.append(Payload(((index, message),), received, False))
+    return found
+
+
+def _coalesced(
+    transfers: Sequence[Transfer], messages: list[Indexed], device: torch.device
+) -> Payload | None:
+    size = sum(_aligned(message.rows * transfers[index].row_bytes) for index, message in messages)
+    if len(messages) == 1 or size > COALESCE_BYTES:
+        return None
+    return Payload(tuple(messages), torch.empty(size, dtype=torch.uint8, device=device), True)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _gather_rows(transfer: Transfer, buffer: Tensor | None, groups: Groups) -> Tensor | None:
+    gather: Gather | None = transfer.plan.gather(groups.rank)
     if buffer is None or gather is None:
         return buffer
     ranks, rows, part = gather
@@ -171,3 +283,49 @@ def _gathered(leg: Leg, buffer: Tensor | None, groups: Groups) -> Tensor | None:
     mine = buffer.narrow(0, ranks.index(groups.rank) * part, part)
     dist.all_gather_into_tensor(buffer, mine, group=groups.gather(ranks))
     return buffer.narrow(0, 0, rows)
+
+
+def pack(rows: Tensor, pieces: Sequence[Piece], out: Tensor | None = None) -> Tensor:
+    """The rows of a message, in its order.
+
+    Args:
+        rows: [n, ...], contiguous; the sender's buffer.
+        out: [sum of the pieces' rows, ...] to write to.
+
+    Returns: a view of `rows` if the message is one piece and there is no `out`.
+    """
+    views = [rows.narrow(0, piece.sent, piece.rows) for piece in pieces]
+    if out is not None:
+        for view, part in zip(views, _split(out, pieces), strict=True):
+            part.copy_(view)
+        return out
+    return views[0] if len(views) == 1 else torch.cat(views)
+
+
+def view_of(pieces: Sequence[Piece], buffer: Tensor) -> Tensor | None:
+    """The part of the receiver's buffer [m, ...] that a message fills, or None if it is not contiguous."""
+    first, last = pieces[0], pieces[-1]
+    total = sum(piece.rows for piece in pieces)
+    if last.received + last.rows - first.received != total:
+        return None
+    return buffer.narrow(0, first.received, total)
+
+
+def unpack(message: Tensor, pieces: Sequence[Piece], buffer: Tensor) -> None:
+    """Copy the rows of a message [k, ...] to their places in the receiver's buffer [m, ...]."""
+    for piece, part in zip(pieces, _split(message, pieces), strict=True):
+        buffer.narrow(0, piece.received, piece.rows).copy_(part)
+
+
+def copy(pieces: Sequence[Piece], rows: Tensor, buffer: Tensor) -> None:
+    """Copy what a rank sends to itself, from its sender's buffer [n, ...] to its receiver's [m, ...]."""
+    for sent, received, number in pieces:
+        buffer.narrow(0, received, number).copy_(rows.narrow(0, sent, number))
+
+
+def _split(message: Tensor, pieces: Sequence[Piece]) -> Iterator[Tensor]:
+    """Views of a message, one for each piece."""
+    start = 0
+    for piece in pieces:
+        yield message.narrow(0, start, piece.rows)
+        start += piece.rows

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.bounds import bounds, traffic
-from megatron_nemotron3.boundary.transfer import Gather, Plan, Side
+from megatron_nemotron3.boundary.plan import Gather, Plan, Side
 
 MODES = {
     "once": "every row crosses once, in equal parts; groups of ranks gather the rest among themselves",

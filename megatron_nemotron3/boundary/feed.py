@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_nemotron3.boundary.slices import Runs, rows_of
+from megatron_nemotron3.boundary.partition import Runs, rows_of
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,32 @@
-"""Process groups of a boundary communicator: made once, shared, ready before the first exchange.
+"""Process groups of a boundary communicator: created once, shared, and failing together.
 
-`torch.distributed.new_group` concerns the whole world, so every rank constructs every `Groups`, in one order,
-also those it is no member of. The groups' memory and connections end when the last user closes them: nobody
-else may keep a reference to one, because that would keep a failed rank's connections open and its peers
-waiting (`failure.py`).
+`torch.distributed.new_group` is collective over the world, so every rank constructs every `Groups` in the
+same order, including those it is not a member of. A group's memory and connections are released when its last
+user closes it. Do not keep other references to a group: they would keep a failed rank's connections open and
+its peers waiting.
+
+When an exchange fails on one rank, it fails on all, with the same text, and no rank hangs. A rank that finds
+an error writes the reason to the store of the default process group and aborts its boundary groups. The waits
+of its peers then end with a communication error; they read the reason, fail and abort in turn. A rank that
+died leaves no reason: those who notice write down what each was waiting for. The first reason written is the
+one that all ranks raise.
+
+On gloo a wait ends when the peer's connection closes. NCCL does not notice that a peer is gone: there the
+watchdog of torch.distributed ends the process at the group's timeout (TORCH_NCCL_ASYNC_ERROR_HANDLING), and
+the reason is in the log of the rank that failed.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
+import traceback
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,7 +53,7 @@ class Groups:
     """The groups of one communicator.
 
     Args:
-        hub: all ranks between which rows cross; messages go through it.
+        ranks: all ranks that exchange rows.
         gathers: ranks that gather rows, for each group that does (`Plan.gathers`); ascending, because torch
             numbers them so.
         backend: None: that of the default group.
@@ -47,25 +62,25 @@ class Groups:
 
     def __init__(
         self,
-        hub: Iterable[int],
+        ranks: Iterable[int],
         gathers: Collection[Sequence[int]] = (),
         *,
         backend: str | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self.rank = dist.get_rank()
-        self.ranks = tuple(sorted(set(hub)))
+        self.ranks = tuple(sorted(set(ranks)))
         configuration = str(dist.get_backend_config() if backend is None else backend)
         on_cuda = "nccl" in configuration and torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         self.timeout = timeout or default_timeout(self.device)
-        for ranks in gathers:
-            if list(ranks) != sorted(ranks):
-                raise ValueError(f"ranks {ranks} of a group: give them in ascending order")
-        wanted = [self.ranks, *sorted({tuple(ranks) for ranks in gathers if len(ranks) > 1} - {self.ranks})]
-        self._mine = {ranks: self._get(ranks, backend) for ranks in wanted}
-        for ranks, shared in self._mine.items():
-            if self.rank in ranks and shared.users == 1:
+        for group in gathers:
+            if list(group) != sorted(group):
+                raise ValueError(f"ranks {group} of a group: give them in ascending order")
+        wanted = [self.ranks, *sorted({tuple(group) for group in gathers if len(group) > 1} - {self.ranks})]
+        self._mine = {group: self._get(group, backend) for group in wanted}
+        for group, shared in self._mine.items():
+            if self.rank in group and shared.users == 1:
                 # NCCL makes its communicator, and gloo is sure that every member has connected.
                 dist.all_reduce(torch.zeros(1, device=self.device), group=shared.group)
 
@@ -85,8 +100,8 @@ class Groups:
         return self.rank in self.ranks
 
     @property
-    def hub(self) -> Any:
-        """The group for messages. Do not keep it.
+    def group(self) -> Any:
+        """The group of all ranks. Do not keep it.
 
         Raises:
             RuntimeError: closed, or this rank is no member.
@@ -125,3 +140,115 @@ def default_timeout(device: torch.device) -> timedelta:
     world: Any = dist.group.WORLD
     options = world._get_backend(device).options
     return timedelta(seconds=options._timeout.total_seconds())
+
+
+#: Seconds to collect what ranks were waiting for, when none has written a reason.
+PATIENCE = 0.5
+_numbers: dict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+
+class BoundaryError(RuntimeError):
+    """An exchange between modules failed. Every rank of the communicator raises it with the same text."""
+
+
+class Failure:
+    """The common end of the ranks of one communicator.
+
+    Constructed on every rank, in one order: communicators of the same ranks are told apart by their number.
+
+    Args:
+        ranks: of the communicator.
+        abort: ends this rank's process groups (`Groups.abort`).
+    """
+
+    def __init__(self, ranks: Sequence[int], abort: Callable[[], None]) -> None:
+        self.rank = dist.get_rank()
+        self.ranks = tuple(ranks)
+        self._abort = abort
+        name = ",".join(map(str, ranks))
+        self._key = f"megatron_nemotron3/boundary/{name}/{next(_numbers[name])}"
+        self._reason: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has raised."""
+        return self._reason is not None
+
+    def check(self) -> None:
+        """Raise again what this communicator failed of.
+
+        Raises:
+            BoundaryError: it has failed.
+        """
+        if self._reason is not None:
+            raise BoundaryError(self._reason)
+
+    def fail(self, reason: str, cause: BaseException | None = None) -> NoReturn:
+        """Fail everywhere, of this reason or of the one another rank has written before.
+
+        Raises:
+            BoundaryError: always.
+        """
+        self._reason = self._agree(f"rank {self.rank}: {reason}")
+        self._abort()
+        raise BoundaryError(self._reason) from cause
+
+    @contextmanager
+    def guarded(self, doing: Callable[[], str]) -> Iterator[None]:
+        """Whatever goes wrong in the block becomes a BoundaryError on every rank.
+
+        Args:
+            doing: what this rank is waiting for, with numbers; called only if it fails.
+
+        Raises:
+            BoundaryError: as `fail`.
+        """
+        self.check()
+        try:
+            yield
+        except BoundaryError:
+            raise
+        except Exception as error:
+            # The frames below hold process groups, and those the connections on which peers wait.
+            traceback.clear_frames(error.__traceback__)
+            self._reason = self._written() or self._agree(self._claims(doing(), error))
+            self._abort()
+            raise BoundaryError(self._reason) from error
+
+    def _claims(self, mine: str, error: Exception) -> str:
+        """What the ranks were waiting for; those that say nothing within PATIENCE may be dead."""
+        words = str(error).strip().splitlines()
+        text = f"{mine} ({type(error).__name__}: {words[0][:160] if words else 'no message'})"
+        try:
+            store = _store()
+            store.set(f"{self._key}/{self.rank}", mine)
+            time.sleep(PATIENCE)
+            others = [
+                rank for rank in self.ranks if store.check([f"{self._key}/{rank}"]) and rank != self.rank
+            ]
+            heard = [f"rank {rank}: {store.get(f'{self._key}/{rank}').decode()}" for rank in others[:8]]
+            silent = sorted(set(self.ranks) - {self.rank, *others})
+        except RuntimeError:  # the store ended with its host
+            heard, silent = [], []
+        lines = [f"rank {self.rank}: {text}", *heard]
+        if silent:
+            lines.append(f"ranks {silent} say nothing: look for their first error")
+        lines.append("cure: give both sides the same batches; if a rank died, its own log has the cause")
+        return "\n".join(lines)
+
+    def _written(self) -> str | None:
+        try:
+            return _store().get(self._key).decode() if _store().check([self._key]) else None
+        except RuntimeError:
+            return None
+
+    def _agree(self, reason: str) -> str:
+        """The first reason that any rank wrote."""
+        try:
+            return str(_store().compare_set(self._key, "", reason).decode())
+        except RuntimeError:  # the store ended with its host
+            return reason
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()

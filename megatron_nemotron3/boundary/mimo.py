@@ -1,14 +1,14 @@
-"""Upstream's `MimoModel` with boundaries of this package: any layouts, ragged and absent modalities, slices.
+"""Upstream's `MimoModel` for any layouts and ragged or absent modalities, with this package's communicators.
 
-The modules, their names and so the checkpoints are upstream's. What differs is the way between them: rows of
-a modality cross by plan (`colocated.py`, or the communicator of the pipeline), and with context or
-sequence parallelism a rank builds its own part of the decoder input, [s / (cp * tp), b, h], never the whole.
+The modules, their names and so the checkpoints are upstream's. Rows of a modality are exchanged by plan
+(`colocated.py`, or the communicator of the pipeline), and with context or sequence parallelism a rank builds
+only its own part of the decoder input, [s / (cp * tp), b, h].
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,12 +23,11 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_nemotron3.boundary.absent import absent
-from megatron_nemotron3.boundary.colocated import Colocated, Part, communicate
-from megatron_nemotron3.boundary.decoder import build
+from megatron_nemotron3.boundary.colocated import ColocatedBridge, ModalityRows, communicate
+from megatron_nemotron3.boundary.decoder_input import build_decoder_input
 from megatron_nemotron3.boundary.feed import Microbatch, RowFeed
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.local import Local
+from megatron_nemotron3.boundary.placement import Local
 
 Rows = dict[str, Tensor]
 
@@ -38,7 +37,7 @@ class BoundaryMimoModel(MimoModel):
 
     Args:
         mimo_config, cp_group, tp_group: as upstream. Modules that share ranks may differ in TP and DP, and
-            the language model may have CP and PP (`colocated_schedule.py`).
+            the language model may have CP and PP (`training.py`).
         feed: the data iterator that is given to the schedule, if it is a `RowFeed`: then no counts are asked
             for, the host never waits for the device, and each rank gets just the rows of its positions. Its
             encoders are named as the modalities are, and all of them have runs, or none. Without grids it
@@ -47,7 +46,7 @@ class BoundaryMimoModel(MimoModel):
         timeout: of exchanges between modules that share ranks; None: that of the default group.
 
     Raises:
-        ValueError: as `Colocated`.
+        ValueError: as `ColocatedBridge`.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class BoundaryMimoModel(MimoModel):
         super().__init__(mimo_config, cp_group=cp_group, tp_group=tp_group)
         self.feed = feed
         self._microbatch: Microbatch | None = None
-        #: Rows that crossed before this microbatch's forward step (`colocated_schedule.py`).
+        #: Rows that crossed before this microbatch's forward step (`training.py`).
         self.crossed: deque[tuple[Microbatch | None, Rows]] = deque()
         config = mimo_config.language_model_spec.params["config"]
         partition = self.partition_adapter.cfg if self.partition_adapter is not None else None
@@ -78,9 +77,9 @@ class BoundaryMimoModel(MimoModel):
             return  # as upstream: every module as the language model
         language = grids[MIMO_LANGUAGE_MODULE_KEY]
         config = self.mimo_config.language_model_spec.params["config"]
-        first: Colocated | None = None
+        first: ColocatedBridge | None = None
         for name in self.mimo_config.modality_submodules_spec:
-            comm = Colocated(
+            comm = ColocatedBridge(
                 grids[name],
                 language,
                 name,
@@ -143,7 +142,7 @@ class BoundaryMimoModel(MimoModel):
             if microbatch is None and input_ids is not None and name in self.special_token_ids:
                 marked = (input_ids == self.special_token_ids[name]).sum(1).tolist()
             # Decided by what is the same on all ranks: one that had no input takes part in backward, too.
-            parts.append(Part(comm, tensor, trained and torch.is_grad_enabled(), marked))
+            parts.append(ModalityRows(comm, tensor, trained and torch.is_grad_enabled(), marked))
         return dict(zip(rows, communicate(parts, microbatch), strict=True))
 
     def decoder_input(
@@ -163,7 +162,7 @@ class BoundaryMimoModel(MimoModel):
         embedding = unwrap_model(self.language_model).embedding
         known = self._local.lane_of(self._microbatch)
         try:
-            return build(
+            return build_decoder_input(
                 embedding,
                 self._local,
                 self.special_token_ids,
@@ -288,4 +287,34 @@ class BoundaryMimoModel(MimoModel):
         """No rows, but in the graph: the encoder's parameters get zero gradients, and their hooks run."""
         config = self.mimo_config.language_model_spec.params["config"]
         parameters = list(self.modality_submodules[encoder_name].parameters())
-        return absent(config.hidden_size, config.params_dtype or torch.float32, parameters)
+        return empty_output(config.hidden_size, config.params_dtype or torch.float32, parameters)
+
+
+def empty_output(hidden: int, dtype: torch.dtype, parameters: Sequence[Tensor]) -> Tensor:
+    """Rows [0, hidden] whose backward gives every parameter that is trained a gradient of zeros.
+
+    So a rank without input runs the hooks of data parallelism as its siblings do.
+    """
+    if not parameters:
+        return torch.empty(0, hidden, dtype=dtype, device=torch.get_default_device(), requires_grad=True)
+    out: Tensor = _EmptyOutput.apply(hidden, dtype, *parameters)
+    return out
+
+
+class _EmptyOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: int, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
+        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
+        return torch.empty(0, hidden, dtype=dtype, device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        return (
+            None,
+            None,
+            *(
+                torch.zeros((), dtype=dtype, device=device).expand(shape) if need else None
+                for (shape, dtype, device), need in zip(ctx.like, needed, strict=True)
+            ),
+        )

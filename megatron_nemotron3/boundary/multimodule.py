@@ -4,7 +4,7 @@
                                         module_output_ndim={"images": 2})
     communicator.feed = feed      # optional: row counts come with the batch (feed.py)
 
-What differs from upstream's class: every edge into a module takes part in one exchange; the pipeline stage is
+Differences from upstream's class: every edge into a module takes part in one exchange; the pipeline stage is
 counted from the end, so that modules of different depth before a common one start in time; layouts may have
 any relation; and when something is wrong every rank raises the same BoundaryError.
 """
@@ -22,11 +22,10 @@ from megatron.core.pipeline_parallel import multimodule_communicator as stock
 from torch import Tensor
 
 from megatron_nemotron3.boundary.bridge import Bridge, dimensions
+from megatron_nemotron3.boundary.coordinator import Coordinator, require_same_edges
 from megatron_nemotron3.boundary.edge import Edge
-from megatron_nemotron3.boundary.failure import Failure
 from megatron_nemotron3.boundary.feed import RowFeed, Stream
-from megatron_nemotron3.boundary.hub import Hub, same_everywhere
-from megatron_nemotron3.boundary.inside import between_stages
+from megatron_nemotron3.boundary.groups import Failure
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.stages import check_modules, stage_of
 
@@ -70,7 +69,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         check_modules(self._layouts, topology, dist.get_world_size(), frozen)
         self._frozen = frozenset(frozen)
         self._hidden_size, self._timeout = hidden_size, timeout
-        self._hubs: dict[str, Hub] = {}
+        self._coordinators: dict[str, Coordinator] = {}
         self._failure = Failure(range(dist.get_world_size()), self._abort)
         super().__init__(module_to_grid_map, topology, config, dim_mapping, module_output_ndim)
 
@@ -81,7 +80,9 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
             edges = [self._edge(source, destination) for source in sources]
             if not edges:
                 continue
-            hub = self._hubs[destination] = Hub(edges, failure=self._failure, timeout=self._timeout)
+            coordinator = self._coordinators[destination] = Coordinator(
+                edges, failure=self._failure, timeout=self._timeout
+            )
             self.bridge_comms += [
                 Bridge(
                     self.module_to_grid_map[edge.source_name],
@@ -92,7 +93,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
                     destination,
                     edge.ndim,
                     edge=edge,
-                    hub=hub,
+                    coordinator=coordinator,
                 )
                 for edge in edges
             ]
@@ -103,7 +104,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         said: list[str] = [""] * dist.get_world_size()
         with self._failure.guarded(lambda: "waited for the edges of all ranks"):
             dist.all_gather_object(said, repr(edges))
-        same_everywhere(said, range(len(said)), self._failure)
+        require_same_edges(said, range(len(said)), self._failure)
 
     def _edge(self, source: str, destination: str) -> Edge:
         ndim = self.module_output_ndim.get(source, 3)
@@ -123,22 +124,22 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
     @property
     def feed(self) -> RowFeed | None:
         """Descriptions of the training batches, on every boundary rank or on none."""
-        return next((hub.training.feed for hub in self._hubs.values()), None)
+        return next((coordinator.training.feed for coordinator in self._coordinators.values()), None)
 
     @feed.setter
     def feed(self, feed: RowFeed | None) -> None:
-        for hub in self._hubs.values():
-            hub.training = Stream(feed)
+        for coordinator in self._coordinators.values():
+            coordinator.training = Stream(feed)
 
     @property
     def evaluation_feed(self) -> RowFeed | None:
         """As `feed`, while gradients are disabled."""
-        return next((hub.evaluation.feed for hub in self._hubs.values()), None)
+        return next((coordinator.evaluation.feed for coordinator in self._coordinators.values()), None)
 
     @evaluation_feed.setter
     def evaluation_feed(self, feed: RowFeed | None) -> None:
-        for hub in self._hubs.values():
-            hub.evaluation = Stream(feed)
+        for coordinator in self._coordinators.values():
+            coordinator.evaluation = Stream(feed)
 
     @property
     def current_stage(self) -> int:
@@ -146,18 +147,18 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
 
         The schedule reads it once before it runs a batch; what ran forward only before is forgotten then.
         """
-        for hub in self._hubs.values():
-            hub.forget()
+        for coordinator in self._coordinators.values():
+            coordinator.forget()
         return stage_of(self.current_rank, self._layouts, self.topology)
 
     def _abort(self) -> None:
-        for hub in self._hubs.values():
-            hub.abort()
+        for coordinator in self._coordinators.values():
+            coordinator.abort()
 
     def close(self) -> None:
         """Give the process groups back. On every rank."""
-        for hub in self._hubs.values():
-            hub.close()
+        for coordinator in self._coordinators.values():
+            coordinator.close()
 
     def recv_forward(
         self, tensor_shape: Any = None, is_first_stage: bool = False
@@ -165,7 +166,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         """Receive what this stage computes on: source module -> rows, or own module -> activations.
 
         Raises:
-            BoundaryError: the same on every rank of the hub.
+            BoundaryError: the same on every rank of the coordinator.
         """
         return self._at_input(None, tensor_shape, forward=True)
 
@@ -209,11 +210,11 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
                 )
                 if forward:
                     found[name] = received
-        for name, hub in self._hubs.items():
+        for name, coordinator in self._coordinators.items():
             module = self.rank_module_map.get(name)
             if module is not None and module.pp_rank == 0:
                 back = gradients is not None
-                found |= hub.run(None, gradients, forward=forward, backward=back)[0]
+                found |= coordinator.run(None, gradients, forward=forward, backward=back)[0]
         return found
 
     def _at_output(self, outputs: Any, shape: Any, *, backward: bool) -> dict[str, Any]:
@@ -238,10 +239,10 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
             )
             if backward:
                 found[name] = received
-        for hub in self._hubs.values():
-            if any(edge.source_name in last for edge in hub.edges):
+        for coordinator in self._coordinators.values():
+            if any(edge.source_name in last for edge in coordinator.edges):
                 ahead = outputs is not None
-                gradients = hub.run(outputs, None, forward=ahead, backward=backward)[1]
+                gradients = coordinator.run(outputs, None, forward=ahead, backward=backward)[1]
                 for name, gradient in gradients.items():
                     # A module with two consumers gets the sum of their gradients, as in autograd.
                     both = found.get(name) is not None and gradient is not None
@@ -271,3 +272,23 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
             return None
         with self._failure.guarded(lambda: f"{name}: waited for the next stage ({sends}, {receives})"):
             return between_stages(stages, sends, receives, tensor, shape)
+
+
+def between_stages(stages: Any, sends: str, receives: str, tensor: Any, shape: Any) -> Any:
+    """One call of upstream's `P2PCommunicator`.
+
+    Args:
+        sends, receives: "forward", "backward" or "" for nothing.
+        tensor: [rows, hidden] or 3-D, to send.
+        shape: as the schedule gives it; not used with variable_seq_lengths.
+
+    Returns: what was received.
+    """
+    method = "_".join(f"{verb}_{way}" for verb, way in (("send", sends), ("recv", receives)) if way)
+    arguments: dict[str, Any] = {"tensor_shapes": shape} if receives else {}
+    # Upstream asks whether this is the end of the pipeline that such a call has no partner at; it is not.
+    ahead = method in ("send_forward", "recv_backward", "send_forward_recv_backward")
+    arguments["is_last_stage" if ahead else "is_first_stage"] = False
+    tensors = (stock._prepare_tensor_for_comm(tensor),) if sends else ()
+    received = getattr(stages, method)(*tensors, **arguments)
+    return stock._restore_tensor_from_comm(received) if receives else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from megatron_nemotron3.boundary.failure import BoundaryError
+from megatron_nemotron3.boundary.groups import BoundaryError
 from megatron_nemotron3.boundary.layout import Layout
 
 Layouts = Mapping[str, Layout]

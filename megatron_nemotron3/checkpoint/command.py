@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import sys
@@ -34,6 +35,24 @@ _LAYOUT = {
     "CP": "context_parallel_size",
     "DP": "data_parallel_size",
 }
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 check`."""
+    command = commands.add_parser("check", help="is a checkpoint complete and undamaged")
+    command.add_argument(
+        "folder", type=Path, metavar="DIR", help="one checkpoint, or the folder with the tracker"
+    )
+    command.add_argument("--full", action="store_true", help="read everything and compare CRC32s")
+    command.add_argument("--workers", type=int, default=4, metavar="N", help="threads of --full (default 4)")
+    command.set_defaults(run=check_command)
+
+
+def check_command(options: argparse.Namespace) -> int:
+    """Carry out `nemotron3 check`; raises as `check`."""
+    if options.workers < 1:
+        raise ValueError(f"--workers {options.workers}: give 1 or more")
+    return check(options.folder, full=options.full, workers=options.workers)
 
 
 def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:

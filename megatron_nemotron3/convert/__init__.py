@@ -5,7 +5,7 @@ What is what, no files involved:
   plan, transforms, sharding which slices of which tensors make up which others, as data
   config_json, megatron_args config.json and Megatron's stored arguments <-> Nemotron3Config
   extra_state, masters       keys of TransformerEngine's empty state, and of the optimizer's FP32 weights
-  table                      docs/checkpoint_names.md
+  table                      docs/reference/checkpoint_names.md
 
 Reading:
   stored                     tensors as blocks of files; any slice as raw bits

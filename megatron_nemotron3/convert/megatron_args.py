@@ -3,7 +3,7 @@
 Megatron keeps its command line's `argparse.Namespace` in every checkpoint. `--use-checkpoint-args` takes the
 model from it, a resumed run compares some of it, and here it says which model a folder holds. It is written
 as the flags of `nemotron3 flags` would have made it, but for what is a run's own choice: --spec, grouped
-GEMM, tokenizer. NameLookup changed over time; each row of the tables below has the present name first.
+GEMM, tokenizer. Names changed over time; each row of the tables below has the present name first.
 """
 
 from __future__ import annotations

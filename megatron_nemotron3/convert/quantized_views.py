@@ -160,8 +160,10 @@ class Dequantized(TensorSource):
         elements, scale = f"{module}.{part}", f"{module}.weight_scale"
         shape, dtype = tensors[elements].shape, tensors[elements].dtype
         if len(shape) != 2 or not all(shape) or (part == "weight_packed" and kind != NVFP4):
-            raise CheckpointError(f"{self.folder}: {elements} is {dtype} {list(shape)}: "
-                "expected a matrix of uint8 or float8_e4m3fn")
+            raise CheckpointError(
+                f"{self.folder}: {elements} is {dtype} {list(shape)}: "
+                "expected a matrix of uint8 or float8_e4m3fn"
+            )
         if scale not in tensors:
             raise CheckpointError(f"{self.folder}: {elements} is {dtype}, but {scale} is missing")
         found, (rows, columns) = tensors[scale], shape

@@ -1,6 +1,6 @@
-"""The name table as a Markdown page: docs/checkpoint_names.md is this text, and a test holds it.
+"""The name table as a Markdown page: docs/reference/checkpoint_names.md is this text, and a test holds it.
 
-python -m megatron_nemotron3.convert.table > docs/checkpoint_names.md
+python -m tests.docs.pages
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _PARTS = {
 _INTRO = """\
 # Checkpoint names: Megatron and Hugging Face
 
-Generated: `python -m megatron_nemotron3.convert.table > docs/checkpoint_names.md`. The table
-is `megatron_nemotron3/models/tensors.py`; [conversion.md](conversion.md) says how to convert.
+Generated: `python -m tests.docs.pages`. The table
+is `megatron_nemotron3/models/tensors.py`; [conversion.md](../conversion.md) says how to convert.
 
 - *Megatron* is the key in a torch_dist folder, with global shapes: the layout that wrote it does not show.
   `{e}` is the global number of an expert. Shapes are in brackets, symbols below.

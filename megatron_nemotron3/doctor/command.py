@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from typing import Any
 
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.doctor import gpu, loading, packages
 from megatron_nemotron3.doctor.finding import Finding, as_data, failed, render
 from megatron_nemotron3.models import get
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 doctor`."""
+    command = commands.add_parser("doctor", help="is this environment fit to train")
+    command.add_argument("--kernels", action="store_true", help="compare fast forms with their references")
+    command.add_argument("--step", nargs="?", const="super", metavar="NAME", help="a step of its tiny form")
+    command.add_argument("--json", action="store_true", help="machine-readable")
+    command.set_defaults(run=doctor_command)
+
+
+def doctor_command(options: argparse.Namespace) -> int:
+    """Carry out `nemotron3 doctor`; raises as `doctor`."""
+    return doctor(kernels=options.kernels, step=options.step, as_json=options.json)
 
 
 def doctor(*, kernels: bool, step: str | None, as_json: bool) -> int:

@@ -100,7 +100,7 @@ RULES = (
         "megatron-core",
         "warning",
         _within("megatron-core", (0, 17), (0, 19)),
-        "trains, tested less than 0.19 (docs/versions.md); flags follow it",
+        "trains, tested less than 0.19 (docs/environment.md); flags follow it",
         "pip install 'megatron-core[training]==0.19.2'",
     ),
     Rule(

@@ -26,11 +26,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.utils.checkpoint import checkpoint
 
-from megatron_nemotron3.layers.extra_state import EmptyExtraState
 from megatron_nemotron3.layers.functional import weighted_squared_relu
 from megatron_nemotron3.layers.grouped import grouped_linear, squared_relu_experts
 from megatron_nemotron3.layers.grouped_gpu import grouped_linear_cuda, one_allocation
 from megatron_nemotron3.layers.linear import ReplaceableProducts
+from megatron_nemotron3.layers.norm import EmptyExtraState
 from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 
 

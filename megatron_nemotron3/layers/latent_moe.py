@@ -6,11 +6,11 @@
       |                                                                                               |
       +--shared expert (width d, no dispatch)---------------------------------------------------------+--> y
 
-The tokens travel between expert-parallel ranks at width l, 1/4 of d in the published models.
+Tokens travel between expert-parallel ranks at width l, which is d / 4 in the published models.
 
-Upstream's `MoELayer` does all of it but asserts TE for the two projections and refuses to overlap the
-shared expert with the dispatch when there is a latent width. This subclass replaces those two things;
-router, dispatch, recompute and checkpoint names are upstream's.
+Upstream's `MoELayer` computes this, but it asserts TE for the two projections and refuses to overlap the
+shared expert with the dispatch if there is a latent width. The subclass replaces these two parts; router,
+dispatch, recompute and checkpoint names are upstream's.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_nemotron3.layers.dispatch import AlltoAllTokenDispatcher
 from megatron_nemotron3.layers.linear import DuplicatedLinear
-from megatron_nemotron3.layers.upstream import told_name
 
 
 class CountingRouter(TopKRouter):
     """Upstream's router, with exact load counts in BF16 training.
 
-    Megatron's Float16Module narrows every buffer; upstream widens `expert_bias` again but not
-    `local_tokens_per_expert`, so counts above 256 stall and the bias update sees wrong loads.
+    Megatron's Float16Module casts every buffer to BF16. Upstream casts `expert_bias` back to FP32 but not
+    `local_tokens_per_expert`: its counts stop at 256 and the bias update sees wrong loads.
     """
 
     def _maintain_float32_expert_bias(self) -> None:
@@ -42,6 +41,26 @@ class CountingRouter(TopKRouter):
         counts = self.local_tokens_per_expert
         if counts is not None and counts.dtype != torch.float32:
             counts.data = counts.data.float()
+
+
+class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """`--moe-token-dispatcher-type alltoall` for CPU tensors, too; CUDA tensors take upstream's path.
+
+    Upstream copies the split sizes to the host on a side stream. On a CPU there is nothing to copy, so it
+    leaves them tensors and the exchange raises TypeError (megatron-core 0.19 and main).
+    """
+
+    def _maybe_dtoh_and_synchronize(
+        self, point: str, tokens_per_expert: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        if tokens_per_expert is None or tokens_per_expert.is_cuda or self.routing_map.is_cuda:
+            return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
+        if point == self.cuda_dtoh_point and not self.drop_and_pad:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                splits = getattr(self, name)
+                if isinstance(splits, torch.Tensor):
+                    setattr(self, name, splits.numpy())
+        return tokens_per_expert
 
 
 class LatentMoELayer(MoELayer):
@@ -62,8 +81,8 @@ class LatentMoELayer(MoELayer):
         name: str | None = None,
     ) -> None:
         groups = pg_collection or get_default_pg_collection()
-        # The parent sees a config without what it refuses; everything it builds sees the real one
-        # except the shared expert, whose overlap variant belongs to the upstream mechanism.
+        # The parent gets a config without the two options it refuses. The modules it builds get the real one,
+        # except the shared expert: its overlap variant belongs to upstream's mechanism.
         plain = copy(config)
         plain.moe_latent_size = None
         plain.moe_shared_expert_overlap = False
@@ -79,7 +98,7 @@ class LatentMoELayer(MoELayer):
             layer_number=layer_number,
             pg_collection=groups,
             is_mtp_layer=is_mtp_layer,
-            **told_name(name),
+            name=name,
         )
         self.config = config
         self.submodules = submodules
@@ -89,7 +108,7 @@ class LatentMoELayer(MoELayer):
             self.token_dispatcher = AlltoAllTokenDispatcher(
                 self.num_local_experts, self.local_expert_indices, config=plain, pg_collection=groups
             )
-        # Worth it only where a side stream can run while tokens are on the wire.
+        # Useful only where a side stream can compute while tokens are exchanged.
         self.overlaps_shared_expert = (
             config.moe_shared_expert_overlap
             and self.use_shared_expert

@@ -26,8 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
-from megatron_nemotron3.layers.extra_state import EmptyExtraState
-from megatron_nemotron3.layers.norm import RMSNorm, new_norm_weight, norm_gain
+from megatron_nemotron3.layers.norm import EmptyExtraState, RMSNorm, new_norm_weight, norm_gain
 
 
 class ReplaceableProducts(torch.nn.Module):

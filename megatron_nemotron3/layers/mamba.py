@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -34,7 +34,6 @@ from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.norm import GatedGroupRMSNorm
 from megatron_nemotron3.layers.scan_kernels import TORCH, select_scan
 from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
-from megatron_nemotron3.layers.upstream import MambaMixer, conv1d_arguments, told_name
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
 from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 
@@ -142,7 +141,7 @@ class Mamba2Mixer(MambaMixer):
             is_expert=False,
             tp_comm_buffer_name="fc1",
             tp_group=self.tp_group,
-            **told_name(f"{name}.in_proj" if name is not None else None),
+            name=f"{name}.in_proj" if name is not None else None,
         )
         # Each component is split over TP on its own; resharding must interleave by these blocks.
         self.in_proj.weight.partition_sizes = self.sizes.in_proj
@@ -165,7 +164,7 @@ class Mamba2Mixer(MambaMixer):
             is_expert=False,
             tp_comm_buffer_name="fc2",
             tp_group=self.tp_group,
-            **told_name(f"{name}.out_proj" if name is not None else None),
+            name=f"{name}.out_proj" if name is not None else None,
         )
         self.cp = PackedContextParallel(
             cp_group=pg_collection.cp,
@@ -173,7 +172,9 @@ class Mamba2Mixer(MambaMixer):
             nheads_local_tp=self.sizes.heads,
             ngroups_local_tp=self.sizes.groups,
             d_state=self.d_state,
-            **conv1d_arguments(self.conv1d_weight, self.conv1d_bias, d_conv - 1),
+            conv1d_weight_cp1=self.conv1d_weight,
+            conv1d_bias_cp1=self.conv1d_bias,
+            conv1d_padding=d_conv - 1,
             dt_bias_cp1=self.dt_bias,
             A_log_cp1=self.A_log,
             D_cp1=self.D,

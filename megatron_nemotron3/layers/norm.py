@@ -1,7 +1,7 @@
-"""RMSNorm modules on plain torch that also work under sequence parallelism.
+"""RMSNorm modules on plain torch that support sequence parallelism, and checkpoints like TE's.
 
 Megatron's `WrappedTorchNorm` refuses sequence parallelism because torch's parameters lack the
-`sequence_parallel` mark that makes Megatron reduce their gradients; setting it is all there is to it.
+`sequence_parallel` mark, which makes Megatron reduce their gradients. The modules here set it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,29 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_nemotron3.layers.extra_state import EmptyExtraState
 from megatron_nemotron3.layers.functional import gated_group_rms_norm, rms_norm
+
+
+class EmptyExtraState(torch.nn.Module):
+    """A module with an empty `_extra_state` in its checkpoints; TE's counterpart keeps FP8 scaling there.
+
+    TE asks for the entry when it loads, and a strict load fails without it. Megatron's own linears write
+    None for the same reason.
+    """
+
+    def get_extra_state(self) -> None:
+        """Return None: there is no state to keep."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignore the FP8 scaling state of a TE run."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Plain state dicts may lack the entry; TE's grouped linears write one for each further expert.
+        name = f"{prefix}_extra_state"
+        state_dict.setdefault(name, None)
+        for key in [key for key in state_dict if key.startswith(name) and key != name]:
+            del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
@@ -26,7 +47,7 @@ def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
 
 
 def norm_gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
-    """The factor a stored gain stands for (`--apply-layernorm-1p` stores gain - 1)."""
+    """The factor that a stored gain stands for: `--apply-layernorm-1p` stores gain - 1."""
     return weight + 1 if zero_centered else weight
 
 
@@ -50,7 +71,7 @@ class RMSNorm(EmptyExtraState):
 
     @staticmethod
     def check(config: TransformerConfig) -> None:
-        """Refuse what this family does not have rather than compute something else."""
+        """Raise ValueError unless the config asks for RMSNorm."""
         if config.normalization != "RMSNorm":
             raise ValueError(
                 f"normalization={config.normalization!r}: the torch backend has RMSNorm only; "

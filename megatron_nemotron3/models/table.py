@@ -1,6 +1,6 @@
-"""The catalog as a Markdown page: docs/models.md is this text, and a test holds it.
+"""The catalog as a Markdown page: docs/reference/models.md is this text, and a test holds it.
 
-python -m megatron_nemotron3.models.table > docs/models.md
+python -m megatron_nemotron3.models.table > docs/reference/models.md
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def markdown() -> str:
     lines = [
         "# Models",
         "",
-        "Generated from the catalog: `python -m megatron_nemotron3.models.table > docs/models.md`.",
+        "Generated from the catalog: `python -m megatron_nemotron3.models.table > docs/reference/models.md`.",
         "`nemotron3 show NAME` prints one model in full, with sources.",
         "",
         "| | " + " | ".join(f"`{c.name}`" for c in configs) + " |",

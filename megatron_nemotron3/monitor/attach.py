@@ -1,4 +1,4 @@
-"""Puts the monitors on a stack when it is built: called by `layers/stack.py` and `layers/mtp.py`."""
+"""Puts the monitors on a stack when it is built: called by `layers/stack.py`."""
 
 from __future__ import annotations
 

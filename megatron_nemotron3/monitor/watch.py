@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,19 @@ _LOSS = re.compile(r"(lm|mtp_\d+) loss")
 COLUMNS = 3
 #: More rows than this are a heat map, fewer are lines.
 LINES = 12
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 watch`."""
+    command = commands.add_parser("watch", help="plot the monitored series of a run")
+    command.add_argument("folder", type=Path, metavar="DIR", help="of --tensorboard-dir")
+    command.add_argument("--output", type=Path, metavar="PNG", help="default: DIR/monitor.png")
+    command.set_defaults(run=watch_command)
+
+
+def watch_command(options: argparse.Namespace) -> int:
+    """Carry out `nemotron3 watch`; raises as `watch`."""
+    return watch(options.folder, options.output)
 
 
 def watch(folder: Path, output: Path | None = None) -> int:

@@ -3,7 +3,7 @@
 Routing is taken as balanced: a rank's experts get as many rows as its own tokens send. `imbalance` is the
 busiest rank's rows over that. MXFP8 and NVFP4 count as BF16; that Transformer Engine keeps the inputs of
 quantized linears packed is not modelled.
-What is counted, and how it is measured: docs/memory.md and `activation_forms`.
+What is counted, and how it is measured: docs/plan.md and `activation_forms`.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.args import PRECISIONS, published
-from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.plan.hardware import GPUS, gpu_named
 from megatron_nemotron3.plan.report import describe, render
 from megatron_nemotron3.plan.search import Question, remedies, search
@@ -19,15 +20,25 @@ BATCH = 3072
 MOST_GPUS = 131072
 
 
-def add_plan(command: argparse.ArgumentParser) -> None:
-    """Its options."""
+def register(commands: Any) -> None:
+    """Add `nemotron3 plan`."""
+    command = commands.add_parser("plan", help="how to lay a model out on some GPUs")
+    add_model(command)
     command.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the whole job")
     command.add_argument("--gpu", choices=GPUS, required=True, help="which")
     command.add_argument(
         "--nvlink-domain", type=int, metavar="N", help="GPUs that NVLink joins (default: its)"
     )
-    command.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence (default: the model's)")
-    command.add_argument("--gbs", type=int, metavar="N", help=f"sequences of a step (published, {BATCH})")
+    command.add_argument(
+        "--seq-length", "--seq", type=int, metavar="N", help="tokens per sequence (default: the model's)"
+    )
+    command.add_argument(
+        "--global-batch-size",
+        "--gbs",
+        type=int,
+        metavar="N",
+        help=f"sequences per step (default: as published, or {BATCH})",
+    )
     command.add_argument("--precision", choices=PRECISIONS, default="bf16", help="bf16")
     command.add_argument(
         "--dispatcher", choices=(ALLTOALL, HYBRIDEP), default=ALLTOALL, help="of tokens to experts (alltoall)"
@@ -35,9 +46,10 @@ def add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument("--best", type=int, default=5, metavar="N", help="layouts to print (5)")
     command.add_argument("--json", action="store_true", help="machine-readable")
     command.add_argument("--plot", type=Path, metavar="PNG", help="write memory bars of the best layouts")
+    command.set_defaults(run=plan)
 
 
-def plan(config: Nemotron3Config, options: argparse.Namespace) -> int:
+def plan(options: argparse.Namespace) -> int:
     """Print the best layouts. Exit status 0; 1 if nothing fits.
 
     Raises:
@@ -45,6 +57,7 @@ def plan(config: Nemotron3Config, options: argparse.Namespace) -> int:
         OSError: the PNG cannot be written.
         ModuleNotFoundError: matplotlib is not installed (`--plot`).
     """
+    config = chosen_model(options)
     for name, most in (("gpus", MOST_GPUS), ("best", 1000)):
         if not 1 <= (value := getattr(options, name)) <= most:
             raise ValueError(f"--{name} {value}: give 1 to {most}")
@@ -52,8 +65,8 @@ def plan(config: Nemotron3Config, options: argparse.Namespace) -> int:
         config=config,
         gpus=options.gpus,
         gpu=gpu_named(options.gpu, options.nvlink_domain),
-        seq_length=options.seq or config.seq_length,
-        global_batch_size=options.gbs or published(config).global_batch_size or BATCH,
+        seq_length=options.seq_length or config.seq_length,
+        global_batch_size=options.global_batch_size or published(config).global_batch_size or BATCH,
         precision=options.precision,
         dispatcher=options.dispatcher,
     )

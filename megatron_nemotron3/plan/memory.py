@@ -1,6 +1,6 @@
 """All that one rank holds at the worst moment of a step, in closed form. Standard library only.
 
-What is counted and what is not, term by term: docs/memory.md.
+What is counted and what is not, term by term: docs/plan.md.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Emulated training:
 settings, products, linear, experts      what is on; the three products of a linear, and of experts
 install                                  into a built stack, by the precision file
 
-What quantization did to operands (docs/precision_report.md):
+What quantization did to operands (docs/nvfp4.md):
 
 statistics, record, observe, shadow      definitions; collected in a step, of emulated and of plain runs
 report, heatmap                          file and table; picture

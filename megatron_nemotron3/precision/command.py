@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.precision import heatmap, yaml_file
 from megatron_nemotron3.precision import report as report_file
 from megatron_nemotron3.precision.share import Share, shares, totals
 from megatron_nemotron3.precision.table import BF16, FORMATS, NVFP4, is_published, tail
 
 _COLUMNS = ("module", "format", "parameters", "FLOPs", "why")
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 precision`."""
+    command = commands.add_parser("precision", help="the format of every linear, and the precision file")
+    add_model(command, required=False)
+    command.add_argument("--format", choices=FORMATS, default=NVFP4, help=f"default {NVFP4}")
+    command.add_argument(
+        "--output", "--yaml", type=Path, metavar="FILE", help="write --te-precision-config-file"
+    )
+    command.add_argument("--report", type=Path, metavar="DIR", help="summary and plot of a measured run")
+    command.set_defaults(run=precision_command)
+
+
+def precision_command(options: argparse.Namespace) -> int:
+    """Print the recipe's table, write the precision file, or summarize a measured run. Exit status 0.
+
+    Raises:
+        ValueError: neither a model nor --report alone is given; otherwise as `run` and `report`.
+        OSError: a file cannot be written.
+        ModuleNotFoundError: matplotlib is not installed (--report).
+    """
+    if options.report is not None and options.name is None and options.output is None:
+        print(report(options.report))
+        return 0
+    if options.report is not None or options.name is None:
+        raise ValueError("give the NAME of a model, or --report DIR alone")
+    print(run(chosen_model(options), options.format, options.output))
+    return 0
 
 
 def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
@@ -57,7 +89,7 @@ def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None
     if path is None:
         return render(config, precision)
     if precision != NVFP4:
-        raise ValueError(f"--format {precision} needs no file: every linear follows its layer; drop --yaml")
+        raise ValueError(f"--format {precision} needs no file: every linear follows its layer; drop --output")
     yaml_file.write(config, path)
     return f"{path}: written; nemotron3 flags {config.name} --precision nvfp4 {yaml_file.FLAG} {path}"
 
@@ -89,7 +121,7 @@ def check(config: Nemotron3Config, path: str | Path) -> str | None:
     if not Path(path).exists():
         return (
             f"{yaml_file.FLAG} {path} is not on this machine, so it was not checked: "
-            f"nemotron3 precision {config.name} --yaml {path} writes the published one"
+            f"nemotron3 precision {config.name} --output {path} writes the published one"
         )
     yaml_file.read(path, config)
     return None

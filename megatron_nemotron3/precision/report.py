@@ -1,6 +1,6 @@
 """The file of a precision report: written during a run, read and summarized later. Standard library only.
 
-`precision.csv` has a row per measured iteration, linear and tensor. Columns: docs/precision_report.md.
+`precision.csv` has a row per measured iteration, linear and tensor. Columns: docs/nvfp4.md.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from megatron_nemotron3.monitor.settings import EnvironmentSetting
 VARIABLE = "NEMOTRON3_EMULATE"
 FORMAT = "nvfp4"
 LOG_VARIABLE = "NEMOTRON3_LOG_PRECISION"
-#: Iterations from one measurement to the next if nobody says (cost: docs/precision_report.md).
+#: Iterations from one measurement to the next if nobody says (cost: docs/nvfp4.md).
 LOG_DEFAULT = 100
 #: Name in the variable -> field of `Emulation`.
 SWITCHES = {

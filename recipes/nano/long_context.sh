@@ -3,7 +3,7 @@
 # How the tokens divide between the lengths is UNKNOWN, so STEPS is needed (4808: all of them at 512K).
 #   PHASE=1 (default)  512K
 #   PHASE=4k           4K; its batch is UNKNOWN, so GBS is needed, too
-# A run has one length, so published mixtures are runs after one another: docs/recipes.md.
+# A run has one length, so published mixtures are runs after one another: docs/launching.md.
 # Needed: DATA_PATH, TOKENIZER, and LOAD: checkpoints of the phase before. SEQ sets another length.
 # Optional: what stands below with :- and the launch (GPUS NNODES ... DRY_RUN=1): recipes/common.sh.
 set -euo pipefail

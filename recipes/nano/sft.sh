@@ -20,7 +20,7 @@ PRECISION=${PRECISION:-bf16}
 # memory: not published
 RECOMPUTE=${RECOMPUTE-full}
 
-# data: stock Megatron's --sft; docs/recipes.md says which tokens count in the loss
+# data: stock Megatron's --sft; docs/launching.md says which tokens count in the loss
 conversation_data
 
 # logging and checkpoints

@@ -8,7 +8,7 @@ model, communicator or builder, so this one takes their place and calls the same
     layers of --spec             the checkout's provider always takes upstream's TE stack
     BoundaryMimoModel,           any DP ratio, ragged rows; the same process groups as the checkout's
     BoundaryCommunicator
-    finalize_model_grads         gradient scale by boundary/scale.py
+    finalize_model_grads         gradient scale by boundary/training.py
     --colocated                  encoder and language model on the same ranks, each with its own TP and DP:
                                  the checkout refuses that in arguments, builder and loaders
     --vision-num-layers          fewer layers of the vision encoder, for a trial
@@ -49,7 +49,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-from megatron_nemotron3.boundary.scale import finalize_model_grads
+from megatron_nemotron3.boundary.training import finalize_model_grads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -3,7 +3,7 @@
 #   PHASE=1 (default)  34B tokens at 1M
 #   PHASE=2            17B tokens alternating between 1M and 4K, the part at 1M. The shares are UNKNOWN: STEPS is needed
 #   PHASE=4k           the part at 4K; its batch is UNKNOWN, so GBS is needed, too
-# A run has one length, so published mixtures are runs after one another: docs/recipes.md.
+# A run has one length, so published mixtures are runs after one another: docs/launching.md.
 # Needed: DATA_PATH, TOKENIZER, and LOAD: checkpoints of the phase before. SEQ sets another length.
 # Optional: what stands below with :- and the launch (GPUS NNODES ... DRY_RUN=1): recipes/common.sh.
 set -euo pipefail

@@ -12,7 +12,7 @@ set -euo pipefail
 # architecture: every number comes from the catalog (nemotron3 show super)
 MODEL=super
 
-# parallelism: not published; with MTP a CP above 1 is refused (docs/refused.md, masked-mtp-cp). Nobody ran this one
+# parallelism: not published; with MTP CP above 1 is refused (rule masked-mtp-cp). Nobody has run this layout
 PHASE=${PHASE:-1} TP=${TP:-8} EP=${EP:-64}
 case $PHASE in
     1) SCHEDULE=sft ;;
@@ -26,7 +26,7 @@ PRECISION=${PRECISION:-bf16}
 # memory: not published
 RECOMPUTE=${RECOMPUTE-full}
 
-# data: stock Megatron's --sft; docs/recipes.md says which tokens count in the loss
+# data: stock Megatron's --sft; docs/launching.md says which tokens count in the loss
 conversation_data
 
 # logging and checkpoints

@@ -2,7 +2,7 @@
 # Long-context phase of Nemotron 3 Ultra: constant rate 2.5e-6, 25,165,824 tokens a step, 33B in all.
 #   PHASE=1 (default)  92 % of the steps: 24 x 1M
 #   PHASE=4k           8 % of the steps: 6144 x 4K
-# A run has one length, so published mixtures are runs after one another: docs/recipes.md.
+# A run has one length, so published mixtures are runs after one another: docs/launching.md.
 # Needed: DATA_PATH, TOKENIZER, and LOAD: checkpoints of the phase before. SEQ sets another length.
 # Optional: what stands below with :- and the launch (GPUS NNODES ... DRY_RUN=1): recipes/common.sh.
 set -euo pipefail

@@ -26,7 +26,7 @@ PRECISION=${PRECISION:-bf16}
 # memory: as in NVIDIA's configuration
 RECOMPUTE=${RECOMPUTE-full}
 
-# data: stock Megatron's --sft; docs/recipes.md says which tokens count in the loss
+# data: stock Megatron's --sft; docs/launching.md says which tokens count in the loss
 conversation_data
 
 # logging and checkpoints

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.boundary.samples import contiguous
+from megatron_nemotron3.boundary.partition import contiguous
 from tests.boundary.omni import FEATURES, SPECIAL
 
 

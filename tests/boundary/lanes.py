@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.slices import positions
+from megatron_nemotron3.boundary.partition import positions
 
 
 def every_row(rows: Sequence[int], hidden: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:

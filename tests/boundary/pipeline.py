@@ -180,7 +180,7 @@ class Stages:
 
     def _positions(self) -> list[int]:
         """That this rank of the language model computes."""
-        from megatron_nemotron3.boundary.slices import positions
+        from megatron_nemotron3.boundary.partition import positions
 
         layout, at = self.layouts["language"], self.at["language"]
         owned = positions(
@@ -274,8 +274,8 @@ class Runner:
                 p2p_communicator=self.communicator,
                 pg_collection=self.groups,
             )
-        hubs = {} if self.world.stock else self.communicator._hubs
-        left = sum(len(crossed) for hub in hubs.values() for crossed in hub._crossed.values())
+        coordinators = {} if self.world.stock else self.communicator._coordinators
+        left = sum(len(waiting) for c in coordinators.values() for waiting in c._outstanding.values())
         gradients = {}
         for name, one in self.model.layers.items():
             if self.model.counts(name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_nemotron3.boundary.transfer import Plan
+from megatron_nemotron3.boundary.plan import Plan
 
 
 def deliver(plan: Plan, held: dict[int, np.ndarray]) -> dict[int, np.ndarray]:

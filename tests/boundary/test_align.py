@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_nemotron3.boundary.align import align, assemble, kinds_of_ids, kinds_of_runs
 from megatron_nemotron3.boundary.feed import describe_ids
-from megatron_nemotron3.boundary.slices import positions
+from megatron_nemotron3.boundary.partition import positions
+from megatron_nemotron3.boundary.placement import align, assemble, kinds_of_ids, kinds_of_runs
 
 TOKENS = {"vision": 98, "audio": 99}
 

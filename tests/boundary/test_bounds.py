@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given, settings
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.bounds import bounds, traffic
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.sides import crossing, slices_of
-from megatron_nemotron3.boundary.transfer import Plan
+from megatron_nemotron3.boundary.plan import Plan
+from megatron_nemotron3.boundary.planner import make_plan, slices_of
 from tests.boundary.test_plans import cases
 
 
@@ -86,21 +87,21 @@ def test_between_disjoint_modules_v_crosses(case) -> None:
 def test_a_few_bytes_go_from_leader_to_leader() -> None:
     """Two groups of 8 with each other: one message up to 64 KiB, which is the chunk above the bound."""
     for rows, messages in ((1, 1), (12, 1), (13, 7), (800, 8)):
-        plan = crossing(Layout.of(tp=8), Layout.of(tp=8, offset=8), [rows], row_bytes=5376)
+        plan = make_plan(Layout.of(tp=8), Layout.of(tp=8, offset=8), [rows], row_bytes=5376)
         assert len(plan.messages) == messages
         excess = traffic(plan).busiest - bounds(plan).busiest
         assert 0 <= excess * plan.row_bytes <= plan.leader_bytes
         assert (excess > 0) == (1 < rows < 13)
     # With a third party, equal parts need no more messages; not where only one side meets a single group.
-    plan = crossing(Layout.of(tp=2, dp=2), Layout.of(tp=4, offset=4), [2] * 2, row_bytes=5376)
+    plan = make_plan(Layout.of(tp=2, dp=2), Layout.of(tp=4, offset=4), [2] * 2, row_bytes=5376)
     assert [(m.source, m.destination) for m in plan.messages] == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    plan = crossing(Layout.of(dp=4), Layout.of(tp=4, offset=4), [1] * 4, row_bytes=5376)
+    plan = make_plan(Layout.of(dp=4), Layout.of(tp=4, offset=4), [1] * 4, row_bytes=5376)
     assert [(m.source, m.destination) for m in plan.messages] == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 def test_one_sender_needs_one_receiver() -> None:
     """A rank that carries everything anyway sends it in one message, whatever the size; so back."""
-    plan = crossing(Layout.of(), Layout.of(tp=8, offset=1), [10_000], row_bytes=5376)
+    plan = make_plan(Layout.of(), Layout.of(tp=8, offset=1), [10_000], row_bytes=5376)
     for way in (plan, plan.transposed()):
         assert len(way.messages) == 1
         assert traffic(way).busiest == bounds(way).busiest == 10_000
@@ -114,7 +115,7 @@ def test_owner_slices_divide_by_tp_and_cp(tp: int, cp: int) -> None:
     length = 64 * tp * cp
     source, destination = Layout.of(dp=2), Layout.of(tp=tp, cp=cp, sp=True, offset=2)
     wants = slices_of(destination, [((0, length),)] * 2, [length] * 2)
-    plan = crossing(source, destination, [length] * 2, row_bytes=2, wants=wants)
+    plan = make_plan(source, destination, [length] * 2, row_bytes=2, wants=wants)
     low, moved = bounds(plan), traffic(plan)
     assert low.crossing == moved.crossing == 2 * length
     assert set(moved.received.values()) == set(low.entering.values()) == {2 * length // (tp * cp)}
@@ -127,7 +128,7 @@ def test_balanced_layouts_have_the_bound_of_the_shares() -> None:
         source, destination = Layout.of(tp=tp, dp=dp), Layout.of(tp=to_tp, dp=to_dp, offset=64)
         samples = math.lcm(dp, to_dp)
         v = samples * 960
-        plan = without_leaders(crossing(source, destination, [960] * samples, row_bytes=2))
+        plan = without_leaders(make_plan(source, destination, [960] * samples, row_bytes=2))
         low = bounds(plan)
         assert low.busiest == traffic(plan).busiest == max(v // source.size, v // destination.size)
         moved = traffic(plan)
@@ -139,7 +140,7 @@ def test_balanced_layouts_have_the_bound_of_the_shares() -> None:
 
 def test_shared_ranks_fetch_what_they_lack() -> None:
     """TP 2 x DP 2 to TP 4 on the same ranks, 10 rows a lane: each rank has half."""
-    plan = without_leaders(crossing(Layout.of(tp=2, dp=2), Layout.of(tp=4), [10, 10], row_bytes=2))
+    plan = without_leaders(make_plan(Layout.of(tp=2, dp=2), Layout.of(tp=4), [10, 10], row_bytes=2))
     low, moved = bounds(plan), traffic(plan)
     assert low.missing == moved.received == dict.fromkeys(range(4), 10)
     assert low.leaving == moved.sent == dict.fromkeys(range(4), 10)
@@ -150,12 +151,12 @@ def test_shared_ranks_fetch_what_they_lack() -> None:
 
 def test_groups_share_what_a_member_holds() -> None:
     """Mode "once" on shared ranks: halves are there already, nothing has to cross, the group gathers."""
-    plan = crossing(Layout.of(dp=2), Layout.of(tp=2), [10, 10], row_bytes=2, mode="once")
+    plan = make_plan(Layout.of(dp=2), Layout.of(tp=2), [10, 10], row_bytes=2, mode="once")
     low, moved = bounds(plan), traffic(plan)
     assert low.crossing == moved.crossing == low.busiest == 0
     assert low.missing == moved.gathered == {0: 10, 1: 10}
     # Rank 1 lacks all, but its sibling has it: that is a matter of the group, too.
-    plan = crossing(Layout.of(), Layout.of(tp=2), [10], row_bytes=2, mode="once")
+    plan = make_plan(Layout.of(), Layout.of(tp=2), [10], row_bytes=2, mode="once")
     assert bounds(plan).crossing == 0 and bounds(plan).missing == traffic(plan).gathered | {0: 0} == {
         0: 0,
         1: 10,
@@ -164,10 +165,10 @@ def test_groups_share_what_a_member_holds() -> None:
 
 def test_three_who_lack_a_row_are_served_evenly_by_two() -> None:
     """Copies are cut where that makes the holders equal."""
-    plan = crossing(Layout.of(tp=2), Layout.of(tp=5), [60], row_bytes=2, leader_bytes=0)
+    plan = replace(make_plan(Layout.of(tp=2), Layout.of(tp=5), [60], row_bytes=2), leader_bytes=0)
     assert traffic(plan).sent == {0: 90, 1: 90}
     assert bounds(plan).leaving == {0: 90, 1: 90}
-    small = crossing(Layout.of(tp=2), Layout.of(tp=5), [60], row_bytes=2)
+    small = make_plan(Layout.of(tp=2), Layout.of(tp=5), [60], row_bytes=2)
     assert traffic(small).sent == {0: 120, 1: 60}  # no copy is cut
 
 
@@ -178,7 +179,7 @@ def test_three_who_lack_a_row_are_served_evenly_by_two() -> None:
 )
 def test_a_thousand_ranks_meet_the_bounds(source: Layout, destination: Layout) -> None:
     rows = (np.random.default_rng(0).pareto(1.2, source.dp) * 300).astype(int).tolist()
-    plan = without_leaders(crossing(source, destination, rows, row_bytes=5376))
+    plan = without_leaders(make_plan(source, destination, rows, row_bytes=5376))
     for direction in (plan, plan.transposed()):
         low, moved = bounds(direction), traffic(direction)
         assert moved.crossing == low.crossing

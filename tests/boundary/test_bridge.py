@@ -62,9 +62,9 @@ def _relations(relations: list[tuple[str, str]]) -> list[str]:
     import torch
     import torch.distributed as dist
 
+    from megatron_nemotron3.boundary.agreement import SPLIT_SIZES
     from megatron_nemotron3.boundary.bridge import Bridge
     from megatron_nemotron3.boundary.feed import Microbatch, RowFeed, Stream
-    from megatron_nemotron3.boundary.inquiry import SPLIT_SIZES
     from tests.boundary.lanes import every_row, lane_of, of_lane
 
     rank, wrong = dist.get_rank(), []
@@ -75,7 +75,7 @@ def _relations(relations: list[tuple[str, str]]) -> list[str]:
         give, take = lane_of(edge.source, edge.source.pp - 1, rank), lane_of(edge.destination, 0, rank)
         batches = _ragged(math.lcm(edge.source.dp, edge.destination.dp) * (1 + number % 2))
         for fed in (False, True):
-            bridge.hub.training = Stream(
+            bridge.coordinator.training = Stream(
                 RowFeed(batches, lambda n: Microbatch.of({"images": n})) if fed else None
             )
             for step, rows in enumerate(batches):
@@ -127,7 +127,7 @@ def _slices() -> list[str]:
         batches = [(random.random((count, 16)) < share).astype(int) for share in (0.5, 0.0, 1.0, 0.2)]
         if edge.source.sequence_parallel:
             batches = [np.repeat(np.arange(16)[None] % 4 < 2, count, 0).astype(int)]
-        bridge.hub.training = Stream(RowFeed(batches, lambda ids: describe_ids(ids, {"images": 1})))
+        bridge.coordinator.training = Stream(RowFeed(batches, lambda ids: describe_ids(ids, {"images": 1})))
         for step, ids in enumerate(batches):
             samples = every_row(ids.sum(1).tolist(), 6, torch.bfloat16, step)
             if give is not None:

@@ -61,12 +61,14 @@ def layout_of(text: str) -> Any:
 
 
 def communicator(source: str, destination: str, **options: Any) -> Any:
-    from megatron_nemotron3.boundary.colocated import Colocated
+    from megatron_nemotron3.boundary.colocated import ColocatedBridge
 
     a, b = layout_of(source), layout_of(destination)
     options.setdefault("source_sequence_parallel", a.sequence_parallel)
     options.setdefault("dim_mapping", {"b": 0, "h": 1})
-    return Colocated(grid(a), grid(b), "vision", "language", sequence_parallel=b.sequence_parallel, **options)
+    return ColocatedBridge(
+        grid(a), grid(b), "vision", "language", sequence_parallel=b.sequence_parallel, **options
+    )
 
 
 def images(samples: int, length: int, seed: int) -> np.ndarray:
@@ -79,7 +81,7 @@ def images(samples: int, length: int, seed: int) -> np.ndarray:
 
 def described(image: np.ndarray, **kinds: np.ndarray) -> Any:
     from megatron_nemotron3.boundary.feed import Microbatch
-    from megatron_nemotron3.boundary.slices import runs_of
+    from megatron_nemotron3.boundary.partition import runs_of
 
     runs = {
         name: [runs_of(np.flatnonzero(s).tolist()) for s in at]
@@ -186,7 +188,7 @@ def check_traffic() -> list[int]:
 
     dist.all_to_all_single = counted
     try:
-        from megatron_nemotron3.boundary.colocated import Colocated, Part, communicate
+        from megatron_nemotron3.boundary.colocated import ColocatedBridge, ModalityRows, communicate
 
         # Nothing leaves its rank: equal layouts, and fan-out forward.
         kind = torch.float32, (HIDDEN,)
@@ -206,7 +208,7 @@ def check_traffic() -> list[int]:
         assert len(calls) == 1 and len(wide) == image[dist.get_rank()].sum()
         # Two modalities, one all-to-all each way; frozen ones have no way back.
         vision = communicator("dp=4", "tp=4,sp", kind=kind)
-        audio = Colocated(
+        audio = ColocatedBridge(
             vision.src_grid,
             vision.dest_grid,
             "audio",
@@ -222,7 +224,7 @@ def check_traffic() -> list[int]:
             calls.clear()
             a = values(sides(vision, image)[0]).requires_grad_(not frozen)
             b = values(sides(audio, other)[0], salt=3).requires_grad_(not frozen)
-            x, y = communicate([Part(vision, a), Part(audio, b)], both)
+            x, y = communicate([ModalityRows(vision, a), ModalityRows(audio, b)], both)
             assert torch.equal(x, values(sides(vision, image)[1]))
             assert torch.equal(y, values(sides(audio, other)[1], salt=3))
             if frozen:
@@ -235,7 +237,7 @@ def check_traffic() -> list[int]:
         # One of the two frozen: only the other's gradients cross.
         a, b = values(sides(vision, image)[0]), values(sides(audio, other)[0]).requires_grad_()
         calls.clear()
-        x, y = communicate([Part(vision, a), Part(audio, b)], both)
+        x, y = communicate([ModalityRows(vision, a), ModalityRows(audio, b)], both)
         y.sum().backward()
         assert not x.requires_grad and b.grad is not None and len(calls) == 2
         return calls
@@ -290,7 +292,7 @@ def failing(kind: str) -> tuple[str, float]:
     """(the error, seconds until it was raised) where rank 1 does something wrong."""
     from datetime import timedelta
 
-    from megatron_nemotron3.boundary.failure import BoundaryError
+    from megatron_nemotron3.boundary.groups import BoundaryError
 
     comm = communicator("dp=4", "tp=4", timeout=timedelta(seconds=8))
     image = images(4, 8, seed=2)
@@ -315,13 +317,13 @@ def failing(kind: str) -> tuple[str, float]:
     ("kind", "words"),
     [
         ("rows", "rank 1: vision gave"),
-        ("header dtype", "ranks [1] have [5] in torch.float64"),
+        ("header dtype", "ranks [1] have the dtype torch.float64"),
         *(
             pytest.param(kind, words, marks=pytest.mark.full)
             for kind, words in (
                 ("dtype", "torch.float64, expected were"),
                 ("width", "rows of [3]"),
-                ("header width", "ranks [1] have [3]"),
+                ("header width", "ranks [1] have rows of the shape (3,)"),
             )
         ),
     ],

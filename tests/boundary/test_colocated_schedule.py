@@ -80,9 +80,9 @@ def staged(
     """(gradients summed over data lanes, by the single process's names; loss) of this rank."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from megatron_nemotron3.boundary.colocated_schedule import forward_backward_colocated
     from megatron_nemotron3.boundary.feed import RowFeed
     from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
+    from megatron_nemotron3.boundary.training import forward_backward_colocated
     from tests.boundary import omni
 
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_nemotron3.boundary import exchange, letters
+from megatron_nemotron3.boundary import exchange
 from megatron_nemotron3.boundary.bounds import bounds, traffic
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.sides import crossing
+from megatron_nemotron3.boundary.planner import make_plan
 from tests.support.distributed import run_distributed
 
 HIDDEN = 8
@@ -26,23 +27,22 @@ def _counted(rows_of_samples: tuple[int, ...], leader_bytes: int) -> list[dict[s
     import torch.distributed as dist
 
     from benchmarks.wire import counted
-    from megatron_nemotron3.boundary.exchange import Leg
-    from megatron_nemotron3.boundary.failure import Failure
-    from megatron_nemotron3.boundary.groups import Groups
+    from megatron_nemotron3.boundary.exchange import Transfer
+    from megatron_nemotron3.boundary.groups import Failure, Groups
 
     rank, found = dist.get_rank(), []
     for source, destination in RELATIONS:
         groups = Groups(range(8), [*source.lanes(0), *destination.lanes(0)])
         failure = Failure(groups.ranks, groups.abort)
-        forward = crossing(
-            source, destination, rows_of_samples, row_bytes=4 * HIDDEN, leader_bytes=leader_bytes
+        forward = replace(
+            make_plan(source, destination, rows_of_samples, row_bytes=4 * HIDDEN), leader_bytes=leader_bytes
         )
         for plan in (forward, forward.transposed()):
             gives = any(rank in g.ranks for lane in plan.holders for g in lane)
             rows = torch.ones(plan.rows_held(rank), HIDDEN) if gives else None
-            leg = Leg(plan, rows, not gives, (HIDDEN,), torch.float32, "test")
+            transfer = Transfer(plan, rows, not gives, (HIDDEN,), torch.float32, "test")
             with counted() as wire:
-                exchange.exchange([leg], groups, failure)
+                exchange.exchange([transfer], groups, failure)
             found.append({"crossing": wire.crossing, "shared": wire.shared, "messages": wire.messages})
             assert wire.control == wire.host_waits == 0
         groups.close()
@@ -50,7 +50,7 @@ def _counted(rows_of_samples: tuple[int, ...], leader_bytes: int) -> list[dict[s
 
 
 def _both() -> list[list[dict[str, Any]]]:
-    return [_counted(MANY, 0), _counted(FEW, letters.COALESCE_BYTES)]
+    return [_counted(MANY, 0), _counted(FEW, exchange.COALESCE_BYTES)]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_bytes_are_the_bound(wires):
     """Between modules V crosses; the busiest rank carries max(V/S, V/D); a group gathers the rest."""
     rows, ranks = MANY, [many for many, _ in wires]
     for number, (source, destination) in enumerate(RELATIONS):
-        forward = crossing(source, destination, rows, row_bytes=4 * HIDDEN, leader_bytes=0)
+        forward = replace(make_plan(source, destination, rows, row_bytes=4 * HIDDEN), leader_bytes=0)
         for way, plan in enumerate((forward, forward.transposed())):
             at = 2 * number + way
             limit, expected = bounds(plan), traffic(plan)
@@ -85,8 +85,8 @@ def test_messages_are_those_of_the_plan(wires):
     """Few rows between lanes that meet one to one cross as one message, whatever the tensor ranks."""
     rows, ranks = FEW, [few for _, few in wires]
     for number, (source, destination) in enumerate(RELATIONS):
-        forward = crossing(
-            source, destination, rows, row_bytes=4 * HIDDEN, leader_bytes=letters.COALESCE_BYTES
+        forward = replace(
+            make_plan(source, destination, rows, row_bytes=4 * HIDDEN), leader_bytes=exchange.COALESCE_BYTES
         )
         for way, plan in enumerate((forward, forward.transposed())):
             counted = sum(found[2 * number + way]["messages"] for found in ranks)
@@ -101,30 +101,32 @@ def _two_edges(fed: bool) -> list[tuple[int, int, int, int]]:
     import torch.distributed as dist
 
     from benchmarks.wire import counted
+    from megatron_nemotron3.boundary.coordinator import Coordinator
     from megatron_nemotron3.boundary.edge import Edge
     from megatron_nemotron3.boundary.feed import Microbatch, RowFeed, Stream
-    from megatron_nemotron3.boundary.hub import Hub
 
     rank, found = dist.get_rank(), []
     language = Layout.of(offset=2)
     edges = [
         Edge(name, "language", Layout.of(dp=2), language, dtype=torch.float32) for name in ("images", "audio")
     ]
-    hub = Hub(edges)
+    coordinator = Coordinator(edges)
     batches = [{"images": [3, n + 1], "audio": [n, 2]} for n in range(4)]
     if fed:
-        hub.training = Stream(RowFeed(batches, Microbatch.of))
+        coordinator.training = Stream(RowFeed(batches, Microbatch.of))
     for batch in batches:
         mine = {name: torch.full((rows[rank % 2], HIDDEN), 1.0 + rank) for name, rows in batch.items()}
         with counted() as wire:
-            inputs, _ = hub.run(mine if rank < 2 else None, forward=True)
-            _, gradients = hub.run(gradients={n: t.detach() for n, t in inputs.items()}, backward=True)
+            inputs, _ = coordinator.run(mine if rank < 2 else None, forward=True)
+            _, gradients = coordinator.run(
+                gradients={n: t.detach() for n, t in inputs.items()}, backward=True
+            )
         for name, rows in batch.items():
             expected = [1.0] * rows[0] + [2.0] * rows[1] if rank > 1 else [1.0 + rank] * rows[rank]
             got = inputs[name] if rank > 1 else gradients[name]
             assert got[:, 0].tolist() == expected
         found.append((wire.control, wire.messages, wire.host_waits, wire.collectives))
-    hub.close()
+    coordinator.close()
     return found
 
 
@@ -143,8 +145,8 @@ def test_a_feed_leaves_nothing_but_rows():
 def test_leg_tags_tell_beliefs_apart():
     """The same name with other counts, shapes or segments has another tag."""
     a, b = RELATIONS[0]
-    legs = [
-        exchange.Leg(crossing(a, b, rows, row_bytes=4), None, False, row, torch.float32, name)
+    transfers = [
+        exchange.Transfer(make_plan(a, b, rows, row_bytes=4), None, False, row, torch.float32, name)
         for rows, row, name in [
             ((1, 2, 3, 4), (1,), "x"),
             ((1, 2, 4, 3), (1,), "x"),
@@ -152,5 +154,5 @@ def test_leg_tags_tell_beliefs_apart():
             ((1, 2, 3, 4), (1,), "y"),
         ]
     ]
-    assert len({leg.tag() for leg in legs}) == len(legs)
-    assert legs[0].tag() == legs[0]._replace(receives=True).tag()
+    assert len({transfer.tag() for transfer in transfers}) == len(transfers)
+    assert transfers[0].tag() == transfers[0]._replace(receives=True).tag()

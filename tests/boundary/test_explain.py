@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from megatron_nemotron3.boundary.bounds import bounds, traffic
 from megatron_nemotron3.boundary.explain import describe, explain, ranks_text
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.sides import crossing
+from megatron_nemotron3.boundary.planner import make_plan
 from tests.boundary.test_plans import cases
 
 TEXT = """\
@@ -47,21 +47,21 @@ rank  sends  bound  receives  bound  gathers
 
 
 def test_the_text_of_a_plan() -> None:
-    plan = crossing(Layout.of(dp=4), Layout.of(tp=4, offset=4), [7, 1, 0, 8], row_bytes=10)
-    assert explain(plan) == plan.explain() == TEXT
+    plan = make_plan(Layout.of(dp=4), Layout.of(tp=4, offset=4), [7, 1, 0, 8], row_bytes=10)
+    assert explain(plan) == TEXT
 
 
 def test_the_way_back_and_shared_ranks_are_told() -> None:
-    plan = crossing(Layout.of(), Layout.of(tp=2, offset=1), [3], row_bytes=10)
+    plan = make_plan(Layout.of(), Layout.of(tp=2, offset=1), [3], row_bytes=10)
     assert "broadcast from 1" in explain(plan)
     assert "in 1 message\n" in explain(plan.transposed())
-    shared = explain(crossing(Layout.of(dp=2), Layout.of(tp=2), [3, 4], row_bytes=10))
+    shared = explain(make_plan(Layout.of(dp=2), Layout.of(tp=2), [3, 4], row_bytes=10))
     assert shared.startswith("copies: the modules share ranks")
     assert "local                       70 bytes" in shared and "70 bytes (bound 70) in 2 messages" in shared
 
 
 def test_long_tables_show_both_ends() -> None:
-    plan = crossing(Layout.of(dp=256), Layout.of(tp=8, dp=128, offset=256), [256] * 256, row_bytes=5376)
+    plan = make_plan(Layout.of(dp=256), Layout.of(tp=8, dp=128, offset=256), [256] * 256, row_bytes=5376)
     text = explain(plan, lines=5).splitlines()
     assert len(text) < 50 and max(map(len, text)) <= 100
     assert "… 251 more …" in text and "… 1,275 more …" in text

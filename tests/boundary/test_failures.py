@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron_nemotron3.boundary.bridge import Bridge
-from megatron_nemotron3.boundary.failure import BoundaryError
+from megatron_nemotron3.boundary.coordinator import Coordinator
 from megatron_nemotron3.boundary.feed import RowFeed
-from megatron_nemotron3.boundary.hub import Hub
+from megatron_nemotron3.boundary.groups import BoundaryError
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
 from megatron_nemotron3.boundary.stages import check_modules, stage_of
@@ -182,6 +182,6 @@ def test_stages_are_counted_from_the_end():
 
 def test_nothing_to_checkpoint():
     """A communicator has no state: it is no module, and what it holds is made again from its arguments."""
-    for kind in (BoundaryCommunicator, Bridge, Hub, RowFeed):
+    for kind in (BoundaryCommunicator, Bridge, Coordinator, RowFeed):
         assert not issubclass(kind, torch.nn.Module)
         assert not {"state_dict", "sharded_state_dict", "load_state_dict"} & set(dir(kind))

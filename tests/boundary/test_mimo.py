@@ -171,8 +171,8 @@ def check_single() -> None:
     from megatron.core.models.mimo.model.base import MimoModel
 
     from megatron_nemotron3.boundary.feed import describe_ids
-    from megatron_nemotron3.boundary.local import Local
     from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
+    from megatron_nemotron3.boundary.placement import Local
     from tests.boundary import batches, omni
 
     grids = dict.fromkeys(("vision", "audio", "language"), omni.grid())
@@ -213,8 +213,8 @@ def test_one_process_and_no_waiting_for_the_device() -> None:
 
 def failing(kind: str) -> str:
     """The error on this rank where rank 1 of two lacks an input, or has too much of it."""
-    from megatron_nemotron3.boundary.failure import BoundaryError
     from megatron_nemotron3.boundary.feed import describe_ids
+    from megatron_nemotron3.boundary.groups import BoundaryError
     from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
     from tests.boundary import batches, omni
 

@@ -89,15 +89,17 @@ def test_chain_and_two_consumers():
 
 def _by_itself(device: str) -> None:
     """Source and destination on one rank: what an exchange costs the host."""
+    from megatron_nemotron3.boundary.coordinator import Coordinator
     from megatron_nemotron3.boundary.edge import Edge
     from megatron_nemotron3.boundary.feed import Microbatch, RowFeed, Stream
-    from megatron_nemotron3.boundary.hub import Hub
     from megatron_nemotron3.boundary.layout import Layout
 
-    hub = Hub([Edge(name, "language", Layout.of(), Layout.of()) for name in ("images", "audio")])
-    assert hub.groups.device.type == device
+    coordinator = Coordinator(
+        [Edge(name, "language", Layout.of(), Layout.of()) for name in ("images", "audio")]
+    )
+    assert coordinator.groups.device.type == device
     batches = [{"images": [3, n], "audio": [n, 2]} for n in (1, 0, 4)]
-    hub.training = Stream(RowFeed(batches, Microbatch.of))
+    coordinator.training = Stream(RowFeed(batches, Microbatch.of))
     for number, batch in enumerate(batches):
         rows = {
             name: torch.randn(sum(counts), 8, device=device, requires_grad=True)
@@ -106,15 +108,15 @@ def _by_itself(device: str) -> None:
         if device == "cuda" and number:
             torch.cuda.set_sync_debug_mode("error")
         try:
-            inputs, _ = hub.run(rows, forward=True)
+            inputs, _ = coordinator.run(rows, forward=True)
             gradients = {name: 2 * tensor.detach() for name, tensor in inputs.items()}
-            _, back = hub.run(gradients=gradients, backward=True)
+            _, back = coordinator.run(gradients=gradients, backward=True)
         finally:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
         for name, mine in rows.items():
             assert torch.equal(inputs[name], mine) and torch.equal(back[name], 2 * mine)
-    hub.close()
+    coordinator.close()
 
 
 def test_one_rank_by_itself():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,9 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.samples import contiguous
-from megatron_nemotron3.boundary.sides import crossing, slices_of
-from megatron_nemotron3.boundary.slices import runs_of
-from megatron_nemotron3.boundary.transfer import Plan
+from megatron_nemotron3.boundary.partition import contiguous, lane_rows, runs_of, segments
+from megatron_nemotron3.boundary.plan import Plan
+from megatron_nemotron3.boundary.planner import make_plan, receiving, sending, slices_of
 from tests.boundary.simulated import deliver
 
 SIZES = st.sampled_from([1, 2, 3, 4])
@@ -49,7 +49,7 @@ def cases(draw):
         runs = [runs_of(np.flatnonzero(sample).tolist()) for sample in image]
         wants = slices_of(destination, runs, [length] * samples)
     leader = draw(st.sampled_from([0, 64, 10**9]))
-    plan = crossing(source, destination, rows, row_bytes=8, wants=wants, leader_bytes=leader)
+    plan = replace(make_plan(source, destination, rows, row_bytes=8, wants=wants), leader_bytes=leader)
     return source, destination, image, plan
 
 
@@ -123,7 +123,7 @@ def test_a_thousand_ranks(source, destination) -> None:
     a, b = Layout.of(tp=source[0], dp=source[1]), Layout.of(tp=destination[0], dp=destination[1], offset=500)
     samples = math.lcm(a.dp, b.dp)
     rows = (np.random.default_rng(0).pareto(1.2, samples) * 3).astype(int).tolist()
-    plan = crossing(a, b, rows, row_bytes=2, leader_bytes=0)
+    plan = replace(make_plan(a, b, rows, row_bytes=2), leader_bytes=0)
     number = np.arange(sum(rows))
     ends = np.cumsum([0, *rows])
 
@@ -196,7 +196,7 @@ def flat(plan: Plan) -> list[tuple[int, int, int, int, int]]:
 @pytest.mark.parametrize(("source", "destination"), EXPECTED)
 def test_four_and_four_ranks(source, destination) -> None:
     a, b = (Layout.of(tp=tp, dp=dp, offset=4 * i) for i, (tp, dp) in enumerate((source, destination)))
-    plan = crossing(a, b, [4] * 4, row_bytes=5376, leader_bytes=0)
+    plan = replace(make_plan(a, b, [4] * 4, row_bytes=5376), leader_bytes=0)
     assert flat(plan) == [(*message, 4) for message in EXPECTED[source, destination]]
     assert {gather.ranks for gather in plan.gathers} == GATHERS[destination]
     assert {gather.part for gather in plan.gathers} <= {4}
@@ -242,13 +242,15 @@ RAGGED = {
 def test_by_hand(name: str) -> None:
     source, destination, rows, messages = RAGGED[name]
     # 64 bytes of leader path: two rows of 32.
-    plan = crossing(Layout.parse(source), Layout.parse(destination), rows, row_bytes=32, leader_bytes=64)
+    plan = replace(
+        make_plan(Layout.parse(source), Layout.parse(destination), rows, row_bytes=32), leader_bytes=64
+    )
     assert sorted(flat(plan)) == sorted(messages)
 
 
 def test_plans_are_hashable_and_equal_ones_are_equal() -> None:
     def plan() -> Plan:
-        return crossing(Layout.of(dp=2), Layout.of(tp=2, offset=2), [3, 4], row_bytes=2)
+        return make_plan(Layout.of(dp=2), Layout.of(tp=2, offset=2), [3, 4], row_bytes=2)
 
     a, b = plan(), plan()
     assert a.messages and {a: 1}[b] == 1  # also once one of them has worked something out
@@ -258,7 +260,7 @@ def test_plans_are_hashable_and_equal_ones_are_equal() -> None:
 def test_sides_that_disagree_are_refused() -> None:
     """Wants for two rows, where the samples have three."""
     wants = [[((0, 1),), ((1, 2),)]]
-    plan = crossing(Layout.of(), Layout.of(tp=2, sp=True, offset=1), [1], row_bytes=2, wants=wants)
+    plan = make_plan(Layout.of(), Layout.of(tp=2, sp=True, offset=1), [1], row_bytes=2, wants=wants)
     with pytest.raises(ValueError, match=r"1 rows wanted, \[0\] arrive: both sides must count the rows"):
         _ = plan.messages
 
@@ -275,16 +277,20 @@ def test_sides_that_disagree_are_refused() -> None:
 )
 def test_what_cannot_cross(source: str, destination: str, rows: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        crossing(Layout.parse(source), Layout.parse(destination), rows, row_bytes=2)
+        make_plan(Layout.parse(source), Layout.parse(destination), rows, row_bytes=2)
 
 
 def test_samples_need_not_lie_in_equal_shares() -> None:
     """Two lanes own samples (0, 3, 1) and (2); the other side 0 to 3 in order."""
-    plan = crossing(
-        *(Layout.of(dp=2), Layout.of(offset=2), [1, 2, 3, 4]), row_bytes=2, source_samples=[(0, 3, 1), (2,)]
+    rows, sent, taken = [1, 2, 3, 4], [(0, 3, 1), (2,)], contiguous(4, 1)
+    plan = Plan(
+        sending(Layout.of(dp=2), lane_rows(rows, sent)),
+        receiving(Layout.of(offset=2), lane_rows(rows, taken)),
+        segments(rows, sent, taken),
+        row_bytes=2,
     )
     assert flat(plan) == [(0, 2, 0, 0, 1), (0, 2, 5, 1, 2), (0, 2, 1, 6, 4), (1, 2, 0, 3, 3)]
     with pytest.raises(
         ValueError, match=r"source lanes own samples \[0, 0\]: each of 0..1 must be owned once"
     ):
-        crossing(Layout.of(dp=2), Layout.of(offset=2), [1, 1], row_bytes=2, source_samples=[(0,), (0,)])
+        segments([1, 1], [(0,), (0,)], contiguous(2, 1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_nemotron3.boundary.scale import finalize_model_grads, gradient_scale
+from megatron_nemotron3.boundary.training import finalize_model_grads, gradient_scale
 from tests.support.distributed import run_distributed
 
 SAMPLES, MICROBATCHES, LENGTH, WIDTH, WORDS = 8, 2, 7, 8, 11

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -14,9 +15,8 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.samples import contiguous
-from megatron_nemotron3.boundary.sides import crossing, slices_of
-from megatron_nemotron3.boundary.slices import positions, runs_of, wanted
+from megatron_nemotron3.boundary.partition import contiguous, positions, runs_of, wanted
+from megatron_nemotron3.boundary.planner import make_plan, slices_of
 from tests.boundary.simulated import deliver
 
 
@@ -113,8 +113,9 @@ def test_rows_of_packed_documents_reach_their_owners(data) -> None:
             [len(i) for i in image],
             documents=[tuple(map(int, b)) for b in bounds],
         )
-    plan = crossing(
-        source, destination, [int(i.sum()) for i in image], row_bytes=2, wants=wants, leader_bytes=0
+    plan = replace(
+        make_plan(source, destination, [int(i.sum()) for i in image], row_bytes=2, wants=wants),
+        leader_bytes=0,
     )
     held = {
         rank: np.concatenate([number[s] for s in mine])

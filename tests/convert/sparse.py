@@ -73,7 +73,7 @@ def main(words: list[str]) -> int:
 
     streams._write_all = _write_holes
     job.free_bytes = lambda target: 1 << 60
-    command = sys.modules.get("megatron_nemotron3.convert.command")
+    command = sys.modules.get("megatron_nemotron3.convert.conversion")
     assert command is None, "it has its own name for free_bytes by now"
     return cli.main(words)
 

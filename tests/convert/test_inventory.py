@@ -96,7 +96,9 @@ def test_a_configuration_that_promises_mtp_without_weights_is_refused() -> None:
     shapes = {t.name: t.shape for t in inventory.hf_tensors(config)}
     inventory.check_hf(config, shapes)
     without = {name: shape for name, shape in shapes.items() if not name.startswith("mtp.")}
-    with pytest.raises(ValueError, match=r"1040 of 42683 .* configuration has 1 MTP block\(s\) '\*E' whose weights"):
+    with pytest.raises(
+        ValueError, match=r"1040 of 42683 .* configuration has 1 MTP block\(s\) '\*E' whose weights"
+    ):
         inventory.check_hf(config, without)
     keys = [t.name for t in inventory.megatron_tensors(config) if not t.name.startswith("mtp.")]
     with pytest.raises(ValueError, match="configuration has 1 MTP block"):

@@ -17,7 +17,7 @@ from tests.support.short_run import short_schedule
 
 BF16, FP32 = (StoredTensor(kind, (4, 2), ()) for kind in ("bfloat16", "float32"))
 RESHARD = ("--dist-ckpt-optim-fully-reshardable",)
-#: Location, whether the optimizer is distributed, further options -> what is before the master's key.
+#: Layout, whether the optimizer is distributed, further options -> what is before the master's key.
 RUNS = {
     "plain": (ParallelLayout(), False, (), "optimizer.state.fp32_param."),
     "plain ep2": (ParallelLayout(dp=2, ep=2), False, (), "optimizer.state.fp32_param."),

@@ -10,7 +10,7 @@ from megatron_nemotron3.convert.table import markdown
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.tensors import ROWS
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoint_names.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "checkpoint_names.md"
 
 
 def test_the_page_is_up_to_date() -> None:

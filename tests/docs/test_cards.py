@@ -1,4 +1,4 @@
-"""docs/verification.md says what its table says, and the table names what exists."""
+"""docs/reference/verification.md says what its table says, and the table names what exists."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def figures(text: str) -> set[str]:
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == markdown(CARDS), (
-        "python -m tests.docs.cards > docs/verification.md"
-    )
+    assert PAGE.read_text(encoding="utf-8") == markdown(CARDS), "python -m tests.docs.pages"
 
 
 @EACH

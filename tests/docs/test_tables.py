@@ -1,8 +1,8 @@
 """Tables of the documentation that no other test compares with the code they speak of.
 
-Held elsewhere: models.md (tests/models/test_table.py), nvfp4.md (tests/precision/test_table.py),
-checkpoint_names.md (tests/convert/test_table.py), refused.md (tests/properties/test_page.py), recipes.md
-(tests/recipes/test_commands.py).
+Held elsewhere: reference/models.md (tests/models/test_table.py), reference/checkpoint_names.md
+(tests/convert/test_table.py), reference/rules.md (tests/properties/test_page.py), launching.md
+(tests/recipes/test_commands.py), the other generated pages (test_pages.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rows(page: str, header: str) -> list[list[str]]:
 
 
 def test_layouts_of_the_equivalence_page() -> None:
-    table = rows("equivalence.md", "| layout | world | super | nano | dense |")
+    table = rows("parity.md", "| layout | world | super | nano | dense |")
     assert [(name, int(world)) for name, world, *_ in table] == [
         (name, layout.sizes.world_size) for name, layout in LAYOUTS.items()
     ]
@@ -52,7 +52,7 @@ def test_series_and_warnings_of_the_monitor_page() -> None:
 
 
 def test_sizes_of_quantized_checkpoints() -> None:
-    table = rows("quantized_checkpoints.md", "| recipe | NVFP4 | FP8 | size | source |")
+    table = rows("conversion.md", "| recipe | NVFP4 | FP8 | size | source |")
     assert sorted(row[0].strip("`") for row in table) == sorted(RECIPES)
     for name, _, _, size, _ in table:
         model, recipe = name.strip("`").split("-")
@@ -61,7 +61,7 @@ def test_sizes_of_quantized_checkpoints() -> None:
         assert size == f"{plan.nbytes / 1e9:.1f} GB", name
 
 
-FIRST = (DOCS / "first_thousand_steps.md").read_text(encoding="utf-8")
+FIRST = (DOCS / "monitor.md").read_text(encoding="utf-8")
 FLAT = " ".join(FIRST.split())
 
 
@@ -93,7 +93,7 @@ def test_what_the_page_on_the_first_thousand_steps_calculates() -> None:
 
 
 def test_series_of_that_page_exist() -> None:
-    table = rows("first_thousand_steps.md", "| signal | in the log line | TensorBoard, wandb | other |")
+    table = rows("monitor.md", "| signal | in the log line | TensorBoard, wandb | other |")
     tags = {tag for row in table for tag in re.findall(r"`([^`]+)`", row[2])}
     monitored = {tag.partition("/")[0] for tag in tags if "/" in tag}
     assert monitored <= {*series.KINDS, series.AGGREGATES}

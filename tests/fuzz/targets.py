@@ -16,7 +16,7 @@ from typing import Any
 from megatron_nemotron3.checkpoint.command import describe
 from megatron_nemotron3.checkpoint.metadata import read_metadata
 from megatron_nemotron3.checkpoint.read import opened, tensor_layout
-from megatron_nemotron3.convert import command, from_hf, to_hf
+from megatron_nemotron3.convert import conversion, from_hf, to_hf
 from megatron_nemotron3.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.convert.hf_folder import read_safetensors_header, safetensors_header
 from megatron_nemotron3.convert.job import JOURNAL, MANIFEST, run
@@ -129,7 +129,9 @@ def packed_folders() -> dict[str, Folder]:
         sparse.write_hf(hf, config)
         sparse.write_megatron(megatron, hf)
         with contextlib.redirect_stdout(io.StringIO()):
-            command.convert_to_hf(megatron, Path(name) / "packed", command.Options(), quantize="super-nvfp4")
+            conversion.convert_to_hf(
+                megatron, Path(name) / "packed", conversion.Options(), quantize="super-nvfp4"
+            )
         return {"packed": digest(Path(name) / "packed")}
 
 
@@ -200,5 +202,7 @@ TARGETS = {
     ),
     "mp_rank": Target(lambda: megatron_folders("mp_rank"), read_megatron, _is(".pt")),
     "journal": Target(interrupted, go_on, _is(JOURNAL)),
-    "manifest": Target(finished, lambda folder, sample: command._verify_manifest(folder, 1), _is(MANIFEST)),
+    "manifest": Target(
+        finished, lambda folder, sample: conversion._verify_manifest(folder, 1), _is(MANIFEST)
+    ),
 }

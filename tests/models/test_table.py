@@ -6,11 +6,11 @@ from pathlib import Path
 
 from megatron_nemotron3.models.table import markdown
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "models.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == markdown(), "python -m megatron_nemotron3.models.table > docs/models.md"
+    assert PAGE.read_text() == markdown(), "python -m tests.docs.pages"
 
 
 def test_published_totals_are_on_the_page() -> None:

@@ -1,4 +1,4 @@
-"""Which models and layouts are compared with one process. `docs/equivalence.md` is made of the same table."""
+"""Which models and layouts are compared with one process. `docs/parity.md` is made of the same table."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "CP2": Layout(_L(cp=2), quick=("nano",), models=("nano", "dense"), per_token=True),
     "CP4": Layout(_L(cp=4), models=("nano", "dense"), per_token=True),
-    # MTP under CP is right only where every rank keeps all its tokens in the roll (docs/equivalence.md).
+    # MTP under CP is right only where every rank keeps all its tokens in the roll (docs/parity.md).
     "CP2, MTP": Layout(_L(cp=2), quick=("super",), models=("super",), mask="heads"),
     "CP2, mean loss": Layout(_L(cp=2), models=("nano", "dense"), mask="none"),
     "CP2 TP2 SP": Layout(_L(cp=2, tp=2), models=("nano", "dense"), per_token=True),

@@ -30,7 +30,7 @@ from megatron_nemotron3.precision.table import (
 )
 
 CONFIGS = [models.get(name + size) for name in models.names() for size in ("", "-tiny")]
-PAGE = Path(__file__).parents[2] / "docs" / "nvfp4.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"
 
 #: Super report, table 3 (Ultra: the same with a tail of 16), by Megatron's module names in an early layer.
 PUBLISHED = {

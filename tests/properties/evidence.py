@@ -1,4 +1,4 @@
-"""For every rule: what Megatron does where the rule would have said no. `docs/refused.md` is made from it.
+"""For every rule: what Megatron does where the rule would have said no. docs/reference/rules.md shows it.
 
 Each entry holds the smallest run that violates the rule. With the rules off, Megatron either refuses it
 itself (`Refused`), or takes it and computes something else than asked (`Wrong`, with the number), or only a

@@ -123,7 +123,7 @@ def test_pretraining_is_the_published_launch(parsed: dict[str, Any]) -> None:
 
 
 def _row(model: str, name: str) -> str:
-    """A row of the table in docs/recipes.md."""
+    """A row of the table in docs/launching.md."""
     found = phase(models.get(model), name)
     schedule, layout = found.schedule, found.layout
     rate = f"{schedule.lr:g}" + (f" -> {schedule.min_lr:g}" if schedule.min_lr is not None else "")
@@ -143,7 +143,7 @@ def _row(model: str, name: str) -> str:
 
 
 def test_the_documents_table_is_the_code() -> None:
-    text = (ROOT / "docs" / "recipes.md").read_text().splitlines()
+    text = (ROOT / "docs" / "launching.md").read_text().splitlines()
     rows = [
         _row(model, name) for model in ("nano", "super", "ultra") for name in PHASES[1:] if _has(model, name)
     ]

@@ -211,9 +211,9 @@ def _rank(rank: int, world_size: int, store: str, timeout: float) -> Iterator[No
     """Be one rank: CPU mode, environment, process group; afterwards none of it is left."""
     import torch
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from megatron_nemotron3.cpu import cpu_mode
-    from megatron_nemotron3.layers.upstream import forget_moe_metrics
 
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}.items():
         os.environ[name] = str(value)
@@ -224,7 +224,7 @@ def _rank(rank: int, world_size: int, store: str, timeout: float) -> Iterator[No
         try:
             yield
         finally:
-            forget_moe_metrics()
+            destroy_moe_metrics_tracker()
             parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
 

@@ -51,11 +51,8 @@ def hybrid_config(pattern: str, **overrides: Any) -> Any:
     import torch
     from megatron.core import parallel_state
     from megatron.core.activations import squared_relu
+    from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
     from megatron.core.transformer import TransformerConfig
-
-    from megatron_nemotron3.layers.upstream import find
-
-    parse_hybrid_pattern = find("megatron.core.models.hybrid.hybrid_layer_allocation:parse_hybrid_pattern")
 
     parsed = parse_hybrid_pattern(pattern)
     assert parsed.main_pattern is not None
@@ -89,8 +86,7 @@ def build_hybrid(pattern: str, spec: Any, *, seq_length: int = 64, **overrides: 
         overrides: TransformerConfig fields over `SIZES` and the layout of `initialize`.
     """
     from megatron.core import parallel_state
-
-    from megatron_nemotron3.layers.upstream import HybridModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     return HybridModel(
         hybrid_config(pattern, **overrides),

@@ -16,7 +16,7 @@ from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging
 from megatron_nemotron3.train import log
-from megatron_nemotron3.train.command import Request, _logging
+from megatron_nemotron3.train.training import Request, _logging
 
 TRAIN = ["train", "super", "--tiny", "--device", "cpu"]
 SPEC = ["--spec", "megatron_nemotron3.specs"]

@@ -26,7 +26,7 @@ MULTIMODULE = {
 }
 COLOCATED = {
     "megatron.core.models.mimo.comm.colocated_communicator:ColocatedBridgeCommunicator": (
-        "megatron_nemotron3.boundary.colocated:Colocated"
+        "megatron_nemotron3.boundary.colocated:ColocatedBridge"
     )
 }
 #: Tests with transformer blocks need TransformerEngine.

@@ -1,0 +1,191 @@
+"""`nemotron3 flags` and `nemotron3 explain`, and options that describe a launch. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.args.backend import BACKENDS
+from megatron_nemotron3.args.explain import explain, explain_command, with_megatron_defaults
+from megatron_nemotron3.args.explain_text import render as render_explanation
+from megatron_nemotron3.args.flag import render
+from megatron_nemotron3.args.flags import flags
+from megatron_nemotron3.args.layout import ParallelLayout
+from megatron_nemotron3.args.phases import PHASES, Phase, phase, require_known
+from megatron_nemotron3.args.precision import PRECISIONS
+from megatron_nemotron3.args.rules import check
+from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
+from megatron_nemotron3.models.command import add_model, chosen_model
+from megatron_nemotron3.precision import settings as emulation
+from megatron_nemotron3.precision.command import check as check_precision_file
+from megatron_nemotron3.precision.table import NVFP4
+
+LAYOUT = {
+    "tp": "tensor parallel size",
+    "pp": "pipeline parallel size",
+    "vpp": "virtual pipeline stages per rank",
+    "ep": "expert parallel size",
+    "etp": "tensor parallel size inside an expert",
+    "cp": "context parallel size",
+    "dp": "data parallel size",
+}
+
+SCHEDULE: dict[str, tuple[type, str]] = {
+    "steps": (int, "iterations; warm-up and decay follow"),
+    "seq_length": (int, "tokens per sequence"),
+    "micro_batch_size": (int, "sequences per rank and microbatch"),
+    "global_batch_size": (int, "sequences per step"),
+    "lr": (float, "peak learning rate"),
+}
+
+#: Options of `explain` that go with --argv.
+_BESIDE_ARGV = ("argv", "all", "json", "tiny", "schedule", "name", "command", "run", "extra")
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 flags` and `nemotron3 explain`."""
+    emit = commands.add_parser("flags", help="Megatron's options for a model")
+    why = commands.add_parser("explain", help="where every option comes from, and what was published")
+    for command in (emit, why):
+        add_model(command)
+        add_launch(command, precision="bf16")
+        phases = ["none", *PHASES]
+        command.add_argument("--schedule", choices=phases, default="none", help="batch and rates of a phase")
+    emit.add_argument("--shell", action="store_true", help="quoted for eval in a shell script")
+    emit.add_argument("--megatron-core", metavar="VERSION", help="0.17 to 0.20 or main; default: installed")
+    emit.set_defaults(run=flags_command)
+    why.add_argument("--argv", metavar="FILE", help="explain this script or command instead; -: stdin")
+    why.add_argument("--all", action="store_true", help="and the defaults of the installed Megatron")
+    why.add_argument("--json", action="store_true", help="machine-readable")
+    why.set_defaults(run=lambda options: explain_launch(options, why))
+
+
+def add_launch(command: argparse.ArgumentParser, *, precision: str | None) -> None:
+    """Add the options of a launch: layout, schedule, precision, backend, and words for Megatron after `--`.
+
+    Args:
+        precision: default of --precision.
+    """
+    for name, text in LAYOUT.items():
+        command.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
+    for option, (kind, text) in SCHEDULE.items():
+        command.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
+    command.add_argument("--precision", choices=PRECISIONS, default=precision)
+    command.add_argument("--te-precision-config-file", metavar="FILE", help="per-module formats (nvfp4)")
+    command.add_argument("--emulate", action="store_true", help="compute nvfp4 without FP4 hardware")
+    command.add_argument("--backend", choices=BACKENDS, default="auto")
+    command.epilog = "After a lone -- more Megatron options may follow; one given there replaces ours."
+    command.set_defaults(extra=())
+
+
+def chosen_layout(options: argparse.Namespace) -> ParallelLayout:
+    """Return the layout that the options describe.
+
+    Raises:
+        ValueError: a size is not positive, or sizes do not go together.
+    """
+    return ParallelLayout(**{name: getattr(options, name) for name in LAYOUT})
+
+
+def chosen_schedule(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the schedule's options, None where one was not given: the arguments of `adjusted`."""
+    return {name: getattr(options, name) for name in SCHEDULE}
+
+
+def chosen_emulation(options: argparse.Namespace) -> str:
+    """Return the value of NEMOTRON3_EMULATE that --emulate means for the training processes; "" without it.
+
+    Raises:
+        ValueError: the variable is set here without --emulate, or it is malformed.
+    """
+    given = emulation.emulation()
+    if given is not None and not options.emulate:
+        raise ValueError(
+            f"{emulation.VARIABLE}={os.environ[emulation.VARIABLE]} is set: pass --precision nvfp4 --emulate "
+            "or unset it"
+        )
+    return (given or emulation.Emulation()).text() if options.emulate else ""
+
+
+def chosen_launch(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `flags` and `explain` that the options describe.
+
+    Raises:
+        ValueError: unknown model or phase, a size out of range, or the phase leaves open what training needs.
+    """
+    config, name = chosen_model(options), options.schedule
+    chosen = Phase(schedule=TrainingSchedule()) if name == "none" else phase(config, name)
+    schedule = adjusted(chosen.schedule, **chosen_schedule(options))
+    if name not in ("none", "published"):
+        require_known(config, name, schedule, tuple(options.extra))
+    same = ("precision", "backend", "te_precision_config_file", "emulate")
+    given = {"config": config, "layout": chosen_layout(options), "schedule": schedule}
+    return {
+        **given,
+        "extra": [*chosen.options, *options.extra],
+        **{key: getattr(options, key) for key in same},
+    }
+
+
+def flags_command(options: argparse.Namespace) -> int:
+    """Print the flags; warnings go to stderr. Exit status 0.
+
+    Raises:
+        RuleError, ValueError: as `flags` and `chosen_launch`.
+    """
+    emulated = chosen_emulation(options)
+    launch = {**chosen_launch(options), "megatron_core": options.megatron_core}
+    print(render(flags(**launch), shell=options.shell))
+    for warning in check(**launch):  # `flags` raised on errors
+        if warning.rule != "schedule-unknown" or options.schedule != "none":
+            print(warning, file=sys.stderr)
+    _print_remarks(options, emulated)
+    return 0
+
+
+def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser) -> int:
+    """Print where every option comes from. Exit status 0.
+
+    Args:
+        command: the parser of `nemotron3 explain`, for the defaults of its options.
+
+    Raises:
+        RuleError, ValueError: as `explain`; or --argv is given with options that describe a launch.
+        OSError: the file of --argv cannot be read.
+    """
+    emulated = chosen_emulation(options)
+    name = "published" if options.schedule == "none" else options.schedule
+    if options.argv is None:
+        found = explain(**chosen_launch(options), name=name)
+    else:
+        given = {key: value for key, value in vars(options).items() if key not in _BESIDE_ARGV}
+        told = [key for key, value in given.items() if value != command.get_default(key)]
+        if told or options.extra:
+            words = [*(f"--{key.replace('_', '-')}" for key in told), *options.extra]
+            raise ValueError(f"--argv explains a launch as it is: drop {' '.join(words)}")
+        found = explain_command(chosen_model(options), _text_of(options.argv), name)
+    if options.all:
+        found = with_megatron_defaults(found)
+    print(json.dumps(found.describe(), indent=2) if options.json else render_explanation(found))
+    _print_remarks(options, emulated)
+    return 0
+
+
+def _text_of(file: str) -> str:
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"--argv {file} is no text: give a script or a command") from None
+
+
+def _print_remarks(options: argparse.Namespace, emulated: str) -> None:
+    """Print to stderr what a user needs besides the flags."""
+    file = options.te_precision_config_file
+    if options.precision == NVFP4 and file and (remark := check_precision_file(chosen_model(options), file)):
+        print(remark, file=sys.stderr)
+    if options.emulate:
+        print(f"set {emulation.VARIABLE}={emulated} in the training processes", file=sys.stderr)

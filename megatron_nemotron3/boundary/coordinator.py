@@ -1,0 +1,320 @@
+"""All edges into one module: one exchange for each microbatch and direction, whichever modules send."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_nemotron3.boundary.agreement import (
+    SPLIT_SIZES,
+    Agreement,
+    Announcement,
+    RowsError,
+    agree,
+    share_counts,
+)
+from megatron_nemotron3.boundary.edge import Edge
+from megatron_nemotron3.boundary.exchange import Pending, Transfer, exchange
+from megatron_nemotron3.boundary.feed import Microbatch, Stream
+from megatron_nemotron3.boundary.groups import Failure, Groups
+from megatron_nemotron3.boundary.plan import Plan
+
+_numbers = itertools.count()
+
+
+class RowKind(NamedTuple):
+    """Shape and dtype of a row, as both sides of an edge agreed."""
+
+    row: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return math.prod(self.row) * self.dtype.itemsize
+
+
+class _Outstanding(NamedTuple):
+    """A microbatch whose gradients have not come back."""
+
+    plan: Plan
+    kind: RowKind
+
+
+class Coordinator:
+    """Exchanges rows between the first stage of a module and the modules that feed it.
+
+    Every rank of the world constructs it, in one order.
+
+    Args:
+        edges: with the same destination, in the same order on every rank.
+        failure: shared with other coordinators, whose owner compares edges (`require_same_edges`); None: its
+            own.
+        backend: of the process groups; None: that of the default group.
+        timeout: of every wait; None: that of the default group.
+
+    Raises:
+        BoundaryError: ranks were given different edges.
+    """
+
+    def __init__(
+        self,
+        edges: Sequence[Edge],
+        *,
+        failure: Failure | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.edges = tuple(edges)
+        self.number = next(_numbers)
+        ranks = sorted({rank for edge in edges for rank in edge.ranks})
+        gathers = sorted({gather for edge in edges for gather in edge.gathers})
+        self.groups = Groups(ranks, gathers, backend=backend, timeout=timeout)
+        self._pending = Pending()
+        self.failure = failure or Failure(ranks, self.abort)
+        self.training, self.evaluation = Stream(), Stream()
+        self._kinds: dict[Edge, RowKind] = {}
+        self._outstanding: dict[Edge, deque[_Outstanding]] = {edge: deque() for edge in edges}
+        self._exchanges = {"forward": 0, "backward": 0}
+        if failure is None and self.groups.is_member:
+            with self.failure.guarded(lambda: f"waited for the edges of ranks {ranks}"):
+                said: list[str] = [""] * len(ranks)
+                dist.all_gather_object(said, repr(self.edges), group=self.groups.group)
+            require_same_edges(said, ranks, self.failure)
+
+    def abort(self) -> None:
+        """End the process groups at once (`Failure`)."""
+        self._pending.drop()
+        self.groups.abort()
+
+    def sends(self, edge: Edge) -> bool:
+        """Whether this rank sends rows forward through the edge."""
+        return any(self.groups.rank in lane for lane in edge.senders)
+
+    def receives(self, edge: Edge) -> bool:
+        """Whether this rank receives rows from the edge."""
+        return any(self.groups.rank in lane for lane in edge.receivers)
+
+    def forget(self) -> None:
+        """Drop microbatches whose gradients will not come, because they ran forward only."""
+        for outstanding in self._outstanding.values():
+            outstanding.clear()
+
+    def close(self) -> None:
+        """Wait for pending sends and release the groups. Call it on every rank, in one order."""
+        if not self.failure.failed:
+            with self.failure.guarded(lambda: "waited for rows to leave"):
+                self._pending.wait()
+        self.groups.close()
+
+    def run(
+        self,
+        outputs: Mapping[str, Tensor | None] | None = None,
+        gradients: Mapping[str, Tensor | None] | None = None,
+        *,
+        forward: bool = False,
+        backward: bool = False,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+        """Run one exchange. Every rank of the coordinator calls it with the same directions.
+
+        Args:
+            outputs: source module -> its tensor, of the modules that this rank sends from; None: no rows.
+            gradients: source module -> gradient of what it sent, on a receiving rank; None: zero.
+            forward, backward: which way rows go.
+
+        Returns: source module -> received tensor, on a receiving rank; source module -> received gradient, on
+            a sending one (None for a frozen source).
+
+        Raises:
+            BoundaryError: the same on every rank.
+        """
+        self.failure.check()
+        ahead = self._forward(outputs or {}) if forward else []
+        back = self._backward(gradients or {}) if backward else []
+        # What this rank sends forward in training has arrived when its gradient comes back.
+        later = torch.is_grad_enabled() and any(self.sends(e) and not e.frozen for e in self.edges)
+        transfers = [transfer for _, transfer in (*ahead, *back)]
+        found = exchange(transfers, self.groups, self.failure, self._pending if later else None)
+        inputs: dict[str, Tensor] = {}
+        returned: dict[str, Tensor | None] = {
+            edge.source_name: None for edge in self.edges if backward and self.sends(edge)
+        }
+        for (edge, _), rows in zip(ahead, found, strict=False):
+            if rows is not None:
+                inputs[edge.source_name] = edge.from_rows(rows.detach()).requires_grad_()
+        for (edge, _), rows in zip(back, found[len(ahead) :], strict=True):
+            if rows is not None:
+                returned[edge.source_name] = edge.from_rows(rows)
+        return inputs, returned
+
+    def _forward(self, outputs: Mapping[str, Tensor | None]) -> list[tuple[Edge, Transfer]]:
+        microbatch = self._next_microbatch()
+        rows = {edge: self._rows_to_send(edge, outputs) for edge in self.edges if self.sends(edge)}
+        counts: dict[Edge, tuple[int, ...]] = {}
+        for edge in self.edges:
+            if microbatch is not None and edge.ndim == 2 and edge.source_name in dict(microbatch.rows):
+                counts[edge] = microbatch.rows_of(edge.source_name)
+        announcements = {}
+        for edge in self.edges:
+            if edge not in counts or edge not in self._kinds:
+                described = (counts[edge], microbatch) if edge in counts else None
+                sizes = getattr(outputs.get(edge.source_name), SPLIT_SIZES, None)
+                announcements[edge] = self._forward_announcement(edge, rows.get(edge), sizes, described)
+        for edge, answer in self._agree(announcements).items():
+            if edge.ndim == 2 and answer.row is not None and edge.hidden not in (None, *answer.row):
+                self.failure.fail(
+                    f"{edge.name}: rows are {answer.row[0]} wide, the language model takes {edge.hidden}: "
+                    "set the projector's output size to its hidden size"
+                )
+            if answer.row is not None and answer.dtype is not None:
+                self._kinds[edge] = RowKind(answer.row, answer.dtype)
+            counts.setdefault(edge, answer.counts)
+        self._exchanges["forward"] += 1
+        transfers = []
+        for edge in self.edges:
+            outstanding = self._plan(edge, counts[edge], microbatch)
+            if torch.is_grad_enabled() and not edge.frozen:
+                self._outstanding[edge].append(outstanding)
+            transfers.append((edge, self._transfer(edge, "forward", outstanding, rows.get(edge))))
+        return transfers
+
+    def _backward(self, gradients: Mapping[str, Tensor | None]) -> list[tuple[Edge, Transfer]]:
+        edges = [edge for edge in self.edges if not edge.frozen]
+        rows: dict[Edge, Tensor | None] = {}
+        for edge in edges:
+            if self.receives(edge) and (gradient := gradients.get(edge.source_name)) is not None:
+                rows[edge] = edge.to_rows(gradient)
+        announcements = {
+            edge: self._backward_announcement(edge, rows.get(edge))
+            for edge in edges
+            if not self._outstanding[edge]
+        }
+        for edge, answer in self._agree(announcements).items():
+            if answer.row is not None and answer.dtype is not None:
+                self._kinds.setdefault(edge, RowKind(answer.row, answer.dtype))
+            self._outstanding[edge].append(self._plan(edge, answer.counts, None))
+        self._exchanges["backward"] += 1
+        return [
+            (edge, self._transfer(edge, "backward", self._outstanding[edge].popleft(), rows.get(edge)))
+            for edge in edges
+        ]
+
+    def _forward_announcement(
+        self,
+        edge: Edge,
+        rows: Tensor | None,
+        sizes: Sequence[int] | None,
+        described: tuple[tuple[int, ...], object] | None,
+    ) -> Announcement:
+        """What this rank announces about rows. With a feed, rows are checked against its counts later."""
+        shares = edge.shares // edge.source.dp
+        counts: tuple[int, ...] | None = None
+        if rows is not None:
+            uneven = described is not None or edge.shares in (edge.source.dp, edge.destination.dp)
+            sizes = None if described else sizes
+            counts = self._share_counts(edge, rows, shares, sizes, uneven)
+        sharded = edge.source.sequence_parallel
+        return Announcement(edge.name, edge.senders, shares, rows, counts, sharded, described)
+
+    def _backward_announcement(self, edge: Edge, rows: Tensor | None) -> Announcement:
+        """What this rank announces about gradients of rows that were never exchanged."""
+        if edge.destination.sliced:
+            self.failure.fail(f"{edge.name}: a gradient without a forward exchange: send the rows first")
+        shares = edge.shares // edge.destination.dp
+        counts: tuple[int, ...] | None = None
+        if rows is not None:
+            uneven = edge.shares in (edge.source.dp, edge.destination.dp)
+            counts = self._share_counts(edge, rows, shares, None, uneven)
+        return Announcement(edge.name, edge.receivers, shares, rows, counts)
+
+    def _share_counts(
+        self, edge: Edge, rows: Tensor, shares: int, sizes: Sequence[int] | None, uneven: bool
+    ) -> tuple[int, ...]:
+        try:
+            return share_counts(rows.shape[0], shares, sizes, uneven)
+        except ValueError as error:
+            self.failure.fail(f"{edge.name}: {error}", error)
+
+    def _agree(self, announcements: Mapping[Edge, Announcement]) -> dict[Edge, Agreement]:
+        if not announcements:
+            return {}
+        try:
+            found = agree(list(announcements.values()), self.groups, self.failure)
+        except RowsError as error:
+            self.failure.fail(str(error), error)
+        return dict(zip(announcements, found, strict=True))
+
+    def _next_microbatch(self) -> Microbatch | None:
+        stream = self.training if torch.is_grad_enabled() else self.evaluation
+        try:
+            return stream.next()
+        except Exception as error:
+            self.failure.fail(f"microbatch {stream.crossed - 1} has no description: {error!r}", error)
+
+    def _rows_to_send(self, edge: Edge, outputs: Mapping[str, Tensor | None]) -> Tensor | None:
+        if edge.source_name not in outputs:
+            self.failure.fail(f"{edge.name}: no output of {edge.source_name} among {sorted(outputs)}")
+        tensor = outputs[edge.source_name]
+        if tensor is None:
+            return None
+        if tensor.ndim != edge.ndim:
+            self.failure.fail(
+                f"{edge.name}: a tensor of shape {tuple(tensor.shape)}, agreed are {edge.ndim} dimensions: "
+                "set module_output_ndim of the module"
+            )
+        if edge.dtype is not None and tensor.dtype != edge.dtype:
+            self.failure.fail(
+                f"{edge.name}: rows are {tensor.dtype}, agreed is {edge.dtype}: set config.pipeline_dtype to "
+                "the dtype of the encoders' output, or cast it"
+            )
+        if edge.frozen and tensor.requires_grad:
+            self.failure.fail(
+                f"{edge.name}: {edge.source_name} is frozen, but its output requires a gradient: take it out "
+                "of frozen=, or run the module under torch.no_grad()"
+            )
+        return edge.to_rows(tensor)
+
+    def _plan(self, edge: Edge, counts: tuple[int, ...], microbatch: Microbatch | None) -> _Outstanding:
+        kind = self._kinds.get(edge)
+        if kind is None:  # no rank has had a row so far
+            kind = RowKind((edge.hidden or 0,) * (edge.ndim - 1), edge.dtype or torch.get_default_dtype())
+        try:
+            return _Outstanding(edge.plan(counts, kind.row_bytes, microbatch), kind)
+        except ValueError as error:
+            self.failure.fail(f"{edge.name}: {error}", error)
+
+    def _transfer(
+        self, edge: Edge, direction: str, outstanding: _Outstanding, rows: Tensor | None
+    ) -> Transfer:
+        (plan, kind), ahead = outstanding, direction == "forward"
+        gives, takes = self.sends(edge), self.receives(edge)
+        if not ahead:
+            gives, takes = takes, gives
+        plan = plan if ahead else plan.backward
+        if rows is None and gives:  # an absent output has no rows, an absent gradient is zero
+            held = 0 if ahead else plan.rows_held(self.groups.rank)
+            rows = torch.zeros(held, *kind.row, dtype=kind.dtype, device=self.groups.device)
+        name = f"{edge.name}, {direction} {self._exchanges[direction]}"
+        return Transfer(plan, rows, takes, kind.row, kind.dtype, name)
+
+
+def require_same_edges(said: Sequence[str], ranks: Sequence[int], failure: Failure) -> None:
+    """Check that every rank was given the same edges.
+
+    Raises:
+        BoundaryError: the same on every rank.
+    """
+    for rank, theirs in zip(ranks, said, strict=True):
+        if theirs != said[0]:
+            failure.fail(
+                f"ranks {ranks[0]} and {rank} connect modules differently: {said[0]} against {theirs}: "
+                "construct communicators with the same arguments everywhere"
+            )

@@ -1,0 +1,193 @@
+"""This rank's part of the decoder input, [s_local, b, h], from its own text tokens and its own rows.
+
+With sequence parallelism every tensor rank needs the embeddings of other positions, and each holds a part of
+the vocabulary. Megatron looks up all positions of the context rank on every tensor rank, [s / cp, b, h], and
+reduce-scatters. Here `text_embeddings` goes slice by slice: all ranks look up one rank's tokens, and the sum
+goes to that rank. The bytes are the same, the largest buffer is one slice, and modality positions are left
+out. Each sum is of one row and zeros, so it is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
+
+from megatron_nemotron3.boundary.feed import Microbatch
+from megatron_nemotron3.boundary.placement import (
+    Local,
+    align,
+    assemble,
+    kinds_of_ids,
+    kinds_of_runs,
+    on_device,
+    sum_of_slices,
+)
+
+
+def build_decoder_input(
+    embedding: Any,
+    local: Local,
+    token_ids: Mapping[str, int],
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    rows: Mapping[str, Tensor],
+    known: Microbatch | None,
+    documents: tuple[int, ...] = (),
+) -> Tensor:
+    """Look text up, and put everything in its place.
+
+    Args:
+        embedding: the language model's.
+        local: this rank's place.
+        token_ids: by modality, the id that marks its positions.
+        input_ids: [b, s] of this rank's lane, whole.
+        position_ids: [b, s], or [channels, b, s], or None.
+        rows: by modality, [n, h]: those of this rank's positions if `known` has runs, else the lane's.
+        known: what the feed says of the lane's samples.
+        documents: `cu_seqlens_padded` of every sample, where the feed has none.
+
+    Raises:
+        ValueError: positions and rows do not fit together.
+    """
+    batch, length = input_ids.shape
+    names, device = list(token_ids), input_ids.device
+    runs = {name: known.runs_of(name) for name in names} if known is not None else {}
+    told = {name: samples for name, samples in runs.items() if samples is not None}
+    if told and len(told) == len(names):
+        kinds = kinds_of_runs(told, length)
+        _check_feed(kinds, input_ids, token_ids)
+    else:
+        told = {}
+        kinds = kinds_of_ids(input_ids, token_ids)
+    cuts = known.documents if known is not None and known.documents else (documents,) * batch
+    at = align(kinds, names, *local.owned(batch, length, cuts))
+    parts = []
+    for number, name in enumerate(names, 1):
+        places, given = at.rows[name], rows.get(name)
+        if given is None:
+            if len(places):
+                raise ValueError(
+                    f"{len(places)} positions are for {name}: the model has no encoder of that name"
+                )
+            continue
+        if name in at.picked and not told:
+            _check_rows_fit(name, int((kinds == number).sum()), given)
+            given = sum_of_slices(given, local.groups).index_select(0, at.picked[name])
+        _check_rows_fit(name, len(places), given)
+        parts.append((on_device(places, device), given))
+    tokens = [on_device(where, device) for where in at.tokens]
+    positions: Sequence[Tensor | None] = [None] * len(tokens)
+    if position_ids is not None:
+        # Multimodal rotary embedding has several channels: one is the position.
+        channel = position_ids[0] if position_ids.dim() == 3 else position_ids
+        positions = [channel.flatten().index_select(0, where) for where in tokens]
+    own = local.tensor_rank if len(tokens) > 1 else 0
+    text = text_embeddings(
+        embedding, [input_ids.flatten().index_select(0, where) for where in tokens], positions, own
+    )
+    return assemble(at, [(on_device(at.text, device), text), *parts])
+
+
+def _check_feed(kinds: Tensor, input_ids: Tensor, token_ids: Mapping[str, int]) -> None:
+    """The feed and input_ids are of the same samples. On a GPU the device asserts it, so nobody waits."""
+    if kinds.shape != input_ids.shape:
+        raise ValueError(
+            f"the feed describes {list(kinds.shape)} positions of this lane, input_ids has "
+            f"{list(input_ids.shape)}: both must be of the same samples"
+        )
+    device = input_ids.device
+    if device.type == "cpu" and not torch.equal(kinds, kinds_of_ids(input_ids, token_ids)):
+        raise ValueError("the feed and input_ids mark other positions: both must be of the same samples")
+    if device.type == "cuda":
+        same = (on_device(kinds, device) == kinds_of_ids(input_ids, token_ids)).all()
+        torch._assert_async(same, "the feed and input_ids mark other positions")
+
+
+def _check_rows_fit(name: str, positions: int, rows: Tensor) -> None:
+    if positions != len(rows):
+        raise ValueError(
+            f"{positions} positions of input_ids are for {name}, but {len(rows)} rows are there: encoder "
+            "input, input_ids and what the feed says must be of the same samples, and the communicator must "
+            "know whether the language model is sequence parallel"
+        )
+
+
+def text_embeddings(
+    embedding: Any, ids: Sequence[Tensor], positions: Sequence[Tensor | None], own: int
+) -> Tensor:
+    """Embeddings [n, h] of the tokens `ids[own]`.
+
+    Args:
+        embedding: Megatron's `LanguageModelEmbedding`.
+        ids: of each tensor rank, [n_rank]; one entry: all ranks need the same tokens.
+        positions: of the same tokens, or None.
+        own: this rank's entry.
+
+    Raises:
+        ValueError: learned positions under sequence parallelism, whose gradients would stay partial.
+    """
+    if len(ids) == 1:
+        at = positions[0]
+        rows: Tensor = embedding(input_ids=ids[0][None], position_ids=None if at is None else at[None])
+        return rows.squeeze(1)
+    config, words = embedding.config, embedding.word_embeddings
+    if embedding.add_position_embedding:
+        raise ValueError(
+            "position_embedding_type='learned_absolute' with sequence parallelism: use 'rope' or 'none', or "
+            "no sequence parallelism"
+        )
+    for hook in words._forward_pre_hooks.values():  # overlapped parameter gathering waits in one
+        hook(words, ())
+    rows = _SlicedLookup.apply(words.weight, words.vocab_start_index, tuple(ids), words.tp_group, own)
+    if config.use_mup and config.mup_embedding_mult != 1.0:
+        rows = rows * config.mup_embedding_mult
+    if config.fp32_residual_connection:
+        rows = rows.float()
+    with get_cuda_rng_tracker().fork():  # as upstream: tensor ranks drop different places
+        dropped: Tensor = embedding.embedding_dropout(rows)
+    return dropped
+
+
+class _SlicedLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, start: int, ids: tuple[Tensor, ...], group: dist.ProcessGroup, own: int
+    ) -> Tensor:
+        ctx.start, ctx.ids, ctx.group, ctx.own = start, ids, group, own
+        ctx.like = weight.new_empty(0).expand(0), weight.shape
+        mine = weight.new_empty(0, weight.shape[1])
+        for rank, tokens in enumerate(ids):
+            if not len(tokens):
+                continue
+            at, absent = _local_vocabulary_rows(tokens, start, weight.shape[0])
+            rows = weight.index_select(0, at).masked_fill_(absent[:, None], 0)
+            dist.reduce(rows, dist.get_global_rank(group, rank), group=group)
+            if rank == own:
+                mine = rows
+        return mine
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        some, shape = ctx.like
+        # In FP32, because tokens repeat: as exact as torch's own backward of an embedding.
+        total = torch.zeros(shape, dtype=torch.float32, device=some.device)
+        for rank, tokens in enumerate(ctx.ids):
+            if not len(tokens):
+                continue
+            rows = grad.contiguous() if rank == ctx.own else grad.new_empty(len(tokens), shape[1])
+            dist.broadcast(rows, dist.get_global_rank(ctx.group, rank), group=ctx.group)
+            at, absent = _local_vocabulary_rows(tokens, ctx.start, shape[0])
+            total.index_add_(0, at, rows.float().masked_fill_(absent[:, None], 0))
+        return total.to(some.dtype), None, None, None, None
+
+
+def _local_vocabulary_rows(tokens: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """(row of this rank's part of the vocabulary, or 0; whether it is another rank's)."""
+    at = tokens - start
+    absent = (at < 0) | (at >= size)
+    return at.masked_fill(absent, 0), absent

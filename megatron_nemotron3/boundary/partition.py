@@ -1,0 +1,189 @@
+"""Which data lane owns which samples of a microbatch, and which rank of a lane owns which positions.
+
+A data lane is one data-parallel replica of a module. As in upstream's MIMO, rows are ordered by sample, then
+by position, and every lane has a contiguous share of the samples. Whole samples are assigned, so the lane
+counts of two modules need not divide each other.
+
+Context parallelism cuts a sequence into 2 * cp chunks; context rank c has chunks c and 2 * cp - 1 - c, in
+this order, which balances causal attention. Sequence parallelism then cuts the rest into tp parts. Packed
+sequences (THD) are cut document by document, so that every rank has a part of each.
+Source: Megatron's `get_batch_on_this_cp_rank`, TransformerEngine's `thd_get_partitioned_indices`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from megatron_nemotron3.boundary import intervals
+from megatron_nemotron3.boundary.intervals import Intervals, Places
+
+#: Where a sample's rows stand: (first position, rows), ascending. One run for each image or clip.
+Runs = tuple[tuple[int, int], ...]
+
+
+# Few entries: with documents each can hold a megabyte, and no two microbatches are packed alike.
+@functools.lru_cache(maxsize=64)
+def positions(
+    length: int, cp: int, tp: int, *, sequence_parallel: bool, documents: tuple[int, ...] = ()
+) -> tuple[Intervals, ...]:
+    """Positions of each rank of a lane; index context_rank * tp + tensor_rank.
+
+    Args:
+        length: of the sequence, padding included (packed: of all documents).
+        documents: first positions of packed documents, and `length` (`cu_seqlens_padded`); empty: not packed.
+
+    Raises:
+        ValueError: a length does not divide, or the documents do not end where the sequence does.
+    """
+    bounds = documents or (0, length)
+    if bounds[0] != 0 or bounds[-1] != length or list(bounds) != sorted(bounds):
+        raise ValueError(f"documents {bounds[:20]} do not cut a sequence of {length}")
+    of_context: list[Intervals] = []
+    for rank in range(cp):
+        pieces: list[tuple[int, int]] = []
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            chunk, rest = divmod(stop - start, 2 * cp) if cp > 1 else (0, 0)
+            if rest:
+                raise ValueError(
+                    f"a sequence of {stop - start} does not divide into 2 * CP = {2 * cp} chunks: pad it to "
+                    f"a multiple of {2 * cp}"
+                )
+            for number in (rank, 2 * cp - 1 - rank) if cp > 1 else ():
+                pieces.append((start + number * chunk, start + (number + 1) * chunk))
+        of_context.append(intervals.union(pieces) if cp > 1 else intervals.whole(length))
+    if not sequence_parallel:
+        return tuple(rows for rows in of_context for _ in range(tp))
+    if (length // cp) % tp:
+        raise ValueError(
+            f"{length // cp} positions of a context rank do not divide among TP={tp} for sequence "
+            f"parallelism: pad the sequence to a multiple of {cp * tp * (2 if cp > 1 else 1)}"
+        )
+    return tuple(part for rows in of_context for part in intervals.parts(rows, tp))
+
+
+def wanted(runs: Sequence[Runs], owned: Sequence[Sequence[Intervals]]) -> tuple[Intervals, ...]:
+    """Which of a lane's rows each of its ranks needs.
+
+    Args:
+        runs: of each sample of the lane, in order.
+        owned: of each sample, the positions of each rank (`positions`).
+
+    Returns: by rank, rows of the lane; a rank's buffer holds them in this order, which is that of its own
+        positions, sample by sample. () if the lane has no sample.
+
+    Raises:
+        ValueError: the runs of a sample overlap or do not ascend.
+    """
+    found: list[list[tuple[int, int]]] = [[] for _ in owned[0]] if owned else []
+    before = 0
+    for sample, ranks in zip(runs, owned, strict=True):
+        where = intervals.union((first, first + rows) for first, rows in sample)
+        rows = rows_of(sample)
+        if intervals.count(where) != rows or list(sample) != sorted(sample):
+            raise ValueError(f"runs {list(sample)[:20]} (position, rows) overlap or do not ascend")
+        places = Places(where)
+        for mine, ours in zip(found, ranks, strict=True):
+            for first, last in ours:
+                for place, start, stop in places.clip(first, last):
+                    mine.append((before + place, before + place + stop - start))
+        before += rows
+    return tuple(intervals.union(mine) for mine in found)
+
+
+def runs_of(positions: Sequence[int]) -> Runs:
+    """Ascending positions -> runs."""
+    found: list[tuple[int, int]] = []
+    for position in positions:
+        if found and found[-1][0] + found[-1][1] == position:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((position, 1))
+    return tuple(found)
+
+
+def rows_of(runs: Runs) -> int:
+    """Rows of one sample."""
+    return sum(rows for _, rows in runs)
+
+
+class Segment(NamedTuple):
+    """`rows` rows that lie together on both sides: from row `source_start` of `source_lane` on, and from row
+    `start` of `lane` on, both counted in the lane's rows."""
+
+    source_lane: int
+    source_start: int
+    lane: int
+    start: int
+    rows: int
+
+    def transposed(self) -> Segment:
+        """The way back."""
+        return Segment(self.lane, self.start, self.source_lane, self.source_start, self.rows)
+
+
+def contiguous(samples: int, lanes: int) -> tuple[range, ...]:
+    """Equal shares, in order.
+
+    Raises:
+        ValueError: the samples do not divide.
+    """
+    if samples % lanes:
+        raise ValueError(
+            f"{samples} samples of a microbatch do not divide among {lanes} data lanes: use a micro-batch "
+            "size for which they do"
+        )
+    share = samples // lanes
+    return tuple(range(lane * share, (lane + 1) * share) for lane in range(lanes))
+
+
+def segments(
+    rows: Sequence[int], source: Sequence[Sequence[int]], destination: Sequence[Sequence[int]]
+) -> tuple[Segment, ...]:
+    """Where the rows of every sample lie on both sides.
+
+    Args:
+        rows: of each sample; 0 for a sample without this modality.
+        source, destination: samples that each lane owns, in the order of its rows (`contiguous`).
+
+    Raises:
+        ValueError: a sample is owned twice on a side, or not on both, or its row count is negative.
+    """
+    for side, lanes in (("source", source), ("destination", destination)):
+        owned = [sample for lane in lanes for sample in lane]
+        if sorted(owned) != list(range(len(rows))):
+            raise ValueError(
+                f"{side} lanes own samples {owned[:20]}: each of 0..{len(rows) - 1} must be owned once"
+            )
+    if any(n < 0 for n in rows):
+        raise ValueError(f"row counts {list(rows)[:20]}: counts start at 0")
+    place: dict[int, tuple[int, int]] = {}
+    for lane, mine in enumerate(source):
+        starts = accumulate((rows[sample] for sample in mine), initial=0)
+        place |= {sample: (lane, start) for sample, start in zip(mine, starts, strict=False)}
+    found: list[Segment] = []
+    for lane, mine in enumerate(destination):
+        start = 0
+        for sample in mine:
+            n = rows[sample]
+            source_lane, source_start = place[sample]
+            last = found[-1] if found else None
+            if not n:
+                continue
+            if (
+                last
+                and (last.lane, last.source_lane) == (lane, source_lane)
+                and last.source_start + last.rows == source_start
+            ):
+                found[-1] = last._replace(rows=last.rows + n)
+            else:
+                found.append(Segment(source_lane, source_start, lane, start, n))
+            start += n
+    return tuple(found)
+
+
+def lane_rows(rows: Sequence[int], lanes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Rows that each lane holds."""
+    return tuple(sum(rows[sample] for sample in mine) for mine in lanes)

@@ -1,0 +1,288 @@
+"""Which part of the language model's input this rank has, and where rows of text and modalities go in it.
+
+A place is an index into the flat [s_local * b, h] view of the decoder input [s_local, b, h], where s_local is
+the sequence divided by context and sequence parallelism (`partition.positions`). Places are computed on the
+host from the runs of the feed, so that the host never waits for the device; without a feed they are computed
+from the token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_nemotron3.boundary.feed import Microbatch
+from megatron_nemotron3.boundary.intervals import Intervals
+from megatron_nemotron3.boundary.layout import Layout
+from megatron_nemotron3.boundary.partition import Runs, contiguous, positions
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What goes where in one rank's part.
+
+    length, batch: s_local and b.
+    text: places [n] of text tokens.
+    tokens: of each tensor rank that owns other positions, where in the flat input_ids [b * s] its text tokens
+        stand; one entry if all own the same.
+    rows: by modality, places of its rows, sample by sample, position by position.
+    picked: by modality, which of the lane's rows these are, if the part is not the whole sequence.
+    """
+
+    length: int
+    batch: int
+    text: Tensor
+    tokens: tuple[Tensor, ...]
+    rows: dict[str, Tensor]
+    picked: dict[str, Tensor]
+
+
+def expand(rows: Intervals) -> Tensor:
+    """The numbers [n] of a set, on the host."""
+    return torch.cat([torch.arange(start, stop) for start, stop in rows] or [torch.arange(0)])
+
+
+def on_device(index: Tensor, device: torch.device) -> Tensor:
+    """An index from the host to the device, without waiting."""
+    if index.device == device or device.type != "cuda":
+        return index.to(device)
+    return index.pin_memory().to(device, non_blocking=True)
+
+
+def kinds_of_runs(runs: Mapping[str, Sequence[Runs]], length: int) -> Tensor:
+    """What stands where by the feed, [b, s] on the host: 0 for text, i + 1 for the i-th modality.
+
+    Args:
+        runs: by modality, of each sample of the lane.
+        length: of every sample's sequence.
+
+    Raises:
+        ValueError: two rows claim a position, or a row lies outside.
+    """
+    batch = len(next(iter(runs.values())))
+    kinds = torch.zeros(batch, length, dtype=torch.int8)
+    for number, (name, samples) in enumerate(runs.items(), 1):
+        for sample, places in enumerate(samples):
+            for first, rows in places:
+                part = kinds[sample, first : first + rows]
+                if len(part) != rows or bool(part.any()):
+                    raise ValueError(
+                        f"{name} rows at positions [{first}, {first + rows}) of sample {sample}: the "
+                        f"sequence has {length}, and each position takes one row"
+                    )
+                part.fill_(number)
+    return kinds
+
+
+def kinds_of_ids(input_ids: Tensor, token_ids: Mapping[str, int]) -> Tensor:
+    """What stands where by the token ids, [b, s] on their device."""
+    kinds = torch.zeros_like(input_ids, dtype=torch.int8)
+    for number, token in enumerate(token_ids.values(), 1):
+        kinds.masked_fill_(input_ids == token, number)
+    return kinds
+
+
+def align(kinds: Tensor, names: Sequence[str], owned: Sequence[Sequence[Intervals]], own: int) -> Alignment:
+    """Places in a rank's part.
+
+    Args:
+        kinds: [b, s]; on a GPU the host waits for it.
+        names: of the modalities, in the order of their numbers.
+        owned: of each tensor rank that owns other positions, of each sample, its positions: as many in all
+            samples.
+        own: this rank's entry in `owned`.
+    """
+    batch, whole = kinds.shape
+    mine = [torch.stack([expand(rows) for rows in samples]).to(kinds.device) for samples in owned]
+    start = torch.arange(batch, device=kinds.device)[:, None] * whole
+    tokens = tuple((at + start)[kinds.gather(1, at) == 0] for at in mine)
+    part = kinds.gather(1, mine[own])  # [b, s_local]
+    length = part.shape[1]
+    place = (
+        torch.arange(length, device=kinds.device) * batch + torch.arange(batch, device=kinds.device)[:, None]
+    )
+    rows, picked = {}, {}
+    for number, name in enumerate(names, 1):
+        here = part == number
+        rows[name] = place[here]
+        if length < whole:
+            order = ((kinds == number).flatten().cumsum(0) - 1).view_as(kinds)
+            picked[name] = order.gather(1, mine[own])[here]
+    return Alignment(length, batch, place[part == 0], tokens, rows, picked)
+
+
+def assemble(alignment: Alignment, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """[s_local, b, h] from (places [n], rows [n, h]) that fill it; gradients are the rows at the places.
+
+    Raises:
+        ValueError: the parts' rows are not as many as the places, or differ in dtype or width.
+    """
+    total = alignment.length * alignment.batch
+    counts = [(len(places), rows.shape[0]) for places, rows in parts]
+    if any(a != b for a, b in counts) or sum(a for a, _ in counts) != total:
+        raise ValueError(f"(places, rows) = {counts} for {total} positions: each position takes one row")
+    kinds = {(rows.dtype, rows.shape[1:]) for _, rows in parts}
+    if len(kinds) != 1:
+        raise ValueError(
+            f"rows of text and modalities differ: {sorted(map(str, kinds))}: use one dtype and width"
+        )
+    out: Tensor = _Assemble.apply(tuple(places for places, _ in parts), *(rows for _, rows in parts))
+    return out.view(alignment.length, alignment.batch, -1)
+
+
+class _Assemble(torch.autograd.Function):
+    """One buffer, written once; autograd's own index_copy would copy it for every part."""
+
+    @staticmethod
+    def forward(ctx: Any, places: tuple[Tensor, ...], *parts: Tensor) -> Tensor:
+        ctx.places = places
+        out = parts[0].new_empty(sum(len(p) for p in places), parts[0].shape[1])
+        for at, rows in zip(places, parts, strict=True):
+            out.index_copy_(0, at, rows)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        return None, *(
+            grad.index_select(0, at) if need else None for at, need in zip(ctx.places, needed, strict=True)
+        )
+
+
+def sum_of_slices(rows: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """The same rows [n, h]; their gradients, of which each rank of the groups has its slice, become whole.
+
+    The slices are disjoint: every sum is of one number and zeros, so it is exact.
+    """
+    groups = [group for group in groups if group.size() > 1]
+    return _SumOfSlices.apply(rows, groups) if groups else rows
+
+
+class _SumOfSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
+        ctx.groups = groups
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        for group in ctx.groups:
+            dist.all_reduce(grad, group=group)
+        return grad, None
+
+
+@dataclass(frozen=True)
+class Local:
+    """Sizes and ranks of context and tensor parallelism, as far as they cut the sequence; the data lane.
+
+    groups: over which slices of a sequence lie.
+    """
+
+    cp: int = 1
+    context_rank: int = 0
+    tp: int = 1
+    tensor_rank: int = 0
+    sequence_parallel: bool = False
+    groups: tuple[Any, ...] = ()
+    lane: int = 0
+    lanes: int = 1
+
+    @classmethod
+    def of(cls, partition: Any, layout: Layout | None) -> Local:
+        """From upstream's `PartitionConfig` (None: nothing is cut) and the grid's layout (None: one lane)."""
+        made = cls()
+        if partition is not None:
+            if partition.use_cp:
+                group = partition.cp_group
+                made = replace(made, cp=group.size(), context_rank=group.rank(), groups=(group,))
+            if partition.seq_parallel and partition.tp_group.size() > 1:
+                group = partition.tp_group
+                made = replace(
+                    made,
+                    tp=group.size(),
+                    tensor_rank=group.rank(),
+                    sequence_parallel=True,
+                    groups=(*made.groups, group),
+                )
+        if layout is not None and dist.get_rank() in layout.ranks:
+            rank = dist.get_rank()
+            stage = layout.coordinates(rank).get("pp", 0)
+            lane = next(i for i, ranks in enumerate(layout.lanes(stage)) if rank in ranks)
+            made = replace(made, lane=lane, lanes=layout.dp)
+        return made
+
+    def lane_of(self, microbatch: Microbatch | None) -> Microbatch | None:
+        """What is known of this lane's samples."""
+        if microbatch is None or self.lanes == 1:
+            return microbatch
+        count = len(microbatch.rows[0][1]) if microbatch.rows else len(microbatch.lengths)
+        mine = contiguous(count, self.lanes)[self.lane]
+        cut = slice(mine.start, mine.stop)
+        return Microbatch(
+            tuple((name, rows[cut]) for name, rows in microbatch.rows),
+            tuple((name, runs[cut]) for name, runs in microbatch.runs),
+            microbatch.lengths[cut],
+            microbatch.documents[cut],
+        )
+
+    def owned(
+        self, batch: int, length: int, documents: Sequence[tuple[int, ...]]
+    ) -> tuple[list[list[Intervals]], int]:
+        """(of each tensor rank that owns other positions, of each sample, its positions; this rank's entry).
+
+        Args:
+            documents: of each sample, its `cu_seqlens_padded`, or ().
+
+        Raises:
+            ValueError: as `slices.positions`.
+        """
+        first = self.context_rank * self.tp
+        cut = [
+            positions(
+                length, self.cp, self.tp, sequence_parallel=self.sequence_parallel, documents=tuple(bounds)
+            )
+            for bounds in documents
+        ]
+        return [[ranks[first + t] for ranks in cut] for t in range(self.tp)], self.tensor_rank
+
+    def of_context(self, values: Tensor, documents: Sequence[tuple[int, ...]]) -> Tensor:
+        """[b, s] -> [b, s / cp]: what stands at the positions of this context rank."""
+        if self.cp == 1:
+            return values
+        cut = [
+            positions(values.shape[1], self.cp, 1, sequence_parallel=False, documents=tuple(bounds))
+            for bounds in documents
+        ]
+        at = torch.stack([expand(ranks[self.context_rank]) for ranks in cut])
+        return values.gather(1, on_device(at, values.device))
+
+    def documents(self, packed: PackedSeqParams | None, length: int) -> tuple[int, ...]:
+        """Borders of the documents of a packed sequence, () if it is none or nothing is cut.
+
+        Documents lie at their padded places; what follows the last one is taken for a document of its own.
+        On a GPU the host waits for them.
+
+        Raises:
+            ValueError: a layout other than thd, or borders beyond the sequence.
+        """
+        if packed is None or (self.cp == 1 and not self.sequence_parallel):
+            return ()
+        padded = packed.cu_seqlens_q_padded
+        borders = packed.cu_seqlens_q if padded is None else padded
+        if packed.qkv_format != "thd" or borders is None:
+            raise ValueError(
+                f"packed sequences with qkv_format={packed.qkv_format!r}: use 'thd' and cu_seqlens_q"
+            )
+        found = borders.tolist()
+        if found[-1] > length:
+            raise ValueError(
+                f"cu_seqlens end at {found[-1]}, but there are {length} tokens: use those of this batch"
+            )
+        return tuple(found) if found[-1] == length else (*found, length)

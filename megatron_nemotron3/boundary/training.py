@@ -1,0 +1,252 @@
+"""What Megatron's training loop calls when modules have layouts of their own: schedule and gradient scale.
+
+`forward_backward_colocated` is the schedule of a step in which encoders share their ranks with a language
+model that has pipeline stages. Every rank encodes, but rows are needed on the first stage, and 1F1B has no
+point at which all ranks meet. So a step has three parts:
+
+    1. encoders forward, and the exchange, for all microbatches of the step;
+    2. the stock 1F1B schedule of the language model over detached rows;
+    3. their gradients back from the first stage, and encoders backward, microbatch by microbatch;
+
+then gradients are finalized once. The cost: rows, and what the encoders keep for backward, live for the
+whole step instead of a pipeline's depth. With recompute inside the encoders (`--recompute-granularity full`)
+only the rows remain, num_microbatches times [rows, h]; frozen encoders keep nothing else.
+Source of the order: Megatron-LM pull request 4784.
+
+`finalize_model_grads` scales gradients when modules have different data-parallel sizes. Nothing is scaled at
+the boundary, so the sum over an encoder's data-parallel ranks is the derivative of the plain sum of the
+language model's local losses. The remaining factor is applied after the module's gradient sync. It depends
+on the loss and on the module's DistributedDataParallel (`calculate_per_token_loss` of the language model's
+and of the module's config):
+
+    loss of a rank                        DDP sums (per-token)       DDP averages (mean loss)
+    sum over tokens (per-token loss)      1 / N                      module ranks / N
+    mean over its tokens (mean loss)      1 / language ranks         module ranks / language ranks
+
+N: tokens of the global batch, the same number for every module. Ranks: DP * CP of a module, over which its
+DDP averages. Samples without a modality need no correction: their share of the sum is zero, and N counts
+their tokens. (Megatron-Bridge issues 4066, 3197 and 5555 report errors by factors of 2 to 4 here.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import finalize_model_grads as finalize
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
+from megatron.core.process_groups_config import MultiModuleProcessGroupCollection, ProcessGroupCollection
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
+
+from megatron_nemotron3.boundary.feed import Microbatch
+from megatron_nemotron3.boundary.layout import Layout
+from megatron_nemotron3.boundary.mimo import BoundaryMimoModel, Rows
+
+#: batch -> what `BoundaryMimoModel.forward` takes as (modality_inputs, input_ids).
+Inputs = Callable[[Any], tuple[Mapping[str, Any] | None, Tensor | None]]
+
+
+def inputs_of(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Tensor | None]:
+    """For batches that are the keyword arguments of the model's forward."""
+    return batch.get("modality_inputs"), batch.get("input_ids")
+
+
+def forward_backward_colocated(
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    forward_only: bool = False,
+    inputs: Inputs = inputs_of,
+    pipeline: Callable[..., Any] = forward_backward_pipelining_without_interleaving,
+    **options: Any,
+) -> Any:
+    """What Megatron calls as `forward_backward_func`; every rank of all modules does.
+
+    Args:
+        forward_step_func, model, num_microbatches, forward_only, options: as the stock schedule takes them;
+            `p2p_communicator` and `pg_collection` are those of the language model.
+        data_iterator: on every rank, of batches with the input of this rank's encoders; a `RowFeed` if the
+            model's `feed` is one.
+        inputs: reads them. Where batches are moved to the device in `forward_step_func`, it must move
+            `modality_inputs`, too.
+        pipeline: the schedule of the language model.
+
+    Returns: what the stock schedule returns.
+
+    Raises:
+        BoundaryError: as `ColocatedBridge.communicate`.
+    """
+    wrapped = model[0] if isinstance(model, list) else model
+    mimo = unwrap_model(wrapped)
+    batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+    drawn, crossed = [], []
+    for _ in range(num_microbatches):
+        batch = next(batches)
+        modality_inputs, input_ids = inputs(batch)
+        known = mimo.feed.current if mimo.feed is not None else None
+        drawn.append(batch)
+        crossed.append((known, mimo.cross(modality_inputs, known, input_ids)))
+    leaves = [_detached(rows) for _, rows in crossed]
+    if forward_only:
+        crossed = [(known, {}) for known, _ in crossed]
+    mimo.crossed.extend((known, rows) for (known, _), rows in zip(crossed, leaves, strict=True))
+
+    config = get_model_config(wrapped)
+    finalize, grad_sync = config.finalize_model_grads_func, config.grad_sync_func
+    finalized: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    if finalize is not None:
+        config.finalize_model_grads_func = lambda *args, **kwargs: finalized.append((args, kwargs))
+    config.grad_sync_func = None  # it would reduce the encoders' gradients before there are any
+    try:
+        result = pipeline(
+            forward_step_func=forward_step_func,
+            data_iterator=iter(drawn),
+            model=model,
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+            **options,
+        )
+    finally:
+        config.finalize_model_grads_func, config.grad_sync_func = finalize, grad_sync
+        mimo.crossed.clear()
+    if not forward_only:
+        _encoders_backward(mimo, crossed, leaves)
+    for args, kwargs in finalized:
+        finalize(*args, **kwargs)
+    return result
+
+
+def _detached(rows: Rows) -> Rows:
+    return {name: t.detach().requires_grad_(t.requires_grad) for name, t in rows.items()}
+
+
+def _encoders_backward(
+    mimo: BoundaryMimoModel, crossed: list[tuple[Microbatch | None, Rows]], leaves: list[Rows]
+) -> None:
+    """Microbatch by microbatch, each freed when it is done; gradient sync may start in the last one."""
+    for number in range(len(crossed)):
+        rows, given = crossed[number][1], leaves[number]
+        crossed[number], leaves[number] = (None, {}), {}
+        outputs = [t for t in rows.values() if t.requires_grad]
+        # Where a stage had no use for rows, it has none, and takes part.
+        grads = [_gradient(given[name]) for name, t in rows.items() if t.requires_grad]
+        last = number == len(crossed) - 1
+        with nullcontext() if last else mimo.no_sync():
+            if outputs:
+                torch.autograd.backward(outputs, grads)
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def gradient_scale(
+    *,
+    language_ranks: int,
+    module_ranks: int,
+    module_per_token: bool,
+    tokens: torch.Tensor | None,
+) -> torch.Tensor | float:
+    """The factor for a module's gradients after its own gradient sync. The table above.
+
+    Args:
+        language_ranks, module_ranks: DP * CP of the language model and of the module.
+        module_per_token: `calculate_per_token_loss` of the module's config: its DDP sums, and averages else.
+        tokens: [], those of the global batch, if the language model's loss is a sum over tokens; None: it is
+            the mean over a rank's tokens. A batch without any counts as one token, as upstream has it.
+    """
+    averaged = 1 if module_per_token else module_ranks
+    if tokens is None:
+        return averaged / language_ranks
+    return averaged / tokens.clamp(min=1).float()
+
+
+def global_tokens(
+    num_tokens: torch.Tensor,
+    language: ProcessGroupCollection | None,
+    world: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Tokens of the global batch, on every rank: one all-reduce of eight bytes, no host synchronization.
+
+    Args:
+        num_tokens: [], this rank's count as the schedule sums it up: its data lane and context slice.
+        language: this rank's groups of the language model; None: it has no part in it.
+        world: all ranks of all modules; None: the default group.
+    """
+    # One rank of each data lane and context slice counts: the first tensor rank of the last stage.
+    counts = language is not None and language.tp.rank() == 0 and _is_last(language.pp)
+    total = num_tokens.detach().reshape(()).long() * int(counts)
+    dist.all_reduce(total, group=world)
+    return total
+
+
+def _is_last(group: dist.ProcessGroup) -> bool:
+    return group.rank() == group.size() - 1
+
+
+def finalize_model_grads(
+    model: Sequence[torch.nn.Module],
+    num_tokens: torch.Tensor | None = None,
+    pg_collection: ProcessGroupCollection | MultiModuleProcessGroupCollection | None = None,
+    force_all_reduce: bool = False,
+    *,
+    groups: Mapping[str, ProcessGroupCollection] | None = None,
+    world: dist.ProcessGroup | None = None,
+) -> None:
+    """For `config.finalize_model_grads_func` of a MimoModel whose modules have layouts of their own.
+
+    Each module of this rank goes through upstream's `finalize_model_grads` with its own groups (gradient
+    sync, layer norms under sequence parallelism, tied embeddings, expert bias), then gets its factor.
+
+    Args:
+        model: the MimoModel alone, its modules each in a DistributedDataParallel.
+        num_tokens: as the schedule gives it; None with a mean loss.
+        pg_collection: the schedule's. With `MultiModuleProcessGroupCollection`, nothing else is needed.
+        groups: name of each module of this rank -> its groups, where the schedule has but one collection
+            (colocated modules): `functools.partial(finalize_model_grads, groups=…)`.
+        world: all ranks of all modules; None: the default group.
+
+    Raises:
+        ValueError: no groups; or a module with trainable parameters is not in a DistributedDataParallel.
+    """
+    mimo: Any = unwrap_model(model[0])
+    if groups is None:
+        if not isinstance(pg_collection, MultiModuleProcessGroupCollection):
+            raise ValueError(
+                "finalize_model_grads knows no groups of the modules: give groups={name: collection} where "
+                f"the schedule's pg_collection is a {type(pg_collection).__name__}"
+            )
+        groups = pg_collection.module_pgs
+    tokens = None if num_tokens is None else global_tokens(num_tokens, groups.get(LANGUAGE), world)
+    ranks = {name: _data_ranks(grid) for name, grid in mimo.mimo_config.module_to_grid_map.items()}
+    for name, module in {LANGUAGE: mimo.language_model, **dict(mimo.modality_submodules.items())}.items():
+        if module is None:
+            continue
+        if not isinstance(module, DistributedDataParallel):
+            if any(p.requires_grad for p in module.parameters()):
+                raise ValueError(
+                    f"module {name!r} is a {type(module).__name__}: wrap it in megatron.core's "
+                    "DistributedDataParallel with its own groups, or freeze it"
+                )
+            continue
+        finalize([module], None, pg_collection=groups[name], force_all_reduce=force_all_reduce)
+        factor = gradient_scale(
+            language_ranks=ranks[LANGUAGE],
+            module_ranks=ranks[name],
+            module_per_token=get_model_config(module).calculate_per_token_loss,
+            tokens=tokens,
+        )
+        module.scale_gradients(factor)
+
+
+def _data_ranks(grid: Any) -> int:
+    layout = Layout.from_grid(grid)
+    return layout.dp * layout.cp

@@ -1,0 +1,84 @@
+"""The code blocks of README and docs/ run as they stand (`tests.docs.blocks` has the rules)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import PAGES, ROOT, Block, blocks, write_stand_ins
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+
+
+def run(words: list[str], folder: Path, programs: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program in a page's folder."""
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=580)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with stand-ins for `nemotron3` and for launchers."""
+    folder = tmp_path_factory.mktemp("bin")
+    write_stand_ins(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page_folder(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Callable[[str], Path]:
+    """A function from a page to the folder its blocks run in."""
+    trained = tmp_path_factory.mktemp("demo")
+    words = ["nemotron3", "train", "super", "--tiny", "--device", "cpu", "--output", "runs/demo"]
+    done = run(words, trained, programs)
+    assert done.returncode == 0, done.stderr
+    folders: dict[str, Path] = {}
+
+    def folder_of(page: str) -> Path:
+        if page not in folders:
+            folders[page] = tmp_path_factory.mktemp(Path(page).stem)
+            shutil.copytree(trained / "runs", folders[page] / "runs")
+            for path in ROOT.iterdir():
+                if not path.name.startswith(".") and path.name not in ("runs", "build"):
+                    (folders[page] / path.name).symlink_to(path)
+        return folders[page]
+
+    return folder_of
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(
+            block, id=f"{block.page}:{block.line}", marks=pytest.mark.full if block.mark == "full" else ()
+        )
+        for block in BLOCKS
+        if block.runs
+    ],
+)
+def test_block(block: Block, page_folder: Callable[[str], Path], programs: Path) -> None:
+    """Each runs to its end with exit code 0."""
+    words = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
+    done = run([*words, block.text], page_folder(block.page), programs)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_marks_have_a_reason(page: str) -> None:
+    """A mark is `full`, or says why its block cannot run."""
+    for block in blocks(page):
+        assert block.mark in ("", "full") or len(block.mark) > len("not run: "), (page, block.line)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_are_fenced(page: str) -> None:
+    """No command hides from the test in an indented block."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    outside = "".join(text.split("```")[::2])
+    assert [line for line in outside.splitlines() if line.startswith("    ")] == []
