@@ -1,7 +1,7 @@
 """Folders made to do harm, or broken: each ends in one clear line, exit code 2, and nothing written.
 
 Pickles (`.metadata`, common.pt) have tests of their own in tests/checkpoint; headers in
-test_safetensors_header.
+test_hf_folder.
 """
 
 from __future__ import annotations
