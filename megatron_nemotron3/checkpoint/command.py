@@ -1,4 +1,4 @@
-"""`nemotron3 check DIR`: say what a checkpoint is, and whether its files are sound."""
+"""`nemotron3 check DIR`: describe a checkpoint and verify its files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_nemotron3.checkpoint.resume import LoadFolder, tracker_fix
 from megatron_nemotron3.checkpoint.structure import CONFIG, Verdict, check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
 
-#: Problems printed at most.
+#: Largest number of problems printed.
 _SHOWN = 20
 _FORMATS = {
     "complete": "torch_dist",
@@ -49,18 +49,18 @@ def register(commands: Any) -> None:
 
 
 def check_command(options: argparse.Namespace) -> int:
-    """Carry out `nemotron3 check`; raises as `check`."""
+    """Run `nemotron3 check`; raises as `check`."""
     if options.workers < 1:
         raise ValueError(f"--workers {options.workers}: give 1 or more")
     return check(options.folder, full=options.full, workers=options.workers)
 
 
 def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
-    """Print what `folder` holds and verify it. Returns the exit status: 0 sound, 2 not.
+    """Print what `folder` contains and verify it. Returns the exit status: 0 if it is sound, else 2.
 
     Args:
-        folder: one checkpoint (iter_0000300), or the folder with the tracker: then all checkpoints get the
-            structural check, and the one the tracker names is described and, with `full`, read.
+        folder: one checkpoint (iter_0000300), or the folder with the tracker. In the second case all
+            checkpoints get the structural check, and `full` reads the one that the tracker names.
         full: read everything and compare CRC32s.
         workers: threads of the full check.
 
@@ -71,20 +71,20 @@ def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
         raise ValueError(f"{folder}: " + ("it is not a folder" if folder.exists() else "it does not exist"))
     found = iterations(folder)
     if found or os.path.lexists(folder / TRACKER):
-        return _report(_all(folder, found, full, workers))
+        return _print_problems(_check_all(folder, found, full, workers))
     if not any(next(folder.glob(name), None) for name in (CONFIG, INDEX, "*.distcp", "mp_rank_*")):
         raise ValueError(f"{folder}: it holds no checkpoint: neither {TRACKER} nor {CONFIG}")
-    return _report(_one(folder, full, workers))
+    return _print_problems(_check_one(folder, full, workers))
 
 
-def _all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
-    """Check every checkpoint of a folder; returns the problems."""
+def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
+    """Check every checkpoint of a folder. Returns the problems."""
     problems: list[str] = []
     named: int | str | None = None
     try:
         named = read_tracker(folder)
     except ValueError as problem:
-        problems.append(f"{folder / TRACKER}: it {problem}{_cure(folder)}")
+        problems.append(f"{folder / TRACKER}: it {problem}{_tracker_cure(folder)}")
     for iteration in reversed(found):
         if iteration == named:
             continue
@@ -94,14 +94,14 @@ def _all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
             problems += verdict.problems
     if named is None:
         if not problems and found:
-            problems.append(f"{folder / TRACKER}: the file is missing{_cure(folder)}")
+            problems.append(f"{folder / TRACKER}: the file is missing{_tracker_cure(folder)}")
         return problems
     print(f"{TRACKER} names {named}")
-    return problems + _one(checkpoint_path(folder, named), full, workers)
+    return problems + _check_one(checkpoint_path(folder, named), full, workers)
 
 
-def _cure(folder: Path) -> str:
-    """What the launcher would do about the tracker."""
+def _tracker_cure(folder: Path) -> str:
+    """Return the fix of the tracker that a start would make, as the end of a message."""
     try:
         fix = tracker_fix(LoadFolder(folder))
     except ValueError:
@@ -111,8 +111,8 @@ def _cure(folder: Path) -> str:
     return f"; the last complete checkpoint is iteration {fix.iteration}: write {fix.iteration} into it"
 
 
-def _one(path: Path, full: bool, workers: int) -> list[str]:
-    """Describe and check one checkpoint; returns the problems."""
+def _check_one(path: Path, full: bool, workers: int) -> list[str]:
+    """Describe and check one checkpoint. Returns the problems."""
     verdict = check_structure(path)
     print(f"{path} {verdict.state}" + (f" ({_FORMATS[verdict.state]})" if verdict.state in _FORMATS else ""))
     if verdict.index is not None:
@@ -123,10 +123,10 @@ def _one(path: Path, full: bool, workers: int) -> list[str]:
     if not full:
         print("  checked      names, sizes and tiling; --full reads everything")
         return []
-    return _full(path, verdict, workers)
+    return _check_full(path, verdict, workers)
 
 
-def _full(path: Path, verdict: Verdict, workers: int) -> list[str]:
+def _check_full(path: Path, verdict: Verdict, workers: int) -> list[str]:
     started = time.monotonic()
     try:
         read = check_integrity(path, verdict.index, workers)
@@ -141,7 +141,7 @@ def _full(path: Path, verdict: Verdict, workers: int) -> list[str]:
     return list(read.problems)
 
 
-def _report(problems: list[str]) -> int:
+def _print_problems(problems: list[str]) -> int:
     sys.stdout.flush()
     for problem in problems[:_SHOWN]:
         print(f"nemotron3 check: {problem}", file=sys.stderr)
@@ -153,14 +153,14 @@ def _report(problems: list[str]) -> int:
 
 
 def describe(index: CheckpointIndex) -> list[str]:
-    """Lines for a reader; what cannot be read safely is said, not raised."""
+    """Describe a checkpoint in lines; if its arguments cannot be read, a line says why."""
     lines = []
     try:
         state = common_state(index)
     except CheckpointError as problem:
         lines.append(f"arguments    not shown: {problem}")
     else:
-        lines.append(f"iteration    {_shown(state.get('iteration'))}")
+        lines.append(f"iteration    {_iteration_text(state.get('iteration'))}")
         if (written := layout_of(state)) is not None:
             lines.append(f"written with {written}; the weights load into any other layout")
     elements: Counter[str] = Counter()
@@ -184,7 +184,7 @@ def describe(index: CheckpointIndex) -> list[str]:
 
 
 def layout_of(state: dict[str, Any]) -> str | None:
-    """ "TP2 PP1 … on 2 ranks" from the stored arguments; None if there are none."""
+    """Return "TP2 PP1 … on 2 ranks" from the stored arguments; None if there are none."""
     arguments = state.get("args")
     if not isinstance(arguments, Inert) or not isinstance(arguments.state, dict):
         return None
@@ -196,5 +196,5 @@ def layout_of(state: dict[str, Any]) -> str | None:
     return " ".join(known) + (f" on {ranks} rank{'s' * (ranks != 1)}" if type(ranks) is int else "")
 
 
-def _shown(value: Any) -> str:
+def _iteration_text(value: Any) -> str:
     return str(value) if type(value) is int else "not stored"
