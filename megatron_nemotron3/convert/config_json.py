@@ -274,7 +274,7 @@ def _positive_number(name: str, data: Mapping[str, Any], field: str, keys: tuple
         kinds = (int, float) if field in FLOATS else (int,)
         if type(value) not in kinds or not 0 < value < math.inf:
             raise ValueError(
-                f"{name}: {key}={value!r} is no {'' if field in FLOATS else 'whole '}number above 0"
+                f"{name}: {key}={value!r} is not a {'' if field in FLOATS else 'whole '}number above 0"
             )
     if len(set(found.values())) > 1:
         raise ValueError(
