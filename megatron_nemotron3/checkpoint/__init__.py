@@ -9,6 +9,7 @@ read.py       tensors and objects inside an archive
 write.py      archives and the index of a torch_dist folder
 structure.py  structural check: names, sizes, chunks that tile their tensors
 integrity.py  full check: every CRC32
+argv.py       options out of a Megatron command line
 resume.py     repair the tracker before a run starts
 command.py    `nemotron3 check`
 

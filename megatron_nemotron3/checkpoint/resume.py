@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_nemotron3.checkpoint.argv import option_value
 from megatron_nemotron3.checkpoint.folders import (
     RELEASE,
     TRACKER,
@@ -55,14 +56,14 @@ def load_options(argv: Sequence[str]) -> LoadOptions:
 
     Addresses of object stores (msc://…) are ignored.
     """
-    named = _last_value(argv, "--load")
+    named = option_value(argv, "--load")
     load = _local_path(named)
     # Whether an object store holds a checkpoint is unknown, and so is whether this option takes effect.
-    pretrained = _local_path(_last_value(argv, "--pretrained-checkpoint")) if load or not named else None
-    step = _last_value(argv, "--ckpt-step")
+    pretrained = _local_path(option_value(argv, "--pretrained-checkpoint")) if load or not named else None
+    step = option_value(argv, "--ckpt-step")
     non_persistent = None
-    if _last_value(argv, "--non-persistent-ckpt-type") == "global":
-        given = _last_value(argv, "--non-persistent-global-ckpt-dir")
+    if option_value(argv, "--non-persistent-ckpt-type") == "global":
+        given = option_value(argv, "--non-persistent-global-ckpt-dir")
         non_persistent = _local_path(given) if given else load and load / NON_PERSISTENT
     number = int(step) if step is not None and step.isascii() and step.isdigit() else None
     return LoadOptions(load, number or None, non_persistent, "--verify-integrity" in argv, pretrained)
@@ -329,16 +330,6 @@ def _nothing_complete_message(source: LoadFolder, trouble: str, others: dict[int
 
 def _checkpoint_name(named: int | str) -> str:
     return "the release checkpoint" if isinstance(named, str) else f"iteration {named}"
-
-
-def _last_value(argv: Sequence[str], name: str) -> str | None:
-    found = None
-    for word, following in zip(argv, [*argv[1:], None]):
-        if word == name:
-            found = following
-        elif word.startswith(name + "="):
-            found = word[len(name) + 1 :]
-    return found
 
 
 def _local_path(value: str | None) -> Path | None:

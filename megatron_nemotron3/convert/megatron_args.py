@@ -1,7 +1,7 @@
 """Convert a model to the arguments that Megatron stores in its checkpoints, and back.
 
-Megatron stores the `argparse.Namespace` of its command line in every checkpoint. `--use-checkpoint-args` takes
-the model from it, and a resumed run compares some of it. Here it identifies the model of a folder. The
+Megatron stores the `argparse.Namespace` of its command line in every checkpoint. `--use-checkpoint-args`
+takes the model from it, and a resumed run compares some of it. Here it identifies the model of a folder. The
 arguments are written as the flags of `nemotron3 flags` produce them, except for choices of a run: --spec,
 grouped GEMM, tokenizer. Names changed over time; each row of the tables lists the present name first.
 """
@@ -129,7 +129,7 @@ def args_of(config: Nemotron3Config, *, padded_vocab_size: int, dtype: str = "bf
         "ffn_hidden_size": config.ffn_hidden_size,
         "vocab_size": config.vocab_size,
         "padded_vocab_size": padded_vocab_size,
-        "add_position_embedding": True,  # the default, compared when a run resumes; position_embedding_type "none" overrides it
+        "add_position_embedding": True,  # the default, compared on resuming; position_embedding_type wins
         "mtp_num_layers": config.mtp_num_layers or None,
     }
     tables = [(_MODEL, _FAMILY)] + [(_MOE, _MOE_FAMILY)] * config.is_moe

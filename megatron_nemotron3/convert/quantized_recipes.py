@@ -29,9 +29,9 @@ from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
 from megatron_nemotron3.convert import inventory
 from megatron_nemotron3.convert.inventory import Tensor
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.precision.numerics import NVFP4_BLOCK as BLOCK
 
 NVFP4, FP8, BF16 = "nvfp4", "fp8", "bf16"
-BLOCK = 16
 #: Classes of weights in recipes. All other weights, and all of MTP, stay as they are in every recipe.
 CLASSES: dict[str, tuple[str, ...]] = {
     "routed experts": ("mixer.experts.{e}.up_proj.weight", "mixer.experts.{e}.down_proj.weight"),

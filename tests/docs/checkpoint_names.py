@@ -61,8 +61,8 @@ stored twice.
 
 Megatron numbers the blocks `o` and the layers `i` of each block; Hugging Face numbers all MTP layers
 consecutively. With `P` layers per block, `mtp.layers.o.mtp_model_layer.layers.i.` is
-`mtp.layers.{o * P + i}.`, followed by the same names as in a decoder layer of that kind. A block that training
-applies at several depths (`--mtp-use-repeated-layer`, all released models) is stored once, and
+`mtp.layers.{o * P + i}.`, followed by the same names as in a decoder layer of that kind. A block that
+training applies at several depths (`--mtp-use-repeated-layer`, all released models) is stored once, and
 `num_nextn_predict_layers` in config.json is the number of stored blocks.
 """
 
@@ -110,9 +110,9 @@ def _spelling_section() -> list[str]:
     lines = [
         "## Other spellings",
         "",
-        f"These are read as well, and may be mixed. `{PARAMETER}` is the name in `named_parameters()` where it",
-        "differs from the torch_dist key; the others come from other specs and versions. Prefixes of wrappers",
-        "(`module.`, `model.`) are removed, and `transformer_layer.layers.` in an MTP block is read as",
+        f"These are read as well, and may be mixed. `{PARAMETER}` is the name in `named_parameters()` where",
+        "it differs from the torch_dist key; the others come from other specs and versions. Prefixes of",
+        "wrappers (`module.`, `model.`) are removed, and `transformer_layer.layers.` in an MTP block is read as",
         "`mtp_model_layer.layers.`.",
         "",
         "| spelling | layer | Megatron | Hugging Face | rule |",
