@@ -19,8 +19,8 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoint.integrity import check_integrity
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_metadata
 from megatron_nemotron3.checkpoint.structure import check_structure
-from tests.checkpoint import writer
-from tests.checkpoint.reading import read_rows
+from tests.support import checkpoint_writer as writer
+from tests.support.checkpoint_reading import read_rows
 
 FILES = [".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"]
 DATA = FILES[2:]

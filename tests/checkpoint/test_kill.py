@@ -16,7 +16,7 @@ from megatron_nemotron3.checkpoint import folders
 from megatron_nemotron3.checkpoint.integrity import check_integrity
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.train import log
-from tests.checkpoint import runs
+from tests.support import checkpoint_runs as runs
 
 ONE, TWO = ParallelLayout(), ParallelLayout(dp=2)
 DISTRIBUTED = ("--use-distributed-optimizer",)

@@ -18,7 +18,7 @@ from megatron_nemotron3.checkpoint.resume import (
     load_options,
     repair_tracker,
 )
-from tests.checkpoint import writer
+from tests.support import checkpoint_writer as writer
 from tests.support.distributed import run_launcher
 
 

@@ -28,7 +28,7 @@ from megatron_nemotron3.checkpoint.metadata import (
 )
 from megatron_nemotron3.checkpoint.read import opened, tensor_layout
 from megatron_nemotron3.checkpoint.write import object_archive, tensor_archive
-from tests.checkpoint.reading import read_rows
+from tests.support.checkpoint_reading import read_rows
 
 SHAPES = [(), (0,), (4, 0), (0, 4), (1,), (3, 4), (300, 2), (2, 1, 70_000)]
 

@@ -11,7 +11,7 @@ import torch
 from megatron_nemotron3.convert import inventory
 from megatron_nemotron3.convert.config_json import BLOCKS, FIXED, IGNORED, read, write
 from megatron_nemotron3.models import Nemotron3Config, get, names
-from tests.convert.models import DISTINCT, random_config
+from tests.support.convert_models import DISTINCT, random_config
 
 transformers = pytest.importorskip("transformers")
 

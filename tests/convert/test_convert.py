@@ -16,10 +16,10 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.convert import config_json, inventory, job
 from megatron_nemotron3.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
-from tests.checkpoint.writer import same_bytes
-from tests.convert import models
-from tests.convert.counted import digest
-from tests.convert.folders import hf_values, write_hf
+from tests.support import convert_models as models
+from tests.support.checkpoint_writer import same_bytes
+from tests.support.counted_job import digest
+from tests.support.hf_folders import hf_values, write_hf
 
 CONFIGS = {name: tiny(get(name)) for name in names()} | {"distinct": models.DISTINCT}
 CONFIGS |= {f"random{seed}": models.random_config(seed) for seed in range(6)}

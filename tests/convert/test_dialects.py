@@ -24,8 +24,8 @@ from megatron_nemotron3.convert.plan import whole
 from megatron_nemotron3.convert.sources import FileSource
 from megatron_nemotron3.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
 from megatron_nemotron3.models import Nemotron3Config
-from tests.checkpoint.reading import read_rows
 from tests.golden.checkpoints.values import LAYERS, SIZES, VOCABULARY, values
+from tests.support.checkpoint_reading import read_rows
 
 ARCHIVES = Path(__file__).parents[1] / "golden" / "checkpoints"
 #: Archive -> (whether the model has MTP, dialects besides the default, in which rows may be).

@@ -15,7 +15,7 @@ from megatron_nemotron3.convert.from_hf import MODULES, extra_state_archive, ext
 from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.keys import non_weight_kind, prefixes
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from tests.convert.models import DISTINCT, GOLDEN, random_config
+from tests.support.convert_models import DISTINCT, GOLDEN, random_config
 from tests.support.distributed import initialize, run_distributed
 from tests.support.models import golden_file
 

@@ -20,7 +20,7 @@ import torch
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.models import get, tiny
-from tests.convert.folders import write_hf
+from tests.support.hf_folders import write_hf
 
 SUPER = tiny(get("super"))
 INDEX = "model.safetensors.index.json"

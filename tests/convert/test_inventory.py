@@ -11,7 +11,7 @@ import pytest
 from megatron_nemotron3.convert import inventory
 from megatron_nemotron3.models import Nemotron3Config, count, get, names, stored_tensors
 from megatron_nemotron3.models.tensors import DIALECTS
-from tests.convert.models import DISTINCT, random_config
+from tests.support.convert_models import DISTINCT, random_config
 
 LIGHT = (
     "import sys; from megatron_nemotron3.convert import config_json, inventory, prefixes, plan, "

@@ -21,10 +21,10 @@ from megatron_nemotron3.convert import streams
 from megatron_nemotron3.convert.job import JOURNAL, MANIFEST, Progress, partial_of, run
 from megatron_nemotron3.convert.plan import Slices
 from megatron_nemotron3.convert.streams import FilePlan
-from tests.convert.counted import Numbers, counted, digest
+from tests.support.counted_job import Numbers, counted, digest
 
 #: Runs a job in a process of its own: tests kill it.
-_COMMAND = "from tests.convert.counted import main; main({target!r}, {workers}, {delay})"
+_COMMAND = "from tests.support.counted_job import main; main({target!r}, {workers}, {delay})"
 
 
 @pytest.mark.parametrize("workers", [1, 3])

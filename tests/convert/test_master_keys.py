@@ -11,8 +11,8 @@ from megatron_nemotron3.args import Launch, ParallelLayout, TrainingData, flags,
 from megatron_nemotron3.checkpoint.metadata import CheckpointIndex, StoredTensor, read_metadata
 from megatron_nemotron3.convert.keys import master_keys, non_weight_kind, plain_name
 from megatron_nemotron3.train import processes
-from tests.checkpoint.reading import read_rows
-from tests.checkpoint.runs import CONFIG
+from tests.support.checkpoint_reading import read_rows
+from tests.support.checkpoint_runs import CONFIG
 from tests.support.short_run import short_schedule
 
 BF16, FP32 = (StoredTensor(kind, (4, 2), ()) for kind in ("bfloat16", "float32"))

@@ -18,7 +18,7 @@ from megatron_nemotron3.checkpoint.write import COMMON_OBJECT, CONFIG_TEXT, inde
 from megatron_nemotron3.convert.inventory import megatron_tensors
 from megatron_nemotron3.convert.megatron_args import args_of, common_state, config_of
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from tests.convert.models import DISTINCT, GOLDEN, random_config
+from tests.support.convert_models import DISTINCT, GOLDEN, random_config
 from tests.support.distributed import run_fresh
 
 CATALOG = [get(name) for name in models.names()]

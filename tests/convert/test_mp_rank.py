@@ -22,10 +22,10 @@ from megatron_nemotron3.convert.mp_rank import common_state, open_mp_rank
 from megatron_nemotron3.convert.plan import whole
 from megatron_nemotron3.convert.sources import FileSource
 from megatron_nemotron3.models import Nemotron3Config, get
-from tests.checkpoint import runs
-from tests.checkpoint.reading import read_rows
-from tests.convert.models import DISTINCT
 from tests.golden.checkpoints.values import part, values
+from tests.support import checkpoint_runs as runs
+from tests.support.checkpoint_reading import read_rows
+from tests.support.convert_models import DISTINCT
 from tests.support.distributed import initialize, run_distributed
 
 #: Rows of the embedding of all models here; DISTINCT has 509 words.

@@ -30,7 +30,7 @@ from megatron_nemotron3.convert.quantized_views import Dequantized, Quantized
 from megatron_nemotron3.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision.numerics import fp8, nvfp4
-from tests.convert.quantized_models import TINY, Memory, all_scales, random_model, read_whole, written
+from tests.support.quantized_models import TINY, Memory, all_scales, random_model, read_whole, written
 
 # -- which weights -----------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from megatron_nemotron3.convert.quantized_config import (
 from megatron_nemotron3.convert.quantized_recipes import quantization
 from megatron_nemotron3.convert.quantized_views import Dequantized, Quantized
 from megatron_nemotron3.models import get
-from tests.convert.quantized_models import TINY, Memory, all_scales, random_model, read_whole
+from tests.support.quantized_models import TINY, Memory, all_scales, random_model, read_whole
 
 SCALES = all_scales(get("super-tiny"), "nvfp4")
 

@@ -25,14 +25,14 @@ from megatron_nemotron3.convert.job import Job, run
 from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from tests.checkpoint import runs
-from tests.convert import arrived
-from tests.convert.arrived import same, written
-from tests.convert.folders import write_hf
-from tests.convert.models import DISTINCT, GOLDEN
 from tests.parallel.case import Case
 from tests.parallel.tensors import gather
+from tests.support import checkpoint_runs as runs
+from tests.support import loaded_weights as arrived
+from tests.support.convert_models import DISTINCT, GOLDEN
 from tests.support.distributed import run_distributed
+from tests.support.hf_folders import write_hf
+from tests.support.loaded_weights import same, written
 
 LAYOUTS = {
     "one rank": ParallelLayout(),
@@ -185,7 +185,7 @@ def first_loss(layout: ParallelLayout, folder: Path) -> float:
 
 def scaled(config: Nemotron3Config, seed: int) -> dict[str, Any]:
     """Random tensors of a size that gives finite losses."""
-    from tests.convert.folders import hf_values
+    from tests.support.hf_folders import hf_values
 
     return {name: value * 0.1 for name, value in hf_values(config, seed, "float32").items()}
 
@@ -195,7 +195,7 @@ WITH_TE = """
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
 from pathlib import Path
-from tests.convert.arrived import load_with_te
+from tests.support.loaded_weights import load_with_te
 
 print("RESULT", json.dumps(load_with_te(Path({folder!r}), {name!r}, {specs!r})))
 """

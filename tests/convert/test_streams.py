@@ -15,7 +15,7 @@ from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.convert import streams
 from megatron_nemotron3.convert.plan import Slices, whole
 from megatron_nemotron3.convert.streams import FilePlan, Part, combine_crc32, content, write
-from tests.convert.counted import Numbers
+from tests.support.counted_job import Numbers
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))

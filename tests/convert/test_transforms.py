@@ -17,7 +17,7 @@ from megatron_nemotron3.convert import inventory, transforms
 from megatron_nemotron3.convert.plan import Piece, Plan, Region, apply, byte_ranges, extent, whole
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models import names as catalog_names
-from tests.convert.models import DISTINCT, random_config
+from tests.support.convert_models import DISTINCT, random_config
 
 TP = (1, 2, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn)

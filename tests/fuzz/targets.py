@@ -24,10 +24,10 @@ from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import FilePlan, content
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.models import get, tiny
-from tests.convert import sparse
-from tests.convert.counted import counted, digest
-from tests.convert.models import random_config
 from tests.convert.test_dialects import config as golden
+from tests.support import sparse_checkpoints as sparse
+from tests.support.convert_models import random_config
+from tests.support.counted_job import counted, digest
 
 #: Relative path -> bytes.
 Folder = dict[str, bytes]

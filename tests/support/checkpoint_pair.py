@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_nemotron3.convert import config_json, inventory
 from megatron_nemotron3.convert.plan import apply
 from megatron_nemotron3.models import Nemotron3Config
-from tests.convert.models import assemble, chunks
+from tests.support.convert_models import assemble, chunks
 from tests.support.model_mapping import megatron_model, randomize
 
 

@@ -14,8 +14,8 @@ from megatron_nemotron3.convert.checkpoints import open_hugging_face, open_megat
 from megatron_nemotron3.convert.conversion import FromHfOptions, ToHfOptions, convert_from_hf, convert_to_hf
 from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 from megatron_nemotron3.models import get
-from tests.checkpoint.writer import write
 from tests.support.checkpoint_pair import pair
+from tests.support.checkpoint_writer import write
 from tests.support.world import world_of_one
 
 pytest.importorskip("transformers")

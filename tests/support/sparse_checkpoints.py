@@ -1,6 +1,6 @@
-"""Checkpoints of any size that take no room: real headers and real lengths, all elements zero, never written.
+"""Checkpoints of any size in sparse files: real headers and lengths, and zero elements that are not written.
 
-python -m tests.convert.sparse convert from-hf A B     the command line, with a writer that leaves holes
+python -m tests.support.sparse_checkpoints convert from-hf A B    # the command line with a sparse writer
 """
 
 from __future__ import annotations
