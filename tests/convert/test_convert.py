@@ -224,7 +224,7 @@ def test_promised_mtp_without_weights(
     lost = {n: v for n, v in small[2].items() if not n.startswith("mtp.")}
     write_hf(tmp_path / "lost", small[1], values=lost)
     assert nemotron3("convert", "from-hf", tmp_path / "lost", tmp_path / "out") == 2
-    assert "configuration has 1 MTP block(s) '*E' whose weights are not there" in capsys.readouterr().err
+    assert "configuration has 1 MTP block(s) '*E' whose weights are missing" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -102,7 +102,7 @@ HF: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "config has strange numbers": (
         lambda f: _edit(f / "config.json", lambda d: d.update(hidden_size=-1)),
-        "no whole number above 0",
+        "not a whole number above 0",
     ),
     "config asks for the impossible": (
         lambda f: _edit(f / "config.json", lambda d: d.update(hidden_size=10**30)),
@@ -227,4 +227,4 @@ def test_a_manifest_that_leads_out(sound: Path, tmp_path: Path, capsys: pytest.C
     path = tmp_path / "copy/nemotron3_manifest.json"
     _edit(path, lambda d: d["files"].update({"../../etc/passwd": {"bytes": 1, "crc32": "0"}}))
     assert cli.main(["verify", str(tmp_path / "copy"), "--workers", "1"]) == 1
-    assert "no entry of a file below the folder" in capsys.readouterr().out
+    assert "not an entry of a file below the folder" in capsys.readouterr().out
