@@ -161,7 +161,7 @@ def test_torch_stack_has_the_te_stacks_keys(model: str, described: dict[str, Any
 INTERCHANGE = f"""
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
-from tests.te.interchange import exchange
+from tests.support.te_interchange import exchange
 
 specs = {SPECS!r}
 print("RESULT", json.dumps({{f"{{a}} to {{b}}": exchange(specs[a], specs[b]) for a, b in [
