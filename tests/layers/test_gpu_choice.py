@@ -95,8 +95,8 @@ def test_choice(monkeypatch):
         (fake, None, ["mamba-ssm Triton SSD", "torch chunked SSD", "torch chunked SSD"]),
         (None, None, ["torch chunked SSD"] * 3),
     ):
-        monkeypatch.setattr(scan_kernels, "_mamba_ssm", lambda mamba=mamba: mamba)
-        monkeypatch.setattr(scan_kernels, "_triton", lambda triton=triton: triton)
+        monkeypatch.setattr(scan_kernels, "_installed_mamba_ssm", lambda mamba=mamba: mamba)
+        monkeypatch.setattr(scan_kernels, "_installed_triton", lambda triton=triton: triton)
         scan_kernels.cuda_scans.cache_clear()
         dtypes = (torch.bfloat16, torch.float32, torch.float64)
         on_gpu = [SimpleNamespace(is_cuda=True, dtype=dtype) for dtype in dtypes]
@@ -110,13 +110,13 @@ def test_broken_mamba_ssm_is_passed_over(monkeypatch):
         raise OSError("undefined symbol")
 
     monkeypatch.setattr(scan_kernels.importlib, "import_module", broken)
-    assert scan_kernels._mamba_ssm() is None
+    assert scan_kernels._installed_mamba_ssm() is None
 
 
 @with_triton
 def test_too_wide_goes_to_torch():
     """The Triton choice runs plain torch where its kernels cannot: a state size over their limit."""
-    choice = scan_kernels._triton()
+    choice = scan_kernels._installed_triton()
     inputs = make_inputs(1, 3, 1, 2, 1, 300)
     torch.testing.assert_close(scan(choice, inputs), scan(ssd.ssd_chunked, inputs))
 
