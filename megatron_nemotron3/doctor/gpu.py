@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_nemotron3.args.precision import FP4_CAPABILITIES
+from megatron_nemotron3.args.rules_precision import FP4_CAPABILITIES
 from megatron_nemotron3.doctor.finding import Finding
 
 _QUESTION = """
