@@ -75,7 +75,7 @@ def _capability(number: tuple[int, int]) -> str:
     return f"{number[0]}.{number[1]}"
 
 
-def _block(c: Launch) -> int:
+def _block_size(c: Launch) -> int:
     return MXFP8_BLOCK if c.precision == "mxfp8" else NVFP4_BLOCK
 
 
@@ -179,10 +179,11 @@ PRECISION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "token-alignment",
-        lambda c: c.quantized and _tokens(c) % _block(c),
+        lambda c: c.quantized and _tokens(c) % _block_size(c),
         lambda c: (
-            f"{c.precision} wants the {_tokens(c)} tokens of a microbatch (micro_batch_size*seq_length/CP) "
-            f"to be a multiple of {_block(c)}: use seq_length a multiple of {_block(c) * c.layout.cp}"
+            f"{c.precision} needs the {_tokens(c)} tokens of a microbatch (micro_batch_size*seq_length/CP) "
+            f"to be a multiple of {_block_size(c)}: use seq_length a multiple of "
+            f"{_block_size(c) * c.layout.cp}"
         ),
         _TE,
     ),

@@ -20,6 +20,7 @@ from megatron_nemotron3.args import (
     to_argv,
 )
 from megatron_nemotron3.checkpoint import folders, resume
+from megatron_nemotron3.checkpoint.loading import option_values
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.precision import command as precision
 from megatron_nemotron3.precision import report as precision_report
@@ -112,7 +113,7 @@ def train(request: Request) -> int:
     """
     started = time.monotonic()
     config, schedule = request.config, schedule_of(request)
-    measuring = _logging(request, schedule)
+    measuring = _measurement(request, schedule)
     size = count(config)
     folders.check_room(request.output, folders.bytes_needed(size.trainable, request.precision))
 
@@ -132,7 +133,7 @@ def train(request: Request) -> int:
     what = f"{size.trainable:,} parameters, {request.layout}, {request.precision}"
     what += " emulated" if request.emulate else ""
     print(f"{config.title} [{config.name}]: {what}")
-    data, baseline = _data(request)
+    data, baseline = _prepared_data(request)
     if request.precision_file and not request.te_precision_config_file:
         request.output.mkdir(parents=True, exist_ok=True)
         yaml_file.write(config, request.precision_file)
@@ -148,7 +149,7 @@ def train(request: Request) -> int:
         precision_report.remove(request.output)
     elif schedule.train_iters is not None and begun >= schedule.train_iters:
         print(f"already trained to step {begun}; to start over, delete {request.output}")
-        _report(request, log.read(str(log_file)), baseline, started)
+        _print_report(request, log.read(str(log_file)), baseline, started)
         return 0
     else:
         print(f"resuming from step {begun}")
@@ -167,11 +168,11 @@ def train(request: Request) -> int:
     finally:
         resume.remove_incomplete(request.checkpoints)
     if status != 0 and not progress.was_interrupted:
-        raise ValueError(f"{_cause(request, progress, status)} (see {log_file})")
+        raise ValueError(f"{_cause_of_stop(request, progress, status)} (see {log_file})")
 
     saved = folders.latest(request.checkpoints)
     curve = log.read(str(log_file))
-    _report(request, curve, baseline, started)
+    _print_report(request, curve, baseline, started)
     if progress.was_interrupted:
         where = (
             f"step {saved} is saved; the same command goes on from there" if saved else "no checkpoint yet"
@@ -181,7 +182,7 @@ def train(request: Request) -> int:
     return 0
 
 
-def _logging(request: Request, schedule: TrainingSchedule) -> emulation.Logging | None:
+def _measurement(request: Request, schedule: TrainingSchedule) -> emulation.Logging | None:
     """What precision is measured, and when; in a run shorter than the usual interval its last step is.
 
     Raises:
@@ -199,7 +200,7 @@ def _logging(request: Request, schedule: TrainingSchedule) -> emulation.Logging 
     return emulation.Logging(interval, str(request.output.resolve()))
 
 
-def _cause(request: Request, progress: _Progress, status: int) -> str:
+def _cause_of_stop(request: Request, progress: _Progress, status: int) -> str:
     """One sentence on why training stopped."""
     if "CheckpointException" in progress.last_error or "No space left" in progress.last_error:
         # Megatron's writer processes keep the reason to themselves; a full disk is the usual one.
@@ -211,7 +212,7 @@ def _cause(request: Request, progress: _Progress, status: int) -> str:
     return progress.last_error or f"training ended with status {status}"
 
 
-def _data(request: Request) -> tuple[TrainingData, float | None]:
+def _prepared_data(request: Request) -> tuple[TrainingData, float | None]:
     """Data set, tokenizer and folders for the flags; and the unigram baseline of the same text."""
     from megatron_nemotron3.train.data import prepare, unigram_baseline
     from megatron_nemotron3.train.data.prepare import MAX_BYTES
@@ -252,7 +253,7 @@ def _data(request: Request) -> tuple[TrainingData, float | None]:
     return data, baseline.cross_entropy
 
 
-def _report(request: Request, curve: log.Curve, baseline: float | None, started: float) -> None:
+def _print_report(request: Request, curve: log.Curve, baseline: float | None, started: float) -> None:
     for line in report.verdict(curve, baseline):
         print(line)
     picture = request.output / "loss.png"
@@ -316,6 +317,9 @@ class _Progress:
 
 def _event_files(request: Request) -> tuple[str, ...]:
     """Write TensorBoard's event files below the output, for `nemotron3 watch`, where its package is."""
-    if "--tensorboard-dir" in request.extra or importlib.util.find_spec("tensorboard") is None:
+    if (
+        option_values(request.extra, "--tensorboard-dir") is not None
+        or importlib.util.find_spec("tensorboard") is None
+    ):
         return ()
     return ("--tensorboard-dir", str(request.output / "tensorboard"))
