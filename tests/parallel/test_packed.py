@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.layers.context import document_borders, gathered_positions, zigzag
+from megatron_nemotron3.layers.context_parallel import document_borders, gathered_positions, zigzag
 from megatron_nemotron3.layers.stack import MTPLayer, check_borders
 from tests.parallel.case import Case
 from tests.parallel.compare import check
