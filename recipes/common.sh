@@ -78,7 +78,7 @@ checkpoints() { # [required]: resume from OUTPUT, or start from LOAD with a new 
         --tensorboard-dir "$OUTPUT/tensorboard" --exit-signal-handler)
     [ -z "${EXIT_MINUTES:-}" ] || CHECKPOINTS+=(--exit-duration-in-mins "$EXIT_MINUTES")
     if [ ! -e "$OUTPUT/checkpoints/$tracker" ]; then
-        [ -z "${1:-}" ] || need LOAD "the checkpoints folder of the phase before, or of nemotron3 convert from-hf"
+        [ -z "${1:-}" ] || need LOAD "the checkpoints folder of the previous phase, or of nemotron3 convert from-hf"
         [ -z "${LOAD:-}" ] || [ -n "${DRY_RUN:-}" ] || [ -e "$LOAD/$tracker" ] \
             || fail "LOAD=$LOAD has no $tracker: give a folder with a checkpoint"
     fi

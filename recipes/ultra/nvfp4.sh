@@ -13,7 +13,7 @@ MODEL=ultra
 # parallelism: the published launch is 6144 GB200, TP8 EP64 PP1, MBS 2 (HybridEP there, alltoall here)
 TP=${TP:-8} EP=${EP:-64}
 
-# precision: the published mix, as in Super: last layers, attention and latent projections, MTP BF16, Mamba out_proj MXFP8
+# precision: the published mix, as Super: last layers, attention and latent projections, MTP BF16, Mamba out_proj MXFP8
 PRECISION=nvfp4
 OUTPUT=${OUTPUT:-runs/ultra/nvfp4}
 precision_file
