@@ -3,8 +3,8 @@
     python examples/nvfp4_ablation.py [--steps 200] [--seeds 3] [--only "recipe" …] [--output DIR]
 
 All runs of a seed start from the same weights and see the same text in the same order with the same schedule.
-They differ only in how the linears' products are quantized (docs/nvfp4.md), so differences are paired. What is
-not quantized is FP32, which is three times as fast as BF16 on a CPU. A finished run is read, not repeated.
+They differ only in how the linears' products are quantized (docs/nvfp4.md), so differences are paired. What
+is not quantized is FP32, which is three times as fast as BF16 on a CPU. A finished run is read, not repeated.
 
 Expect NVFP4 to cost about half a percent, and single ingredients to make a difference within the noise. The
 example shows that the emulation works and how large the noise is, not what the ingredients are worth at scale.
