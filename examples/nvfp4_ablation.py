@@ -7,7 +7,7 @@ They differ only in how the linears' products are quantized (docs/nvfp4.md), so 
 is not quantized is FP32, which is three times as fast as BF16 on a CPU. A finished run is read, not repeated.
 
 Expect NVFP4 to cost about half a percent, and single ingredients to make a difference within the noise. The
-example shows that the emulation works and how large the noise is, not what the ingredients are worth at scale.
+example shows that the emulation works and how large the noise is, not what ingredients are worth at scale.
 """
 
 from __future__ import annotations
