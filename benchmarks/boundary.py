@@ -96,7 +96,7 @@ def measure(ours: bool, todo: list[Case], rows: int, hidden: int) -> list[tuple[
     """On this rank, for every case: forward and backward."""
     import logging
 
-    from tests.boundary.upstream.run import gloo_groups
+    from tests.support.boundary_upstream import gloo_groups
 
     logging.disable(logging.INFO)
     if not ours:
@@ -113,7 +113,7 @@ def _one(ours: bool, case: Case, rows: int, hidden: int) -> tuple[Measured, Meas
     from megatron_nemotron3.boundary.edge import Edge
     from megatron_nemotron3.boundary.feed import RowFeed, Stream, tokens
     from megatron_nemotron3.boundary.layout import Layout
-    from tests.boundary.lanes import every_row, lane_of, of_lane, of_rank
+    from tests.support.boundary_reference import every_row, lane_of, of_lane, of_rank
 
     rank = dist.get_rank()
     source, destination = Layout.parse(case.source), Layout.parse(case.destination)
@@ -303,17 +303,17 @@ def align_table(device: Any, hidden: int, rounds: int, lengths: tuple[int, ...])
     from megatron.core.models.mimo.model.base import MimoModel
 
     from megatron_nemotron3.boundary.partition import positions
-    from megatron_nemotron3.boundary.placement import align, assemble
+    from megatron_nemotron3.boundary.placement import assemble, make_placement
 
     table = []
     for length, (cp, tp) in itertools.product(lengths, ((1, 8), (4, 8))):
         ids = torch.zeros(1, length, dtype=torch.int64)
         ids[:, length // 8 : length // 2] = 1
         owned = [[rows] for rows in positions(length, cp, tp, sequence_parallel=True)]
-        alignment = align((ids == 1).to(torch.int8), ["images"], owned, 0)
-        text = torch.randn(len(alignment.text), hidden, device=device, dtype=torch.bfloat16)
-        rows = torch.randn(len(alignment.rows["images"]), hidden, device=device, dtype=torch.bfloat16)
-        at = (alignment.text.to(device), alignment.rows["images"].to(device))
+        placement = make_placement((ids == 1).to(torch.int8), ["images"], owned, 0)
+        text = torch.randn(len(placement.text), hidden, device=device, dtype=torch.bfloat16)
+        rows = torch.randn(len(placement.rows["images"]), hidden, device=device, dtype=torch.bfloat16)
+        at = (placement.text.to(device), placement.rows["images"].to(device))
         everything = {
             "text": torch.randn(int((ids == 0).sum()), hidden, device=device, dtype=torch.bfloat16),
             "images": torch.randn(int((ids == 1).sum()), hidden, device=device, dtype=torch.bfloat16),
@@ -321,7 +321,7 @@ def align_table(device: Any, hidden: int, rounds: int, lengths: tuple[int, ...])
         on_device = ids.to(device)
         places = torch.cat([torch.arange(a, b) for a, b in owned[0][0]]).to(device)
 
-        def slices(parts: Any = ((at[0], text), (at[1], rows)), way: Any = alignment) -> Any:
+        def slices(parts: Any = ((at[0], text), (at[1], rows)), way: Any = placement) -> Any:
             return assemble(way, parts)
 
         def scatter(parts: Any = everything, where: Any = on_device, mine: Any = places) -> Any:

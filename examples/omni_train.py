@@ -28,7 +28,7 @@ from megatron_nemotron3.boundary.feed import RowFeed, tokens
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-from megatron_nemotron3.boundary.partition import contiguous
+from megatron_nemotron3.boundary.partition import sample_shares
 from megatron_nemotron3.boundary.training import finalize_model_grads, forward_backward_colocated
 from megatron_nemotron3.cpu import cpu_mode
 
@@ -192,7 +192,7 @@ def _batches(mode: Mode, blind: bool) -> Iterator[dict[str, Any]]:
     """What this rank reads of each microbatch: its lane's share for each module it has, and all token ids."""
     rank, first = dist.get_rank(), 0
     shares = {
-        name: contiguous(mode.samples, layout.dp)[layout.coordinates(rank).get("dp", 0)]
+        name: sample_shares(mode.samples, layout.dp)[layout.coordinates(rank).get("dp", 0)]
         for name, layout in mode.layouts.items()
         if rank in layout.ranks
     }

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from tests.boundary.test_plans import expected
+from tests.boundary.test_plan import expected
 from tests.support.distributed import run_distributed
 
 HIDDEN = 5

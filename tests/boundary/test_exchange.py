@@ -38,7 +38,7 @@ def _counted(rows_of_samples: tuple[int, ...], leader_bytes: int) -> list[dict[s
             make_plan(source, destination, rows_of_samples, row_bytes=4 * HIDDEN), leader_bytes=leader_bytes
         )
         for plan in (forward, forward.transposed()):
-            gives = any(rank in g.ranks for lane in plan.holders for g in lane)
+            gives = any(rank in g.ranks for lane in plan.senders for g in lane)
             rows = torch.ones(plan.rows_held(rank), HIDDEN) if gives else None
             transfer = Transfer(plan, rows, not gives, (HIDDEN,), torch.float32, "test")
             with counted() as wire:

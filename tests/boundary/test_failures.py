@@ -17,8 +17,8 @@ from megatron_nemotron3.boundary.groups import BoundaryError
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
 from megatron_nemotron3.boundary.stages import check_modules, stage_of
-from tests.boundary.apart import NOTHING, run_apart
-from tests.boundary.pipeline import Runner, Stages, World, microbatches
+from tests.support.boundary_pipeline import Runner, Stages, World, microbatches
+from tests.support.boundary_processes import NOTHING, run_apart
 
 #: Two encoders and a language model of two stages, the second of which has no boundary.
 WORLD = World({"images": "tp=1", "audio": "offset=1", "language": "pp=2,offset=2"})

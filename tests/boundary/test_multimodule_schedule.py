@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.boundary.apart import run_apart
-from tests.boundary.pipeline import Result, Runner, World, compare, microbatches
+from tests.support.boundary_pipeline import Result, Runner, World, compare, microbatches
+from tests.support.boundary_processes import run_apart
 from tests.support.distributed import run_distributed
 
 UNEQUAL = {"images": "pp=2", "audio": "tp=1,offset=2", "language": "tp=1,offset=3"}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.boundary.upstream.run import gloo_groups
+from tests.support.boundary_upstream import gloo_groups
 
 #: Token ids in whose place rows stand.
 TOKENS = {"images": 1, "audio": 2}
