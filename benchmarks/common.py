@@ -22,7 +22,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # `python benchmarks/x.py` finds the package and tests.parity.mapping
+    # `python benchmarks/x.py` finds the package and tests.support.
+    sys.path.insert(0, str(ROOT))
 
 MIB = 2**20
 

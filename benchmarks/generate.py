@@ -23,10 +23,9 @@ import torch
 from common import machine, model, print_table, set_threads
 
 from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.generate import generate
-from megatron_nemotron3.generate.speculative import speculate
+from megatron_nemotron3.generate.generate import GenerationOptions, generate
 from megatron_nemotron3.models import Nemotron3Config
-from tests.generate.models import engine_of, tensors
+from tests.support.engines import engine_of, tensors
 
 DRAFTS = (1, 2, 3, 5, 7)
 #: A run's prompts: Python's own sources, which `nemotron3 train` trains on.
@@ -39,7 +38,7 @@ def theirs(config: Nemotron3Config, prompt: Sequence[int], new: int) -> Callable
     from transformers.generation.streamers import BaseStreamer
 
     from tests.generate.test_hugging_face import stacked
-    from tests.parity.compare import transformers_config
+    from tests.support.parity import transformers_config
 
     class Clock(BaseStreamer):
         """When each token came; the prompt comes first."""
@@ -83,7 +82,7 @@ def plain(engine: Engine, prompt: Sequence[int], new: int) -> Callable[[], tuple
     """Ours, a token a pass."""
 
     def run() -> tuple[float, list[int]]:
-        result = generate(engine, [prompt], new)
+        result = generate(engine, [prompt], GenerationOptions(new))
         return result.tokens_per_second, result.rows[0].tokens
 
     return run
@@ -121,20 +120,20 @@ def trained(run: Path, context: int, new: int, rounds: int) -> None:
     """Plain against drafts, on what the model was trained for."""
     import argparse as stdlib
 
-    from megatron_nemotron3.generate.command import open_fitting
-    from megatron_nemotron3.generate.folder import find
-    from megatron_nemotron3.generate.weights import read
+    from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
+    from megatron_nemotron3.generate.command import open_for_tokenizer
+    from megatron_nemotron3.generate.weights import read_weights
 
-    folder = find(run)
+    folder = find_checkpoint(run)
     tokenizer = folder.tokenizer()
-    opened = open_fitting(folder, tokenizer, None)
-    engine = Engine(read(opened.hf_view(), opened.config), max_context=context + new)
+    opened = open_for_tokenizer(folder, tokenizer, None)
+    engine = Engine(read_weights(opened.hf_view(), opened.config), max_context=context + new)
     library = Path(stdlib.__file__).parent
     texts = [(library / name).read_text(encoding="utf-8")[5000:] for name in SOURCES]
     prompts = [tokenizer.encode(text)[:context] for text in texts]
 
     def side(draft: int) -> Callable[[], Any]:
-        return lambda: [speculate(engine, [prompt], new, draft=draft) for prompt in prompts]
+        return lambda: [generate(engine, [prompt], GenerationOptions(new, draft=draft)) for prompt in prompts]
 
     found = in_turn({str(draft): side(draft) for draft in (0, *DRAFTS)}, rounds)
     print(f"{run}: {opened.config.title}, context {context}, {len(prompts)} prompts of {', '.join(SOURCES)}")

@@ -51,7 +51,7 @@ class Ours(Megatron):
             sys.modules["mamba_ssm"] = None  # type: ignore[assignment]  # importing it now fails
 
     def make(self) -> Any:
-        from tests.parity.mapping import megatron_model
+        from tests.support.model_mapping import megatron_model
 
         if self._redundant:
             raise RuntimeError("package mamba-ssm is not installed: ours-kernels is the same")
@@ -77,7 +77,7 @@ class StockTE(Megatron):
         from megatron.core.models.hybrid.hybrid_model import HybridModel
         from megatron.core.ssm import mamba_mixer
 
-        from tests.parity.mapping import transformer_config
+        from tests.support.model_mapping import transformer_config
 
         self._conv = conv1d_problem()
         if self._conv:
@@ -139,7 +139,7 @@ class Transformers(Side):
         import torch
         import transformers
 
-        from tests.parity.mapping import transformers_config
+        from tests.support.model_mapping import transformers_config
 
         config = transformers_config(self.config)
         flash = self.device == "cuda" and importlib.util.find_spec("flash_attn") is not None

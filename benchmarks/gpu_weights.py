@@ -30,7 +30,7 @@ _PINNED_GAP = 10.0
 
 def megatron_pieces(module: torch.nn.Module, config: Any) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, part of a tensor of Megatron's model) for all it has; of experts "name#e"."""
-    from tests.parity import mapping
+    from tests.support import model_mapping as mapping
 
     queries = config.num_attention_heads // config.num_query_groups
     tensors = (*module.named_parameters(), *module.named_buffers())

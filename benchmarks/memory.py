@@ -28,7 +28,7 @@ class Layer:
     """A stack of one layer."""
 
     def __init__(self, kind: str) -> None:
-        from tests.parity.mapping import megatron_model
+        from tests.support.model_mapping import megatron_model
 
         self.config = model(pattern=kind)
         self._stack = ExitStack()

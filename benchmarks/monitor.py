@@ -37,7 +37,7 @@ class Training:
         from torch.utils.tensorboard import SummaryWriter
 
         from megatron_nemotron3.monitor.settings import monitoring
-        from tests.parity.mapping import megatron_model, randomize
+        from tests.support.model_mapping import megatron_model, randomize
 
         self.inside = 0.0
         if interval:

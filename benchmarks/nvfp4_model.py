@@ -94,7 +94,7 @@ class Switched:
         from gpu_weights import fill, megatron_pieces
 
         from megatron_nemotron3.precision.settings import emulating, parse
-        from tests.parity.mapping import megatron_model, randomize
+        from tests.support.model_mapping import megatron_model, randomize
 
         with emulating(parse(text)):
             module = megatron_model(

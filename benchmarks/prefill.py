@@ -19,9 +19,9 @@ from common import machine
 
 from megatron_nemotron3.checkpoint.files import save_figure
 from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.state import KeyValues, State
+from megatron_nemotron3.generate.state import KVCache, State
 from megatron_nemotron3.models import get
-from tests.generate.models import engine_of
+from tests.support.engines import engine_of
 
 CHUNK, REPORT = 1024, 16
 MIB = 2**20
@@ -64,7 +64,7 @@ def peak() -> int:
 
 def keys_and_values(state: State) -> int:
     """Bytes of attention's caches."""
-    return sum(layer.cache.nbytes for layer in state.layers if isinstance(layer, KeyValues))
+    return sum(layer.cache.nbytes for layer in state.layers if isinstance(layer, KVCache))
 
 
 def check(engine: Engine, ids: torch.Tensor) -> float:

@@ -53,7 +53,7 @@ class Side:
 
     def weights(self) -> tuple[Any, dict[str, Any]]:
         """Our model, and its weights under transformers' names."""
-        from tests.parity.mapping import megatron_model, randomize, to_transformers
+        from tests.support.model_mapping import megatron_model, randomize, to_transformers
 
         ours = megatron_model(self.config, bf16=self.dtype.itemsize == 2, params_dtype=self.dtype)
         randomize(ours, seed=6)
@@ -118,7 +118,7 @@ class Theirs(Side):
     def build(self) -> Any:
         import transformers
 
-        from tests.parity.mapping import transformers_config
+        from tests.support.model_mapping import transformers_config
 
         config = transformers_config(self.config)
         config._attn_implementation = "sdpa"

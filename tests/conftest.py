@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -28,3 +29,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     for name in [name for name in os.environ if name.startswith("NVTE_") and name not in _NVTE]:
         del os.environ[name]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    """`tests.support.world.world_of_one` for a test module."""
+    from tests.support.world import world_of_one
+
+    with world_of_one():
+        yield

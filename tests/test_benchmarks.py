@@ -20,7 +20,7 @@ from benchmarks.gpu_world import host_waits, world
 from megatron_nemotron3.cpu import cpu_mode
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.parameters import count
-from tests.parity.mapping import megatron_model, to_transformers, transformers_config
+from tests.support.model_mapping import megatron_model, to_transformers, transformers_config
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 #: Files that are run; the others are imported by them.

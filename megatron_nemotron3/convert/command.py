@@ -150,9 +150,9 @@ def convert(options: argparse.Namespace) -> int:
 
 def _prove(tokens: int, megatron: Any, hf: Any, config: Nemotron3Config) -> int:
     """Compare the logits of both checkpoints; returns the exit status."""
-    from megatron_nemotron3.convert.logits.compare import check_logits
+    from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 
-    return check_logits(megatron, hf, config, tokens).exit_status
+    return check_logits(megatron, hf, config, CheckOptions(tokens)).exit_status
 
 
 def verify(options: argparse.Namespace) -> int:

@@ -1,17 +1,17 @@
-"""Generation: a model run token by token, from a Megatron or a Hugging Face checkpoint.
+"""Token-by-token generation from a Megatron or a Hugging Face checkpoint.
 
-    weights      a checkpoint's tensors, laid out for decoding
-    span         which tokens one forward pass gets, row by row
-    state        what is kept between passes: attention keys and values, Mamba-2 windows and states
-    mamba, attention, mlp, moe    the layer kinds, each for one token and for many
-    engine       `Engine`: prefill in chunks, forward passes, snapshots to go back to
-    mtp          `MTPState`: the multi-token-prediction block, depth by depth
-    sampling     logits -> probabilities -> token
-    generate     `generate`: prompts -> continuations
-    speculative  `speculate`: the same, with MTP as the drafter
-    evaluate, evaluate_plot       held-out loss by MTP depth, acceptance by number of drafts
-    folder, text, screen          checkpoint, tokenizer and data of a folder; text as it appears
-    command, evaluate_command     `nemotron3 generate`, `nemotron3 evaluate`
+    weights            checkpoint tensors, laid out for decoding
+    batch              the tokens of one forward pass, row by row, and their attention masks
+    state              KV caches, Mamba-2 states, and what rolls a pass back
+    layers, mamba, moe the layer kinds, each for one token and for many
+    engine             `Engine`: chunked prefill, forward passes
+    mtp                `MTP`: the multi-token-prediction block, depth by depth
+    sampling           logits to probabilities to a token; acceptance of drafted tokens
+    generate           `generate`: prompts to continuations, plain or speculative with MTP as the drafter
+    evaluate           held-out loss by MTP depth, acceptance length by number of drafts
+    checkpoint_folder  checkpoint, tokenizer and data of a folder
+    text               tokenizer, and text that appears while tokens arrive
+    command, evaluate_command   `nemotron3 generate`, `nemotron3 evaluate`
 
-Needs torch; no megatron, no process group, CPU or one GPU.
+Needs torch. Runs without megatron-core and without a process group, on the CPU or one GPU.
 """

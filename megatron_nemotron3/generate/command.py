@@ -1,4 +1,4 @@
-"""`nemotron3 generate`: prompts -> text, from a checkpoint of either kind."""
+"""`nemotron3 generate`: continue prompts with the model of a Megatron or Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from megatron_nemotron3.models.command import add_stored_model, stored_model
 
 if TYPE_CHECKING:
     from megatron_nemotron3.convert.checkpoints import Checkpoint
+    from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder
     from megatron_nemotron3.generate.engine import Engine
-    from megatron_nemotron3.generate.folder import Folder
-    from megatron_nemotron3.generate.sampling import Sampling
-    from megatron_nemotron3.generate.speculative import SpeculativeGeneration
-    from megatron_nemotron3.generate.text import Passage, Tokenizer
+    from megatron_nemotron3.generate.generate import Generation, Speculation
+    from megatron_nemotron3.generate.text import OutputText, Tokenizer
 
 NEW_TOKENS = 64
-#: Drafts of a verification, at most: every depth has keys and values of its own.
-MOST_DRAFTS = 32
+#: Most drafts per verification, because every depth has a KV cache of its own.
+MAX_DRAFT = 32
 
 
 def register(commands: Any) -> None:
@@ -33,33 +32,45 @@ def register(commands: Any) -> None:
     add_checkpoint(command)
     command.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     command.add_argument(
-        "--prompt-file", type=Path, metavar="F", help="one prompt: the file's text, - is stdin"
-    )
-    command.add_argument("--max-new-tokens", type=int, default=NEW_TOKENS, metavar="N", help=str(NEW_TOKENS))
-    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: greedy")
-    command.add_argument(
-        "--top-p", type=float, metavar="P", help="only the likeliest tokens that add up to P"
-    )
-    command.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
-    command.add_argument("--seed", type=int, default=0, metavar="N", help="of the first prompt (0)")
-    command.add_argument(
-        "--draft", type=int, default=0, metavar="K", help="MTP drafts K tokens a step (0: off)"
+        "--prompt-file", type=Path, metavar="F", help="one prompt: the text of a file; - reads stdin"
     )
     command.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends a text, as the tokenizer's end does"
+        "--max-new-tokens",
+        type=int,
+        default=NEW_TOKENS,
+        metavar="N",
+        help=f"default {NEW_TOKENS}",
+    )
+    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy")
+    command.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the most likely tokens that add up to P"
+    )
+    command.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    command.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the first prompt (default 0); prompt i has N + i"
+    )
+    command.add_argument(
+        "--draft", type=int, default=0, metavar="K", help="MTP drafts K tokens per step (default 0: off)"
+    )
+    command.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="ends a text, like the end token",
     )
     command.add_argument("--json", action="store_true", help="machine-readable")
     command.add_argument("--no-stream", action="store_true", help="print the texts when all are complete")
 
 
 def add_checkpoint(command: argparse.ArgumentParser) -> None:
-    """The options that say what to load, and how."""
+    """Add the options that say what to load, and how."""
     command.add_argument(
         "--checkpoint",
         type=Path,
         required=True,
         metavar="DIR",
-        help="Megatron, Hugging Face, or a run's folder",
+        help="Megatron's or Hugging Face's folder, or that of `nemotron3 train`",
     )
     command.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="default: the checkpoint's or the run's"
@@ -69,8 +80,10 @@ def add_checkpoint(command: argparse.ArgumentParser) -> None:
     add_stored_model(command)
 
 
-def open_fitting(found: Folder, tokenizer: Tokenizer, model: Nemotron3Config | None) -> Checkpoint:
-    """The checkpoint, with the tokens of a tokenizer and no padding behind them.
+def open_for_tokenizer(
+    found: CheckpointFolder, tokenizer: Tokenizer, model: Nemotron3Config | None
+) -> Checkpoint:
+    """Open a checkpoint with as many tokens as the tokenizer has, without padding.
 
     Raises:
         ValueError: it is damaged, or has fewer tokens than the tokenizer.
@@ -89,91 +102,88 @@ def check_draft(opened: Checkpoint, draft: int) -> None:
     """Refuse drafts that the checkpoint cannot make.
 
     Raises:
-        ValueError: a number out of range, no MTP block, or a block for each depth and fewer of them.
+        ValueError: a number out of range, no MTP block, or too few blocks where each depth has its own.
     """
     config = opened.config
-    if not 0 <= draft <= MOST_DRAFTS:
-        raise ValueError(f"--draft {draft}: give 1 to {MOST_DRAFTS}, or leave it out")
+    if not 0 <= draft <= MAX_DRAFT:
+        raise ValueError(f"--draft {draft}: give 1 to {MAX_DRAFT}, or leave it out")
     if draft and not config.has_mtp:
         raise ValueError(f"--draft {draft}: {opened.folder} has no MTP block to draft with: leave it out")
     if draft > config.mtp_num_layers and draft and not config.mtp_use_repeated_layer:
         raise ValueError(
-            f"--draft {draft}: {opened.folder} has {config.mtp_num_layers} MTP blocks, one for each depth: "
+            f"--draft {draft}: {opened.folder} has {config.mtp_num_layers} MTP blocks, one per depth: "
             f"use --draft {config.mtp_num_layers} or less"
         )
 
 
 def load_engine(opened: Checkpoint, options: argparse.Namespace, mtp: bool) -> Engine:
-    """The model on `options.device`, "cpu" or "cuda"."""
+    """Load the model onto `options.device`, "cpu" or "cuda"."""
     import torch
 
     from megatron_nemotron3.generate.engine import Engine
-    from megatron_nemotron3.generate.weights import read
+    from megatron_nemotron3.generate.weights import read_weights
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    return Engine(read(opened.hf_view(), opened.config, device=options.device, dtype=dtype, mtp=mtp))
+    return Engine(read_weights(opened.hf_view(), opened.config, device=options.device, dtype=dtype, mtp=mtp))
 
 
 def generate_command(options: argparse.Namespace) -> int:
     """Continue the prompts and print the texts. Exit status 0.
 
     Args:
-        options: of `register`.
+        options: those of `register`.
 
     Raises:
-        ValueError: no or an empty prompt, an option out of range, a context beyond the model's, no checkpoint
-            or tokenizer, one that does not fit the other, --draft without MTP.
+        ValueError: there is no prompt, or it is empty; an option is out of range; prompt and new tokens
+            exceed the model's context; there is no checkpoint or tokenizer, or they do not match; --draft
+            without MTP.
         OSError: the file of --prompt-file cannot be read.
     """
-    from megatron_nemotron3.generate.folder import find
-    from megatron_nemotron3.generate.screen import Screen
-    from megatron_nemotron3.generate.speculative import speculate
+    from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
+    from megatron_nemotron3.generate.generate import GenerationOptions, generate
+    from megatron_nemotron3.generate.sampling import Sampling
+    from megatron_nemotron3.generate.text import OutputStream
     from megatron_nemotron3.run import resolve_device
 
     options.device = resolve_device(options.device)
-    prompts = _prompts(options)
-    sampling = _sampling(options)
+    prompts = _read_prompts(options)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    if options.temperature == 0 and (options.top_k or options.top_p):
+        raise ValueError(
+            "--top-k and --top-p restrict sampling, but temperature 0 does not sample: give --temperature T"
+        )
     if "" in options.stop:
         raise ValueError("--stop '': give a text")
-    found = find(options.checkpoint)
+    found = find_checkpoint(options.checkpoint)
     tokenizer = found.tokenizer(options.tokenizer)
-    opened = open_fitting(found, tokenizer, stored_model(options))
+    opened = open_for_tokenizer(found, tokenizer, stored_model(options))
     check_draft(opened, options.draft)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     _check_lengths(ids, options.max_new_tokens, opened.config)
     engine = load_engine(opened, options, mtp=options.draft > 0)
-    screen = Screen(prompts, tokenizer, options.stop, live=not (options.no_stream or options.json))
-    result = speculate(
-        engine,
-        ids,
-        options.max_new_tokens,
-        draft=options.draft,
-        sampling=sampling,
-        stop=tokenizer.stop,
-        on_token=screen.push,
-    )
-    screen.end()
+    stream = OutputStream(prompts, tokenizer, options.stop, live=not (options.no_stream or options.json))
+    how = GenerationOptions(options.max_new_tokens, sampling, options.draft, tokenizer.stop)
+    result = generate(engine, ids, how, stream.push)
+    stream.end()
     if options.json:
-        print(json.dumps(_describe(found, opened, result, screen.passages, ids), indent=2))
+        about = {"checkpoint": str(found.checkpoint), "model": opened.config.name}
+        print(json.dumps({**about, **_generation_as_json(result, stream.outputs, ids)}, indent=2))
     else:
-        screen.show()
-        print(_summary(result))
+        stream.print_rest()
+        print(_generation_summary(result))
     return 0
 
 
-def _prompts(options: argparse.Namespace) -> list[str]:
+def _read_prompts(options: argparse.Namespace) -> list[str]:
     prompts = list(options.prompt)
     if options.prompt_file is not None:
+        from_stdin = str(options.prompt_file) == "-"
+        data = sys.stdin.buffer.read() if from_stdin else options.prompt_file.read_bytes()
         try:
-            data = (
-                sys.stdin.buffer.read()
-                if str(options.prompt_file) == "-"
-                else options.prompt_file.read_bytes()
-            )
-            # Editors end the last line.
+            # Editors add a newline at the end of a file.
             prompts.append(data.decode("utf-8").removesuffix("\n"))
         except UnicodeDecodeError as problem:
-            raise ValueError(f"--prompt-file {options.prompt_file}: no UTF-8 text: {problem}") from None
+            raise ValueError(f"--prompt-file {options.prompt_file}: not UTF-8: {problem}") from None
     if not prompts:
         raise ValueError("no prompt: give --prompt TEXT or --prompt-file F")
     for number, prompt in enumerate(prompts, 1):
@@ -182,22 +192,10 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         try:
             prompt.encode("utf-8")
         except UnicodeEncodeError:
-            raise ValueError(f"prompt {number} is no UTF-8 text") from None
+            raise ValueError(f"prompt {number} is not UTF-8") from None
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens}: give 1 or more")
     return prompts
-
-
-def _sampling(options: argparse.Namespace) -> Sampling:
-    from megatron_nemotron3.generate.sampling import Sampling
-
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    if options.temperature == 0 and (options.top_k or options.top_p):
-        raise ValueError(
-            "--top-k and --top-p say what is drawn from, but temperature 0 draws nothing: give --temperature "
-            "T"
-        )
-    return sampling
 
 
 def _check_lengths(ids: Sequence[Sequence[int]], new: int, config: Nemotron3Config) -> None:
@@ -214,7 +212,7 @@ def _check_lengths(ids: Sequence[Sequence[int]], new: int, config: Nemotron3Conf
             )
 
 
-def _summary(result: SpeculativeGeneration) -> str:
+def _generation_summary(result: Generation) -> str:
     seconds = result.prefill_seconds + result.decode_seconds
     line = f"{result.new_tokens:,} tokens in {seconds:.2f} s, {result.tokens_per_second:,.1f} tokens/s"
     s = result.speculation
@@ -223,37 +221,33 @@ def _summary(result: SpeculativeGeneration) -> str:
     return line
 
 
-def _describe(
-    found: Folder,
-    opened: Checkpoint,
-    result: SpeculativeGeneration,
-    passages: Sequence[Passage],
-    ids: Sequence[Sequence[int]],
-) -> dict[str, Any]:
-    s = result.speculation
+def speculation_as_json(speculation: Speculation) -> dict[str, Any]:
+    """Statistics of drafting, for --json."""
     return {
-        "checkpoint": str(found.checkpoint),
-        "model": opened.config.name,
+        "draft": speculation.draft,
+        "verifications": speculation.steps,
+        "acceptance_length": speculation.acceptance_length,
+        "acceptance_by_position": speculation.by_position,
+    }
+
+
+def _generation_as_json(
+    result: Generation, outputs: Sequence[OutputText], ids: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    return {
         "texts": [
             {
                 "prompt_tokens": len(prompt),
-                "text": passage.text,
+                "text": output.text,
                 "tokens": row.tokens,
-                "stopped": row.stopped or passage.stopped_by is not None,
+                "stopped": row.stopped or output.stopped_by is not None,
             }
-            for row, passage, prompt in zip(result.rows, passages, ids)
+            for row, output, prompt in zip(result.rows, outputs, ids)
         ],
         "new_tokens": result.new_tokens,
         "passes": result.passes,
         "prefill_seconds": result.prefill_seconds,
         "decode_seconds": result.decode_seconds,
         "tokens_per_second": result.tokens_per_second,
-        "speculation": {
-            "draft": s.draft,
-            "verifications": s.steps,
-            "acceptance_length": s.acceptance_length,
-            "acceptance_by_position": s.by_position,
-        }
-        if s.draft
-        else None,
+        "speculation": speculation_as_json(result.speculation) if result.speculation.draft else None,
     }

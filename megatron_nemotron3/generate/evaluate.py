@@ -1,32 +1,35 @@
-"""How well a model and each of its MTP depths predict a text, and what that is worth for drafting.
+"""How well a model and each of its MTP depths predict a text, and how many drafts that gets accepted.
 
-    loss        of the next token, and at MTP depth k of the token k further on: -log p, the mean in nats
-    acceptance  tokens of a verification when k tokens are drafted (`Speculation.acceptance_length`)
+    loss        of the next token, and at MTP depth k of the token k further on: mean -log p in nats
+    acceptance  mean tokens per verification when k tokens are drafted (`Speculation.acceptance_length`)
 
-The loss is Megatron's: windows of `seq_length` tokens that follow each other without regard to documents,
-every position with a known label counted once, the softmax over the padded vocabulary. Depth k has no label
-at the last k positions of a window (Megatron's `process_mtp_loss` masks them too).
+The loss is Megatron's: consecutive windows of `seq_length` tokens that ignore document boundaries, every
+position with a known label counted once, the softmax over the padded vocabulary. Depth k has no label at the
+last k positions of a window (Megatron's `process_mtp_loss` masks them, too).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from megatron_nemotron3.checkpoint.files import save_figure
 from megatron_nemotron3.generate.engine import CHUNK, Engine
-from megatron_nemotron3.generate.speculative import Speculation, speculate
+from megatron_nemotron3.generate.generate import GenerationOptions, Speculation, generate
+from megatron_nemotron3.generate.mtp import MTP
 
 #: Rows of logits that exist at once.
-ROWS = 1024
+LOGIT_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Nats per token.
+    """Mean losses in nats per token.
 
     Attributes:
         next_token: of the model.
@@ -41,19 +44,19 @@ class Losses:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Drafting a certain number of tokens, greedily."""
+    """Greedy decoding with a certain number of drafts."""
 
     speculation: Speculation
     tokens_per_second: float
 
 
 def windows(ids: Sequence[int], seq_length: int, tokens: int | None = None) -> Tensor:
-    """Cut a text into windows that overlap by the one token that ends one and begins the next.
+    """Cut a text into windows; consecutive windows share one token.
 
     Args:
-        ids: the text; its end that fills no window is left out, but of a text shorter than one.
-        seq_length: labels of a window.
-        tokens: labels at most, but at least one window; they are spread over the text.
+        ids: the text. An incomplete window at its end is dropped, unless it is the only one.
+        seq_length: labels per window.
+        tokens: labels at most, but at least one window; the windows are spread over the text.
 
     Returns:
         [windows, seq_length + 1].
@@ -74,9 +77,9 @@ def losses(engine: Engine, text: Tensor, depths: int, chunk: int = CHUNK) -> Los
     """Mean losses over windows of text.
 
     Args:
-        text: [windows, s + 1] ids, of `windows`.
-        depths: MTP depths, 0 or more; deeper ones than in training go on with the repeated block.
-        chunk: positions of one pass.
+        text: [windows, s + 1] ids, from `windows`.
+        depths: MTP depths, 0 or more; depths beyond those of training continue with the repeated block.
+        chunk: positions per pass.
 
     Raises:
         ValueError: s <= depths, ids outside the vocabulary, s beyond the context, or MTP the model lacks.
@@ -84,17 +87,16 @@ def losses(engine: Engine, text: Tensor, depths: int, chunk: int = CHUNK) -> Los
     s = text.shape[1] - 1
     if s <= depths:
         raise ValueError(f"windows of {s} tokens have no label at MTP depth {depths}: use longer ones")
-    engine.check([[int(text.min()), int(text.max())]], more=s - 2)
+    engine.check_prompts([[int(text.min()), int(text.max())]], more=s - 2)
     sums = [0.0] * (depths + 1)
     chunk = min(chunk, s)
-    for rows in text.to(engine.device).split(max(1, ROWS // chunk)):
-        found = _hidden_and_sums(engine, rows, depths, chunk)
-        sums = [a + b for a, b in zip(sums, found)]
+    for rows in text.to(engine.device).split(max(1, LOGIT_ROWS // chunk)):
+        sums = [a + b for a, b in zip(sums, _loss_sums(engine, rows, depths, chunk))]
     means = [total / (len(text) * (s - depth)) for depth, total in enumerate(sums)]
     return Losses(means[0], tuple(means[1:]), len(text) * s)
 
 
-def _hidden_and_sums(engine: Engine, rows: Tensor, depths: int, chunk: int) -> list[float]:
+def _loss_sums(engine: Engine, rows: Tensor, depths: int, chunk: int) -> list[float]:
     """Summed losses of the model and of each depth over rows [b, s + 1]."""
     b, s = rows.shape[0], rows.shape[1] - 1
     state, sums, parts = engine.new_state(b, capacity=s), [0.0], []
@@ -102,23 +104,23 @@ def _hidden_and_sums(engine: Engine, rows: Tensor, depths: int, chunk: int) -> l
         end = min(at + chunk, s)
         out = engine.forward(rows[:, at:end], state)
         assert out.logits is not None
-        sums[0] += _sum(out.logits, rows[:, at + 1 : end + 1])
+        sums[0] += _cross_entropy_sum(out.logits, rows[:, at + 1 : end + 1])
         parts.append(out.hidden)
-    mtp = engine.new_mtp_state(b, depths, capacity=s) if depths else None
+    mtp = MTP(engine, b, depths, capacity=s) if depths else None
     for depth in range(1, depths + 1):
         assert mtp is not None
         hidden, parts = torch.cat(parts, 1), []
         sums.append(0.0)
         for at in range(0, s - depth, chunk):
             end = min(at + chunk, s - depth)
-            out = engine.mtp_forward(depth, hidden[:, at:end], rows[:, at + depth : end + depth], mtp)
+            out = mtp.forward(depth, hidden[:, at:end], rows[:, at + depth : end + depth])
             assert out.logits is not None
-            sums[depth] += _sum(out.logits, rows[:, at + depth + 1 : end + depth + 1])
+            sums[depth] += _cross_entropy_sum(out.logits, rows[:, at + depth + 1 : end + depth + 1])
             parts.append(out.hidden)
     return sums
 
 
-def _sum(logits: Tensor, labels: Tensor) -> float:
+def _cross_entropy_sum(logits: Tensor, labels: Tensor) -> float:
     found = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
     return float(found.double().sum())
 
@@ -132,11 +134,51 @@ def acceptance(
         drafts: 0 is plain decoding.
 
     Raises:
-        ValueError: as `speculate`.
+        ValueError: as `generate`.
     """
-    speculate(engine, prompts, 2, draft=max(drafts))  # whatever is slow the first time only
-    result = []
-    for draft in drafts:
-        found = speculate(engine, prompts, new_tokens, draft=draft)
-        result.append(Acceptance(found.speculation, found.tokens_per_second))
-    return result
+    generate(engine, prompts, GenerationOptions(2, draft=max(drafts)))  # warm-up
+    results = [generate(engine, prompts, GenerationOptions(new_tokens, draft=draft)) for draft in drafts]
+    return [Acceptance(result.speculation, result.tokens_per_second) for result in results]
+
+
+def plot(losses: Losses, accepted: Sequence[Acceptance], trained: int, path: Path, title: str) -> None:
+    """Write losses by depth and acceptance by number of drafts as a PNG.
+
+    Args:
+        trained: MTP depths that the checkpoint states; deeper ones are hatched.
+
+    Raises:
+        OSError: it cannot be written.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), dpi=120, layout="constrained")
+    values = [losses.next_token, *losses.depths]
+    bars = left.bar(range(len(values)), values, color=["C0", *["C1"] * len(losses.depths)])
+    for depth, bar in enumerate(bars):
+        if depth > trained:
+            bar.set_hatch("//")
+    left.bar_label(bars, fmt="%.3f", fontsize=8)
+    left.set_xticks(
+        range(len(values)), ["next token", *(f"MTP {k}" for k in range(1, len(values)))], fontsize=8
+    )
+    hatched = f", hatched: beyond mtp_num_layers={trained}" if len(losses.depths) > trained else ""
+    left.set(ylabel="loss (nats per token)", title=f"held-out loss{hatched}")
+    if accepted:
+        drafts = [a.speculation.draft for a in accepted]
+        right.plot(drafts, [a.speculation.acceptance_length for a in accepted], "o-", label="measured")
+        right.plot(drafts, [k + 1 for k in drafts], color="gray", ls="--", lw=1, label="every draft accepted")
+        right.set(
+            xlabel="drafted tokens", ylabel="tokens per verification", title="acceptance length, greedy"
+        )
+        right.set_xticks(drafts)
+        right.legend()
+        right.grid(alpha=0.3)
+    else:
+        right.set_axis_off()
+    figure.suptitle(title)
+    save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""`nemotron3 evaluate`: held-out loss of the model and its MTP depths, and acceptance by number of drafts."""
+"""`nemotron3 evaluate`: held-out loss of the model and its MTP depths, acceptance by number of drafts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.cpu import quiet_on_cpu
-from megatron_nemotron3.generate.command import add_checkpoint, check_draft, load_engine
+from megatron_nemotron3.generate.command import (
+    add_checkpoint,
+    check_draft,
+    load_engine,
+    speculation_as_json,
+)
 from megatron_nemotron3.models.command import stored_model
 
 if TYPE_CHECKING:
+    from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder
     from megatron_nemotron3.generate.evaluate import Acceptance, Losses
-    from megatron_nemotron3.generate.folder import Folder
     from megatron_nemotron3.models import Nemotron3Config
 
 TOKENS = 16384
 DRAFT = 7
-#: Tokens read for each that is used: windows are spread over them.
+#: Tokens read per token used, because windows are spread over the text.
 SPREAD = 16
-#: Texts that are continued, tokens of the text before each, and new ones.
+#: Number of prompts for acceptance, tokens per prompt, and new tokens per prompt.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 128
 
 
@@ -33,15 +38,17 @@ def register(commands: Any) -> None:
     text.add_argument(
         "--text", metavar="PATH", help="file, .jsonl or folder; default: the run's held-out data"
     )
-    text.add_argument("--data-path", metavar="PREFIX", help="a Megatron data set, all of it")
+    text.add_argument("--data-path", metavar="PREFIX", help="a Megatron data set, without a split")
     command.add_argument(
-        "--tokens", type=int, default=TOKENS, metavar="N", help=f"of the loss, at most ({TOKENS})"
+        "--tokens", type=int, default=TOKENS, metavar="N", help=f"of the loss, at most (default {TOKENS})"
     )
-    command.add_argument("--seq-length", type=int, metavar="N", help="of a window (default: the model's)")
     command.add_argument(
-        "--draft", type=int, metavar="K", help=f"draft 1 to K tokens (default {DRAFT}; 0: do not)"
+        "--seq-length", type=int, metavar="N", help="tokens per window (default: the model's)"
     )
-    command.add_argument("--plot", type=Path, metavar="PNG", help="write losses and acceptance")
+    command.add_argument(
+        "--draft", type=int, metavar="K", help=f"measure 1 to K drafts (default {DRAFT}; 0: none)"
+    )
+    command.add_argument("--plot", type=Path, metavar="PNG", help="write losses and acceptance as a picture")
     command.add_argument("--json", action="store_true", help="machine-readable")
 
 
@@ -49,16 +56,16 @@ def evaluate_command(options: argparse.Namespace) -> int:
     """Measure and print. Exit status 0.
 
     Args:
-        options: of `register`.
+        options: those of `register`.
 
     Raises:
-        ValueError: an option out of range, no checkpoint, text, or tokenizer for it, ids outside the
-            vocabulary, --draft without MTP.
-        OSError: a text cannot be read, or the PNG not be written.
+        ValueError: an option is out of range; there is no checkpoint, text or tokenizer; ids are outside the
+            vocabulary; --draft without MTP.
+        OSError: a text cannot be read, or the PNG cannot be written.
         ModuleNotFoundError: megatron-core (data sets), tokenizers (--text) or matplotlib (--plot) is missing.
     """
-    from megatron_nemotron3.generate.evaluate import acceptance, losses, windows
-    from megatron_nemotron3.generate.folder import find
+    from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
+    from megatron_nemotron3.generate.evaluate import acceptance, losses, plot, windows
     from megatron_nemotron3.run import resolve_device
 
     options.device = resolve_device(options.device)
@@ -67,8 +74,8 @@ def evaluate_command(options: argparse.Namespace) -> int:
     if options.tokens < 1:
         raise ValueError(f"--tokens {options.tokens}: give 1 or more")
     if options.plot is not None and not options.plot.absolute().parent.is_dir():
-        raise ValueError(f"--plot {options.plot}: {options.plot.parent} is no folder")
-    found = find(options.checkpoint)
+        raise ValueError(f"--plot {options.plot}: {options.plot.parent} is not a folder")
+    found = find_checkpoint(options.checkpoint)
     opened = found.open(stored_model(options))
     if opened.vocabulary_guessed is False and opened.padded_vocab_size not in (
         None,
@@ -77,26 +84,25 @@ def evaluate_command(options: argparse.Namespace) -> int:
         # Megatron's loss is over the padded vocabulary.
         opened = found.open(stored_model(options), opened.padded_vocab_size)
     config = opened.config
-    draft = _draft(options.draft, config)
+    draft = _chosen_draft(options.draft, config)
     check_draft(opened, draft)
-    seq_length = _seq_length(options.seq_length, config)
-    ids, source = held_out(found, options, SPREAD * max(options.tokens + 1, PROMPTS * PROMPT_TOKENS))
+    seq_length = _chosen_seq_length(options.seq_length, config)
+    ids, source = evaluation_tokens(found, options, SPREAD * max(options.tokens + 1, PROMPTS * PROMPT_TOKENS))
     text = windows(ids, seq_length, options.tokens)
     depths = max(draft, config.mtp_num_layers)
     engine = load_engine(opened, options, mtp=depths > 0)
     measured = losses(engine, text, depths)
     accepted: list[Acceptance] = []
     new = min(NEW_TOKENS, config.max_position_embeddings // 2)
-    prompts = _prompts(ids, min(PROMPT_TOKENS, config.max_position_embeddings - new))
+    prompts = _spread_prompts(ids, min(PROMPT_TOKENS, config.max_position_embeddings - new))
     if draft:
         accepted = acceptance(engine, prompts, new, range(draft + 1))
     title = f"{found.checkpoint}: {config.name}"
     if options.plot is not None:
-        from megatron_nemotron3.generate.evaluate_plot import plot
-
         plot(measured, accepted, config.mtp_num_layers, options.plot, title)
     if options.json:
-        print(json.dumps(_describe(found, config, source, measured, accepted), indent=2))
+        about = {"checkpoint": str(found.checkpoint), "model": config.name, "text": source}
+        print(json.dumps({**about, **_evaluation_as_json(config, measured, accepted)}, indent=2))
         return 0
     print(f"checkpoint   {title}")
     print(
@@ -115,11 +121,13 @@ def evaluate_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def held_out(found: Folder, options: argparse.Namespace, tokens: int) -> tuple[list[int], str]:
-    """Ids to evaluate on, up to about `tokens` of them, and where they are from.
+def evaluation_tokens(
+    found: CheckpointFolder, options: argparse.Namespace, tokens: int
+) -> tuple[list[int], str]:
+    """Return about `tokens` ids to evaluate on, and their source.
 
     Raises:
-        ValueError: nothing is given and the run's data is not found; otherwise as `evaluate_command`.
+        ValueError: no text is given and the run's data is not found; otherwise as `evaluate_command`.
     """
     if options.text is not None:
         from megatron_nemotron3.data import read_texts
@@ -139,10 +147,13 @@ def held_out(found: Folder, options: argparse.Namespace, tokens: int) -> tuple[l
 
 
 def data_tokens(prefix: str, split: str | None, tokens: int) -> list[int]:
-    """The first tokens of a Megatron data set, or of the validation part of it, document after document.
+    """Read the first tokens of a Megatron data set, document by document.
+
+    Args:
+        split: Megatron's --split; reads only its validation part. None reads everything.
 
     Raises:
-        ValueError: there is no such data set, or the split holds nothing out.
+        ValueError: there is no such data set, or the split has no validation part.
     """
     from megatron_nemotron3.data import split_documents
 
@@ -166,13 +177,13 @@ def data_tokens(prefix: str, split: str | None, tokens: int) -> list[int]:
     return ids
 
 
-def _draft(given: int | None, config: Nemotron3Config) -> int:
+def _chosen_draft(given: int | None, config: Nemotron3Config) -> int:
     if given is not None or not config.has_mtp:
         return given or 0
     return DRAFT if config.mtp_use_repeated_layer else min(DRAFT, config.mtp_num_layers)
 
 
-def _seq_length(given: int | None, config: Nemotron3Config) -> int:
+def _chosen_seq_length(given: int | None, config: Nemotron3Config) -> int:
     if given is None:
         return min(config.seq_length, config.max_position_embeddings)
     if not 1 <= given <= config.max_position_embeddings:
@@ -183,8 +194,8 @@ def _seq_length(given: int | None, config: Nemotron3Config) -> int:
     return given
 
 
-def _prompts(ids: list[int], length: int) -> list[list[int]]:
-    """Up to `PROMPTS` pieces of a text, spread over it."""
+def _spread_prompts(ids: list[int], length: int) -> list[list[int]]:
+    """Up to `PROMPTS` excerpts, spread over the text."""
     length = min(length, len(ids))
     count = min(PROMPTS, len(ids) // length)
     step = len(ids) // count
@@ -206,28 +217,19 @@ def _acceptance_lines(accepted: list[Acceptance]) -> list[str]:
         shares = " ".join("   -" if share is None else f"{share:.2f}" for share in s.by_position)
         length, rate = s.acceptance_length, one.tokens_per_second
         lines.append(f"  {s.draft:>6}   {length:>17.2f}   {rate:>8,.1f}   {shares}".rstrip())
-    return [*lines, "acceptance length: tokens a verification, the model's own token counted"]
+    return [*lines, "acceptance length: tokens per verification, including the model's own token"]
 
 
-def _describe(
-    found: Folder, config: Nemotron3Config, source: str, measured: Losses, accepted: list[Acceptance]
+def _evaluation_as_json(
+    config: Nemotron3Config, measured: Losses, accepted: list[Acceptance]
 ) -> dict[str, Any]:
     return {
-        "checkpoint": str(found.checkpoint),
-        "model": config.name,
-        "text": source,
         "tokens": measured.tokens,
         "loss": measured.next_token,
         "mtp_loss": list(measured.depths),
         "mtp_num_layers": config.mtp_num_layers,
         "acceptance": [
-            {
-                "draft": one.speculation.draft,
-                "acceptance_length": one.speculation.acceptance_length,
-                "acceptance_by_position": one.speculation.by_position,
-                "verifications": one.speculation.steps,
-                "tokens_per_second": one.tokens_per_second,
-            }
+            {**speculation_as_json(one.speculation), "tokens_per_second": one.tokens_per_second}
             for one in accepted
         ],
     }

@@ -1,4 +1,16 @@
-"""Prompts -> continuations, one token a pass."""
+"""Prompts to continuations: plain decoding, or speculative decoding with the model's own MTP as the drafter.
+
+    x          the newest token of a row, which no state has seen yet
+    d1 … dk    drafted after it by MTP, depth j gives the j-th
+    forward(x, d1 … dk)    the model's predictions after x, d1, … dk
+    accepted   the longest prefix of the drafts that the model agrees with, plus one token of its own
+
+The states of the model and of MTP are then rolled back to the accepted tokens. Greedy decoding accepts a
+draft that is the most likely token. Sampling accepts it with probability min(1, p / q), where p is the
+model's probability of the draft and q is MTP's; a rejected one is replaced by a token drawn from the positive
+part of p - q (arXiv 2211.17192). Either way the text has the distribution of plain decoding, whatever MTP
+proposes.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +19,62 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from megatron_nemotron3.generate.engine import CHUNK, Engine
-from megatron_nemotron3.generate.sampling import GREEDY, Sampler, Sampling
+from megatron_nemotron3.generate.mtp import MTP
+from megatron_nemotron3.generate.sampling import (
+    GREEDY,
+    Sampler,
+    Sampling,
+    accept,
+    accept_greedy,
+    draw,
+    probabilities,
+)
 
-#: Gets (row, token) for every new token; True ends the row.
+#: Called with (row, token) for every new token; a return value of True ends the row.
 OnToken = Callable[[int, int], bool | None]
+#: Tokens per row that KV caches reserve at first, at most.
+MAX_RESERVED = 4096
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How prompts are continued.
+
+    Args:
+        max_new_tokens: of each row, > 0.
+        sampling: default: greedy.
+        draft: tokens that MTP drafts per verification; 0 is plain decoding. More than the model was trained
+            with continue with the repeated block.
+        stop: ids that end a row.
+        chunk: tokens per prefill pass.
+
+    Raises:
+        ValueError: max_new_tokens < 1 or draft < 0.
+    """
+
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    draft: int = 0
+    stop: Collection[int] = ()
+    chunk: int = CHUNK
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}: use 1 or more")
+        if self.draft < 0:
+            raise ValueError(f"draft={self.draft}: use 0 (no drafts) or more")
 
 
 @dataclass
 class Continuation:
-    """What was generated behind one prompt.
+    """What was generated after one prompt.
 
     Attributes:
-        tokens: the new ones; the last is a stop token if `stopped`.
-        stopped: whether a stop token ended it; otherwise it is as long as was asked for.
+        tokens: the new tokens; the last is a stop token if `stopped`.
+        stopped: whether a stop token ended it; otherwise it has the requested length.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -29,19 +82,69 @@ class Continuation:
 
 
 @dataclass
-class Generation:
-    """What `generate` returns.
+class Speculation:
+    """Statistics of drafting.
 
     Attributes:
-        rows: one continuation a prompt.
+        draft: most tokens drafted per verification; fewer are drafted where fewer are left to generate.
+        steps: verifications, counted for each row.
+        tokens: accepted drafts and the model's own token of each verification. All new tokens count except
+            the first of each row, which the prefill gives.
+        drafted: for each position, how often a draft was verified there, up to the token that ended the row.
+        accepted: for each position, how often the draft and all before it were accepted.
+    """
+
+    draft: int
+    steps: int = 0
+    tokens: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.drafted = self.drafted or [0] * self.draft
+        self.accepted = self.accepted or [0] * self.draft
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per verification, the model's own token included: 1 to draft + 1; 0.0 without any."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def by_position(self) -> list[float | None]:
+        """Share of the drafts at each position that were accepted; None where none was drafted."""
+        return [a / d if d else None for a, d in zip(self.accepted, self.drafted)]
+
+    def count(self, drafted: int, new: int, emitted: int) -> None:
+        """Count one verification of one row.
+
+        Args:
+            drafted: tokens drafted.
+            new: tokens it gave, the accepted drafts and one.
+            emitted: how many of them were used; fewer if one ended the row.
+        """
+        self.steps += 1
+        self.tokens += emitted
+        for position in range(drafted if emitted == new else emitted):
+            self.drafted[position] += 1
+            self.accepted[position] += position < new - 1
+
+
+@dataclass
+class Generation:
+    """The result of `generate`.
+
+    Attributes:
+        rows: one continuation per prompt.
         prompt_tokens: of all prompts.
-        prefill_seconds: until the first logits.
+        speculation: of all rows together.
+        prefill_seconds: until the first tokens.
         decode_seconds: from there to the end.
         passes: forward passes of the model after the prefill.
     """
 
     rows: list[Continuation]
     prompt_tokens: int
+    speculation: Speculation
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     passes: int = 0
@@ -53,86 +156,166 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens without each row's first, which the prefill gives, over the seconds of decoding."""
+        """New tokens without each row's first, which the prefill gives, per second of decoding."""
         return (self.new_tokens - len(self.rows)) / self.decode_seconds if self.passes else 0.0
+
+
+class Decoder:
+    """Sequences that are being continued: their states, newest tokens and random numbers.
+
+    Args:
+        prompts: token ids of each row; they are read here.
+
+    Raises:
+        ValueError: drafts are asked for and the model has no MTP block, or too few where each depth has its
+            own.
+    """
+
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
+        self.engine, self.draft = engine, options.draft
+        capacity = min(max(map(len, prompts)) + options.max_new_tokens, MAX_RESERVED)
+        self.state = engine.new_state(len(prompts), capacity)
+        self.mtp = MTP(engine, len(prompts), self.draft, capacity) if self.draft else None
+        on_chunk = None if self.mtp is None else self.mtp.append
+        logits = engine.prefill(prompts, self.state, chunk=options.chunk, on_chunk=on_chunk).logits
+        assert logits is not None
+        self.sampler = Sampler(options.sampling, range(len(prompts)))
+        #: [b], not yet seen by the states.
+        self.newest: Tensor = self.sampler(logits)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Continue only some rows."""
+        self.state, self.sampler = self.state.select(rows), self.sampler.select(rows)
+        self.mtp = None if self.mtp is None else self.mtp.select(rows)
+        self.newest = self.newest[list(rows)]
+
+    def step(self, limits: Sequence[int]) -> list[list[int]]:
+        """Draft, verify, and roll back to the accepted tokens.
+
+        Args:
+            limits: how many tokens may be drafted for each row, 0 or more.
+
+        Returns:
+            The new tokens of each row: 1 to min(limit, draft) + 1. The last one is now the newest.
+        """
+        if self.mtp is None:
+            logits = self.engine.forward(self.newest.unsqueeze(1), self.state, logits="last").logits
+            assert logits is not None
+            self.newest = self.sampler(logits)
+            return [[token] for token in self.newest.tolist()]
+        limits = [min(limit, self.draft) for limit in limits]
+        k = max(limits)
+        # The same number of random numbers for every row and step, so that rows do not affect each other.
+        numbers = None if self.sampler.sampling.greedy else self._random_numbers()
+        drafted, q = self._draft_tokens(self.mtp, k, numbers)
+        tokens = torch.cat((self.newest.unsqueeze(1), drafted), 1)
+        counts = [limit + 1 for limit in limits] if min(limits) < k else None
+        out = self.engine.forward(tokens, self.state, counts=counts, rollback=k > 0)
+        assert out.logits is not None
+        allowed = torch.tensor(limits, device=self.engine.device)
+        if numbers is None:
+            accepted, own = accept_greedy(out.logits, drafted, allowed)
+        else:
+            p = probabilities(out.logits, self.sampler.sampling)
+            to_accept = numbers[:, self.draft : self.draft + k]
+            accepted, own = accept(
+                p, torch.stack(q, 1) if k else p[:, :0], drafted, allowed, to_accept, numbers[:, -1]
+            )
+        rows = torch.cat((drafted, own.unsqueeze(1), accepted.unsqueeze(1)), 1).tolist()
+        kept = [row[-1] + 1 for row in rows]
+        if out.rollback is not None:
+            self.state.truncate(kept, out.rollback)
+        n = max(kept)
+        self.mtp.append(tokens[:, :n], out.hidden[:, :n], kept if min(kept) < n else None)
+        self.newest = own
+        return [[*row[: row[-1]], row[-2]] for row in rows]
+
+    def _draft_tokens(self, mtp: MTP, k: int, numbers: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """Drafts [b, k], and with random numbers the distributions [b, vocabulary] they are drawn from."""
+        proposed: list[Tensor] = []
+
+        def choose(logits: Tensor) -> Tensor:
+            if numbers is None:
+                return logits.argmax(-1)
+            proposed.append(probabilities(logits, self.sampler.sampling))
+            return draw(proposed[-1], numbers[:, len(proposed) - 1])
+
+        drafted = mtp.draft(self.newest, choose, k) if k else self.newest.new_empty(len(self.newest), 0)
+        return drafted, proposed
+
+    def _random_numbers(self) -> Tensor:
+        """[b, 2 draft + 1] in [0, 1): to draft, to accept, and for the model's own token."""
+        cpu = torch.device("cpu")
+        numbers = [self.sampler.uniform(cpu) for _ in range(2 * self.draft + 1)]
+        return torch.stack(numbers, 1).to(self.engine.device)
 
 
 def generate(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    *,
-    sampling: Sampling = GREEDY,
-    stop: Collection[int] = (),
-    chunk: int = CHUNK,
+    options: GenerationOptions,
     on_token: OnToken | None = None,
 ) -> Generation:
-    """Continue prompts, all at once; a row that has stopped leaves the batch.
+    """Continue prompts in one batch; a row that has ended leaves the batch.
+
+    With drafts, the greedy text is that of plain decoding up to rounding: a pass over k + 1 tokens sums in
+    another order than one over a single token, so where two logits are equal to that precision either may
+    win. A sampled text has the same distribution, not the same tokens. Rows do not affect each other.
 
     Args:
         prompts: token ids, of any lengths.
-        max_new_tokens: of each row, > 0.
-        stop: ids that end a row.
-        chunk: tokens of one pass of the prefill.
-        on_token: called as tokens appear; a row for which it returns True ends.
+        on_token: called for each token as it appears; a row for which it returns True ends.
 
     Raises:
-        ValueError: no prompts or an empty one, an id outside the vocabulary, max_new_tokens < 1, or prompt
-            and new tokens together beyond `engine.max_context`.
+        ValueError: no prompts or an empty one, an id outside the vocabulary, prompt and new tokens together
+            beyond `engine.max_context`, or drafts that the model's MTP cannot make.
     """
-    result = start(engine, prompts, max_new_tokens)
-    stop = frozenset(stop)
+    if len(prompts) == 0:
+        raise ValueError("no prompts: give at least one")
+    engine.check_prompts(prompts, more=options.max_new_tokens)
+    result = Generation([Continuation() for _ in prompts], sum(map(len, prompts)), Speculation(options.draft))
     with torch.inference_mode():
         began = time.perf_counter()
-        longest = max(map(len, prompts)) + max_new_tokens
-        state = engine.new_state(len(prompts), capacity=min(longest, 4096))
-        logits = engine.prefill(prompts, state, chunk=chunk).logits
-        assert logits is not None
-        sampler = Sampler(sampling, range(len(prompts)))
-        tokens = sampler(logits)
-        active = list(range(len(prompts)))
-        found = tokens.tolist()
+        decoder = Decoder(engine, prompts, options)
+        new = [[token] for token in decoder.newest.tolist()]
         result.prefill_seconds = time.perf_counter() - began
         began = time.perf_counter()
+        active = list(range(len(prompts)))
+        limits: list[int] = []
         while True:
-            going = [
-                place
-                for place, (row, token) in enumerate(zip(active, found))
-                if not note(result.rows[row], row, [token], stop, max_new_tokens, on_token)
-            ]
+            going = []
+            for index, (row, tokens) in enumerate(zip(active, new)):
+                before = len(result.rows[row].tokens)
+                if not _extend_row(result, row, tokens, options, on_token):
+                    going.append(index)
+                if limits:
+                    emitted = len(result.rows[row].tokens) - before
+                    result.speculation.count(limits[index], len(tokens), emitted)
             if not going:
                 break
             if len(going) < len(active):
-                active = [active[place] for place in going]
-                state, sampler = state.select(going), sampler.select(going)
-                tokens = tokens[going]
-            logits = engine.forward(tokens.unsqueeze(1), state, logits="last").logits
-            assert logits is not None
-            tokens = sampler(logits)
-            found = tokens.tolist()
+                active = [active[index] for index in going]
+                decoder.select(going)
+            # The model adds a token of its own, so one draft fewer than tokens are left.
+            limits = [
+                min(options.draft, options.max_new_tokens - len(result.rows[row].tokens) - 1)
+                for row in active
+            ]
+            new = decoder.step(limits)
             result.passes += 1
         result.decode_seconds = time.perf_counter() - began
     return result
 
 
-def start(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Generation:
-    """An empty result for valid arguments; errors as `generate`."""
-    if len(prompts) == 0:
-        raise ValueError("no prompts: give at least one")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: use 1 or more")
-    engine.check(prompts, more=max_new_tokens)
-    return Generation([Continuation() for _ in prompts], sum(map(len, prompts)))
-
-
-def note(
-    row: Continuation, place: int, new: list[int], stop: frozenset[int], most: int, on_token: OnToken | None
+def _extend_row(
+    result: Generation, row: int, new: list[int], options: GenerationOptions, on_token: OnToken | None
 ) -> bool:
-    """Add new tokens to a row up to one that ends it; whether the row is finished."""
+    """Append new tokens to a row, up to one that ends it; return whether the row has ended."""
+    continuation = result.rows[row]
     for token in new:
-        row.tokens.append(token)
-        row.stopped = token in stop
-        enough = on_token is not None and on_token(place, token) is True
-        if row.stopped or enough or len(row.tokens) >= most:
+        continuation.tokens.append(token)
+        continuation.stopped = token in options.stop
+        ended = on_token is not None and on_token(row, token) is True
+        if continuation.stopped or ended or len(continuation.tokens) >= options.max_new_tokens:
             return True
     return False

@@ -1,4 +1,10 @@
-"""The Mamba-2 mixer with its state: one token, a few, or many."""
+"""The Mamba-2 mixer with its state: one token, a few, or many.
+
+`layers.ssd.ssd_chunked` is made for training: it splits, saves and pads, which costs more than the scan of a
+dozen tokens. `short_scan` computes up to `SHORT` tokens as one chunk (arXiv 2405.21060, section 6). Its table
+of decays has one column for the initial state, so that row m of it belongs to the state after m tokens and
+rolling back costs one matrix product (`state.MambaPass.after`).
+"""
 
 from __future__ import annotations
 
@@ -6,20 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_nemotron3.generate.layers import Norm, Read, norm, transposed
-from megatron_nemotron3.generate.scan import SHORT, MambaTape, decays, short_scan, tail
-from megatron_nemotron3.generate.span import Span
-from megatron_nemotron3.generate.state import LayerState, MambaState
+from megatron_nemotron3.generate.batch import ForwardBatch
+from megatron_nemotron3.generate.layers import Norm, ReadTensor, read_norm, transposed
+from megatron_nemotron3.generate.state import LayerState, MambaPass, MambaState, window_after
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.ssd import ssd_chunked
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
 
+#: Tokens up to which `short_scan` is faster on a CPU than `ssd_chunked`.
+SHORT = 32
+
 
 class Mamba:
     """Layer kind M. Convolution, scan and gated norm are FP32, as is the state."""
 
-    def __init__(self, read: Read, config: Nemotron3Config) -> None:
+    def __init__(self, read: ReadTensor, config: Nemotron3Config) -> None:
         c, d = config, config.hidden_size
         self.heads, self.head_dim = c.mamba_num_heads, c.mamba_head_dim
         self.groups, self.state_dim, self.kernel = c.mamba_num_groups, c.mamba_state_dim, c.mamba_conv_kernel
@@ -27,7 +35,7 @@ class Mamba:
         self.channels = self.inner + 2 * bc
         self.in_parts = (self.inner, self.channels, self.heads)
         self.conv_parts = (self.inner, bc, bc)
-        self.norm = norm(read, config)
+        self.norm = read_norm(read, config)
         self.in_proj = transposed(read("mixer.in_proj.weight", sum(self.in_parts), d))
         taps = read("mixer.conv1d.weight", self.channels, 1, self.kernel, float32=True)
         self.taps = taps.squeeze(1).t().contiguous()  # [kernel, channels]
@@ -40,23 +48,23 @@ class Mamba:
         self.out = transposed(read("mixer.out_proj.weight", d, self.inner))
 
     def new_state(self, batch: int, capacity: int) -> MambaState:
-        """Zeros."""
+        """Return a state of zeros."""
         window = self.in_proj.new_zeros(batch, self.kernel - 1, self.channels)
         ssm = self.A.new_zeros(batch, self.heads, self.head_dim, self.state_dim)
         return MambaState(window, ssm)
 
-    def __call__(self, x: Tensor, state: LayerState, span: Span) -> tuple[Tensor, MambaTape | None]:
+    def __call__(self, x: Tensor, state: LayerState, batch: ForwardBatch) -> tuple[Tensor, MambaPass | None]:
         assert isinstance(state, MambaState)
         z, xbc, dt = torch.mm(self.norm(x), self.in_proj).split_with_sizes(self.in_parts, 1)
-        if span.single:
-            y, tape = self._step(xbc, dt, state), None
+        if batch.single_token:
+            y, record = self._step(xbc, dt, state), None
         else:
-            y, tape = self._scan(xbc, dt, state, span)
+            y, record = self._scan(xbc, dt, state, batch)
         y = self.gated_norm(F.silu(z.float()).mul_(y))
-        return torch.addmm(x, y.to(x.dtype), self.out), tape
+        return torch.addmm(x, y.to(x.dtype), self.out), record
 
     def _step(self, xbc: Tensor, dt: Tensor, state: MambaState) -> Tensor:
-        """One token a row: xbc [b, channels], dt [b, heads] -> [b, inner]; the state changes in place."""
+        """One token a row: xbc [b, channels], dt [b, heads] -> [b, inner]; changes the state in place."""
         b, h, p, g = len(xbc), self.heads, self.head_dim, self.groups
         window = torch.cat((state.window, xbc.unsqueeze(1)), 1)
         ssm = state.ssm
@@ -65,17 +73,17 @@ class Mamba:
         x, B, C = u.split_with_sizes(self.conv_parts, 1)
         dt = F.softplus(dt + self.dt_bias)
         x = x.reshape(b, h, p)
-        cells = ssm.view(b * g, -1, self.state_dim)  # a group's heads lie side by side
+        by_group = ssm.view(b * g, -1, self.state_dim)  # the heads of a group are adjacent
         ssm.mul_((dt * self.A).exp_().view(b, h, 1, 1))
-        cells.baddbmm_((x * dt.unsqueeze(-1)).view(b * g, -1, 1), B.reshape(b * g, 1, -1))
-        y = torch.bmm(cells, C.reshape(b * g, -1, 1)).view(b, h, p)
+        by_group.baddbmm_((x * dt.unsqueeze(-1)).view(b * g, -1, 1), B.reshape(b * g, 1, -1))
+        y = torch.bmm(by_group, C.reshape(b * g, -1, 1)).view(b, h, p)
         return y.addcmul_(x, self.D.unsqueeze(-1)).view(b, -1)
 
     def _scan(
-        self, xbc: Tensor, dt: Tensor, state: MambaState, span: Span
-    ) -> tuple[Tensor, MambaTape | None]:
-        """n tokens a row: xbc [b * n, channels] -> [b * n, inner]; the state is replaced."""
-        b, n, h, g, ssm = span.b, span.n, self.heads, self.groups, state.ssm
+        self, xbc: Tensor, dt: Tensor, state: MambaState, batch: ForwardBatch
+    ) -> tuple[Tensor, MambaPass | None]:
+        """n tokens a row: xbc [b * n, channels] -> [b * n, inner]; replaces the state."""
+        b, n, h, g, ssm = batch.b, batch.n, self.heads, self.groups, state.ssm
         inputs = xbc.view(b, n, -1)
         window = torch.cat((state.window, inputs), 1)  # [b, kernel - 1 + n, channels]
         if n <= SHORT:
@@ -86,16 +94,70 @@ class Mamba:
         x, B, C = u.split_with_sizes(self.conv_parts, 2)
         x, B, C = x.view(b, n, h, -1), B.view(b, n, g, -1), C.view(b, n, g, -1)
         dt = F.softplus(dt.float() + self.dt_bias).view(b, n, h)
-        if span.valid is not None:
-            dt = dt * span.valid.unsqueeze(-1)  # a step of zero leaves the state as it is
-        if n <= SHORT or span.keep:
-            decay = decays(dt, self.A)
-            y = short_scan(x, dt, decay, B, C, self.D, ssm)
-            tape = MambaTape(window, ssm, dt, decay, x, B)
-            state.set_later(tape, span.counts)
+        if batch.valid is not None:
+            dt = dt * batch.valid.unsqueeze(-1)  # a time step of zero leaves the state unchanged
+        record = None
+        if n <= SHORT or batch.rollback:
+            record = MambaPass(window, ssm, dt, decay_table(dt, self.A), x, B)
+            y = short_scan(record, C, self.D)
+            state.set_lazily(record, batch.counts)
         else:
             y, ssm = ssd_chunked(x, dt, self.A, B, C, D=self.D, initial_state=ssm, return_final_state=True)
-            counts = torch.tensor(span.counts, device=xbc.device).unsqueeze(1)
-            state.set(tail(window, counts, self.kernel - 1), ssm)
-            tape = None
-        return y.reshape(b * n, -1), tape
+            counts = torch.tensor(batch.counts, device=xbc.device).unsqueeze(1)
+            state.set(window_after(window, counts, self.kernel - 1), ssm)
+        return y.reshape(b * n, -1), record
+
+
+def decay_table(dt: Tensor, A: Tensor) -> Tensor:
+    """exp of the sum of dt A over tokens. Each sum is formed on its own: running sums would lose digits.
+
+    Args:
+        dt: [b, n, h].   A: [h], negative.
+
+    Returns:
+        [b, h, n + 1, n + 1]: the decay from the state after i tokens (column) to the one after j (row); 0
+        for i > j.
+    """
+    b, n, h = dt.shape
+    between, never = _token_ranges(n, dt.device)
+    sums = torch.addmm(never, (dt * A).transpose(1, 2).reshape(b * h, n), between)
+    return sums.exp_().view(b, h, n + 1, -1)
+
+
+def short_scan(scan: MambaPass, C: Tensor, D: Tensor) -> Tensor:
+    """Output of n tokens at once, by matrix products of width n.
+
+    Args:
+        scan: the inputs; its initial state is not changed.
+        C: [b, n, g, k], FP32.   D: [h], FP32.
+
+    Returns:
+        [b, n, h, p]. `scan.after` gives the states.
+    """
+    b, n, h, p = scan.x.shape
+    g, k = C.shape[2:]
+    C_ = C.permute(0, 2, 3, 1).reshape(b * g, k, n)
+    scores = torch.bmm(scan.B.transpose(1, 2).reshape(b * g, n, k), C_)  # [b * g, earlier token, token]
+    # [b, h, earlier token, token]
+    mixing = scan.decay[:, :, 1:, 1:].transpose(2, 3) * scan.dt.transpose(1, 2).unsqueeze(-1)
+    mixing.view(b * g, h // g, n, n).mul_(scores.unsqueeze(1))
+    x_ = scan.x.permute(0, 2, 3, 1).reshape(b * h, p, n)
+    y = torch.bmm(x_, mixing.view(b * h, n, n)).view(b, h, p, n)
+    from_initial = torch.bmm(scan.ssm.view(b * g, -1, k), C_).view(b, h, p, n)
+    y.addcmul_(from_initial, scan.decay[:, :, 1:, 0].unsqueeze(2))
+    y.addcmul_(x_.view(b, h, p, n), D.view(h, 1, 1))
+    return y.permute(0, 3, 1, 2)
+
+
+_TOKEN_RANGES: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+
+def _token_ranges(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For row j and column i of n + 1: which of n tokens lie after i and up to j; and -inf where i > j."""
+    if (n, device) not in _TOKEN_RANGES:
+        row, column = torch.arange(n + 1).view(-1, 1), torch.arange(n + 1)
+        token = torch.arange(n).view(-1, 1, 1)
+        between = ((token >= column) & (token < row)).float().view(n, -1)
+        never = torch.zeros(n + 1, n + 1).masked_fill_(column > row, -torch.inf).flatten()
+        _TOKEN_RANGES[n, device] = between.to(device), never.to(device)
+    return _TOKEN_RANGES[n, device]

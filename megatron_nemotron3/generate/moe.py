@@ -2,11 +2,11 @@
 
     y = x + W_up sum_i p_i E_i(W_down u) + shared(u),   u = norm(x)
 
-Three ways to the same sum, by what is quickest:
+Three implementations of the same sum; the number of tokens decides which is fastest:
 
-    gathered   the chosen experts' matrices side by side in one product; the host need not know which they are
-    dense      every expert for every token, the weight of most being zero: few small experts, some tokens
-    sorted     tokens sorted by expert, as in training
+    gathered   gathers the matrices of the selected experts into one product, without a host synchronization
+    dense      applies every expert to every token, with zero weights: for few small experts and some tokens
+    sorted     sorts tokens by expert, as in training
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.generate.layers import Read, norm, transposed
-from megatron_nemotron3.generate.span import Span
+from megatron_nemotron3.generate.batch import ForwardBatch
+from megatron_nemotron3.generate.layers import ReadTensor, read_norm, transposed
 from megatron_nemotron3.generate.state import LayerState
 from megatron_nemotron3.layers.grouped import squared_relu_experts
 from megatron_nemotron3.models import Nemotron3Config
 
-#: Elements of gathered matrices up to which gathering is quicker than one product an expert, by device type.
-#: Measured on one AVX-512 core; on a GPU it is memory that is read three times against many launches.
+#: Elements of gathered matrices up to which gathering is faster than one product per expert, by device type.
+#: Measured on one AVX-512 core; on a GPU, gathering reads memory three times but saves many launches.
 GATHERED_ELEMENTS = {"cpu": 2**18, "cuda": 2**28}
-#: Elements of one of the two matrices of all experts, and the same times tokens, up to which dense pays.
+#: The dense product is faster up to these: elements of one of the two stacked weights, and times tokens.
 DENSE_ELEMENTS, DENSE_PRODUCTS = 2**18, 2**23
-#: Added to the sum of the chosen scores.
+#: Added to the sum of the selected scores.
 EPS = 1e-20
 
 
 class MixtureOfExperts:
     """Layer kind E."""
 
-    def __init__(self, read: Read, config: Nemotron3Config) -> None:
+    def __init__(self, read: ReadTensor, config: Nemotron3Config) -> None:
         c, d = config, config.hidden_size
         experts, topk, width = c.num_moe_experts, c.moe_router_topk, c.moe_ffn_hidden_size
         shared = c.moe_shared_expert_intermediate_size
@@ -43,10 +43,10 @@ class MixtureOfExperts:
         self.experts, self.topk = experts, topk
         inner = c.expert_input_size
         self.latent, self.inner, self.width = c.moe_latent_size, inner, width
-        self.norm = norm(read, config)
+        self.norm = read_norm(read, config)
         self.router = transposed(read("mixer.gate.weight", experts, d, float32=True))
         self.bias = read("mixer.gate.e_score_correction_bias", experts, float32=True)
-        # As tensors: an operation with a number of Python first makes one.
+        # Tensors, because an operation with a Python number would first create one.
         self.scale = torch.tensor(c.moe_router_topk_scaling_factor, device=self.bias.device)
         self.eps = torch.tensor(EPS, device=self.bias.device)
         up = read("mixer.shared_experts.up_proj.weight", shared, d)
@@ -56,12 +56,14 @@ class MixtureOfExperts:
             self.out = transposed(read("mixer.fc2_latent_proj.weight", d, inner))
         self.up = transposed(up)
         self.shared_down = transposed(read("mixer.shared_experts.down_proj.weight", d, shared))
-        self.fc1 = self._stack(read, "up_proj", width, inner)
-        # [experts, ffn, inner], as fc1: the sum over a token's experts is then part of one product.
-        self.fc2 = self._stack(read, "down_proj", inner, width, transpose=True)
+        self.fc1 = self._stack_experts(read, "up_proj", width, inner)
+        # [experts, ffn, inner] like fc1, so that one product also sums over a token's experts.
+        self.fc2 = self._stack_experts(read, "down_proj", inner, width, transpose=True)
         self.each = list(self.fc1.unbind()), [weight.t() for weight in self.fc2.unbind()]
 
-    def _stack(self, read: Read, name: str, rows: int, columns: int, transpose: bool = False) -> Tensor:
+    def _stack_experts(
+        self, read: ReadTensor, name: str, rows: int, columns: int, transpose: bool = False
+    ) -> Tensor:
         stack = None
         for e in range(self.experts):
             weight = read(f"mixer.experts.{e}.{name}.weight", rows, columns)
@@ -73,9 +75,9 @@ class MixtureOfExperts:
         return stack
 
     def new_state(self, batch: int, capacity: int) -> None:
-        """Nothing is kept."""
+        """This kind has no state."""
 
-    def __call__(self, x: Tensor, state: LayerState, span: Span) -> tuple[Tensor, None]:
+    def __call__(self, x: Tensor, state: LayerState, batch: ForwardBatch) -> tuple[Tensor, None]:
         u = self.norm(x)
         scores = torch.mm(u.float(), self.router).sigmoid_()
         chosen = (scores + self.bias).topk(self.topk, -1, sorted=False)[1]  # [t, topk]
@@ -90,10 +92,10 @@ class MixtureOfExperts:
             z, hidden = u, up
         hidden = hidden.relu()
         x = torch.addmm(x, hidden.mul_(hidden), self.shared_down)
-        y = self._way(len(x), x.device.type)(z, chosen, weight)
+        y = self._implementation(len(x), x.device.type)(z, chosen, weight)
         return (torch.addmm(x, y, self.out) if self.latent else x.add_(y)), None
 
-    def _way(self, tokens: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _implementation(self, tokens: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         matrix, pairs = self.inner * self.width, tokens * self.topk
         total = self.experts * matrix
         if 2 * pairs >= self.experts and total <= DENSE_ELEMENTS and tokens * total <= DENSE_PRODUCTS:
@@ -121,6 +123,6 @@ class MixtureOfExperts:
         token = order.div(self.topk, rounding_mode="floor")
         rows, weight = z.index_select(0, token), weight.view(-1).index_select(0, order)
         y = squared_relu_experts(rows, weight, *self.each, counts, recompute=True)
-        # Back in the order of the tokens, where a token's experts are added up in one reduction.
-        back = torch.empty_like(y).index_copy_(0, order, y)
-        return back.view(len(z), self.topk, -1).sum(1)
+        # Restore the order of the tokens, where one reduction sums a token's experts.
+        by_token = torch.empty_like(y).index_copy_(0, order, y)
+        return by_token.view(len(z), self.topk, -1).sum(1)

@@ -1,161 +1,206 @@
-"""Multi-token prediction while decoding: the MTP block with a state of its own at every depth.
+"""Multi-token prediction during decoding: the MTP block with a state of its own at every depth.
 
     depth k, position i:   h_k[i] = block(embedding of token i + k, h_{k-1}[i])  ->  logits of token i + k + 1
 
 At depth k the block's attention sees the inputs of depth k at earlier positions, as in training. With s
-tokens known, depth k has been computed at the positions 0 ... s - k - 1, and exactly one more h_{k-1}, that
-of position s - k, waits for token s: it is `MTPState.pending`.
+tokens known, depth k has been computed at positions 0 ... s - k - 1, and exactly one more h_{k-1}, that of
+position s - k, waits for token s: it is `MTP.pending`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from megatron_nemotron3.generate.engine import CAPACITY, Engine, Output, last_of_rows, run_layers
 from megatron_nemotron3.generate.state import State
-from megatron_nemotron3.generate.weights import MTPBlock, Weights
-
-if TYPE_CHECKING:
-    from megatron_nemotron3.generate.engine import Engine
+from megatron_nemotron3.generate.weights import MTPBlock
 
 
-class MTPState:
-    """What all depths keep of b sequences.
+class MTP:
+    """The MTP block of an engine's model over b sequences, at depths 1 to `depths`.
+
+    Args:
+        depths: default: as many as in training.
+        capacity: as for `Engine.new_state`.
 
     Attributes:
         blocks: the block of each depth; with `mtp_use_repeated_layer` the same one.
         depths: `State` of its layers at each depth.
-        pending: for each depth k h_{k-1} [b, d] of position s - k; meaningless in rows with s < k.
+        pending: for each depth k, h_{k-1} [b, d] of position s - k; undefined in rows with s < k.
         lengths: s, the tokens that each row has seen.
+
+    Raises:
+        ValueError: the model has no MTP weights, or no block for some depth.
     """
 
     def __init__(
-        self, blocks: list[MTPBlock], depths: list[State], pending: list[Tensor], lengths: list[int]
+        self, engine: Engine, batch: int = 1, depths: int | None = None, capacity: int = CAPACITY
     ) -> None:
-        self.blocks, self.depths, self.pending, self.lengths = blocks, depths, pending, lengths
+        self.engine, self.blocks = engine, _blocks_by_depth(engine, depths)
+        self.depths = [
+            State([0] * batch, [layer.new_state(batch, capacity) for layer in block.layers])
+            for block in self.blocks
+        ]
+        hidden_size = engine.config.hidden_size
+        self.pending = [engine.weights.embedding.new_zeros(batch, hidden_size) for _ in self.blocks]
+        self.lengths = [0] * batch
 
-    def select(self, rows: Sequence[int]) -> MTPState:
-        """A copy of some rows."""
+    def select(self, rows: Sequence[int]) -> MTP:
+        """Return a copy of some rows."""
         index = torch.tensor(list(rows), device=self.pending[0].device)
-        return MTPState(
-            self.blocks,
-            [depth.select(rows) for depth in self.depths],
-            [h.index_select(0, index) for h in self.pending],
-            [self.lengths[row] for row in rows],
-        )
+        result = copy.copy(self)
+        result.depths = [depth.select(rows) for depth in self.depths]
+        result.pending = [h.index_select(0, index) for h in self.pending]
+        result.lengths = [self.lengths[row] for row in rows]
+        return result
 
-    def copy(self) -> MTPState:
-        """A snapshot."""
+    def copy(self) -> MTP:
+        """Return an independent snapshot."""
         return self.select(range(len(self.lengths)))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all states, with reserved places."""
-        return sum(depth.nbytes for depth in self.depths)
+    @torch.inference_mode()
+    def forward(
+        self,
+        depth: int,
+        hidden: Tensor,
+        next_tokens: Tensor,
+        *,
+        counts: Sequence[int] | None = None,
+        rollback: bool = False,
+        logits: str = "all",
+    ) -> Output:
+        """Apply the block to n positions of one depth, and advance the state of that depth.
+
+        Args:
+            depth: k, from 1.
+            hidden: h_{k-1} [b, n, d] of the positions: from the decoder (k = 1) or from depth k - 1.
+            next_tokens: [b, n], for position i token i + k.
+            counts, rollback, logits: as for `Engine.forward`; the rollback is for
+                `self.depths[depth - 1].truncate`.
+
+        Returns:
+            h_k [b, n, d] after the block's final norm, and its logits, which predict token i + k + 1.
+
+        Raises:
+            ValueError: there is no such depth; otherwise as `Engine.forward`.
+        """
+        if not 1 <= depth <= len(self.depths):
+            raise ValueError(
+                f"depth {depth}: there are depths 1 to {len(self.depths)}: MTP(depths=...) makes more"
+            )
+        block, state = self.blocks[depth - 1], self.depths[depth - 1]
+        batch = self.engine.new_batch(next_tokens, state, counts, rollback)
+        embedded = self.engine.weights.embedding.index_select(0, next_tokens.reshape(-1))
+        x, record = run_layers(block.layers, block.project(embedded, hidden.flatten(0, 1)), state, batch)
+        return self.engine.output(block.final_norm(x), batch, record, logits)
+
+    @torch.inference_mode()
+    def append(self, tokens: Tensor, hidden: Tensor, counts: Sequence[int] | None = None) -> None:
+        """Add tokens that are final: every depth advances as far as the tokens it needs are known.
+
+        Args:
+            tokens: [b, n], following those already seen.
+            hidden: [b, n, d], of the decoder at those tokens.
+            counts: as for `Engine.forward`.
+        """
+        b, n = tokens.shape
+        found = [n] * b if counts is None else list(counts)
+        sizes = found
+        for depth in range(1, len(self.depths) + 1):
+            hidden, sizes = self._after_pending(depth, hidden, sizes)
+            self.pending[depth - 1] = last_of_rows(hidden, sizes).clone()
+            # The last one of each row waits for a token that is not known yet.
+            sizes = [max(size - 1, 0) for size in sizes]
+            width = max(sizes)
+            hidden = hidden[:, :width]
+            if width:
+                known = _last_tokens(tokens, found, sizes)
+                ragged = sizes if min(sizes) < width else None
+                hidden = self.forward(depth, hidden, known, counts=ragged, logits="none").hidden
+        self.lengths = [a + c for a, c in zip(self.lengths, found)]
+
+    @torch.inference_mode()
+    def draft(self, tokens: Tensor, choose: Callable[[Tensor], Tensor], count: int | None = None) -> Tensor:
+        """Draft tokens; depth k gives the k-th. The states are left as they were.
+
+        Args:
+            tokens: [b], the newest token of each row, which has not been appended yet. At least one token
+                must have been.
+            choose: logits [b, vocabulary] -> tokens [b], called once per depth, in order.
+            count: tokens to draft; default: one per depth.
+
+        Returns:
+            [b, count].
+
+        Raises:
+            ValueError: more tokens than depths, or a row without tokens.
+        """
+        count = len(self.depths) if count is None else count
+        if not 1 <= count <= len(self.depths) or min(self.lengths) < 1:
+            raise ValueError(
+                f"cannot draft {count} tokens after {self.lengths} with {len(self.depths)} depths: append "
+                "the prompt first, and use MTP(depths=...) for more"
+            )
+        b = len(self.lengths)
+        drafted, rollbacks = [tokens], []
+        hidden, sizes = self.pending[0].unsqueeze(1), [1] * b
+        for depth in range(1, count + 1):
+            if depth > 1:
+                hidden, sizes = self._after_pending(depth, hidden, sizes)
+            known = _last_tokens(torch.stack(drafted, 1), [depth] * b, sizes)
+            ragged = sizes if min(sizes) < max(sizes) else None
+            out = self.forward(depth, hidden, known, counts=ragged, rollback=True, logits="last")
+            assert out.logits is not None and out.rollback is not None
+            rollbacks.append(out.rollback)
+            hidden = out.hidden
+            drafted.append(choose(out.logits))
+        for state, rollback in zip(self.depths, rollbacks):
+            state.truncate(0, rollback)
+        return torch.stack(drafted[1:], 1)
+
+    def _after_pending(self, depth: int, hidden: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Put the pending hidden state of a depth, in the rows that have one, before hidden [b, n, d].
+
+        Returns:
+            The rows, left-aligned, and their sizes.
+        """
+        pending, waiting = self.pending[depth - 1], [length >= depth for length in self.lengths]
+        if all(waiting):
+            return torch.cat((pending.unsqueeze(1), hidden), 1), [size + 1 for size in sizes]
+        if not any(waiting):
+            # At least one position, so that a pending hidden state can be taken from it.
+            return (hidden if hidden.shape[1] else pending.unsqueeze(1)), list(sizes)
+        rows = [
+            torch.cat((pending[row : row + 1], hidden[row])) if waits else hidden[row]
+            for row, waits in enumerate(waiting)
+        ]
+        return pad_sequence(rows, batch_first=True), [size + waits for size, waits in zip(sizes, waiting)]
 
 
-def blocks(weights: Weights, depths: int | None) -> list[MTPBlock]:
-    """The block of each depth; default: of as many as in training.
-
-    Raises:
-        ValueError: no MTP weights, no depth, or more than there are blocks for.
-    """
-    config = weights.config
-    if not weights.mtp:
+def _blocks_by_depth(engine: Engine, depths: int | None) -> list[MTPBlock]:
+    config, blocks = engine.config, engine.weights.mtp
+    if not blocks:
         raise ValueError(f"{config.name} has no MTP block loaded: its checkpoint lacks one, or mtp=False")
     depths = config.mtp_num_layers if depths is None else depths
     if depths < 1:
         raise ValueError(f"depths={depths}: use 1 or more")
     if config.mtp_use_repeated_layer:
-        return weights.mtp[:1] * depths
-    if depths > len(weights.mtp):
-        raise ValueError(f"depths={depths}, but {config.name} has {len(weights.mtp)} MTP blocks")
-    return weights.mtp[:depths]
+        return blocks[:1] * depths
+    if depths > len(blocks):
+        raise ValueError(f"depths={depths}, but {config.name} has {len(blocks)} MTP blocks")
+    return blocks[:depths]
 
 
-def enter(block: MTPBlock, embedded: Tensor, hidden: Tensor) -> Tensor:
-    """Embeddings and h_{k-1}, both [tokens, d] -> what the block's layers get."""
-    return torch.mm(torch.cat((block.enorm(embedded), block.hnorm(hidden)), 1), block.eh_proj)
-
-
-def append(
-    engine: Engine, state: MTPState, tokens: Tensor, hidden: Tensor, counts: Sequence[int] | None
-) -> None:
-    """See `Engine.mtp_append`."""
-    b, n = tokens.shape
-    found = [n] * b if counts is None else list(counts)
-    inputs = found
-    for depth in range(1, len(state.depths) + 1):
-        waiting = [length >= depth for length in state.lengths]
-        hidden, sizes = _join(state.pending[depth - 1], waiting, hidden, inputs)
-        # The last one of each row waits for a token that is not known yet.
-        steps = [max(size - 1, 0) for size in sizes]
-        state.pending[depth - 1] = engine.last(hidden, sizes).clone()
-        if not any(steps):
-            hidden, inputs = hidden[:, :0], steps
-            continue
-        width = max(steps)
-        tokens_, hidden = _last(tokens, found, steps, width), hidden[:, :width]
-        ragged = steps if min(steps) < width else None
-        hidden = engine.mtp_forward(depth, hidden, tokens_, state, counts=ragged, logits="none").hidden
-        inputs = steps
-    state.lengths = [a + c for a, c in zip(state.lengths, found)]
-
-
-def draft(
-    engine: Engine, state: MTPState, tokens: Tensor, choose: Callable[[Tensor], Tensor], count: int
-) -> Tensor:
-    """See `Engine.mtp_draft`."""
-    if not 1 <= count <= len(state.depths) or min(state.lengths) < 1:
-        raise ValueError(
-            f"cannot draft {count} tokens behind {state.lengths} with {len(state.depths)} depths: append the "
-            "prompt first, and use new_mtp_state(depths=...) for more"
-        )
-    b = len(state.lengths)
-    drafted = [tokens]
-    hidden, inputs = state.pending[0].unsqueeze(1), [1] * b
-    tapes = []
-    for depth in range(1, count + 1):
-        if depth > 1:
-            waiting = [length >= depth for length in state.lengths]
-            hidden, inputs = _join(state.pending[depth - 1], waiting, hidden, inputs)
-        width = max(inputs)
-        known = _last(torch.stack(drafted, 1), [depth] * b, inputs, width)
-        ragged = inputs if min(inputs) < width else None
-        out = engine.mtp_forward(depth, hidden, known, state, counts=ragged, keep=True, logits="last")
-        assert out.logits is not None and out.tape is not None
-        tapes.append(out.tape)
-        hidden = out.hidden
-        drafted.append(choose(out.logits))
-    for stack, tape in zip(state.depths, tapes):
-        stack.truncate(0, tape)
-    return torch.stack(drafted[1:], 1)
-
-
-def _join(
-    first: Tensor, waiting: Sequence[bool], rest: Tensor, sizes: Sequence[int]
-) -> tuple[Tensor, list[int]]:
-    """`first` [b, d] of the rows that have it, then `rest` [b, n, d] -> left-aligned, and sizes of rows."""
-    if all(waiting):
-        return torch.cat((first.unsqueeze(1), rest), 1), [size + 1 for size in sizes]
-    if not any(waiting):
-        # One place more than nothing, so that a pending hidden state can be taken from it.
-        return (rest if rest.shape[1] else first.unsqueeze(1)), list(sizes)
-    rows = [
-        torch.cat((first[row : row + 1], rest[row])) if waits else rest[row]
-        for row, waits in enumerate(waiting)
-    ]
-    return pad_sequence(rows, batch_first=True), [size + waits for size, waits in zip(sizes, waiting)]
-
-
-def _last(tokens: Tensor, counts: Sequence[int], steps: Sequence[int], width: int) -> Tensor:
-    """The last `steps` of each row's `counts` tokens [b, n] -> [b, width], left-aligned."""
-    if len(set(counts)) == 1 and len(set(steps)) == 1:
+def _last_tokens(tokens: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """The last `sizes` of each row's `counts` tokens [b, n] -> [b, max(sizes)], left-aligned."""
+    width = max(sizes)
+    if len(set(counts)) == 1 and len(set(sizes)) == 1:
         return tokens[:, counts[0] - width : counts[0]]
-    first = torch.tensor([c - s for c, s in zip(counts, steps)], device=tokens.device).unsqueeze(1)
-    places = first + torch.arange(width, device=tokens.device)
-    return tokens.gather(1, places.clamp_max_(tokens.shape[1] - 1))
+    first = torch.tensor([c - s for c, s in zip(counts, sizes)], device=tokens.device).unsqueeze(1)
+    positions = first + torch.arange(width, device=tokens.device)
+    return tokens.gather(1, positions.clamp_max_(tokens.shape[1] - 1))

@@ -1,4 +1,7 @@
-"""Logits -> probabilities -> a token. Greedy, temperature, top-k, top-p (nucleus, arXiv 1904.09751)."""
+"""Logits to probabilities to a token: greedy, temperature, top-k, top-p (nucleus, arXiv 1904.09751).
+
+Also the acceptance rules of speculative decoding (arXiv 2211.17192).
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ class Sampling:
     """How tokens are chosen; the default is greedy.
 
     Args:
-        temperature: logits are divided by it; 0: the most likely token.
-        top_k: only that many most likely tokens; None: all.
-        top_p: only the fewest most likely tokens whose probabilities, after top_k, add up to it; None or 1.0:
-            all.
-        seed: of row i seed + i.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: keep only that many most likely tokens; None keeps all.
+        top_p: keep only the fewest most likely tokens whose probabilities, after top_k, add up to it; None or
+            1.0 keeps all.
+        seed: row i draws with seed + i.
 
     Raises:
         ValueError: a temperature below 0, a top_k below 1, a top_p not in (0, 1].
@@ -39,7 +42,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether there is no chance in it."""
+        """Whether the result is deterministic."""
         return self.temperature == 0 or self.top_k == 1
 
 
@@ -47,9 +50,9 @@ GREEDY = Sampling()
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """What a token is drawn from: logits [..., vocabulary] -> the same shape in FP32; greedy: one 1.
+    """Distribution a token is drawn from: logits [..., vocabulary] -> the same shape in FP32.
 
-    Where top_k cuts between equal logits, all of them stay.
+    Greedy sampling gives a single 1. Where top_k cuts between equal logits, all of them stay.
     """
     logits = logits.float()
     if sampling.greedy:
@@ -71,27 +74,27 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The token where the running sum of probabilities passes `uniform` times their total.
+    """Draw the token at which the running sum of probabilities exceeds `uniform` times their total.
 
     Args:
-        probabilities: [..., vocabulary], not negative; they need not add up to 1.
+        probabilities: [..., vocabulary], non-negative; they need not add up to 1.
         uniform: [...], in [0, 1), FP64.
 
     Returns:
-        [...] ids, none of probability 0.
+        [...] ids, never of probability 0.
     """
     running = probabilities.double().cumsum(-1)
     total = running[..., -1:]
-    # Rounding must not reach the total: the last token may have probability 0.
+    # Rounding must not reach the total, because the last token may have probability 0.
     point = torch.minimum(uniform.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(running, point, right=True).squeeze(-1)
 
 
 class Sampler:
-    """Draws tokens; a row's numbers depend on the seed and its place only, not on the rows beside it.
+    """Draws tokens. A row's random numbers depend only on the seed and its index, not on the other rows.
 
     Args:
-        rows: places of the rows, for their seeds.
+        rows: indices of the rows, for their seeds.
     """
 
     def __init__(self, sampling: Sampling, rows: Sequence[int]) -> None:
@@ -99,13 +102,13 @@ class Sampler:
         self.generators = [torch.Generator().manual_seed(sampling.seed + row) for row in rows]
 
     def select(self, rows: Sequence[int]) -> Sampler:
-        """The sampler of some of its rows; their generators are shared."""
+        """Return a sampler of some of the rows; it shares their generators."""
         result = Sampler(self.sampling, ())
         result.generators = [self.generators[row] for row in rows]
         return result
 
     def uniform(self, device: torch.device) -> Tensor:
-        """One number in [0, 1) for each row [b], FP64."""
+        """One number in [0, 1) per row [b], FP64."""
         numbers = [torch.rand(1, generator=g, dtype=torch.float64) for g in self.generators]
         return torch.cat(numbers).to(device)
 
@@ -114,3 +117,54 @@ class Sampler:
         if self.sampling.greedy:
             return logits.argmax(-1)
         return draw(probabilities(logits, self.sampling), self.uniform(logits.device))
+
+
+def accept_greedy(logits: Tensor, drafted: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
+    """Accept the drafts that are the most likely tokens.
+
+    Args:
+        logits: [b, k + 1, vocabulary], after the newest token and after each draft.
+        drafted: [b, k].
+        limits: [b], drafts that may be accepted, 0 to k.
+
+    Returns:
+        [b] how many are accepted, and [b] the model's token after them.
+    """
+    best = logits.argmax(-1)
+    accepted = _accepted_prefix(drafted == best[:, :-1], limits)
+    return accepted, best.gather(1, accepted.unsqueeze(1)).squeeze(1)
+
+
+def accept(
+    p: Tensor, q: Tensor, drafted: Tensor, limits: Tensor, to_accept: Tensor, to_draw: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Accept drafts so that tokens have the distribution p (arXiv 2211.17192, algorithm 1).
+
+    Args:
+        p: [b, k + 1, vocabulary], the model's probabilities after the newest token and after each draft.
+        q: [b, k, vocabulary], the probabilities the drafts were drawn from.
+        drafted: [b, k].
+        limits: [b], drafts that may be accepted, 0 to k.
+        to_accept, to_draw: [b, k] and [b], independent and uniform in [0, 1).
+
+    Returns:
+        [b] how many are accepted, and [b] the token after them, drawn from the normalized positive part of
+        p - q where a draft was rejected, otherwise from p.
+    """
+    k, index = drafted.shape[1], drafted.unsqueeze(-1)
+    agreed = to_accept * q.gather(-1, index).squeeze(-1) < p[:, :k].gather(-1, index).squeeze(-1)
+    accepted = _accepted_prefix(agreed, limits)
+    rows = torch.arange(len(p), device=p.device)
+    own = p[rows, accepted]
+    if k:
+        left = (own - q[rows, accepted.clamp(max=k - 1)]).clamp_min_(0)
+        # Nothing is left where p and q differ only by rounding.
+        rejected = (accepted < limits) & (left.sum(-1) > 0)
+        own = torch.where(rejected.unsqueeze(1), left, own)
+    return accepted, draw(own, to_draw)
+
+
+def _accepted_prefix(agreed: Tensor, limits: Tensor) -> Tensor:
+    """[b, k] -> [b], how many come before the first that is rejected or beyond the limit."""
+    within = torch.arange(agreed.shape[1], device=agreed.device) < limits.unsqueeze(1)
+    return (agreed & within).long().cumprod(1).sum(1)

@@ -1,7 +1,7 @@
-"""What a sequence leaves behind: keys and values of attention layers, windows and states of Mamba-2 layers.
+"""What the layers keep of a sequence: KV caches of attention, convolution windows and states of Mamba-2.
 
-Keys and values grow with the sequence, 2 * groups * head dimension elements a token and attention layer.
-A Mamba-2 layer has [channels, kernel - 1] and [heads, head dimension, state] elements, however long it is.
+A KV cache grows with the sequence, by 2 * groups * head dimension elements per token and attention layer.
+A Mamba-2 layer keeps [kernel - 1, channels] and [heads, head dimension, state] elements at any length.
 """
 
 from __future__ import annotations
@@ -12,35 +12,79 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.generate.scan import MambaTape
 
-
-class KeyValues:
+class KVCache:
     """Keys and values of one attention layer.
 
     Attributes:
-        cache: [b, 2, groups, capacity, head dimension]; places from a row's length on hold anything.
+        cache: [b, 2, groups, capacity, head dimension]; contents beyond a row's length are undefined.
     """
 
     def __init__(self, cache: Tensor) -> None:
         self.cache = cache
 
-    def reserve(self, places: int) -> Tensor:
-        """The cache with room for that many places; the capacity grows by doubling."""
+    def reserve(self, length: int) -> Tensor:
+        """Return the cache with room for `length` tokens a row; the capacity grows by doubling."""
         capacity = self.cache.shape[3]
-        if places > capacity:
-            while capacity < places:
+        if length > capacity:
+            while capacity < length:
                 capacity = max(64, 2 * capacity)
             old = self.cache
             self.cache = old.new_empty(*old.shape[:3], capacity, old.shape[4])
-            # What no row reads must still be finite: a score of -inf gives it weight 0, and 0 * nan is nan.
+            # Masked positions must still be finite: a score of -inf gives weight 0, and 0 * nan is nan.
             self.cache[:, :, :, old.shape[3] :] = 0
             self.cache[:, :, :, : old.shape[3]] = old
         return self.cache
 
-    def select(self, rows: Tensor) -> KeyValues:
-        """A copy of some rows."""
-        return KeyValues(self.cache.index_select(0, rows))
+    def select(self, rows: Tensor) -> KVCache:
+        """Return a copy of some rows."""
+        return KVCache(self.cache.index_select(0, rows))
+
+
+@dataclass(frozen=True)
+class MambaPass:
+    """The scan of a Mamba-2 layer over n tokens: its inputs, and the state after any of the tokens.
+
+    The state after m tokens is a multiple of the initial one plus a sum over m tokens, so no state is stored
+    per token. h: heads, p: head dimension, g: groups, k: size of a state; all but `window` FP32.
+    """
+
+    #: [b, kernel - 1 + n, channels]: the initial convolution window and the n inputs.
+    window: Tensor
+    #: [b, h, p, k]: the initial state.
+    ssm: Tensor
+    #: [b, n, h], after softplus.
+    dt: Tensor
+    #: [b, h, n + 1, n + 1], from `mamba.decay_table`.
+    decay: Tensor
+    #: [b, n, h, p].
+    x: Tensor
+    #: [b, n, g, k].
+    B: Tensor
+
+    def after(self, kept: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Window [b, kernel - 1, channels] and state [b, h, p, k] after each row's first `kept` tokens."""
+        b, n, h, p = self.x.shape
+        width, m = self.window.shape[1] - n, kept[0]
+        if min(kept) == max(kept):
+            window, decay = self.window[:, m : m + width], self.decay[:, :, m]
+            if m == 0:
+                return window, self.ssm
+        else:
+            counts = torch.tensor(list(kept), device=self.x.device)
+            window = window_after(self.window, counts.unsqueeze(1), width)
+            decay = self.decay[torch.arange(b, device=self.x.device), :, counts]
+        g, k = self.B.shape[2:]
+        weight = decay[:, :, 1:] * self.dt.transpose(1, 2)  # [b, h, n]
+        u = (self.x.permute(0, 2, 3, 1) * weight.unsqueeze(2)).reshape(b * g, -1, n)
+        added = torch.bmm(u, self.B.transpose(1, 2).reshape(b * g, n, k)).view(b, h, p, k)
+        return window, added.addcmul_(self.ssm, decay[:, :, :1].unsqueeze(-1))
+
+
+def window_after(window: Tensor, counts: Tensor, width: int) -> Tensor:
+    """The last `width` inputs up to each row's end: window [b, width + n, c], counts [b, 1] of the n."""
+    positions = counts + torch.arange(width, device=window.device)
+    return window.gather(1, positions.unsqueeze(-1).expand(-1, -1, window.shape[2]))
 
 
 class MambaState:
@@ -53,63 +97,63 @@ class MambaState:
 
     def __init__(self, window: Tensor, ssm: Tensor) -> None:
         self._window, self._ssm = window, ssm
-        self._later: tuple[MambaTape, Sequence[int]] | None = None
+        self._pending: tuple[MambaPass, Sequence[int]] | None = None
 
     @property
     def window(self) -> Tensor:
-        self._settle()
+        self._compute_pending()
         return self._window
 
     @property
     def ssm(self) -> Tensor:
-        self._settle()
+        self._compute_pending()
         return self._ssm
 
     def set(self, window: Tensor, ssm: Tensor) -> None:
-        """New tensors."""
-        self._window, self._ssm, self._later = window, ssm, None
+        """Replace both tensors."""
+        self._window, self._ssm, self._pending = window, ssm, None
 
-    def set_later(self, tape: MambaTape, kept: Sequence[int]) -> None:
-        """The state after each row's first `kept` tokens of a pass, computed when it is asked for.
+    def set_lazily(self, record: MambaPass, kept: Sequence[int]) -> None:
+        """Set the state after each row's first `kept` tokens of a pass; it is computed when it is read.
 
-        After drafted tokens it is known only then how many stay: no state is computed twice.
+        How many drafted tokens stay is known only after their pass, so no state is computed twice.
         """
-        self._later = tape, kept
+        self._pending = record, kept
 
     def select(self, rows: Tensor) -> MambaState:
-        """A copy of some rows."""
+        """Return a copy of some rows."""
         return MambaState(self.window.index_select(0, rows), self.ssm.index_select(0, rows))
 
-    def _settle(self) -> None:
-        if self._later is not None:
-            tape, kept = self._later
-            self.set(*tape.after(kept))
+    def _compute_pending(self) -> None:
+        if self._pending is not None:
+            record, kept = self._pending
+            self.set(*record.after(kept))
 
 
-LayerState = KeyValues | MambaState | None
+LayerState = KVCache | MambaState | None
 
 
 @dataclass(frozen=True)
-class Tape:
-    """What `State.truncate` needs to go back into a pass.
+class Rollback:
+    """What `State.truncate` needs to undo a pass, or the end of it.
 
     Attributes:
-        lengths: of the rows before it.
-        counts: tokens of each row in it.
-        layers: one for each layer, None where nothing is needed.
+        lengths: of the rows before the pass.
+        counts: tokens of each row in the pass.
+        layers: one entry per layer, None for kinds other than Mamba-2.
     """
 
     lengths: list[int]
     counts: list[int]
-    layers: list[MambaTape | None]
+    layers: list[MambaPass | None]
 
 
 class State:
-    """All layers of a stack, for b sequences.
+    """States of all layers of a stack, for b sequences.
 
     Attributes:
         lengths: tokens that each row has seen.
-        layers: one for each layer; None for kinds that keep nothing.
+        layers: one entry per layer; None for kinds without a state.
     """
 
     def __init__(self, lengths: list[int], layers: list[LayerState]) -> None:
@@ -117,58 +161,59 @@ class State:
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.lengths)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, with reserved places."""
-        return sum(t.numel() * t.element_size() for layer in self.layers for t in _tensors(layer))
+        """Bytes of all tensors, reserved capacity included."""
+        return sum(t.numel() * t.element_size() for layer in self.layers for t in _state_tensors(layer))
 
-    def truncate(self, keep: int | Sequence[int], tape: Tape) -> None:
-        """Go back into the last pass: each row keeps the first `keep` of its tokens.
+    def truncate(self, keep: int | Sequence[int], rollback: Rollback) -> None:
+        """Roll the last pass back so that each row keeps the first `keep` of its tokens.
 
         Args:
-            keep: tokens of the pass, one number for all rows or one a row; 0 undoes the pass.
-            tape: what the pass returned. Nothing may have been added since.
+            keep: tokens of the pass, one number for all rows or one per row; 0 undoes the pass.
+            rollback: what the pass returned. No other pass may have followed.
 
         Raises:
-            ValueError: a row had fewer tokens in the pass, or the tape is of another pass.
+            ValueError: a row had fewer tokens in the pass, or `rollback` belongs to another pass.
         """
         kept = [keep] * self.batch if isinstance(keep, int) else list(keep)
-        if len(kept) != self.batch or not all(0 <= k <= c for k, c in zip(kept, tape.counts)):
+        if len(kept) != self.batch or not all(0 <= k <= c for k, c in zip(kept, rollback.counts)):
             raise ValueError(
-                f"cannot keep {kept} tokens of a pass with {tape.counts}: one number a row, 0 to its tokens"
+                f"cannot keep {kept} tokens of a pass with {rollback.counts}: give one number per row, from "
+                "0 to its tokens"
             )
-        if self.lengths != [a + c for a, c in zip(tape.lengths, tape.counts)]:
+        if self.lengths != [a + c for a, c in zip(rollback.lengths, rollback.counts)]:
             raise ValueError(
-                f"the state has lengths {self.lengths}, but the pass led from {tape.lengths} by "
-                f"{tape.counts}: give the tape of the last pass"
+                f"the state has lengths {self.lengths}, but the pass added {rollback.counts} tokens to "
+                f"{rollback.lengths}: give the rollback of the last pass"
             )
-        if kept == tape.counts:
+        if kept == rollback.counts:
             return
-        for layer, record in zip(self.layers, tape.layers, strict=True):
+        for layer, record in zip(self.layers, rollback.layers, strict=True):
             if isinstance(layer, MambaState):
                 assert record is not None
-                layer.set_later(record, kept)
-        self.lengths = [a + k for a, k in zip(tape.lengths, kept)]
+                layer.set_lazily(record, kept)
+        self.lengths = [a + k for a, k in zip(rollback.lengths, kept)]
 
     def select(self, rows: Sequence[int]) -> State:
-        """A copy of some rows, in that order; a row may occur several times."""
+        """Return a copy of some rows, in the given order; a row may occur several times."""
         index = None
         layers: list[LayerState] = []
         for layer in self.layers:
             if layer is not None and index is None:
-                index = torch.tensor(list(rows), device=next(iter(_tensors(layer))).device)
+                index = torch.tensor(list(rows), device=_state_tensors(layer)[0].device)
             layers.append(None if layer is None or index is None else layer.select(index))
         return State([self.lengths[row] for row in rows], layers)
 
     def copy(self) -> State:
-        """A snapshot."""
+        """Return an independent snapshot."""
         return self.select(range(self.batch))
 
 
-def _tensors(layer: LayerState) -> tuple[Tensor, ...]:
+def _state_tensors(layer: LayerState) -> tuple[Tensor, ...]:
     if layer is None:
         return ()
-    return (layer.cache,) if isinstance(layer, KeyValues) else (layer.window, layer.ssm)
+    return (layer.cache,) if isinstance(layer, KVCache) else (layer.window, layer.ssm)

@@ -1,7 +1,7 @@
-"""A checkpoint's tensors, laid out for decoding.
+"""Checkpoint tensors, laid out for decoding.
 
-Everything is read under its Hugging Face name, a band of rows at a time; the converter's views give a
-Megatron checkpoint those names.
+All tensors are read under their Hugging Face names, a band of rows at a time; the converter's views give a
+Megatron checkpoint these names.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.convert.checkpoints import open_checkpoint
-from megatron_nemotron3.convert.logits.reader import Source, TensorReader
+from megatron_nemotron3.convert.logits.reader import TensorReader
 from megatron_nemotron3.convert.places import places
-from megatron_nemotron3.generate.attention import Attention
-from megatron_nemotron3.generate.layers import Layer, Norm, Read, norm, transposed
+from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.generate.layers import MLP, Attention, Layer, Norm, ReadTensor, read_norm, transposed
 from megatron_nemotron3.generate.mamba import Mamba
-from megatron_nemotron3.generate.mlp import MLP
 from megatron_nemotron3.generate.moe import MixtureOfExperts
 from megatron_nemotron3.models import Nemotron3Config
 
-KINDS: dict[str, Callable[[Read, Nemotron3Config], Layer]] = {
+LAYER_KINDS: dict[str, Callable[[ReadTensor, Nemotron3Config], Layer]] = {
     "M": Mamba,
     "*": Attention,
     "-": MLP,
@@ -43,6 +42,10 @@ class MTPBlock:
     layers: list[Layer]
     final_norm: Norm
 
+    def project(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Embeddings and h_{k-1}, both [tokens, d], to the input of the block's layers."""
+        return torch.mm(torch.cat((self.enorm(embedded), self.hnorm(hidden)), 1), self.eh_proj)
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -55,17 +58,17 @@ class Weights:
     final_norm: Norm
     #: [d, vocabulary]: transposed.
     output: Tensor
-    #: One physical block for all depths, or one a depth; empty without MTP.
+    #: One block for all depths, or one per depth; empty without MTP.
     mtp: list[MTPBlock]
 
     @property
     def device(self) -> torch.device:
-        """Where everything lies."""
+        """Device of all tensors."""
         return self.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations, keys and values, and most weights."""
+        """Dtype of activations, keys and values, and most weights."""
         return self.embedding.dtype
 
 
@@ -78,64 +81,65 @@ def load(
     mtp: bool = True,
     **options: Any,
 ) -> Weights:
-    """The weights of a checkpoint folder, Megatron's (torch_dist, fsdp_dtensor, mp_rank) or Hugging Face's.
+    """Load a checkpoint folder: Megatron's (torch_dist, fsdp_dtensor, mp_rank) or Hugging Face's.
 
     Args:
         config: the model; default: what config.json or the arguments in the checkpoint say.
-        dtype: of the weights on the device; default: as stored. Routers, expert biases and the small tensors
-            of a Mamba-2 mixer are FP32 in any case.
-        mtp: also the MTP block, if there is one.
-        options: of `convert.checkpoints.open_checkpoint`: iteration, vocab_size, dequantize, ….
+        dtype: dtype of the weights on the device; default: as stored. Routers, expert biases and the small
+            tensors of a Mamba-2 mixer are always FP32.
+        mtp: also load the MTP block, if there is one.
+        options: passed to `convert.checkpoints.open_checkpoint`: iteration, vocab_size, dequantize, ….
 
     Raises:
-        ValueError: there is no checkpoint, it is damaged, or it is not this model.
+        ValueError: there is no checkpoint, it is damaged, or it is of another model.
     """
     checkpoint = open_checkpoint(Path(folder), model=config, **options)
-    return read(checkpoint.hf_view(), checkpoint.config, device=device, dtype=dtype, mtp=mtp)
+    return read_weights(checkpoint.hf_view(), checkpoint.config, device=device, dtype=dtype, mtp=mtp)
 
 
-def read(
-    source: Source,
+def read_weights(
+    source: Reads,
     config: Nemotron3Config,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     mtp: bool = True,
 ) -> Weights:
-    """The weights of a source of tensors under Hugging Face names. Arguments and errors as `load`."""
+    """Load tensors under Hugging Face names from any source. Arguments and errors as for `load`."""
     tensors, target, d = TensorReader("checkpoint", source), torch.device(device), config.hidden_size
     if dtype is None:
         dtype = getattr(torch, source.tensors[tensors.find("backbone.embeddings.weight")].dtype)
 
-    def within(prefix: str) -> Read:
-        def get(name: str, *shape: int, float32: bool = False) -> Tensor:
+    def below(prefix: str) -> ReadTensor:
+        def read(name: str, *shape: int, float32: bool = False) -> Tensor:
             tensor = tensors.tensor(prefix + name, shape)
             return tensor.to(target, torch.float32 if float32 else dtype)
 
-        return get
+        return read
 
     layers: list[Layer] = []
     blocks: list[MTPBlock] = []
     stack = layers
     for place in list(places(config))[1:]:
-        inside = within(place.hf)
-        if place.part in KINDS:
+        read = below(place.hf)
+        if place.part in LAYER_KINDS:
             if stack is layers or mtp:
-                stack.append(KINDS[place.part](inside, config))
+                stack.append(LAYER_KINDS[place.part](read, config))
         elif place.part == "mtp_in":
             stack = []
-            enter = inside
+            read_input = read
         elif mtp:
-            enorm, hnorm = norm(enter, config, "enorm.weight"), norm(enter, config, "hnorm.weight")
-            eh_proj = transposed(enter("eh_proj.weight", d, 2 * d))
-            final = norm(inside, config, "final_layernorm.weight")
-            blocks.append(MTPBlock(enorm, hnorm, eh_proj, stack, final))
-    model = within("")
+            enorm = read_norm(read_input, config, "enorm.weight")
+            hnorm = read_norm(read_input, config, "hnorm.weight")
+            eh_proj = transposed(read_input("eh_proj.weight", d, 2 * d))
+            final_norm = read_norm(read, config, "final_layernorm.weight")
+            blocks.append(MTPBlock(enorm, hnorm, eh_proj, stack, final_norm))
+    read = below("")
     return Weights(
         config,
-        embedding=model("backbone.embeddings.weight", config.vocab_size, d),
+        embedding=read("backbone.embeddings.weight", config.vocab_size, d),
         layers=layers,
-        final_norm=norm(model, config, "backbone.norm_f.weight"),
-        output=transposed(model("lm_head.weight", config.vocab_size, d)),
+        final_norm=read_norm(read, config, "backbone.norm_f.weight"),
+        output=transposed(read("lm_head.weight", config.vocab_size, d)),
         mtp=blocks,
     )

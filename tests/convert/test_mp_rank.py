@@ -54,7 +54,7 @@ def write(config: Nemotron3Config, pattern: str, sizes: dict[str, int], folder: 
 
     from megatron_nemotron3.specs import nemotron3_torch_stack_spec
     from tests.parallel.tensors import sharded
-    from tests.parity.mapping import transformer_config
+    from tests.support.model_mapping import transformer_config
 
     initialize(**sizes)
     tp, pp, ep = (sizes.get(name, 1) for name in ("tp", "pp", "ep"))

@@ -16,9 +16,9 @@ from megatron_nemotron3.models import names as catalog_names
 from megatron_nemotron3.models.parameters import layer_tensors
 from megatron_nemotron3.models.tensors import DIALECTS, ROWS, rows_of, symbol_sizes
 from tests.convert.models import DISTINCT, GOLDEN, PADDED, assemble, chunks, random_config, stored_parameters
-from tests.parity.conftest import world_of_one
-from tests.parity.mapping import megatron_model, randomize, to_transformers
+from tests.support.model_mapping import megatron_model, randomize, to_transformers
 from tests.support.models import describe, golden_file
+from tests.support.world import world_of_one
 
 CATALOG = catalog_names()
 

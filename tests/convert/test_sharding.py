@@ -13,8 +13,8 @@ from megatron_nemotron3.convert.places import Names
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.tensors import PARAMETER, ROWS, Row, symbol_sizes
 from tests.convert.models import DISTINCT, GOLDEN, assemble, chunks, stored_parameters
-from tests.parity.mapping import megatron_model
 from tests.support.distributed import initialize, run_distributed
+from tests.support.model_mapping import megatron_model
 
 #: All the sizes of DISTINCT, but divisible by 8.
 WIDE = DISTINCT.but(

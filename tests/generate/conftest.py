@@ -1,4 +1,4 @@
-"""Folders that several modules read."""
+"""Checkpoint folders that several test modules read."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from .folders import Folders, make
+from tests.support.generation_folders import Folders, make
 
 
 @pytest.fixture(scope="session")
 def folders_with_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folders]:
-    """`folders.Folders`, not to be changed."""
+    """Folders of a small model with its tokenizer; tests must not change them."""
     monkeypatch = pytest.MonkeyPatch()
     yield make(tmp_path_factory.mktemp("text"), monkeypatch)
     monkeypatch.undo()

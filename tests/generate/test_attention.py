@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_nemotron3.generate import span as span_module
-from megatron_nemotron3.generate.attention import Attention
-from megatron_nemotron3.generate.span import Span
+from megatron_nemotron3.generate import batch as batch_module
+from megatron_nemotron3.generate.batch import ForwardBatch
+from megatron_nemotron3.generate.layers import Attention
 from megatron_nemotron3.models import get
 
 CPU = torch.device("cpu")
@@ -48,23 +48,23 @@ def test_ways(lengths: list[int], same: bool, n: int, seed: int) -> None:
     q = torch.randn(len(lengths), 2, 2, n, 8, generator=draw)
     cache = torch.randn(len(lengths), 2, 2, max(lengths) + n + 3, 8, generator=draw)
     expected = one_by_one(q, cache, lengths)
-    torch.testing.assert_close(layer._in_tiles(q, cache, Span(lengths, n, None, CPU)), expected)
-    torch.testing.assert_close(layer._by_row(q, cache, Span(lengths, n, None, CPU)), expected)
+    torch.testing.assert_close(layer._by_tile(q, cache, ForwardBatch(lengths, n, None, CPU)), expected)
+    torch.testing.assert_close(layer._by_row(q, cache, ForwardBatch(lengths, n, None, CPU)), expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(span_module, "MASK_ELEMENTS", 1)
-        tiled = Span(lengths, n, None, CPU)
-        assert len(tiled.tiles(2)) == -(-n // 8)
-        torch.testing.assert_close(layer._in_tiles(q, cache, tiled), expected)
+        patch.setattr(batch_module, "MASK_ELEMENTS", 1)
+        tiled = ForwardBatch(lengths, n, None, CPU)
+        assert len(tiled.query_tiles(2)) == -(-n // 8)
+        torch.testing.assert_close(layer._by_tile(q, cache, tiled), expected)
 
 
 @pytest.mark.parametrize("lengths", [[5], [5, 5], [3, 9]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_sliding_mask_is_the_mask_upside_down(lengths: list[int], dtype: torch.dtype) -> None:
-    span = Span(lengths, 4, None, CPU)
+    batch = ForwardBatch(lengths, 4, None, CPU)
     for row, before in enumerate(lengths):
         end = before + 4
-        mask = span.mask(0, 4, span.end if span.start is None else end, 1, dtype)
+        mask = batch.mask((0, 4), batch.end if batch.start is None else end, 1, dtype)
         assert mask is not None
-        sliding = span.sliding(row, dtype)
-        assert torch.equal(sliding.flip(0), mask[row if span.start is None else 0, 0, :, :end])
-        assert sliding.untyped_storage().nbytes() == (span.end + 3) * dtype.itemsize
+        sliding = batch.reversed_mask(row, dtype)
+        assert torch.equal(sliding.flip(0), mask[row if batch.start is None else 0, 0, :, :end])
+        assert sliding.untyped_storage().nbytes() == (batch.end + 3) * dtype.itemsize

@@ -17,15 +17,12 @@ from hypothesis import strategies as st
 from megatron_nemotron3 import cli
 from megatron_nemotron3.data import train_tokenizer
 from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.generate import generate
-from megatron_nemotron3.generate.screen import Screen
-from megatron_nemotron3.generate.text import Passage, Stream, Tokenizer
+from megatron_nemotron3.generate.generate import GenerationOptions, generate
+from megatron_nemotron3.generate.text import Detokenizer, OutputStream, OutputText, Tokenizer
 from megatron_nemotron3.generate.weights import load
 from tests.convert.folders import write_hf
-
-from .agreeing import agreeing_tensors
-from .folders import TEXT, TOKENS, Folders, small_config
-from .test_engine import repeatable
+from tests.support.engines import agreeing_tensors, repeatable
+from tests.support.generation_folders import TEXT, TOKENS, Folders, small_config
 
 Capture = pytest.CaptureFixture[str]
 PROMPT = "line 7: the naïve"
@@ -42,7 +39,9 @@ def run(capsys: Capture, *words: object) -> str:
 def expected(folder: Path, tokenizer: Tokenizer, prompts: list[str], new: int) -> list[list[int]]:
     """Of plain decoding, without padding."""
     engine = Engine(load(folder, vocab_size=TOKENS))
-    rows = generate(engine, [tokenizer.encode(p) for p in prompts], new, stop=tokenizer.stop).rows
+    rows = generate(
+        engine, [tokenizer.encode(p) for p in prompts], GenerationOptions(new, stop=tokenizer.stop)
+    ).rows
     return [row.tokens for row in rows]
 
 
@@ -203,7 +202,7 @@ def test_bad_folders(folders_with_text: Folders, capsys: Capture, tmp_path: Path
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{}")
     words = ["--checkpoint", f.run, "--tokenizer", tmp_path / "broken", *asked]
-    assert "no tokenizer" in refused(capsys, *words)
+    assert "not a tokenizer" in refused(capsys, *words)
     large = train_tokenizer([TEXT], 700, tmp_path / "large")
     message = refused(capsys, "--checkpoint", f.run, "--tokenizer", tmp_path / "large", *asked)
     assert f"its {large.vocab_size} tokens are more than the 512 of" in message
@@ -217,7 +216,7 @@ def test_bad_folders(folders_with_text: Folders, capsys: Capture, tmp_path: Path
 def test_pieces_add_up_to_the_text(folders_with_text: Folders, ids: list[int]) -> None:
     """Any tokens, also such as are no UTF-8."""
     tokenizer = Tokenizer(folders_with_text.tokenizer)
-    stream = Stream(tokenizer)
+    stream = Detokenizer(tokenizer)
     pieces = [stream.push(token) for token in ids]
     assert "".join([*pieces, stream.end()]) == tokenizer.decode(ids)
 
@@ -226,7 +225,7 @@ def test_pieces_add_up_to_the_text(folders_with_text: Folders, ids: list[int]) -
 @given(st.text(st.sampled_from("abc é€𝄞ßñ\n"), max_size=60))
 def test_no_piece_has_half_a_character(folders_with_text: Folders, text: str) -> None:
     tokenizer = Tokenizer(folders_with_text.tokenizer)
-    stream, shown = Stream(tokenizer), ""
+    stream, shown = Detokenizer(tokenizer), ""
     for token in tokenizer.encode(text):
         shown += stream.push(token)
         assert text.startswith(shown)
@@ -237,7 +236,7 @@ def test_no_piece_has_half_a_character(folders_with_text: Folders, text: str) ->
 @given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=4), max_size=2))
 def test_nothing_of_a_stop_text_is_shown(folders_with_text: Folders, text: str, stops: list[str]) -> None:
     tokenizer = Tokenizer(folders_with_text.tokenizer)
-    passage, shown = Passage(tokenizer, stops), ""
+    passage, shown = OutputText(tokenizer, stops), ""
     for token in (token for c in text for token in tokenizer.encode(c)):
         ended = passage.push(token)
         shown += passage.take()
@@ -252,16 +251,16 @@ def test_nothing_of_a_stop_text_is_shown(folders_with_text: Folders, text: str, 
     assert (passage.stopped_by is None) == (first is None)
 
 
-def test_the_screen_shows_rows_in_turn(folders_with_text: Folders, capsys: Capture) -> None:
+def test_the_stream_prints_rows_in_turn(folders_with_text: Folders, capsys: Capture) -> None:
     """The second row ends first; it is printed when the first has ended."""
     tokenizer = Tokenizer(folders_with_text.tokenizer)
     a, b = tokenizer.encode("naïve café"), tokenizer.encode("not")
-    screen = Screen(["x", "y"], tokenizer, (), live=True)
+    stream = OutputStream(["x", "y"], tokenizer, (), live=True)
     for token in b:
-        screen.push(1, token)
+        stream.push(1, token)
     for token in a:
-        screen.push(0, token)
+        stream.push(0, token)
     assert capsys.readouterr().out == "--- prompt 1: 'x'\nnaïve café"
-    screen.end()
-    screen.show()
+    stream.end()
+    stream.print_rest()
     assert capsys.readouterr().out == "\n--- prompt 2: 'y'\nnot\n"

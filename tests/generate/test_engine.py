@@ -7,32 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_nemotron3.generate import scan
 from megatron_nemotron3.generate.engine import Engine
+from megatron_nemotron3.generate.mamba import decay_table, short_scan
 from megatron_nemotron3.generate.moe import MixtureOfExperts
-from megatron_nemotron3.generate.state import KeyValues, MambaState, State
+from megatron_nemotron3.generate.mtp import MTP
+from megatron_nemotron3.generate.state import KVCache, MambaPass, MambaState, State
 from megatron_nemotron3.layers.ssd import ssd_reference
-
-from . import models
-from .models import ATOL, NAMES, TOKENS, assert_states_equal, tiny
-
-
-def repeatable(examples: int) -> Callable[[Any], Any]:
-    """The same examples every time."""
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=ATOL)
+from tests.support.engines import NAMES, TOKENS, assert_states_equal, close, repeatable, tiny
 
 
 @st.composite
@@ -120,7 +105,7 @@ def test_padding_is_never_seen() -> None:
     for mine, other in zip(one.layers, two.layers, strict=True):
         if isinstance(mine, MambaState) and isinstance(other, MambaState):
             assert torch.equal(mine.ssm, other.ssm) and torch.equal(mine.window, other.window)
-        elif isinstance(mine, KeyValues) and isinstance(other, KeyValues):
+        elif isinstance(mine, KVCache) and isinstance(other, KVCache):
             assert torch.equal(mine.cache[:, :, :, :25], other.cache[:, :, :, :25])
 
 
@@ -131,18 +116,19 @@ def test_padding_is_never_seen() -> None:
     st.integers(1, 70),
     st.lists(st.integers(0, 70), min_size=2, max_size=2),
 )
-def test_a_pass_undone(name: str, before: int, n: int, keep: list[int]) -> None:
-    """Keeping m of n tokens is having run m, for every m, one number or one a row, and it goes on as such."""
+def test_rollback_is_a_shorter_pass(name: str, before: int, n: int, keep: list[int]) -> None:
+    """Keeping m of n tokens equals a pass of m, for any m, one or one per row; so do later passes."""
     engine, ids = tiny(name)
+    n = min(n, TOKENS - before)
     kept = [min(k, n) for k in keep]
     base = engine.new_state(2)
     if before:
         engine.forward(ids[:, :before], base)
     for numbers in (kept, [kept[0]] * 2):
         state = base.copy()
-        out = engine.forward(ids[:, before : before + n], state, keep=True)
-        assert out.tape is not None
-        state.truncate(numbers[0] if len(set(numbers)) == 1 else numbers, out.tape)
+        out = engine.forward(ids[:, before : before + n], state, rollback=True)
+        assert out.rollback is not None
+        state.truncate(numbers[0] if len(set(numbers)) == 1 else numbers, out.rollback)
         for row, m in enumerate(numbers):
             single = base.select([row])
             if m:
@@ -160,9 +146,9 @@ def test_the_whole_pass_kept_is_the_pass_bit_for_bit() -> None:
     engine, ids = tiny("super")
     first, second = engine.new_state(2), engine.new_state(2)
     engine.forward(ids[:, :9], first)
-    out = engine.forward(ids[:, :9], second, keep=True)
-    assert out.tape is not None
-    second.truncate(9, out.tape)
+    out = engine.forward(ids[:, :9], second, rollback=True)
+    assert out.rollback is not None
+    second.truncate(9, out.rollback)
     for mine, other in zip(first.layers, second.layers, strict=True):
         if isinstance(mine, MambaState) and isinstance(other, MambaState):
             assert torch.equal(mine.ssm, other.ssm) and torch.equal(mine.window, other.window)
@@ -192,10 +178,9 @@ def test_the_short_scan_is_the_recurrence(n: int, seed: int) -> None:
     x, dt = random(b, n, h, p), torch.nn.functional.softplus(3 * random(b, n, h))
     A, D, B, C = -torch.exp(2 * random(h)), random(h), random(b, n, groups, k), random(b, n, groups, k)
     state = random(b, h, p, k)
-    decay = scan.decays(dt, A)
-    y = scan.short_scan(x, dt, decay, B, C, D, state)
-    tape = scan.MambaTape(random(b, 3 + n, 1), state, dt, decay, x, B)
-    _, after = tape.after([n] * b)
+    scan = MambaPass(random(b, 3 + n, 1), state, dt, decay_table(dt, A), x, B)
+    y = short_scan(scan, C, D)
+    _, after = scan.after([n] * b)
     wide = [t.double() for t in (x, dt, A, B, C)]
     expected = ssd_reference(*wide, D=D.double(), initial_state=state.double(), return_final_state=True)
     torch.testing.assert_close(y.double(), expected[0], rtol=1e-4, atol=1e-4)
@@ -209,20 +194,20 @@ WAYS = ("_gathered", "_dense", "_sorted")
 def test_ways_to_the_same_experts(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, ids = tiny("super")
     expected = engine.forward(ids, engine.new_state(2)).hidden
-    monkeypatch.setattr(MixtureOfExperts, "_way", lambda self, tokens, device: getattr(self, way))
+    monkeypatch.setattr(MixtureOfExperts, "_implementation", lambda self, tokens, device: getattr(self, way))
     close(engine.forward(ids, engine.new_state(2)).hidden, expected)
 
 
 def test_the_way_depends_on_the_tokens() -> None:
     """One token, those of a draft, a prefill."""
     layer = next(x for x in tiny("super")[0].weights.layers if isinstance(x, MixtureOfExperts))
-    assert tuple(layer._way(n, "cpu").__name__ for n in (1, 4, 512)) == WAYS
+    assert tuple(layer._implementation(n, "cpu").__name__ for n in (1, 4, 512)) == WAYS
 
 
 def test_attention_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, ids = tiny("super")
     expected = engine.forward(ids, engine.new_state(2)).hidden
-    monkeypatch.setattr("megatron_nemotron3.generate.span.MASK_ELEMENTS", 1)
+    monkeypatch.setattr("megatron_nemotron3.generate.batch.MASK_ELEMENTS", 1)
     state = engine.new_state(2)
     engine.forward(ids[:, :40], state)
     close(engine.forward(ids[:, 40:], state).hidden, expected[:, 40:])
@@ -234,11 +219,11 @@ def _empty(engine: Engine) -> State:
 
 def _truncate(engine: Engine, keep: Any, again: bool = False) -> None:
     state = _empty(engine)
-    out = engine.forward(torch.zeros(2, 3, dtype=torch.long), state, keep=True)
-    assert out.tape is not None
+    out = engine.forward(torch.zeros(2, 3, dtype=torch.long), state, rollback=True)
+    assert out.rollback is not None
     if again:
         engine.forward(torch.zeros(2, 1, dtype=torch.long), state)
-    state.truncate(keep, out.tape)
+    state.truncate(keep, out.rollback)
 
 
 ERRORS: dict[str, Callable[[Engine], Any]] = {
@@ -247,7 +232,7 @@ ERRORS: dict[str, Callable[[Engine], Any]] = {
         [[5, 2048], [1]], _empty(e)
     ),
     r"token id -1": lambda e: e.prefill([[1], [3, -1]], _empty(e)),
-    r"1 prompts for a state of 2 rows": lambda e: e.prefill([[1]], _empty(e)),
+    r"1 prompts for a state of 2 rows: give one per row": lambda e: e.prefill([[1]], _empty(e)),
     r"chunk=0 tokens": lambda e: e.prefill([[1], [1]], _empty(e), chunk=0),
     r"row 1 would have 257 tokens, more than max_context=256": lambda e: Engine(e.weights).prefill(
         [[1], [1] * 257], _empty(e)
@@ -255,22 +240,24 @@ ERRORS: dict[str, Callable[[Engine], Any]] = {
     r"row 0 would have 257 tokens": lambda e: Engine(e.weights).forward(
         torch.zeros(2, 257, dtype=torch.long), _empty(e)
     ),
-    r"tokens \(1, 3\) must be \[b, n\] with b=2": lambda e: e.forward(
+    r"tokens \(1, 3\) must be \[b, n\] with n > 0 and b=2": lambda e: e.forward(
         torch.zeros(1, 3, dtype=torch.long), _empty(e)
     ),
-    r"counts \[4, 1\] of 2 rows: give one for each row, 0 to 3": lambda e: e.forward(
+    r"counts \[4, 1\] for 2 rows: give one per row, from 0 to 3": lambda e: e.forward(
         torch.zeros(2, 3, dtype=torch.long), _empty(e), counts=[4, 1]
     ),
     r"cannot keep \[4, 4\] tokens of a pass with \[3, 3\]": lambda e: _truncate(e, 4),
     r"cannot keep \[1\] tokens": lambda e: _truncate(e, [1]),
-    r"lengths \[4, 4\], but the pass led from \[0, 0\] by \[3, 3\]": lambda e: _truncate(e, 1, again=True),
-    r"depth 3: this state has the depths 1 to 2": lambda e: e.mtp_forward(
-        3, torch.zeros(1, 1, 128), torch.zeros(1, 1, dtype=torch.long), e.new_mtp_state()
+    r"lengths \[4, 4\], but the pass added \[3, 3\] tokens to \[0, 0\]": lambda e: _truncate(
+        e, 1, again=True
     ),
-    r"keep=True with 129 tokens: a pass to go back into has at most 128": lambda e: e.forward(
-        torch.zeros(2, 129, dtype=torch.long), _empty(e), keep=True
+    r"depth 3: there are depths 1 to 2": lambda e: MTP(e).forward(
+        3, torch.zeros(1, 1, 128), torch.zeros(1, 1, dtype=torch.long)
     ),
-    r"depths=0": lambda e: e.new_mtp_state(depths=0),
+    r"rollback=True with 129 tokens: a pass that can be rolled back has at most 128": lambda e: e.forward(
+        torch.zeros(2, 129, dtype=torch.long), _empty(e), rollback=True
+    ),
+    r"depths=0": lambda e: MTP(e, depths=0),
 }
 
 
@@ -290,5 +277,5 @@ def test_the_limit_is_not_reached_by_padding() -> None:
 
 def test_a_model_without_mtp_says_so() -> None:
     with pytest.raises(ValueError, match="nano-tiny has no MTP block"):
-        tiny("nano")[0].new_mtp_state()
-    assert models.tiny("nano")[0].weights.mtp == []
+        MTP(tiny("nano")[0])
+    assert tiny("nano")[0].weights.mtp == []

@@ -1,4 +1,4 @@
-"""`nemotron3 evaluate`: losses are Megatron's, and acceptance is that of `speculate`."""
+"""`nemotron3 evaluate`: losses are Megatron's, and acceptance is that of `generate`."""
 
 from __future__ import annotations
 
@@ -20,27 +20,25 @@ from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.evaluate import acceptance, losses, windows
 from megatron_nemotron3.generate.evaluate_command import data_tokens
 from megatron_nemotron3.generate.text import Tokenizer
-from megatron_nemotron3.generate.weights import load, read
+from megatron_nemotron3.generate.weights import load, read_weights
 from megatron_nemotron3.models import get
 from tests.convert.folders import write_hf
-from tests.convert.logits.pair import pair
-from tests.parity.compare import forward
-from tests.parity.conftest import world  # noqa: F401  a fixture
-
-from .agreeing import agreeing, agreeing_tensors
-from .folders import TEXT, VOCABULARY, Folders, small_config
-from .models import text as random_text
+from tests.support.checkpoint_pair import pair
+from tests.support.engines import agreeing, agreeing_tensors
+from tests.support.engines import text as random_text
+from tests.support.generation_folders import TEXT, VOCABULARY, Folders, small_config
+from tests.support.parity import forward
 
 Capture = pytest.CaptureFixture[str]
 
 
-def test_losses_are_those_of_the_hybrid_model(world: None, tmp_path: Path) -> None:  # noqa: F811
+def test_losses_are_those_of_the_hybrid_model(world: None, tmp_path: Path) -> None:
     """The loss of each token that Megatron returns, and what its MTP tracker notes for each depth."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     config = get("super-tiny")
     made = pair(config, tmp_path, seed=5)
-    engine = Engine(read(made.hf, config))
+    engine = Engine(read_weights(made.hf, config))
     ids = random_text(engine, 3, 97)
     MTPLossLoggingHelper.clean_metrics_in_tracker()
     made.model.train()  # only then it notes
@@ -196,7 +194,7 @@ def test_the_loss_is_over_the_padded_vocabulary(capsys: Capture, tmp_path: Path)
     ("words", "message"),
     [
         (["--tokens", 0], "--tokens 0"),
-        (["--plot", "/nowhere/e.png"], "/nowhere is no folder"),
+        (["--plot", "/nowhere/e.png"], "/nowhere is not a folder"),
         (["--seq-length", 257], "--seq-length 257: give 1 to 256"),
         (["--draft", 40], "--draft 40: give 1 to 32"),
         (["--seq-length", 5, "--draft", 5], "no label at MTP depth 5"),

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.generate import generate
+from megatron_nemotron3.generate.generate import GenerationOptions, generate
 from megatron_nemotron3.generate.sampling import Sampling
 from megatron_nemotron3.generate.state import MambaState
 from megatron_nemotron3.generate.weights import load
 from megatron_nemotron3.models import get
 from tests.convert.folders import write_hf
-
-from .models import CONTEXT, tensors, tiny
+from tests.support.engines import CONTEXT, tensors, tiny
 
 LENGTHS = (5, 40, 1)
 
@@ -31,11 +30,14 @@ def test_a_batch_continues_as_its_rows(sampling: Sampling) -> None:
     engine, _ = tiny("super")
     seen: list[tuple[int, int]] = []
     together = generate(
-        engine, prompts(), 12, sampling=sampling, on_token=lambda *token: seen.append(token), chunk=7
+        engine,
+        prompts(),
+        GenerationOptions(12, sampling=sampling, chunk=7),
+        on_token=lambda *token: seen.append(token),
     )
     for row, prompt in enumerate(prompts()):
         own = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed + row)
-        alone = generate(engine, [prompt], 12, sampling=own)
+        alone = generate(engine, [prompt], GenerationOptions(12, sampling=own))
         assert together.rows[row].tokens == alone.rows[0].tokens
         assert [token for place, token in seen if place == row] == together.rows[row].tokens
     assert together.new_tokens == 36 and together.passes == 11 and together.prompt_tokens == sum(LENGTHS)
@@ -44,9 +46,9 @@ def test_a_batch_continues_as_its_rows(sampling: Sampling) -> None:
 
 def test_a_stop_token_ends_its_row_alone() -> None:
     engine, _ = tiny("super")
-    free = [row.tokens for row in generate(engine, prompts(), 10).rows]
+    free = [row.tokens for row in generate(engine, prompts(), GenerationOptions(10)).rows]
     stop = {free[0][3], free[2][0]}
-    found = generate(engine, prompts(), 10, stop=stop).rows
+    found = generate(engine, prompts(), GenerationOptions(10, stop=stop)).rows
     for row, tokens in zip(found, free, strict=True):
         first = next((i for i, t in enumerate(tokens) if t in stop), None)
         assert row.tokens == (tokens if first is None else tokens[: first + 1])
@@ -56,8 +58,8 @@ def test_a_stop_token_ends_its_row_alone() -> None:
 
 def test_every_row_may_stop_at_once() -> None:
     engine, _ = tiny("super")
-    free = generate(engine, prompts(), 1)
-    found = generate(engine, prompts(), 10, stop={row.tokens[0] for row in free.rows})
+    free = generate(engine, prompts(), GenerationOptions(1))
+    found = generate(engine, prompts(), GenerationOptions(10, stop={row.tokens[0] for row in free.rows}))
     assert [len(row.tokens) for row in found.rows] == [1, 1, 1] and found.passes == 0
     assert found.tokens_per_second == 0
 
@@ -74,12 +76,12 @@ def test_every_row_may_stop_at_once() -> None:
 )
 def test_what_is_refused(ids: list[list[int]], new: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        generate(Engine(tiny("super")[0].weights), ids, new)
+        generate(Engine(tiny("super")[0].weights), ids, GenerationOptions(new))
 
 
 def test_the_context_may_be_full() -> None:
     """The limit is of prompt and new tokens together."""
-    found = generate(Engine(tiny("super")[0].weights), [[1] * 250], 6)
+    found = generate(Engine(tiny("super")[0].weights), [[1] * 250], GenerationOptions(6))
     assert len(found.rows[0].tokens) == 6
 
 

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.generate import generate
-from megatron_nemotron3.generate.weights import read
+from megatron_nemotron3.generate.generate import GenerationOptions, generate
+from megatron_nemotron3.generate.weights import read_weights
 from megatron_nemotron3.models import get
-from tests.convert.logits.pair import InMemory
-from tests.parity.compare import oracle, without_mtp
-
-from .models import CONTEXT, MARGIN, routing_margin, tensors
+from tests.support.checkpoint_pair import InMemory
+from tests.support.engines import CONTEXT, MARGIN, routing_margin, tensors
+from tests.support.parity import oracle, without_mtp
 
 pytest.importorskip("transformers")
 
@@ -64,8 +63,8 @@ def test_greedy_continuations(name: str) -> None:
     weights = tensors(config, SEED)
     prompt = torch.randint(config.vocab_size, (1, 20), generator=torch.Generator().manual_seed(1))
     expected, gap = theirs(oracle(config, stacked(weights)), prompt)
-    engine = Engine(read(InMemory(weights, None), config), max_context=CONTEXT)  # type: ignore[arg-type]
-    found = generate(engine, prompt.tolist(), NEW).rows[0].tokens
+    engine = Engine(read_weights(InMemory(weights, None), config), max_context=CONTEXT)  # type: ignore[arg-type]
+    found = generate(engine, prompt.tolist(), GenerationOptions(NEW)).rows[0].tokens
     assert found == expected
     # Not by luck: neither a token nor an expert was chosen by less than rounding; and it does not repeat.
     assert gap > 1e-4, f"two logits are {gap:.1e} apart: another seed"

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_nemotron3.generate.batch import MASK_ELEMENTS, ForwardBatch
 from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.span import MASK_ELEMENTS, Span
-from megatron_nemotron3.generate.state import KeyValues
+from megatron_nemotron3.generate.state import KVCache
 from megatron_nemotron3.models import get
-
-from .models import engine_of
-from .test_engine import close
+from tests.support.engines import close, engine_of
 
 CHUNK = 256
 #: Queries that are handled at once, at least, where a mask is a tensor.
@@ -77,7 +75,7 @@ def prefill(engine: Engine, tokens: int) -> tuple[int, int, int]:
     state = engine.new_state(capacity=tokens)
     with Largest() as largest:
         engine.prefill(ids(tokens), state, chunk=CHUNK)
-    kv = sum(k.cache.nbytes for k in state.layers if isinstance(k, KeyValues))
+    kv = sum(k.cache.nbytes for k in state.layers if isinstance(k, KVCache))
     assert state.lengths == [tokens]
     return largest.elements, kv, state.nbytes - kv
 
@@ -94,7 +92,7 @@ def test_chunks_are_the_whole(engine: Engine) -> None:
 @pytest.mark.parametrize("chunks", [64, pytest.param(256, marks=pytest.mark.full)])
 def test_what_grows_with_the_text(engine: Engine, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """16,384 tokens, and 65,536; attention takes time in proportion to the square."""
-    monkeypatch.setattr("megatron_nemotron3.generate.span.MASK_ELEMENTS", 1)
+    monkeypatch.setattr("megatron_nemotron3.generate.batch.MASK_ELEMENTS", 1)
     tokens = chunks * CHUNK
     small, kv, states = prefill(engine, 8 * CHUNK)
     large, kv_large, states_large = prefill(engine, tokens)
@@ -107,8 +105,8 @@ def test_what_grows_with_the_text(engine: Engine, chunks: int, monkeypatch: pyte
 def test_masks_have_a_bound(engine: Engine) -> None:
     """Whatever the length, up to the fewest queries."""
     for before in (0, 1 << 12, 1 << 16, 1 << 20):
-        span = Span([before], 512, None, engine.device)
-        tiles = span.tiles(1)
+        batch = ForwardBatch([before], 512, None, engine.device)
+        tiles = batch.query_tiles(1)
         assert [first for first, _ in tiles] == [0, *(stop for _, stop in tiles[:-1])]
         assert tiles[-1][1] == 512
         most = max(stop - first for first, stop in tiles)

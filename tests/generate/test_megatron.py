@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.state import KeyValues, MambaState
-from megatron_nemotron3.generate.weights import read
+from megatron_nemotron3.generate.mtp import MTP
+from megatron_nemotron3.generate.state import KVCache, MambaState
+from megatron_nemotron3.generate.weights import read_weights
 from megatron_nemotron3.layers.conv import causal_conv1d_reference
 from megatron_nemotron3.layers.ssd import ssd_reference
 from megatron_nemotron3.models import get
-from tests.convert.logits.pair import pair
-from tests.parity.compare import forward
-from tests.parity.conftest import world  # noqa: F401  a fixture
-
-from .models import CONTEXT, NAMES, ROWS, TOKENS, text
-from .test_engine import close
+from tests.support.checkpoint_pair import pair
+from tests.support.engines import CONTEXT, NAMES, ROWS, TOKENS, close, text
+from tests.support.parity import forward
 
 
 class Model:
@@ -33,7 +31,7 @@ class Model:
         self.config = get(f"{name}-tiny")
         with tempfile.TemporaryDirectory() as folder:
             made = pair(self.config, Path(folder), seed=5)
-        self.model, self.engine = made.model, Engine(read(made.hf, self.config), max_context=CONTEXT)
+        self.model, self.engine = made.model, Engine(read_weights(made.hf, self.config), max_context=CONTEXT)
         self.ids = text(self.engine, ROWS, TOKENS)
         #: Layer -> outputs [s, b, …] of in_proj or linear_qkv.
         self.projected: dict[int, Tensor] = {}
@@ -60,7 +58,7 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def models(world: None) -> Any:  # noqa: F811
+def models(world: None) -> Any:
     """Name -> `Model`, built once."""
     return functools.cache(Model)
 
@@ -104,14 +102,14 @@ def test_what_is_kept_of_a_text(models: Any, at: int, single: bool) -> None:
             )
             assert layer.ssm.dtype == torch.float32
             close(layer.ssm, ssm.float())
-        elif isinstance(layer, KeyValues):
+        elif isinstance(layer, KVCache):
             groups, queries = c.num_query_groups, c.num_attention_heads // c.num_query_groups
             qkv = m.projected[i][:at].unflatten(-1, (groups, queries + 2, c.kv_channels))
             expected = qkv[:, :, :, queries:].permute(1, 3, 2, 0, 4)  # [b, 2, groups, s, c]
             close(layer.cache[:, :, :, :at], expected)
         kinds.append(type(layer).__name__)
     assert kinds.count("MambaState") == c.pattern.count("M")
-    assert kinds.count("KeyValues") == c.pattern.count("*")
+    assert kinds.count("KVCache") == c.pattern.count("*")
 
 
 @pytest.mark.parametrize("name", ["super", "lightning"])
@@ -123,13 +121,11 @@ def test_every_mtp_depth(models: Any, name: str, chunk: int) -> None:
     assert len(m.mtp) == 1 + depths and depths == 2
     hidden = m.engine.forward(m.ids, m.engine.new_state(ROWS), logits="none").hidden
     close(hidden, m.mtp[0].transpose(0, 1))
-    mtp = m.engine.new_mtp_state(ROWS, capacity=1)
+    mtp = MTP(m.engine, ROWS, capacity=1)
     for depth in range(1, depths + 1):
         count = TOKENS - depth
         outputs = [
-            m.engine.mtp_forward(
-                depth, hidden[:, i : min(i + chunk, count)], m.ids[:, i + depth : i + depth + chunk], mtp
-            )
+            mtp.forward(depth, hidden[:, i : min(i + chunk, count)], m.ids[:, i + depth : i + depth + chunk])
             for i in range(0, count, chunk)
         ]
         hidden = torch.cat([out.hidden for out in outputs], 1)
@@ -145,8 +141,8 @@ def test_mtp_attends_to_inputs_of_its_own_depth(models: Any) -> None:
     """A state shared by the depths would be another model."""
     m = models("super")
     hidden = m.engine.forward(m.ids, m.engine.new_state(ROWS), logits="none").hidden
-    mtp = m.engine.new_mtp_state(ROWS)
-    first = m.engine.mtp_forward(1, hidden[:, :-2], m.ids[:, 1:-1], mtp).hidden
+    mtp = MTP(m.engine, ROWS)
+    first = mtp.forward(1, hidden[:, :-2], m.ids[:, 1:-1]).hidden
     mtp.depths[1] = mtp.depths[0]
-    wrong = m.engine.mtp_forward(2, first, m.ids[:, 2:], mtp).hidden
+    wrong = mtp.forward(2, first, m.ids[:, 2:]).hidden
     assert (wrong - m.mtp[2].transpose(0, 1)[:, :-2]).abs().max() > 100 * 1e-4

@@ -9,29 +9,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.mtp import MTPState
+from megatron_nemotron3.generate.mtp import MTP
 from megatron_nemotron3.models import get
-
-from .models import ROWS, TOKENS, assert_states_equal, engine_of, text, tiny
-from .test_engine import close, repeatable
+from tests.support.engines import ROWS, TOKENS, assert_mtp_equal, close, engine_of, repeatable, text, tiny
 
 DEPTHS = 4
 
 
-def by_depth(engine: Engine, ids: Tensor, depths: int) -> tuple[MTPState, list[Tensor]]:
+def by_depth(engine: Engine, ids: Tensor, depths: int) -> tuple[MTP, list[Tensor]]:
     """Whole text, depth after depth as in training; the state, and h_0 … h_depths of every position."""
     hidden = [engine.forward(ids, engine.new_state(len(ids)), logits="none").hidden]
-    state = engine.new_mtp_state(len(ids), depths)
+    state = MTP(engine, len(ids), depths)
     for depth in range(1, depths + 1):
         count = ids.shape[1] - depth
-        out = engine.mtp_forward(depth, hidden[-1][:, :count], ids[:, depth:], state, logits="none")
+        out = state.forward(depth, hidden[-1][:, :count], ids[:, depth:], logits="none")
         hidden.append(out.hidden)
     return state, hidden
-
-
-def assert_mtp_equal(found: MTPState, expected: MTPState) -> None:
-    for mine, other in zip(found.depths, expected.depths, strict=True):
-        assert_states_equal(mine, other)
 
 
 @repeatable(10)
@@ -40,11 +33,11 @@ def test_certain_tokens_in_any_pieces(pieces: list[int]) -> None:
     engine, ids = tiny("super")
     total = min(sum(pieces), TOKENS)
     hidden = engine.forward(ids, engine.new_state(ROWS), logits="none").hidden
-    state, at = engine.new_mtp_state(ROWS, DEPTHS), 0
+    state, at = MTP(engine, ROWS, DEPTHS), 0
     for n in pieces:
         stop = min(at + n, total)
         if stop > at:
-            engine.mtp_append(state, ids[:, at:stop], hidden[:, at:stop])
+            state.append(ids[:, at:stop], hidden[:, at:stop])
         at = stop
     assert state.lengths == [total] * ROWS
     if total > DEPTHS:
@@ -59,20 +52,17 @@ def test_certain_tokens_in_any_pieces(pieces: list[int]) -> None:
 def test_a_ragged_prefill_is_its_rows(lengths: list[int], chunk: int) -> None:
     engine, ids = tiny("super")
     prompts = [ids[i % ROWS, :n].tolist() for i, n in enumerate(lengths)]
-    together = engine.new_mtp_state(len(prompts), DEPTHS)
-    engine.prefill(prompts, engine.new_state(len(prompts)), chunk=chunk, mtp=together)
+    together = MTP(engine, len(prompts), DEPTHS)
+    engine.prefill(prompts, engine.new_state(len(prompts)), chunk=chunk, on_chunk=together.append)
     assert together.lengths == lengths
-    drafted = engine.mtp_draft(together, torch.arange(len(prompts)), lambda x: x.argmax(-1))
+    drafted = together.draft(torch.arange(len(prompts)), lambda x: x.argmax(-1))
     for row, prompt in enumerate(prompts):
-        alone = engine.new_mtp_state(1, DEPTHS)
-        engine.prefill([prompt], engine.new_state(1), mtp=alone)
+        alone = MTP(engine, 1, DEPTHS)
+        engine.prefill([prompt], engine.new_state(1), on_chunk=alone.append)
         assert_mtp_equal(together.select([row]), alone)
         for depth in range(min(len(prompt), DEPTHS)):
             close(together.pending[depth][row], alone.pending[depth][0])
-        assert (
-            drafted[row].tolist()
-            == engine.mtp_draft(alone, torch.tensor([row]), lambda x: x.argmax(-1))[0].tolist()
-        )
+        assert drafted[row].tolist() == alone.draft(torch.tensor([row]), lambda x: x.argmax(-1))[0].tolist()
 
 
 @pytest.mark.parametrize("pattern", ["*E", "*EM-"])
@@ -81,8 +71,8 @@ def test_drafts_are_those_of_the_whole_text(pattern: str) -> None:
     config = get("super-tiny").but(mtp_pattern=pattern, dense_ffn_hidden_size=64)
     engine = engine_of(config, seed=1)
     ids = text(engine, 1, 30)
-    state = engine.new_mtp_state(1, DEPTHS)
-    engine.prefill(ids, engine.new_state(1), chunk=11, mtp=state)
+    state = MTP(engine, 1, DEPTHS)
+    engine.prefill(ids, engine.new_state(1), chunk=11, on_chunk=state.append)
     before = state.copy()
     newest = torch.tensor([3])
     seen: list[Tensor] = []
@@ -91,40 +81,40 @@ def test_drafts_are_those_of_the_whole_text(pattern: str) -> None:
         seen.append(logits)
         return logits.argmax(-1)
 
-    drafted = engine.mtp_draft(state, newest, choose)
+    drafted = state.draft(newest, choose)
     assert drafted.shape == (1, DEPTHS) and state.lengths == before.lengths
     assert_mtp_equal(state, before)
     # h_k of position 29 has seen the tokens up to 29 + k, the last k - 1 of them drafts.
     longer = torch.cat([ids, newest[None], drafted], 1)
     hidden = engine.forward(ids, engine.new_state(1), logits="none").hidden
-    again = engine.new_mtp_state(1, DEPTHS)
+    again = MTP(engine, 1, DEPTHS)
     for depth in range(1, DEPTHS + 1):
-        out = engine.mtp_forward(depth, hidden, longer[:, depth : 30 + depth], again)
+        out = again.forward(depth, hidden, longer[:, depth : 30 + depth])
         assert out.logits is not None
         hidden = out.hidden
         close(seen[depth - 1], out.logits[:, -1])
     # And the text goes on after a draft as without one.
     for one in (state, before):
         more = engine.forward(ids, engine.new_state(1), logits="none").hidden[:, :3]
-        engine.mtp_append(one, ids[:, :3], more)
+        one.append(ids[:, :3], more)
     assert_mtp_equal(state, before)
 
 
 def test_drafting_needs_a_text_and_depths() -> None:
     engine, _ = tiny("super")
-    with pytest.raises(ValueError, match=r"cannot draft 2 tokens behind \[0\] with 2 depths"):
-        engine.mtp_draft(engine.new_mtp_state(1), torch.tensor([1]), lambda x: x.argmax(-1))
-    state = engine.new_mtp_state(1)
-    engine.prefill([[1, 2]], engine.new_state(1), mtp=state)
+    with pytest.raises(ValueError, match=r"cannot draft 2 tokens after \[0\] with 2 depths"):
+        MTP(engine, 1).draft(torch.tensor([1]), lambda x: x.argmax(-1))
+    state = MTP(engine, 1)
+    engine.prefill([[1, 2]], engine.new_state(1), on_chunk=state.append)
     with pytest.raises(ValueError, match="cannot draft 3 tokens"):
-        engine.mtp_draft(state, torch.tensor([1]), lambda x: x.argmax(-1), count=3)
+        state.draft(torch.tensor([1]), lambda x: x.argmax(-1), count=3)
 
 
 def test_blocks_of_their_own_each() -> None:
     config = get("super-tiny").but(mtp_use_repeated_layer=False)
     engine = engine_of(config, seed=2)
     assert len(engine.weights.mtp) == 2
-    state = engine.new_mtp_state(1)
+    state = MTP(engine, 1)
     assert state.blocks[0] is not state.blocks[1]
     with pytest.raises(ValueError, match="depths=3, but super-tiny has 2 MTP blocks"):
-        engine.new_mtp_state(depths=3)
+        MTP(engine, depths=3)

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_nemotron3.generate.sampling import Sampler, Sampling, draw, probabilities
-
-from .test_engine import repeatable
+from tests.support.engines import repeatable
 
 #: The 0.1 % point of chi-square with 4 degrees of freedom.
 CHI_SQUARE_4 = 18.47

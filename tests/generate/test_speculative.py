@@ -12,17 +12,24 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_nemotron3.generate import speculative
+from megatron_nemotron3.generate import generate as generate_module
 from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.generate import generate
-from megatron_nemotron3.generate.sampling import Sampling, probabilities
-from megatron_nemotron3.generate.speculative import Batch, Speculation, accept, speculate
+from megatron_nemotron3.generate.generate import Decoder, GenerationOptions, Speculation, generate
+from megatron_nemotron3.generate.mtp import MTP
+from megatron_nemotron3.generate.sampling import Sampling, accept, draw, probabilities
 from megatron_nemotron3.models import get
-
-from .agreeing import agreeing, small
-from .models import MARGIN, assert_states_equal, engine_of, routing_margin, tiny
-from .test_engine import close, repeatable
-from .test_mtp import assert_mtp_equal
+from tests.support.engines import (
+    MARGIN,
+    agreeing,
+    agreeing_small,
+    assert_mtp_equal,
+    assert_states_equal,
+    close,
+    engine_of,
+    repeatable,
+    routing_margin,
+    tiny,
+)
 
 #: Two logits nearer than this may change places between a pass over one token and one over several.
 GAP = 1e-3
@@ -61,15 +68,18 @@ def test_greedy_texts_are_those_of_plain_decoding(
 ) -> None:
     engine = tiny("super")[0] if strength == 1.0 else agreeing(strength)
     ids = prompts(lengths, seed)
-    plain = generate(engine, ids, new).rows
+    plain = generate(engine, ids, GenerationOptions(new)).rows
     for prompt, row in zip(ids, plain, strict=True):
         assume(clear(engine, prompt, row.tokens))
     produced = [token for row in plain for token in row.tokens]
     ends = {produced[i % len(produced)] for i in stops}
-    expected = generate(engine, ids, new, stop=ends).rows
+    expected = generate(engine, ids, GenerationOptions(new, stop=ends)).rows
     seen: list[list[int]] = [[] for _ in ids]
-    found = speculate(
-        engine, ids, new, draft=draft, stop=ends, on_token=lambda row, token: seen[row].append(token)
+    found = generate(
+        engine,
+        ids,
+        GenerationOptions(new, draft=draft, stop=ends),
+        on_token=lambda row, token: seen[row].append(token),
     )
     assert found.rows == expected and seen == [row.tokens for row in expected]
     assert found.speculation.tokens == found.new_tokens - len(ids)
@@ -81,22 +91,22 @@ def test_the_context_may_be_full(draft: int) -> None:
     """No draft stands beyond the limit, which the last tokens reach."""
     whole = agreeing(0.0)
     engine = Engine(whole.weights, max_context=32)
-    found = speculate(engine, [[1] * 20, [2] * 12], 12, draft=draft)
-    assert found.rows == generate(whole, [[1] * 20, [2] * 12], 12).rows
+    found = generate(engine, [[1] * 20, [2] * 12], GenerationOptions(12, draft=draft))
+    assert found.rows == generate(whole, [[1] * 20, [2] * 12], GenerationOptions(12)).rows
     with pytest.raises(ValueError, match="row 0 would have 33 tokens"):
-        speculate(engine, [[1] * 21], 12, draft=draft)
+        generate(engine, [[1] * 21], GenerationOptions(12, draft=draft))
 
 
 def test_a_callback_ends_its_row() -> None:
     engine = agreeing(0.0)
-    free = speculate(engine, [[1], [2]], 12, draft=3).rows
+    free = generate(engine, [[1], [2]], GenerationOptions(12, draft=3)).rows
     count: Counter[int] = Counter()
 
     def on_token(row: int, token: int) -> bool:
         count[row] += 1
         return row == 1 and count[row] == 6
 
-    found = speculate(engine, [[1], [2]], 12, draft=3, on_token=on_token).rows
+    found = generate(engine, [[1], [2]], GenerationOptions(12, draft=3), on_token=on_token).rows
     assert found[0].tokens == free[0].tokens and found[1].tokens == free[1].tokens[:6]
     assert count == {0: 12, 1: 6} and not found[1].stopped
 
@@ -104,15 +114,18 @@ def test_a_callback_ends_its_row() -> None:
 def test_what_is_refused() -> None:
     engine = agreeing(0.0)
     with pytest.raises(ValueError, match="draft=-1"):
-        speculate(engine, [[1]], 4, draft=-1)
+        generate(engine, [[1]], GenerationOptions(4, draft=-1))
     without = engine_of(get("nano-tiny"))
     with pytest.raises(ValueError, match="no MTP block"):
-        speculate(without, [[1]], 4, draft=1)
-    assert speculate(without, [[1]], 4, draft=0).rows == generate(without, [[1]], 4).rows
+        generate(without, [[1]], GenerationOptions(4, draft=1))
+    assert len(generate(without, [[1]], GenerationOptions(4)).rows[0].tokens) == 4
     apart = engine_of(get("super-tiny").but(mtp_use_repeated_layer=False))
     with pytest.raises(ValueError, match="depths=3, but super-tiny has 2 MTP blocks"):
-        speculate(apart, [[1]], 4, draft=3)
-    assert speculate(apart, [[1]], 6, draft=2).rows == generate(apart, [[1]], 6).rows
+        generate(apart, [[1]], GenerationOptions(4, draft=3))
+    assert (
+        generate(apart, [[1]], GenerationOptions(6, draft=2)).rows
+        == generate(apart, [[1]], GenerationOptions(6)).rows
+    )
 
 
 # --- states -------------------------------------------------------------------------------------------
@@ -123,22 +136,22 @@ def test_states_are_those_of_the_text(sampling: Sampling) -> None:
     """After every step, rows with different acceptances and limits: as if each had been read at once."""
     engine = agreeing(0.03)
     rows = prompts([3, 9, 1, 30], seed=1)
-    batch = Batch(engine, rows, 4, sampling)
-    texts = [row + [token] for row, token in zip(rows, batch.newest.tolist(), strict=True)]
+    decoder = Decoder(engine, rows, GenerationOptions(64, sampling, draft=4))
+    texts = [row + [token] for row, token in zip(rows, decoder.newest.tolist(), strict=True)]
     lengths = set()
     for step in range(6):
-        new = batch.step([4, 2, 4, step % 3])
+        new = decoder.step([4, 2, 4, step % 3])
         assert [len(tokens) <= limit + 1 for tokens, limit in zip(new, [4, 2, 4, step % 3], strict=True)]
         lengths |= {tuple(map(len, new))}
         for row, tokens in enumerate(new):
             texts[row] += tokens
-        assert [text[-1] for text in texts] == batch.newest.tolist()
-        state, mtp = engine.new_state(4), engine.new_mtp_state(4, 4)
-        engine.prefill([text[:-1] for text in texts], state, mtp=mtp)
-        assert_states_equal(batch.state, state)
-        assert batch.mtp is not None and batch.mtp.lengths == mtp.lengths
-        assert_mtp_equal(batch.mtp, mtp)
-        for depth, (mine, other) in enumerate(zip(batch.mtp.pending, mtp.pending, strict=True), 1):
+        assert [text[-1] for text in texts] == decoder.newest.tolist()
+        state, mtp = engine.new_state(4), MTP(engine, 4, 4)
+        engine.prefill([text[:-1] for text in texts], state, on_chunk=mtp.append)
+        assert_states_equal(decoder.state, state)
+        assert decoder.mtp is not None and decoder.mtp.lengths == mtp.lengths
+        assert_mtp_equal(decoder.mtp, mtp)
+        for depth, (mine, other) in enumerate(zip(decoder.mtp.pending, mtp.pending, strict=True), 1):
             known = [row for row, text in enumerate(texts) if len(text) - 1 >= depth]
             close(mine[known], other[known])
     assert any(len(set(counts)) > 1 for counts in lengths), "rows never differed"
@@ -191,8 +204,8 @@ def drawn(sampling: Sampling, rows: int = 3000) -> float:
     The prefill gives the first token, the first verification up to three more. Of tokens 2 and 3, and of 3
     and 4; twice the smaller one (Bonferroni).
     """
-    engine, prompt = small(0.5), [1, 2, 3]
-    found = speculate(engine, [prompt] * rows, 4, draft=2, sampling=sampling)
+    engine, prompt = agreeing_small(0.5), [1, 2, 3]
+    found = generate(engine, [prompt] * rows, GenerationOptions(4, draft=2, sampling=sampling))
     texts = exact(engine, prompt, 4, sampling)
     values = []
     for pair in (slice(1, 3), slice(2, 4)):
@@ -219,7 +232,7 @@ def _resample_from_p(
     p: Tensor, q: Tensor, drafted: Tensor, limits: Tensor, a: Tensor, d: Tensor
 ) -> tuple[Tensor, Tensor]:
     accepted, _ = accept(p, q, drafted, limits, a, d)
-    return accepted, speculative.draw(p[torch.arange(len(p)), accepted], d)
+    return accepted, draw(p[torch.arange(len(p)), accepted], d)
 
 
 def _the_same_number_twice(
@@ -230,7 +243,7 @@ def _the_same_number_twice(
 
 @pytest.mark.parametrize("mutant", [_always, _resample_from_p, _the_same_number_twice])
 def test_wrong_rules_are_noticed(mutant: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculative, "accept", mutant)
+    monkeypatch.setattr(generate_module, "accept", mutant)
     assert drawn(SAMPLINGS[0]) < FALSE_ALARMS
 
 
@@ -261,9 +274,15 @@ def test_one_draft_exactly(seed: int, spread: float, sparse: bool) -> None:
 @pytest.mark.parametrize("draft", [1, 4])
 def test_a_row_does_not_depend_on_its_neighbors(draft: int) -> None:
     engine, ids = agreeing(0.03), prompts([4, 11, 2], seed=3)
-    together = speculate(engine, ids, 14, draft=draft, sampling=Sampling(0.8, top_k=6, seed=20))
+    together = generate(
+        engine, ids, GenerationOptions(14, draft=draft, sampling=Sampling(0.8, top_k=6, seed=20))
+    )
     for row, prompt in enumerate(ids):
-        alone = speculate(engine, [prompt], 14, draft=draft, sampling=Sampling(0.8, top_k=6, seed=20 + row))
+        alone = generate(
+            engine,
+            [prompt],
+            GenerationOptions(14, draft=draft, sampling=Sampling(0.8, top_k=6, seed=20 + row)),
+        )
         assert alone.rows[0].tokens == together.rows[row].tokens
 
 
@@ -272,7 +291,7 @@ def test_a_row_does_not_depend_on_its_neighbors(draft: int) -> None:
 
 def test_every_draft_is_accepted_where_mtp_is_the_model() -> None:
     """12 tokens: the prefill's, two verifications of 5, and one with a limit of 0."""
-    found = speculate(agreeing(0.0), [[1]], 12, draft=4)
+    found = generate(agreeing(0.0), [[1]], GenerationOptions(12, draft=4))
     s = found.speculation
     assert (s.steps, s.tokens, s.drafted, s.accepted) == (3, 11, [2, 2, 2, 2], [2, 2, 2, 2])
     assert s.acceptance_length == pytest.approx(11 / 3) and s.by_position == [1.0] * 4
@@ -280,7 +299,7 @@ def test_every_draft_is_accepted_where_mtp_is_the_model() -> None:
 
 
 def test_no_draft_is_accepted_of_a_model_that_disagrees() -> None:
-    found = speculate(tiny("super")[0], [[1, 2, 3]], 9, draft=2)
+    found = generate(tiny("super")[0], [[1, 2, 3]], GenerationOptions(9, draft=2))
     s = found.speculation
     assert (s.steps, s.acceptance_length, s.accepted) == (8, 1.0, [0, 0])
     assert s.drafted == [7, 6] and s.by_position == [0.0, 0.0]
@@ -289,9 +308,9 @@ def test_no_draft_is_accepted_of_a_model_that_disagrees() -> None:
 def test_a_draft_that_ends_the_row_ends_the_count() -> None:
     """The third token after the prefill's is a stop token: drafts behind it are neither."""
     engine = agreeing(0.0)
-    free = speculate(engine, [[1]], 8, draft=4).rows[0].tokens
+    free = generate(engine, [[1]], GenerationOptions(8, draft=4)).rows[0].tokens
     assert len(set(free[:4])) == 4
-    found = speculate(engine, [[1]], 8, draft=4, stop=[free[3]])
+    found = generate(engine, [[1]], GenerationOptions(8, draft=4, stop=[free[3]]))
     s = found.speculation
     assert found.rows[0].tokens == free[:4] and found.rows[0].stopped
     assert (s.steps, s.tokens, s.drafted, s.accepted) == (1, 3, [1, 1, 1, 0], [1, 1, 1, 0])
@@ -300,8 +319,8 @@ def test_a_draft_that_ends_the_row_ends_the_count() -> None:
 
 def test_counts_of_a_batch_are_those_of_its_rows() -> None:
     engine, ids = agreeing(0.03), prompts([4, 11, 2], seed=3)
-    together = speculate(engine, ids, 14, draft=3).speculation
-    alone = [speculate(engine, [prompt], 14, draft=3).speculation for prompt in ids]
+    together = generate(engine, ids, GenerationOptions(14, draft=3)).speculation
+    alone = [generate(engine, [prompt], GenerationOptions(14, draft=3)).speculation for prompt in ids]
     assert together.steps == sum(s.steps for s in alone) and together.tokens == 39
     assert together.accepted == [sum(s.accepted[i] for s in alone) for i in range(3)]
     assert together.drafted == [sum(s.drafted[i] for s in alone) for i in range(3)]

@@ -17,10 +17,10 @@ from benchmarks.gpu_world import host_waits, world
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision import hadamard
 from megatron_nemotron3.precision.spec import Spec
-from tests.parity.mapping import megatron_model, randomize
 from tests.precision import test_quantizer_draws as draws
 from tests.precision import test_triton_quantize as checks
 from tests.precision.emulating import emulating, quant_recipe
+from tests.support.model_mapping import megatron_model, randomize
 
 on_gpu = [
     pytest.mark.gpu,

@@ -22,9 +22,8 @@ from torch import Tensor
 from megatron_nemotron3 import build_model
 from megatron_nemotron3.layers.norm import GatedGroupRMSNorm, RMSNorm
 from megatron_nemotron3.models import get
-
-from ..parity.conftest import world_of_one
-from ..parity.mapping import megatron_model, randomize
+from tests.support.model_mapping import megatron_model, randomize
+from tests.support.world import world_of_one
 
 MODEL = get("super-tiny").but(pattern="ME*", vocab_size=256, mtp_pattern=None, mtp_num_layers=0)
 MAMBA, MOE, ATTENTION = range(3)

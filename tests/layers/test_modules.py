@@ -28,9 +28,8 @@ from megatron_nemotron3.layers.linear import NormColumnParallelLinear
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.layers.norm import RMSNorm
 from megatron_nemotron3.models import get
-
-from ..parity.conftest import world_of_one
-from ..parity.mapping import megatron_model, randomize, transformer_config
+from tests.support.model_mapping import megatron_model, randomize, transformer_config
+from tests.support.world import world_of_one
 
 #: "ME*/*E/*E": each kind once (their place in it below), then two depths of one MTP block.
 MODEL = get("super-tiny").but(pattern="ME*", vocab_size=256)

@@ -20,10 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_nemotron3.layers.backend import te_problem
 from megatron_nemotron3.models import Nemotron3Config, get
-
-from ..parity.compare import forward, relative_differences, text, without_mtp
-from ..parity.conftest import world_of_one
-from ..parity.mapping import megatron_model, randomize
+from tests.support.model_mapping import megatron_model, randomize
+from tests.support.parity import forward, relative_differences, text, without_mtp
+from tests.support.world import world_of_one
 
 #: "ME*-/*E/*E": the MoE and the attention are visited three times, the dense MLP once.
 MODEL = get("super-tiny").but(pattern="ME*-", dense_ffn_hidden_size=256, vocab_size=256)

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from megatron_nemotron3.models import get, names
-
-from . import compare as parity
-from .compare import Comparison, compare, oracle, without_mtp
-from .mapping import megatron_model, randomize, to_transformers
+from tests.support import parity
+from tests.support.model_mapping import megatron_model, randomize, to_transformers
+from tests.support.parity import Comparison, compare, oracle, without_mtp
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,10 +14,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3.models import Nemotron3Config, get
-
-from . import compare as parity
-from .compare import compare, without_mtp
-from .mapping import megatron_model
+from tests.support import parity
+from tests.support.model_mapping import megatron_model
+from tests.support.parity import compare, without_mtp
 
 pytest.importorskip("transformers")
 

@@ -20,8 +20,8 @@ from megatron_nemotron3.precision.products import Recipe, recipe
 from megatron_nemotron3.precision.quantizer import fake_quantize
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.spec import Spec
-from tests.parity.conftest import world_of_one
 from tests.support.models import hybrid_config
+from tests.support.world import world_of_one
 
 from .emulating import seed
 

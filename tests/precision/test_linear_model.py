@@ -11,8 +11,8 @@ import torch
 from megatron_nemotron3.precision import install
 from megatron_nemotron3.precision.census import CensusError, census
 from megatron_nemotron3.precision.settings import Emulation
-from tests.parity.conftest import world_of_one
 from tests.support.models import hybrid_config
+from tests.support.world import world_of_one
 
 from .emulating import Step, assert_same, built, seed, step
 

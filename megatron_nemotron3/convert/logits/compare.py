@@ -1,12 +1,12 @@
-"""Both sides walked in step, a layer at a time, with every difference named by the layer it arises in.
+"""Run both sides of a conversion in lockstep, one layer at a time, and compare after every layer.
 
 Three streams of the same tokens run through Megatron's tensors, one through Hugging Face's:
 
-    own      from Megatron's embedding: its logits are those of the Megatron checkpoint
-    moved    the same, moved behind each layer by noise as large as the difference seen there
-    theirs   the input that Hugging Face's layer gets, so that its output can be compared with no history
+    OWN        starts from Megatron's embedding: its logits are those of the Megatron checkpoint
+    PERTURBED  the same, with noise of the size of each layer's difference added after the layer
+    THEIRS     the input of Hugging Face's layer, so that outputs are compared independently of earlier layers
 
-One read of a weight serves all three. `report` says what the differences are held against.
+All three share each read of a weight. `report` defines the tolerances.
 """
 
 from __future__ import annotations
@@ -16,59 +16,65 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_nemotron3.convert.logits.hugging_face import HuggingFace
-from megatron_nemotron3.convert.logits.reader import Source
 from megatron_nemotron3.convert.logits.reference import Reference
 from megatron_nemotron3.convert.logits.report import Layer, Logits, Report
 from megatron_nemotron3.convert.places import Place, places
+from megatron_nemotron3.convert.stored import Reads
 from megatron_nemotron3.models import Nemotron3Config
 
-#: Places of the streams in [3, s, d].
-OWN, MOVED, THEIRS = range(3)
-#: Rounding of one addition in FP32.
-_EPSILON = 2.0**-24
+#: Indices of the streams in [3, s, d].
+OWN, PERTURBED, THEIRS = range(3)
+#: Rounding error of one addition in FP32.
+_FP32_ROUNDING = 2.0**-24
 
-#: Gets (name as in `Logits`, first token id, logits of Megatron's side and of HF's [s, n]) for each band.
+#: Called for each band of the vocabulary with the name as in `Logits`, the first token id, and the logits
+#: [s, n] of Megatron's and of Hugging Face's side.
 OnLogits = Callable[[str, int, Tensor, Tensor], None]
 
 
-class HuggingFaceSource(Source, Protocol):
-    """A `Source` that says where config.json is."""
+@dataclass(frozen=True)
+class CheckOptions:
+    """How `check_logits` runs.
 
-    folder: Path
+    Args:
+        tokens: length of the sequence. Only sequences longer than `mamba_chunk_size` test the scan across
+            chunks.
+        seed: of the random tokens.
+        echo: called with one line per layer, and with the lines of the report.
+        on_logits: called with the logits of both sides.
+    """
+
+    tokens: int
+    seed: int = 0
+    echo: Callable[[str], Any] = print
+    on_logits: OnLogits | None = None
 
 
 def check_logits(
-    megatron: Source,
-    hf: HuggingFaceSource,
+    megatron: Reads,
+    hf: Reads,
     config: Nemotron3Config,
-    tokens: int,
-    *,
-    seed: int = 0,
-    echo: Callable[[str], Any] = print,
-    on_logits: OnLogits | None = None,
+    options: CheckOptions,
 ) -> Report:
     """Run one sequence of random tokens through both checkpoints, a layer at a time, in FP32.
 
     Args:
-        megatron: a Megatron checkpoint's tensors. If the conversion cast them: as they are when cast.
-        hf: a Hugging Face checkpoint's, with its folder.
+        megatron: tensors of the Megatron checkpoint, after the cast if the conversion casts them.
+        hf: tensors of the Hugging Face checkpoint; its folder contains config.json.
         config: of the Megatron checkpoint.
-        tokens: length of the sequence. More than `mamba_chunk_size`, or the scan across chunks is not seen.
-        seed: of the tokens.
-        echo: gets a line for each layer, and the report.
 
     Raises:
         ImportError: transformers is missing or too old.
-        ValueError: too few tokens; a tensor that is missing or has another shape; config.json says another
+        ValueError: too few tokens; a tensor is missing or has another shape; config.json describes another
             model.
     """
+    tokens, seed, echo = options.tokens, options.seed, options.echo
     least = config.mtp_num_blocks + 2
     if tokens < least:
         raise ValueError(f"{tokens} tokens are too few: use at least {least}")
@@ -78,27 +84,27 @@ def check_logits(
     )
     if tokens <= config.mamba_chunk_size and "M" in config.full_pattern:
         echo(
-            f"{tokens} tokens stay in the first chunk of {config.mamba_chunk_size}: mistakes of the scan "
-            f"across chunks do not show; use {config.mamba_chunk_size + 1} or more"
+            f"{tokens} tokens stay within the first chunk of {config.mamba_chunk_size}: errors of the scan "
+            f"across chunks cannot show; use {config.mamba_chunk_size + 1} or more"
         )
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (tokens,), generator=generator)
     with torch.no_grad():
-        sides = Reference(megatron, config), HuggingFace(hf, hf.folder, config)
-        walk = _Walk(*sides, config, generator, echo, on_logits)
-        walk.run(ids)
-    walk.report.peak_memory = _peak_memory()
-    for line in walk.report.lines():
+        sides = Reference(megatron, config), HuggingFace(hf, config)
+        comparison = _Comparison(*sides, config, generator, options)
+        comparison.run(ids)
+    comparison.report.peak_memory = _peak_memory()
+    for line in comparison.report.lines():
         echo(line)
-    return walk.report
+    return comparison.report
 
 
 def memory_bound(config: Nemotron3Config, tokens: int) -> int:
-    """Bytes of memory `check_logits` stays below, the interpreter with torch and transformers included.
+    """Upper bound on the memory of `check_logits` in bytes, including Python, torch and transformers.
 
-    Weights: the largest layer of the Hugging Face side in FP32 without its routed experts, and one expert;
+    Weights: the largest layer of the Hugging Face side in FP32 without its routed experts, plus one expert;
     Megatron's side holds one band. Activations: transformers' scan with its [heads, chunk, chunk] matrices is
-    the largest; the four streams and attention scores are less.
+    largest; the four streams and the attention scores take less.
     """
     c, d = config, config.hidden_size
     inner, bc = c.mamba_inner_size, c.mamba_num_groups * c.mamba_state_dim
@@ -118,13 +124,12 @@ def memory_bound(config: Nemotron3Config, tokens: int) -> int:
 
 
 @dataclass
-class _Walk:
+class _Comparison:
     ours: Reference
     theirs: HuggingFace
     config: Nemotron3Config
     generator: torch.Generator
-    echo: Callable[[str], Any]
-    on_logits: OnLogits | None
+    options: CheckOptions
     report: Report = field(default_factory=Report)
 
     def run(self, ids: Tensor) -> None:
@@ -133,7 +138,7 @@ class _Walk:
         self.total = sum(p.part in self.config.full_pattern for p in table)
         x, y = self.ours.embed(ids), self.theirs.embed(ids).unsqueeze(0)
         rows = torch.stack([x, x, x])
-        self.note(Layer("embedding", *self.compare(x, y[0], rows[OWN], y[0])))
+        self.record(Layer("embedding", *self.compare(x, y[0], rows[OWN], y[0])))
         rows[THEIRS] = y[0]
         depth = 0
         for place, following in zip(table[1:], chain(table[2:], [None])):
@@ -157,48 +162,48 @@ class _Walk:
         step = self.theirs.layer(place.hf, y)
         update, agreements = self.ours.layer(place.part, place.megatron, rows, step.selection)
         rows += update
-        self.move(rows, update[THEIRS] - step.update[0])
+        self.perturb(rows, update[THEIRS] - step.update[0])
         name = f"{place.megatron.rstrip('.')} and {place.hf.rstrip('.')} ({place.part})"
-        figures = self.compare(update[THEIRS], step.update[0], rows[OWN], step.output[0])
+        figures = self.compare(update[THEIRS], step.update[0], rows[OWN], step.stream[0])
         if step.selection is None:
-            self.note(Layer(name, *figures))
+            self.record(Layer(name, *figures))
         else:
             own, used = agreements[OWN], step.selection.experts.unique().numel()
-            self.note(Layer(name, *figures, agreements[THEIRS].scores, own.ties, own.others, used))
-        rows[THEIRS] = step.output[0]
-        return rows, step.output
+            self.record(Layer(name, *figures, agreements[THEIRS].scores, own.ties, own.others, used))
+        rows[THEIRS] = step.stream[0]
+        return rows, step.stream
 
     def enter_mtp(self, place: Place, ids: Tensor, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The token after each one of the stream is known, so the last one has left it."""
+        """Compare the input of an MTP block. The last token has no next token and has left the streams."""
         y = self.theirs.mtp_input(place.hf, self.theirs.embed(ids), y)
         rows = self.ours.mtp_input(place.megatron, self.ours.embed(ids), rows)
-        self.move(rows, rows[THEIRS] - y[0])
+        self.perturb(rows, rows[THEIRS] - y[0])
         name = f"{place.megatron}eh_proj and {place.hf}eh_proj"
-        self.note(Layer(name, *self.compare(rows[THEIRS], y[0], rows[OWN], y[0])))
+        self.record(Layer(name, *self.compare(rows[THEIRS], y[0], rows[OWN], y[0])))
         rows[THEIRS] = y[0]
         return rows, y
 
-    def move(self, rows: Tensor, difference: Tensor) -> None:
-        """Add noise as large as the difference of each token, and as an addition's rounding."""
+    def perturb(self, rows: Tensor, difference: Tensor) -> None:
+        """Add noise of the size of each token's difference and of the rounding of an addition."""
         noise = torch.randn(difference.shape, generator=self.generator)
         size = difference.square().mean(-1, keepdim=True).sqrt()
-        rows[MOVED] += noise * (size + _EPSILON * rows[MOVED].abs())
+        rows[PERTURBED] += noise * (size + _FP32_ROUNDING * rows[PERTURBED].abs())
 
     @staticmethod
     def compare(ours: Tensor, theirs: Tensor, own: Tensor, stream: Tensor) -> tuple[float, float, float]:
         """`Layer.difference`, `.streams` and `.scale` of [s, d] each."""
         size, difference = theirs.norm(dim=-1), (ours - theirs).norm(dim=-1)
-        # A token with hardly any update has the rounding of what cancelled in it.
+        # A token whose update nearly cancels has the rounding error of its large terms.
         relative = difference / size.clamp_min(0.1 * size.square().mean().sqrt().item())
         relative[difference == 0] = 0.0  # both may be zero
         scale = stream.square().mean().sqrt().item()
         return relative.max().item(), (own - stream).abs().max().item(), scale
 
-    def note(self, layer: Layer) -> None:
+    def record(self, layer: Layer) -> None:
         self.report.layers.append(layer)
         routing = "" if layer.scores is None else f"; {layer.experts} experts, {layer.ties} near ties"
         failed = "  DIFFERENT" if layer.problem else ""
-        self.echo(
+        self.options.echo(
             f"[{len(self.report.layers)}] {layer.name}: difference {layer.difference:.1e} of its output, "
             f"streams {layer.streams:.1e} apart (size {layer.scale:.2g}){routing}{failed}"
         )
@@ -211,7 +216,7 @@ class _Walk:
         for (start, stop, ours), (_, other, theirs) in zip(self.ours.logits(rows), self.theirs.logits(y)):
             assert stop == other
             sides = (ours[OWN], theirs[0])
-            pairs = (sides, (ours[THEIRS], theirs[0]), (ours[MOVED], ours[OWN]))
+            pairs = (sides, (ours[THEIRS], theirs[0]), (ours[PERTURBED], ours[OWN]))
             largest = torch.stack([(a - b).abs().max() for a, b in pairs])
             apart = torch.maximum(apart, largest)  # a NaN stays
             for top, side in zip(best, sides):
@@ -221,8 +226,8 @@ class _Walk:
             total += theirs.double().sum().item()
             squares += theirs.double().square().sum().item()
             elements += theirs.numel()
-            if self.on_logits is not None:
-                self.on_logits(name, start, *sides)
+            if self.options.on_logits is not None:
+                self.options.on_logits(name, start, *sides)
         mean = total / elements
         scale = max(0.0, squares / elements - mean**2) ** 0.5
         same = int((best[0][1] == best[1][1]).sum())
@@ -231,6 +236,6 @@ class _Walk:
 
 
 def _peak_memory() -> int:
-    """Of this process, in bytes."""
+    """Peak resident memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,11 +1,11 @@
-"""The same layers by transformers' own modules (`nemotron_h`), each built, filled from disk, run and dropped.
+"""The layers by transformers' own modules (`nemotron_h`): each is built, loaded from disk, run and dropped.
 
-A block is built without memory and its tensors are assigned by name, every one exactly once. Of routed
-experts transformers' module holds all of a layer (Ultra: 43 GB in FP32), so here it holds one: the layer's
-own router selects, and transformers' expert code runs with each selected expert in turn.
+A block is built on the meta device and its tensors are assigned by name, each exactly once. transformers'
+expert module holds all routed experts of a layer (Ultra: 43 GB in FP32), so here it holds one: the layer's
+own router selects, and transformers' expert code runs with one selected expert at a time.
 
-transformers has no multi-token prediction. Its blocks are used for the layers of an MTP block; what joins
-them (enorm, hnorm, eh_proj, final_layernorm) is written here a second time, on Hugging Face's names.
+transformers has no multi-token prediction. Its blocks compute the layers of an MTP block; the rest of the
+block (enorm, hnorm, eh_proj, final_layernorm) is implemented here a second time, on Hugging Face's names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,40 +24,41 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_nemotron3.convert import config_json
-from megatron_nemotron3.convert.logits.reader import Source, TensorReader
+from megatron_nemotron3.convert.logits.reader import TensorReader
 from megatron_nemotron3.convert.logits.routing import Selection
+from megatron_nemotron3.convert.stored import Reads
 from megatron_nemotron3.models import Nemotron3Config
 
-#: Earlier versions compute the scan wrong on a CPU behind its first chunk (transformers #47246).
-NEEDED = (5, 15, 1)
-_CURE = f"pip install 'transformers>={'.'.join(map(str, NEEDED))}'"
+#: Earlier versions compute the scan incorrectly on a CPU after its first chunk (transformers #47246).
+MINIMUM_VERSION = (5, 15, 1)
+_CURE = f"pip install 'transformers>={'.'.join(map(str, MINIMUM_VERSION))}'"
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one layer made of x [1, s, d]."""
+class LayerOutput:
+    """Result of one layer for x [1, s, d]."""
 
-    #: The stream behind it, and what the mixer added to it.
-    output: Tensor
+    #: The residual stream after the layer, and the mixer's update to it.
+    stream: Tensor
     update: Tensor
-    #: Of an E layer.
+    #: Only for an E layer.
     selection: Selection | None
 
 
 def transformers_model() -> tuple[Any, Any]:
-    """transformers' modeling module of the family, and its configuration class.
+    """Return transformers' modeling module of the family, and its configuration class.
 
     Raises:
-        ImportError: transformers is missing or older than `NEEDED`; the message has the cure.
+        ImportError: transformers is missing or older than `MINIMUM_VERSION`; the message has the cure.
     """
     try:
         import transformers
     except ImportError:
         raise ImportError(f"--check-logits computes one side with transformers: {_CURE}") from None
     numbers = [int(n) if n.isdigit() else 0 for n in transformers.__version__.split(".")[:3]]
-    if tuple(numbers) < NEEDED:
+    if tuple(numbers) < MINIMUM_VERSION:
         raise ImportError(
-            f"transformers {transformers.__version__} computes Mamba-2 wrong on a CPU past one chunk: "
+            f"transformers {transformers.__version__} computes Mamba-2 incorrectly on a CPU after one chunk: "
             + _CURE
         )
     from transformers.models.nemotron_h import modeling_nemotron_h
@@ -67,28 +67,28 @@ def transformers_model() -> tuple[Any, Any]:
 
 
 class HuggingFace:
-    """A Hugging Face checkpoint, a layer at a time.
+    """A Hugging Face checkpoint, run one layer at a time.
 
     Args:
-        folder: where its config.json is; what it says is part of what is proven.
-        config: the model it should be.
+        source: its folder contains config.json, which is checked, too.
+        config: the expected model.
 
     Raises:
         ImportError: as `transformers_model`.
-        ValueError: config.json is missing or describes another model; and from every method that reads: a
-            tensor is missing, or has another shape or type.
+        ValueError: config.json is missing or describes another model. Every method that reads raises it if a
+            tensor is missing, or has another shape or dtype.
     """
 
-    def __init__(self, source: Source, folder: Path | str, config: Nemotron3Config) -> None:
+    def __init__(self, source: Reads, config: Nemotron3Config) -> None:
         self.modeling, config_class = transformers_model()
-        path = Path(folder) / "config.json"
+        path = source.folder / "config.json"
         if not path.is_file():
             raise ValueError(f"{path} is missing: transformers builds its layers from it")
         data = json.loads(path.read_text())
         config_json.read(data, name=str(path), base=config)
         try:
             self.config = config_class.from_dict(data)
-        except Exception as problem:  # its validators have exceptions of their own
+        except Exception as problem:  # its validators raise exceptions of their own
             raise ValueError(f"{path}: transformers cannot read it: {problem}") from None
         self.config._attn_implementation = self.config._experts_implementation = "eager"
         self.weights, self.hidden = TensorReader("Hugging Face", source), config.hidden_size
@@ -100,11 +100,11 @@ class HuggingFace:
         """[s] token ids -> [s, d]."""
         return self.weights.rows("backbone.embeddings.weight", self._table(), ids.tolist())
 
-    def layer(self, prefix: str, x: Tensor) -> Step:
+    def layer(self, prefix: str, x: Tensor) -> LayerOutput:
         """Run one block.
 
         Args:
-            prefix: of its names: "backbone.layers.3." or "mtp.layers.1.".
+            prefix: of its tensor names, such as "backbone.layers.3." or "mtp.layers.1.".
             x: [1, s, d].
         """
         block = self._block(prefix)
@@ -114,18 +114,18 @@ class HuggingFace:
             block.mixer.gate.register_forward_hook(lambda module, args, out: seen.update(gate=out))
         mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu_(1)[None, None]
         attention = block.block_type in ("full_attention", "attention")
-        with _plain_torch(self.modeling):
-            output = block(x, attention_mask=mask if attention else None)
+        with _torch_kernels(self.modeling):
+            stream = block(x, attention_mask=mask if attention else None)
         update = seen["mixer"][0] if isinstance(seen["mixer"], tuple) else seen["mixer"]
         selection = None
         if "gate" in seen:
             logits, _, experts = seen["gate"]
             bias = block.mixer.gate.e_score_correction_bias
             selection = Selection(logits.sigmoid() + bias, experts)
-        return Step(output, update, selection)
+        return LayerOutput(stream, update, selection)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """transformers' RMSNorm with the weight of that name."""
+        """Apply transformers' RMSNorm with the weight of that name."""
         with torch.device("meta"):
             module = self.modeling.NemotronHRMSNorm(self.hidden, eps=self.config.layer_norm_epsilon)
         module.load_state_dict({"weight": self.weights.tensor(name, (self.hidden,))}, assign=True)
@@ -133,16 +133,16 @@ class HuggingFace:
         return result
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """The norm after the last layer."""
+        """Apply the norm after the last layer."""
         return self.norm(x, "backbone.norm_f.weight")
 
     def logits(self, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """(first token id, one past the last, logits [1, s, n]) of normed x, band by band."""
+        """Yield (first token id, one past the last, logits [1, s, n]) of normed x, band by band."""
         for start, stop, band in self.weights.bands("lm_head.weight", self._table()):
             yield start, stop, F.linear(x, band)
 
     def mtp_input(self, prefix: str, embedded: Tensor, x: Tensor) -> Tensor:
-        """What the layers of an MTP block get; as `Reference.mtp_input`."""
+        """Input of the layers of an MTP block; as `Reference.mtp_input`."""
         embedded = self.norm(embedded.unsqueeze(0), prefix + "enorm.weight")
         both = torch.cat([embedded, self.norm(x, prefix + "hnorm.weight")], dim=-1)
         return F.linear(both, self.weights.tensor(prefix + "eh_proj.weight", (self.hidden, 2 * self.hidden)))
@@ -151,7 +151,7 @@ class HuggingFace:
         return self.config.vocab_size, self.hidden
 
     def _block(self, prefix: str) -> Any:
-        """transformers' block with its weights, experts replaced by `OneExpertAtATime`."""
+        """Build transformers' block with its weights; `OneExpertAtATime` replaces its experts."""
         part, layer = prefix.partition("layers.")[::2]
         index = int(layer.rstrip("."))
         config = copy.copy(self.config)
@@ -166,9 +166,9 @@ class HuggingFace:
         if hasattr(block.mixer, "conv1d"):
             if not hasattr(block.mixer, "time_step_limit"):
                 raise ValueError(
-                    "transformers' Mamba-2 mixer has no time_step_limit: a version this check does not know"
+                    "transformers' Mamba-2 mixer has no time_step_limit: this version is not supported"
                 )
-            # Up to 5.23 it clamps time steps at time_step_min, which neither Megatron nor inference does.
+            # Up to 5.23 transformers clamps time steps at time_step_min; Megatron and inference do not.
             block.mixer.time_step_limit = (0.0, math.inf)
         own = {name: t for name, t in block.state_dict().items() if not name.startswith("mixer.experts.")}
         filled = {name: self.weights.tensor(prefix + name, tuple(t.shape)) for name, t in own.items()}
@@ -177,10 +177,10 @@ class HuggingFace:
 
 
 @contextmanager
-def _plain_torch(modeling: Any) -> Iterator[None]:
-    """transformers' functions in torch in place of those of mamba-ssm and causal-conv1d, which need a GPU.
+def _torch_kernels(modeling: Any) -> Iterator[None]:
+    """Make transformers use its torch functions instead of mamba-ssm's and causal-conv1d's, which need a GPU.
 
-    It takes the packages' functions wherever they are installed, and remarks on it where they are not.
+    transformers prefers those packages if they are installed, and warns if they are not.
     """
     names = ("causal_conv1d_fn", "mamba2_chunk_scan")
     chosen = {name: getattr(modeling, name) for name in names if hasattr(modeling, name)}
@@ -194,11 +194,11 @@ def _plain_torch(modeling: Any) -> Iterator[None]:
 
 
 class OneExpertAtATime(torch.nn.Module):
-    """Stands in for transformers' experts: runs its module, which holds one expert, for each selected one."""
+    """Replaces transformers' experts: runs its module with one expert for each selected expert in turn."""
 
     def __init__(self, expert: Any, weights: TensorReader, prefix: str) -> None:
         super().__init__()
-        # Not as submodule: the block's state dict must not hold what has no fixed content.
+        # In a list, not as a submodule: its weights must not appear in the block's state dict.
         self.run, self.weights, self.prefix = [expert], weights, prefix
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -212,6 +212,6 @@ class OneExpertAtATime(torch.nn.Module):
             weights = {n: self.weights.tensor(names[n], shape).unsqueeze(0) for n, shape in shapes.items()}
             expert.load_state_dict(weights, assign=True, strict=True)
             first = torch.zeros(len(token), 1, dtype=torch.long)
-            # A token is there once, so that this is the sum that transformers forms.
+            # Each token occurs once per expert, so this is the same sum as in transformers.
             result[token] += expert(hidden_states[token], first, top_k_weights[token, place].unsqueeze(1))
         return result

@@ -1,9 +1,9 @@
-"""Every layer kind on Megatron's tensors, in plain torch: what a Megatron checkpoint computes.
+"""Every layer kind on Megatron's tensors in plain torch: what a Megatron checkpoint computes.
 
-Names and shapes are those of a torch_dist folder (global, whatever the layout that wrote it); other
-spellings of megatron-core are tried behind them. Nothing here comes from the converter's tables, which are
-what is being proven. Activations are [rows, s, d] in FP32: each row is the same tokens with another history,
-so that one read of a weight serves several of them.
+Names and shapes are those of a torch_dist folder (global, whatever layout wrote it); other spellings of
+megatron-core are tried after them. Nothing here uses the converter's tables, because they are what is being
+tested. Activations are [rows, s, d] in FP32: the rows are the same tokens in different streams, which share
+each read of a weight.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_nemotron3.convert.logits.reader import Source, TensorReader
+from megatron_nemotron3.convert.logits.reader import TensorReader
 from megatron_nemotron3.convert.logits.routing import Agreement, Selection, agree
 from megatron_nemotron3.convert.places import plain, what_else
+from megatron_nemotron3.convert.stored import Reads
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.functional import (
     gated_group_rms_norm,
@@ -28,7 +29,7 @@ from megatron_nemotron3.layers.ssd import ssd_chunked
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
 
-#: Names of the norm in front of a mixer, by layer kind: fused into the first linear layer, or separate.
+#: Names of the norm before a mixer, by layer kind: fused into the first linear layer, or separate.
 NORMS = {
     "M": ("mixer.in_proj.layer_norm_weight", "norm.weight"),
     "*": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
@@ -39,35 +40,35 @@ FINAL_NORMS = ("decoder.final_norm.weight", "decoder.final_layernorm.weight")
 
 
 class Reference:
-    """A Megatron checkpoint, a layer at a time.
+    """A Megatron checkpoint, run one layer at a time.
 
     Raises:
-        ValueError: from every method that reads: a tensor is missing, or has another shape or type.
+        ValueError: from every method that reads, if a tensor is missing, or has another shape or dtype.
     """
 
-    def __init__(self, source: Source, config: Nemotron3Config) -> None:
+    def __init__(self, source: Reads, config: Nemotron3Config) -> None:
         names = {plain(key): key for key in source.tensors if what_else(key) is None}
         self.weights, self.config = TensorReader("Megatron", source, names), config
         self.hidden = config.hidden_size
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[s] token ids -> [s, d]. Only their rows are read; padding rows of the table never."""
+        """[s] token ids -> [s, d]. Reads only their rows, and never the padding rows of the table."""
         name = "embedding.word_embeddings.weight"
         return self.weights.rows(name, self._table(name), ids.tolist())
 
     def layer(
         self, kind: str, prefix: str, x: Tensor, theirs: Selection | None = None
     ) -> tuple[Tensor, list[Agreement]]:
-        """What a layer adds to the residual stream.
+        """Return the update of a layer to the residual stream.
 
         Args:
-            kind: of the layer, a character of the pattern.
-            prefix: of its names: "decoder.layers.3.".
+            kind: layer kind, a character of the pattern.
+            prefix: of its tensor names, such as "decoder.layers.3.".
             x: [rows, s, d].
-            theirs: of an E layer: Hugging Face's selection for these tokens.
+            theirs: for an E layer, Hugging Face's selection for these tokens.
 
         Returns:
-            [rows, s, d], and for an E layer how the selection of each row compares with theirs.
+            [rows, s, d], and for an E layer the agreement of each row's selection with theirs.
         """
         normed = self.norm(x, *(prefix + name for name in NORMS[kind]))
         if kind == "E":
@@ -76,34 +77,34 @@ class Reference:
         return {"M": self._mamba, "*": self._attention, "-": self._mlp}[kind](prefix, normed), []
 
     def norm(self, x: Tensor, *names: str) -> Tensor:
-        """RMSNorm with the weight of the first name there is."""
+        """Apply RMSNorm with the weight of the first name that exists."""
         weight = self.weights.tensor(self.weights.find(*names), (x.shape[-1],))
         return rms_norm(x, weight, self.config.layernorm_epsilon)
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """The norm after the decoder's last layer."""
+        """Apply the norm after the decoder's last layer."""
         return self.norm(x, *FINAL_NORMS)
 
     def logits(self, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """(first token id, one past the last, logits [rows, s, n]) of normed x, band by band."""
+        """Yield (first token id, one past the last, logits [rows, s, n]) of normed x, band by band."""
         name = "output_layer.weight"
         for start, stop, band in self.weights.bands(name, self._table(name), stop=self.config.vocab_size):
             yield start, stop, x @ band.t()
 
     def mtp_input(self, prefix: str, embedded: Tensor, x: Tensor) -> Tensor:
-        """What an MTP block's layers get.
+        """Input of an MTP block's layers.
 
         Args:
-            prefix: "mtp.layers.0.".
-            embedded: [s, d] of the token after each one of x (at depth 1).
-            x: [rows, s, d], after the final norm or the block before.
+            prefix: of its tensor names, such as "mtp.layers.0.".
+            embedded: [s, d], embeddings of the token after each token of x (at depth 1).
+            x: [rows, s, d], after the final norm or the previous block.
         """
         first = self.norm(embedded, prefix + "enorm.weight").expand_as(x)
         both = torch.cat([first, self.norm(x, prefix + "hnorm.weight")], dim=-1)
         return self.weights.linear(both, prefix + "eh_proj.weight", (self.hidden, 2 * self.hidden))
 
     def _table(self, name: str) -> tuple[int, int]:
-        """The shape of a table that may be padded at its end."""
+        """Shape of an embedding or output table, which may have padding rows at its end."""
         found = self.weights.find(name)
         rows: int = tuple(self.weights.source.tensors[self.weights.names[found]].shape)[0]
         return max(rows, self.config.vocab_size), self.hidden
@@ -136,7 +137,7 @@ class Reference:
         return self._linear(y, name + "out_proj.weight", self.hidden)
 
     def _in_proj(self, name: str, x: Tensor, parts: dict[str, int]) -> Tensor:
-        if name in self.weights.names:  # one tensor [z, x, B, C, dt], as parameters are
+        if name in self.weights.names:  # one tensor [z, x, B, C, dt], like the parameter
             return self._linear(x, name, sum(parts.values()))
         return torch.cat([self._linear(x, f"{name}.{part}", rows) for part, rows in parts.items()], -1)
 
@@ -150,7 +151,7 @@ class Reference:
         c, name = self.config, prefix + "self_attention."
         groups, queries = c.num_query_groups, c.num_attention_heads // c.num_query_groups
         qkv = self._linear(x, name + "linear_qkv.weight", groups * (queries + 2) * c.kv_channels)
-        # Each group holds its queries, then its key, then its value.
+        # Each group has its queries, then its key, then its value.
         heads = qkv.unflatten(-1, (groups, queries + 2, c.kv_channels)).permute(0, 2, 3, 1, 4)
         q, k, v = heads[:, :, :-2], heads[:, :, -2:-1], heads[:, :, -1:]  # [rows, groups, heads, s, c]
         scores = (q @ k.transpose(-1, -2)) * c.kv_channels**-0.5
@@ -191,14 +192,14 @@ class Reference:
         return routed + shared, agreements
 
     def _experts(self, prefix: str, x: Tensor, topk: Tensor, probabilities: Tensor) -> Tensor:
-        """Only experts that some token chose are read, one at a time."""
+        """Read only experts that some token selected, one at a time."""
         y, ffn = torch.zeros_like(x), self.config.moe_ffn_hidden_size
         assert ffn is not None
         for e in topk.unique().tolist():
             token, place = torch.where(topk == e)
             up = self._expert(prefix, "linear_fc1", e, x[token], ffn)
             middle = weighted_squared_relu(up, probabilities[token, place])
-            y[token] += self._expert(prefix, "linear_fc2", e, middle, x.shape[-1])  # a token is there once
+            y[token] += self._expert(prefix, "linear_fc2", e, middle, x.shape[-1])  # each token occurs once
         return y
 
     def _expert(self, prefix: str, linear: str, e: int, x: Tensor, rows: int) -> Tensor:

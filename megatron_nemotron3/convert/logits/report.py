@@ -1,16 +1,16 @@
-"""What `check_logits` saw, what it tolerates, and the sentences about it.
+"""The differences that `check_logits` found, their tolerances, and the printed report.
 
-Three questions, three tolerances:
+Three questions have three tolerances:
 
-- Does each layer compute the same from the same input? The difference of what it adds to the stream, per
-  token, relative to what it adds. Rounding in FP32 leaves about 1e-6; `LAYER` is above what the sums of the
-  largest models can lose (16,384 terms: sqrt(16384) * 2^-24 = 8e-6) and below what one expert, head or row in
-  a wrong place changes. This is the strict check, and it names the layer.
-- Does each router score alike? `SCORE`, absolute: scores are in [0, 1] before the bias.
+- Does each layer compute the same from the same input? The difference of its update to the residual stream,
+  per token, relative to the update. Rounding in FP32 leaves about 1e-6; `LAYER` is above what the sums of the
+  largest models can lose (16,384 terms: sqrt(16384) * 2^-24 = 8e-6) and below the effect of one expert, head
+  or row in a wrong place. This is the strict check, and it names the layer.
+- Are the routing scores the same? `SCORE`, absolute: scores are in [0, 1] before the bias.
 - Do the logits agree, each side run from its own embedding? `LOGITS`, absolute, which suits logits of size 1
-  and dozens of layers. What rounding becomes in the layers behind it depends on the weights. So a third
-  stream is run that moves, behind each layer, by random numbers of just the difference seen in that layer:
-  what the logits then change is the floor, and where `FLOORS` of it exceed `LOGITS`, they are the tolerance.
+  and dozens of layers. How later layers amplify rounding depends on the weights. Therefore a third stream is
+  perturbed after each layer by random noise of the size of the difference found in that layer. The resulting
+  change of the logits is the floor; where `FLOORS` times the floor exceeds `LOGITS`, it is the tolerance.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ FLOORS = 4.0
 
 @dataclass(frozen=True)
 class Layer:
-    """One step of the walk: a layer, the embedding, or what stands in front of an MTP block's layers."""
+    """Comparison of one step: a layer, the embedding, or the input projection of an MTP block."""
 
     #: "layer 3 (*, decoder.layers.3 and backbone.layers.3)".
     name: str
     #: Largest difference of a token's update from the same input, relative to the update.
     difference: float
-    #: Largest absolute difference of the two streams behind it, and the root mean square of the stream.
+    #: Largest absolute difference of the two residual streams after it, and the stream's root mean square.
     streams: float
     scale: float
-    #: Of an E layer: largest difference of a score from the same input, tokens with a near tie, tokens that
-    #: chose others without one (both in the stream of its own), experts that some token chose.
+    #: Only for an E layer: largest difference of a score from the same input, tokens with a near tie, tokens
+    #: with other experts without one (both in Megatron's own stream), experts that some token selected.
     scores: float | None = None
     ties: int = 0
     others: int = 0
@@ -43,7 +43,7 @@ class Layer:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, or None. A NaN is."""
+        """Description of a failure, or None. NaN is a failure."""
         if not self.difference <= LAYER:
             return f"{self.name}: the two differ by {self.difference:.1e} of the update (at most {LAYER:.0e})"
         if self.scores is not None and not self.scores <= SCORE:
@@ -53,30 +53,30 @@ class Layer:
 
 @dataclass(frozen=True)
 class Logits:
-    """One output: the model's own, or that of an MTP depth."""
+    """Comparison of one output: the model's own, or that of an MTP depth."""
 
     #: "logits", "logits of MTP depth 1".
     name: str
     #: Largest absolute difference, each side run from its own embedding.
     difference: float
-    #: The same with both sides' final norm and output layer on the same input.
+    #: The same with the final norm and output layer of both sides applied to the same input.
     head: float
-    #: Largest absolute change by random differences of the size seen in the layers.
+    #: Largest absolute change caused by noise of the size of the differences found in the layers.
     floor: float
-    #: Standard deviation.
+    #: Standard deviation of the logits.
     scale: float
     tokens: int
-    #: Tokens where both sides have the same most likely next token.
+    #: Tokens for which both sides have the same most likely next token.
     same_top1: int
 
     @property
     def tolerance(self) -> float:
-        """`LOGITS`, or more where rounding alone explains more."""
+        """`LOGITS`, or more where rounding explains more."""
         return max(LOGITS, FLOORS * self.floor + self.head)
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, or None."""
+        """Description of a failure, or None."""
         if not self.head <= LAYER * max(1.0, self.scale):
             return f"{self.name}: final norm and output layer differ by {self.head:.1e} on the same input"
         if not self.difference <= self.tolerance:
@@ -93,18 +93,18 @@ class Logits:
 
 @dataclass
 class Report:
-    """All of it, in the order of the walk."""
+    """All comparisons, in the order of the layers."""
 
     layers: list[Layer] = field(default_factory=list)
     logits: list[Logits] = field(default_factory=list)
-    #: Routed experts of the model, MTP included: a layer's are compared where some token chose them.
+    #: Routed experts of the model, MTP included. Those that some token selected are compared.
     experts: int = 0
-    #: Bytes: the process's peak when it was done.
+    #: Peak memory of the process at the end, in bytes.
     peak_memory: int = 0
 
     @property
     def problems(self) -> list[str]:
-        """Each thing that is wrong, the first layer first."""
+        """All failures, the first layer first."""
         found = (*(layer.problem for layer in self.layers), *(logits.problem for logits in self.logits))
         return [problem for problem in found if problem]
 
@@ -119,7 +119,7 @@ class Report:
         return 0 if self.passed else 1
 
     def lines(self) -> list[str]:
-        """The end of the report."""
+        """Summary lines of the report."""
         worst = max(self.layers, key=lambda layer: layer.difference)
         result = [f"largest difference of a layer's output from the same input: {worst.difference:.1e}"]
         result[0] += f", {worst.name}"

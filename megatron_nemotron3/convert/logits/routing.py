@@ -1,9 +1,9 @@
-"""Which experts each token takes, on both sides: near ties, and what is no tie.
+"""Which experts each token selects on both sides, and which differences are near ties.
 
-Two correct implementations differ in the last bits of a score. Where the last chosen and the best rejected
-expert are closer than that, they may choose differently, and the token's output then differs by a whole
-expert. So scores are compared, and a token whose choice is a near tie takes Hugging Face's experts on both
-sides.
+Two correct implementations differ in the last bits of a score. Where the last selected and the best rejected
+expert are closer than that, they may select different experts, and the token's output then differs by a
+whole expert. Therefore scores are compared, and a token whose selection is a near tie uses Hugging Face's
+experts on both sides.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Scores [0, 1] closer than this may change places. On equal inputs the two sides' scores differ by about
-#: 1e-6; streams that have run through many layers differ by more.
+#: Scores in [0, 1] closer than this are a near tie. On equal inputs the scores of the two sides differ by
+#: about 1e-6; after many layers they differ by more.
 TIE = 1e-4
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What a router decided for s tokens."""
+    """Decision of a router for s tokens."""
 
-    #: Score of every expert with its bias, which is what experts are chosen by [s, experts].
+    #: Score of every expert plus its bias, by which experts are selected [s, experts].
     scores: Tensor
-    #: The chosen experts, in any order [s, topk].
+    #: The selected experts, in any order [s, topk].
     experts: Tensor
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a selection compares with another one of the same tokens."""
+    """Difference between two selections for the same tokens."""
 
     #: Largest difference of a score.
     scores: float
-    #: Tokens that chose others where the scores are a near tie.
+    #: Tokens with other experts where the scores are a near tie.
     ties: int
-    #: Tokens that chose others without one.
+    #: Tokens with other experts without a near tie.
     others: int
 
 
 def agree(ours: Selection, theirs: Selection) -> tuple[Tensor, Agreement]:
-    """The experts to compute with [s, topk]: ours, and theirs for tokens with a near tie.
+    """Return the experts to use [s, topk]: ours, but theirs for tokens with a near tie; and the difference.
 
     Raises:
-        ValueError: the two choose different numbers of experts, or among different numbers.
+        ValueError: the two select different numbers of experts, or from different numbers of experts.
     """
     for what, shape, other in (
         ("experts", ours.scores.shape, theirs.scores.shape),
-        ("experts a token", ours.experts.shape, theirs.experts.shape),
+        ("experts per token", ours.experts.shape, theirs.experts.shape),
     ):
         if shape != other:
             raise ValueError(f"Megatron's router has {shape[1]} {what}, Hugging Face's has {other[1]}")
     chosen, expected = (torch.zeros_like(ours.scores).scatter(1, s.experts, 1.0) for s in (ours, theirs))
     differ = (chosen != expected).any(1)
     ranked = ours.scores.gather(1, ours.experts).amin(1)
-    # How far the best of their experts that are not ours is from the last of ours, in our own scores.
+    # Distance of the best of their experts that we did not select from the last of ours, in our scores.
     missed = ours.scores.masked_fill(~((expected > 0) & (chosen == 0)), torch.inf).amin(1)
     tie = differ & (ranked - missed <= TIE)
     experts = torch.where(tie.unsqueeze(1), theirs.experts, ours.experts)

@@ -12,16 +12,16 @@ import torch
 
 from megatron_nemotron3.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.convert.conversion import Options, convert_from_hf, convert_to_hf
-from megatron_nemotron3.convert.logits.compare import check_logits
+from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 from megatron_nemotron3.models import get
 from tests.checkpoint.writer import write
-from tests.parity.conftest import world_of_one
-
-from .pair import pair
+from tests.support.checkpoint_pair import pair
+from tests.support.world import world_of_one
 
 pytest.importorskip("transformers")
 
 CONFIG = get("super-tiny").but(pattern="M-*E", vocab_size=300, dense_ffn_hidden_size=128)
+QUIET = CheckOptions(140, echo=lambda line: None)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -37,7 +37,7 @@ def test_conversions_there_and_back(tmp_path: Path) -> None:
     hf = open_hugging_face(folders[1], model=CONFIG)
     for folder in (folders[0], folders[2]):
         opened = open_megatron(folder, model=CONFIG)
-        report = check_logits(opened.weights, hf.weights, opened.config, 140, echo=lambda line: None)
+        report = check_logits(opened.weights, hf.weights, opened.config, QUIET)
         assert report.passed, report.problems
         assert torch.tensor([logits.scale for logits in report.logits]).min() > 0.3
 
@@ -48,7 +48,7 @@ def test_memory_at_the_real_widths_of_super() -> None:
 
     Seen: 1.4 GiB. transformers' own block of one such layer would take 11.3 GB in FP32.
     """
-    command = [sys.executable, "-m", "tests.convert.logits.synthetic", "super", "150"]
+    command = [sys.executable, "-m", "tests.support.synthetic_checkpoint", "super", "150"]
     root = Path(__file__).parents[3]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.convert.logits.compare import check_logits
+from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 from megatron_nemotron3.convert.logits.report import Report
 from megatron_nemotron3.models import get
-from tests.parity.conftest import world_of_one
-
-from .pair import InMemory, Pair, pair
+from tests.support.checkpoint_pair import InMemory, Pair, pair
+from tests.support.world import world_of_one
 
 pytest.importorskip("transformers")
 
@@ -32,6 +31,7 @@ CONFIG = get("super-tiny").but(
     moe_latent_size=32,
 )
 TOKENS = 140
+QUIET = CheckOptions(TOKENS, echo=lambda line: None)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def run(
     hf = dict(right.hf.content)
     change(hf)
     config = right.config.but(**fields)
-    return check_logits(right.megatron, InMemory(hf, right.hf.folder), config, TOKENS, echo=lambda line: None)
+    return check_logits(right.megatron, InMemory(hf, right.hf.folder), config, QUIET)
 
 
 def swap(a: str, b: str) -> Callable[[dict[str, Tensor]], None]:
@@ -208,7 +208,12 @@ def test_a_megatron_tensor_is_missing(right: Pair) -> None:
     with pytest.raises(
         ValueError, match=r"Megatron: no tensor decoder\.layers\.3\.self_attention\.linear_proj"
     ):
-        check_logits(InMemory(rest, right.hf.folder), right.hf, right.config, TOKENS, echo=lambda line: None)
+        check_logits(
+            InMemory(rest, right.hf.folder),
+            right.hf,
+            right.config,
+            QUIET,
+        )
 
 
 @pytest.mark.parametrize(
@@ -226,18 +231,18 @@ def test_config_json_is_part_of_the_proof(right: Pair, tmp_path: Path) -> None:
     data = json.loads((right.hf.folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(data | {"routed_scaling_factor": 1.0}))
     with pytest.raises(ValueError, match="moe_router_topk_scaling_factor=1.0"):
-        check_logits(right.megatron, InMemory(right.hf.content, tmp_path), right.config, TOKENS)
+        check_logits(right.megatron, InMemory(right.hf.content, tmp_path), right.config, CheckOptions(TOKENS))
     (tmp_path / "config.json").write_text(json.dumps(data | {"chunk_size": 128, "time_step_min": "small"}))
     with pytest.raises(ValueError, match=r"config\.json: transformers cannot read it: .*time_step_min"):
-        check_logits(right.megatron, InMemory(right.hf.content, tmp_path), right.config, TOKENS)
+        check_logits(right.megatron, InMemory(right.hf.content, tmp_path), right.config, CheckOptions(TOKENS))
     (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match=r"config\.json is missing"):
-        check_logits(right.megatron, InMemory(right.hf.content, tmp_path), right.config, TOKENS)
+        check_logits(right.megatron, InMemory(right.hf.content, tmp_path), right.config, CheckOptions(TOKENS))
 
 
 def test_too_few_tokens(right: Pair) -> None:
     lines: list[str] = []
     with pytest.raises(ValueError, match="2 tokens are too few: use at least 3"):
-        check_logits(right.megatron, right.hf, right.config, 2, echo=lines.append)
-    assert check_logits(right.megatron, right.hf, right.config, 3, echo=lines.append).passed
-    assert "3 tokens stay in the first chunk of 128" in lines[1]
+        check_logits(right.megatron, right.hf, right.config, CheckOptions(2, echo=lines.append))
+    assert check_logits(right.megatron, right.hf, right.config, CheckOptions(3, echo=lines.append)).passed
+    assert "3 tokens stay within the first chunk of 128" in lines[1]

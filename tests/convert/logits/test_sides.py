@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.convert.logits import hugging_face
-from megatron_nemotron3.convert.logits.compare import check_logits
+from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 from megatron_nemotron3.convert.logits.reader import BAND_ELEMENTS, TensorReader
 from megatron_nemotron3.convert.logits.routing import TIE, Selection, agree
 from megatron_nemotron3.models import get
 from tests.convert.models import stored_parameters
-from tests.parity.conftest import world_of_one
-
-from .pair import InMemory, Pair, pair
+from tests.support.checkpoint_pair import InMemory, Pair, pair
+from tests.support.world import world_of_one
 
 pytest.importorskip("transformers")
 
 CONFIG = get("super-tiny").but(
     name="sides", pattern="M-*E", vocab_size=300, dense_ffn_hidden_size=128, moe_router_topk=2
 )
+QUIET = CheckOptions(140, echo=lambda line: None)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def figures(right: Pair, megatron: dict[str, Tensor], tokens: int = 140) -> list[float]:
     source = InMemory(megatron, right.hf.folder)
-    report = check_logits(source, right.hf, right.config, tokens, echo=lambda line: None)
+    report = check_logits(source, right.hf, right.config, CheckOptions(tokens, echo=lambda line: None))
     assert report.passed, report.problems
     return [layer.difference for layer in report.layers] + [logits.difference for logits in report.logits]
 
@@ -99,14 +99,14 @@ def test_bfloat16(right: Pair) -> None:
         return {n: t if n.endswith(keep) else t.bfloat16() for n, t in tensors.items()}
 
     megatron, hf = (InMemory(rounded(s.content), s.folder) for s in (right.megatron, right.hf))
-    assert check_logits(megatron, hf, right.config, 140, echo=lambda line: None).passed
+    assert check_logits(megatron, hf, right.config, QUIET).passed
     # A conversion that rounds compares rounded with unrounded weights: it is seen.
-    assert not check_logits(right.megatron, hf, right.config, 140, echo=lambda line: None).passed
+    assert not check_logits(right.megatron, hf, right.config, QUIET).passed
 
 
 def test_only_chosen_experts_are_read(right: Pair) -> None:
     sources = [InMemory(s.content, s.folder) for s in (right.megatron, right.hf)]
-    report = check_logits(*sources, right.config, 3, echo=lambda line: None)
+    report = check_logits(*sources, right.config, CheckOptions(3, echo=lambda line: None))
     read = {name for name in sources[1].read_names if "layers.3.mixer.experts." in name and "up" in name}
     (layer,) = (layer for layer in report.layers if layer.name.startswith("decoder.layers.3 "))
     assert 2 <= len(read) == layer.experts <= 6 < CONFIG.num_moe_experts
@@ -191,7 +191,7 @@ def test_a_model_with_near_ties_passes(right: Pair) -> None:
             tensors[name][1] = tensors[name][0]
         tensors[prefix.format(bias)][preferred] += 1e-6
     sources = [InMemory(t, right.hf.folder) for t in (megatron, hf)]
-    report = check_logits(*sources, right.config, 140, echo=lambda line: None)
+    report = check_logits(*sources, right.config, QUIET)
     (layer,) = (layer for layer in report.layers if layer.name.startswith("decoder.layers.3 "))
     assert layer.ties > 0 and layer.others == 0 and layer.scores == pytest.approx(1e-6, rel=0.5)
     assert report.passed, report.problems
@@ -210,7 +210,7 @@ def test_the_order_of_experts_does_not_matter() -> None:
 
 
 def test_other_numbers_of_experts_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 experts a token, Hugging Face's has 1"):
+    with pytest.raises(ValueError, match="2 experts per token, Hugging Face's has 1"):
         agree(selection(0.9, 0.5, 0.4), selection(0.9, 0.5, 0.4, topk=1))
 
 

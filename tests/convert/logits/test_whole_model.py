@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.convert.logits.compare import check_logits
+from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 from megatron_nemotron3.convert.logits.report import Report
 from megatron_nemotron3.models import get
-from tests.parity.compare import oracle, weights_of, without_mtp
-from tests.parity.conftest import world_of_one
-from tests.parity.mapping import to_transformers
-
-from .pair import Pair, pair
+from tests.support.checkpoint_pair import Pair, pair
+from tests.support.model_mapping import to_transformers
+from tests.support.parity import oracle, weights_of, without_mtp
+from tests.support.world import world_of_one
 
 pytest.importorskip("transformers")
 
@@ -39,10 +38,7 @@ class Run:
             self.pair.megatron,
             self.pair.hf,
             self.pair.config,
-            TOKENS,
-            seed=SEED,
-            echo=self.lines.append,
-            on_logits=self.keep,
+            CheckOptions(TOKENS, seed=SEED, echo=self.lines.append, on_logits=self.keep),
         )
         vocabulary, generator = self.pair.config.vocab_size, torch.Generator().manual_seed(SEED)
         self.ids = torch.randint(vocabulary, (TOKENS,), generator=generator).unsqueeze(0)

@@ -1,6 +1,6 @@
-"""Real layer widths without a file: numbers made when they are read.
+"""A checkpoint with real layer widths and no files: its numbers are generated when they are read.
 
-python -m tests.convert.logits.synthetic super 200     # one layer of each kind and MTP: time and peak memory
+python -m tests.support.synthetic_checkpoint super 200   # one layer of each kind and MTP: time, peak memory
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from megatron_nemotron3.convert import config_json, inventory
-from megatron_nemotron3.convert.logits.compare import check_logits, memory_bound
+from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits, memory_bound
 from megatron_nemotron3.convert.stored import Reads, SourceTensor
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.models import Nemotron3Config, get
 
-#: Numbers that are repeated; a prime, so that rows of a weight are not each other's copies.
+#: Random numbers that are repeated; their count is prime, so that rows of a weight are not copies.
 _POOL = torch.randn(4_194_319, generator=torch.Generator().manual_seed(0)).mul_(0.5)
 
 #: End of a name -> (mean, standard deviation); other vectors are norms, matrices have 1 / sqrt(columns).
@@ -37,7 +37,7 @@ _SCALES = {
 
 
 class Synthetic(Reads):
-    """A Megatron checkpoint of a model, random as `tests.parity.mapping.randomize` makes it, BF16."""
+    """A Megatron checkpoint of a model, random as `tests.support.model_mapping.randomize` makes it, BF16."""
 
     def __init__(self, config: Nemotron3Config, folder: Path) -> None:
         self.folder, self.files = folder, {}
@@ -72,7 +72,7 @@ def main(name: str, tokens: int) -> None:
         megatron = Synthetic(config, Path(folder))
         hf = Converted(megatron, inventory.links(config), to_hf=True)
         started = time.monotonic()
-        report = check_logits(megatron, hf, config, tokens)
+        report = check_logits(megatron, hf, config, CheckOptions(tokens))
         seconds = time.monotonic() - started
     result = {
         "passed": report.passed,

@@ -1,6 +1,6 @@
-"""A folder that was given -> its checkpoint, tokenizer and data. Imports no torch.
+"""The checkpoint, tokenizer and data of a folder. Imports no torch.
 
-It may be a Hugging Face folder, a Megatron checkpoint (of one iteration, or the folder with the tracker), or
+It may be a Hugging Face folder, a Megatron checkpoint (one iteration, or the folder with the tracker), or
 what `nemotron3 train --output` wrote:
 
     runs/NAME/checkpoints/iter_0000300
@@ -24,7 +24,7 @@ from megatron_nemotron3.convert.checkpoints import QUANTIZATION, Checkpoint, ope
 from megatron_nemotron3.convert.dcp_folder import dcp_state
 from megatron_nemotron3.convert.dist_folder import locate, open_dist
 from megatron_nemotron3.convert.hf_folder import is_hf, read_config
-from megatron_nemotron3.generate.text import TOKENIZER, Tokenizer, read_object
+from megatron_nemotron3.generate.text import TOKENIZER, Tokenizer, read_json_object
 from megatron_nemotron3.models import Nemotron3Config
 
 CHECKPOINTS = "checkpoints"
@@ -33,13 +33,13 @@ CORPUS = "corpus"
 
 
 @dataclass(frozen=True)
-class Folder:
-    """What was found.
+class CheckpointFolder:
+    """What a folder contains.
 
     Attributes:
-        checkpoint: of one checkpoint.
-        run: of `nemotron3 train`, if it is one's.
-        arguments: Megatron's command line, as the checkpoint stores it; empty for Hugging Face.
+        checkpoint: the folder of one checkpoint.
+        run: the output folder of `nemotron3 train`, if the checkpoint lies in one.
+        arguments: Megatron's arguments as stored in the checkpoint; empty for Hugging Face.
     """
 
     checkpoint: Path
@@ -47,7 +47,7 @@ class Folder:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def prepared(self) -> Path | None:
-        """The folder of text the run was trained on, moved with it or not."""
+        """The prepared data the run was trained on, also if the run was moved."""
         if self.run is None:
             return None
         stored = self.arguments.get("data_path")
@@ -57,12 +57,12 @@ class Folder:
         return (named or found)[0] if len(named or found) == 1 else None
 
     def tokenizer(self, given: Path | None = None) -> Tokenizer:
-        """The tokenizer given; else of the folder, of the run, or where the arguments say.
+        """The given tokenizer; otherwise that of the checkpoint, of the run, or of the stored arguments.
 
         Raises:
             ValueError: none is found, or it is damaged.
         """
-        places = [given] if given is not None else self._tokenizers()
+        places = [given] if given is not None else self._tokenizer_folders()
         for place in places:
             if given is not None or (place / TOKENIZER).is_file():
                 return Tokenizer(place)
@@ -72,7 +72,7 @@ class Folder:
             "DIR"
         )
 
-    def _tokenizers(self) -> list[Path]:
+    def _tokenizer_folders(self) -> list[Path]:
         places = [self.checkpoint]
         if (prepared := self.prepared()) is not None:
             places.append(prepared / "tokenizer")
@@ -83,13 +83,13 @@ class Folder:
         """Prefix and --split of the data the checkpoint was trained on.
 
         Raises:
-            ValueError: it is not there any more, or is a blend of several.
+            ValueError: it is missing, or is a blend of several data sets.
         """
         stored, split = self.arguments.get("data_path"), self.arguments.get("split")
         prepared, prefix = self.prepared(), ""
         if prepared is not None:
             prefix = str(prepared / CORPUS)
-            split = split or read_object(prepared / "manifest.json").get("split")
+            split = split or read_json_object(prepared / "manifest.json").get("split")
         elif isinstance(stored, list) and len(stored) == 1:
             prefix = str(stored[0])
         if not isinstance(split, str) or not Path(f"{prefix}.idx").is_file():
@@ -100,42 +100,42 @@ class Folder:
         return prefix, split
 
     def open(self, model: Nemotron3Config | None, vocab_size: int | None = None) -> Checkpoint:
-        """Its tensors; packed weights are read as BF16.
+        """Open the checkpoint's tensors; packed weights are read as BF16.
 
         Args:
             model: default: what the checkpoint says.
-            vocab_size: rows of Megatron's embedding that count; default: as stored.
+            vocab_size: rows of Megatron's embedding that are tokens; default: as stored.
 
         Raises:
-            ValueError: it is damaged, or not this model.
+            ValueError: it is damaged, or is of another model.
         """
         packed = is_hf(self.checkpoint) and QUANTIZATION in read_config(self.checkpoint)
         return open_checkpoint(self.checkpoint, model=model, vocab_size=vocab_size, dequantize=packed)
 
 
-def find(folder: Path) -> Folder:
-    """What a folder is.
+def find_checkpoint(folder: Path) -> CheckpointFolder:
+    """Locate the checkpoint of a folder.
 
     Raises:
         ValueError: there is no checkpoint in it.
     """
     if is_hf(folder):
-        return Folder(folder)
+        return CheckpointFolder(folder)
     inside = folder / CHECKPOINTS
     place = locate(inside if inside.is_dir() else folder)
-    signs = (METADATA, INDEX, "mp_rank_0*")
-    if place == folder and not any(next(place.glob(sign), None) for sign in signs):
+    patterns = (METADATA, INDEX, "mp_rank_0*")
+    if place == folder and not any(next(place.glob(pattern), None) for pattern in patterns):
         raise ValueError(
             f"{folder}: there is no checkpoint in it: give Megatron's or Hugging Face's folder, or that of "
             "`nemotron3 train`"
         )
     above = place.absolute().parent
     run = above.parent if above.name == CHECKPOINTS else None
-    return Folder(place, run, stored_arguments(place))
+    return CheckpointFolder(place, run, stored_arguments(place))
 
 
 def stored_arguments(place: Path) -> dict[str, Any]:
-    """Megatron's arguments in a checkpoint; {} where it has none.
+    """Megatron's arguments stored in a checkpoint; {} if it has none.
 
     Raises:
         ValueError: there is no checkpoint, or it is damaged.

@@ -14,7 +14,7 @@ from megatron_nemotron3.convert import config_json, inventory
 from megatron_nemotron3.convert.plan import apply
 from megatron_nemotron3.models import Nemotron3Config
 from tests.convert.models import assemble, chunks
-from tests.parity.mapping import megatron_model, randomize
+from tests.support.model_mapping import megatron_model, randomize
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Entry:
 
 
 class InMemory:
-    """Tensors with the interface of `convert.stored.Source`; counts what is read."""
+    """A tensor source in memory, with the interface of those that read files; notes which names are read."""
 
     def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
         self.content, self.folder, self.read_names = tensors, folder, set[str]()

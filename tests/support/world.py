@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -29,10 +28,3 @@ def world_of_one(seed: int = 1234) -> Iterator[None]:
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[None]:
-    """`world_of_one` for a test module."""
-    with world_of_one():
-        yield

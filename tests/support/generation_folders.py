@@ -14,8 +14,7 @@ from megatron_nemotron3.data import prepare
 from megatron_nemotron3.generate.text import Tokenizer
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.convert.folders import write_hf
-
-from .agreeing import agreeing_tensors
+from tests.support.engines import agreeing_tensors
 
 #: Some characters of two, three and four bytes.
 TEXT = "".join(f"line {i}: the naïve café costs {i * 7 % 23} € – good, 𝄞 or not\n" for i in range(1500))

@@ -1,6 +1,6 @@
 """Our model and transformers' NemotronHForCausalLM on the same random weights and tokens, FP32 on the CPU.
 
-OMP_NUM_THREADS=1 python -m tests.parity.compare     # the table of docs/parity.md
+OMP_NUM_THREADS=1 python -m tests.support.parity     # the table of docs/parity.md
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_nemotron3.models import Nemotron3Config, get, names
-
-from .conftest import world_of_one
-from .mapping import megatron_model, randomize, to_transformers, transformers_config
+from tests.support.model_mapping import megatron_model, randomize, to_transformers, transformers_config
+from tests.support.world import world_of_one
 
 #: More than two chunks of 128 tokens, and not a multiple of one.
 TOKENS, BATCH = 300, 2

@@ -1,0 +1,134 @@
+"""The tokens of one forward pass: n positions for each of b rows, of which a row may use fewer.
+
+Rows of different lengths are left-aligned and padded at their end:
+
+    row 0   t t t t      lengths 9 -> 13    count 4
+    row 1   t t . .      lengths 3 ->  5    count 2
+
+Padding changes nothing: attention is causal, a Mamba-2 layer gets a time step of zero for it, which is the
+identity, and the other layers treat each token by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+#: Tokens of the longest pass that can be rolled back. The work of `mamba.decay_table` grows with their cube.
+MAX_ROLLBACK = 128
+#: Elements of the largest attention mask that is built. Beyond it a CPU processes one row at a time with its
+#: `ForwardBatch.reversed_mask`; a GPU, whose kernels need aligned mask rows, processes tiles of queries.
+MASK_ELEMENTS = 2**22
+
+
+class ForwardBatch:
+    """n positions in each of b rows.
+
+    Args:
+        lengths: tokens each row has seen before.
+        n: positions.
+        counts: tokens of each row; default: n.
+        rollback: whether the states after each token must stay reachable (`state.Rollback`).
+
+    Attributes:
+        start: the length before, where all rows have the same; otherwise None.
+        positions, row_index: [b, n] and [b, 1], to index a KV cache where lengths differ; otherwise None.
+        valid: [b, n], False for padding; None without padding.
+        single_token: one token in every row, and no rollback.
+
+    Raises:
+        ValueError: a count that is not in 0 ... n, another number of counts than rows, or more than
+            `MAX_ROLLBACK` positions with rollback.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        n: int,
+        counts: Sequence[int] | None,
+        device: torch.device,
+        rollback: bool = False,
+    ) -> None:
+        if counts is not None and (len(counts) != len(lengths) or not all(0 <= c <= n for c in counts)):
+            raise ValueError(
+                f"counts {list(counts)} for {len(lengths)} rows: give one per row, from 0 to {n} tokens"
+            )
+        if rollback and n > MAX_ROLLBACK:
+            raise ValueError(
+                f"rollback=True with {n} tokens: a pass that can be rolled back has at most {MAX_ROLLBACK}"
+            )
+        self.b, self.n, self.rollback, self.device = len(lengths), n, rollback, device
+        self.lengths = tuple(lengths)
+        self.counts = [n] * self.b if counts is None else list(counts)
+        #: Cache positions that the longest row fills, padding included.
+        self.end = max(lengths) + n
+        self.start = lengths[0] if min(lengths) == max(lengths) else None
+        self.single_token = n == 1 and not rollback and min(self.counts) == 1
+        self.positions: Tensor | None = None
+        self.row_index: Tensor | None = None
+        if self.start is None:
+            self.positions = torch.tensor(lengths, device=device).unsqueeze(1) + torch.arange(
+                n, device=device
+            )
+            self.row_index = torch.arange(self.b, device=device).unsqueeze(1)
+        self.valid: Tensor | None = None
+        if min(self.counts) < n:
+            used = torch.tensor(self.counts, device=device).unsqueeze(1)
+            self.valid = torch.arange(n, device=device) < used
+        self._mask: tuple[tuple[int, int], Tensor] | None = None
+        self._reversed: Tensor | None = None
+
+    def mask_fits(self, queries: int) -> bool:
+        """Whether the mask of all n positions stays below `MASK_ELEMENTS`; `queries` heads share a key."""
+        return self.n * self._mask_row(queries) <= MASK_ELEMENTS
+
+    def _mask_row(self, queries: int) -> int:
+        """Elements of a mask for one position."""
+        return (1 if self.start is not None else self.b) * queries * self.end
+
+    def reversed_mask(self, row: int, dtype: torch.dtype) -> Tensor:
+        """The mask of one row's n queries in reverse order, in n + `end` elements instead of n * `end`.
+
+        Query n - 1 - i must not see the last i keys, so each mask row is the one before it, shifted by one:
+        overlapping windows of a single vector.
+
+        Returns:
+            [n, lengths[row] + n], 0 or -inf. Its rows overlap in memory, so it must not be written to.
+        """
+        if self._reversed is None or self._reversed.dtype != dtype:
+            self._reversed = torch.zeros(self.end + self.n - 1, dtype=dtype, device=self.device)
+            self._reversed[self.end :] = -torch.inf
+        end = self.lengths[row] + self.n
+        return self._reversed.as_strided((self.n, end), (1, 1), self.end - end)
+
+    def query_tiles(self, queries: int) -> list[tuple[int, int]]:
+        """Ranges of the n positions whose masks stay below `MASK_ELEMENTS`; `queries` heads share a key."""
+        step = max(8, MASK_ELEMENTS // self._mask_row(queries))
+        return [(first, min(first + step, self.n)) for first in range(0, self.n, step)]
+
+    def mask(self, tile: tuple[int, int], end: int, queries: int, dtype: torch.dtype) -> Tensor | None:
+        """What the queries of a tile add to their scores of keys 0 ... end - 1.
+
+        Args:
+            tile: first position, and one past the last.
+            queries: heads that share a key; their queries are concatenated.
+
+        Returns:
+            [1 or b, 1, queries * positions, end], 0 or -inf; None if every key is visible. The last mask is
+            cached, because all attention layers of a pass ask for the same.
+        """
+        if self.start is not None and self.n == 1:
+            return None
+        if self._mask is None or self._mask[0] != tile:
+            self._mask = tile, self._build_mask(*tile, end).repeat(1, 1, queries, 1).to(dtype)
+        return self._mask[1]
+
+    def _build_mask(self, first: int, stop: int, end: int) -> Tensor:
+        """[1 or b, 1, stop - first, end]."""
+        if self.positions is None:
+            mask = torch.full((stop - first, end), -torch.inf, device=self.device)
+            return mask.triu_(end - (stop - first) + 1)[None, None]
+        hidden = torch.arange(end, device=self.device) > self.positions[:, first:stop].unsqueeze(-1)
+        return torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
