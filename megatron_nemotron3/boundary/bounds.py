@@ -68,13 +68,12 @@ class Traffic:
 
 def bounds(plan: Plan) -> Bounds:
     """Lower bounds for a plan whose sending groups hold disjoint rows of a lane, as those of `planner` do."""
-    asked: dict[tuple[int, ...], int] = defaultdict(
-        int
-    )  # ranks of a sending group -> rows asked for by other ranks
-    has: dict[int, int] = defaultdict(int)  # rank -> rows that it wants and holds
-    inside: dict[tuple[int, ...], int] = defaultdict(
-        int
-    )  # ranks of a group -> wanted rows that a member holds
+    #: Ranks of a sending group -> rows that other ranks want from it.
+    asked: dict[tuple[int, ...], int] = defaultdict(int)
+    #: Rank -> rows that it wants and holds.
+    has: dict[int, int] = defaultdict(int)
+    #: Ranks of a receiving group -> rows that it wants and one of its ranks holds.
+    inside: dict[tuple[int, ...], int] = defaultdict(int)
     for source_lane, source_start, lane, start, rows in plan.segments:
         here = ((source_start, source_start + rows),)
         for sender in plan.senders[source_lane]:

@@ -33,7 +33,7 @@ def register(commands: Any) -> None:
         dest="destination",
         required=True,
         metavar="LAYOUT",
-        help="language model, in the same form; without offset= its ranks follow the encoder's, offset=0 shares",
+        help="language model, in the same form; without offset= its ranks follow those of the encoder",
     )
     command.add_argument(
         "--rows", metavar="N,N,…", help="rows of each sample of a microbatch, over all lanes"
@@ -109,7 +109,7 @@ def _parsed_layouts(options: argparse.Namespace) -> tuple[Layout, Layout]:
     source, destination = Layout.parse(options.source), Layout.parse(options.destination)
     for layout in (source, destination):
         if layout.size > MOST_RANKS:
-            raise ValueError(f"layout {layout} has {layout.size:,} ranks: use at most {MOST_RANKS:,}")
+            raise ValueError(f"layout {layout} has {layout.size:,} ranks: use {MOST_RANKS:,} at most")
     if "offset" not in options.destination:
         behind = source.offset + source.size
         destination = Layout(destination.dimensions, behind, destination.sequence_parallel)
@@ -124,7 +124,7 @@ def _sample_rows(options: argparse.Namespace, source: Layout, destination: Layou
             raise ValueError(f"--rows-per-sample {each}: give 0 or more")
         if samples > MOST_SAMPLES:
             raise ValueError(
-                f"{samples:,} samples (DP={source.dp} and DP={destination.dp}): use at most {MOST_SAMPLES:,}"
+                f"{samples:,} samples (DP={source.dp} and DP={destination.dp}): use {MOST_SAMPLES:,} at most"
             )
         return [each] * samples
     if options.samples is not None or options.rows_per_sample is not None:
@@ -163,7 +163,7 @@ def _layout_text(layout: Layout, stage: int) -> str:
 
 
 def plot(plan: Plan, path: Path, title: str) -> None:
-    """Plot the bytes of each sender and receiver as a matrix, ranks lane by lane. The file is written atomically.
+    """Plot the bytes between senders and receivers as a matrix, ranks lane by lane; write it atomically.
 
     Raises:
         OSError: the file cannot be written.

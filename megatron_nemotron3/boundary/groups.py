@@ -235,7 +235,7 @@ class Failure:
         lines.append("cure: give both sides the same batches; if a rank died, its own log has the cause")
         return "\n".join(lines)
 
-    def _written(self) -> str | None:
+    def _written_reason(self) -> str | None:
         try:
             return _default_store().get(self._key).decode() if _default_store().check([self._key]) else None
         except RuntimeError:

@@ -63,7 +63,7 @@ class BoundaryMimoModel(MimoModel):
         super().__init__(mimo_config, cp_group=cp_group, tp_group=tp_group)
         self.feed = feed
         self._microbatch: Microbatch | None = None
-        #: Rows that crossed before this microbatch's forward step (`training.py`).
+        #: Microbatches whose rows were exchanged before their forward step (`training.py`).
         self.exchanged: deque[tuple[Microbatch | None, Rows]] = deque()
         config = mimo_config.language_model_spec.params["config"]
         partition = self.partition_adapter.cfg if self.partition_adapter is not None else None

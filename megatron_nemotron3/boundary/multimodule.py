@@ -195,7 +195,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         self._at_input(grad_dict, None, forward=False)
 
     def _at_input(self, gradients: Mapping[str, Any] | None, shape: Any, *, forward: bool) -> dict[str, Any]:
-        """Communicate at the input of this stage: send gradients unless None, receive inputs if `forward`."""
+        """Communicate at the stage's input: send gradients unless None, receive inputs if `forward`."""
         self._failure.check()
         found: dict[str, Any] = {}
         for name, module in self.rank_module_map.items():
@@ -218,7 +218,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         return found
 
     def _at_output(self, outputs: Any, shape: Any, *, backward: bool) -> dict[str, Any]:
-        """Communicate at the output of the stage: send outputs unless None, receive gradients if `backward`."""
+        """Communicate at the stage's output: send outputs unless None, receive gradients if `backward`."""
         self._failure.check()
         found: dict[str, Any] = {}
         last = set()

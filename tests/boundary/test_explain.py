@@ -26,7 +26,7 @@ lane  sending ranks  rows
    3  3                 8
 
 lane  receiving ranks  rows  then
-   0  4-7              16  all-gather of 4 rows each
+   0  4-7                16  all-gather of 4 rows each
 
 sender  receiver  rows  bytes  pieces
      0         4     4     40       1
