@@ -6,10 +6,11 @@ import importlib.util
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_nemotron3.args import (
+    Launch,
     ParallelLayout,
     TrainingData,
     TrainingSchedule,
@@ -24,7 +25,7 @@ from megatron_nemotron3.precision import command as precision
 from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.train import launch, log, report
+from megatron_nemotron3.train import log, processes, report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,8 @@ class Request:
     lr: float | None = None
     #: Per-module formats of nvfp4; None: the published recipe, written to `output`.
     te_precision_config_file: str | None = None
-    #: Compute nvfp4 in the torch backend's linears: the value of NEMOTRON3_EMULATE; "": do not.
-    emulate: str = ""
+    #: Compute nvfp4 in the torch backend's linears.
+    emulate: emulation.Emulation | None = None
     #: Iterations from one precision measurement to the next; 0: as many as is usual; None: off.
     log_precision: int | None = None
     verbose: bool = False
@@ -115,23 +116,19 @@ def train(request: Request) -> int:
     size = count(config)
     folders.check_room(request.output, folders.bytes_needed(size.trainable, request.precision))
 
-    def argv(data: TrainingData) -> list[str]:
-        return to_argv(
-            flags(
-                config,
-                request.layout,
-                precision=request.precision,
-                te_precision_config_file=request.precision_file,
-                emulate=bool(request.emulate),
-                backend=request.backend,
-                schedule=schedule,
-                data=data,
-                # After a signal: finish the step, save, leave.
-                extra=("--exit-signal-handler", *_event_files(request), *request.extra),
-            )
-        )
-
-    argv(TrainingData())  # rules first: nothing is written for a layout that cannot run
+    launch = Launch(
+        config=config,
+        layout=request.layout,
+        precision=request.precision,
+        te_precision_config_file=request.precision_file,
+        emulate=request.emulate,
+        backend=request.backend,
+        schedule=schedule,
+        data=TrainingData(),
+        # After a signal: finish the step, save, leave.
+        extra=("--exit-signal-handler", *_event_files(request), *request.extra),
+    )
+    flags(launch)  # rules first: nothing is written for a layout that cannot run
     what = f"{size.trainable:,} parameters, {request.layout}, {request.precision}"
     what += " emulated" if request.emulate else ""
     print(f"{config.title} [{config.name}]: {what}")
@@ -157,15 +154,16 @@ def train(request: Request) -> int:
         print(f"resuming from step {begun}")
 
     print(f"training log: {log_file}", flush=True)
-    words = launch.command(argv(data), request.layout.world_size, request.device)
-    env = launch.environment(request.layout.world_size, request.device)
+    argv = to_argv(flags(replace(launch, data=data)))
+    words = processes.command(argv, request.layout.world_size, request.device)
+    env = processes.environment(request.layout.world_size, request.device)
     if request.emulate:
-        env[emulation.VARIABLE] = request.emulate
+        env[emulation.VARIABLE] = request.emulate.text()
     if measuring is not None:
         env[emulation.LOG_VARIABLE] = measuring.text()
     progress = _Progress(request.verbose)
     try:
-        status = launch.follow(words, env, log_file, progress.line, progress.interrupted)
+        status = processes.follow(words, env, log_file, progress.line, progress.interrupted)
     finally:
         resume.remove_incomplete(request.checkpoints)
     if status != 0 and not progress.was_interrupted:
@@ -215,8 +213,8 @@ def _cause(request: Request, progress: _Progress, status: int) -> str:
 
 def _data(request: Request) -> tuple[TrainingData, float | None]:
     """Data set, tokenizer and folders for the flags; and the unigram baseline of the same text."""
-    from megatron_nemotron3.data import prepare, unigram_baseline
-    from megatron_nemotron3.data.prepare import MAX_BYTES
+    from megatron_nemotron3.train.data import prepare, unigram_baseline
+    from megatron_nemotron3.train.data.prepare import MAX_BYTES
 
     folder = str(request.checkpoints)
     if request.data_path:
