@@ -6,13 +6,13 @@ Data, without torch:
     partition             samples of a data lane, positions of a rank
     plan, planner         who sends which rows to whom; made from layouts and row counts
     bounds, explain       lower bounds and traffic of a plan; a plan as text and JSON
-    stages                checks of a topology, pipeline stage of each rank
     command               `nemotron3 boundary`
 
 Communication:
 
     feed                  row counts that come with the batch
     groups                process groups, and failing together
+    stages                checks of a topology, pipeline stage of each rank
     agreement             the header where row counts are not known
     exchange, all_to_all  execute plans point to point, or on shared ranks
     edge, coordinator     one edge between two modules; all edges into a module

@@ -224,7 +224,7 @@ def finalize_model_grads(
     if groups is None:
         if not isinstance(pg_collection, MultiModuleProcessGroupCollection):
             raise ValueError(
-                "finalize_model_grads has no groups of the modules: pass groups={name: collection}, because "
+                "finalize_model_grads has no groups of the modules: give groups={name: collection}, because "
                 f"the schedule's pg_collection is a {type(pg_collection).__name__}"
             )
         groups = pg_collection.module_pgs

@@ -1,4 +1,4 @@
-"""Plans against the lower bounds, which are written from the sides alone."""
+"""Plans against the lower bounds, which are computed from the two sides alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def without_leaders(plan: Plan) -> Plan:
 
 
 def held_by(plan: Plan) -> dict[int, set[tuple[int, int]]]:
-    """Rank -> rows as (sample segment, row in it), told from the senders. Slow and plain."""
+    """Rank -> rows as (sample segment, row in it), computed from the senders in the simplest way."""
     return _rows(plan, plan.senders, lambda s: (s.source_lane, s.source_start))
 
 
@@ -100,7 +100,7 @@ def test_a_few_bytes_go_from_leader_to_leader() -> None:
 
 
 def test_one_sender_needs_one_receiver() -> None:
-    """A rank that carries everything anyway sends it in one message, whatever the size; so back."""
+    """A single rank sends everything in one message, whatever the size, and receives it so in backward."""
     plan = make_plan(Layout.of(), Layout.of(tp=8, offset=1), [10_000], row_bytes=5376)
     for way in (plan, plan.transposed()):
         assert len(way.messages) == 1
@@ -150,7 +150,7 @@ def test_shared_ranks_fetch_what_they_lack() -> None:
 
 
 def test_groups_share_what_a_member_holds() -> None:
-    """Mode "once" on shared ranks: halves are there already, nothing has to cross, the group gathers."""
+    """Mode "once" on shared ranks: each rank already holds its half, nothing is sent, the group gathers."""
     plan = make_plan(Layout.of(dp=2), Layout.of(tp=2), [10, 10], row_bytes=2, mode="once")
     low, moved = bounds(plan), traffic(plan)
     assert low.crossing == moved.crossing == low.busiest == 0
@@ -164,7 +164,7 @@ def test_groups_share_what_a_member_holds() -> None:
 
 
 def test_three_who_lack_a_row_are_served_evenly_by_two() -> None:
-    """Copies are cut where that makes the senders equal."""
+    """Copies are cut if that balances the senders."""
     plan = replace(make_plan(Layout.of(tp=2), Layout.of(tp=5), [60], row_bytes=2), leader_bytes=0)
     assert traffic(plan).sent == {0: 90, 1: 90}
     assert bounds(plan).leaving == {0: 90, 1: 90}

@@ -1,4 +1,4 @@
-"""One edge over every relation of layouts: rows and gradients bit for bit, against plain concatenation."""
+"""One edge for all relations of layouts: rows and gradients equal plain concatenation bit for bit."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _slices() -> list[str]:
 
 
 def _three_dimensions() -> list[str]:
-    """[b, s, h] tensors cross by sample; the length may change between microbatches."""
+    """[b, s, h] tensors are exchanged by sample; the length may change between microbatches."""
     import torch
     import torch.distributed as dist
 

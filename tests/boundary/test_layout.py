@@ -1,4 +1,4 @@
-"""Layouts: the ranks of lanes against upstream's grid, and text there and back."""
+"""Layouts: the ranks of lanes against upstream's grid, and conversion to text and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`BoundaryMimoModel` with modules on ranks of their own, in the stock 1F1B schedule, equals one process."""
+"""`BoundaryMimoModel` on disjoint ranks with the stock 1F1B schedule equals one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owner slices against Megatron's own cuts, and packed documents against a cut written anew."""
+"""Positions of ranks against Megatron's functions, and packed documents against a second implementation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def flat(rows: intervals.Intervals) -> list[int]:
 
 
 class Place:
-    """What the cuts ask of a process group."""
+    """A stand-in for a process group."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size, self._rank = size, rank
@@ -38,7 +38,7 @@ class Place:
 
 
 def megatrons(length: int, cp: int, tp: int, c: int, t: int, sequence_parallel: bool) -> list[int]:
-    """Positions that Megatron's own functions leave to a rank."""
+    """Positions that Megatron's own functions give to a rank."""
     group = Place(cp, c)
     with (
         mock.patch("torch.distributed.get_world_size", lambda g=None: g.size()),

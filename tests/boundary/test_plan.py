@@ -1,4 +1,4 @@
-"""Random layouts and ragged rows, without processes: every row reaches exactly its owners, and back."""
+"""Random layouts and ragged rows, without processes: every row reaches exactly its owners."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cases(draw):
 
 
 def zigzag(length: int, cp: int, rank: int) -> list[int]:
-    """Positions of a context rank, written down anew."""
+    """Positions of a context rank, by a second implementation."""
     if cp == 1:
         return list(range(length))
     chunks = np.arange(length).reshape(2 * cp, -1)
