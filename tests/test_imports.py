@@ -28,7 +28,7 @@ ALLOWED = {
     "layers": {"cpu", "models", "monitor", "precision"},
     "specs": {"layers"},
     "build": {"args", "cpu", "layers", "models", "precision"},
-    "run": {"checkpoint", "cpu", "layers", "monitor", "precision", "specs"},
+    "run": {"args", "checkpoint", "cpu", "layers", "monitor", "precision", "specs"},
     "train": {"args", "build", "checkpoint", "cpu", "layers", "models", "monitor", "precision", "run"},
     "cli": {
         "args",

@@ -71,7 +71,7 @@ class Setting:
         """Whether a published value is known and is another."""
         if self.published is None or not command_line.is_known((self.value,)):
             return False
-        return not _SAME.get(self.name, _same)(self.value, self.published)
+        return not _SAME.get(self.name, _same_words)(self.value, self.published)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,9 @@ def explain(launch: Launch, name: str = "published") -> Explanation:
     config, layout, emitted = launch.config, launch.layout, flags(launch)
     known, place, chosen = reference(config, name), _sections(config), phase(config, name)
     of_phase = to_argv(parse(chosen.options))
-    settings = [_setting(flag, known, place, _origin(flag, launch.schedule, of_phase)) for flag in emitted]
+    settings = [
+        _setting(flag, known, place, _setting_origin(flag, launch.schedule, of_phase)) for flag in emitted
+    ]
     public = chosen.layout if has_launch(config, name) else None
     world = Setting(
         name=WORLD_SIZE,
@@ -131,7 +133,7 @@ def explain(launch: Launch, name: str = "published") -> Explanation:
         published=str(public.world_size) if public else None,
         source=SCRIPT if public else "",
     )
-    return _explanation(config, name, [world, *settings, *_missing(emitted, known)], check(launch))
+    return _explanation(config, name, [world, *settings, *_missing_settings(emitted, known)], check(launch))
 
 
 def explain_command(config: Nemotron3Config, text: str, name: str = "published") -> Explanation:
@@ -155,8 +157,8 @@ def explain_command(config: Nemotron3Config, text: str, name: str = "published")
         *command_line.renamed(text),
         *([f"not compared, a shell variable is left in it: {', '.join(unknown)}"] if unknown else []),
     ]
-    rules = _rules(config, pasted, known)
-    return _explanation(config, name, [*settings, *_missing(pasted, known)], rules, notes)
+    rules = _pasted_violations(config, pasted, known)
+    return _explanation(config, name, [*settings, *_missing_settings(pasted, known)], rules, notes)
 
 
 def with_megatron_defaults(explanation: Explanation) -> Explanation:
@@ -207,7 +209,7 @@ def _explanation(
     )
 
 
-def _origin(flag: Flag, schedule: TrainingSchedule | None, of_phase: Sequence[str]) -> str:
+def _setting_origin(flag: Flag, schedule: TrainingSchedule | None, of_phase: Sequence[str]) -> str:
     """One word for where a flag of ours comes from."""
     if flag.section == "extra" and flag.name in of_phase and set(flag.values) <= set(of_phase):
         return "schedule"
@@ -237,7 +239,7 @@ def _setting(flag: Flag, known: Mapping[str, Reference], place: Mapping[str, str
     )
 
 
-def _missing(passed: Sequence[Flag], known: Mapping[str, Reference]) -> list[Setting]:
+def _missing_settings(passed: Sequence[Flag], known: Mapping[str, Reference]) -> list[Setting]:
     """Published options that are not passed, with what Megatron makes of that."""
     options = {flag.name: flag.values for flag in passed}
     settings = []
@@ -262,7 +264,9 @@ def _missing(passed: Sequence[Flag], known: Mapping[str, Reference]) -> list[Set
     return settings
 
 
-def _rules(config: Nemotron3Config, pasted: list[Flag], known: Mapping[str, Reference]) -> list[Violation]:
+def _pasted_violations(
+    config: Nemotron3Config, pasted: list[Flag], known: Mapping[str, Reference]
+) -> list[Violation]:
     """The rules on layout and options; a schedule is compared, not checked."""
     options = {flag.name: flag.values for flag in pasted}
     layout = command_line.layout_of(options)
@@ -292,7 +296,7 @@ def _sections(config: Nemotron3Config) -> dict[str, str]:
     return {flag.name: flag.section for flag in flags(launch)}
 
 
-def _same(value: str, published: str) -> bool:
+def _same_words(value: str, published: str) -> bool:
     """Equal as words, or as numbers: 1e-4 is 0.0001."""
     if value == published:
         return True

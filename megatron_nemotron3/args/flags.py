@@ -82,11 +82,11 @@ def flags(launch: Launch) -> list[Flag]:
     pattern = cut_pattern(launch.config, launch.layout, launch.seq_length)
     result = [
         *architecture_flags(launch.config, launch.layout, pattern, launch.seq_length, launch.backend),
-        *_section("parallelism", _parallelism(launch)),
-        *_section("precision", _precision(launch)),
-        *_section("optimization", _optimization(launch, schedule)),
-        *_section("data", _data(launch.data)),
-        *_section("logging", _logging(schedule, launch.data)),
+        *_section("parallelism", _parallelism_items(launch)),
+        *_section("precision", _precision_items(launch)),
+        *_section("optimization", _optimization_items(launch, schedule)),
+        *_section("data", _data_items(launch.data)),
+        *_section("logging", _logging_items(schedule, launch.data)),
     ]
     given = parse_words(launch.extra)
     replaced = {flag.name for flag in given}
@@ -97,7 +97,7 @@ def _section(section: str, items: _Items) -> list[Flag]:
     return [flag for name, value, origin in items for flag in emit(name, value, section, origin)]
 
 
-def _parallelism(launch: Launch) -> _Items:
+def _parallelism_items(launch: Launch) -> _Items:
     layout = launch.layout
     yield "--tensor-model-parallel-size", layout.tp, "layout.tp"
     yield "--sequence-parallel", layout.sequence_parallel, "layout.sp"
@@ -115,14 +115,14 @@ def _parallelism(launch: Launch) -> _Items:
         yield "--overlap-param-gather", launch.distributed_optimizer, "backend"
 
 
-def _precision(launch: Launch) -> _Items:
-    for name, values in _precision_options(launch):
+def _precision_items(launch: Launch) -> _Items:
+    for name, values in _precision_values(launch):
         yield name, values or True, "precision"
     if launch.config.is_moe:
         yield "--moe-router-dtype", "fp32", "family"
 
 
-def _precision_options(launch: Launch) -> _Options:
+def _precision_values(launch: Launch) -> _Options:
     """(option, values) of the precision, without the router's."""
     if launch.precision == "fp32":  # Megatron's default: no option
         return []
@@ -147,13 +147,13 @@ def _precision_options(launch: Launch) -> _Options:
     return options
 
 
-def backend_options(config: Nemotron3Config, backend: str) -> _Options:
+def _backend_values(config: Nemotron3Config, backend: str) -> _Options:
     """(option, values) that a backend needs."""
     lines = _FLAGS[backend] + (_MOE_FLAGS[backend] if config.is_moe else ()) + _EVERYWHERE
     return [(name, tuple(values)) for name, *values in (line.split() for line in lines)]
 
 
-def _optimization(launch: Launch, schedule: TrainingSchedule) -> _Items:
+def _optimization_items(launch: Launch, schedule: TrainingSchedule) -> _Items:
     unit = schedule.unit
     for field in ("micro_batch_size", "global_batch_size"):
         yield f"--{field.replace('_', '-')}", getattr(schedule, field), f"schedule.{field}"
@@ -166,11 +166,11 @@ def _optimization(launch: Launch, schedule: TrainingSchedule) -> _Items:
     styles = () if wsd and not schedule.length("lr_wsd_decay") else ("lr_decay_style",)
     for field in (*fields, *styles, *(("lr_wsd_decay_style",) if wsd and styles else ())):
         yield f"--{field.replace('_', '-')}", getattr(schedule, field), f"schedule.{field}"
-    for name, values in backend_options(launch.config, launch.backend):
+    for name, values in _backend_values(launch.config, launch.backend):
         yield name, values or True, "backend"
 
 
-def _data(data: TrainingData | None) -> _Items:
+def _data_items(data: TrainingData | None) -> _Items:
     fields = (
         "data_path",
         "split",
@@ -184,7 +184,7 @@ def _data(data: TrainingData | None) -> _Items:
         yield f"--{field.replace('_', '-')}", getattr(data, field) or None, f"data.{field}"
 
 
-def _logging(schedule: TrainingSchedule, data: TrainingData | None) -> _Items:
+def _logging_items(schedule: TrainingSchedule, data: TrainingData | None) -> _Items:
     yield "--log-interval", schedule.log_interval, "schedule.log_interval"
     yield "--log-throughput", True, "default"
     yield "--eval-interval", schedule.eval_interval, "schedule.eval_interval"

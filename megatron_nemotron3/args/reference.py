@@ -152,10 +152,10 @@ def reference(config: Nemotron3Config, name: str = "published") -> dict[str, Ref
     Raises:
         ValueError: the model has no such phase.
     """
-    return {**dict(_model(config)), **dict(_phase(config, name))}
+    return {**dict(_model_references(config)), **dict(_phase_references(config, name))}
 
 
-def _model(config: Nemotron3Config) -> Iterator[tuple[str, Reference]]:
+def _model_references(config: Nemotron3Config) -> Iterator[tuple[str, Reference]]:
     catalog = config.source or "the catalog"
 
     def row(value: str, origin: str, field: str, of_model: bool = True, required: bool = True) -> Reference:
@@ -195,7 +195,7 @@ def _model(config: Nemotron3Config) -> Iterator[tuple[str, Reference]]:
         yield name, row(NOT_PASSED, "family", f"family: {why}", required=False)
 
 
-def _phase(config: Nemotron3Config, name: str) -> Iterator[tuple[str, Reference]]:
+def _phase_references(config: Nemotron3Config, name: str) -> Iterator[tuple[str, Reference]]:
     """Layout, schedule and precision of a published phase, as far as stated."""
     launch = LAUNCHES.get(config.name)
     if launch is None:

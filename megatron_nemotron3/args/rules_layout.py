@@ -62,7 +62,7 @@ def _dense_ranks(c: Launch) -> int:
     return c.layout.tp * c.layout.cp * c.layout.dp
 
 
-def _number(attribute: str) -> Callable[[Launch], int]:
+def _layout_size(attribute: str) -> Callable[[Launch], int]:
     return lambda c: getattr(c.layout, attribute)
 
 

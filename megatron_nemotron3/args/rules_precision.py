@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.rule import Rule
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
+from megatron_nemotron3.precision.numerics import MXFP8_BLOCK, NVFP4_BLOCK
 from megatron_nemotron3.precision.table import BF16, MXFP8, NVFP4, kind_named
 
 _ARGUMENTS = "megatron/training/arguments.py"
 _CONFIG = "megatron/core/transformer/transformer_config.py"
 _TE = "Transformer Engine's quantizers; megatron/core/fp4_utils.py"
-
-#: Block sizes: every dimension that a quantized weight is blocked along must be a multiple.
-NVFP4_BLOCK = 16
-MXFP8_BLOCK = 32
 
 #: CUDA compute capabilities that Transformer Engine's documentation names for training in NVFP4. Its code
 #: lets every GPU from 10.0 pass; from 12.0 MXFP8 is refused and stochastic rounding gave zeros (TE #3281).
@@ -75,7 +72,7 @@ def _capability(number: tuple[int, int]) -> str:
     return f"{number[0]}.{number[1]}"
 
 
-def _block(c: Launch) -> int:
+def _block_size(c: Launch) -> int:
     return MXFP8_BLOCK if c.precision == "mxfp8" else NVFP4_BLOCK
 
 
@@ -179,10 +176,11 @@ PRECISION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "token-alignment",
-        lambda c: c.quantized and _tokens(c) % _block(c),
+        lambda c: c.quantized and _tokens(c) % _block_size(c),
         lambda c: (
-            f"{c.precision} wants the {_tokens(c)} tokens of a microbatch (micro_batch_size*seq_length/CP) "
-            f"to be a multiple of {_block(c)}: use seq_length a multiple of {_block(c) * c.layout.cp}"
+            f"{c.precision} needs the {_tokens(c)} tokens of a microbatch (micro_batch_size*seq_length/CP) "
+            f"to be a multiple of {_block_size(c)}: use seq_length a multiple of "
+            f"{_block_size(c) * c.layout.cp}"
         ),
         _TE,
     ),

@@ -177,15 +177,15 @@ def adjusted(
         "micro_batch_size": micro_batch_size,
         "global_batch_size": global_batch_size,
         "lr": lr,
-        "min_lr": _minimum(schedule, lr),
+        "min_lr": _minimum_rate(schedule, lr),
     }
     changes = {name: value for name, value in changes.items() if value is not None}
     if steps is not None:
-        changes |= _lengths(replace(schedule, **changes), steps)  # type: ignore[arg-type]
+        changes |= _lengths_of(replace(schedule, **changes), steps)  # type: ignore[arg-type]
     return replace(schedule, **changes)  # type: ignore[arg-type]
 
 
-def _minimum(schedule: TrainingSchedule, lr: float | None) -> float | None:
+def _minimum_rate(schedule: TrainingSchedule, lr: float | None) -> float | None:
     """The minimum rate that goes with a given peak."""
     if lr is None or schedule.lr_decay_style == "constant":
         return None
@@ -194,7 +194,7 @@ def _minimum(schedule: TrainingSchedule, lr: float | None) -> float | None:
     return lr * schedule.min_lr / schedule.lr
 
 
-def _lengths(schedule: TrainingSchedule, steps: int) -> dict[str, int | float | None]:
+def _lengths_of(schedule: TrainingSchedule, steps: int) -> dict[str, int | float | None]:
     """The fields that say how long `steps` iterations are."""
     if schedule.lr_decay_style == "WSD":
         return dict.fromkeys(SAMPLES) | {

@@ -17,8 +17,7 @@ from megatron_nemotron3.precision import install, yaml_file
 from megatron_nemotron3.precision.settings import current, emulating, parse
 from megatron_nemotron3.precision.table import expected
 from tests.support.distributed import initialize, run_distributed
-
-from .emulating import seed
+from tests.support.emulation import seed
 
 TINY = tiny(n3.get("super"))
 
