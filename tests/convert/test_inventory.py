@@ -14,8 +14,7 @@ from megatron_nemotron3.models.tensors import DIALECTS
 from tests.support.convert_models import DISTINCT, random_config
 
 LIGHT = (
-    "import sys; from megatron_nemotron3.convert import config_json, inventory, prefixes, plan, "
-    "sharding, table, transforms; "
+    "import sys; from megatron_nemotron3.convert import config_json, inventory, keys, plan, transforms; "
     "print([m for m in ('torch', 'megatron.core', 'numpy', 'transformers') if m in sys.modules])"
 )
 
