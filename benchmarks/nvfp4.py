@@ -11,10 +11,11 @@ take turns, and the median times of forward and backward are compared. Nothing i
 On a CPU: super-tiny (hidden 128) and the benchmarks' Super proportions at hidden 256, with the published
 recipe, with NVFP4 in every layer, and with the recipe without single ingredients.
 
-On a GPU: the first 11 layers of Super at full width in BF16, without a BF16 tail, with 64 routed experts. That
-is what a rank has at EP=8, and with the tokens of one sequence it does the work of such a rank. Kernels of the
-torch backend are on in every case (NEMOTRON3_GPU_KERNELS=1 unless set); torch or Triton quantizes. "peak" is
-the largest allocation of a step without weights, "waits" counts host waits (`gpu_world.host_waits`).
+On a GPU: the first 11 layers of Super at full width in BF16, without a BF16 tail, with 64 routed experts.
+That is what a rank has at EP=8, and with the tokens of one sequence it does the work of such a rank. Kernels
+of the torch backend are on in every case (NEMOTRON3_GPU_KERNELS=1 unless set); torch or Triton quantizes.
+"peak" is the largest allocation of a step without weights, "waits" counts host waits
+(`gpu_world.host_waits`).
 
 Last, one linear alone: its three plain matmuls, and the quantization of each operand.
 """
