@@ -91,7 +91,7 @@ class _Sums:
         applied: int,
         linears: str | None,
     ) -> None:
-        """Add a layer, stored and applied so many times, its linears to the line `linears` if one is given."""
+        """Add a layer that is stored and applied so many times. `linears`: the line for its linears, if any."""
         for tensor in layer_tensors(config, symbol):
             name = tensor.linear or OTHER
             if linears and name in _QUANTIZABLE:
