@@ -91,7 +91,7 @@ class _Sums:
         applied: int,
         linears: str | None,
     ) -> None:
-        """Add a layer that is stored and applied so many times. `linears`: the line for its linears, if any."""
+        """Add a layer that is stored and applied several times. `linears`: the line of its linears."""
         for tensor in layer_tensors(config, symbol):
             name = tensor.linear or OTHER
             if linears and name in _QUANTIZABLE:
