@@ -218,7 +218,8 @@ def main(argv: list[str] | None = None) -> None:
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     try:
-        emulated, measured = emulation.emulation(), emulation.logging()
+        emulated = emulation.emulation_in_environment()
+        measured = emulation.logging_in_environment()
     except ValueError as problem:
         fail(str(problem))
     device = resolve_device(device)
