@@ -56,7 +56,17 @@ def read_at(descriptor: int, offset: int, length: int) -> bytearray:
     if offset + length > (end := os.fstat(descriptor).st_size):  # before memory is allocated
         raise ArchiveError(f"the file ends at byte {end:,}, inside the {length:,} from {offset:,}")
     data = bytearray(length)
-    view, done = memoryview(data), 0
+    read_into(descriptor, memoryview(data), offset)
+    return data
+
+
+def read_into(descriptor: int, view: memoryview, offset: int) -> None:
+    """Fill `view` with the bytes from `offset`.
+
+    Raises:
+        ArchiveError: the file is too short.
+    """
+    done, length = 0, len(view)
     while done < length:
         count = os.preadv(descriptor, [view[done : done + (1 << 30)]], offset + done)
         if count == 0:
@@ -64,7 +74,6 @@ def read_at(descriptor: int, offset: int, length: int) -> bytearray:
                 f"the file ends at byte {offset + done:,}, inside the {length:,} from {offset:,}"
             )
         done += count
-    return data
 
 
 def records(descriptor: int, start: int, length: int) -> list[Record]:

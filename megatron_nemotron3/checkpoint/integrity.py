@@ -17,13 +17,12 @@ from pathlib import Path
 from megatron_nemotron3.checkpoint.archive import BLOCK, ArchiveError, crc_problem, records, without_crc
 from megatron_nemotron3.checkpoint.metadata import (
     COMMON,
-    INDEX,
     CheckpointError,
     CheckpointIndex,
     Chunk,
     StoredObject,
 )
-from megatron_nemotron3.checkpoint.read import opened, tensor_layout
+from megatron_nemotron3.checkpoint.read import chunk_layout, opened
 from megatron_nemotron3.checkpoint.structure import legacy_files
 from megatron_nemotron3.checkpoint.unpickle import Refused
 
@@ -95,12 +94,7 @@ class _Archives:
         result.records += len(found)
         result.bytes += place.length
         if isinstance(place, Chunk):
-            layout = tensor_layout(descriptor, place)
-            if (layout.dtype, layout.shape) != (dtype, place.sizes):
-                raise ArchiveError(
-                    f"it holds {layout.dtype} of shape {list(layout.shape)}, "
-                    f"{INDEX} says {dtype} of shape {list(place.sizes)}"
-                )
+            chunk_layout(descriptor, place, dtype)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.files import sync_folder, temporary_prefix, write_bytes
+from megatron_nemotron3.checkpoint.folders import free_bytes
 from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import FilePlan, write
 from megatron_nemotron3.convert.workers import parallel_map
@@ -96,14 +96,6 @@ def check_target(target: Path) -> None:
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ValueError(f"{target}: {parent} is not a writable folder: choose another place")
-
-
-def free_bytes(target: Path) -> int:
-    """Return the free bytes on the disk of `target`, which may not exist yet."""
-    place = target.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
 
 
 def partial_of(target: Path) -> Path:

@@ -23,11 +23,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
-from megatron_nemotron3.convert.plan import Slices, whole
+from megatron_nemotron3.convert.plan import Slices, bands, whole
 from megatron_nemotron3.convert.quantized_config import scalar
 from megatron_nemotron3.convert.quantized_recipes import BLOCK, FP8, NVFP4, Quantization, Weight
 from megatron_nemotron3.convert.sources import SourceTensor, TensorSource
-from megatron_nemotron3.convert.views import as_bits, as_tensor, bands
+from megatron_nemotron3.convert.views import as_bits, as_tensor
 
 if TYPE_CHECKING:
     import numpy

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_nemotron3.checkpoint.files import atomic
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
-from megatron_nemotron3.convert.plan import Slices, extent
+from megatron_nemotron3.convert.plan import Slices, bands, extent
 from megatron_nemotron3.convert.sources import TensorSource
-from megatron_nemotron3.convert.views import bands
 
 if TYPE_CHECKING:
     import numpy

@@ -11,7 +11,7 @@ import torch
 
 from megatron_nemotron3.checkpoint.archive import ArchiveError, crc_problem, records
 from megatron_nemotron3.checkpoint.metadata import Chunk
-from megatron_nemotron3.checkpoint.read import tensor_layout
+from megatron_nemotron3.checkpoint.read import chunk_layout
 from megatron_nemotron3.checkpoint.unpickle import Refused
 from tests.support import checkpoint_writer as writer
 
@@ -21,7 +21,7 @@ def _problem(descriptor: int, length: int) -> str | None:
         for record in records(descriptor, 0, length):
             if problem := crc_problem(descriptor, record):
                 return problem
-        tensor_layout(descriptor, Chunk("", 0, length, (0,), (5,)))
+        chunk_layout(descriptor, Chunk("", 0, length, (0,), (5,)), "bfloat16")
     except (ArchiveError, Refused) as problem:
         return str(problem)
     return None

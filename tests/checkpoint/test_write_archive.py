@@ -23,10 +23,9 @@ from megatron_nemotron3.checkpoint.metadata import (
     ITEM_SIZE,
     CheckpointIndex,
     Chunk,
-    StoredObject,
     StoredTensor,
 )
-from megatron_nemotron3.checkpoint.read import opened, tensor_layout
+from megatron_nemotron3.checkpoint.read import chunk_layout, opened
 from megatron_nemotron3.checkpoint.write import object_archive, tensor_archive
 from tests.support.checkpoint_reading import read_rows
 
@@ -70,7 +69,7 @@ def test_every_reader_finds_the_tensor(dtype: str, shape: tuple[int, ...], tmp_p
         found = records(descriptor, 0, len(whole))
         assert [r.name for r in found] == ["data.pkl", "byteorder", "data/0", "version"]
         assert not any(crc_problem(descriptor, record) for record in found)
-        layout = tensor_layout(descriptor, StoredObject("one", 0, len(whole)))
+        layout = chunk_layout(descriptor, Chunk("one", 0, len(whole), (0,) * len(shape), shape), dtype)
     assert (layout.dtype, layout.shape, layout.offset % ALIGNMENT) == (dtype, shape, 0)
     assert layout.stride == tensor.stride()
     with zipfile.ZipFile(path) as archive:  # checks the CRC32s, the descriptors' and the directory's places
@@ -130,7 +129,7 @@ def test_zip64_where_32_bits_end(length: int, tmp_path: Path) -> None:
     tensor = torch.load(path, weights_only=True, mmap=True)
     assert tensor.shape == (length,) and bytes(tensor[-3:].tolist()) == b"abc"
     with opened(path) as descriptor:
-        layout = tensor_layout(descriptor, StoredObject("large", 0, archive.length))
+        layout = chunk_layout(descriptor, Chunk("large", 0, archive.length, (0,), (length,)), "uint8")
         assert layout.shape == (length,) and layout.offset == len(archive.head)
         (data,) = (r for r in records(descriptor, 0, archive.length) if r.name == "data/0")
         assert (data.crc, data.size) == (0x12345678, length)

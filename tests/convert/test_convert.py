@@ -68,7 +68,7 @@ def test_the_stored_tensors_are_what_the_rules_say(tmp_path: Path) -> None:
     """Megatron's tensors by torch.load, against functions that know nothing of bands and files."""
     from torch.distributed.checkpoint import FileSystemReader, load
 
-    from megatron_nemotron3.convert import transforms
+    from tests.support import transform_arrays
 
     config = models.DISTINCT
     values = write_hf(tmp_path / "hf", config)
@@ -87,12 +87,12 @@ def test_the_stored_tensors_are_what_the_rules_say(tmp_path: Path) -> None:
     c = config
     bc = c.mamba_num_groups * c.mamba_state_dim
     rows = (c.mamba_inner_size, c.mamba_inner_size, bc, bc, c.mamba_num_heads)
-    parts = transforms.split_rows(values[m[0] + "mixer.in_proj.weight"], rows)
+    parts = transform_arrays.split_rows(values[m[0] + "mixer.in_proj.weight"], rows)
     for part, expected in zip(("z", "x", "B", "C", "dt"), parts):
         assert stored[f"{m[1]}mixer.in_proj.weight.{part}"].equal(expected)
     qkv = [values[f"{a[0]}mixer.{x}_proj.weight"] for x in "qkv"]
     assert stored[a[1] + "self_attention.linear_qkv.weight"].equal(
-        transforms.merge_qkv(*qkv, c.num_query_groups)
+        transform_arrays.merge_qkv(*qkv, c.num_query_groups)
     )
     experts = [values[f"{e[0]}mixer.experts.{i}.down_proj.weight"] for i in range(c.num_moe_experts or 0)]
     assert stored[e[1] + "mlp.experts.experts.linear_fc2.weight"].equal(torch.stack(experts))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.convert.from_hf import MODULES, extra_state_archive, extra_state_keys
+from megatron_nemotron3.convert.from_hf import EXTRA_STATE, MODULES, extra_state_keys
 from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.keys import non_weight_kind, prefixes
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
@@ -88,6 +88,6 @@ def test_number_for_the_largest_model() -> None:
 
 
 def test_what_is_stored_is_what_megatron_loads() -> None:
-    stored = extra_state_archive()
+    stored = EXTRA_STATE
     assert torch.load(io.BytesIO(stored), weights_only=True) == [None]
-    assert extra_state_archive() is stored and len(stored) < 1024
+    assert EXTRA_STATE is stored and len(stored) < 1024

@@ -15,10 +15,11 @@ from typing import Any
 
 from megatron_nemotron3.checkpoint.command import describe
 from megatron_nemotron3.checkpoint.metadata import read_metadata
-from megatron_nemotron3.checkpoint.read import opened, tensor_layout
+from megatron_nemotron3.checkpoint.read import chunk_layout, opened
 from megatron_nemotron3.convert import conversion, from_hf, to_hf
 from megatron_nemotron3.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.convert.hf_folder import read_safetensors_header, safetensors_header
+from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.job import JOURNAL, MANIFEST, run
 from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import FilePlan, content
@@ -59,7 +60,7 @@ def read_hf(folder: Path, sample: str) -> None:
     """Open, and convert to Megatron and to another Hugging Face folder."""
     opened = open_hugging_face(folder)
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, 128)
-    view = Converted(opened.weights, opened.padded_mappings(rows), to_hf=False)
+    view = Converted(opened.weights, mappings(opened.config, padded_vocab_size=rows), to_hf=False)
     files, _ = from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype="bfloat16")
     read_all(files, view)
     to_hf.small_files(opened.config, opened.weights.tensors, reference=folder)
@@ -87,7 +88,7 @@ def read_index(folder: Path, sample: str) -> None:
     for tensor in index.tensors.values():
         for chunk in tensor.chunks:
             with opened(folder / chunk.file) as descriptor:
-                tensor_layout(descriptor, chunk)
+                chunk_layout(descriptor, chunk, tensor.dtype)
 
 
 def go_on(folder: Path, sample: str) -> None:
