@@ -37,7 +37,7 @@ def theirs(config: Nemotron3Config, prompt: Sequence[int], new: int) -> Callable
     import transformers
     from transformers.generation.streamers import BaseStreamer
 
-    from tests.generate.test_hugging_face import stacked
+    from tests.generate.test_against_transformers import stacked
     from tests.support.parity import transformers_config
 
     class Clock(BaseStreamer):
