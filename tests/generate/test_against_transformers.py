@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from megatron_nemotron3.generate.weights import read_weights
 from megatron_nemotron3.models import get
 from tests.support.checkpoint_pair import InMemory
 from tests.support.engines import CONTEXT, MARGIN, routing_margin, tensors
+from tests.support.model_mapping import stack_experts
 from tests.support.parity import oracle, without_mtp
 
 pytest.importorskip("transformers")
@@ -23,19 +23,6 @@ NEW = 200
 #: Names with the same layers twice are left to `full`.
 SEED = 4
 FULL = pytest.mark.full
-
-
-def stacked(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As transformers' module holds them: experts in one tensor."""
-    result: dict[str, Tensor] = {}
-    experts: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in weights.items():
-        name = name.replace("backbone.", "model.")
-        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(up|down)_proj\.weight", name):
-            experts.setdefault(f"{match[1]}.{match[3]}_proj", {})[int(match[2])] = tensor
-        else:
-            result[name] = tensor
-    return result | {n: torch.stack([parts[e] for e in range(len(parts))]) for n, parts in experts.items()}
 
 
 def theirs(model: Any, prompt: Tensor) -> tuple[list[int], float]:
@@ -62,7 +49,7 @@ def test_greedy_continuations(name: str) -> None:
     config = without_mtp(get(f"{name}-tiny"))
     weights = tensors(config, SEED)
     prompt = torch.randint(config.vocab_size, (1, 20), generator=torch.Generator().manual_seed(1))
-    expected, gap = theirs(oracle(config, stacked(weights)), prompt)
+    expected, gap = theirs(oracle(config, stack_experts(weights)), prompt)
     engine = Engine(read_weights(InMemory(weights, None), config), max_context=CONTEXT)  # type: ignore[arg-type]
     found = generate(engine, prompt.tolist(), GenerationOptions(NEW)).rows[0].tokens
     assert found == expected

@@ -1,6 +1,7 @@
-"""One model in three vocabularies: our config, Megatron's module and tensor names, transformers' names.
+"""One model for our config, Megatron and transformers: configs, modules, and tensor names of all three.
 
-Written from the two models' module trees, not from the converter's tables, so that it can check them.
+The names are taken from the module trees of the two models, not from the converter's tables, so that they can
+check those.
 """
 
 from __future__ import annotations
@@ -156,6 +157,19 @@ def to_transformers(tensors: dict[str, Tensor], model: Nemotron3Config) -> dict[
     for name, parts in experts.items():
         put(result, name, torch.stack([parts[e] for e in range(len(parts))]), name)
     return result
+
+
+def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face checkpoint tensors as transformers' module holds them: a layer's experts in one tensor."""
+    result: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        name = name.replace("backbone.", "model.")
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(up|down)_proj\.weight", name):
+            experts.setdefault(f"{match[1]}.{match[3]}_proj", {})[int(match[2])] = tensor
+        else:
+            result[name] = tensor
+    return result | {n: torch.stack([parts[e] for e in range(len(parts))]) for n, parts in experts.items()}
 
 
 def _same(name: str) -> str:
