@@ -1,22 +1,26 @@
-# Every target is complete on a fresh machine: it sets up the environment first if it is missing.
+# Every target works on a fresh machine: it creates the environment first if it is missing.
 VENV ?= .venv
 export PYTHON
 RUN = $(VENV)/bin/python -m
-# A file's tests stay in one process: they share what they built.
+# A file's tests stay in one process: they share what they built. Long files start first (tests/conftest.py).
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo test test-full test-te test-matrix lint docs bench fuzz environment clean
+.PHONY: demo quick test test-full test-te test-matrix lint docs bench fuzz environment clean
 
 environment:
 	@bash .ci/setup-environment $(VENV)
 
-# Train a small Nemotron 3 Super on the CPU from real text, in a few minutes, and let it write.
+# Train a small Nemotron 3 Super on the CPU from real text and let it write: 5 to 15 minutes.
 demo: environment
 	$(RUN) megatron_nemotron3 train super --tiny --output runs/demo
-	@echo; echo "what it writes behind '    def ', a token a pass:"
+	@echo; echo "the model continues '    def ', one token per pass:"
 	$(RUN) megatron_nemotron3 generate --checkpoint runs/demo --prompt "    def " --max-new-tokens 80 --temperature 0.7 --top-p 0.9
-	@echo; echo "and with two tokens drafted by MTP (sampled anew):"
+	@echo; echo "and with two tokens drafted by MTP (other random numbers):"
 	$(RUN) megatron_nemotron3 generate --checkpoint runs/demo --prompt "    def " --max-new-tokens 80 --temperature 0.7 --top-p 0.9 --draft 2
+
+# The light files, of every package: an answer in 90 seconds on two quiet cores.
+quick: environment
+	$(PYTEST) --maxprocesses 2 -m "not full" --quick --durations=0 --durations-min=5 $(TESTS)
 
 test: environment
 	$(PYTEST) -m "not full" $(TESTS)
@@ -29,7 +33,7 @@ test-te: environment
 	@test -n "$(TE_PYTHON)" || { echo "set TE_PYTHON to an interpreter that has transformer-engine" >&2; exit 2; }
 	$(RUN) pytest -m te tests/te
 
-# The short suite on every megatron-core of the range, each in an environment of its own (noxfile.py).
+# A short suite on every supported megatron-core, each in an environment of its own (noxfile.py).
 test-matrix: environment
 	$(RUN) nox
 
@@ -38,17 +42,17 @@ lint: environment
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 
-# The documentation as a site: build/site/index.html. A warning is an error. (The variable: an advertisement.)
+# The documentation as a site, build/site/index.html. Warnings are errors; the variable turns off an advertisement.
 docs: environment
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
-# Those of this machine's CPU. On a GPU: python benchmarks/train_step_gpu.py
+# The benchmarks that run on a CPU. On a GPU: python benchmarks/train_step_gpu.py
 bench: environment
 	@for name in train_step parts ssd memory monitor convert convert_shapes nvfp4 boundary plan_error generate; do \
 		echo "== $$name"; $(VENV)/bin/python benchmarks/$$name.py || exit 1; \
 	done
 
-# The readers of checkpoints, for ten minutes; what it finds is kept in tests/fuzz/findings.
+# Fuzz the readers of checkpoints for ten minutes; findings are kept in tests/fuzz/findings.
 fuzz: environment
 	$(RUN) tests.fuzz --minutes 10
 

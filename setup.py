@@ -10,7 +10,7 @@ VERSION = "0.1.0"
 # What each extra is for: docs/design.md, "Dependencies".
 CONVERT = ["numpy", "torch>=2.6"]
 TRAIN = [
-    "megatron-core[training]>=0.17,<0.20",
+    "megatron-core[training]>=0.19,<0.21",
     "torch>=2.6",
     "einops",
     "matplotlib",

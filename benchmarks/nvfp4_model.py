@@ -54,7 +54,7 @@ def quantizing(triton: bool) -> Iterator[None]:
     """Operands are quantized by Triton, or by torch; other kernels stay as they are."""
     from megatron_nemotron3.precision import quantizer
 
-    with nullcontext() if triton else mock.patch.object(quantizer, "_triton", lambda x: None):
+    with nullcontext() if triton else mock.patch.object(quantizer, "_triton_module", lambda x: None):
         yield
 
 
@@ -147,7 +147,7 @@ def linear_row(shape: tuple[int, int, int], device: str, dtype: Any, rounds: int
     import torch
 
     from megatron_nemotron3.precision.products import operand
-    from megatron_nemotron3.precision.spec import NVFP4
+    from megatron_nemotron3.precision.recipe import PUBLISHED
 
     tokens, inner, outer = shape
     x, w, dy = (
@@ -156,7 +156,7 @@ def linear_row(shape: tuple[int, int, int], device: str, dtype: Any, rounds: int
     )
     sources = {"x": x, "weight": w, "dgrad_dy": dy, "wgrad_dy": dy, "wgrad_x": x}
     work: list[Callable[[], Any]] = [partial(three, x, w, dy)]
-    work += [partial(operand, t, getattr(NVFP4, role)) for role, t in sources.items()]
+    work += [partial(operand, t, getattr(PUBLISHED, role)) for role, t in sources.items()]
     work.append(partial(three, x.bfloat16(), w.bfloat16(), dy.bfloat16()))
     with quantizing(triton):
         found = [[seconds(part, device) for part in work] for _ in range(rounds + 2)][2:]

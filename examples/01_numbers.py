@@ -1,16 +1,16 @@
 """The numbers of a model, without torch: parameters, flags, a layout that cannot work and why."""
 
-from megatron_nemotron3.args import ParallelLayout, RuleError, flags
+from megatron_nemotron3.args import Launch, ParallelLayout, RuleError, flags
 from megatron_nemotron3.models import count, get
 
 config = get("super")
 size = count(config)
 print(f"{config.title}: {config.num_layers} layers, {size.stored:,} elements in a checkpoint")
 
-for flag in flags(config, ParallelLayout(tp=2, ep=64, dp=64), backend="te")[:6]:
+for flag in flags(Launch.of(config, ParallelLayout(tp=2, ep=64, dp=64), backend="te"))[:6]:
     print(flag)
 
 try:
-    flags(config, ParallelLayout(tp=16))
+    flags(Launch.of(config, ParallelLayout(tp=16)))
 except RuleError as refused:
     print(refused)

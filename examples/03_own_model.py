@@ -1,7 +1,7 @@
 """A model of your own in this family: change the dataclass, get flags, counts and a model from it."""
 
 import megatron_nemotron3 as n3
-from megatron_nemotron3.args import flags
+from megatron_nemotron3.args import Launch, flags
 from megatron_nemotron3.models import count, get, tiny
 
 # Twice the experts at a quarter of the width ("acc" of LatentMoE), one attention layer more, no MTP.
@@ -16,7 +16,7 @@ own = tiny(get("super")).but(
     mtp_num_layers=0,
 )
 print(f"{own.title}: {count(own).trainable:,} parameters")
-print(*flags(own, precision="fp32", backend="torch")[:2], sep="\n")
+print(*flags(Launch.of(own, precision="fp32", backend="torch"))[:2], sep="\n")
 
 with n3.cpu_mode():
     model = n3.build_model(own, precision="fp32", backend="torch")

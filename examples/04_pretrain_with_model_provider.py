@@ -13,16 +13,16 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron_nemotron3 import get, model_provider
-from megatron_nemotron3.args import TrainingSchedule, adjusted, flags, mock_data, to_argv
+from megatron_nemotron3.args import Launch, TrainingSchedule, adjusted, flags, mock_data, to_argv
 from megatron_nemotron3.models import tiny
-from megatron_nemotron3.pretrain import datasets_provider, forward_step
+from megatron_nemotron3.train.pretrain_script import datasets_provider, forward_step
 
 config = tiny(get("nano"))
 schedule = adjusted(
     TrainingSchedule(log_interval=1, eval_iters=1), steps=3, seq_length=64, global_batch_size=2, lr=1e-3
 )
 sys.argv += to_argv(
-    flags(config, precision="fp32", backend="torch", schedule=schedule, data=mock_data(config))
+    flags(Launch.of(config, precision="fp32", backend="torch", schedule=schedule, data=mock_data(config)))
 )
 
 pretrain(

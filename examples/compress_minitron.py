@@ -28,8 +28,8 @@ import torch
 
 import megatron_nemotron3 as n3
 from megatron_nemotron3 import compression
-from megatron_nemotron3.data import prepare
 from megatron_nemotron3.models import Nemotron3Config, count, get, tiny
+from megatron_nemotron3.train.data import prepare
 
 #: Share of every dimension that stays; what a model does not have is skipped.
 KEPT = {

@@ -20,9 +20,9 @@ import statistics
 from pathlib import Path
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.data import prepare
 from megatron_nemotron3.models import Nemotron3Config, count, get, tiny
 from megatron_nemotron3.train import log, training
+from megatron_nemotron3.train.data import prepare
 from megatron_nemotron3.train.training import Request
 
 ALPHA = 4

@@ -19,12 +19,12 @@ import statistics
 from pathlib import Path
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.data import prepare
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.settings import VARIABLE
 from megatron_nemotron3.precision.table import bf16_tail
 from megatron_nemotron3.train import log, training
+from megatron_nemotron3.train.data import prepare
 from megatron_nemotron3.train.training import Request
 
 MODEL = tiny(get("super"))

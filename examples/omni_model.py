@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from omni_data import FRAMES, LENGTH, MELS, PATCH, SPECIAL, VOCABULARY
 from torch import Tensor, nn
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.build import model_config
 from megatron_nemotron3.models import get, tiny
@@ -157,10 +157,14 @@ def _language(layout: Layout, at: ProcessGroupCollection | None) -> ModuleSpec:
     """The backbone. `at`: this rank's groups; None: the rank only reads its config."""
     world = torch.distributed.get_world_size()
     config = model_config(
-        BACKBONE,
-        layout=ParallelLayout(tp=layout.tp, pp=layout.pp, ep=layout.tp, dp=world // (layout.tp * layout.pp)),
-        precision="fp32",
-        backend="torch",
+        Launch.of(
+            BACKBONE,
+            layout=ParallelLayout(
+                tp=layout.tp, pp=layout.pp, ep=layout.tp, dp=world // (layout.tp * layout.pp)
+            ),
+            precision="fp32",
+            backend="torch",
+        )
     )
     config.transformer.calculate_per_token_loss = True
     if at is None:

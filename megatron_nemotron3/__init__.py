@@ -21,6 +21,7 @@ _PUBLIC = {
     "get": "models.catalog",
     "names": "models.catalog",
     "count": "models.parameters",
+    "Launch": "args.launch",
     "ParallelLayout": "args.layout",
     "TrainingSchedule": "args.schedule",
     "flags": "args.flags",
@@ -36,6 +37,7 @@ __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
     from megatron_nemotron3.args.flags import flags
+    from megatron_nemotron3.args.launch import Launch
     from megatron_nemotron3.args.layout import ParallelLayout
     from megatron_nemotron3.args.schedule import TrainingSchedule
     from megatron_nemotron3.build import build_model, model_provider

@@ -4,19 +4,24 @@
     with n3.cpu_mode():                                   # on a GPU: leave this line out
         model = n3.build_model("super", tiny=True)        # megatron.core HybridModel of this rank
 
-The numbers take one way whoever asks: dataclass -> flags -> Megatron's own parser -> TransformerConfig ->
-Megatron's own model builder. So a model built here is the one the stock script builds from our flags.
+`build` constructs one model in your process; `run` starts a stock training script; `train` prepares text and
+trains with `train/pretrain_script.py` in processes of its own.
+
+The numbers take the same path for every caller: dataclass -> flags -> Megatron's own parser ->
+TransformerConfig -> Megatron's own model builder. So a model built here is the one that the stock script
+builds from our flags.
 """
 
 from __future__ import annotations
 
 import io
-import sys
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from megatron.core import __version__, parallel_state
@@ -25,19 +30,19 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_nemotron3 import cpu
-from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.args import Launch, ParallelLayout, flags, to_argv
 from megatron_nemotron3.layers.stack import Nemotron3Stack
-from megatron_nemotron3.models import Nemotron3Config, get
-from megatron_nemotron3.models import tiny as make_tiny
+from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision import settings as emulation
 
 
 def megatron_args(argv: Sequence[str], world_size: int) -> Namespace:
-    """Parse and validate words of a command line with Megatron's own parser, touching no global state.
+    """Parse and validate words of a command line with Megatron's own parser; no global state changes.
 
     Args:
         argv: as `args.to_argv` gives them.
-        world_size: number of ranks the layout wants, for Megatron's validation.
+        world_size: number of ranks of the layout, for Megatron's validation; a running process group
+            overrides it.
 
     Raises:
         SystemExit: Megatron refuses an option (its message is on stderr).
@@ -45,136 +50,95 @@ def megatron_args(argv: Sequence[str], world_size: int) -> Namespace:
     """
     from megatron.training import arguments
 
-    with (
-        patch.object(sys, "argv", ["megatron_nemotron3", *argv]),
-        _environment_of(world_size),
-        redirect_stdout(io.StringIO()),  # a thousand lines of defaults
-    ):
-        args = arguments.parse_args()
+    def reading_argv(parser: ArgumentParser) -> Any:
+        # Megatron calls `parse_args()` of what this hook returns, without words: so give them here.
+        parser.prog = "megatron_nemotron3"
+        return SimpleNamespace(parse_args=partial(parser.parse_args, list(argv)))
+
+    with redirect_stdout(io.StringIO()):  # a thousand lines of defaults
+        args = arguments.parse_args(reading_argv)
+        # Megatron reads both from the environment; a running process group knows better.
+        args.rank, args.world_size = 0, world_size
+        if torch.distributed.is_initialized():
+            args.rank, args.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         arguments.validate_args(args)
     return args
 
 
-@contextmanager
-def _environment_of(world_size: int) -> Iterator[None]:
-    """Megatron reads rank and world size from the environment; a running process group knows better."""
-    rank = 0
-    if torch.distributed.is_initialized():
-        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    with patch.dict("os.environ", {"RANK": str(rank), "WORLD_SIZE": str(world_size)}):
-        yield
+def model_config(launch: Launch) -> Any:
+    """Return Megatron's `HybridModelConfig` for a launch; its builder is `HybridModelBuilder`.
 
-
-def model_config(
-    model: str | Nemotron3Config,
-    *,
-    tiny: bool = False,
-    layout: ParallelLayout | None = None,
-    precision: str = "bf16",
-    backend: str = "auto",
-    schedule: TrainingSchedule | None = None,
-    extra: Sequence[str] = (),
-    te_precision_config_file: str | None = None,
-    emulate: bool | str = False,
-) -> Any:
-    """Megatron's `HybridModelConfig` for a model; its builder is `HybridModelBuilder`.
-
-    A config does not record that NVFP4 is emulated. `build_model` says so to the linears that it builds; a
-    builder of your own must build inside `precision.settings.emulating`.
-
-    Args:
-        model: a catalog name ("super") or a config of your own.
-        tiny: the small form of the same model.
-        layout, precision, backend, schedule, te_precision_config_file: as for `flags`.
-        extra: more Megatron options; one given here replaces ours.
-        emulate: as for `build_model`.
+    A config does not record that NVFP4 is emulated. `build` says so to the linears that it builds; a builder
+    of your own must build inside `precision.settings.emulating`.
 
     Raises:
-        ValueError: unknown model, `emulate` has no meaning, or a rule is violated (`args.rules`).
+        RuleError: the launch violates a rule (`args.rules`).
     """
     from megatron.training import argument_utils
 
-    config = get(model) if isinstance(model, str) else model
-    config = make_tiny(config) if tiny else config
-    layout = layout or ParallelLayout()
-    emitted = flags(
-        config,
-        layout,
-        precision=precision,
-        backend=backend,
-        schedule=schedule,
-        extra=extra,
-        te_precision_config_file=te_precision_config_file,
-        emulate=bool(_emulation(emulate)),
-        megatron_core=__version__,
-    )
-    args = megatron_args(to_argv(emitted), layout.world_size)
+    # The imported megatron-core need not be the installed one.
+    emitted = flags(replace(launch, megatron_core=__version__))
+    args = megatron_args(to_argv(emitted), launch.layout.world_size)
     if args.padded_vocab_size is None and args.vocab_size is None:
-        args.vocab_size = config.vocab_size
+        args.vocab_size = launch.config.vocab_size
     return argument_utils.hybrid_config_from_args(args)
 
 
-def _emulation(emulate: bool | str) -> emulation.Emulation | None:
-    """What the argument asks for; None if it asks for nothing."""
-    if isinstance(emulate, str):
-        return emulation.parse(emulate)
-    return emulation.Emulation() if emulate else None
-
-
-def build_model(
-    model: str | Nemotron3Config,
+def build(
+    launch: Launch,
     *,
-    tiny: bool = False,
-    layout: ParallelLayout | None = None,
-    precision: str = "bf16",
-    backend: str = "auto",
-    schedule: TrainingSchedule | None = None,
-    extra: Sequence[str] = (),
-    te_precision_config_file: str | None = None,
-    emulate: bool | str = False,
     pg_collection: ProcessGroupCollection | None = None,
     pre_process: bool | None = None,
     post_process: bool | None = None,
     vp_stage: int | None = None,
     seed: int = 1234,
 ) -> HybridModel:
-    """This rank's `HybridModel`, on the GPU, or on the CPU inside `cpu_mode`.
+    """Build this rank's `HybridModel`, on the GPU, or on the CPU inside `cpu_mode`.
 
-    Where Megatron's groups exist they are used (or `pg_collection`). Where no process group exists, the
-    layout must be one rank, and a world of one process is set up, seeded with `seed`.
+    Megatron's groups are used where they exist (or `pg_collection`). Without a process group the layout must
+    be one rank, and a world of one process is set up, seeded with `seed`. `pre_process`, `post_process` and
+    `vp_stage` are those of Megatron's builder.
 
-    Other arguments: `model_config`; `pre_process`, `post_process`, `vp_stage` as in Megatron's builder.
-
-    Args:
-        emulate: compute in NVFP4 without FP4 hardware (docs/nvfp4.md); with precision "nvfp4", backend
-            "torch" and a `te_precision_config_file`, which `nemotron3 precision NAME --output FILE` writes.
-            True: the published recipe; text: a value of NEMOTRON3_EMULATE, such as "nvfp4,sr=0". False:
-            whatever an enclosing `precision.settings.emulating` or, without one, that variable says.
+    `launch.emulate` counts while the model is built. Without it an enclosing `precision.settings.emulating`
+    counts, or else the variable NEMOTRON3_EMULATE.
 
     Raises:
         RuntimeError: no GPU and not inside `cpu_mode`; several ranks wanted but torch.distributed is not
-            initialized; or the stack that got built is not ours.
-        ValueError: unknown model, or a rule is violated.
+            initialized; or Megatron built another stack than ours.
+        RuleError: the launch violates a rule.
     """
     if not torch.cuda.is_available() and not cpu.is_active():
         raise RuntimeError("no GPU here: build inside `with megatron_nemotron3.cpu_mode():`")
-    layout = layout or ParallelLayout()
-    _ensure_groups(layout, seed)
-    config = model_config(
-        model,
-        tiny=tiny,
-        layout=layout,
-        precision=precision,
-        backend=backend,
-        schedule=schedule,
-        extra=extra,
-        te_precision_config_file=te_precision_config_file,
-        emulate=emulate,
-    )
+    _ensure_groups(launch.layout, seed)
+    config = model_config(launch)
     builder = config.get_builder_cls()(config)
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    with emulation.emulating(_emulation(emulate) or emulation.current()):
+    with emulation.emulating(launch.emulate or emulation.current()):
         return verified(builder.build_model(groups, pre_process, post_process, vp_stage))
+
+
+#: Keywords of `build_model` that say how to build, rather than what.
+_HOW = ("pg_collection", "pre_process", "post_process", "vp_stage", "seed")
+
+
+def build_model(model: str | Nemotron3Config, **settings: Any) -> HybridModel:
+    """Build a model described in few words: `build_model("super", tiny=True, tp=2, precision="fp32")`.
+
+    Args:
+        model: a catalog name ("super") or a config of your own.
+        settings: keywords of `Launch.of` (`tiny`, `layout` or sizes of one such as `tp`, `precision`,
+            `backend`, `schedule`, `extra`, `te_precision_config_file`, `emulate`, …) and of `build`
+            (`pg_collection`, `pre_process`, `post_process`, `vp_stage`, `seed`).
+            `emulate` computes in NVFP4 without FP4 hardware (docs/nvfp4.md), with precision "nvfp4", backend
+            "torch" and a `te_precision_config_file`, which `nemotron3 precision NAME --output FILE` writes.
+            True: the published recipe; text: a value of NEMOTRON3_EMULATE, such as "nvfp4,sr=0".
+
+    Raises:
+        TypeError: an unknown keyword.
+        RuntimeError, ValueError: as `build` and `Launch.of`.
+    """
+    how = {name: settings.pop(name) for name in _HOW if name in settings}
+    return build(Launch.of(model, **settings), **how)
 
 
 def model_provider(

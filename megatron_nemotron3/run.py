@@ -22,6 +22,8 @@ import sys
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
+from megatron_nemotron3.args.versions import minor
+from megatron_nemotron3.checkpoint.loading import option_value, option_values
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
 
@@ -108,10 +110,20 @@ def single_process_environment() -> None:
 
 def requested_spec(argv: list[str]) -> str | None:
     """The attribute of our spec module that `--spec` names, or None if it names another module."""
-    if "--spec" not in argv:
-        return None
-    module, attribute = [*argv[argv.index("--spec") + 1 :], "", ""][:2]
+    module, attribute = [*(option_values(argv, "--spec") or ()), "", ""][:2]
     return attribute if module == SPEC_MODULE else None
+
+
+def require_supported_megatron() -> None:
+    """Stop unless the megatron-core that would be imported is a supported version."""
+    try:
+        from megatron.core import __version__
+
+        minor(__version__)
+    except ModuleNotFoundError:  # the script says what it needs
+        return
+    except ValueError as problem:
+        fail(str(problem))
 
 
 def verify_stack(attribute: str) -> None:
@@ -152,7 +164,8 @@ def verify_nvfp4(arguments: list[str]) -> None:
     Megatron drops it without a word where layer counts or the precision file leave nothing of it. So look at
     what was built when its first forward begins (a torch hook, removed once it has looked).
     """
-    if not _given(arguments, "--fp4-format") or _given(arguments, "--fp4-recipe") not in (None, "nvfp4"):
+    recipe = option_value(arguments, "--fp4-recipe") or "nvfp4"
+    if option_value(arguments, "--fp4-format") is None or recipe != "nvfp4":
         return
     import torch
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -169,17 +182,6 @@ def verify_nvfp4(arguments: list[str]) -> None:
                 fail(str(problem))
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
-
-
-def _given(arguments: list[str], option: str) -> str | None:
-    """The value of an option of the script; the last one counts."""
-    found = None
-    for word, value in zip(arguments, [*arguments[1:], ""]):
-        if word == option:
-            found = value
-        elif word.startswith(f"{option}="):
-            found = word.partition("=")[2]
-    return found
 
 
 def verify_measurable(attribute: str | None) -> None:
@@ -224,6 +226,7 @@ def main(argv: list[str] | None = None) -> None:
 
     if device == "cpu":
         quiet_on_cpu()
+    require_supported_megatron()
 
     def announce(message: str) -> None:
         if os.environ.get("RANK", "0") == "0":

@@ -52,7 +52,7 @@ if [ -n "${MEGATRON_LM_DIR:-}" ]; then
     [ -f "$SCRIPT" ] \
         || fail "MEGATRON_LM_DIR=$MEGATRON_LM_DIR has no pretrain_hybrid.py: use a checkout of tag core_v0.19.0"
 else
-    SCRIPT=$(python3 -c 'import megatron_nemotron3 as m; print(m.__path__[0])' 2> /dev/null)/pretrain.py \
+    SCRIPT=$(python3 -c 'import megatron_nemotron3 as m; print(m.__path__[0])' 2> /dev/null)/train/pretrain_script.py \
         || fail "python3 has no megatron_nemotron3: pip install megatron-nemotron3, or set PYTHONPATH"
 fi
 

@@ -1,27 +1,31 @@
-"""What every test may rely on."""
+"""Settings of every test run: no deadlines, a clean Megatron for each test, long files first, `--quick`."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests.support import durations
 
 # No test may depend on how busy the machine is.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
+SECONDS = durations.read()
 _NVTE = {name for name in os.environ if name.startswith("NVTE_")}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What Megatron leaves in the process must not reach the next model.
+    """Remove what Megatron leaves behind in the process, so that it does not reach the next model.
 
-    It writes its attention backend to NVTE_* variables, sizes its MoE metrics for the first model, and keeps
-    the scale of its auxiliary loss in the shape of the first loss.
+    Megatron writes its attention backend to NVTE_* variables, sizes its MoE metrics for the first model, and
+    keeps the scale of its auxiliary loss in the shape of the first loss.
     """
     if (moe_logging := sys.modules.get("megatron.core.transformer.moe.moe_logging")) is not None:
         moe_logging.destroy_moe_metrics_tracker()
@@ -29,6 +33,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     for name in [name for name in os.environ if name.startswith("NVTE_") and name not in _NVTE]:
         del os.environ[name]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--quick`, which `make quick` uses."""
+    parser.addoption("--quick", action="store_true", help="leave out the long files of tests/durations.txt")
+
+
+def _seconds(path: Path) -> float:
+    """How long a test file took when it was last measured."""
+    below = path.is_relative_to(durations.TESTS)
+    return SECONDS.get(path.relative_to(durations.TESTS).as_posix(), 0.0) if below else 0.0
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out long files with `--quick`, without importing them."""
+    return True if config.getoption("--quick") and _seconds(collection_path) > durations.LIGHT else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, so that no process is left alone with one at the end."""
+    items.sort(key=lambda item: -_seconds(item.path))
 
 
 @pytest.fixture(scope="module")

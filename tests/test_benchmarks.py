@@ -148,6 +148,7 @@ def check_gpu_table(rows: list[list[str]], sides: list[str]) -> None:
         assert number(row["logits"]) <= 4 * 2.0**-7
 
 
+@pytest.mark.full
 def test_gpu_script_runs_on_the_cpu() -> None:
     done = run("train_step_gpu.py", *TINY_GPU, "--widths", "super", "--sides", "ours-kernels")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get, tiny
-from megatron_nemotron3.train import launch, log
+from megatron_nemotron3.train import log, processes
 from tests.support.distributed import run_launcher
 from tests.support.short_run import mock_argv, short_schedule
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR")
 STOCK = Path(CHECKOUT or "/nowhere") / "pretrain_hybrid.py"
 SCRIPTS = [
-    pytest.param(launch.ENTRY, id="ours"),
+    pytest.param(processes.ENTRY, id="ours"),
     pytest.param(
         STOCK,
         id="stock",
@@ -51,12 +51,12 @@ def _argv(layout: ParallelLayout, extra: tuple[str, ...], **data: object) -> lis
 
 
 def _train(script: Path, layout: ParallelLayout, argv: list[str]) -> log.Curve:
-    if script == launch.ENTRY:
+    if script == processes.ENTRY:
         output = run_launcher(["--device", "cpu", str(script), *argv], layout.world_size)
     else:  # as a user starts it: the checkout's Megatron, not the one installed
-        words = launch.command(argv, layout.world_size, "cpu")
-        words[words.index(str(launch.ENTRY))] = str(script)
-        env = {**launch.environment(layout.world_size, "cpu"), "OMP_NUM_THREADS": "1"}
+        words = processes.command(argv, layout.world_size, "cpu")
+        words[words.index(str(processes.ENTRY))] = str(script)
+        env = {**processes.environment(layout.world_size, "cpu"), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(words, env=env, cwd="/", capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
         output = done.stdout
@@ -117,7 +117,7 @@ def test_resuming_the_distributed_optimizer_changes_nothing(script: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(launch.ENTRY, id="ours", marks=pytest.mark.full), SCRIPTS[1]]
+    "script", [pytest.param(processes.ENTRY, id="ours", marks=pytest.mark.full), SCRIPTS[1]]
 )
 def test_emulated_nvfp4(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe reaches any script through the environment and the precision file, and trains."""
@@ -147,12 +147,12 @@ def test_a_foreign_stack_stops_the_run(tmp_path: Path) -> None:
         "import megatron.core.models.hybrid.hybrid_block as block\n"
         "from megatron_nemotron3.layers.norm import RMSNorm\n"
         "block.TENorm = RMSNorm\n"
-        f"runpy.run_path({str(launch.ENTRY)!r}, run_name='__main__')\n"
+        f"runpy.run_path({str(processes.ENTRY)!r}, run_name='__main__')\n"
     )
-    words = launch.command(_argv(ParallelLayout(), ()), 1, "cpu")
-    words[words.index(str(launch.ENTRY))] = str(script)
+    words = processes.command(_argv(ParallelLayout(), ()), 1, "cpu")
+    words[words.index(str(processes.ENTRY))] = str(script)
     done = subprocess.run(
-        words, env=launch.environment(1, "cpu"), cwd="/", capture_output=True, text=True, timeout=240
+        words, env=processes.environment(1, "cpu"), cwd="/", capture_output=True, text=True, timeout=240
     )
     assert done.returncode != 0
     assert "HybridStack" in done.stderr
@@ -160,7 +160,7 @@ def test_a_foreign_stack_stops_the_run(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":  # the figures of docs/environment.md
-    for script_name in [launch.ENTRY, *([STOCK] if STOCK.is_file() else [])]:
+    for script_name in [processes.ENTRY, *([STOCK] if STOCK.is_file() else [])]:
         for layout_name in LAYOUTS:
             steps = _run(Path(script_name), layout_name).steps
             shown = " ".join(f"{steps[i].loss:.6f}" for i in sorted(steps))

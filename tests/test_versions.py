@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import itertools
 import json
@@ -21,22 +20,22 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3 import cli, models, versions
+from megatron_nemotron3 import cli, models
 from megatron_nemotron3.args import (
     BACKENDS,
     PRECISIONS,
+    Launch,
     ParallelLayout,
     RuleError,
-    TrainingSchedule,
     check,
     flags,
     mock_data,
     published,
     smoke,
     to_argv,
+    versions,
 )
-from megatron_nemotron3.monitor.settings import monitoring
-from megatron_nemotron3.train import launch
+from megatron_nemotron3.train import processes
 
 full = pytest.mark.full
 
@@ -46,44 +45,28 @@ LOSS = 8.0685635
 
 @pytest.mark.parametrize(
     ("version", "number"),
-    [("0.17.1", "0.17"), ("0.18", "0.18"), ("0.19.0rc1+abc", "0.19"), ("0.20.0", "0.20"), ("main", "0.20")],
+    [("0.19", "0.19"), ("0.19.0rc1+abc", "0.19"), ("0.20.0", "0.20"), ("main", "0.20")],
 )
 def test_minor(version: str, number: str) -> None:
     assert versions.minor(version) == number
 
 
-@pytest.mark.parametrize(
-    ("version", "part"),
-    [
-        ("0.16.1", "no MTP for hybrid models"),
-        ("0.21.0", "not known"),
-        ("1.17", "not known"),
-        ("new", "give one of"),
-    ],
-)
-def test_versions_out_of_range_are_named(version: str, part: str) -> None:
-    with pytest.raises(ValueError, match=part) as raised:
-        flags(models.NANO, megatron_core=version)
+@pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.18.2", "0.21.0", "1.19", "new"])
+def test_unsupported_versions_are_named_with_a_cure(version: str) -> None:
+    with pytest.raises(ValueError, match="use 0.19|give one of 0.19") as raised:
+        Launch(config=models.NANO, megatron_core=version)
     assert version in str(raised.value)
 
 
 def test_default_is_the_installed_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: {"megatron-core": "0.18.2"}[name])
-    assert versions.chosen() == "0.18" and versions.chosen("main") == "0.20"
+    monkeypatch.setattr(metadata, "version", lambda name: {"megatron-core": "0.20.1"}[name])
+    assert versions.chosen() == "0.20" and versions.chosen("0.19.2") == "0.19"
 
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
     assert versions.installed() is None and versions.chosen() == versions.DEFAULT
-
-
-def test_tables_name_versions_of_the_range() -> None:
-    since = [change.since for change in versions.CHANGES.values()]
-    since += [first for first, _ in versions.NAMES.values()] + [*versions.OPTIONS, *versions.REMOVED]
-    assert set(since) <= set(versions.KNOWN[1:])
-    new = [name for names in versions.OPTIONS.values() for name in names.split()]
-    assert len(new) == len(set(new)) == 155
 
 
 def emitted() -> Iterator[dict[str, tuple[str, ...]]]:
@@ -95,15 +78,17 @@ def emitted() -> Iterator[dict[str, tuple[str, ...]]]:
         config = models.get(name)
         with contextlib.suppress(RuleError):
             found = flags(
-                config,
-                layout,
-                precision=precision,
-                backend=backend,
-                schedule=published(config),
-                data=mock_data(config),
-                te_precision_config_file="x.yaml",
-                emulate=emulate,
-                megatron_core=versions.DEFAULT,
+                Launch.of(
+                    config,
+                    layout,
+                    precision=precision,
+                    backend=backend,
+                    schedule=published(config),
+                    data=mock_data(config),
+                    te_precision_config_file="x.yaml",
+                    emulate=emulate,
+                    megatron_core=versions.DEFAULT,
+                )
             )
             yield {flag.name: flag.values for flag in found}
 
@@ -120,41 +105,37 @@ def test_every_version_knows_every_option_we_emit(version: str, options: dict[st
     assert versions.unknown_options(options, version) == {}
 
 
-#: Rule -> (layout, options, versions that report it). The model is Super.
-REPORTED: dict[str, tuple[ParallelLayout, str, tuple[str, ...]]] = {
-    "full-recompute-ignored": (ParallelLayout(), "--recompute-granularity full", ("0.17",)),
-    "mtp-full-recompute": (ParallelLayout(), "--recompute-granularity full", ("0.18",)),
-    "mtp-batch": (ParallelLayout(tp=2, pp=2), "", ("0.17",)),
-    "aux-loss-scale": (ParallelLayout(tp=2), "", ("0.17", "0.18")),
-    "mtp-without-te": (ParallelLayout(), "", ("0.20",)),
-    "option-of-another-version": (ParallelLayout(), "--mtp-detach-heads", ("0.17", "0.18")),
+#: Rule -> (options, versions that report it). The model is Super.
+REPORTED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "mtp-without-te": ("", ("0.20",)),
+    "option-of-another-version": ("--mtp-hsm", ("0.19",)),
 }
 
 
 @pytest.mark.parametrize("version", versions.KNOWN)
 @pytest.mark.parametrize("rule", REPORTED)
 def test_rules_of_versions(rule: str, version: str) -> None:
-    layout, extra, reporting = REPORTED[rule]
-    found = check(models.SUPER, layout, extra=extra.split(), megatron_core=version)
+    extra, reporting = REPORTED[rule]
+    found = check(Launch.of(models.SUPER, extra=extra.split(), megatron_core=version))
     assert (rule in [violation.rule for violation in found]) is (version in reporting)
 
 
-def test_messages_have_the_numbers() -> None:
-    schedule = TrainingSchedule(micro_batch_size=4)
-    (found,) = (
-        violation
-        for violation in check(models.SUPER, ParallelLayout(tp=2), schedule=schedule, megatron_core="0.18")
-        if violation.rule == "aux-loss-scale"
-    )
-    assert "1/8 of the load-balancing loss" in found.message
-    assert f"--moe-aux-loss-coeff {8 * models.SUPER.moe_aux_loss_coeff:.6g}" in found.message
-
-
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["flags", "super", "--megatron-core", "0.18.2"]) == 0
+    assert cli.main(["flags", "super", "--megatron-core", "0.20.0"]) == 0
     assert "--hybrid-layer-pattern" in capsys.readouterr().out
-    assert cli.main(["flags", "super", "--megatron-core", "0.18", "--", "--mtp-detach-heads"]) == 2
-    assert "--mtp-detach-heads (new in 0.19)" in capsys.readouterr().err
+    assert cli.main(["flags", "super", "--megatron-core", "0.19", "--", "--mtp-hsm"]) == 2
+    assert "--mtp-hsm (new in 0.20)" in capsys.readouterr().err
+    assert cli.main(["flags", "super", "--megatron-core", "0.18"]) == 2
+    assert "megatron-core 0.18 is not supported: use 0.19 (pip install" in capsys.readouterr().err
+
+
+def test_an_installed_version_that_is_not_supported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line on any command that makes flags for it."""
+    monkeypatch.setattr(metadata, "version", lambda name: "0.18.2")
+    assert cli.main(["flags", "super"]) == 2
+    assert "nemotron3 flags: megatron-core 0.18.2 is not supported" in capsys.readouterr().err
 
 
 # From here on the installed megatron-core is asked.
@@ -175,12 +156,9 @@ def test_the_installed_parser_has_these_options() -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         arguments.add_megatron_arguments(parser)
     known = {word for action in parser._actions for word in action.option_strings}
-    table = {f"--{name}": since for since, names in versions.OPTIONS.items() for name in names.split()}
-    gone = versions.unknown_options(known, here())
-    assert gone == {}, "the parser has options the table denies"
-    expected = {name for name, since in table.items() if versions.at_least(here(), since)}
-    expected -= set(versions.unknown_options(dict.fromkeys(expected), here()))
-    assert expected <= known
+    assert versions.unknown_options(known, here()) == {}, "the parser has options the table denies"
+    names = versions.NEW_IN_0_20 if here() == "0.20" else versions.REMOVED_IN_0_20
+    assert {f"--{name}" for name in names.split()} <= known
 
 
 @full
@@ -194,11 +172,13 @@ def test_the_installed_parser_takes_the_flags(name: str) -> None:
     for precision in ("fp32", "bf16"):
         words = to_argv(
             flags(
-                config,
-                layout,
-                precision=precision,
-                backend="torch",
-                schedule=smoke(config, global_batch_size=8),
+                Launch.of(
+                    config,
+                    layout,
+                    precision=precision,
+                    backend="torch",
+                    schedule=smoke(config, global_batch_size=8),
+                )
             )
         )
         with cpu_mode():
@@ -207,17 +187,6 @@ def test_the_installed_parser_takes_the_flags(name: str) -> None:
         assert args.mtp_num_layers == (config.mtp_num_layers or None)
         assert args.moe_latent_size == config.moe_latent_size
         assert args.hybrid_layer_pattern.count("|") == 1
-
-
-@full
-def test_names_are_where_the_table_says() -> None:
-    for today, (since, _) in versions.NAMES.items():
-        module, _, name = versions.name_in(today, here()).partition(":")
-        assert hasattr(importlib.import_module(module), name), today
-        if not versions.at_least(here(), since):
-            module, _, name = today.partition(":")
-            with pytest.raises((ImportError, AttributeError)):
-                getattr(importlib.import_module(module), name)
 
 
 @contextlib.contextmanager
@@ -280,7 +249,7 @@ def router_gradient(model: Any, *batches: slice) -> Any:
 
 @full
 def test_the_share_of_the_load_balancing_loss() -> None:
-    """Rule aux-loss-scale: two sequences at once weigh as two microbatches from 0.19 on, as one before."""
+    """Two sequences at once weigh as two microbatches; up to 0.18 they weighed as one."""
     gradients = {}
     for coefficient in ("0", "1"):
         with built(f"--moe-aux-loss-coeff {coefficient}") as model:
@@ -290,13 +259,12 @@ def test_the_share_of_the_load_balancing_loss() -> None:
             ]
     together, apart = (one - none for one, none in zip(gradients["1"], gradients["0"], strict=True))
     share = float((together @ apart) / (apart @ apart))
-    assert share == pytest.approx(1.0 if versions.has("aux-loss-scale", here()) else 0.5, rel=1e-2)
+    assert share == pytest.approx(1.0, rel=1e-2)
 
 
 @full
 def test_full_recompute() -> None:
-    """Rules full-recompute-ignored and mtp-full-recompute: layers run again in backward from 0.18 on, MTP's
-    from 0.19 on; in 0.18 MTP raises."""
+    """Every layer runs again in backward, MTP's too."""
     from megatron.core.ssm.mamba_layer import MambaLayer
 
     seen: list[Any] = []
@@ -308,15 +276,10 @@ def test_full_recompute() -> None:
         for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
             config.recompute_granularity, config.recompute_method = "full", "uniform"
             config.recompute_num_layers = 1
-        broken = versions.has("full-recompute", here()) and not versions.has("mtp-full-recompute", here())
-        if broken:
-            with pytest.raises(TypeError, match="padding_mask"):
-                step(model)
-            return
         assert step(model).item() == pytest.approx(plain, rel=1e-6)
     layers = len(set(map(id, seen)))
     assert layers == 5
-    assert len(seen) == layers * (2 if versions.has("full-recompute", here()) else 1)
+    assert len(seen) == 2 * layers
 
 
 @full
@@ -349,25 +312,14 @@ def test_checkpoint_keys_are_the_same_on_every_version(monkeypatch: pytest.Monke
     assert mine["checkpoint"] == stock["checkpoint"]
 
 
-@full
-def test_monitors_are_refused_where_they_cannot_report() -> None:
-    allowed = versions.has("metrics-tracker", here())
-    with (
-        contextlib.nullcontext() if allowed else pytest.raises(RuntimeError, match="has no metrics tracker"),
-        monitoring(1),
-        built() as model,
-    ):
-        assert model is not None
-
-
 #: Stock script and our own entry; a checkout's Megatron is the one it brings.
 CHECKOUT = Path(os.environ.get("MEGATRON_LM_DIR", "/nowhere"))
-STOCK = next((p for n in ("hybrid", "mamba") if (p := CHECKOUT / f"pretrain_{n}.py").is_file()), None)
+STOCK = CHECKOUT / "pretrain_hybrid.py"
 
 
 @full
 @pytest.mark.checkout
-@pytest.mark.skipif(STOCK is None, reason="MEGATRON_LM_DIR names no Megatron-LM checkout")
+@pytest.mark.skipif(not STOCK.is_file(), reason="MEGATRON_LM_DIR names no Megatron-LM checkout")
 def test_the_stock_script_trains_as_our_entry(tmp_path: Path) -> None:
     """Two stages, two MTP depths: the same losses, step by step, from the script and from our entry."""
     from megatron_nemotron3.train.log import Curve
@@ -376,10 +328,10 @@ def test_the_stock_script_trains_as_our_entry(tmp_path: Path) -> None:
     config = models.tiny(models.SUPER).but(pattern="MEM*EME*", vocab_size=255)
     argv = mock_argv(config, ParallelLayout(pp=2), short_schedule(3, eval_iters=1, save_interval=9), ())
     losses = []
-    for script in (STOCK, launch.ENTRY):
-        words = launch.command(argv, 2, "cpu")
-        words[words.index(str(launch.ENTRY))] = str(script)
-        env = {**launch.environment(2, "cpu"), "OMP_NUM_THREADS": "1"}
+    for script in (STOCK, processes.ENTRY):
+        words = processes.command(argv, 2, "cpu")
+        words[words.index(str(processes.ENTRY))] = str(script)
+        env = {**processes.environment(2, "cpu"), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(words, env=env, cwd="/", capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
         curve = Curve()

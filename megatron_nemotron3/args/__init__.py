@@ -1,15 +1,12 @@
-"""What Megatron must be told: layouts, schedules, precisions, flags, and the rules they obey.
+"""What to tell Megatron: a `Launch`, its flags, and the rules that it must obey.
 
 Standard library only. `flags` is the function; its module is `megatron_nemotron3.args.flags`.
 """
 
-from megatron_nemotron3.args.backend import BACKENDS
-from megatron_nemotron3.args.data import TrainingData, mock_data
 from megatron_nemotron3.args.flag import Flag, render, to_argv
 from megatron_nemotron3.args.flags import flags
-from megatron_nemotron3.args.layout import ParallelLayout, published_layout
-from megatron_nemotron3.args.pipeline import cut_pattern
-from megatron_nemotron3.args.precision import PRECISIONS, bf16_tail
+from megatron_nemotron3.args.launch import BACKENDS, PRECISIONS, Launch, TrainingData, mock_data
+from megatron_nemotron3.args.layout import ParallelLayout, cut_pattern, published_layout
 from megatron_nemotron3.args.rule import Rule, Violation
 from megatron_nemotron3.args.rules import RULES, RuleError, check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted, published, smoke
@@ -19,6 +16,7 @@ __all__ = [
     "PRECISIONS",
     "RULES",
     "Flag",
+    "Launch",
     "ParallelLayout",
     "Rule",
     "RuleError",
@@ -26,7 +24,6 @@ __all__ = [
     "TrainingSchedule",
     "Violation",
     "adjusted",
-    "bf16_tail",
     "check",
     "cut_pattern",
     "flags",

@@ -42,56 +42,56 @@ def emit(flag: str, value: object, section: str, origin: str) -> list[Flag]:
     return [Flag(flag, tuple(map(text, values)), section, origin)]
 
 
-def _field(flag: str, field: str) -> Row:
+def _field_row(flag: str, field: str) -> Row:
     return Row(flag, lambda config: getattr(config, field), f"config.{field}")
 
 
-def _family(flag: str, value: object = True) -> Row:
+def _family_row(flag: str, value: object = True) -> Row:
     return Row(flag, lambda config: value, "family")
 
 
 MODEL: tuple[Row, ...] = (
-    _field("--hidden-size", "hidden_size"),
-    _field("--ffn-hidden-size", "ffn_hidden_size"),
-    _field("--num-attention-heads", "num_attention_heads"),
-    _family("--group-query-attention"),
-    _field("--num-query-groups", "num_query_groups"),
-    _field("--kv-channels", "kv_channels"),
-    _field("--mamba-num-heads", "mamba_num_heads"),
-    _field("--mamba-head-dim", "mamba_head_dim"),
-    _field("--mamba-state-dim", "mamba_state_dim"),
-    _field("--mamba-num-groups", "mamba_num_groups"),
-    _family("--squared-relu"),
-    _family("--normalization", "RMSNorm"),
-    _field("--norm-epsilon", "layernorm_epsilon"),
-    _family("--disable-bias-linear"),
-    _family("--untie-embeddings-and-output-weights"),
-    _family("--position-embedding-type", "none"),
-    _field("--init-method-std", "init_method_std"),
-    _family("--attention-dropout", 0.0),
-    _family("--hidden-dropout", 0.0),
+    _field_row("--hidden-size", "hidden_size"),
+    _field_row("--ffn-hidden-size", "ffn_hidden_size"),
+    _field_row("--num-attention-heads", "num_attention_heads"),
+    _family_row("--group-query-attention"),
+    _field_row("--num-query-groups", "num_query_groups"),
+    _field_row("--kv-channels", "kv_channels"),
+    _field_row("--mamba-num-heads", "mamba_num_heads"),
+    _field_row("--mamba-head-dim", "mamba_head_dim"),
+    _field_row("--mamba-state-dim", "mamba_state_dim"),
+    _field_row("--mamba-num-groups", "mamba_num_groups"),
+    _family_row("--squared-relu"),
+    _family_row("--normalization", "RMSNorm"),
+    _field_row("--norm-epsilon", "layernorm_epsilon"),
+    _family_row("--disable-bias-linear"),
+    _family_row("--untie-embeddings-and-output-weights"),
+    _family_row("--position-embedding-type", "none"),
+    _field_row("--init-method-std", "init_method_std"),
+    _family_row("--attention-dropout", 0.0),
+    _family_row("--hidden-dropout", 0.0),
 )
 
 MOE: tuple[Row, ...] = (
-    _field("--num-experts", "num_moe_experts"),
-    _field("--moe-ffn-hidden-size", "moe_ffn_hidden_size"),
-    _field("--moe-shared-expert-intermediate-size", "moe_shared_expert_intermediate_size"),
-    _field("--moe-latent-size", "moe_latent_size"),
-    _field("--moe-router-topk", "moe_router_topk"),
-    _field("--moe-router-topk-scaling-factor", "moe_router_topk_scaling_factor"),
-    _family("--moe-router-score-function", "sigmoid"),
-    _family("--moe-router-enable-expert-bias"),
-    _field("--moe-router-bias-update-rate", "moe_router_bias_update_rate"),
-    _family("--moe-router-load-balancing-type", "seq_aux_loss"),
-    _field("--moe-aux-loss-coeff", "moe_aux_loss_coeff"),
+    _field_row("--num-experts", "num_moe_experts"),
+    _field_row("--moe-ffn-hidden-size", "moe_ffn_hidden_size"),
+    _field_row("--moe-shared-expert-intermediate-size", "moe_shared_expert_intermediate_size"),
+    _field_row("--moe-latent-size", "moe_latent_size"),
+    _field_row("--moe-router-topk", "moe_router_topk"),
+    _field_row("--moe-router-topk-scaling-factor", "moe_router_topk_scaling_factor"),
+    _family_row("--moe-router-score-function", "sigmoid"),
+    _family_row("--moe-router-enable-expert-bias"),
+    _field_row("--moe-router-bias-update-rate", "moe_router_bias_update_rate"),
+    _family_row("--moe-router-load-balancing-type", "seq_aux_loss"),
+    _field_row("--moe-aux-loss-coeff", "moe_aux_loss_coeff"),
 )
 
 MTP: tuple[Row, ...] = (
-    _field("--mtp-num-layers", "mtp_num_layers"),
-    _field("--mtp-use-repeated-layer", "mtp_use_repeated_layer"),
-    _field("--mtp-loss-scaling-factor", "mtp_loss_scaling_factor"),
+    _field_row("--mtp-num-layers", "mtp_num_layers"),
+    _field_row("--mtp-use-repeated-layer", "mtp_use_repeated_layer"),
+    _field_row("--mtp-loss-scaling-factor", "mtp_loss_scaling_factor"),
     # As in NVIDIA's one public configuration that trains MTP.
-    _family("--calculate-per-token-loss"),
+    _family_row("--calculate-per-token-loss"),
 )
 
 

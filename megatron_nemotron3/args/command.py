@@ -9,19 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.args.backend import BACKENDS
 from megatron_nemotron3.args.explain import explain, explain_command, with_megatron_defaults
 from megatron_nemotron3.args.explain_text import render as render_explanation
 from megatron_nemotron3.args.flag import render
 from megatron_nemotron3.args.flags import flags
+from megatron_nemotron3.args.launch import BACKENDS, PRECISIONS, Launch
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.phases import PHASES, Phase, phase, require_known
-from megatron_nemotron3.args.precision import PRECISIONS
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
 from megatron_nemotron3.models.command import add_model, chosen_model
-from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision.command import check as check_precision_file
+from megatron_nemotron3.precision.settings import VARIABLE, Emulation, emulation
 from megatron_nemotron3.precision.table import NVFP4
 
 LAYOUT = {
@@ -56,7 +55,7 @@ def register(commands: Any) -> None:
         phases = ["none", *PHASES]
         command.add_argument("--schedule", choices=phases, default="none", help="batch and rates of a phase")
     emit.add_argument("--shell", action="store_true", help="quoted for eval in a shell script")
-    emit.add_argument("--megatron-core", metavar="VERSION", help="0.17 to 0.20 or main; default: installed")
+    emit.add_argument("--megatron-core", metavar="VERSION", help="0.19, 0.20 or main; default: installed")
     emit.set_defaults(run=flags_command)
     why.add_argument("--argv", metavar="FILE", help="explain this script or command instead; -: stdin")
     why.add_argument("--all", action="store_true", help="and the defaults of the installed Megatron")
@@ -96,23 +95,22 @@ def chosen_schedule(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in SCHEDULE}
 
 
-def chosen_emulation(options: argparse.Namespace) -> str:
-    """Return the value of NEMOTRON3_EMULATE that --emulate means for the training processes; "" without it.
+def chosen_emulation(options: argparse.Namespace) -> Emulation | None:
+    """Return what --emulate asks for: what NEMOTRON3_EMULATE says, or else the published recipe.
 
     Raises:
         ValueError: the variable is set here without --emulate, or it is malformed.
     """
-    given = emulation.emulation()
+    given = emulation()
     if given is not None and not options.emulate:
         raise ValueError(
-            f"{emulation.VARIABLE}={os.environ[emulation.VARIABLE]} is set: pass --precision nvfp4 --emulate "
-            "or unset it"
+            f"{VARIABLE}={os.environ[VARIABLE]} is set: pass --precision nvfp4 --emulate or unset it"
         )
-    return (given or emulation.Emulation()).text() if options.emulate else ""
+    return (given or Emulation()) if options.emulate else None
 
 
-def chosen_launch(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `flags` and `explain` that the options describe.
+def chosen_launch(options: argparse.Namespace) -> Launch:
+    """Return the launch that the options describe.
 
     Raises:
         ValueError: unknown model or phase, a size out of range, or the phase leaves open what training needs.
@@ -122,13 +120,17 @@ def chosen_launch(options: argparse.Namespace) -> dict[str, Any]:
     schedule = adjusted(chosen.schedule, **chosen_schedule(options))
     if name not in ("none", "published"):
         require_known(config, name, schedule, tuple(options.extra))
-    same = ("precision", "backend", "te_precision_config_file", "emulate")
-    given = {"config": config, "layout": chosen_layout(options), "schedule": schedule}
-    return {
-        **given,
-        "extra": [*chosen.options, *options.extra],
-        **{key: getattr(options, key) for key in same},
-    }
+    return Launch(
+        config=config,
+        layout=chosen_layout(options),
+        precision=options.precision,
+        backend=options.backend,
+        schedule=schedule,
+        extra=(*chosen.options, *options.extra),
+        te_precision_config_file=options.te_precision_config_file,
+        emulate=chosen_emulation(options),
+        megatron_core=getattr(options, "megatron_core", None),
+    )
 
 
 def flags_command(options: argparse.Namespace) -> int:
@@ -137,13 +139,12 @@ def flags_command(options: argparse.Namespace) -> int:
     Raises:
         RuleError, ValueError: as `flags` and `chosen_launch`.
     """
-    emulated = chosen_emulation(options)
-    launch = {**chosen_launch(options), "megatron_core": options.megatron_core}
-    print(render(flags(**launch), shell=options.shell))
-    for warning in check(**launch):  # `flags` raised on errors
+    launch = chosen_launch(options)
+    print(render(flags(launch), shell=options.shell))
+    for warning in check(launch):  # `flags` raised on errors
         if warning.rule != "schedule-unknown" or options.schedule != "none":
             print(warning, file=sys.stderr)
-    _print_remarks(options, emulated)
+    _print_remarks(launch)
     return 0
 
 
@@ -157,10 +158,11 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
         RuleError, ValueError: as `explain`; or --argv is given with options that describe a launch.
         OSError: the file of --argv cannot be read.
     """
-    emulated = chosen_emulation(options)
     name = "published" if options.schedule == "none" else options.schedule
+    launch = None
     if options.argv is None:
-        found = explain(**chosen_launch(options), name=name)
+        launch = chosen_launch(options)
+        found = explain(launch, name)
     else:
         given = {key: value for key, value in vars(options).items() if key not in _BESIDE_ARGV}
         told = [key for key, value in given.items() if value != command.get_default(key)]
@@ -171,7 +173,8 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
     if options.all:
         found = with_megatron_defaults(found)
     print(json.dumps(found.describe(), indent=2) if options.json else render_explanation(found))
-    _print_remarks(options, emulated)
+    if launch is not None:
+        _print_remarks(launch)
     return 0
 
 
@@ -182,10 +185,10 @@ def _text_of(file: str) -> str:
         raise ValueError(f"--argv {file} is no text: give a script or a command") from None
 
 
-def _print_remarks(options: argparse.Namespace, emulated: str) -> None:
+def _print_remarks(launch: Launch) -> None:
     """Print to stderr what a user needs besides the flags."""
-    file = options.te_precision_config_file
-    if options.precision == NVFP4 and file and (remark := check_precision_file(chosen_model(options), file)):
+    file = launch.te_precision_config_file
+    if launch.precision == NVFP4 and file and (remark := check_precision_file(launch.config, file)):
         print(remark, file=sys.stderr)
-    if options.emulate:
-        print(f"set {emulation.VARIABLE}={emulated} in the training processes", file=sys.stderr)
+    if launch.emulate:
+        print(f"set {VARIABLE}={launch.emulate.text()} in the training processes", file=sys.stderr)

@@ -52,10 +52,12 @@ def read(text: str) -> list[Flag]:
     for line in _logical_lines(text):
         assigned = _ASSIGNMENT.match(line)
         if assigned and "--" not in assigned[2]:
-            value = _split(assigned[2])
-            variables[assigned[1]] = _filled(value[0], variables) if len(value) == 1 else "$" + assigned[1]
+            value = _shell_words(assigned[2])
+            variables[assigned[1]] = (
+                _variables_filled(value[0], variables) if len(value) == 1 else "$" + assigned[1]
+            )
             continue
-        words += [_filled(word, variables) for word in _options(line)]
+        words += [_variables_filled(word, variables) for word in _options_of_line(line)]
     found = {flag.name: flag.values for flag in parse(words) if not _LAUNCHER.match(flag.name)}
     if not found:
         raise ValueError(
@@ -116,7 +118,7 @@ def _logical_lines(text: str) -> list[str]:
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
         pending = f"{pending} {line}" if pending else line
         try:
-            _split(pending)
+            _shell_words(pending)
         except ValueError:  # a quote is open
             continue
         lines.append(pending)
@@ -126,16 +128,16 @@ def _logical_lines(text: str) -> list[str]:
     return lines
 
 
-def _split(line: str) -> list[str]:
+def _shell_words(line: str) -> list[str]:
     return shlex.split(line, comments=True)
 
 
-def _options(line: str) -> list[str]:
+def _options_of_line(line: str) -> list[str]:
     """The words of Megatron's options in one line of a script; none in a line of another command."""
     if array := _ARRAY.match(line):
         line = line[array.end() :]
     parts: list[str] = []
-    for word in _split(line):
+    for word in _shell_words(line):
         # A string that holds several options: MODEL_ARGS="--a 1 --b 2".
         parts += word.partition("=")[2].split() if _STRING.match(word) else [word]
     program = next((i for i, part in enumerate(parts) if part.endswith(".py")), None)
@@ -155,7 +157,7 @@ def _options(line: str) -> list[str]:
     return kept
 
 
-def _filled(word: str, variables: dict[str, str]) -> str:
+def _variables_filled(word: str, variables: dict[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[3]
         return variables.get(name) or (match[2] if match[2] is not None else match[0])

@@ -11,10 +11,9 @@ from typing import Any
 
 from megatron_nemotron3.args import command_line
 from megatron_nemotron3.args.architecture import SPEC_MODULE, SPECS
-from megatron_nemotron3.args.data import TrainingData
 from megatron_nemotron3.args.flag import SECTIONS, Flag, parse, text, to_argv
 from megatron_nemotron3.args.flags import flags
-from megatron_nemotron3.args.layout import ParallelLayout
+from megatron_nemotron3.args.launch import Launch, TrainingData
 from megatron_nemotron3.args.megatron_defaults import default, installed
 from megatron_nemotron3.args.phases import phase
 from megatron_nemotron3.args.reference import (
@@ -72,7 +71,7 @@ class Setting:
         """Whether a published value is known and is another."""
         if self.published is None or not command_line.is_known((self.value,)):
             return False
-        return not _SAME.get(self.name, _same)(self.value, self.published)
+        return not _SAME.get(self.name, _same_words)(self.value, self.published)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,39 +107,22 @@ class Explanation:
         }
 
 
-def explain(
-    config: Nemotron3Config,
-    layout: ParallelLayout | None = None,
-    *,
-    precision: str = "bf16",
-    backend: str = "auto",
-    schedule: TrainingSchedule | None = None,
-    extra: Sequence[str] = (),
-    te_precision_config_file: str | None = None,
-    emulate: bool = False,
-    megatron_core: str | None = None,
-    name: str = "published",
-) -> Explanation:
-    """What `flags` with the same arguments passes, setting by setting.
+def explain(launch: Launch, name: str = "published") -> Explanation:
+    """What `flags(launch)` passes, setting by setting.
 
     Args:
         name: of the phase to compare with, one of `phases.PHASES`; "published" is pre-training.
 
     Raises:
-        RuleError, ValueError: as `flags`, and a phase the model does not have.
+        RuleError: as `flags`.
+        ValueError: the model has no such phase.
     """
-    layout = layout or ParallelLayout()
-    given: dict[str, Any] = {
-        "schedule": schedule,
-        "extra": extra,
-        "te_precision_config_file": te_precision_config_file,
-        "emulate": emulate,
-        "megatron_core": megatron_core,
-    }
-    emitted = flags(config, layout, precision=precision, backend=backend, **given)
+    config, layout, emitted = launch.config, launch.layout, flags(launch)
     known, place, chosen = reference(config, name), _sections(config), phase(config, name)
     of_phase = to_argv(parse(chosen.options))
-    settings = [_setting(flag, known, place, _origin(flag, schedule, of_phase)) for flag in emitted]
+    settings = [
+        _setting(flag, known, place, _setting_origin(flag, launch.schedule, of_phase)) for flag in emitted
+    ]
     public = chosen.layout if has_launch(config, name) else None
     world = Setting(
         name=WORLD_SIZE,
@@ -151,8 +133,7 @@ def explain(
         published=str(public.world_size) if public else None,
         source=SCRIPT if public else "",
     )
-    rules = check(config, layout, precision, backend, **given)
-    return _explanation(config, name, [world, *settings, *_missing(emitted, known)], rules)
+    return _explanation(config, name, [world, *settings, *_missing_settings(emitted, known)], check(launch))
 
 
 def explain_command(config: Nemotron3Config, text: str, name: str = "published") -> Explanation:
@@ -176,8 +157,8 @@ def explain_command(config: Nemotron3Config, text: str, name: str = "published")
         *command_line.renamed(text),
         *([f"not compared, a shell variable is left in it: {', '.join(unknown)}"] if unknown else []),
     ]
-    rules = _rules(config, pasted, known)
-    return _explanation(config, name, [*settings, *_missing(pasted, known)], rules, notes)
+    rules = _pasted_violations(config, pasted, known)
+    return _explanation(config, name, [*settings, *_missing_settings(pasted, known)], rules, notes)
 
 
 def with_megatron_defaults(explanation: Explanation) -> Explanation:
@@ -228,7 +209,7 @@ def _explanation(
     )
 
 
-def _origin(flag: Flag, schedule: TrainingSchedule | None, of_phase: Sequence[str]) -> str:
+def _setting_origin(flag: Flag, schedule: TrainingSchedule | None, of_phase: Sequence[str]) -> str:
     """One word for where a flag of ours comes from."""
     if flag.section == "extra" and flag.name in of_phase and set(flag.values) <= set(of_phase):
         return "schedule"
@@ -258,7 +239,7 @@ def _setting(flag: Flag, known: Mapping[str, Reference], place: Mapping[str, str
     )
 
 
-def _missing(passed: Sequence[Flag], known: Mapping[str, Reference]) -> list[Setting]:
+def _missing_settings(passed: Sequence[Flag], known: Mapping[str, Reference]) -> list[Setting]:
     """Published options that are not passed, with what Megatron makes of that."""
     options = {flag.name: flag.values for flag in passed}
     settings = []
@@ -283,7 +264,9 @@ def _missing(passed: Sequence[Flag], known: Mapping[str, Reference]) -> list[Set
     return settings
 
 
-def _rules(config: Nemotron3Config, pasted: list[Flag], known: Mapping[str, Reference]) -> list[Violation]:
+def _pasted_violations(
+    config: Nemotron3Config, pasted: list[Flag], known: Mapping[str, Reference]
+) -> list[Violation]:
     """The rules on layout and options; a schedule is compared, not checked."""
     options = {flag.name: flag.values for flag in pasted}
     layout = command_line.layout_of(options)
@@ -294,26 +277,26 @@ def _rules(config: Nemotron3Config, pasted: list[Flag], known: Mapping[str, Refe
     backend = "torch" if options.get("--spec") == (SPEC_MODULE, SPECS["torch"]) else "te"
     precision = "nvfp4" if "--fp4-format" in options else "mxfp8" if "--fp8-format" in options else "bf16"
     words = [word for flag in others for word in (flag.name, *flag.values)]
-    file = (options.get(_FILE) or (None,))[0]
-    found = check(
-        config,
-        layout,
-        precision,
-        backend,
+    launch = Launch(
+        config=config,
+        layout=layout,
+        precision=precision,
+        backend=backend,
         extra=words,
-        te_precision_config_file=file,
+        te_precision_config_file=(options.get(_FILE) or (None,))[0],
         megatron_core=VERSION,
     )
-    return [violation for violation in found if violation.rule != "reserved-option"]
+    return [violation for violation in check(launch) if violation.rule != "reserved-option"]
 
 
 def _sections(config: Nemotron3Config) -> dict[str, str]:
     """Option -> section, for what a launch of ours can have."""
     data = TrainingData(**dict.fromkeys(_TEXTS, "x"), data_path=("x",), mock_data=True, vocab_size=1)
-    return {flag.name: flag.section for flag in flags(config, backend="te", data=data, megatron_core=VERSION)}
+    launch = Launch(config=config, backend="te", data=data, megatron_core=VERSION)
+    return {flag.name: flag.section for flag in flags(launch)}
 
 
-def _same(value: str, published: str) -> bool:
+def _same_words(value: str, published: str) -> bool:
     """Equal as words, or as numbers: 1e-4 is 0.0001."""
     if value == published:
         return True

@@ -25,21 +25,25 @@ def render(explanation: Explanation) -> str:
     shown.sort(key=lambda setting: order.get(setting.section, len(order)))
     for section, settings in groupby(shown, key=lambda setting: setting.section):
         title = "the user's own" if section == "extra" else section
-        lines += ["", title, *(line for setting in settings for line in _row(setting))]
-    lines += _differences(explanation)
+        lines += ["", title, *(line for setting in settings for line in _setting_lines(setting))]
+    lines += _all_difference_lines(explanation)
     if explanation.violations:
         lines += ["", "rules"]
         for violation in explanation.violations:
-            lines += _wrapped(str(violation), "  ", "    ")
+            lines += _wrapped_lines(str(violation), "  ", "    ")
     if explanation.notes:
-        lines += ["", "notes", *(line for note in explanation.notes for line in _wrapped(note, "  ", "  "))]
+        lines += [
+            "",
+            "notes",
+            *(line for note in explanation.notes for line in _wrapped_lines(note, "  ", "  ")),
+        ]
     if explanation.environment:
         lines += ["", "environment of the published launch"]
-        lines += _wrapped(" ".join(explanation.environment), "  ", "  ")
+        lines += _wrapped_lines(" ".join(explanation.environment), "  ", "  ")
     return "\n".join(lines)
 
 
-def _row(setting: Setting) -> Iterator[str]:
+def _setting_lines(setting: Setting) -> Iterator[str]:
     mark = "*" if setting.differs else " "
     long = len(setting.value) > _VALUE
     value = "" if long else setting.value
@@ -54,7 +58,7 @@ def _row(setting: Setting) -> Iterator[str]:
         yield (head + tail).rstrip()
 
 
-def _differences(explanation: Explanation) -> Iterator[str]:
+def _all_difference_lines(explanation: Explanation) -> Iterator[str]:
     differences = explanation.differences
     recipe = [setting for setting in differences if not setting.of_model]
     groups = (
@@ -70,13 +74,13 @@ def _differences(explanation: Explanation) -> Iterator[str]:
             yield ""
             yield title
         for setting in settings:
-            yield from _difference(setting)
+            yield from _difference_lines(setting)
     if sources := dict.fromkeys(setting.source for setting in differences):
         yield ""
-        yield from _wrapped(f"published in: {'; '.join(sources)}", "", "  ")
+        yield from _wrapped_lines(f"published in: {'; '.join(sources)}", "", "  ")
 
 
-def _difference(setting: Setting) -> Iterator[str]:
+def _difference_lines(setting: Setting) -> Iterator[str]:
     where = setting.field if setting.of_model else "published"
     default = "" if setting.passed or setting.value == NOT_PASSED else " (not passed: Megatron's default)"
     if max(len(setting.value), len(setting.published or "")) > _VALUE:  # a pattern: one above the other
@@ -87,10 +91,10 @@ def _difference(setting: Setting) -> Iterator[str]:
     else:
         yield f"  {setting.name:<{_NAME}} {setting.value:<{_VALUE}} {where} {setting.published}{default}"
     if setting.why:
-        yield from _wrapped(setting.why, "      ", "      ")
+        yield from _wrapped_lines(setting.why, "      ", "      ")
 
 
-def _wrapped(line: str, first: str, rest: str) -> list[str]:
+def _wrapped_lines(line: str, first: str, rest: str) -> list[str]:
     return textwrap.wrap(
         line,
         WIDTH,

@@ -1,94 +1,94 @@
-"""What to tell Megatron: config + layout + precision + backend + schedule -> flags.
+"""What to tell Megatron: a launch becomes the options of the stock `pretrain_hybrid.py`.
 
-Standard library only. They are options of the stock `pretrain_hybrid.py` (of `pretrain_mamba.py` in
-megatron-core 0.17), whose parser refuses unknown ones: `versions` knows which version has which.
+Standard library only. Megatron's parser refuses unknown options; `versions` knows which version has which.
+
+The backends:
+
+auto   for a GPU with or without Transformer Engine: requires nothing of it. The spec chooses per module.
+       Slower than te: no fused permutation, no fused gradient accumulation.
+te     for a GPU with Transformer Engine: every fused path. Without the package it ends in an error.
+torch  neither Transformer Engine nor Apex, any device. The launcher decides about gloo, CPU
+       initialization and worker processes.
+
+The parser of Megatron 0.19 (run on a machine without GPU and Transformer Engine) accepts `--moe-latent-size`
+with `--transformer-impl local`. `--moe-grouped-gemm` asks CUDA for its compute capability and raises without
+a GPU. `--moe-permute-fusion`, `--fp8-format` with MoE, and `--fp4-format` raise without Transformer Engine.
+
+The router computes in FP32 in every precision (`--moe-router-dtype fp32` for every MoE model). Flags alone
+cannot describe nvfp4, the table of `precision.table`: attention projections, latent projections and MTP stay
+in BF16 and Mamba's output projection is in MXFP8. That is said per module in a `--te-precision-config-file`,
+which `nemotron3 precision NAME --output FILE` writes. Without the file Megatron silently quantizes all of
+them to NVFP4. So a rule requires the file, unless `allow_plain_nvfp4=True` asks for exactly that. With
+`emulate` Megatron is asked for BF16, and linears of the torch backend compute NVFP4 by the same file and the
+same BF16 layers: Megatron refuses `--fp4-format` without Transformer Engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from megatron_nemotron3.args import rules
 from megatron_nemotron3.args.architecture import architecture_flags, emit
-from megatron_nemotron3.args.backend import backend_flags
-from megatron_nemotron3.args.data import TrainingData
-from megatron_nemotron3.args.flag import Flag, parse
-from megatron_nemotron3.args.layout import ParallelLayout
-from megatron_nemotron3.args.pipeline import cut_pattern
-from megatron_nemotron3.args.precision import precision_flags
+from megatron_nemotron3.args.flag import Flag
+from megatron_nemotron3.args.flag import parse as parse_words
+from megatron_nemotron3.args.launch import Launch, TrainingData
+from megatron_nemotron3.args.layout import cut_pattern
 from megatron_nemotron3.args.schedule import TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.precision.table import bf16_tail
 
 _Items = Iterable[tuple[str, object, str]]
+_Options = list[tuple[str, tuple[object, ...]]]
+
+# Gradient accumulation fusion needs Apex for the output layer, which no spec can replace.
+_EVERYWHERE = ("--no-create-attention-mask-in-dataloader",)
+_FLAGS: dict[str, tuple[str, ...]] = {
+    "auto": ("--no-gradient-accumulation-fusion",),
+    "te": (
+        "--transformer-impl transformer_engine",
+        # NVIDIA's files disagree (flash, fused); auto takes what is installed, flash first.
+        "--attention-backend auto",
+        "--cross-entropy-loss-fusion",
+        "--cross-entropy-fusion-impl native",
+    ),
+    "torch": (
+        "--transformer-impl local",
+        "--attention-backend unfused",
+        "--no-gradient-accumulation-fusion",
+        "--no-masked-softmax-fusion",
+        "--no-persist-layer-norm",
+        "--no-bias-dropout-fusion",
+    ),
+}
+_MOE_FLAGS: dict[str, tuple[str, ...]] = {
+    "auto": (),
+    "te": ("--moe-grouped-gemm", "--moe-permute-fusion", "--use-fused-weighted-squared-relu"),
+    "torch": (),
+}
 
 
-def flags(
-    config: Nemotron3Config,
-    layout: ParallelLayout | None = None,
-    *,
-    precision: str = "bf16",
-    backend: str = "auto",
-    schedule: TrainingSchedule | None = None,
-    data: TrainingData | None = None,
-    extra: Sequence[str] = (),
-    te_precision_config_file: str | None = None,
-    allow_plain_nvfp4: bool = False,
-    emulate: bool = False,
-    compute_capability: tuple[int, int] | None = None,
-    distributed_optimizer: bool = True,
-    megatron_core: str | None = None,
-) -> list[Flag]:
-    """The flags, by section. Pure: the same arguments, with `megatron_core`, give the same flags anywhere.
-
-    Args:
-        config: the model.
-        layout: None: one rank.
-        precision: "bf16", "fp32", "mxfp8" or "nvfp4".
-        backend: "auto", "te" or "torch" (`backend.py` says which is for what).
-        schedule: `schedule.published(config)`, `schedule.smoke(config)` or your own. None: the batch, length
-            and learning rate are left to the caller, and only `--micro-batch-size 1` is emitted.
-        data: None: no data flags; the caller appends its own.
-        extra: more words for Megatron's command line. An option given here replaces the one emitted.
-        te_precision_config_file: path of the per-module precision file; nvfp4 requires it.
-        allow_plain_nvfp4: nvfp4 without the file, which quantizes more than the published recipe.
-        emulate: nvfp4 computed by the torch backend's linears on any device, instead of on FP4 hardware.
-        compute_capability: of the GPU that will train, (10, 0) for a B200; None: not known here.
-        distributed_optimizer: also at dp=1, as in NVIDIA's launches: its checkpoints do not load into the
-            plain optimizer, so a run started without could not grow later.
-        megatron_core: version the flags are for, "0.18" or "main"; None: the installed one, else 0.19.
+def flags(launch: Launch) -> list[Flag]:
+    """Return the flags of a launch, by section. The same launch gives the same flags on any machine, if it
+    names its `megatron_core`.
 
     Returns:
-        Flags in the order of `flag.SECTIONS`. `to_argv` makes words of them, `render` text.
+        Flags in the order of `flag.SECTIONS`. `to_argv` turns them into words, `render` into text.
 
     Raises:
         RuleError: one or more rules of severity "error" are violated; all are listed.
-        ValueError: an unknown precision, backend or megatron-core, or `extra` that starts with a value.
     """
-    layout = layout or ParallelLayout()
-    rules.enforce(
-        config,
-        layout,
-        precision,
-        backend,
-        schedule,
-        extra=extra,
-        te_precision_config_file=te_precision_config_file,
-        allow_plain_nvfp4=allow_plain_nvfp4,
-        emulate=emulate,
-        compute_capability=compute_capability,
-        megatron_core=megatron_core,
-    )
-    schedule = schedule or TrainingSchedule()
-    seq_length = schedule.seq_length or config.seq_length
+    rules.enforce(launch)
+    schedule = launch.schedule or TrainingSchedule()
+    pattern = cut_pattern(launch.config, launch.layout, launch.seq_length)
     result = [
-        *architecture_flags(config, layout, cut_pattern(config, layout, seq_length), seq_length, backend),
-        *_section("parallelism", _parallelism(config, layout, backend, distributed_optimizer)),
-        *_section("precision", _precision(config, precision, te_precision_config_file, emulate)),
-        *_section("optimization", _optimization(config, schedule, backend)),
-        *_section("data", _data(data)),
-        *_section("logging", _logging(schedule, data)),
+        *architecture_flags(launch.config, launch.layout, pattern, launch.seq_length, launch.backend),
+        *_section("parallelism", _parallelism_items(launch)),
+        *_section("precision", _precision_items(launch)),
+        *_section("optimization", _optimization_items(launch, schedule)),
+        *_section("data", _data_items(launch.data)),
+        *_section("logging", _logging_items(schedule, launch.data)),
     ]
-    given = parse(extra)
+    given = parse_words(launch.extra)
     replaced = {flag.name for flag in given}
     return [flag for flag in result if flag.name not in replaced] + given
 
@@ -97,33 +97,63 @@ def _section(section: str, items: _Items) -> list[Flag]:
     return [flag for name, value, origin in items for flag in emit(name, value, section, origin)]
 
 
-def _parallelism(
-    config: Nemotron3Config, layout: ParallelLayout, backend: str, distributed_optimizer: bool
-) -> _Items:
+def _parallelism_items(launch: Launch) -> _Items:
+    layout = launch.layout
     yield "--tensor-model-parallel-size", layout.tp, "layout.tp"
     yield "--sequence-parallel", layout.sequence_parallel, "layout.sp"
     # Virtual stages need no flag: Megatron counts the cuts of the pattern.
     yield "--pipeline-model-parallel-size", layout.pp, "layout.pp"
     yield "--context-parallel-size", layout.cp, "layout.cp"
-    if config.is_moe:
+    if launch.config.is_moe:
         yield "--expert-model-parallel-size", layout.ep, "layout.ep"
         yield "--expert-tensor-parallel-size", layout.etp, "layout.etp"
         # No --moe-shared-expert-overlap: Megatron refuses it together with latent experts.
         yield "--moe-token-dispatcher-type", "alltoall", "family"
-    yield "--use-distributed-optimizer", distributed_optimizer, "distributed_optimizer"
-    if backend != "torch":
-        yield "--overlap-grad-reduce", distributed_optimizer, "backend"
-        yield "--overlap-param-gather", distributed_optimizer, "backend"
+    yield "--use-distributed-optimizer", launch.distributed_optimizer, "distributed_optimizer"
+    if launch.backend != "torch":
+        yield "--overlap-grad-reduce", launch.distributed_optimizer, "backend"
+        yield "--overlap-param-gather", launch.distributed_optimizer, "backend"
 
 
-def _precision(config: Nemotron3Config, precision: str, file: str | None, emulate: bool) -> _Items:
-    for name, values in precision_flags(config, precision, file, emulate):
+def _precision_items(launch: Launch) -> _Items:
+    for name, values in _precision_values(launch):
         yield name, values or True, "precision"
-    if config.is_moe:
+    if launch.config.is_moe:
         yield "--moe-router-dtype", "fp32", "family"
 
 
-def _optimization(config: Nemotron3Config, schedule: TrainingSchedule, backend: str) -> _Items:
+def _precision_values(launch: Launch) -> _Options:
+    """(option, values) of the precision, without the router's."""
+    if launch.precision == "fp32":  # Megatron's default: no option
+        return []
+    options: _Options = [("--bf16", ())]
+    if launch.precision == "bf16":
+        return options
+    if not launch.emulate:
+        kind, number_format, recipe = (
+            ("fp4", "e2m1", "nvfp4") if launch.precision == "nvfp4" else ("fp8", "e4m3", "mxfp8")
+        )
+        options += [(f"--{kind}-format", (number_format,)), (f"--{kind}-recipe", (recipe,))]
+    # NVIDIA's MXFP8 test of Super keeps the same tail. The count at the start defaults to 1 in Megatron.
+    options += [
+        ("--first-last-layers-bf16", ()),
+        ("--num-layers-at-start-in-bf16", (0,)),
+        ("--num-layers-at-end-in-bf16", (bf16_tail(launch.config),)),
+    ]
+    if launch.config.is_moe and not launch.emulate:  # pad every expert's tokens to the GEMM's alignment
+        options.append(("--moe-router-padding-for-quantization", ()))
+    if launch.te_precision_config_file:
+        options.append(("--te-precision-config-file", (launch.te_precision_config_file,)))
+    return options
+
+
+def _backend_values(config: Nemotron3Config, backend: str) -> _Options:
+    """(option, values) that a backend needs."""
+    lines = _FLAGS[backend] + (_MOE_FLAGS[backend] if config.is_moe else ()) + _EVERYWHERE
+    return [(name, tuple(values)) for name, *values in (line.split() for line in lines)]
+
+
+def _optimization_items(launch: Launch, schedule: TrainingSchedule) -> _Items:
     unit = schedule.unit
     for field in ("micro_batch_size", "global_batch_size"):
         yield f"--{field.replace('_', '-')}", getattr(schedule, field), f"schedule.{field}"
@@ -136,11 +166,11 @@ def _optimization(config: Nemotron3Config, schedule: TrainingSchedule, backend: 
     styles = () if wsd and not schedule.length("lr_wsd_decay") else ("lr_decay_style",)
     for field in (*fields, *styles, *(("lr_wsd_decay_style",) if wsd and styles else ())):
         yield f"--{field.replace('_', '-')}", getattr(schedule, field), f"schedule.{field}"
-    for name, values in backend_flags(config, backend):
+    for name, values in _backend_values(launch.config, launch.backend):
         yield name, values or True, "backend"
 
 
-def _data(data: TrainingData | None) -> _Items:
+def _data_items(data: TrainingData | None) -> _Items:
     fields = (
         "data_path",
         "split",
@@ -154,7 +184,7 @@ def _data(data: TrainingData | None) -> _Items:
         yield f"--{field.replace('_', '-')}", getattr(data, field) or None, f"data.{field}"
 
 
-def _logging(schedule: TrainingSchedule, data: TrainingData | None) -> _Items:
+def _logging_items(schedule: TrainingSchedule, data: TrainingData | None) -> _Items:
     yield "--log-interval", schedule.log_interval, "schedule.log_interval"
     yield "--log-throughput", True, "default"
     yield "--eval-interval", schedule.eval_interval, "schedule.eval_interval"

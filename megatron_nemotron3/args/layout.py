@@ -1,4 +1,4 @@
-"""How a model is spread over ranks: one frozen dataclass, and the published layouts. Standard library only.
+"""How a model is spread over ranks: `ParallelLayout`, published ones, pipeline cuts. Standard library only.
 
 Attention, Mamba, shared experts and embeddings live on a grid of tp x cp x dp x pp ranks; routed experts on
 the same ranks cut another way, etp x ep x edp x pp.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models import pattern as _pattern
+from megatron_nemotron3.models.flops import layer_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +18,7 @@ class ParallelLayout:
     """Sizes of the parallel dimensions. `world_size` follows from them.
 
     Raises:
-        ValueError: a size that is no positive integer. What a model makes of a layout: `rules.check`.
+        ValueError: a size that is no positive integer. Whether a model fits a layout: `rules.check`.
     """
 
     #: Tensor parallel (`--tensor-model-parallel-size`).
@@ -84,3 +86,32 @@ _PUBLISHED = {
 def published_layout(config: Nemotron3Config) -> ParallelLayout | None:
     """The layout of the model's public pre-training launch script; None where there is none."""
     return _PUBLISHED.get(config.name)
+
+
+def last_stage_cost(config: Nemotron3Config, seq_length: int) -> float:
+    """Forward FLOPs per token that only the last pipeline stage computes: the output layer and MTP.
+
+    Every MTP depth passes through the output layer, too. Megatron always puts a hybrid's MTP on the last
+    stage.
+    """
+    output = 2.0 * config.vocab_size * config.hidden_size
+    inner = sum(layer_flops(config, kind, seq_length) for kind in config.mtp_pattern or "")
+    depth = inner + 2.0 * 2 * config.hidden_size**2 + output  # eh_proj is [d, 2d]
+    return output + config.mtp_num_layers * depth
+
+
+def cut_pattern(config: Nemotron3Config, layout: ParallelLayout, seq_length: int | None = None) -> str:
+    """The value of `--hybrid-layer-pattern`: pp * vpp stages of about equal work, then the MTP depths.
+
+    Raises:
+        ValueError: fewer layers than stages.
+    """
+    mtp = (config.mtp_pattern or "",) * config.mtp_num_layers
+    if layout.stages == 1:
+        return _pattern.join_stages((config.pattern,), mtp)
+    tokens = seq_length or config.seq_length
+    cost = {kind: layer_flops(config, kind, tokens) for kind in set(config.pattern)}
+    stages = _pattern.cut(
+        config.pattern, layout.stages, cost, last_stage_extra=last_stage_cost(config, tokens)
+    )
+    return _pattern.join_stages(stages, mtp)

@@ -55,12 +55,12 @@ _BELOW = {
 }
 
 
-def _first(options: Options, name: str) -> str | None:
+def _first_value(options: Options, name: str) -> str | None:
     return (options.get(name) or (None,))[0]
 
 
 def _kv_channels(options: Options) -> str | None:
-    hidden, heads = _first(options, "--hidden-size"), _first(options, "--num-attention-heads")
+    hidden, heads = _first_value(options, "--hidden-size"), _first_value(options, "--num-attention-heads")
     if not (hidden and heads and hidden.isdecimal() and heads.isdecimal() and int(heads)):
         return None
     return str(int(hidden) // int(heads))
@@ -69,8 +69,10 @@ def _kv_channels(options: Options) -> str | None:
 #: Option -> what Megatron derives it from (validate_args of megatron/training/arguments.py).
 _DERIVED: dict[str, Callable[[Options], str | None]] = {
     "--kv-channels": _kv_channels,
-    "--moe-ffn-hidden-size": lambda options: _first(options, "--ffn-hidden-size"),
-    "--expert-tensor-parallel-size": lambda options: _first(options, "--tensor-model-parallel-size") or "1",
+    "--moe-ffn-hidden-size": lambda options: _first_value(options, "--ffn-hidden-size"),
+    "--expert-tensor-parallel-size": lambda options: (
+        _first_value(options, "--tensor-model-parallel-size") or "1"
+    ),
 }
 
 

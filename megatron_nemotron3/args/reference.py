@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from megatron_nemotron3.args.architecture import MODEL, MOE, MTP, emit
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.args.flags import flags
+from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.phases import phase
 from megatron_nemotron3.models import Nemotron3Config
@@ -48,7 +49,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Launch:
+class PublicLaunch:
     """What the public launch of a model had that neither a layout nor a schedule says."""
 
     #: "3072 H100", in words.
@@ -76,10 +77,10 @@ _ENVIRONMENT = (
 _NANO, _SUPER = "Nano report (arXiv 2512.20848)", "Super report (arXiv 2604.12374)"
 _ULTRA = "Ultra report (arXiv 2606.15007)"
 
-LAUNCHES: dict[str, Launch] = {
-    "nano": Launch("3072 H100", "bf16", _NANO, _NANO),
-    "super": Launch("3072 GB200", "nvfp4", f"{_SUPER}, table 3", _SUPER, _HYBRID_EP),
-    "ultra": Launch(
+LAUNCHES: dict[str, PublicLaunch] = {
+    "nano": PublicLaunch("3072 H100", "bf16", _NANO, _NANO),
+    "super": PublicLaunch("3072 GB200", "nvfp4", f"{_SUPER}, table 3", _SUPER, _HYBRID_EP),
+    "ultra": PublicLaunch(
         "6144 GB200",
         "nvfp4",
         f"{_ULTRA}, section 2.2",
@@ -151,10 +152,10 @@ def reference(config: Nemotron3Config, name: str = "published") -> dict[str, Ref
     Raises:
         ValueError: the model has no such phase.
     """
-    return {**dict(_model(config)), **dict(_phase(config, name))}
+    return {**dict(_model_references(config)), **dict(_phase_references(config, name))}
 
 
-def _model(config: Nemotron3Config) -> Iterator[tuple[str, Reference]]:
+def _model_references(config: Nemotron3Config) -> Iterator[tuple[str, Reference]]:
     catalog = config.source or "the catalog"
 
     def row(value: str, origin: str, field: str, of_model: bool = True, required: bool = True) -> Reference:
@@ -194,15 +195,15 @@ def _model(config: Nemotron3Config) -> Iterator[tuple[str, Reference]]:
         yield name, row(NOT_PASSED, "family", f"family: {why}", required=False)
 
 
-def _phase(config: Nemotron3Config, name: str) -> Iterator[tuple[str, Reference]]:
+def _phase_references(config: Nemotron3Config, name: str) -> Iterator[tuple[str, Reference]]:
     """Layout, schedule and precision of a published phase, as far as stated."""
     launch = LAUNCHES.get(config.name)
     if launch is None:
         return
     described, launched = phase(config, name), has_launch(config, name)
-    emitted = flags(
-        config,
-        described.layout,
+    described_launch = Launch(
+        config=config,
+        layout=described.layout or ParallelLayout(),
         precision=launch.precision if launched else "bf16",
         backend="te",
         schedule=described.schedule,
@@ -210,6 +211,7 @@ def _phase(config: Nemotron3Config, name: str) -> Iterator[tuple[str, Reference]
         te_precision_config_file="FILE" if launched and launch.precision == "nvfp4" else None,
         megatron_core=VERSION,
     )
+    emitted = flags(described_launch)
     words = {"layout", "precision", "distributed_optimizer", "schedule", "extra"}
     if not launched:
         words -= {"precision", "distributed_optimizer"} | (set() if described.layout else {"layout"})
@@ -269,13 +271,12 @@ def _precision_options(config: Nemotron3Config) -> set[str]:
     """Every option that a precision adds."""
     names = {"--fp16"}
     for precision in ("mxfp8", "nvfp4"):
-        given = flags(
-            config,
-            ParallelLayout(),
+        launch = Launch(
+            config=config,
             precision=precision,
             backend="te",
             te_precision_config_file="FILE",
             megatron_core=VERSION,
         )
-        names |= {flag.name for flag in given if flag.origin == "precision"}
+        names |= {flag.name for flag in flags(launch) if flag.origin == "precision"}
     return names

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_nemotron3.args.rule import Context, Rule, divides, divisors
+from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args.rule import Rule, divisors
 from megatron_nemotron3.models.config import MAMBA_CONV_KERNEL
 
 _MIXER = "megatron/core/ssm/mamba_mixer.py"
@@ -18,14 +19,14 @@ _STATE = "megatron/core/parallel_state.py"
 def _split(name: str, field: str, size: str, kind: str, source: str) -> Rule:
     """`config.field` must be divisible by `layout.size` if the model has layers of that kind."""
 
-    def whole(c: Context) -> int | None:
+    def whole(c: Launch) -> int | None:
         value: int | None = getattr(c.config, field)
         return value
 
-    def violated(c: Context) -> bool:
-        return kind in c.kinds and not divides(getattr(c.layout, size), whole(c))
+    def violated(c: Launch) -> bool:
+        return kind in c.kinds and (whole(c) or 0) % getattr(c.layout, size) != 0
 
-    def message(c: Context) -> str:
+    def message(c: Launch) -> str:
         return (
             f"{field}={whole(c)} is not divisible by {size.upper()}={getattr(c.layout, size)}: "
             f"use {size.upper()} {divisors(whole(c) or 1, 64)}"
@@ -34,11 +35,11 @@ def _split(name: str, field: str, size: str, kind: str, source: str) -> Rule:
     return Rule(name, violated, message, source)
 
 
-def _rank_groups(c: Context) -> int:
+def _rank_groups(c: Launch) -> int:
     return c.config.mamba_num_groups // c.layout.tp
 
 
-def _mamba_cp_groups(c: Context) -> bool:
+def _mamba_cp_groups(c: Launch) -> bool:
     """Groups are split over CP ranks, or a group's heads are: one count must divide the other."""
     groups, cp = _rank_groups(c), c.layout.cp
     if "M" not in c.kinds or groups == 0:  # rule mamba-groups-tp speaks
@@ -46,22 +47,22 @@ def _mamba_cp_groups(c: Context) -> bool:
     return (cp % groups if groups < cp else groups % cp) != 0
 
 
-def _kv_groups(c: Context) -> bool:
+def _kv_groups(c: Launch) -> bool:
     # With fewer groups than ranks Megatron gathers the QKV activations and every rank keeps the group its
     # query heads need: allowed, and how Ultra ran (2 groups at TP 8).
     groups, tp = c.config.num_query_groups, c.layout.tp
     return groups % tp != 0 and tp % groups != 0
 
 
-def _qkv_rows(c: Context) -> int:
+def _qkv_rows(c: Launch) -> int:
     return (c.config.num_attention_heads + 2 * c.config.num_query_groups) * c.config.kv_channels
 
 
-def _dense_ranks(c: Context) -> int:
+def _dense_ranks(c: Launch) -> int:
     return c.layout.tp * c.layout.cp * c.layout.dp
 
 
-def _number(attribute: str) -> Callable[[Context], int]:
+def _layout_size(attribute: str) -> Callable[[Launch], int]:
     return lambda c: getattr(c.layout, attribute)
 
 
@@ -231,7 +232,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 )
 
 
-def _smallest_dp(c: Context) -> int:
+def _smallest_dp(c: Launch) -> int:
     """The smallest dp with which the expert grid closes."""
     ranks = c.layout.tp * c.layout.cp
     return next(dp for dp in range(1, c.layout.expert_ranks + 1) if ranks * dp % c.layout.expert_ranks == 0)

@@ -1,13 +1,23 @@
-"""Options in `extra` that are known not to work with this family. Standard library only."""
+"""Options in `extra` that fail with this family: alone, in combination, or in one version of Megatron."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
-from megatron_nemotron3.args.rule import Context, Rule, Severity
+from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args.rule import Rule, Severity
+from megatron_nemotron3.args.versions import DEFAULT, unknown_options
 
 _ARGUMENTS = "megatron/training/arguments.py"
+_MTP = "megatron/core/transformer/multi_token_prediction.py"
+
+#: Options under which some tokens of a sequence do not count in the loss.
+_MASKING = ("--sft", "--eod-mask-loss", "--rl-use-sequence-packing")
+#: Share by which the weight of MTP's loss may be off on a rank without a word.
+_TOLERATED = 1e-2
+_PER_TOKEN = "--calculate-per-token-loss"
+_RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 
 #: What the caller says through config, layout, schedule or backend, so that rules can see it.
 _RESERVED = {
@@ -51,7 +61,7 @@ _FP32_LOCAL = "--ddp-param-name-patterns-for-fp32-local-accumulation"
 _OUTPUT_LAYER = "module.output_layer.weight"
 
 
-def _bf16_gradients(c: Context) -> str:
+def _bf16_gradients(c: Launch) -> str:
     """The option that makes the output layer accumulate its gradient in BF16, or ""."""
     if any(p == "all" or fnmatchcase(_OUTPUT_LAYER, p) for p in c.options.get(_FP32_LOCAL, ())):
         return ""
@@ -65,7 +75,7 @@ def _option(
     flag: str,
     reason: str,
     source: str,
-    when: Callable[[Context], object] = lambda c: True,
+    when: Callable[[Launch], object] = lambda c: True,
     severity: Severity = "error",
 ) -> Rule:
     """`flag` is given and `when` holds. The rule has the flag's name."""
@@ -78,24 +88,41 @@ def _option(
     )
 
 
-def _dispatcher(c: Context) -> str:
+def _dispatcher(c: Launch) -> str:
     return (c.options.get("--moe-token-dispatcher-type") or ("alltoall",))[0]
 
 
-def _recomputed(c: Context) -> tuple[str, ...]:
+def _recomputed(c: Launch) -> tuple[str, ...]:
     """Modules of `--recompute-modules`."""
     return c.options.get("--recompute-modules") or ()
 
 
-def _recompute(c: Context) -> tuple[str, str]:
+def _recompute(c: Launch) -> tuple[str, str]:
     """Granularity and method, "" where not given."""
     given = (c.options.get(f"--recompute-{name}") or ("",) for name in ("granularity", "method"))
     granularity, method = (values[0] for values in given)
     return granularity, method
 
 
-def _recompute_chunk(c: Context) -> str:
+def _recompute_chunk(c: Launch) -> str:
     return (c.options.get("--recompute-num-layers") or ("1",))[0]
+
+
+def _mtp_error(c: Launch) -> float:
+    """By how much rank 0, which has the end of every sequence, weighs MTP too heavily."""
+    held, depth = c.seq_length / c.layout.cp, c.config.mtp_num_layers
+    if held <= depth:
+        return 1.0
+    return (held / (held - depth)) / (c.seq_length / (c.seq_length - depth)) - 1
+
+
+def _several_buckets(c: Launch) -> str:
+    """Why gradients lie in more than one bucket, or ""."""
+    if c.backend != "torch" or "--overlap-grad-reduce" in c.options:
+        return "--overlap-grad-reduce"
+    if c.config.has_mtp and c.layout.pp > 1:
+        return f"the embedding that MTP shares over PP={c.layout.pp}"
+    return ""
 
 
 OPTION_RULES: tuple[Rule, ...] = (
@@ -227,6 +254,75 @@ OPTION_RULES: tuple[Rule, ...] = (
             and c.config.mtp_use_repeated_layer
             and c.config.mtp_num_layers > 1
         ),
+        "warning",
+    ),
+)
+
+#: Options and layouts that work one by one and fail together.
+COMBINATION_RULES: tuple[Rule, ...] = (
+    Rule(
+        "mtp-cp",
+        lambda c: c.config.has_mtp and c.layout.cp > 1 and _mtp_error(c) > _TOLERATED,
+        lambda c: (
+            f"MTP with CP={c.layout.cp}: Megatron weighs the MTP loss by each rank's own tokens; its "
+            f"gradients are off by up to {_mtp_error(c):.1g} at seq_length={c.seq_length}. Use cp=1 to have "
+            "them right"
+        ),
+        _MTP,
+        "warning",
+    ),
+    Rule(
+        "masked-mtp-cp",
+        lambda c: c.config.has_mtp and c.layout.cp > 1 and c.first_of(*_MASKING),
+        lambda c: (
+            f"{c.first_of(*_MASKING)} with MTP and CP={c.layout.cp}: ranks hold different numbers of tokens "
+            "that count, and Megatron weighs the MTP loss by each rank's own: use cp=1"
+        ),
+        _MTP,
+    ),
+    Rule(
+        "masked-mean-cp",
+        lambda c: (
+            c.layout.cp > 1 and c.first_of(*_MASKING) and not c.config.has_mtp and _PER_TOKEN not in c.options
+        ),
+        lambda c: (
+            f"{c.first_of(*_MASKING)} with CP={c.layout.cp}: ranks hold different numbers of tokens that "
+            f"count, and each takes the mean of its own: add {_PER_TOKEN}"
+        ),
+        "megatron/core/pipeline_parallel/schedules.py",
+    ),
+    Rule(
+        "reshardable-buckets",
+        lambda c: _RESHARDABLE in c.options and _several_buckets(c),
+        lambda c: (
+            f"{_RESHARDABLE} with gradients in several buckets ({_several_buckets(c)}): megatron-core 0.19 "
+            "saves an optimizer state shifted by the padding between them; drop it and resume at the same "
+            "TP and PP, or keep one bucket"
+        ),
+        "megatron/core/optimizer/distrib_optimizer.py; Megatron-LM #5077",
+    ),
+)
+
+#: What one supported version of megatron-core refuses and another accepts.
+VERSION_RULES: tuple[Rule, ...] = (
+    Rule(
+        "option-of-another-version",
+        lambda c: unknown_options(c.options, c.version),
+        lambda c: (
+            f"the parser of megatron-core {c.version} stops at "
+            + ", ".join(f"{name} ({why})" for name, why in unknown_options(c.options, c.version).items())
+            + ": drop it, or use a version that has it"
+        ),
+        _ARGUMENTS,
+    ),
+    Rule(
+        "mtp-without-te",
+        lambda c: c.version == "0.20" and c.config.has_mtp and c.backend != "te",
+        lambda c: (
+            f"MTP on megatron-core {c.version} raises TypeError when it is built on a GPU without "
+            f"TransformerEngine: install it, or use megatron-core {DEFAULT}; cpu_mode avoids it on a CPU"
+        ),
+        "megatron/core/tensor_parallel/inference_layers.py",
         "warning",
     ),
 )

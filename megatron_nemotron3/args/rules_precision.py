@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_nemotron3.args.precision import FP4_CAPABILITIES, MXFP8_BLOCK, NVFP4_BLOCK
-from megatron_nemotron3.args.rule import Context, Rule
+from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args.rule import Rule
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
+from megatron_nemotron3.precision.numerics import MXFP8_BLOCK, NVFP4_BLOCK
 from megatron_nemotron3.precision.table import BF16, MXFP8, NVFP4, kind_named
 
 _ARGUMENTS = "megatron/training/arguments.py"
 _CONFIG = "megatron/core/transformer/transformer_config.py"
 _TE = "Transformer Engine's quantizers; megatron/core/fp4_utils.py"
 
+#: CUDA compute capabilities that Transformer Engine's documentation names for training in NVFP4. Its code
+#: lets every GPU from 10.0 pass; from 12.0 MXFP8 is refused and stochastic rounding gave zeros (TE #3281).
+FP4_CAPABILITIES = ((10, 0), (10, 3))
+
 #: Elements FP4 needs per row for a 16-byte aligned address.
 _FP4_ROW = 32
 
 
-def _has_file(c: Context) -> bool:
+def _has_file(c: Launch) -> bool:
     return bool(c.te_precision_config_file) or "--te-precision-config-file" in c.options
 
 
-def _local_shapes(c: Context) -> Iterator[tuple[str, tuple[int, ...], int]]:
+def _local_shapes(c: Launch) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """Weights of the decoder's quantized GEMMs as one rank holds them: (name, [output, input], block)."""
     sizes = symbol_sizes(c.config)
     for symbol in sorted(set(c.config.pattern)):
@@ -41,7 +46,7 @@ def _local_shapes(c: Context) -> Iterator[tuple[str, tuple[int, ...], int]]:
             yield f"{symbol} {row.hf[0].name}", tuple(shape), block
 
 
-def _misaligned(c: Context, at_least: int = 1) -> list[str]:
+def _misaligned(c: Launch, at_least: int = 1) -> list[str]:
     """Weights whose local dimensions are no multiples of their block, or of `at_least`."""
     return [
         f"{name} {list(shape)} (multiples of {max(block, at_least)})"
@@ -50,14 +55,14 @@ def _misaligned(c: Context, at_least: int = 1) -> list[str]:
     ]
 
 
-def _alignment_message(c: Context) -> str:
+def _alignment_message(c: Launch) -> str:
     return (
         f"{c.precision} quantizes in blocks that weights at TP={c.layout.tp} ETP={c.layout.etp} do "
         f"not fill: {', '.join(_misaligned(c))}. Use another TP or bf16"
     )
 
 
-def _tokens(c: Context) -> int:
+def _tokens(c: Launch) -> int:
     """Tokens of a microbatch on one rank's GEMMs (sequence parallelism gathers them)."""
     micro = c.schedule.micro_batch_size if c.schedule else 1
     return micro * c.seq_length // c.layout.cp
@@ -67,7 +72,7 @@ def _capability(number: tuple[int, int]) -> str:
     return f"{number[0]}.{number[1]}"
 
 
-def _block(c: Context) -> int:
+def _block_size(c: Launch) -> int:
     return MXFP8_BLOCK if c.precision == "mxfp8" else NVFP4_BLOCK
 
 
@@ -171,10 +176,11 @@ PRECISION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "token-alignment",
-        lambda c: c.quantized and _tokens(c) % _block(c),
+        lambda c: c.quantized and _tokens(c) % _block_size(c),
         lambda c: (
-            f"{c.precision} wants the {_tokens(c)} tokens of a microbatch (micro_batch_size*seq_length/CP) "
-            f"to be a multiple of {_block(c)}: use seq_length a multiple of {_block(c) * c.layout.cp}"
+            f"{c.precision} needs the {_tokens(c)} tokens of a microbatch (micro_batch_size*seq_length/CP) "
+            f"to be a multiple of {_block_size(c)}: use seq_length a multiple of "
+            f"{_block_size(c) * c.layout.cp}"
         ),
         _TE,
     ),

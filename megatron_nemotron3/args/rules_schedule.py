@@ -2,51 +2,52 @@
 
 from __future__ import annotations
 
-from megatron_nemotron3.args.rule import Context, Rule
+from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args.rule import Rule
 from megatron_nemotron3.args.schedule import TrainingSchedule
 
 _ARGUMENTS = "megatron/training/arguments.py"
 _SCHEDULER = "megatron/core/optimizer_param_scheduler.py"
 
 
-def _schedule(c: Context) -> TrainingSchedule:
+def _schedule(c: Launch) -> TrainingSchedule:
     assert c.schedule is not None
     return c.schedule
 
 
-def _replicas(c: Context) -> int:
+def _replicas(c: Launch) -> int:
     """Sequences of one microbatch over all data-parallel ranks."""
     return _schedule(c).micro_batch_size * c.layout.dp
 
 
-def _has_batch(c: Context) -> bool:
+def _has_batch(c: Launch) -> bool:
     return c.schedule is not None and c.schedule.global_batch_size is not None
 
 
-def _batch(c: Context) -> int:
+def _batch(c: Launch) -> int:
     return _schedule(c).global_batch_size or 0
 
 
-def _vpp_group(c: Context) -> int:
+def _vpp_group(c: Launch) -> int:
     """Microbatches a virtual stage runs one after the other."""
     given = c.options.get("--microbatch-group-size-per-virtual-pipeline-stage")
     return int(given[0]) if given else c.layout.pp
 
 
-def _groups_close(c: Context) -> bool:
+def _groups_close(c: Launch) -> bool:
     """Whether no group of microbatches is smaller than PP."""
     microbatches, group = _batch(c) // _replicas(c), _vpp_group(c)
     rest = microbatches % group
     return c.layout.pp <= group <= microbatches and (rest == 0 or rest >= c.layout.pp)
 
 
-def _decay_end(c: Context) -> int | None:
+def _decay_end(c: Launch) -> int | None:
     if c.schedule is None:
         return None
     return c.schedule.length("lr_decay") or c.schedule.length("train")
 
 
-def _warmup(c: Context) -> int:
+def _warmup(c: Launch) -> int:
     return _schedule(c).length("lr_warmup") or 0
 
 
@@ -54,7 +55,7 @@ def _warmup(c: Context) -> int:
 _SUPPLIES = {"--train-iters": "train", "--train-samples": "train", "--lr": "lr", "--min-lr": "min_lr"}
 
 
-def _unknown(c: Context) -> list[str]:
+def _unknown(c: Launch) -> list[str]:
     given = {_SUPPLIES[name] for name in c.options if name in _SUPPLIES}
     return [name for name in _schedule(c).unknown if name not in given]
 

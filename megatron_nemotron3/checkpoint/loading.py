@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 #: Where upstream keeps non-persistent checkpoints below --load.
@@ -30,27 +31,37 @@ def options(argv: Sequence[str]) -> Options:
 
     Addresses of object stores (msc://…) are not looked at.
     """
-    named = _value(argv, "--load")
+    named = option_value(argv, "--load")
     load = _local(named)
     # What an object store holds is not known here, so neither is whether --pretrained-checkpoint counts.
-    pretrained = _local(_value(argv, "--pretrained-checkpoint")) if load or not named else None
-    step = _value(argv, "--ckpt-step")
+    pretrained = _local(option_value(argv, "--pretrained-checkpoint")) if load or not named else None
+    step = option_value(argv, "--ckpt-step")
     non_persistent = None
-    if _value(argv, "--non-persistent-ckpt-type") == "global":
-        given = _value(argv, "--non-persistent-global-ckpt-dir")
+    if option_value(argv, "--non-persistent-ckpt-type") == "global":
+        given = option_value(argv, "--non-persistent-global-ckpt-dir")
         non_persistent = _local(given) if given else load and load / NON_PERSISTENT
     number = int(step) if step is not None and step.isascii() and step.isdigit() else None
     return Options(load, number or None, non_persistent, "--verify-integrity" in argv, pretrained)
 
 
-def _value(argv: Sequence[str], name: str) -> str | None:
+def option_values(argv: Sequence[str], name: str) -> tuple[str, ...] | None:
+    """Return the words that follow an option of Megatron's command line; None if it is not given.
+
+    As for Megatron's own parser, the last of several occurrences counts.
+    """
     found = None
-    for word, following in zip(argv, [*argv[1:], None]):
+    for at, word in enumerate(argv):
         if word == name:
-            found = following
-        elif word.startswith(name + "="):
-            found = word[len(name) + 1 :]
+            found = tuple(takewhile(lambda following: not following.startswith("--"), argv[at + 1 :]))
+        elif word.startswith(f"{name}="):
+            found = (word.partition("=")[2],)
     return found
+
+
+def option_value(argv: Sequence[str], name: str) -> str | None:
+    """Return the first word of `option_values`; None if there is none."""
+    values = option_values(argv, name)
+    return values[0] if values else None
 
 
 def _local(value: str | None) -> Path | None:

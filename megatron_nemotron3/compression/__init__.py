@@ -2,17 +2,15 @@
 
 plugin    import of modelopt's plugin, with or without TransformerEngine
 dynamic   our layers in modelopt's registry of prunable modules
-minitron  a model and sizes -> the smaller config and its weights
+minitron  pruning: a model and sizes -> a smaller config and its weights; and saving the result
 distill   a student and its teacher as one model with modelopt's losses
-release   a model of this process -> a checkpoint to start from
 
 modelopt is optional: nothing here imports it until a function is called.
 """
 
 from megatron_nemotron3.compression.distill import distillation_loss, distillation_model
-from megatron_nemotron3.compression.minitron import DIMENSIONS, load, prune, size
+from megatron_nemotron3.compression.minitron import DIMENSIONS, load, prune, save, size
 from megatron_nemotron3.compression.plugin import modelopt_problem
-from megatron_nemotron3.compression.release import save
 
 __all__ = [
     "DIMENSIONS",

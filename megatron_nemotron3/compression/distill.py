@@ -1,4 +1,4 @@
-"""Knowledge distillation through nvidia-modelopt: the student's forward also runs the teacher."""
+"""Knowledge distillation through nvidia-modelopt: the student's forward pass also runs the teacher."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megatron_nemotron3.compression.plugin import modelopt_problem
 
 
 def distillation_model(student: HybridModel, teacher: HybridModel, **settings: Any) -> HybridModel:
-    """The student, converted in place to modelopt's `DistillationModel` holding the frozen teacher.
+    """Convert the student in place to modelopt's `DistillationModel`, which holds the frozen teacher.
 
-    Called with labels it runs both; `distillation_loss` then gives what to minimize. `state_dict` and
-    `sharded_state_dict` are the student's alone.
+    A call with labels runs both; `distillation_loss` then returns the loss. `state_dict` and
+    `sharded_state_dict` contain the student only.
 
     Args:
         student, teacher: HybridModels of any two configs with the same vocabulary and tensor-parallel size.
-        settings: of modelopt's `DistillationConfig`: `skip_lm_loss` (default True: KL divergence of the
-            logits only), `kd_loss_scale`, `logit_kl_temperature`, `logit_kl_topk`,
+        settings: fields of modelopt's `DistillationConfig`: `skip_lm_loss` (default True: KL divergence of
+            the logits only), `kd_loss_scale`, `logit_kl_temperature`, `logit_kl_topk`,
             `intermediate_layer_pairs`.
 
     Raises:
@@ -47,7 +47,7 @@ def distillation_loss(model: HybridModel, token_losses: torch.Tensor) -> torch.T
     """The loss to minimize after a forward pass of a `distillation_model` in training mode.
 
     Args:
-        token_losses: [b, s] what the model returned for its labels.
+        token_losses: [b, s] that the model returned for its labels.
 
     Returns:
         Mean over tokens (a scalar, nats): with the default settings KL(teacher || student).

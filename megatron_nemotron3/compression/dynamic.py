@@ -1,8 +1,9 @@
 """Our layers in modelopt's registry of prunable modules. Import it after `plugin.load_plugin()` only.
 
-modelopt knows Megatron's classes by identity of `forward` and TE's by type. Each class below says how the
-torch layer of this package differs from the one modelopt knows; ranking, slicing and export are modelopt's.
-Nothing else of modelopt is replaced, and a TE model is pruned as without this module.
+modelopt recognizes Megatron's classes by their `forward`, and TE's classes by type. Each class below derives
+from modelopt's counterpart and overrides what differs in our torch layer; ranking, slicing and export are
+modelopt's. Nothing of modelopt is patched: everything goes through its registry. TE models are pruned as
+without this module.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ _KNOWN_PROJ = mcore._DynamicTEProjRowParallelLinear
 
 
 class NormOutput:
-    """A norm-and-linear that hands out the norm's output as well while importance is measured.
+    """A fused norm and linear that also returns the norm's output while importance is measured.
 
-    modelopt's hook wants (output, bias, normed) as TE returns with `return_layernorm_output`, ranks hidden
-    channels by it, and gives (output, bias) back to the layer.
+    modelopt's hook expects (output, bias, normed), as TE returns with `return_layernorm_output`. It ranks
+    hidden channels by the third and passes (output, bias) on to the layer.
     """
 
-    #: As in TE's layer: the bias comes second, not inside the output.
+    #: As in TE's layer: the bias is returned separately.
     te_return_bias = True
     measured = False
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """[s, b, d] -> output [s, b, out], no bias, and while measured the normed input [s, b, d]."""
+        """[s, b, d] -> output [s, b, out], no bias, and, if measured, the normed input [s, b, d]."""
         output: tuple[Any, ...] = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         if not self.measured:
             return output
@@ -54,7 +55,7 @@ class NormOutput:
 
 @contextmanager
 def measuring(model: torch.nn.Module) -> Iterator[None]:
-    """Norms give out what they computed: for the passes that modelopt's hooks watch."""
+    """Inside the block, fused norms also return their normed input, which modelopt's hooks rank by."""
     layers = [module for module in model.modules() if isinstance(module, NormOutput)]
     for layer in layers:
         layer.measured = True
@@ -67,7 +68,7 @@ def measuring(model: torch.nn.Module) -> Iterator[None]:
 
 @DMRegistry.register({NormColumnParallelLinear: "megatron_nemotron3.layers.linear.NormColumnParallelLinear"})
 class DynamicNormColumnParallelLinear(NormOutput, mcore._DynamicColumnParallelLinear):
-    """Column-parallel linear with RMSNorm in front: the gain is cut with the input."""
+    """Column-parallel linear after a fused RMSNorm, whose gain is cut with the input."""
 
     def _setup(self, **hparams: Any) -> None:
         super()._setup(**hparams)
@@ -85,7 +86,7 @@ class DynamicDuplicatedLinear(mcore._DynamicParallelLinear):
 
 
 class DynamicQKV(NormOutput, DynamicModule, NormColumnParallelLinear):
-    """Query, key and value of all heads: rows are cut by head within each query group."""
+    """Projection to query, key and value: rows are cut by head within each query group."""
 
     _get_output_size_indices = _KNOWN_QKV._get_output_size_indices
     _get_weight = staticmethod(_KNOWN_QKV._get_weight)
@@ -110,13 +111,13 @@ class DynamicProj(DynamicModule, RowParallelLinear):
 
 
 class DynamicSelfAttention(mcore._DynamicSelfAttention):
-    """Upstream's attention around our core: no state of its core depends on the number of heads."""
+    """Upstream's attention with our core, none of whose state depends on the number of heads."""
 
-    def _on_torch(self) -> bool:
+    def _has_torch_core(self) -> bool:
         return isinstance(self.core_attention, TorchCoreAttention)
 
     def _setup(self, *, hidden_size: Any) -> None:
-        if not self._on_torch():
+        if not self._has_torch_core():
             super()._setup(hidden_size=hidden_size)
             return
         heads = mcore.NumAttentionHeadsHp(
@@ -131,12 +132,12 @@ class DynamicSelfAttention(mcore._DynamicSelfAttention):
 
     def export(self) -> torch.nn.Module:
         """A plain module again, cut to the active sizes."""
-        return mcore._DynamicAttention.export(self) if self._on_torch() else super().export()
+        return mcore._DynamicAttention.export(self) if self._has_torch_core() else super().export()
 
 
 @DMRegistry.register({GatedGroupRMSNorm: "megatron_nemotron3.layers.norm.GatedGroupRMSNorm"})
 class DynamicGatedGroupRMSNorm(mcore._DynamicExtendedRMSNorm):
-    """The mixer's gated norm; the groups stay, each gets narrower."""
+    """The mixer's gated norm: the number of groups stays, each becomes narrower."""
 
     def _setup(self) -> None:
         self.bias = None
@@ -165,7 +166,7 @@ class DynamicGroupedExperts(mcore._DynamicTEGroupedMLP):
         self, x: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor, **unused: Any
     ) -> tuple[torch.Tensor, None]:
         """[t, e], [E] and [t] -> [t, e], as `GroupedExperts.forward` without its fused form."""
-        return self._one_by_one(x, probs, tokens_per_expert.tolist()), None
+        return self.one_by_one(x, probs, tokens_per_expert.tolist()), None
 
 
 for dynamic_class, layer, key in (
@@ -177,7 +178,7 @@ for dynamic_class, layer, key in (
     if layer not in DMRegistry:
         DMRegistry.register({layer: key})(dynamic_class)
 
-# modelopt's own entry asserts TE's core attention; ours hands models that have it to that one.
+# modelopt's entry asserts TE's core attention. Ours derives from it and delegates if TE's is there.
 DMRegistry.unregister(SelfAttention)
 DMRegistry.register({SelfAttention: "megatron.core.transformer.attention.SelfAttention"})(
     DynamicSelfAttention

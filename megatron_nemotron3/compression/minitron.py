@@ -4,10 +4,10 @@
     student = build_model(pruned, …)
     load(student, weights)
 
-modelopt ranks by activations of `calibrate(model)`, keeps Mamba heads within their groups and query heads
-within theirs, drops the layers whose input and output are most alike, and cuts. What comes back is an
-ordinary config and ordinary weights: a fresh model of that config takes them, Megatron trains it, `nemotron3
-convert` exports it.
+modelopt ranks widths by activations during `calibrate(model)`, keeps Mamba heads and query heads within their
+groups, drops the layers whose input and output are most similar, and cuts the weights. The result is an
+ordinary config and a state dict: they fit a fresh model, which Megatron trains and `nemotron3 convert`
+exports.
 """
 
 from __future__ import annotations
@@ -15,18 +15,24 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from megatron_nemotron3.compression.plugin import gloo_gathers_scalars, load_plugin
+from megatron_nemotron3.checkpoint.folders import RELEASE, write_tracker
+from megatron_nemotron3.compression.plugin import load_plugin
+from megatron_nemotron3.convert.megatron_args import args_of, common_state
+from megatron_nemotron3.cpu import cpu_mode
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tiny import TINY_SUFFIX
 
 #: modelopt's name (Megatron's field) -> ours, where they differ.
 _FIELDS = {"ffn_hidden_size": "dense_ffn_hidden_size"}
-#: Dimension -> layer kinds it is a width of; what no layer has cannot be pruned.
+#: Dimension -> kinds of layers that have it; a model without such a layer cannot be pruned along it.
 DIMENSIONS = {
     "hidden_size": "M*E-",
     "num_layers": "M*E-",
@@ -38,7 +44,7 @@ DIMENSIONS = {
     "moe_ffn_hidden_size": "E",
     "moe_shared_expert_intermediate_size": "E",
 }
-#: modelopt's granularity option -> the dimensions it holds for.
+#: modelopt's granularity option -> the dimensions it applies to.
 _DIVISORS = {
     "hidden_size_divisor": ("hidden_size",),
     "ffn_hidden_size_divisor": (
@@ -59,11 +65,11 @@ def size(config: Nemotron3Config, dimension: str) -> int | None:
 
 
 def check(config: Nemotron3Config, sizes: Mapping[str, int]) -> None:
-    """Refuse what modelopt would refuse less clearly, or cut to a model that does not fit together.
+    """Refuse sizes that modelopt refuses with a worse message, or prunes to an inconsistent model.
 
     Raises:
-        ValueError: a dimension that modelopt does not prune or the model does not have, a size that is not
-            smaller or that breaks a group, or a width of the MTP block, which modelopt leaves as it is.
+        ValueError: modelopt does not prune the dimension, the model does not have it, the size is larger or
+            splits a group, or the MTP block, which modelopt does not change, has the same width.
     """
     for dimension, new in sizes.items():
         if dimension not in DIMENSIONS:
@@ -75,8 +81,8 @@ def check(config: Nemotron3Config, sizes: Mapping[str, int]) -> None:
             raise ValueError(f"{dimension}={new}: {config.name} has {old}, give 1 to {old}")
         if dimension != "num_layers" and set(kinds) & set(config.mtp_pattern or ""):
             raise ValueError(
-                f"{dimension} is also a size of the MTP block {config.mtp_pattern!r}, which modelopt leaves "
-                "as it is: build the model without it, config.but(mtp_pattern=None, mtp_num_layers=0)"
+                f"{dimension} is also a size of the MTP block {config.mtp_pattern!r}, which modelopt does "
+                "not change: build the model without it, config.but(mtp_pattern=None, mtp_num_layers=0)"
             )
     if (experts := sizes.get("num_moe_experts")) is not None and experts < (config.moe_router_topk or 0):
         raise ValueError(
@@ -103,23 +109,23 @@ def prune(
 ) -> tuple[Nemotron3Config, dict[str, torch.Tensor]]:
     """Prune a model to the sizes given.
 
-    The model is cut in place and not usable then (its router still counts the old experts): build a new one
-    from what is returned.
+    The model is cut in place and unusable afterwards (its router still counts the old experts): build a new
+    one from the returned config and load the returned weights.
 
     Args:
-        model: HybridModel of `config` on any spec of this package, one process, no wrapper. What modelopt
-            prunes with TE layers needs their GPU.
+        model: HybridModel of `config` on any spec of this package, one process, no wrapper. With TE layers
+            it must be on a GPU.
         sizes: dimension of `DIMENSIONS` -> new size.
-        calibrate: runs forward passes on text that importance is measured on; evaluation mode, no gradient.
-        scores: a folder for modelopt's scores; with the same folder another pruning of the same model
-            measures nothing. None: they are not kept.
+        calibrate: runs forward passes on calibration text; evaluation mode, no gradient.
+        scores: a folder for modelopt's importance scores, which a second pruning of the same model reads
+            instead of measuring again. None: they are not kept.
 
     Returns:
-        The pruned model's config, and its state dict.
+        Config and state dict of the pruned model.
 
     Raises:
         ImportError: modelopt is missing; the message has the pip line.
-        ValueError: `check`.
+        ValueError: as `check`.
     """
     check(config, sizes)
     load_plugin()
@@ -136,9 +142,10 @@ def prune(
     mode = get_mcore_minitron_config(**_granularity(config, sizes))
     search: dict[str, Any] = {"forward_loop": measure}
     if scores is not None:
-        # modelopt puts the rank before the dot; a folder that exists without the file would be an error.
+        # modelopt inserts the rank before the dot. It fails on a folder that exists without the file.
         search["checkpoint"] = os.path.join(scores, "rank.pth")
-    with gloo_gathers_scalars():
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    with cpu_mode() if on_cpu else nullcontext():  # modelopt gathers scalars
         modelopt_prune.prune(
             model,
             mode=[("mcore_minitron", mode)],
@@ -151,19 +158,19 @@ def prune(
     changes: dict[str, Any] = {_FIELDS.get(name, name): new for name, new in sizes.items()}
     if changes.pop("num_layers", None) is not None:
         changes["pattern"] = kept_pattern(model.hybrid_layer_pattern)
-    changes |= {"name": _name(config), "title": f"{config.title}, pruned"}
+    changes |= {"name": _pruned_name(config), "title": f"{config.title}, pruned"}
     pruned = config.but(published_total=None, published_active=None, **changes)
     return pruned, model.state_dict()
 
 
-def _name(config: Nemotron3Config) -> str:
-    """ "<name>-pruned", and the mark of tiny models stays last: `train` reads it."""
+def _pruned_name(config: Nemotron3Config) -> str:
+    """ "<name>-pruned"; the suffix of tiny models stays last, because `train` looks for it."""
     base = config.name.removesuffix(TINY_SUFFIX)
     return f"{base}-pruned{config.name[len(base) :]}"
 
 
 def _granularity(config: Nemotron3Config, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The coarsest steps in which modelopt's search space holds the sizes: it enumerates combinations."""
+    """The coarsest steps that reach the sizes: modelopt enumerates its whole search space."""
 
     def step(dimensions: Iterable[str]) -> int:
         pairs = [(size(config, d) or 0, sizes.get(d, 0)) for d in dimensions if size(config, d)]
@@ -178,13 +185,37 @@ def kept_pattern(hybrid_layer_pattern: str) -> str:
 
 
 def load(model: HybridModel, weights: Mapping[str, Any]) -> None:
-    """Put pruned weights into a fresh model of the pruned config.
+    """Load pruned weights into a fresh model of the pruned config. An MTP block keeps its initial weights.
 
     Raises:
-        RuntimeError: names or shapes differ, other than TE's empty state and an MTP block, which is new then.
+        RuntimeError: names or shapes differ, except for TE's empty state and an MTP block.
     """
     ours = {name: value for name, value in weights.items() if not name.endswith("_extra_state")}
     missing, unexpected = model.load_state_dict(ours, strict=False)
     lost = [name for name in missing if not name.endswith("_extra_state") and not name.startswith("mtp.")]
     if lost or unexpected:
-        raise RuntimeError(f"pruned weights do not fit: {lost} are missing, {unexpected} have no place")
+        raise RuntimeError(f"pruned weights do not fit the model: missing {lost}, unexpected {unexpected}")
+
+
+def save(model: HybridModel, config: Nemotron3Config, folder: Path) -> None:
+    """Write FOLDER/release (torch_dist), as `nemotron3 convert from-hf` does.
+
+    Megatron's `--load` reads it in any layout, `nemotron3 convert to-hf` exports it.
+
+    Args:
+        model: HybridModel of `config`, whole in this process; of a `distillation_model` the student is saved.
+        folder: new; its tracker is written last.
+
+    Raises:
+        FileExistsError: the folder holds a release already.
+    """
+    target = folder / RELEASE
+    target.mkdir(parents=True)
+    groups = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    weight = model.embedding.word_embeddings.weight
+    dtype = str(weight.dtype).removeprefix("torch.")
+    state = common_state(args_of(config, padded_vocab_size=weight.shape[0], dtype=dtype))
+    metadata = state.pop("content_metadata")
+    state["model"] = model.sharded_state_dict(metadata={**metadata, "dp_cp_group": groups})
+    dist_checkpointing.save(state, str(target), content_metadata=metadata)
+    write_tracker(folder, RELEASE)

@@ -1,9 +1,11 @@
 """Import of nvidia-modelopt's Megatron plugin, also where TransformerEngine (TE) is not installed.
 
-modelopt 0.47's `nas/plugins/megatron.py` begins with `import transformer_engine` and names TE's classes where
-it registers layers and asks for types. Without TE the import error is swallowed, and pruning later fails with
-KeyError 'mcore_minitron'. A model of the torch spec holds no TE layer, so for the length of that import, and
-only where TE is absent, empty classes stand for the names; nothing is ever an instance of them.
+modelopt 0.47's `nas/plugins/megatron.py` begins with `import transformer_engine`, and uses TE's classes as
+keys of its registry and in isinstance checks. Without TE it swallows the import error, and pruning later
+fails with KeyError 'mcore_minitron'. It offers no way to register the plugin without TE. So while the plugin
+is imported, and only if TE is absent, `te_placeholders` provides empty classes under these names. A model of
+the torch spec holds no TE layer, so nothing is ever an instance of them. This is the one patch of foreign
+modules outside `cpu/`.
 """
 
 from __future__ import annotations
@@ -16,17 +18,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any
 from unittest.mock import patch
 
 from megatron_nemotron3.layers.backend import te_problem
 
-#: Version this part was written against; older ones have no HybridModel, newer ones may rename what is used.
+#: Version this package was written against. Older ones lack HybridModel; newer ones may rename private
+#: classes.
 TESTED = "0.47.0"
 CURE = f"pip install nvidia-modelopt=={TESTED}"
 
-#: What modelopt imports from megatron.core.extensions.transformer_engine.
-_TE_LAYERS = (
+#: Names that modelopt imports from megatron.core.extensions.transformer_engine.
+TE_LAYERS = (
     "TEColumnParallelGroupedLinear",
     "TEColumnParallelLinear",
     "TEDotProductAttention",
@@ -35,8 +37,8 @@ _TE_LAYERS = (
     "TERowParallelGroupedLinear",
     "TERowParallelLinear",
 )
-#: Megatron's modules that ask for TE when they are first imported: that must not be inside the stand-in.
-_MEGATRON = (
+#: Megatron's modules that look for TE at their first import, which must come before the placeholders.
+_LOOK_FOR_TE = (
     "megatron.core.models.gpt",
     "megatron.core.models.gpt.moe_module_specs",
     "megatron.core.models.hybrid.hybrid_layer_specs",
@@ -47,14 +49,14 @@ _MEGATRON = (
 
 
 def modelopt_problem() -> str | None:
-    """Why modelopt cannot be used here, with the cure, or None."""
+    """Why modelopt cannot be used here, with the cure; None if it can."""
     if importlib.util.find_spec("modelopt") is None:
         return f"package nvidia-modelopt is not installed: {CURE}"
     return None
 
 
 def load_plugin() -> None:
-    """Import modelopt's pruning of Megatron models: `modelopt.torch.prune` then knows "mcore_minitron".
+    """Import modelopt's pruning of Megatron models, which registers the mode "mcore_minitron".
 
     Raises:
         ImportError: modelopt is missing or does not have the plugin; the message has the pip line.
@@ -62,11 +64,11 @@ def load_plugin() -> None:
     if (problem := modelopt_problem()) is not None:
         raise ImportError(problem)
     with warnings.catch_warnings():
-        # On import modelopt remarks on transformers' version, which nothing here uses.
+        # At import modelopt warns about the version of transformers, which is not used here.
         warnings.filterwarnings("ignore", message=".*is not tested with current version of modelopt")
         importlib.import_module("modelopt.torch.prune")
     try:
-        with _te_names():
+        with te_placeholders():
             importlib.import_module("modelopt.torch.prune.plugins.mcore_minitron")
     except ImportError as error:
         found = importlib.metadata.version("nvidia-modelopt")
@@ -76,19 +78,26 @@ def load_plugin() -> None:
 
 
 @contextmanager
-def _te_names() -> Iterator[None]:
-    """TE's names exist for the block; where TE can be built they are the real ones and nothing happens."""
+def te_placeholders() -> Iterator[None]:
+    """Make `import transformer_engine` succeed inside the block. Does nothing if TE can be used.
+
+    Patches `sys.modules` and `TE_LAYERS` of megatron.core.extensions.transformer_engine, and restores both.
+    """
     if te_problem() is None:
         yield
         return
     import torch
 
-    for name in _MEGATRON:
+    for name in _LOOK_FOR_TE:
         importlib.import_module(name)
     from megatron.core.extensions import transformer_engine as extension
 
     def empty(name: str) -> type:
-        return type(name, (torch.nn.Module,), {"__doc__": "Stands for a class of TE, not installed."})
+        return type(
+            name,
+            (torch.nn.Module,),
+            {"__doc__": "Placeholder for a class of TransformerEngine, which is not installed."},
+        )
 
     package, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     vars(package)["pytorch"] = pytorch
@@ -97,7 +106,7 @@ def _te_names() -> Iterator[None]:
     sys.modules.update({package.__name__: package, pytorch.__name__: pytorch})
     try:
         with ExitStack() as stack:
-            for name in _TE_LAYERS:
+            for name in TE_LAYERS:
                 stack.enter_context(patch.object(extension, name, empty(name)))
             yield
     finally:
@@ -106,20 +115,3 @@ def _te_names() -> Iterator[None]:
                 del sys.modules[name]
             else:
                 sys.modules[name] = module
-
-
-@contextmanager
-def gloo_gathers_scalars() -> Iterator[None]:
-    """gloo gathers a tensor without dimensions, as nccl does; modelopt counts the layers left that way.
-
-    Without it pruning depth ends with "ProcessGroupGloo::allgather: invalid tensor size at index 0".
-    """
-    import torch.distributed as dist
-
-    gather = dist.all_gather_into_tensor
-
-    def gather_vectors(output: Any, local: Any, *args: Any, **kwargs: Any) -> Any:
-        return gather(output, local.reshape(-1) if local.dim() == 0 else local, *args, **kwargs)
-
-    with patch.object(dist, "all_gather_into_tensor", gather_vectors):
-        yield

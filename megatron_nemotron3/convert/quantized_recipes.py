@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from megatron_nemotron3.convert import inventory
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.precision.numerics import NVFP4_BLOCK as BLOCK
 
 NVFP4, FP8, BF16 = "nvfp4", "fp8", "bf16"
-BLOCK = 16
 #: Classes of weights that recipes know; everything else stays as it is in every recipe, all of MTP included.
 CLASSES: dict[str, tuple[str, ...]] = {
     "routed experts": ("mixer.experts.{e}.up_proj.weight", "mixer.experts.{e}.down_proj.weight"),

@@ -6,7 +6,7 @@ live as long as anything refers to the group. So groups of the same one rank are
 communicates with nobody, so no messages can get mixed up.
 
 Variable-size collectives. Megatron gathers and scatters tokens this way with expert tensor parallelism, since
-the number of tokens differs from rank to rank. gloo refuses parts of different sizes.
+the number of tokens differs from rank to rank. gloo refuses parts of different sizes, and scalars.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 _new_group, _destroy = dist.new_group, dist.destroy_process_group
 _all_gather, _reduce_scatter = dist.all_gather, dist.reduce_scatter
+_all_gather_into_tensor = dist.all_gather_into_tensor
 #: The world that the groups below belong to; a process can be in another one later.
 _world: Any = None
 #: Rank -> its group; on the other ranks torch's placeholder for non-members.
@@ -98,6 +99,15 @@ def reduce_scatter(
     return None
 
 
+def all_gather_into_tensor(output: torch.Tensor, local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`torch.distributed.all_gather_into_tensor`, also of scalars, which nccl gathers and gloo refuses.
+
+    nvidia-modelopt counts the layers that are left this way: without it pruning depth ends with
+    "ProcessGroupGloo::allgather: invalid tensor size at index 0".
+    """
+    return _all_gather_into_tensor(output, local.reshape(-1) if local.dim() == 0 else local, *args, **kwargs)
+
+
 def _on_contiguous(tensor: torch.Tensor, collective: Any) -> None:
     """Run a collective in place. gloo needs contiguous, non-empty memory."""
     if not tensor.numel():
@@ -130,6 +140,7 @@ def table() -> list[tuple[Any, str, Any]]:
         (dist, "new_group", on_gloo(new_group)),
         (dist, "destroy_process_group", destroy_process_group),
         (dist, "all_gather", all_gather),
+        (dist, "all_gather_into_tensor", all_gather_into_tensor),
         (dist, "reduce_scatter", reduce_scatter),
     ]
 

@@ -1,1 +1,1 @@
-"""Is this environment fit to train: versions, kernels, GPU, one step. `nemotron3 doctor`."""
+"""`nemotron3 doctor`: checks whether an environment can train (versions, imports, GPU, kernels, one step)."""

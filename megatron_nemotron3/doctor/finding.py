@@ -1,4 +1,4 @@
-"""What the doctor says: one sentence, how bad it is, and the cure. Standard library only."""
+"""Findings of the doctor: a sentence, a level and a cure. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-#: "error": this will not work, exit code 1. "warning": works, with a loss or a risk. "absent": optional, not
-#: there. "ok".
+#: "error": training will fail; the exit code is 1. "warning": training works with a loss or a risk. "absent":
+#: an optional package or device is missing.
 Level = Literal["ok", "absent", "warning", "error"]
 MARKS: dict[Level, str] = {"ok": "ok", "absent": "-", "warning": "warning", "error": "ERROR"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """subject: package, "gpu", a kernel, or a step. cure: what to do, often a command; "" if nothing."""
+    """One result of a check.
+
+    subject: a package, "gpu", a kernel or "step".
+    cure: what to do, often a command; "" if there is nothing to do.
+    """
 
     subject: str
     level: Level
@@ -23,12 +27,12 @@ class Finding:
 
 
 def failed(findings: Sequence[Finding]) -> bool:
-    """Whether any is an error."""
+    """Whether any finding is an error."""
     return any(finding.level == "error" for finding in findings)
 
 
 def render(sections: Sequence[tuple[str, Sequence[Finding]]]) -> str:
-    """Text for a terminal: section by section, the cure below what it cures."""
+    """Text for a terminal, section by section; each cure is below its finding."""
     lines: list[str] = []
     for title, findings in sections:
         width = max((len(finding.subject) for finding in findings), default=0)
@@ -40,5 +44,5 @@ def render(sections: Sequence[tuple[str, Sequence[Finding]]]) -> str:
 
 
 def as_data(sections: Sequence[tuple[str, Sequence[Finding]]]) -> dict[str, list[dict[str, str]]]:
-    """For --json."""
+    """The findings as data for --json."""
     return {title: [asdict(finding) for finding in findings] for title, findings in sections}

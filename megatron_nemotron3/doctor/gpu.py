@@ -1,5 +1,7 @@
-"""The GPU beside what torch was built for and what the precisions need. Asked in a process of its own: once
-initialized, CUDA stays so."""
+"""Checks the GPU against torch's build and the needs of each precision.
+
+CUDA is queried in a separate process, because it stays initialized for the life of a process.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_nemotron3.args.precision import FP4_CAPABILITIES
+from megatron_nemotron3.args.rules_precision import FP4_CAPABILITIES
 from megatron_nemotron3.doctor.finding import Finding
 
 _QUESTION = """
@@ -39,7 +41,7 @@ elif torch.version.cuda:
         found["problem"] = str(problem).splitlines()[0].split(". ")[0]
 print(json.dumps(found))
 """
-#: Precision -> (compute capabilities, text). Source: the rules of `args`.
+#: Precision -> (test of the compute capability, text). Source: the rules of `args`.
 PRECISIONS: dict[str, tuple[Callable[[tuple[int, ...]], bool], str]] = {
     "bf16": (lambda c: c >= (8, 0), "8.0"),
     "mxfp8": (lambda c: c in FP4_CAPABILITIES, "10.0 or 10.3"),
@@ -48,10 +50,10 @@ PRECISIONS: dict[str, tuple[Callable[[tuple[int, ...]], bool], str]] = {
 
 
 def ask(timeout: float = 180) -> dict[str, Any]:
-    """What torch says of CUDA here.
+    """Query torch about CUDA on this machine.
 
     Raises:
-        RuntimeError: it cannot be asked; the message is the last line of the error.
+        RuntimeError: the query failed; the message is the last line of its error.
     """
     try:
         done = subprocess.run(
@@ -66,18 +68,20 @@ def ask(timeout: float = 180) -> dict[str, Any]:
 
 
 def judge(found: dict[str, Any]) -> Iterator[Finding]:
-    """From the answer of `ask`."""
+    """Findings from the result of `ask`."""
     if not found["built"]:
         yield Finding("gpu", "warning", "torch was built without CUDA: CPU runs only")
         return
     if not found["available"]:
         why = found.get("problem", "no device")
-        yield Finding("gpu", "absent", f"none that torch {found['built']} can use ({why}): CPU runs only")
+        yield Finding(
+            "gpu", "absent", f"torch for CUDA {found['built']} finds no usable GPU ({why}): CPU runs only"
+        )
         return
     for device in found["devices"]:
         capability = tuple(device["capability"])
         name = f"{device['name']}, {device['gib']} GiB, compute capability {capability[0]}.{capability[1]}"
-        if _covered(capability, found["architectures"]):
+        if _has_kernels_for(capability, found["architectures"]):
             problem = found.get("problem")
             yield Finding("gpu", "error", f"{name}: {problem}") if problem else Finding("gpu", "ok", name)
         else:
@@ -92,12 +96,12 @@ def judge(found: dict[str, Any]) -> Iterator[Finding]:
         if fits(first):
             yield Finding(precision, "ok", "trains on this GPU")
         else:
-            cure = "--emulate computes it anywhere, slowly" if precision == "nvfp4" else ""
+            cure = "--emulate computes it on any device, slowly" if precision == "nvfp4" else ""
             yield Finding(precision, "absent", f"needs compute capability {needs}", cure)
 
 
-def _covered(capability: tuple[int, ...], architectures: list[str]) -> bool:
-    """Binary code runs on the same major version with an equal or higher minor one; PTX on anything later."""
+def _has_kernels_for(capability: tuple[int, ...], architectures: list[str]) -> bool:
+    """Whether a build has a binary (sm) for the same major version, or PTX, not newer than the GPU."""
     for name in architectures:
         kind, _, digits = name.partition("_")
         number = "".join(c for c in digits if c.isdigit())
@@ -110,7 +114,7 @@ def _covered(capability: tuple[int, ...], architectures: list[str]) -> bool:
 
 
 def findings() -> list[Finding]:
-    """The GPU of this machine."""
+    """Findings about the GPU of this machine."""
     try:
         return list(judge(ask()))
     except RuntimeError as problem:

@@ -1,8 +1,8 @@
-"""Every fast form beside the plain reference that defines it, on random input, on this machine's device.
+"""Compares each fast kernel with its reference on random input, on this machine's device.
 
-In FP32 both sides compute in FP32; in BF16 the reference gets the same BF16 numbers and computes in FP32. The
-error is the largest difference over the largest magnitude of the reference, for the output and for every
-gradient; the allowance is stated with the row.
+In FP32 both compute in FP32. In BF16 the reference gets the same BF16 numbers and computes in FP32. The error
+is the largest difference divided by the largest magnitude of the reference, over the output and all
+gradients.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 from megatron_nemotron3.doctor.finding import Finding, Level
 from megatron_nemotron3.layers import conv, functional, grouped, scan_kernels, ssd
 
-#: Largest relative difference: FP32 sums in another order; BF16 factors rounded a few times.
+#: Largest relative difference allowed: FP32 sums in another order; BF16 factors rounded a few times.
 ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
-Form = Callable[..., Any]
+Kernel = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """fast(**inputs) and reference(**inputs) -> a tensor or several; gradients of all inputs are compared."""
+    """A kernel and its reference, called with the same inputs; outputs and gradients of all inputs count."""
 
     name: str
-    fast: Form
-    reference: Form
+    fast: Kernel
+    reference: Kernel
     inputs: dict[str, Any]
 
     def error(self) -> float:
@@ -44,9 +44,11 @@ class Comparison:
             worst = max(worst, difference if difference == difference else float("inf"))
         return worst
 
-    def _values(self, form: Form, cast: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def _values(self, form: Kernel, cast: Callable[[Tensor], Tensor]) -> list[Tensor]:
         inputs = {
-            name: _mapped(value, lambda t: cast(t.detach()).requires_grad_(t.is_floating_point()))
+            name: _with_tensors_mapped(
+                value, lambda t: cast(t.detach()).requires_grad_(t.is_floating_point())
+            )
             for name, value in self.inputs.items()
         }
         result = form(**inputs)
@@ -54,23 +56,23 @@ class Comparison:
         generator = torch.Generator().manual_seed(1)
         weighted = [o.float() * torch.randn(o.shape, generator=generator).to(o.device) for o in outputs]
         total = torch.stack([w.sum() for w in weighted]).sum()
-        wanted = [t for value in inputs.values() for t in _tensors(value) if t.requires_grad]
+        wanted = [t for value in inputs.values() for t in _tensors_of(value) if t.requires_grad]
         gradients = torch.autograd.grad(total, wanted)
         return [t.detach() for t in (*outputs, *gradients)]
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors_of(value: Any) -> list[Tensor]:
     return [t for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor)]
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _with_tensors_mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, list) and value and isinstance(value[0], Tensor):
         return [change(t) for t in value]
     return change(value) if isinstance(value, Tensor) else value
 
 
 def comparisons(device: str, dtype: torch.dtype) -> Iterator[Comparison]:
-    """What can run on the device in this type."""
+    """The kernels that can run on the device in this dtype."""
     torch.manual_seed(0)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -129,7 +131,7 @@ def comparisons(device: str, dtype: torch.dtype) -> Iterator[Comparison]:
 
 
 def findings() -> list[Finding]:
-    """All comparisons on the GPU, or on the CPU where there is none."""
+    """Findings of all comparisons, on the GPU if there is one, else on the CPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = []
     for dtype, allowed in ALLOWED.items():

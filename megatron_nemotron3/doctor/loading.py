@@ -1,7 +1,7 @@
-"""Imports every kernel package in a process of its own, and says in one sentence why one cannot be loaded.
+"""Imports each kernel package in a separate process, and explains in one sentence why an import fails.
 
-A package built for another torch, CUDA or machine fails in the dynamic linker, sometimes with a signal: hence
-processes, and a table from what the linker says to what it means.
+A package built for another torch, CUDA or machine fails in the dynamic linker, sometimes with a signal. So
+each import has its own process, and a table translates the linker's messages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from megatron_nemotron3.doctor.finding import Finding
 
 @dataclass(frozen=True)
 class Probe:
-    """package: its distribution. top: what must be found for it to be there. module: what loads its binaries.
-    build: the command that builds it for the torch that is here."""
+    """An import to try.
+
+    package: name of the distribution.
+    top: top-level module that exists if the package is installed.
+    module: module whose import loads the package's binaries.
+    build: command that builds the package for the installed torch.
+    """
 
     package: str
     top: str
@@ -61,34 +66,37 @@ PROBES = (
     Probe("nvidia-modelopt", "modelopt", "modelopt.torch.quantization", "pip install nvidia-modelopt"),
     Probe("transformers", "transformers", "transformers", "pip install 'transformers>=5.15.1'"),
 )
-#: What an import prints last -> what it means; the first that is found counts. {0}…: groups of the pattern.
+#: (pattern in the error of an import, its meaning); the first match counts. {0}, {1}: groups of the pattern.
 MEANINGS: tuple[tuple[str, str], ...] = (
-    (r"undefined symbol: (\S+)", "built against another torch (symbol {0} is not there): build it again"),
-    (r"(lib(?:cud|cu|nv)\S*\.so\.(\d+)\S*): cannot open", "wants {0}, of CUDA {1}, which is not here"),
-    (r"(lib\S+\.so\S*): cannot open shared object", "wants the library {0}, which is not here"),
-    (r"version [`'](GLIBC\S*)' not found", "built on a newer system ({0}): build it here"),
+    (r"undefined symbol: (\S+)", "built against another torch (symbol {0} is missing): rebuild it"),
+    (r"(lib(?:cud|cu|nv)\S*\.so\.(\d+)\S*): cannot open", "needs {0} of CUDA {1}, which is not installed"),
+    (r"(lib\S+\.so\S*): cannot open shared object", "needs the library {0}, which is not installed"),
+    (r"version [`'](GLIBC\S*)' not found", "built on a newer system ({0}): rebuild it on this one"),
     (r"(?:invalid ELF header|wrong ELF class|Exec format error)", "built for another kind of processor"),
-    (r"no kernel image is available", "has no kernels for this GPU: build it with its TORCH_CUDA_ARCH_LIST"),
-    (r"FileNotFoundError: (.*)", "a file of it is missing ({0}): installed in part only"),
+    (
+        r"no kernel image is available",
+        "has no kernels for this GPU: rebuild it with this GPU in TORCH_CUDA_ARCH_LIST",
+    ),
+    (r"FileNotFoundError: (.*)", "a file is missing ({0}): the package is installed only in part"),
     (r"ModuleNotFoundError: No module named '([^']+)'", "module {0} is missing"),
     (
         r"ImportError: cannot import name '([^']+)' from '([^']+)'",
-        "wants {0} of {1}, which this version lacks",
+        "needs {0} of {1}, which the installed version lacks",
     ),
 )
 
 
 def meaning(error: str) -> str:
-    """One sentence for the end of a failed import's stderr."""
+    """One sentence that explains the stderr of a failed import."""
     for pattern, sentence in MEANINGS:
         if found := re.search(pattern, error):
             return sentence.format(*found.groups())
     last = error.strip().splitlines()
-    return last[-1][:200] if last else "failed without a word"
+    return last[-1][:200] if last else "failed without a message"
 
 
 def load(probe: Probe, timeout: float = 180) -> Finding:
-    """Import it, elsewhere."""
+    """Import a package in another process."""
     if find_spec(probe.top) is None:
         return Finding(probe.package, "absent", "not installed")
     words = [
@@ -102,7 +110,7 @@ def load(probe: Probe, timeout: float = 180) -> Finding:
         done = subprocess.run(words, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return Finding(
-            probe.package, "error", f"import {probe.module} did not end in {timeout:.0f} s", probe.build
+            probe.package, "error", f"import {probe.module} did not finish in {timeout:.0f} s", probe.build
         )
     if done.returncode == 0:
         return Finding(probe.package, "ok", f"import {probe.module}")
@@ -113,6 +121,6 @@ def load(probe: Probe, timeout: float = 180) -> Finding:
 
 
 def load_all(probes: Sequence[Probe] = PROBES) -> list[Finding]:
-    """All of them, two at a time."""
+    """Try all imports, two at a time."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(load, probes))

@@ -1,7 +1,7 @@
-"""Which versions are known to work together, and which not. One table; standard library only.
+"""Table of package versions that are known to fail or to cause trouble. Standard library only.
 
-Every row was seen here or is a maintainer's word: `why` says what happens. Versions nobody tried are not
-called good: the doctor says what was tested.
+Each row was reproduced or confirmed by a maintainer; `why` says what happens. For versions that were not
+tried the doctor reports which version was tested.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib import metadata
 
 from megatron_nemotron3.doctor.finding import Finding
 
-#: What this release is tested with.
+#: Versions that this release is tested with.
 TESTED = {
     "python": "3.12",
     "torch": "2.11.0",
@@ -22,9 +22,9 @@ TESTED = {
     "transformer-engine": "2.20.2",
     "nvidia-modelopt": "0.47.0",
 }
-#: Distribution -> what it is for. Nothing but the first two is needed.
+#: Distribution -> its purpose. Only the first two are required.
 PURPOSE = {
-    "torch": "everything numeric",
+    "torch": "all computation",
     "megatron-core": "model, parallelism, training loop",
     "triton": "megatron-core imports it; our GPU kernels",
     "transformer-engine": "the te backend: fast linears, FP8 and FP4 on GPUs",
@@ -41,9 +41,9 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination known not to work, or to work badly.
+    """A combination of versions that is known to fail or to cause trouble.
 
-    applies: given the installed versions (absent packages are absent).
+    applies: takes package -> version of the installed packages.
     """
 
     subject: str
@@ -54,7 +54,7 @@ class Rule:
 
 
 def parse(text: str) -> Version:
-    """The numbers a version starts with: "5.15.1rc0" -> (5, 15, 1)."""
+    """The leading numbers of a version: "5.15.1rc0" -> (5, 15, 1)."""
     found: list[int] = []
     for part in text.split("+")[0].split("."):
         digits = ""
@@ -69,8 +69,10 @@ def parse(text: str) -> Version:
     return tuple(found)
 
 
-def _within(name: str, low: Version | None, high: Version | None) -> Callable[[Mapping[str, Version]], bool]:
-    """low <= version < high."""
+def _version_between(
+    name: str, low: Version | None, high: Version | None
+) -> Callable[[Mapping[str, Version]], bool]:
+    """A condition: low <= version of the package < high."""
 
     def applies(have: Mapping[str, Version]) -> bool:
         version = have.get(name)
@@ -86,72 +88,65 @@ RULES = (
         "python",
         "error",
         lambda have: have.get("megatron-core", ()) >= (0, 17) and have["python"] < (3, 12),
-        "megatron-core 0.17 and later need Python 3.12",
+        "megatron-core needs Python 3.12",
         "make the environment with python3.12",
     ),
     Rule(
         "megatron-core",
         "error",
-        _within("megatron-core", None, (0, 17)),
-        "no MTP for hybrid models, no '|' or '/' in layer patterns, no megatron.training in the wheel",
-        "pip install 'megatron-core[training]==0.19.2'",
-    ),
-    Rule(
-        "megatron-core",
-        "warning",
-        _within("megatron-core", (0, 17), (0, 19)),
-        "trains, tested less than 0.19 (docs/environment.md); flags follow it",
+        _version_between("megatron-core", None, (0, 19)),
+        "older than 0.19, the first version supported (docs/environment.md)",
         "pip install 'megatron-core[training]==0.19.2'",
     ),
     Rule(
         "triton",
         "error",
         lambda have: have.get("megatron-core", ()) >= (0, 18, 2) and "triton" not in have,
-        "megatron-core imports it from 0.18.2 on without declaring it",
+        "megatron-core imports it without declaring it",
         "pip install triton",
     ),
     Rule(
         "transformers",
         "warning",
-        _within("transformers", (5, 3), (5, 15)),
-        "its Nemotron-H computes wrong logits on a CPU",
+        _version_between("transformers", (5, 3), (5, 15)),
+        "its Nemotron-H model computes wrong logits on a CPU",
         "pip install 'transformers>=5.15.1'",
     ),
     Rule(
         "transformer-engine",
         "error",
         lambda have: "transformer-engine-core" in have and "transformer-engine-torch" not in have,
-        "the core libraries without the torch extension: import megatron.core raises FileNotFoundError",
+        "core libraries without the torch extension: import megatron.core raises FileNotFoundError",
         "pip install --no-build-isolation 'transformer-engine[pytorch]', or uninstall it",
     ),
     Rule(
         "transformer-engine",
         "warning",
-        _within("transformer-engine", None, (2, 7)),
-        "too old for NVFP4, which megatron-core uses from 2.7 on",
+        _version_between("transformer-engine", None, (2, 7)),
+        "too old for NVFP4, for which megatron-core needs 2.7",
         "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ),
 )
 
 
 def installed() -> dict[str, str]:
-    """Distribution -> version text, of those the table names; and Python's."""
+    """Distribution -> version text of the packages in `PURPOSE` that are installed, and Python's version."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for distribution in metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
         if name in PURPOSE or name.startswith("transformer-engine"):
-            # The core libraries come for a CUDA: transformer-engine-cu12.
+            # The name of the core libraries contains the CUDA version: transformer-engine-cu12.
             key = "transformer-engine-core" if name.startswith("transformer-engine-cu") else name
             found[key] = distribution.version
     return found
 
 
 def check(have: Mapping[str, str]) -> list[Finding]:
-    """A finding for every package of the table, or several."""
-    return list(_check(have))
+    """One or more findings for each package of the table; `have` is the result of `installed`."""
+    return list(_version_findings(have))
 
 
-def _check(have: Mapping[str, str]) -> Iterator[Finding]:
+def _version_findings(have: Mapping[str, str]) -> Iterator[Finding]:
     versions = {name: parse(text) for name, text in have.items()}
     for name in ("python", *PURPOSE):
         broken = [rule for rule in RULES if rule.subject == name and rule.applies(versions)]

@@ -1,4 +1,4 @@
-"""One tiny training step, and every parameter that got no gradient, or one of zeros only."""
+"""One training step of a tiny model, which finds parameters whose gradient is missing or zero."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from megatron_nemotron3.cpu import cpu_mode
 from megatron_nemotron3.doctor.finding import Finding
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 
+#: Tokens per sequence.
 LENGTH = 128
 
 
 def without_gradient(model: torch.nn.Module) -> dict[str, str]:
-    """Parameter name -> "none" or "zero". Experts that no token chose are zero and count as one entry."""
+    """Parameter name -> "none" or "zero", for each trainable parameter without a nonzero gradient."""
     found = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -27,19 +28,19 @@ def without_gradient(model: torch.nn.Module) -> dict[str, str]:
 
 
 def findings(name: str) -> list[Finding]:
-    """A step of the tiny form of a model, on the GPU or the CPU.
+    """Train the tiny form of a model for one step, on the GPU if there is one, else on the CPU.
 
     Raises:
-        ValueError: no such model.
+        ValueError: the name is unknown.
     """
     config = tiny(get(name))
     if torch.cuda.is_available():
-        return _step(config, "cuda", "bf16")
+        return _train_one_step(config, "cuda", "bf16")
     with cpu_mode():
-        return _step(config, "cpu", "fp32")
+        return _train_one_step(config, "cpu", "fp32")
 
 
-def _step(config: Nemotron3Config, device: str, precision: str) -> list[Finding]:
+def _train_one_step(config: Nemotron3Config, device: str, precision: str) -> list[Finding]:
     model = build_model(config, precision=precision)
     model.to(device)
     torch.manual_seed(0)
@@ -49,7 +50,7 @@ def _step(config: Nemotron3Config, device: str, precision: str) -> list[Finding]
     loss.backward()
     parameters = sum(1 for p in model.parameters() if p.requires_grad)
     missing = without_gradient(model)
-    # With few tokens some experts get none; that is no fault.
+    # With few tokens some experts get none, which is not an error.
     unchosen = {n for n, what in missing.items() if ".experts.linear_fc" in n and what == "zero"}
     found = [
         Finding(
@@ -60,7 +61,10 @@ def _step(config: Nemotron3Config, device: str, precision: str) -> list[Finding]
     ]
     found += [
         Finding(
-            n, "error", f"gradient is {what}", "look for a detach, or recomputation under no_grad, before it"
+            n,
+            "error",
+            f"gradient is {what}",
+            "look for a detach, or a recomputation under no_grad, in the layers after it",
         )
         for n, what in missing.items()
         if n not in unchosen

@@ -130,7 +130,7 @@ def evaluation_tokens(
         ValueError: no text is given and the run's data is not found; otherwise as `evaluate_command`.
     """
     if options.text is not None:
-        from megatron_nemotron3.data import read_texts
+        from megatron_nemotron3.train.data import read_texts
 
         tokenizer = found.tokenizer(options.tokenizer)
         end = tokenizer.stop[:1]
@@ -155,7 +155,7 @@ def data_tokens(prefix: str, split: str | None, tokens: int) -> list[int]:
     Raises:
         ValueError: there is no such data set, or the split has no validation part.
     """
-    from megatron_nemotron3.data import split_documents
+    from megatron_nemotron3.train.data import split_documents
 
     if not Path(f"{prefix}.idx").is_file() or not Path(f"{prefix}.bin").is_file():
         raise ValueError(

@@ -1,8 +1,8 @@
 """Core attention through `torch.nn.functional.scaled_dot_product_attention`.
 
-Megatron's `SelfAttention` does the projections and the head layout; this is what it calls in between.
-Its own `DotProductAttention` materializes [b, heads, s, s] and refuses packed sequences and context
-parallelism; torch's kernel (flash or memory-efficient on CPU and GPU) does not need to.
+Megatron's `SelfAttention` computes the projections and the head layout, and calls this module in between.
+Megatron's own `DotProductAttention` materializes [b, heads, s, s] and refuses packed sequences and context
+parallelism. torch's kernels (flash or memory-efficient, on CPU and GPU) do not materialize it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_nemotron3.layers.context import document_borders, gathered_positions, zigzag
 
-#: Mask types that mean "each token sees itself and what came before it".
+#: Mask types with which each token sees itself and the tokens before it.
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
@@ -30,12 +30,12 @@ class TorchCoreAttention(MegatronModule):
     """Causal grouped-query attention without positional embedding.
 
     Args:
-        config: `kv_channels`, `attention_dropout`, `context_parallel_size` are read.
+        config: `kv_channels`, `attention_dropout`, `softmax_type` and `window_size` are read.
         attn_mask_type: causal or padding_causal.
         softmax_scale: None for 1 / sqrt(kv_channels).
 
     Raises:
-        ValueError: a mask type, softmax or window this backend does not compute.
+        ValueError: a mask type, softmax or window that this backend does not support.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class TorchCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         if attn_mask_type not in CAUSAL:
-            raise ValueError(f"attention mask {attn_mask_type.name}: the torch backend computes causal only")
+            raise ValueError(f"attention mask {attn_mask_type.name}: the torch backend supports causal only")
         if config.softmax_type != "vanilla" or config.window_size is not None:
             raise ValueError(
                 f"softmax_type={config.softmax_type!r}, window_size={config.window_size}: the torch "
-                "backend computes full softmax attention only"
+                "backend supports full softmax attention only"
             )
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
-        # Upstream's checkpoint code asks a module for it, before the global groups.
+        # Upstream's checkpoint code prefers a module's own group to the global one.
         self.tp_group = groups.tp
 
     def forward(
@@ -80,13 +80,13 @@ class TorchCoreAttention(MegatronModule):
         Args:
             query: [s, b, heads / tp, c], or [t, heads / tp, c] packed.
             key, value: [s, b, kv heads / tp, c], or [t, kv heads / tp, c] packed.
-            attention_mask: ignored; the mask is causal by construction.
+            attention_mask: ignored; the mask is always causal.
 
         Returns:
             [s, b, heads / tp * c], or [t, 1, heads / tp * c] packed as Megatron expects it.
         """
         if attention_bias is not None:
-            raise ValueError("attention_bias is not part of this family and is not computed")
+            raise ValueError("attention_bias: models of this family have none, and it is not supported")
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params)
         mask = None
@@ -100,7 +100,7 @@ class TorchCoreAttention(MegatronModule):
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """[b, h, s, c] each; mask [s_q, s_k] True where allowed, None for causal."""
+        """Attention of [b, h, s, c] each; mask [s_q, s_k] is True where allowed, None for causal."""
         dropout = self.dropout if self.training else 0.0
 
         def attend() -> torch.Tensor:
@@ -123,10 +123,10 @@ class TorchCoreAttention(MegatronModule):
     def _packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
-        """Documents one after the other along the token axis: each attends to itself alone."""
+        """Attention of documents that follow each other along the token axis, each separately."""
         cp = self.cp_group.size()
         borders = document_borders(packed, query.shape[0] * cp)
-        held = None  # position in the pack of this rank's queries, in their order
+        held = None  # positions of this rank's queries in the pack
         if cp > 1:
             held = zigzag(borders, cp, self.cp_group.rank()).to(query.device)
             order = gathered_positions(borders, cp).argsort().to(key.device)
@@ -146,23 +146,23 @@ class TorchCoreAttention(MegatronModule):
 
     @staticmethod
     def _seen(held: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """Causal mask [queries, end - start] of queries at positions `held`, keys start .. end - 1."""
+        """Causal mask [queries, end - start] for queries at positions `held` and keys start .. end - 1."""
         return torch.arange(start, end, device=held.device)[None, :] <= held[:, None]
 
     def _gather(self, t: torch.Tensor) -> torch.Tensor:
-        """[s / cp, ...] -> [s, ...], ranks one after the other; gradients are summed on the way back."""
+        """[s / cp, ...] -> [s, ...] in order of ranks; backward sums the gradients."""
         return gather_from_sequence_parallel_region(t.contiguous(), group=self.cp_group)
 
     def _gather_context(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Context parallelism by gathering keys and values (2 KV heads make them small).
+        """Context parallelism by gathering keys and values, which are small (2 KV heads).
 
-        Megatron gives rank r the chunks r and 2*cp-1-r of 2*cp (zigzag), so that causal work is even.
+        Megatron gives rank r chunks r and 2 * cp - 1 - r of 2 * cp (zigzag), which balances causal attention.
 
         Returns:
-            key and value of all tokens in gathered (not sequence) order, and the causal mask
-            [s / cp, s] for this rank's queries in that order.
+            Key and value of all tokens in gathered (not sequence) order, and the causal mask [s / cp, s] of
+            this rank's queries for that order.
         """
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         borders = torch.tensor([0, query.shape[0] * cp])

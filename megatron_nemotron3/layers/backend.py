@@ -1,8 +1,8 @@
-"""Which implementation builds each part of the stack: TransformerEngine (TE) or plain torch.
+"""Backends: the implementation of each part of the stack, TransformerEngine (TE) or plain torch.
 
-A `Backend` is a table of builders with one entry per part; `specs.py` composes them. Importing this
-module never fails for a missing optional package, because Megatron-Core 0.19 turns an import error in
-a `--spec` module into its own stock model without a word.
+A `Backend` is a table with one builder per part; `specs.py` composes them. A missing optional package must
+not make this import fail: Megatron-Core 0.19 silently builds its stock model if a `--spec` module raises
+ImportError.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 
 @dataclass(frozen=True)
 class Backend:
-    """Builders of one implementation, each called the way Megatron calls its own."""
+    """Builders of one implementation, with the signatures of Megatron's own."""
 
     name: str
     norm: Any
@@ -59,7 +59,7 @@ class Backend:
 
 
 def _torch_parts() -> dict[str, str]:
-    """What computes each part of the torch backend on this machine."""
+    """Part of the torch backend -> its implementation on this machine."""
     parts = {
         "linear": "Megatron local",
         "norm": "torch RMSNorm",

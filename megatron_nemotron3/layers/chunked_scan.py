@@ -1,7 +1,7 @@
-"""The chunked form of the SSD scan (arXiv 2405.21060, section 6), forward and backward by hand.
+"""The chunked form of the SSD scan (arXiv 2405.21060, section 6) with a hand-written backward.
 
-`ssd.ssd_chunked` is its public face, `ssd.ssd_reference` its specification; shapes are explained there.
-Backward saves the inputs and one state per block of chunks, and computes the chunk matrices again.
+`ssd.ssd_chunked` is the public function and `ssd.ssd_reference` the specification; shapes are explained
+there. Forward saves the inputs and one state per block of chunks; backward recomputes the chunk matrices.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-#: Tokens of one chunk inside `ssd_chunked`. Measured on two AVX-512 cores among 32, 64, 128 and 256.
+from megatron_nemotron3.layers.functional import accumulation_dtype
+
+#: Tokens per chunk of `ssd_chunked`: the fastest of 32, 64, 128 and 256 on two AVX-512 cores.
 CHUNK = 64
-#: Elements of the [cells, h, l, l] decay matrices handled at once, by device type. The CPU figure keeps
-#: them in the second-level cache (2 MiB in FP32); on a GPU larger batches fill the machine.
+#: Elements of the [cells, h, l, l] decay matrices per block, by device type. On a CPU they fit the
+#: second-level cache (2 MiB in FP32); a GPU needs larger batches to be busy.
 BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
-#: Fewest chunks of a block where the sequence has them. One state per block is saved for backward.
+#: Fewest chunks per block, if the sequence has as many. One state per block is saved for backward.
 MIN_CHUNKS = 4
-#: Log decays at or below this count as a decay of 0. In FP32 it drops factors below 9e-27, 1e19 times less
-#: than rounding: denormal products of them made this scan 3 times slower. In FP64 exp is 0 there anyway.
+#: A log decay at or below this gives a decay of 0. In FP32 that drops factors below 9e-27, 1e19 times smaller
+#: than the rounding error; their products were denormal and made this scan 3 times slower. In FP64 exp
+#: underflows to 0 there anyway.
 LOG_DECAY_FLOOR = {torch.float32: -60.0, torch.float64: -750.0}
 
 
@@ -34,7 +37,7 @@ def document_starts(seq_idx: Tensor) -> Tensor:
 
 
 class Inputs(NamedTuple):
-    """The tensors of a scan, in the order in which autograd sees them."""
+    """Tensor arguments of a scan, in the order of the autograd function."""
 
     x: Tensor
     dt: Tensor
@@ -50,7 +53,7 @@ class Inputs(NamedTuple):
         return accumulation_dtype(self.x)
 
     def state(self, value: Tensor | None) -> Tensor:
-        """A fresh state [b, h, p, n]: a copy of `value`, or zeros."""
+        """A new state [b, h, p, n]: a copy of `value`, or zeros if None."""
         if value is not None:
             return value.to(self.acc, copy=True)
         b, _, h, p = self.x.shape
@@ -59,7 +62,7 @@ class Inputs(NamedTuple):
     def check(self) -> None:
         if self.x.dim() != 4 or self.B.dim() != 4 or self.x.shape[1] == 0:
             found = f"x {tuple(self.x.shape)}, B {tuple(self.B.shape)}"
-            raise ValueError(f"{found}: must be [b, s, h, p] and [b, s, g, n] with at least one token")
+            raise ValueError(f"{found}: they must be [b, s, h, p] and [b, s, g, n] with at least one token")
         (b, s, h, p), (g, n) = self.x.shape, self.B.shape[2:]
         if g == 0 or h % g:
             raise ValueError(f"h={h} heads are not divisible by g={g} groups: use a g that divides h")
@@ -67,23 +70,19 @@ class Inputs(NamedTuple):
         for name, tensor, shape in zip(self._fields, self, expected, strict=True):
             if tensor is not None and tuple(tensor.shape) != shape:
                 found = f"{name} has shape {tuple(tensor.shape)}"
-                raise ValueError(f"{found}, x {tuple(self.x.shape)} and B ask for {shape}")
-
-
-def accumulation_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+                raise ValueError(f"{found}, but x {tuple(self.x.shape)} and B need {shape}")
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Some chunks of some batch rows: cells [nb * nc] of l tokens each."""
+class _CellBlock:
+    """Consecutive chunks of some batch rows: nb * nc cells of l tokens each."""
 
     rows: slice
     tokens: slice
     nb: int
     nc: int
     l: int  # tokens of a chunk
-    index: int  # counts the blocks of one row in time
+    index: int  # of the block within its row, in order of time
 
     def load(self, t: Tensor, dtype: torch.dtype) -> Tensor:
         """[b, s, ...] -> [cells, l, ...]; a view where possible."""
@@ -96,8 +95,8 @@ class _Block:
         target.copy_(value.unflatten(0, (self.nb, self.nc)))
 
 
-def _blocks(x: Tensor) -> list[_Block]:
-    """Cut [b, s] into blocks; those of one row come in order of time, the last may be shorter."""
+def _cell_blocks(x: Tensor) -> list[_CellBlock]:
+    """Cut [b, s] into blocks, in order of time within a row; the last one may be shorter."""
     b, s, h = x.shape[:3]
     length = min(s, CHUNK)
     whole = s // length
@@ -110,7 +109,7 @@ def _blocks(x: Tensor) -> list[_Block]:
     if s % length:
         in_time.append((1, s % length, whole * length))
     return [
-        _Block(slice(row, min(row + nb, b)), slice(t, t + n * m), min(nb, b - row), n, m, i)
+        _CellBlock(slice(row, min(row + nb, b)), slice(t, t + n * m), min(nb, b - row), n, m, i)
         for row in range(0, b, nb)
         for i, (n, m, t) in enumerate(in_time)
     ]
@@ -118,27 +117,30 @@ def _blocks(x: Tensor) -> list[_Block]:
 
 @dataclass(frozen=True)
 class _Decays:
-    """What the time steps of a block determine."""
+    """Decays within and across the cells of a block, which follow from its time steps."""
 
     dt: Tensor  # [cells, l, h]
     reach_in: Tensor  # [cells, l, h]  weight of the entering state at each token
     reach_out: Tensor  # [cells, l, h]  weight of each token in the leaving state
     carry: Tensor  # [cells, h]     weight of the entering state in the leaving state
-    between: Tensor  # [cells, h, l, l]  token -> later token; the upper triangle is finite and meaningless
-    mask: Tensor  # [cells or 1, 1, l, l]  1 where the second token is seen by the first, else 0
+    between: Tensor  # [cells, h, l, l]  from token to later token; the upper triangle is finite but unused
+    mask: Tensor  # [cells or 1, 1, l, l]  1 where the first token sees the second, else 0
 
 
-def _decays(block: _Block, dt: Tensor, A: Tensor, starts: Tensor | None, acc: torch.dtype) -> _Decays:
+def _decays(block: _CellBlock, dt: Tensor, A: Tensor, starts: Tensor | None, acc: torch.dtype) -> _Decays:
     dt = block.load(dt, acc)
     floor = LOG_DECAY_FLOOR[acc]
-    # FP64 sums: a long sum in FP32 would round each partial sum, and decays are differences of two.
-    # The clamp bounds them: after a huge dt * A a difference would have no digits left, or be inf - inf.
+    # Sums are FP64, since decays are differences of partial sums, each of which FP32 would round.
+    # The clamp bounds them: after a huge dt * A a difference would lose all digits, or be inf - inf.
     cum = (dt * A).clamp_min(2 * floor).double().cumsum(1)
-    reach_in, reach_out = _decay(cum.to(acc, copy=True), floor), _decay((cum[:, -1:] - cum).to(acc), floor)
+    reach_in, reach_out = (
+        _exp_above(cum.to(acc, copy=True), floor),
+        _exp_above((cum[:, -1:] - cum).to(acc), floor),
+    )
     carry = reach_in[:, -1]
     mask = torch.ones(block.l, block.l, dtype=acc, device=dt.device).tril_()[None, None]
     if starts is not None:
-        document = block.load(starts, torch.bool).cumsum(1)  # 0: the document that enters the cell
+        document = block.load(starts, torch.bool).cumsum(1)  # 0: continues from the previous cell
         same = document[:, :, None] == document[:, None, :]
         mask = mask * same.unsqueeze(1)
         reach_in = reach_in * (document == 0).unsqueeze(-1)
@@ -146,20 +148,20 @@ def _decays(block: _Block, dt: Tensor, A: Tensor, starts: Tensor | None, acc: to
         carry = reach_in[:, -1]
     a = cum.to(acc).transpose(1, 2).contiguous()
     # Clamping to 0 before exp keeps the unused upper triangle finite: no inf * 0.
-    between = _decay((a.unsqueeze(-1) - a.unsqueeze(-2)).clamp_max_(0), floor)
+    between = _exp_above((a.unsqueeze(-1) - a.unsqueeze(-2)).clamp_max_(0), floor)
     return _Decays(dt, reach_in, reach_out, carry, between, mask)
 
 
-def _decay(exponent: Tensor, floor: float) -> Tensor:
-    """exp(exponent) in place, 0 at or below the floor. Cut before exp, which is slow on denormals too."""
+def _exp_above(exponent: Tensor, floor: float) -> Tensor:
+    """exp(exponent) in place, 0 at or below the floor. exp itself would be slow where it is denormal."""
     return torch.threshold_(exponent, floor, -torch.inf).exp_()
 
 
-def _groups(t: Tensor, g: int, weight: Tensor | None = None) -> Tensor:
-    """[cells, l, g, n] -> [cells * g, l, n]; with a weight x [cells, l, h, p] likewise.
+def _by_group(t: Tensor, g: int, weight: Tensor | None = None) -> Tensor:
+    """[cells, l, g, n] -> [cells * g, l, n]. With a weight: [cells, l, h, p] -> [cells * g, l, h/g * p].
 
-    The heads of a group then lie side by side in one matrix [l, h/g * p], each token and head
-    multiplied by its weight [cells, l, h] on the way.
+    In the second case the heads of a group become one matrix, and each token and head is multiplied by its
+    weight [cells, l, h].
     """
     cells, length, k, m = t.shape
     if weight is None:
@@ -170,14 +172,16 @@ def _groups(t: Tensor, g: int, weight: Tensor | None = None) -> Tensor:
     return out.view(cells * g, length, -1)
 
 
-def _pass(block: _Block, added: Tensor, carry: Tensor, state: Tensor, order: Iterable[int]) -> Tensor:
-    """The recurrence over cells: state <- carry * state + added, in place, in the given order of chunks.
+def _recur_over_cells(
+    block: _CellBlock, added: Tensor, carry: Tensor, state: Tensor, order: Iterable[int]
+) -> Tensor:
+    """Recurrence over cells, in place and in the given order of chunks: state <- carry * state + added.
 
     Args:
         added: [cells * g, h/g * p, n], overwritten.   carry: [cells, h].   state: [nb, h, p, n].
 
     Returns:
-        The state before each step, in the memory and shape of `added`.
+        The state before each step, which overwrites `added`.
     """
     steps = added.view(block.nb, block.nc, *state.shape[1:])
     carry = carry.view(block.nb, block.nc, -1, 1, 1)
@@ -188,13 +192,13 @@ def _pass(block: _Block, added: Tensor, carry: Tensor, state: Tensor, order: Ite
     return added
 
 
-def _heads(t: Tensor) -> Tensor:
+def _by_head(t: Tensor) -> Tensor:
     """[cells, l, h, p] -> [cells * h, l, p]."""
     return t.transpose(1, 2).flatten(0, 1)
 
 
 def _tokens_first(t: Tensor, cells: int, width: int) -> Tensor:
-    """[cells * k, l, m] -> [cells, l, -1, width], the inverse of `_groups` and `_heads`."""
+    """[cells * k, l, m] -> [cells, l, -1, width], the inverse of `_by_group` and `_by_head`."""
     t = t.unflatten(0, (cells, -1))
     if t.shape[-1] == width:
         return t.transpose(1, 2)
@@ -221,7 +225,7 @@ class ChunkedScan(torch.autograd.Function):
 
 
 def _scan_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, the state entering each block [b, blocks in time, h, p, n], the final state."""
+    """Output, the state entering each block [b, blocks of a row, h, p, n], and the final state."""
     x, dt, A, B, C, D, initial_state, seq_idx = inputs
     b, s, h, p = x.shape
     g, n = B.shape[2:]
@@ -229,25 +233,25 @@ def _scan_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     A_ = A.to(acc)
     starts = None if seq_idx is None else document_starts(seq_idx)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    blocks = _blocks(x)
+    blocks = _cell_blocks(x)
     states = torch.empty(b, blocks[-1].index + 1, h, p, n, dtype=acc, device=x.device)
     state = inputs.state(initial_state)
     for block in blocks:
         cells = block.nb * block.nc
         k = _decays(block, dt, A_, starts, acc)
-        x_, B_, C_ = block.load(x, acc), _groups(block.load(B, acc), g), _groups(block.load(C, acc), g)
+        x_, B_, C_ = block.load(x, acc), _by_group(block.load(B, acc), g), _by_group(block.load(C, acc), g)
         u = x_ * k.dt.unsqueeze(-1)
 
-        # 1. States: what the tokens of each cell add, then the recurrence from cell to cell.
+        # 1. States: the contribution of each cell's tokens, then the recurrence from cell to cell.
         states[block.rows, block.index] = state[block.rows]
-        added = torch.bmm(_groups(u, g, k.reach_out).transpose(1, 2), B_)
-        entering = _pass(block, added, k.carry, state[block.rows], range(block.nc))
+        added = torch.bmm(_by_group(u, g, k.reach_out).transpose(1, 2), B_)
+        entering = _recur_over_cells(block, added, k.carry, state[block.rows], range(block.nc))
         # 2. Output from the entering state: one product per group.
         off = torch.bmm(C_, entering.transpose(1, 2))
         # 3. Output from tokens of the same cell: scores once per group, decays per head.
         scores = torch.bmm(C_, B_.transpose(1, 2)).view(cells, g, block.l, block.l).mul_(k.mask)
         mixing = k.between.view(cells, g, -1, block.l, block.l).mul_(scores.unsqueeze(2))
-        diag = torch.bmm(mixing.view(cells * h, block.l, block.l), _heads(u))
+        diag = torch.bmm(mixing.view(cells * h, block.l, block.l), _by_head(u))
 
         out = torch.addcmul(
             _tokens_first(diag, cells, p), _tokens_first(off, cells, p), k.reach_in.unsqueeze(-1)
@@ -259,7 +263,7 @@ def _scan_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scan_backward(inputs: Inputs, states: Tensor, dy: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the inputs; `dstate`, of the final state, is overwritten."""
+    """Gradients of the inputs. `dstate`, the gradient of the final state, is overwritten."""
     x, dt, A, B, C, D, initial_state, seq_idx = inputs
     b, s, h, p = x.shape
     g, n = B.shape[2:]
@@ -269,20 +273,22 @@ def _scan_backward(inputs: Inputs, states: Tensor, dy: Tensor, dstate: Tensor) -
     dx, ddt, dB, dC = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt, B, C))
     dA = torch.zeros(h, dtype=acc, device=x.device)
     dD = torch.zeros_like(dA)
-    for block in reversed(_blocks(x)):
+    for block in reversed(_cell_blocks(x)):
         cells, length = block.nb * block.nc, block.l
         square = (cells, g, -1, length, length)
         k = _decays(block, dt, A_, starts, acc)
-        x_, B_, C_ = block.load(x, acc), _groups(block.load(B, acc), g), _groups(block.load(C, acc), g)
+        x_, B_, C_ = block.load(x, acc), _by_group(block.load(B, acc), g), _by_group(block.load(C, acc), g)
         dy_ = block.load(dy, acc)
         u = x_ * k.dt.unsqueeze(-1)
 
-        # 1. The state entering each cell again; the gradient of the one leaving it, backward in time.
-        u_out, dy_in = _groups(u, g, k.reach_out), _groups(dy_, g, k.reach_in)
+        # 1. Recompute the state entering each cell; the gradient of the state leaving it, backward in time.
+        u_out, dy_in = _by_group(u, g, k.reach_out), _by_group(dy_, g, k.reach_in)
         entering = torch.bmm(u_out.transpose(1, 2), B_)
-        entering = _pass(block, entering, k.carry, states[block.rows, block.index].clone(), range(block.nc))
+        entering = _recur_over_cells(
+            block, entering, k.carry, states[block.rows, block.index].clone(), range(block.nc)
+        )
         leaving = torch.bmm(dy_in.transpose(1, 2), C_)
-        leaving = _pass(block, leaving, k.carry, dstate[block.rows], reversed(range(block.nc)))
+        leaving = _recur_over_cells(block, leaving, k.carry, dstate[block.rows], reversed(range(block.nc)))
 
         # 2. Through the states: off = C entering^T, added = u_out^T B.
         off = torch.bmm(C_, entering.transpose(1, 2)).mul_(dy_in)
@@ -295,16 +301,16 @@ def _scan_backward(inputs: Inputs, states: Tensor, dy: Tensor, dstate: Tensor) -
         scores = torch.bmm(C_, B_.transpose(1, 2)).view(cells, g, length, length).mul_(k.mask)
         between = k.between.view(square)
         mixing = (between * scores.unsqueeze(2)).view(cells * h, length, length)
-        dy_h = _heads(dy_)
+        dy_h = _by_head(dy_)
         du = du + _tokens_first(torch.bmm(mixing.transpose(1, 2), dy_h), cells, p)
-        dmixing = torch.bmm(dy_h, _heads(u).transpose(1, 2)).view(square)
+        dmixing = torch.bmm(dy_h, _by_head(u).transpose(1, 2)).view(square)
         dscores_h = dmixing.mul_(between)
         dscores = dscores_h.sum(2).mul_(k.mask).view(cells * g, length, length)
         dlog = dscores_h.mul_(scores.unsqueeze(2))  # of log between
 
-        # 4. A step is in `between` of every pair it separates, in reach_in from its token on, in reach_out
-        # of the tokens before. Summing just these terms, instead of subtracting sums over rows and columns,
-        # leaves no rounding behind where nothing passes: after a strong decay, between documents.
+        # 4. A step contributes to `between` of every pair it separates, to reach_in from its token on, and to
+        # reach_out of the tokens before. Summing only these terms gives exact zeros where nothing passes
+        # (after a strong decay, between documents). Subtracting sums over rows and columns would not.
         onward = torch.ones(length, length, dtype=acc, device=x.device).tril_()  # [l, t]: t <= l
         before = onward.tril(-1)  # [t, s]: s < t
         separated = (dlog.view(-1, length) @ before.t()).view(cells, h, length, length).mul_(onward)

@@ -1,8 +1,8 @@
-"""Where the tokens of packed documents are under context parallelism, and the way to Mamba's order and back.
+"""Token positions of packed documents under context parallelism, and the exchange for the Mamba mixer.
 
 Megatron cuts every document into 2 * cp chunks of equal length and gives rank r chunks r and 2 * cp - 1 - r
-(zigzag), so that causal attention is even work. Attention does not mind the order; convolution and scan need
-all tokens in sequence. Upstream asks TransformerEngine's CUDA library for these positions.
+(zigzag), which balances causal attention. Attention works in any order, but convolution and scan need all
+tokens in sequence. Upstream gets these positions from TransformerEngine's CUDA library.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 
 
 def cu_seqlens(packed: PackedSeqParams) -> torch.Tensor:
-    """Borders of the documents where they lie in memory: the padded ones where there are such."""
+    """Document borders in memory: the padded ones if given."""
     padded = packed.cu_seqlens_q_padded
     return packed.cu_seqlens_q if padded is None else padded
 
 
 def document_borders(packed: PackedSeqParams, total: int) -> torch.Tensor:
-    """First token of every document and, last, `total`: [documents + 1] of int64, on the host.
+    """First token of each document, then `total`: int64 [documents + 1] on the host.
 
-    Documents lie at their padded places where those differ. What follows the last one is padding, taken for
-    a document of its own.
+    Padded borders are used if given. Tokens after the last document are padding and form a document.
 
     Raises:
         ValueError: a layout other than thd, or borders beyond `total` tokens.
     """
     if packed.qkv_format != "thd" or packed.cu_seqlens_q is None:
         raise ValueError(
-            f"packed sequences with qkv_format={packed.qkv_format!r}: the torch backend takes 'thd' "
-            "with cu_seqlens_q"
+            f"packed sequences with qkv_format={packed.qkv_format!r}: the torch backend supports 'thd' "
+            "with cu_seqlens_q only"
         )
     borders = cu_seqlens(packed).long().cpu()
     last = int(borders[-1])
@@ -40,7 +39,7 @@ def document_borders(packed: PackedSeqParams, total: int) -> torch.Tensor:
 
 
 def zigzag(borders: torch.Tensor, cp: int, rank: int) -> torch.Tensor:
-    """Positions [total / cp] in the pack of the tokens that context-parallel rank `rank` of `cp` holds.
+    """Positions [total / cp] of the tokens that context-parallel rank `rank` of `cp` holds.
 
     Args:
         borders: `document_borders`, [documents + 1].
@@ -62,20 +61,20 @@ def zigzag(borders: torch.Tensor, cp: int, rank: int) -> torch.Tensor:
 
 
 def gathered_positions(borders: torch.Tensor, cp: int) -> torch.Tensor:
-    """Positions [total] in the pack of all tokens, ranks one after the other as a gather returns them."""
+    """Positions [total] of all tokens in the order of a gather, rank after rank."""
     return torch.cat([zigzag(borders, cp, rank) for rank in range(cp)])
 
 
 class PackedContextParallel(MambaContextParallel):
-    """Upstream's exchange of tokens against heads, for packed documents without TransformerEngine.
+    """Upstream's exchange of tokens for heads, also for packed documents, without TransformerEngine.
 
-    Upstream's own order for plain sequences is undone or redone on the way: one index for both.
+    Upstream reorders as for one sequence; one index per direction corrects that for documents.
     """
 
     def pre_conv_ssm(
         self, input_: torch.Tensor, packed_seq_params: PackedSeqParams | None = None
     ) -> torch.Tensor:
-        """[s / cp, b, d] as this rank holds it -> [s, b, d / cp] in sequence."""
+        """This rank's tokens [s / cp, b, d] -> [s, b, d / cp] in sequence."""
         output = super().pre_conv_ssm(input_)
         if self.cp_size == 1 or packed_seq_params is None:
             return output
@@ -84,17 +83,17 @@ class PackedContextParallel(MambaContextParallel):
     def post_conv_ssm(
         self, input_: torch.Tensor, packed_seq_params: PackedSeqParams | None = None
     ) -> torch.Tensor:
-        """[s, b, d / cp] in sequence -> [s / cp, b, d] as this rank holds it."""
+        """[s, b, d / cp] in sequence -> this rank's tokens [s / cp, b, d]."""
         if self.cp_size > 1 and packed_seq_params is not None:
             input_ = input_.index_select(0, self._order(packed_seq_params, input_))
         return super().post_conv_ssm(input_)
 
     def _order(self, packed: PackedSeqParams, tokens: torch.Tensor) -> torch.Tensor:
-        """Position in the pack of each token, in the order upstream takes for plain sequence."""
+        """Position of each token in the pack, in the order that upstream takes for the sequence."""
         total = tokens.shape[0]
         packs = gathered_positions(document_borders(packed, total), self.cp_size)
         plain = gathered_positions(torch.tensor([0, total]), self.cp_size)
-        # Gathered token i lies at plain[i] for upstream, at packs[i] in truth.
+        # Upstream puts gathered token i at plain[i]; its position in the pack is packs[i].
         order = torch.empty_like(packs)
         order[plain] = packs
         return order.to(tokens.device)

@@ -3,10 +3,10 @@
     y_t = silu(bias + sum_j weight_j x_{t - (k - 1) + j})       per channel, j = 0 .. k - 1
 
     causal_conv1d_reference   one shifted multiply-add per tap: the specification
-    causal_conv1d             blocks of tokens that stay in cache, backward written by hand: the fast form
+    causal_conv1d             the fast form: blocks of tokens that stay in cache, hand-written backward
     causal_conv1d_step        one token of decoding
 
-x is [b, s, c], channels last as the mixer holds it. A token sees its own document only (`seq_idx`).
+x is [b, s, c], channels last as in the mixer. A token sees only its own document (`seq_idx`).
 States are the last k - 1 inputs, [b, k - 1, c], oldest first (the causal-conv1d package has [b, c, k - 1]).
 Sums are FP32 (FP64 if x is FP64); y has the dtype of x, every gradient the dtype of its input.
 """
@@ -21,12 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_nemotron3.layers.chunked_scan import accumulation_dtype, document_starts
+from megatron_nemotron3.layers.chunked_scan import document_starts
+from megatron_nemotron3.layers.functional import accumulation_dtype
 
-#: Elements [rows, tokens, c] handled at once, by device type. 512 KiB in FP32 on CPU: the few tensors alive
-#: at a time then fit the second-level cache. Measured on two AVX-512 cores among 2^15 to 2^18.
+#: Elements [rows, tokens, c] per block, by device type. On a CPU 512 KiB in FP32, so that the few live
+#: tensors fit the second-level cache: the fastest of 2^15 to 2^18 on two AVX-512 cores.
 BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
-#: Whether the activation is there, by name.
+#: Name of the activation -> whether SiLU is applied.
 ACTIVATIONS = {"silu": True, "swish": True, None: False}
 
 
@@ -40,19 +41,19 @@ def causal_conv1d_reference(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
 ) -> Any:
-    """Tap by tap. Arguments, result and errors as `causal_conv1d`; holds k shifted copies, for tests."""
-    taps = _check(x, weight, bias, activation, seq_idx, initial_state)
+    """Tap by tap, with k shifted copies; for tests. Arguments, result and errors as for `causal_conv1d`."""
+    taps = _checked_taps(x, weight, bias, activation, seq_idx, initial_state)
     s, k = x.shape[1], taps.shape[1]
     acc = accumulation_dtype(x)
-    padded = torch.cat([_state(x, k, initial_state), x], dim=1).to(acc)
-    document = _documents(x, seq_idx)
+    padded = torch.cat([_state_or_zeros(x, k, initial_state), x], dim=1).to(acc)
+    document = _document_counts(x, seq_idx)
     document_padded = F.pad(document, (k - 1, 0))  # the initial state belongs to document 0
     y = x.new_zeros(x.shape, dtype=acc) if bias is None else bias.to(acc).expand(x.shape)
     for j in range(k):
         same = document_padded[:, j : j + s] == document
         y = y + torch.where(same.unsqueeze(-1), padded[:, j : j + s], 0.0) * taps[:, j].to(acc)
     y = (F.silu(y) if ACTIVATIONS[activation] else y).to(x.dtype)
-    return (y, _final_state(x, k, seq_idx, initial_state)) if return_final_state else y
+    return (y, _final_conv_state(x, k, seq_idx, initial_state)) if return_final_state else y
 
 
 def causal_conv1d_step(
@@ -61,14 +62,14 @@ def causal_conv1d_step(
     """One token of decoding.
 
     Args:
-        x: [b, c].   state: [b, k - 1, c], the inputs before it, oldest first. Not changed in place.
+        x: [b, c].   state: [b, k - 1, c], the inputs before it, oldest first. Not modified.
         weight: [c, 1, k] or [c, k].   bias: [c] or None.
 
     Returns:
         y [b, c] in the dtype of x, and the new state.
     """
     window = torch.cat([state, x.to(state.dtype).unsqueeze(1)], dim=1)
-    taps = _check(x.unsqueeze(1), weight, bias, activation, None, state)
+    taps = _checked_taps(x.unsqueeze(1), weight, bias, activation, None, state)
     acc = accumulation_dtype(x)
     y = (window.to(acc) * taps.t().to(acc)).sum(1)
     y = y if bias is None else y + bias.to(acc)
@@ -85,32 +86,32 @@ def causal_conv1d(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
 ) -> Any:
-    """Causal depthwise convolution and activation; differentiable once. Saves its inputs only.
+    """Causal depthwise convolution and activation; differentiable once. Saves only its inputs.
 
     Args:
         x: [b, s, c], any strides.
         weight: [c, 1, k] or [c, k]; the last tap multiplies the current token.
         bias: [c] or None.
         activation: "silu" (or "swish"), or None.
-        seq_idx: [b, s] integer document index, non-decreasing. Its borders are read on the host, which
-            on a GPU waits for the device.
+        seq_idx: [b, s] integer document index, non-decreasing. Document borders are read on the host, which
+            synchronizes with a GPU.
         initial_state: [b, k - 1, c], inputs before the first token, of the same document. None: zeros.
-        return_final_state: also return the last k - 1 inputs, zeros where they are of earlier documents.
+        return_final_state: also return the last k - 1 inputs; those of earlier documents are zeros.
 
     Returns:
         y [b, s, c] in the dtype of x; with `return_final_state` also [b, k - 1, c] in that dtype.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown activation.
+        ValueError: shapes that do not match, or an unknown activation.
     """
-    taps = _check(x, weight, bias, activation, seq_idx, initial_state)
+    taps = _checked_taps(x, weight, bias, activation, seq_idx, initial_state)
     y = _CausalConv.apply(x, taps, bias, initial_state, seq_idx, ACTIVATIONS[activation])
-    return (y, _final_state(x, taps.shape[1], seq_idx, initial_state)) if return_final_state else y
+    return (y, _final_conv_state(x, taps.shape[1], seq_idx, initial_state)) if return_final_state else y
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Tokens lo .. hi - 1 of some batch rows, all in one document start .. stop - 1."""
+class _DocumentPiece:
+    """Tokens lo .. hi - 1 of some batch rows, all in the document start .. stop - 1."""
 
     rows: slice
     start: int
@@ -119,7 +120,7 @@ class _Piece:
     stop: int
 
     def load(self, x: Tensor, hi: int, k: int, initial_state: Tensor | None) -> Tensor:
-        """Tokens lo - (k - 1) .. hi - 1 as [rows, tokens, c]; before the document: zeros or the state."""
+        """Tokens lo - (k - 1) .. hi - 1 as [rows, tokens, c]; the state or zeros before the document."""
         first = self.lo - (k - 1)
         part = x[self.rows, max(first, self.start) : hi].to(accumulation_dtype(x))
         missing = self.start - first
@@ -130,7 +131,7 @@ class _Piece:
         return torch.cat([initial_state[self.rows, k - 1 - missing :].to(part.dtype), part], dim=1)
 
 
-def _pieces(x: Tensor, seq_idx: Tensor | None) -> list[_Piece]:
+def _document_pieces(x: Tensor, seq_idx: Tensor | None) -> list[_DocumentPiece]:
     """Cut [b, s] at document borders, and further until a piece has at most `BLOCK_ELEMENTS`."""
     b, s, c = x.shape
     tokens = max(1, BLOCK_ELEMENTS.get(x.device.type, BLOCK_ELEMENTS["cuda"]) // c)
@@ -147,7 +148,7 @@ def _pieces(x: Tensor, seq_idx: Tensor | None) -> list[_Piece]:
             for start, stop in zip(starts, [*starts[1:], s], strict=True)
         ]
     return [
-        _Piece(rows, start, lo, min(lo + tokens, stop), stop)
+        _DocumentPiece(rows, start, lo, min(lo + tokens, stop), stop)
         for rows, start, stop in documents
         for lo in range(start, stop, tokens)
     ]
@@ -180,7 +181,7 @@ class _CausalConv(torch.autograd.Function):
         columns, bias = taps.t().to(acc).contiguous(), None if bias is None else bias.to(acc)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         with torch.autocast(x.device.type, enabled=False):
-            for piece in _pieces(x, seq_idx):
+            for piece in _document_pieces(x, seq_idx):
                 out = _correlate(piece.load(x, piece.hi, k, initial_state), columns, bias)
                 y[piece.rows, piece.lo : piece.hi] = F.silu(out, inplace=True) if silu else out
         return y
@@ -197,9 +198,9 @@ class _CausalConv(torch.autograd.Function):
         dcolumns = torch.zeros_like(columns)
         dbias = torch.zeros_like(columns[0])
         with torch.autocast(x.device.type, enabled=False):
-            for piece in _pieces(x, seq_idx):
+            for piece in _document_pieces(x, seq_idx):
                 m = piece.hi - piece.lo
-                # The k - 1 tokens after the piece, if of the same document, have its tokens as inputs.
+                # The next k - 1 tokens, if they are of the same document, have this piece as input.
                 end = min(piece.hi + k - 1, piece.stop)
                 padded = piece.load(x, end, k, initial_state)
                 dout = dy[piece.rows, piece.lo : end].to(acc)
@@ -218,27 +219,27 @@ class _CausalConv(torch.autograd.Function):
         return dx, dweight, None if bias_ is None else dbias.to(bias_.dtype), dinitial, None, None
 
 
-def _documents(x: Tensor, seq_idx: Tensor | None) -> Tensor:
-    """Document count [b, s] from 0 in each row."""
+def _document_counts(x: Tensor, seq_idx: Tensor | None) -> Tensor:
+    """Index [b, s] of each token's document in its row, from 0."""
     if seq_idx is None:
         return torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
     return document_starts(seq_idx).cumsum(1)
 
 
-def _state(x: Tensor, k: int, initial_state: Tensor | None) -> Tensor:
+def _state_or_zeros(x: Tensor, k: int, initial_state: Tensor | None) -> Tensor:
     return x.new_zeros(x.shape[0], k - 1, x.shape[2]) if initial_state is None else initial_state.to(x.dtype)
 
 
-def _final_state(x: Tensor, k: int, seq_idx: Tensor | None, initial_state: Tensor | None) -> Tensor:
+def _final_conv_state(x: Tensor, k: int, seq_idx: Tensor | None, initial_state: Tensor | None) -> Tensor:
     s = x.shape[1]
     last = x[:, max(0, s - (k - 1)) :]
-    state = torch.cat([_state(x, k, initial_state), last], dim=1)[:, last.shape[1] :]
-    document = F.pad(_documents(x, seq_idx), (k - 1, 0))
+    state = torch.cat([_state_or_zeros(x, k, initial_state), last], dim=1)[:, last.shape[1] :]
+    document = F.pad(_document_counts(x, seq_idx), (k - 1, 0))
     same = document[:, s:] == document[:, -1:]
     return torch.where(same.unsqueeze(-1), state, 0.0)
 
 
-def _check(
+def _checked_taps(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -246,7 +247,7 @@ def _check(
     seq_idx: Tensor | None,
     initial_state: Tensor | None,
 ) -> Tensor:
-    """The weight as [c, k]."""
+    """Check shapes and return the weight as [c, k]."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is unknown: use one of {list(ACTIVATIONS)}")
     if x.dim() != 3 or x.shape[1] == 0:
@@ -263,5 +264,5 @@ def _check(
     }
     for name, (tensor, shape) in expected.items():
         if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, x {tuple(x.shape)} asks for {shape}")
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, x {tuple(x.shape)} needs {shape}")
     return taps

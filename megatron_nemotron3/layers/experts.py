@@ -1,8 +1,8 @@
-"""Routed experts on plain torch: one grouped matrix product a projection, no loop over tokens.
+"""Routed experts on plain torch: one grouped matrix product per projection, no loop over tokens.
 
-Parameters are TE's: `linear_fc1.weight0 … weight{E-1}` [f, e] and `linear_fc2.weight0 …` [e, f], so the
-state dict of a rank, and the torch_dist checkpoint, are those of upstream's `TEGroupedMLP`. Tokens
-arrive sorted by expert; only [routed tokens, width] tensors exist, never [tokens, experts, width].
+Parameters are named as in TE: `linear_fc1.weight0 … weight{E-1}` [f, e] and `linear_fc2.weight0 …` [e, f]. So
+a rank's state dict and the torch_dist checkpoint equal those of upstream's `TEGroupedMLP`. Tokens arrive
+sorted by expert; tensors are [routed tokens, width], never [tokens, experts, width].
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 class GroupedLinear(ReplaceableProducts, EmptyExtraState):
     """E independent linear layers without bias, applied to tokens sorted by expert.
 
-    Communication between tensor-parallel ranks is the token dispatcher's job, as for every expert
-    linear of Megatron.
+    The token dispatcher communicates between tensor-parallel ranks, as for all of Megatron's expert linears.
 
     Args:
         num_gemms: local experts.
@@ -66,7 +65,7 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
         super().__init__()
         assert pg_collection is not None
         if bias:
-            raise ValueError("experts have no bias in this family: pass --disable-bias-linear")
+            raise ValueError("bias=True: experts of this family have no bias, pass --disable-bias-linear")
         self.config, self.num_gemms, self.name = config, num_gemms, name
         self.ep_group, self.tp_group = pg_collection.ep, pg_collection.expt_tp
         self.expt_dp_group = pg_collection.expt_dp
@@ -81,7 +80,7 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
         local[self.split_axis] //= tp
         self.in_features, self.out_features = local[1], local[0]
 
-        # With expert groups of their own these gradients are not summed over the dense DP group.
+        # If experts have their own groups, their gradients are not reduced over the dense DP group.
         own_groups = (
             config.expert_model_parallel_size > 1
             or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
@@ -95,13 +94,13 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
             weight.allreduce = not own_groups  # type: ignore[attr-defined]
             self.register_parameter(f"weight{i}", weight)
         if torch.device(device).type == "cuda" and gpu_kernels_enabled():
-            one_allocation(self.weights())  # the grouped product then reads them without a copy
+            one_allocation(self.weights())  # so that the grouped product needs no copy
 
     def _initialize(
         self, weight: torch.nn.Parameter, shape: list[int], init_method: Callable[[torch.Tensor], Any]
     ) -> None:
         if self.config.use_cpu_initialization:
-            # The master weight is drawn whole and cut, so the model does not depend on expert TP.
+            # Draws the whole master weight and takes this rank's part: weights do not depend on expert TP.
             _initialize_affine_weight_cpu(
                 weight,
                 shape[0],
@@ -125,8 +124,8 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
     def forward(self, x: torch.Tensor | None, tokens_per_expert: list[int]) -> tuple[Any, None]:
         """[t, input] sorted by expert -> ([t, output], no bias); t = sum(tokens_per_expert).
 
-        Without x the matrices themselves, for who computes both linears at once: Megatron waits for
-        parameters on their way (`--overlap-param-gather`) in a hook on the call of their module.
+        With x None returns the matrices, for callers that fuse FC1 and FC2. They must call the module,
+        because Megatron waits for gathered parameters (`--overlap-param-gather`) in its forward pre-hook.
         """
         if x is None:
             return self.weights(), None
@@ -136,13 +135,15 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
         return form(x, self.weights(), tokens_per_expert), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are never delayed here."""
+        """Do nothing: weight gradients are never delayed here."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """One chunk per expert of a [E, output, input] tensor, or one key per expert if asked
-        (`singleton_local_shards`); the layout of TE's grouped linear and of `SequentialMLP`."""
+        """One chunk per expert of a [E, output, input] tensor, as TE's grouped linear and `SequentialMLP`.
+
+        With `singleton_local_shards` one key per expert.
+        """
         assert metadata is not None
         singleton = metadata.get("singleton_local_shards", False)
         total = self.ep_group.size() * self.num_gemms
@@ -189,7 +190,7 @@ class RowParallelGroupedLinear(GroupedLinear):
 class GroupedExperts(TEGroupedMLP):
     """FC1, weighted squared ReLU, FC2 for all local experts.
 
-    Construction and checkpointing are upstream's `TEGroupedMLP`, which is generic in its linears.
+    Construction and checkpointing are those of upstream's `TEGroupedMLP`, which takes any linears.
 
     Raises:
         ValueError: an activation other than ungated squared ReLU.
@@ -199,7 +200,7 @@ class GroupedExperts(TEGroupedMLP):
         activation = getattr(config.activation_func, "__name__", str(config.activation_func))
         if activation != "squared_relu" or config.gated_linear_unit:
             gate = "gated " if config.gated_linear_unit else ""
-            raise ValueError(f"experts with {gate}{activation}: this family has --squared-relu")
+            raise ValueError(f"experts with {gate}{activation}: this family uses --squared-relu")
         super().__init__(num_local_experts, config, *args, **kwargs)
 
     def forward(
@@ -214,7 +215,7 @@ class GroupedExperts(TEGroupedMLP):
         Args:
             permuted_local_hidden_states: [t, e] tokens sorted by local expert.
             tokens_per_expert: [E_local] counts that add up to t.
-            permuted_probs: [t] routing weights, applied before FC2 (linear, so equal to after it).
+            permuted_probs: [t] routing weights, applied before FC2 (which is linear, so that is equivalent).
 
         Returns:
             [t, e] and no bias.
@@ -224,18 +225,18 @@ class GroupedExperts(TEGroupedMLP):
         recompute = self.activation_recompute and self.training
         if self.linear_fc1.replaced() is not None or self.linear_fc2.replaced() is not None:
             if recompute:
-                # Forward draws no random numbers, so there is no state to restore.
+                # Forward draws no random numbers, so the RNG state need not be restored.
                 return checkpoint(
-                    self._one_by_one, x, probs, counts, use_reentrant=False, preserve_rng_state=False
+                    self.one_by_one, x, probs, counts, use_reentrant=False, preserve_rng_state=False
                 ), None
-            return self._one_by_one(x, probs, counts), None
+            return self.one_by_one(x, probs, counts), None
         if recompute or not (x.is_cuda and gpu_kernels_enabled()):
             fc1, fc2 = self.linear_fc1(None, counts)[0], self.linear_fc2(None, counts)[0]
             return squared_relu_experts(x, probs, fc1, fc2, counts, recompute=recompute), None
-        return self._one_by_one(x, probs, counts), None
+        return self.one_by_one(x, probs, counts), None
 
-    def _one_by_one(self, x: torch.Tensor, probs: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """FC1, activation, FC2, each on all tokens."""
+    def one_by_one(self, x: torch.Tensor, probs: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """FC1, activation and FC2, each as one operation on all tokens."""
         fused = x.is_cuda and gpu_kernels_enabled()
         hidden, _ = self.linear_fc1(x, counts)
         activation = (_fused_activation() if fused else weighted_squared_relu)(hidden, probs)
@@ -244,7 +245,7 @@ class GroupedExperts(TEGroupedMLP):
 
 
 def _fused_activation() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The Triton form of `weighted_squared_relu`; imported late, because a CPU has no use for Triton."""
+    """The Triton form of `weighted_squared_relu`, imported here because CPU runs need no Triton."""
     from megatron_nemotron3.layers import triton_activation
 
     return triton_activation.weighted_squared_relu

@@ -1,4 +1,4 @@
-"""RMS norms and squared ReLU, each as a reference and a lean form with one signature. Plain torch.
+"""RMS norms and squared ReLU, each as a reference and a memory-saving form with one signature. Plain torch.
 
     rms_norm                y = x / rms(x) * weight
     gated_group_rms_norm    u = x * silu(z);  y = u / rms(u over each group of channels) * weight
@@ -6,7 +6,8 @@
     weighted_squared_relu   y = relu(x)^2 * w, one weight per row (a token's routing probability)
 
 Statistics and intermediate values are FP32 (FP64 inputs stay FP64), rounded once to the dtype of x.
-The lean forms save their inputs only (the norm also one reciprocal per group) and are differentiable once.
+The memory-saving forms save only their inputs (the norm also one reciprocal per group) and are differentiable
+once.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-#: Elements of x handled at once on CPU; 1 MiB in FP32, so that the chain of operations stays in cache.
+#: Elements of x per block on CPU; 1 MiB in FP32, so that the chain of operations stays in cache.
 BLOCK_ELEMENTS = 2**18
 
 
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """dtype of sums, decays and statistics: FP64 if x is FP64, else FP32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. As `rms_norm`."""
-    wide = x.to(_wide(x))
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; arguments as for `rms_norm`."""
+    wide = x.to(accumulation_dtype(x))
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * rstd * weight.to(wide.dtype)).to(x.dtype)
 
@@ -46,9 +52,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 def gated_group_rms_norm_reference(
     x: Tensor, z: Tensor, weight: Tensor, *, group_size: int, eps: float = 1e-5
 ) -> Tensor:
-    """As `gated_group_rms_norm`, by autograd."""
-    _check_group(x, weight, group_size)
-    wide = x.to(_wide(x))
+    """The definition of `gated_group_rms_norm`; backward by autograd."""
+    _check_norm_groups(x, weight, group_size)
+    wide = x.to(accumulation_dtype(x))
     gated = (wide * F.silu(z.to(wide.dtype))).unflatten(-1, (-1, group_size))
     rstd = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
     return ((gated * rstd).flatten(-2) * weight.to(wide.dtype)).to(x.dtype)
@@ -57,9 +63,9 @@ def gated_group_rms_norm_reference(
 def gated_group_rms_norm(
     x: Tensor, z: Tensor, weight: Tensor, *, group_size: int, eps: float = 1e-5
 ) -> Tensor:
-    """The output norm of the Mamba-2 mixer: gate first, then RMS norm per group of channels.
+    """Output norm of the Mamba-2 mixer: first the gate, then RMS norm per group of channels.
 
-    It is mamba-ssm's gated norm with `norm_before_gate=False`.
+    The same as mamba-ssm's gated norm with `norm_before_gate=False`.
 
     Args:
         x: [..., d].
@@ -74,26 +80,26 @@ def gated_group_rms_norm(
     Raises:
         ValueError: d is not a multiple of group_size.
     """
-    _check_group(x, weight, group_size)
+    _check_norm_groups(x, weight, group_size)
     return _RMSNorm.apply(x, z, weight, group_size, eps)
 
 
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)^2 (arXiv 2109.08668), any shape.
 
-    Autograd saves one tensor here, relu(x), and rounds once each way in any dtype: nothing to gain by hand.
+    There is no hand-written backward: autograd saves one tensor, relu(x), and rounds once each way.
     """
     return F.relu(x).square()
 
 
 def squared_relu_reference(x: Tensor) -> Tensor:
-    """As `squared_relu`."""
-    return F.relu(x.to(_wide(x))).square().to(x.dtype)
+    """The definition of `squared_relu`."""
+    return F.relu(x.to(accumulation_dtype(x))).square().to(x.dtype)
 
 
 def weighted_squared_relu_reference(x: Tensor, w: Tensor) -> Tensor:
-    """As `weighted_squared_relu`, by autograd."""
-    wide = x.to(_wide(x))
+    """The definition of `weighted_squared_relu`; backward by autograd."""
+    wide = x.to(accumulation_dtype(x))
     return (F.relu(wide).square() * w.to(wide.dtype).unsqueeze(-1)).to(x.dtype)
 
 
@@ -120,14 +126,14 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, z: Tensor | None, weight: Tensor, group_size: int, eps: float) -> Tensor:
-        wide = _wide(x)
+        wide = accumulation_dtype(x)
         gain = weight.to(wide).unflatten(-1, (-1, group_size))
-        x_rows = _rows(x)
-        z_rows = None if z is None else _rows(z)
+        x_rows = _as_rows(x)
+        z_rows = None if z is None else _as_rows(z)
         y = torch.empty_like(x_rows, memory_format=torch.contiguous_format)
         rstd = torch.empty(len(x_rows), *gain.shape[:1], 1, dtype=wide, device=x.device)
-        for rows in _row_blocks(x_rows):
-            u, _ = _gated(x_rows, z_rows, rows, gain.shape, wide)
+        for rows in _cached_row_blocks(x_rows):
+            u, _ = _gated_groups(x_rows, z_rows, rows, gain.shape, wide)
             rstd[rows] = torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
             y[rows] = (u * rstd[rows]).mul_(gain).flatten(1)
         ctx.save_for_backward(x, z, weight, rstd)
@@ -139,18 +145,18 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, z, weight, rstd = ctx.saved_tensors
         gain = weight.to(rstd.dtype).unflatten(-1, (-1, ctx.group_size))
-        x_rows, dy_rows = _rows(x), _rows(dy)
-        z_rows = None if z is None else _rows(z)
+        x_rows, dy_rows = _as_rows(x), _as_rows(dy)
+        z_rows = None if z is None else _as_rows(z)
         dx = torch.empty_like(x_rows, memory_format=torch.contiguous_format)
         dz = None if z is None else torch.empty_like(dx, dtype=z.dtype)
         dgain = torch.zeros_like(gain)
-        for rows in _row_blocks(x_rows):
-            u, silu = _gated(x_rows, z_rows, rows, gain.shape, rstd.dtype)
+        for rows in _cached_row_blocks(x_rows):
+            u, silu = _gated_groups(x_rows, z_rows, rows, gain.shape, rstd.dtype)
             unit = u.mul_(rstd[rows])
             dunit = dy_rows[rows].to(rstd.dtype).view(unit.shape)
             dgain += (dunit * unit).sum(0)
             dunit = dunit * gain
-            # The part of the gradient along u changes the norm only, which the division takes out again.
+            # The gradient's component along u changes only the norm, which the division cancels.
             along = (dunit * unit).mean(-1, keepdim=True)
             du = dunit.addcmul_(unit, along, value=-1).mul_(rstd[rows]).flatten(1)
             if z_rows is None or dz is None or silu is None:
@@ -167,9 +173,9 @@ class _WeightedSquaredReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
-        x_rows, wide = _rows(x), w.reshape(-1, 1).to(_wide(x))
+        x_rows, wide = _as_rows(x), w.reshape(-1, 1).to(accumulation_dtype(x))
         y = torch.empty_like(x_rows, memory_format=torch.contiguous_format)
-        for rows in _row_blocks(x_rows):
+        for rows in _cached_row_blocks(x_rows):
             positive = F.relu(x_rows[rows].to(wide.dtype))
             y[rows] = positive.mul_(positive).mul_(wide[rows])
         return y.view(x.shape)
@@ -178,10 +184,10 @@ class _WeightedSquaredReLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
-        x_rows, dy_rows, wide = _rows(x), _rows(dy), w.reshape(-1, 1).to(_wide(x))
+        x_rows, dy_rows, wide = _as_rows(x), _as_rows(dy), w.reshape(-1, 1).to(accumulation_dtype(x))
         dx = torch.empty_like(x_rows, memory_format=torch.contiguous_format)
         dw = torch.empty_like(wide)
-        for rows in _row_blocks(x_rows):
+        for rows in _cached_row_blocks(x_rows):
             positive = F.relu(x_rows[rows].to(wide.dtype))
             along = dy_rows[rows].to(wide.dtype) * positive
             dw[rows] = (along * positive).sum(-1, keepdim=True)
@@ -189,34 +195,35 @@ class _WeightedSquaredReLU(torch.autograd.Function):
         return dx.view(x.shape), dw.view(w.shape).to(w.dtype)
 
 
-def _gated(
+def _gated_groups(
     x: Tensor, z: Tensor | None, rows: slice, groups: torch.Size, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """x * silu(z) of some rows, in fresh memory as [rows, groups, group size]; and silu(z)."""
+    """x * silu(z) of some rows in new memory, as [rows, groups, group size], and silu(z)."""
     if z is None:
         return x[rows].to(dtype, copy=True).view(-1, *groups), None
     silu = F.silu(z[rows].to(dtype))
     return (silu * x[rows]).view(-1, *groups), silu
 
 
-def _rows(t: Tensor) -> Tensor:
+def _as_rows(t: Tensor) -> Tensor:
     return t.reshape(-1, t.shape[-1])
 
 
-def _row_blocks(x: Tensor) -> list[slice]:
-    """Slices that cut x [rows, d] into blocks; a GPU takes everything at once."""
+def _cached_row_blocks(x: Tensor) -> list[slice]:
+    """Slices that cut x [rows, d] into blocks; on a GPU one slice holds all rows."""
     total = len(x)
     step = max(1, BLOCK_ELEMENTS // max(1, x.shape[1]) if x.device.type == "cpu" else total)
     return [slice(row, min(row + step, total)) for row in range(0, total, step)]
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _check_group(x: Tensor, weight: Tensor, group_size: int) -> None:
+def _check_norm_groups(x: Tensor, weight: Tensor, group_size: int) -> None:
     d = x.shape[-1]
     if group_size < 1 or d % group_size:
         raise ValueError(f"{d} channels are not a multiple of group_size={group_size}: use a divisor of {d}")
     if weight.shape != (d,):
         raise ValueError(f"weight has shape {tuple(weight.shape)}, x {tuple(x.shape)} asks for {(d,)}")
+
+
+def unit_stride(t: Tensor) -> Tensor:
+    """t with stride 1 in its last dimension, as the Triton kernels need; copied if necessary."""
+    return t if t.stride(-1) == 1 else t.contiguous()

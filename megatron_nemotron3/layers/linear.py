@@ -1,9 +1,9 @@
-"""Linear layers on plain torch whose parameter names, attributes and checkpoints are TE's.
+"""Linear layers on plain torch with parameter names, attributes and checkpoints of TransformerEngine (TE).
 
-Megatron-Core's own `ColumnParallelLinear` and `RowParallelLinear` already do tensor and sequence
-parallelism without TransformerEngine (TE). Three things are missing, and are here:
+Megatron-Core's own `ColumnParallelLinear` and `RowParallelLinear` support tensor and sequence parallelism
+without TE. This module adds three things:
 
-* `products`: who multiplies instead of Megatron's function (NVFP4 emulation, `precision.linear`);
+* `products`: a replacement for Megatron's matrix products, such as NVFP4 emulation (`precision.linear`);
 * `NormColumnParallelLinear`: RMSNorm fused in front, weight named `layer_norm_weight`, as TE's
   `TELayerNormColumnParallelLinear` stores it;
 * `DuplicatedLinear`: every tensor-parallel rank holds the whole weight (the latent projections of
@@ -30,33 +30,33 @@ from megatron_nemotron3.layers.norm import EmptyExtraState, RMSNorm, new_norm_we
 
 
 class ReplaceableProducts(torch.nn.Module):
-    """A linear whose matrix products something else can compute."""
+    """A linear layer whose matrix products can be replaced."""
 
-    #: A `precision.linear.Emulated`; None: the products are Megatron's, untouched.
+    #: A `precision.linear.Emulated`; None for Megatron's own products.
     products: Any = None
 
     def replaced(self) -> Any:
-        """What multiplies in this mode (training or evaluation), or None."""
+        """`products` if they apply in the current mode (training or evaluation), else None."""
         active = self.products is not None and self.products.recipe(self) is not None
         return self.products if active else None
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's seam: gather, multiply, and their backward."""
+        """Override Megatron's gather and multiplication (with their backward) by `products`."""
         if (products := self.replaced()) is not None:
             return products.linear(self, input, weight, *args, **kwargs)
         return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
 
 
 class ColumnParallelLinear(ReplaceableProducts, tensor_parallel.ColumnParallelLinear):
-    """Megatron's, with `products`."""
+    """Megatron's layer with `products`."""
 
 
 class RowParallelLinear(ReplaceableProducts, tensor_parallel.RowParallelLinear):
-    """Megatron's, with `products`."""
+    """Megatron's layer with `products`."""
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """Y = RMSNorm(X) W^T, W split over tensor-parallel ranks along its rows.
+    """Y = RMSNorm(X) W^T, with the rows of W split over tensor-parallel ranks.
 
     Takes the arguments of Megatron's `ColumnParallelLinear`. Input [s, b, d] (or [s / tp, b, d] with
     sequence parallelism), output [s, b, out / tp].
@@ -71,7 +71,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
-        # TE registers the norm first; optimizers that number their parameters then agree.
+        # TE registers the norm first. The order matters to optimizers that number their parameters.
         weight = self._parameters.pop("weight")
         self.layer_norm_weight = new_norm_weight(config, input_size)
         self.register_parameter("weight", weight)
@@ -82,17 +82,17 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Normalize [s, b, d] in FP32 statistics, then multiply. Returns (output, bias or None)."""
+        """Normalize [s, b, d] with FP32 statistics, then multiply. Returns (output, bias or None)."""
         gain = norm_gain(self.layer_norm_weight, self.zero_centered_gamma)
         normed = RMSNorm.apply_norm(input_, gain, self.eps)
         return super().forward(normed, weight, runtime_gather_output)
 
 
 class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):
-    """Y = X W^T with the whole W on every tensor-parallel rank; no communication in forward.
+    """Y = X W^T with the whole W on each tensor-parallel rank; no communication in forward.
 
-    With sequence parallelism each rank sees its own tokens, so the gradient is a partial sum: the
-    parameter is marked `sequence_parallel` and Megatron reduces it over the tensor-parallel group.
+    Under sequence parallelism each rank has its own tokens, so its gradient is a partial sum. The parameter
+    is marked `sequence_parallel`, which makes Megatron reduce it over the tensor-parallel group.
 
     Args:
         input_size, output_size: widths in elements.
@@ -122,7 +122,7 @@ class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):
             if config.use_cpu_initialization:
                 init_method(self.weight)
             else:
-                # The tracker's data-parallel stream is the same on every tensor-parallel rank.
+                # The tracker's data-parallel RNG stream is the same on all tensor-parallel ranks.
                 with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
                     init_method(self.weight)
         self.weight.allreduce = True  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):
         return F.linear(x, self.weight), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are never delayed here; present because Megatron's MoE layer calls it."""
+        """Do nothing: weight gradients are never delayed here. Megatron's MoE layer calls it."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -8,9 +8,9 @@
                                              |     |
                              group RMSNorm(y * SiLU(z)) --out_proj--> [s, b, d]
 
-Upstream's `MambaMixer` refuses to be built without mamba-ssm and CUDA. This one subclasses it for two
-things it must not differ in, the checkpoint layout (`sharded_state_dict` splits z, x, B, C, dt) and the
-context-parallel exchange, and replaces construction and computation.
+Upstream's `MambaMixer` cannot be built without mamba-ssm and CUDA. This subclass keeps its checkpoint layout
+(`sharded_state_dict` splits z, x, B, C, dt) and its context-parallel exchange, and replaces construction and
+computation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DT_INIT_FLOOR = 1e-4
 
 @dataclass(frozen=True)
 class MixerSizes:
-    """Widths of one tensor-parallel rank's share of the mixer, in elements."""
+    """Widths of one tensor-parallel rank's part of the mixer, in elements."""
 
     heads: int
     head_dim: int
@@ -64,7 +64,7 @@ class MixerSizes:
 
     @property
     def conv(self) -> list[int]:
-        """Widths of x, B, C: what the convolution runs over."""
+        """Widths of x, B, C, the input of the convolution."""
         return [self.inner, self.bc, self.bc]
 
     @property
@@ -74,16 +74,16 @@ class MixerSizes:
 
 
 class Mamba2Mixer(MambaMixer):
-    """Mamba-2 mixer with upstream's parameters.
+    """Mamba-2 mixer on plain torch.
 
-    These are `in_proj conv1d_weight conv1d_bias dt_bias A_log D norm out_proj`.
+    Its parameters are upstream's: `in_proj conv1d_weight conv1d_bias dt_bias A_log D norm out_proj`.
 
     Args:
         config: `mamba_num_heads`, `mamba_head_dim`, `mamba_state_dim`, `mamba_num_groups` are required.
         submodules: specs of `in_proj` (with the input norm fused) and `out_proj`.
         d_model: hidden size.
         d_conv: convolution kernel width.
-        chunk_size: SSD chunk, in tokens; the result does not depend on it.
+        chunk_size: tokens per SSD chunk; the result does not depend on it.
         pg_collection: its `tp` and `cp` groups are used.
 
     Raises:
@@ -102,7 +102,7 @@ class Mamba2Mixer(MambaMixer):
         pp_layer_offset: int = 0,
         name: str | None = None,
     ) -> None:
-        # Not MambaMixer.__init__: it raises without mamba-ssm.
+        # MambaMixer.__init__ raises without mamba-ssm.
         MegatronModule.__init__(self, config)
         assert pg_collection is not None, "pg_collection must be provided for Mamba2Mixer"
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
@@ -124,7 +124,7 @@ class Mamba2Mixer(MambaMixer):
                 f"mamba_num_heads={self.nheads} is not divisible by mamba_num_groups={self.ngroups}"
             )
         self.sizes = MixerSizes(self.nheads // tp, self.headdim, self.ngroups // tp, self.d_state)
-        # Names upstream's sharded_state_dict reads.
+        # Names that upstream's sharded_state_dict reads.
         self.nheads_local_tp, self.ngroups_local_tp = self.sizes.heads, self.sizes.groups
         self.d_inner_local_tp = self.sizes.inner
 
@@ -143,7 +143,7 @@ class Mamba2Mixer(MambaMixer):
             tp_group=self.tp_group,
             name=f"{name}.in_proj" if name is not None else None,
         )
-        # Each component is split over TP on its own; resharding must interleave by these blocks.
+        # Each component is split over TP separately; resharding must interleave by these blocks.
         self.in_proj.weight.partition_sizes = self.sizes.in_proj
         self.norm = GatedGroupRMSNorm(
             config,
@@ -193,7 +193,7 @@ class Mamba2Mixer(MambaMixer):
                 setattr(parameter, key, value)
             return parameter
 
-        # The tracker's model-parallel stream differs between tensor-parallel ranks, as it must here.
+        # The tracker's model-parallel RNG stream differs between tensor-parallel ranks, as needed here.
         with get_cuda_rng_tracker().fork():
             bound = 1 / math.sqrt(self.d_conv)  # fan-in of a depthwise kernel
             weight = torch.empty(conv_dim, 1, self.d_conv, dtype=config.params_dtype, device=device)
@@ -207,7 +207,7 @@ class Mamba2Mixer(MambaMixer):
                 a.uniform_(*A_INIT_RANGE)
         self.conv1d_weight = parallel(weight, partition_sizes=sizes.conv)
         self.conv1d_bias = parallel(bias, partition_sizes=sizes.conv)
-        # The inverse of softplus, so that softplus(dt_bias) is the dt drawn above.
+        # The inverse of softplus: softplus(dt_bias) is the dt drawn above.
         self.dt_bias = parallel((dt + torch.log(-torch.expm1(-dt))).to(config.params_dtype))
         self.A_log = parallel(a.log())
         self.D = parallel(torch.ones(sizes.heads, dtype=torch.float32, device=device))
@@ -226,7 +226,7 @@ class Mamba2Mixer(MambaMixer):
         border.
         """
         if inference_context is not None or inference_params is not None:
-            raise NotImplementedError("Mamba2Mixer (torch backend) computes training and evaluation only")
+            raise NotImplementedError("Mamba2Mixer (torch backend) supports training and evaluation only")
         zxbcdt, _ = self.in_proj(hidden_states)  # [s, b, in_proj / tp]
         zxbcdt = self.cp.pre_conv_ssm(zxbcdt, packed_seq_params)  # all tokens, heads / cp
         z, xbc, dt = torch.split(zxbcdt.transpose(0, 1), self._split_sizes(), dim=-1)  # [b, s, ...]
@@ -238,16 +238,16 @@ class Mamba2Mixer(MambaMixer):
         y = self.scan(xbc, dt, seq_idx)  # [b, s, inner / tp / cp]
         y, z = y.transpose(0, 1), z.transpose(0, 1)
         if self.cp.cp_size > 1:
-            # The gated norm's groups are whole on every rank again after the exchange.
+            # After the exchange each rank has whole groups of the gated norm again.
             y = self.cp.post_conv_ssm(y.contiguous(), packed_seq_params)
             z = self.cp.post_conv_ssm(z.contiguous(), packed_seq_params)
         return self.out_proj(self.norm(y, z))
 
     def refresh_cache(self) -> None:
-        """Nothing: upstream fills a cache for decoding when a model is put to evaluation (0.20)."""
+        """Do nothing: on main, upstream fills a decoding cache when a model enters evaluation mode."""
 
     def _split_sizes(self) -> list[int]:
-        """Widths of z, (x B C), dt after context parallelism has taken its share of the heads."""
+        """Widths of z, (x B C), dt for this context-parallel rank's heads."""
         bc = self.cp.ngroups_local_tpcp * self.d_state
         return [self.cp.d_inner_local_tpcp, self.cp.d_inner_local_tpcp + 2 * bc, self.cp.nheads_local_tpcp]
 
@@ -255,12 +255,12 @@ class Mamba2Mixer(MambaMixer):
         """Convolution and state-space scan.
 
         Args:
-            xbc: [b, s, inner + 2 * groups * state] as in_proj gave it.
+            xbc: [b, s, inner + 2 * groups * state], output of in_proj.
             dt: [b, s, heads] before bias and softplus.
             seq_idx: [1, s] document of each token, or None.
 
         Returns:
-            [b, s, inner] before gate and norm. Decays, state and softplus are FP32.
+            [b, s, inner], before gate and norm. Decays, state and softplus are FP32.
         """
         b, s, _ = xbc.shape
         groups, heads = self.cp.ngroups_local_tpcp, self.cp.nheads_local_tpcp

@@ -74,7 +74,7 @@ class RMSNorm(EmptyExtraState):
         """Raise ValueError unless the config asks for RMSNorm."""
         if config.normalization != "RMSNorm":
             raise ValueError(
-                f"normalization={config.normalization!r}: the torch backend has RMSNorm only; "
+                f"normalization={config.normalization!r}: the torch backend supports RMSNorm only; "
                 "pass --normalization RMSNorm"
             )
 
@@ -88,9 +88,9 @@ class RMSNorm(EmptyExtraState):
 
 
 class GatedGroupRMSNorm(torch.nn.Module):
-    """Mamba-2's output norm: RMSNorm over each group of y * silu(z) (arXiv 2405.21060, section 7).
+    """Output norm of Mamba-2: RMSNorm over each group of y * silu(z) (arXiv 2405.21060, section 7).
 
-    Each tensor-parallel rank holds whole groups, so no statistic crosses ranks.
+    Each tensor-parallel rank holds whole groups, so statistics need no communication.
 
     Args:
         size: local width (inner size / tp); weight is [size], split along axis 0 over `tp_group`.

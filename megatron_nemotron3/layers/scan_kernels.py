@@ -1,10 +1,10 @@
-"""Which SSD scan runs: mamba-ssm's kernels, our Triton kernels or plain torch, behind one signature.
+"""Selection of the SSD scan: mamba-ssm's kernels, our Triton kernels or plain torch, with one signature.
 
-The first that fits, in this order:
+The first one that supports device and dtype is used:
 
-    mamba-ssm     CUDA, BF16 and FP16, if `mamba_ssm.ops.triton.ssd_combined` can be imported. Not FP32: its
-                  products round FP32 factors to TF32 (10 bits).
-    Triton        CUDA, BF16 to FP32, if Triton can be imported: `triton_scan.ssd_triton`
+    mamba-ssm     CUDA, BF16 and FP16, if `mamba_ssm.ops.triton.ssd_combined` can be imported. Not for FP32,
+                  since its products round FP32 factors to TF32 (10 bits).
+    Triton        CUDA, BF16, FP16 and FP32, if Triton can be imported: `triton_scan.ssd_triton`
     torch         everywhere: `ssd.ssd_chunked`
 """
 
@@ -41,7 +41,7 @@ TORCH = Scan("torch chunked SSD", ssd_chunked, HALF | {torch.float32, torch.floa
 
 
 def select_scan(x: Tensor) -> Scan:
-    """The quickest scan for x [b, s, h, p]: by its device and dtype. Cheap to call at every step."""
+    """The fastest scan for the device and dtype of x [b, s, h, p]. Cheap enough for every step."""
     if not x.is_cuda:
         return TORCH
     return next(scan for scan in cuda_scans() if x.dtype in scan.dtypes)
@@ -49,14 +49,14 @@ def select_scan(x: Tensor) -> Scan:
 
 @cache
 def cuda_scans() -> tuple[Scan, ...]:
-    """The scans that can run on CUDA here, quickest first; the last is plain torch."""
+    """The scans that can run on CUDA here, fastest first; the last is plain torch."""
     return tuple(scan for scan in (_mamba_ssm(), _triton(), TORCH) if scan is not None)
 
 
 def _mamba_ssm() -> Scan | None:
     try:
         module = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
-    # A package built for another torch fails with whatever its binary parts raise.
+    # A package built for another torch fails with any of these.
     except (ImportError, OSError, RuntimeError):
         return None
     return mamba_ssm_scan(module)
@@ -76,11 +76,11 @@ def _triton() -> Scan | None:
 
 
 def mamba_ssm_scan(module: ModuleType | Any) -> Scan:
-    """`mamba_chunk_scan_combined` of `module` behind our signature.
+    """`mamba_chunk_scan_combined` of `module` with our signature.
 
-    It differs in three points. Its `initial_states` belong to document 0 and are dropped where the first
-    token has another index, ours to the document of the first token: documents are counted from 0 again.
-    B and C must have the dtype of x. States between chunks it rounds to the dtype of C on their way to the
+    It differs in three points. Its `initial_states` belong to document 0 and are ignored if the first token
+    has another index, whereas ours belong to the first token's document; so documents are renumbered from 0.
+    B and C must have the dtype of x. States between chunks are rounded to the dtype of C where they enter the
     output; initial and final states are FP32.
     """
     kernel = module.mamba_chunk_scan_combined

@@ -4,10 +4,10 @@
     y_t = h_t C_t + D x_t                               output [p]    per head
 
     ssd_reference   the recurrence, one token at a time (section 2): the specification
-    ssd_chunked     the same in matrix products (section 6), backward written by hand: the fast form
+    ssd_chunked     the fast form: matrix products (section 6), hand-written backward
     ssd_step        one token of decoding
 
-Shapes are those of the mamba-ssm kernels, so that a kernel can take either place:
+Shapes are those of the mamba-ssm kernels, so that a kernel can replace either:
 
     x [b, s, h, p]   dt [b, s, h] (> 0)   A [h] (< 0)   B, C [b, s, g, n]   D [h]   state [b, h, p, n]
 
@@ -22,18 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.layers.chunked_scan import (
-    ChunkedScan,
-    Inputs,
-    accumulation_dtype,
-    document_starts,
-)
+from megatron_nemotron3.layers.chunked_scan import ChunkedScan, Inputs, document_starts
+from megatron_nemotron3.layers.functional import accumulation_dtype
 
 
 def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
     """Document index [1, total] (int32) from cumulative lengths [0, n_1, n_1 + n_2, ...] (THD packing).
 
-    Tokens from `cu_seqlens[-1]` on (padding) form one more document. Empty documents are allowed.
+    Tokens from `cu_seqlens[-1]` on are padding and form a document of their own. Documents may be empty.
     """
     position = torch.arange(total, device=cu_seqlens.device)
     ends = cu_seqlens[1:].to(position.dtype).contiguous()
@@ -53,13 +49,13 @@ def ssd_reference(
     seq_idx: Tensor | None = None,
     return_final_state: bool = False,
 ) -> Any:
-    """The recurrence, token by token. Arguments, result and errors as `ssd_chunked`; slow, for tests."""
+    """The recurrence, token by token. Slow, for tests; arguments, result and errors as for `ssd_chunked`."""
     inputs = Inputs(x, dt, A, B, C, D, initial_state, seq_idx)
     inputs.check()
     acc, dtype = inputs.acc, x.dtype
     state = inputs.state(initial_state)
     starts = None if seq_idx is None else document_starts(seq_idx)
-    # Cast before the loop: autograd then sums the gradients over tokens in FP32 and rounds once.
+    # Cast before the loop, so that autograd sums gradients over tokens in FP32 and rounds once.
     x, dt, A, B, C = (t.to(acc) for t in (x, dt, A, B, C))
     D = None if D is None else D.to(acc)
     outputs = []
@@ -79,7 +75,7 @@ def ssd_step(
 
     Args:
         x: [b, h, p].   dt: [b, h], after softplus.   A: [h].   B, C: [b, g, n].   D: [h] or None.
-        state: [b, h, p, n], FP32 (FP64 with FP64 inputs). Not changed in place.
+        state: [b, h, p, n], FP32 (FP64 for FP64 inputs). Not modified.
 
     Returns:
         y [b, h, p] in the dtype of x, and the new state.
@@ -109,7 +105,7 @@ def ssd_chunked(
     seq_idx: Tensor | None = None,
     return_final_state: bool = False,
 ) -> Any:
-    """The scan in chunks of matrix products; differentiable once.
+    """The scan as matrix products over chunks; differentiable once.
 
     Args:
         x: [b, s, h, p], any s >= 1.
@@ -118,9 +114,9 @@ def ssd_chunked(
         B: [b, s, g, n], h divisible by g.
         C: [b, s, g, n].
         D: [h], skip connection, or None.
-        chunk_size: accepted for the kernels' sake. The result does not depend on it: this form cuts the
-            sequence into `CHUNK` tokens, its quickest length.
-        initial_state: [b, h, p, n], or None for zeros. It continues the document of the first token.
+        chunk_size: ignored; it is part of the kernels' signature. Chunks have `CHUNK` tokens, the fastest
+            length, and the result does not depend on it.
+        initial_state: [b, h, p, n], or None for zeros. It belongs to the document of the first token.
         seq_idx: [b, s] integer document index, non-decreasing. The state is zero where it changes.
         return_final_state: also return the state after the last token.
 
@@ -129,9 +125,9 @@ def ssd_chunked(
         (FP64 if x is FP64).
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not match.
 
-    Saved for backward: the inputs and one state per `MIN_CHUNKS * CHUNK` tokens or more. Decay and score
+    Saves for backward: the inputs and one state per `MIN_CHUNKS * CHUNK` tokens or more. Decay and score
     matrices [cells, h, CHUNK, CHUNK] exist for one block at a time (`BLOCK_ELEMENTS`) and are recomputed.
     """
     inputs = Inputs(x, dt, A, B, C, D, initial_state, seq_idx)

@@ -1,7 +1,8 @@
-"""relu(x)^2 * w in one Triton kernel each way. `functional.weighted_squared_relu` is the specification.
+"""relu(x)^2 * w in one Triton kernel each for forward and backward.
 
-Memory-bound: forward reads x and writes y once, backward reads x and dy and writes dx once, where plain
-torch runs one operation after another over FP32 copies.
+The specification is `functional.weighted_squared_relu`. The operation is memory-bound: forward reads x and
+writes y once, backward reads x and dy and writes dx once. Plain torch runs several operations over FP32
+copies.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.layers import functional
 
-#: Columns a program handles at once; it walks along its row.
+#: Columns per step of a program, which loops over its row.
 BLOCK = 1024
 
 
@@ -28,7 +29,7 @@ def weighted_squared_relu(x: Tensor, w: Tensor) -> Tensor:
         w: [t], routing probability of each row.
 
     Returns:
-        [t, f] in the dtype of x. FP64 goes to the plain torch form.
+        [t, f] in the dtype of x. FP64 is computed in plain torch.
 
     Raises:
         ValueError: w is not one value per row of a matrix x.
@@ -37,36 +38,32 @@ def weighted_squared_relu(x: Tensor, w: Tensor) -> Tensor:
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} must be [t, f] and [t]")
     if torch.float64 in (x.dtype, w.dtype):
         return functional.weighted_squared_relu(x, w)
-    y: Tensor = _WeightedSquaredReLU.apply(x, w)
+    y: Tensor = _TritonWeightedSquaredReLU.apply(x, w)
     return y
 
 
-class _WeightedSquaredReLU(torch.autograd.Function):
+class _TritonWeightedSquaredReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
-        x = _rows(x)
+        x = functional.unit_stride(x)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _launch(_forward, x, x, w, y, x.stride(0), w.stride(0))
+        _launch_per_row(_forward_kernel, x, x, w, y, x.stride(0), w.stride(0))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
-        x, dy = _rows(x), _rows(dy)
+        x, dy = functional.unit_stride(x), functional.unit_stride(dy)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dw = torch.empty(w.shape, dtype=w.dtype, device=w.device)
-        _launch(_backward, x, x, w, dy, dx, dw, x.stride(0), w.stride(0), dy.stride(0))
+        _launch_per_row(_backward_kernel, x, x, w, dy, dx, dw, x.stride(0), w.stride(0), dy.stride(0))
         return dx, dw
 
 
-def _rows(t: Tensor) -> Tensor:
-    return t if t.stride(1) == 1 else t.contiguous()
-
-
-def _launch(kernel: Any, x: Tensor, *arguments: Any) -> None:
-    """One program per row of x [t, f]; none without rows, as CUDA has no empty grid."""
+def _launch_per_row(kernel: Any, x: Tensor, *arguments: Any) -> None:
+    """Launch one program per row of x [t, f]; nothing if there are no rows, as CUDA refuses an empty grid."""
     rows, width = x.shape
     if rows:
         block = min(BLOCK, triton.next_power_of_2(width))
@@ -75,19 +72,19 @@ def _launch(kernel: Any, x: Tensor, *arguments: Any) -> None:
 
 
 @triton.jit
-def _forward(x, w, y, x_s, w_s, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _forward_kernel(x, w, y, x_s, w_s, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(w + row * w_s).to(tl.float32)
     for start in range(0, width, BLOCK):
         col = start + tl.arange(0, BLOCK)
         positive = tl.load(x + row * x_s + col, mask=col < width, other=0.0).to(tl.float32)
-        # Not maximum(x, 0), which may turn NaN into 0 and hide a divergence.
+        # maximum(x, 0) may turn NaN into 0, which would hide a divergence.
         positive = tl.where(positive <= 0, 0.0, positive)
         tl.store(y + row * width + col, positive * positive * weight, mask=col < width)
 
 
 @triton.jit
-def _backward(x, w, dy, dx, dw, x_s, w_s, dy_s, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _backward_kernel(x, w, dy, dx, dw, x_s, w_s, dy_s, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(w + row * w_s).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)

@@ -1,12 +1,12 @@
-"""Triton kernels of the SSD scan. `triton_scan` launches them and says what each is for.
+"""Triton kernels of the SSD scan. `triton_scan` launches them and explains each.
 
-One program works on one cell of L tokens. Tiles are [L, P], [L, N], [L, L] or [P, N], where P >= p and N >= n
-are powers of two; columns beyond p and n and tokens beyond the sequence are masked, as 0, on load and on
-store. Cell and batch indices are int64, since offsets of states exceed 2**31.
+A program computes one cell of L tokens. Tiles are [L, P], [L, N], [L, L] or [P, N], where P >= p and N >= n
+are powers of two. Columns beyond p and n, and tokens beyond the sequence, are loaded as 0 and not stored.
+Cell and batch indices are int64, since offsets into states exceed 2**31.
 
     <tensor>_b, _s, _h, _g   strides over batch, tokens, heads, groups; the last dimension has stride 1
     h, per_group             heads; heads of a group
-    DOT                      dtype in which factors enter a product
+    DOT                      dtype of the factors of products
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def _state_tile(pointer, cell_head, p, n, P: tl.constexpr, N: tl.constexpr):  # 
 
 @triton.jit
 def _dot(a, b):  # type: ignore[no-untyped-def]
-    """FP32 product. FP32 factors enter as three TF32 products: 21 bits of them, not 10."""
+    """FP32 product. FP32 factors are split into three TF32 products, which keep 21 bits instead of 10."""
     return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
 def _between(hi, lo, document, token, cell, L: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Decay [i, j] from token j to token i >= j of one document, else 0; [L, L]."""
+    """Decay [i, j] from token j to token i >= j of the same document, else 0; [L, L]."""
     hi_i, lo_i = tl.load(hi + token), tl.load(lo + token)
     i = tl.arange(0, L)
     exponent = (hi_i[:, None] - hi_i[None, :]) + (lo_i[:, None] - lo_i[None, :])
@@ -149,7 +149,7 @@ def head_gradients(  # type: ignore[no-untyped-def]
     mixing = _dot(C_, tl.trans(B_)) * _between(hi, lo, document, token, cell, L)
     du += _dot(tl.trans(mixing.to(DOT)), dy_.to(DOT))
     dlog = _dot(dy_.to(DOT), tl.trans(x_.to(DOT))) * dt_[None, :] * mixing
-    # Step t separates i >= t from j < t: row t + 1 of the result is sum_{i > t} sum_{j <= t} dlog[i, j].
+    # Step t separates i >= t from j < t, so row t + 1 of the result is sum_{i > t} sum_{j <= t} dlog[i, j].
     i = tl.arange(0, L)
     until = tl.where(i[:, None] > i[None, :], tl.cumsum(dlog, 1), 0.0)
     tl.store(dbetween + token + 1, tl.sum(until, 0), mask=i < L - 1)

@@ -1,12 +1,13 @@
 """Stability monitors of a training run: router balance, residual stream, zero gradients, MTP.
 
-    settings.py   NEMOTRON3_MONITOR: how often
+    settings.py   how often monitors run; settings from environment variables
+    hooks.py      finds the DDP wrapper of a stack, agrees on the interval (also for `precision.observe`)
     watched.py    what one layer collects during a step (torch forward hooks)
-    gradients.py  zeros in the reduced gradients of a layer's weights
-    reduce.py     the numbers of all ranks, over the groups they belong to
-    attach.py     puts hooks on a stack when it is built, and the tracker in Megatron's place
+    gradients.py  reduced gradients in Megatron's buffers, each element on one rank
+    reduce.py     reduces the collected numbers over ranks
+    attach.py     registers the hooks while a stack is built, and installs the tracker
     tracker.py    Megatron's public MoE metric tracker with these numbers added
-    series.py     names of the series, and the few of them that go into the log line
+    series.py     names of the series, and the log line
     alarms.py     warnings over time series: pure functions and one table of thresholds
     events.py     reads TensorBoard event files
     watch.py      `nemotron3 watch`: plots them

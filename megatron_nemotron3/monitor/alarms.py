@@ -1,12 +1,14 @@
-"""Warnings over time series: the two signs that preceded Ultra's divergences. Standard library only.
+"""Warnings for the two signs that preceded Ultra's divergences. Standard library only.
 
-Ultra report (arXiv 2606.15007). First divergence, about 8T tokens: the output layer's gradient was
-accumulated in BF16, the share of the MTP depths was lost in the mantissa, and the loss of MTP depth 2 rose
-first; FP32 gradient reduction cured it. Second, about 16T, cause unknown: MaxVio of the first MoE layer rose
-from 4.8 to 12 while the median layer stayed at 1.2; an earlier decay of the learning rate helped, BF16
-throughout did not.
+From the Ultra report (arXiv 2606.15007):
 
-A rule is a pure function of series (tag -> points of (iteration, value), in order) to a finding or None.
+1. At about 8T tokens the output layer's gradient was accumulated in BF16, whose mantissa lost the small
+   contribution of the MTP depths. The loss of MTP depth 2 rose first. FP32 gradient reduction cured it.
+2. At about 16T tokens MaxVio of the first MoE layer rose from 4.8 to 12 while the median layer stayed at 1.2.
+   The cause is unknown. An earlier decay of the learning rate helped; BF16 throughout did not.
+
+A rule is a pure function: it takes series (tag -> points (iteration, value), in order) and returns a finding
+or None.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ Series = Mapping[str, Sequence[Point]]
 
 @dataclass(frozen=True)
 class Threshold:
-    """A number a rule compares with, and where it comes from."""
+    """A number that a rule compares with, and its source."""
 
     value: float
     source: str
@@ -44,15 +46,15 @@ THRESHOLDS: dict[str, Threshold] = {
     ),
     "mtp_history": Threshold(40, "this package: points needed before a rise means anything"),
 }
-#: Points over which a median is taken, so that one bad batch is no finding.
+#: Points of the running median, so that a single bad batch is no finding.
 SMOOTH = 5
-#: Points of history kept, and looked at.
+#: Points of history that are kept and examined.
 WINDOW = 200
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule saw, and what to do about it."""
+    """What a rule found, and what to do about it."""
 
     rule: str
     iteration: int
@@ -63,7 +65,7 @@ class Finding:
 
 
 def router_outlier(series: Series) -> Finding | None:
-    """One MoE layer's balance is lost while the others keep theirs (Ultra's second divergence)."""
+    """Find an MoE layer that loses its balance while the others keep theirs (Ultra's second divergence)."""
     layers = {
         row: points
         for tag, points in series.items()
@@ -91,27 +93,29 @@ def router_outlier(series: Series) -> Finding | None:
 
 
 def mtp_loss_rise(series: Series) -> Finding | None:
-    """The deepest MTP depth's loss rises, and more than the depth before it (Ultra's first divergence)."""
+    """Find a loss of the deepest MTP depth that rises more than that of the depth before (Ultra's first)."""
     depths = sorted(
         (int(found[1]), series[tag]) for tag in series if (found := re.fullmatch(r"mtp_(\d+) loss", tag))
     )
     if not depths or len(depths[-1][1]) < THRESHOLDS["mtp_history"].value:
         return None
     depth, points = depths[-1]
-    smooth = _smooth(points)
-    # Windows that share no point with the last one.
+    smooth = _running_median(points)
+    # Windows that share no point with the last window.
     lowest = min(range(len(smooth) - SMOOTH), key=smooth.__getitem__)
     rise = smooth[-1] - smooth[lowest]
     limit = max(
         THRESHOLDS["mtp_rise"].value * smooth[lowest],
-        THRESHOLDS["mtp_rise_in_sigma"].value * _noise(points),
+        THRESHOLDS["mtp_rise_in_sigma"].value * _point_noise(points),
     )
     if rise < limit:
         return None
     other = ""
     if len(depths) > 1:
-        shallower = _smooth(depths[-2][1])
-        moved = shallower[-1] - shallower[lowest]  # since the same moment: both saw the same batches
+        shallower = _running_median(depths[-2][1])
+        moved = (
+            shallower[-1] - shallower[lowest]
+        )  # since the same iteration: both depths saw the same batches
         if rise < THRESHOLDS["mtp_rise_over_shallower"].value * moved:
             return None
         other = f", depth {depths[-2][0]}'s changed by {moved:+.3f}"
@@ -125,16 +129,16 @@ def mtp_loss_rise(series: Series) -> Finding | None:
     )
 
 
-def _smooth(points: Sequence[Point]) -> list[float]:
+def _running_median(points: Sequence[Point]) -> list[float]:
     """Running median of the values; the i-th is that of points i to i + SMOOTH - 1."""
     values = [value for _, value in points]
     return [statistics.median(values[i : i + SMOOTH]) for i in range(len(values) - SMOOTH + 1)]
 
 
-def _noise(points: Sequence[Point]) -> float:
-    """Standard deviation of one point, from differences of neighbors: no trend, no outlier in it."""
+def _point_noise(points: Sequence[Point]) -> float:
+    """Standard deviation of a point, from differences of neighbors, which excludes trends and outliers."""
     steps = [abs(after - before) for (_, before), (_, after) in zip(points, points[1:])]
-    # 1.4826: from the median of |x| of a normal distribution to its standard deviation.
+    # 1.4826 is the ratio of a normal distribution's standard deviation to the median of |x|.
     return 1.4826 * statistics.median(steps) / math.sqrt(2)
 
 
@@ -143,19 +147,19 @@ _USED = re.compile(r"max_vio/layer_\d+|mtp_\d+ loss")
 
 
 class Watchdog:
-    """Applies the rules as points come in; each rule speaks once."""
+    """Applies the rules as points arrive; each rule reports once."""
 
     def __init__(self) -> None:
-        #: The last `WINDOW` points of every series a rule looks at.
+        #: The last `WINDOW` points of every series that a rule examines.
         self.series: dict[str, deque[Point]] = {}
         self._silent: set[str] = set()
 
     def add(self, iteration: int, values: Mapping[str, float]) -> list[Finding]:
-        """Findings that are new with the values (tag -> value) of this iteration."""
+        """Add the values (tag -> value) of an iteration; return new findings."""
         for tag, value in values.items():
             if _USED.fullmatch(tag):
                 self.series.setdefault(tag, deque(maxlen=WINDOW)).append((iteration, value))
-        # A deque has no slices.
+        # Rules slice the points, which a deque does not support.
         series = {tag: list(points) for tag, points in self.series.items()}
         found = [f for rule in RULES if rule.__name__ not in self._silent and (f := rule(series))]
         self._silent.update(finding.rule for finding in found)
@@ -163,12 +167,12 @@ class Watchdog:
 
 
 def scan(history: Mapping[str, Iterable[Point]]) -> list[Finding]:
-    """What the rules would have said during a run: its whole series, walked through once."""
+    """Apply the rules to the history of a run, point by point, as they would have been applied during it."""
     steps: dict[int, dict[str, float]] = {}
     for tag, points in history.items():
         for iteration, value in points:
             steps.setdefault(iteration, {})[tag] = value
     watchdog = Watchdog()
-    # The MTP losses are also logged at iterations without a measurement.
+    # Megatron also logs MTP losses at iterations that the monitors do not measure.
     measured = [i for i in sorted(steps) if any(tag.startswith("max_vio/") for tag in steps[i])]
     return [finding for i in measured for finding in watchdog.add(i, steps[i])]

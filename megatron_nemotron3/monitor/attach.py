@@ -1,12 +1,10 @@
-"""Puts the monitors on a stack when it is built: called by `layers/stack.py`."""
+"""Attach the monitors to a stack while it is built; `layers/stack.py` calls this."""
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.moe_logging import (
     MoEMetricsTracker,
     get_moe_metrics_tracker,
@@ -14,6 +12,7 @@ from megatron.core.transformer.moe.moe_logging import (
 )
 
 from megatron_nemotron3.monitor import settings
+from megatron_nemotron3.monitor.hooks import agree_on_interval, find_ddp
 from megatron_nemotron3.monitor.series import decoder_row, mtp_row, shared_mtp_row
 from megatron_nemotron3.monitor.tracker import Monitor, MonitorTracker
 from megatron_nemotron3.monitor.watched import WatchedLayer
@@ -27,18 +26,19 @@ def watch_stack(stack: Any) -> None:
 
     Raises:
         ValueError: NEMOTRON3_MONITOR is not a number.
-        RuntimeError: it is not the same on all ranks, which would hang the first report.
+        RuntimeError: ranks have different intervals, which would hang the first report.
     """
     if not torch.distributed.is_initialized():
         return
-    interval = _agreed(settings.interval())
-    if interval == 0 or _refused(stack.config):
+    interval = settings.interval()
+    agree_on_interval("monitor/interval", interval, settings.VARIABLE)
+    if interval == 0 or _reason_against(stack.config):
         return
-    monitor = _install(interval, stack.pg_collection)
+    monitor = _install_monitor(interval, stack.pg_collection)
     for layer in stack.layers:
         row = decoder_row(layer.layer_number)
         monitor.add(WatchedLayer(row, (row,), layer, monitor.switch))
-    _find_ddp(stack, monitor)
+    find_ddp(stack, monitor.wrapped_by)
 
 
 def watch_mtp(mtp_layer: Any) -> None:
@@ -48,7 +48,11 @@ def watch_mtp(mtp_layer: Any) -> None:
         mtp_layer: MultiTokenPredictionLayer with `mtp_model_layer.layers`, `layer_number` and `config`.
     """
     tracker = get_moe_metrics_tracker()
-    if not isinstance(tracker, MonitorTracker) or settings.interval() == 0 or _refused(mtp_layer.config):
+    if (
+        not isinstance(tracker, MonitorTracker)
+        or settings.interval() == 0
+        or _reason_against(mtp_layer.config)
+    ):
         return
     config = mtp_layer.config
     for number, layer in enumerate(mtp_layer.mtp_model_layer.layers, 1):
@@ -61,8 +65,8 @@ def watch_mtp(mtp_layer: Any) -> None:
         tracker.monitor.add(WatchedLayer(name, rows, layer, tracker.monitor.switch))
 
 
-def _refused(config: Any) -> str | None:
-    """Why this model cannot be monitored, said once if NEMOTRON3_MONITOR asks for it."""
+def _reason_against(config: Any) -> str | None:
+    """Why this model cannot be monitored, or None. Printed on rank 0 if the user asked for monitors."""
     if config.num_moe_experts is None:
         reason = "the model has no MoE layer, and Megatron reports metrics through the MoE tracker"
     elif config.cuda_graph_impl not in (None, "none"):
@@ -76,42 +80,10 @@ def _refused(config: Any) -> str | None:
     return reason
 
 
-def _install(interval: int, groups: Any) -> Monitor:
-    """The process's monitor; made, and put in the tracker's place, where there is none."""
+def _install_monitor(interval: int, groups: Any) -> Monitor:
+    """The monitor of this process; create it and replace Megatron's tracker if there is none."""
     tracker = get_moe_metrics_tracker()
     if not isinstance(tracker, MonitorTracker) or not tracker.monitor.layers:
         tracker = MonitorTracker(Monitor(interval, groups), before=tracker)
         set_moe_metrics_tracker(tracker)
     return tracker.monitor
-
-
-def _agreed(interval: int) -> int:
-    """The interval, if it is the one the first rank to get here had.
-
-    Through the store, not a collective: ranks build their stages in different orders, and Megatron waits for
-    other stages in between.
-    """
-    store = torch.distributed.distributed_c10d._get_default_store()
-    first = int(store.compare_set("megatron_nemotron3/monitor/interval", "", str(interval)))
-    if first != interval:
-        raise RuntimeError(
-            f"{settings.VARIABLE} is {interval} on rank {torch.distributed.get_rank()} and {first} on "
-            "another (0: off): export it on all nodes"
-        )
-    return interval
-
-
-def _find_ddp(stack: Any, monitor: Monitor) -> None:
-    """Tell the layers their DDP wrapper when it first runs; a module does not know what wraps it."""
-    wanted = weakref.ref(stack)
-
-    def look(module: torch.nn.Module, _inputs: Any) -> None:
-        if module is wanted() or wanted() is None:
-            everywhere.remove()
-        elif isinstance(module, DistributedDataParallel):
-            inside = set(module.modules())
-            for layer in monitor.layers:
-                if layer.module in inside:
-                    layer.ddp = weakref.ref(module)
-
-    everywhere = torch.nn.modules.module.register_module_forward_pre_hook(look)

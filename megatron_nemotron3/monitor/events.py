@@ -1,7 +1,7 @@
-"""Reads the scalars of TensorBoard event files, and says which file is broken where.
+"""Read the scalars of TensorBoard event files, and report which file is corrupt and where.
 
-TensorBoard's own readers stop without a word at the first bad record. Here only an incomplete last record
-is passed over: that is a run that is still writing, or was killed.
+TensorBoard's own readers silently stop at the first bad record. This one skips only an incomplete last
+record, which a run leaves that is still writing or was killed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ PATTERN = "events.out.tfevents.*"
 
 
 def find(folder: Path) -> list[Path]:
-    """The event files of one run in `folder` or one folder below it, oldest first.
+    """Find the event files of one run in `folder` or in one folder below it, oldest first.
 
     Raises:
-        ValueError: no folder, no event files, or those of several runs.
+        ValueError: the folder is missing, has no event files, or has those of several runs.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give the one of --tensorboard-dir")
+        raise ValueError(f"{folder} is not a folder: give the one of --tensorboard-dir")
     files = sorted(folder.rglob(PATTERN))
     if not files:
         raise ValueError(f"{folder} holds no TensorBoard event files: train with --tensorboard-dir {folder}")
@@ -34,7 +34,7 @@ def find(folder: Path) -> list[Path]:
 
 
 def read(files: list[Path]) -> History:
-    """All scalars of a run. Where a resumed run repeats iterations, the later file counts.
+    """Read all scalars of a run. Where a resumed run repeats iterations, the later file counts.
 
     Raises:
         ValueError: a file is corrupt.
@@ -43,7 +43,7 @@ def read(files: list[Path]) -> History:
     series: dict[str, dict[int, float]] = {}
     for file in files:
         added: dict[str, dict[int, float]] = {}
-        for tag, iteration, value in _scalars(file):
+        for tag, iteration, value in _read_scalars(file):
             added.setdefault(tag, {})[iteration] = value
         for tag, points in added.items():
             begun = min(points)
@@ -52,22 +52,22 @@ def read(files: list[Path]) -> History:
     return {tag: sorted(points.items()) for tag, points in series.items()}
 
 
-def _scalars(file: Path) -> Iterator[tuple[str, int, float]]:
+def _read_scalars(file: Path) -> Iterator[tuple[str, int, float]]:
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
-    for offset, record in _records(file):
+    for offset, record in _read_records(file):
         try:
             event = Event.FromString(record)
         except DecodeError:
-            raise _corrupt(file, offset) from None
+            raise _corrupt_file(file, offset) from None
         for value in event.summary.value:
             if value.HasField("simple_value"):
                 yield value.tag, event.step, value.simple_value
 
 
-def _records(file: Path) -> Iterator[tuple[int, bytes]]:
-    """(offset, payload) of each record: length (8 bytes), its checksum (4), payload, its checksum (4)."""
+def _read_records(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, payload) of each record: length (8 bytes), its CRC (4), payload, its CRC (4)."""
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (  # type: ignore[import-untyped]
         masked_crc32c,
     )
@@ -77,16 +77,18 @@ def _records(file: Path) -> Iterator[tuple[int, bytes]]:
     while offset + 12 <= len(data):
         length, check = struct.unpack_from("<QI", data, offset)
         if masked_crc32c(data[offset : offset + 8]) != check:
-            raise _corrupt(file, offset)
+            raise _corrupt_file(file, offset)
         end = offset + 12 + length
         if end + 4 > len(data):
             return
         payload = data[offset + 12 : end]
         if masked_crc32c(payload) != struct.unpack_from("<I", data, end)[0]:
-            raise _corrupt(file, offset)
+            raise _corrupt_file(file, offset)
         yield offset, payload
         offset = end + 4
 
 
-def _corrupt(file: Path, offset: int) -> ValueError:
-    return ValueError(f"{file} is corrupt at byte {offset}: move it away, the other files can be read alone")
+def _corrupt_file(file: Path, offset: int) -> ValueError:
+    return ValueError(
+        f"{file} is corrupt at byte {offset}: move it away, the other files can be read without it"
+    )

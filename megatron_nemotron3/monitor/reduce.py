@@ -1,11 +1,11 @@
-"""From what the layers of this rank saw to the numbers of the run.
+"""Reduce what the layers of each rank collected to the numbers of the run.
 
-The groups: a micro-batch is what one model replica works on at a time, so its expert loads are summed over
-tensor and context parallel ranks (with sequence parallelism each routes its own tokens). The micro-batches
-of all data-parallel ranks make the global batch. Expert-parallel ranks are data-parallel ranks to the
-router. Pipeline stages hold different layers and exchange finished numbers.
+One model replica processes a micro-batch at a time, so its expert loads are summed over tensor and context
+parallel ranks (with sequence parallelism each of them routes its own tokens). The micro-batches of all
+data-parallel ranks form the global batch. To the router, expert-parallel ranks are data-parallel ranks.
+Pipeline stages hold different layers and exchange finished numbers.
 
-All sums are FP64: counts stay exact, and no layout rounds differently from another.
+All sums are FP64: counts stay exact, and all layouts round alike.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.monitor.gradients import places, zero_gradients
+from megatron_nemotron3.monitor.gradients import gradient_places, zero_gradients
 from megatron_nemotron3.monitor.series import Values
 from megatron_nemotron3.monitor.watched import WatchedLayer
 
-#: What a layer contributes: D visits (rows) of a micro-batch, N experts.
+#: Sums of one layer, with D visits (rows) per micro-batch and N experts:
 #: residual, latent [D, 2]: sum of squares, elements. loads [visits, N]. interval [N]. zeros [2].
-_Part = dict[str, Tensor]
+_LayerSums = dict[str, Tensor]
 
 
 def max_vio(load: Tensor) -> Tensor:
-    """Largest load over mean load: [..., N] -> [...]. 1 is perfect balance, experts / top-k the bound.
+    """Largest load over mean load: [..., N] -> [...]. 1 is perfect balance; the maximum is experts / top-k.
 
     This is the definition of the Nemotron 3 reports; "Auxiliary-Loss-Free Load Balancing" (arXiv 2408.15664)
-    calls (largest - mean) / mean by the same name, which is one less.
+    uses the same name for (largest - mean) / mean, which is one less.
     """
     return load.amax(-1) / load.mean(-1)
 
 
 def measure(layers: Sequence[WatchedLayer], groups: Any) -> tuple[Values, dict[str, float]]:
-    """(values of all layers of all pipeline stages, totals), the same on every rank. Collective.
+    """Values of all layers of all pipeline stages, and totals; the same on every rank. Collective.
 
     Args:
-        layers: those of this rank that were trained since the last report.
+        layers: layers of this rank that were trained since the last report.
         groups: ProcessGroupCollection with `tp`, `expt_tp`, `tp_cp`, `dp` and `pp`.
     """
-    where = {ddp: places(ddp) for ddp in {layer.ddp() for layer in layers}}
-    parts = [_local(layer, where[layer.ddp()], groups) for layer in layers]
-    _sum(parts, groups.tp_cp)
+    where = {ddp: gradient_places(ddp) for ddp in {layer.ddp() for layer in layers}}
+    parts = [_layer_sums(layer, where[layer.ddp()], groups) for layer in layers]
+    _sum_over(parts, groups.tp_cp)
     worst = [_by_micro_batch(part, len(layer.rows)) for layer, part in zip(layers, parts)]
-    _sum(parts, groups.dp)
+    _sum_over(parts, groups.dp)
     _all_reduce([w for w in worst if w is not None], groups.dp, torch.distributed.ReduceOp.MAX)
     values: Values = {}
     for layer, part, w in zip(layers, parts, worst):
-        _add(values, layer, part, w)
+        _add_values(values, layer, part, w)
     totals = [sum(float(part["zeros"][i]) for part in parts if "zeros" in part) for i in (0, 1)]
     return _over_stages(values, totals, groups.pp)
 
 
-def _local(layer: WatchedLayer, where: Any, groups: Any) -> _Part:
-    part = {"residual": _squares(layer.residual, len(layer.rows))}
+def _layer_sums(layer: WatchedLayer, where: Any, groups: Any) -> _LayerSums:
+    part = {"residual": _visit_squares(layer.residual, len(layer.rows))}
     if layer.latent:
-        part["latent"] = _squares(layer.latent, len(layer.rows))
+        part["latent"] = _visit_squares(layer.latent, len(layer.rows))
     if layer.loads:
         assert layer.interval_load is not None
         part["loads"] = torch.stack(layer.loads).double()
@@ -67,15 +67,15 @@ def _local(layer: WatchedLayer, where: Any, groups: Any) -> _Part:
     return part
 
 
-def _squares(visits: list[tuple[Tensor, int]], depths: int) -> Tensor:
-    """[D, 2]: per depth the sum of squares and the number of elements."""
+def _visit_squares(visits: list[tuple[Tensor, int]], depths: int) -> Tensor:
+    """Sum of squares and number of elements per depth, [D, 2]."""
     norms = torch.stack([norm for norm, _ in visits]).double()
     sizes = torch.tensor([size for _, size in visits], dtype=torch.float64, device=norms.device)
     return torch.stack([norms.square(), sizes], dim=-1).reshape(-1, depths, 2).sum(0)
 
 
-def _by_micro_batch(part: _Part, depths: int) -> Tensor | None:
-    """Replace loads [visits, N] by what may be added up over data-parallel ranks; return the worst [D]."""
+def _by_micro_batch(part: _LayerSums, depths: int) -> Tensor | None:
+    """Replace loads [visits, N] by sums that add up over data-parallel ranks; return the worst MaxVio [D]."""
     if "loads" not in part:
         return None
     loads = part.pop("loads").unflatten(0, (-1, depths))  # [micro-batches, D, N]
@@ -85,7 +85,7 @@ def _by_micro_batch(part: _Part, depths: int) -> Tensor | None:
     return each.amax(0)
 
 
-def _add(values: Values, layer: WatchedLayer, part: _Part, worst: Tensor | None) -> None:
+def _add_values(values: Values, layer: WatchedLayer, part: _LayerSums, worst: Tensor | None) -> None:
     def put(kind: str, numbers: Tensor) -> None:
         values.setdefault(kind, {}).update(zip(layer.rows, numbers.tolist()))
 
@@ -99,7 +99,7 @@ def _add(values: Values, layer: WatchedLayer, part: _Part, worst: Tensor | None)
         put("max_vio", max_vio(part["load"]))
         put("max_vio_micro_mean", part["micro"][:, 0] / part["micro"][:, 1])
         put("max_vio_micro_worst", worst)
-        # Depths that share their experts share the bias that balances them: dead is dead in all of them.
+        # Depths that share experts share the bias that balances them, so an expert is dead in all or in none.
         put_one("dead_experts", (part["load"].sum(0) == 0).sum())
         put_one("dead_experts_interval", (part["interval"] == 0).sum())
         if (bias := getattr(layer.router, "expert_bias", None)) is not None:
@@ -121,12 +121,12 @@ def _over_stages(values: Values, totals: list[float], group: Any) -> tuple[Value
     return merged, {"zero_gradients": zeros / elements} if elements else {}
 
 
-def _sum(parts: list[_Part], group: Any) -> None:
+def _sum_over(parts: list[_LayerSums], group: Any) -> None:
     _all_reduce([t for part in parts for t in part.values()], group, torch.distributed.ReduceOp.SUM)
 
 
 def _all_reduce(tensors: list[Tensor], group: Any, op: Any) -> None:
-    """In place, as one message."""
+    """Reduce tensors in place, as one message."""
     if not tensors or group.size() == 1:
         return
     flat = torch.cat([t.reshape(-1) for t in tensors])

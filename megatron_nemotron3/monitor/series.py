@@ -1,4 +1,4 @@
-"""Names of the series, and the few numbers of them that go into the log line. Standard library only.
+"""Names of the series, and the numbers that go into the log line. Standard library only.
 
 `Values` is kind -> row -> value: a row is a layer ("layer_007") or one depth of an MTP layer
 ("mtp_2_layer_1"); TensorBoard and wandb get each as `kind/row`.
@@ -52,7 +52,7 @@ def mtp_row(depth: int, number: int) -> str:
 
 
 def shared_mtp_row(number: int) -> str:
-    """Row of the weights of an MTP layer that every depth uses."""
+    """Row of the weights of an MTP layer that all depths share."""
     return f"mtp_layer_{number}"
 
 
@@ -62,7 +62,7 @@ def is_decoder(row: str) -> bool:
 
 
 def spoken(row: str) -> str:
-    """A row as the log line says it: "layer 7", "MTP depth 2 layer 1"."""
+    """A row in the words of the log line: "layer 7", "MTP depth 2 layer 1"."""
     if found := _DECODER.fullmatch(row):
         return f"layer {int(found[1])}"
     if found := _MTP.fullmatch(row):
@@ -73,7 +73,7 @@ def spoken(row: str) -> str:
 
 
 def aggregates(values: Values) -> dict[str, float]:
-    """The numbers over all layers: what the log line shows, and the median MaxVio."""
+    """Numbers over all layers: those of the log line, and the median MaxVio."""
     found: dict[str, float] = {}
     if load := values.get("max_vio"):
         found["worst_max_vio"] = max(load.values())
@@ -90,7 +90,7 @@ def aggregates(values: Values) -> dict[str, float]:
 
 
 def log_line(values: Values, numbers: dict[str, float]) -> str:
-    """The part of Megatron's log line: ` name: number … |` each, as Megatron writes its own."""
+    """The text added to Megatron's log line, in Megatron's own form: ` name: number … |` for each number."""
     parts: list[str] = []
     for name, kind, text in (
         ("worst_max_vio", "max_vio", "worst MaxVio"),
@@ -109,6 +109,6 @@ def log_line(values: Values, numbers: dict[str, float]) -> str:
 
 
 def scalars(values: Values, numbers: dict[str, float]) -> dict[str, float]:
-    """Everything for TensorBoard and wandb: tag -> value."""
+    """All scalars for TensorBoard and wandb: tag -> value."""
     found = {f"{kind}/{row}": value for kind, rows in values.items() for row, value in rows.items()}
     return found | {f"{AGGREGATES}/{name}": value for name, value in numbers.items()}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 VARIABLE = "NEMOTRON3_MONITOR"
 #: Smallest default interval: from there on the monitors cost less than 1 % (benchmarks/monitor.py).
@@ -86,15 +86,21 @@ def interval() -> int:
     given = _INTERVAL.current()
     if given is not None:
         return given
+    options = megatron_options()
+    if options is None:
+        return 0
+    log_interval = int(options.log_interval)
+    return log_interval * -(-LEAST_DEFAULT // log_interval)
+
+
+def megatron_options() -> Any:
+    """The parsed options of a Megatron training script; None in any other process."""
     # Looked up, not imported: a training script has imported it and parsed its options before it builds.
     global_vars = sys.modules.get("megatron.training.global_vars")
-    if global_vars is None:
-        return 0
     try:
-        log_interval = int(global_vars.get_args().log_interval)
+        return global_vars.get_args() if global_vars is not None else None
     except AssertionError:  # no options were parsed
-        return 0
-    return log_interval * -(-LEAST_DEFAULT // log_interval)
+        return None
 
 
 def asked_for() -> bool:

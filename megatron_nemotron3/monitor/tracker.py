@@ -1,7 +1,7 @@
 """Megatron's MoE metric tracker with the monitors' numbers in its report.
 
-The training loop calls `report` on every rank after every step, prints what it returns in the log line and
-hands it the TensorBoard and wandb writers (on the last rank). That is all the loop needs to know of us.
+The training loop calls `report` on every rank after every step, passes it the TensorBoard and wandb writers
+(on the last rank), and prints the returned text in the log line.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from megatron_nemotron3.monitor.reduce import measure
 from megatron_nemotron3.monitor.series import aggregates, log_line, scalars
 from megatron_nemotron3.monitor.watched import Switch, WatchedLayer
 
-#: Where MTP keeps them: from megatron-core 0.19 on, and before.
-_MTP_LOSSES = ("loss_values", "values")
-
 
 class Monitor:
-    """The watched layers of this process and when to measure them.
+    """The watched layers of this process, and when to measure them.
 
-    The first step of a run is measured, like the one Megatron always prints; then every `interval`-th.
+    The first step of a run is measured, which Megatron always prints, then every `interval`-th.
     """
 
     def __init__(self, interval: int, groups: Any) -> None:
@@ -36,16 +33,23 @@ class Monitor:
         self._layers: weakref.WeakSet[WatchedLayer] = weakref.WeakSet()
 
     def add(self, layer: WatchedLayer) -> None:
-        """Its module keeps it alive, through its hooks."""
+        """Add a layer. Only its module, through its hooks, keeps it alive."""
         self._layers.add(layer)
+
+    def wrapped_by(self, ddp: torch.nn.Module) -> None:
+        """Note the DDP wrapper of the layers that are inside it; its buffers hold their gradients."""
+        inside = set(ddp.modules())
+        for layer in self.layers:
+            if layer.module in inside:
+                layer.ddp = weakref.ref(ddp)
 
     @property
     def layers(self) -> list[WatchedLayer]:
-        """Those of models that still exist, in the order of their names."""
+        """Layers of models that still exist, sorted by name."""
         return sorted(self._layers, key=lambda layer: layer.name)
 
     def report(self, loss_scale: float, iteration: int, writer: Any, wandb_writer: Any) -> str:
-        """The part of the log line for the step that just ended; "" if it was not measured. Collective."""
+        """Text for the log line of the step that just ended; "" if it was not measured. Collective."""
         line = ""
         if self.switch.on:
             line = self._report(loss_scale, iteration, writer, wandb_writer)
@@ -97,18 +101,18 @@ class MonitorTracker(MoEMetricsTracker):
 
 
 def _mtp_losses(loss_scale: float) -> dict[str, float]:
-    """Loss of each MTP depth under the tag Megatron writes it; nothing where there is no MTP. Collective.
+    """Loss of each MTP depth under Megatron's tag; empty without MTP. Collective.
 
-    Megatron reduces and logs them right after `report`, so they are copied here and left as they are.
+    Megatron reduces and logs the losses right after `report`, so this function reduces a copy.
     """
     tracker = MTPLossLoggingHelper.tracker
-    found = next((tracker[name] for name in _MTP_LOSSES if name in tracker), None)
+    found = tracker.get("loss_values")
     if found is None:
         return {}
     losses = found.clone()
     for name in ("reduce_group", "avg_group"):
         if (group := tracker.get(name)) is not None:
             torch.distributed.all_reduce(losses, group=group)
-            if name == "avg_group":  # not every backend averages
+            if name == "avg_group":  # not every backend can average
                 losses /= group.size()
     return {f"mtp_{i} loss": loss * loss_scale for i, loss in enumerate(losses.tolist(), 1)}

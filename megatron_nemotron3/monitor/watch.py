@@ -1,4 +1,4 @@
-"""`nemotron3 watch`: the monitored series of a run as one PNG, and what the warnings have to say."""
+"""`nemotron3 watch`: plot the monitored series of a run as one PNG and print its warnings."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from megatron_nemotron3.monitor.alarms import scan
 from megatron_nemotron3.monitor.events import History
 from megatron_nemotron3.monitor.series import KINDS
 
-#: Megatron's own tags.
+#: Tags that Megatron writes.
 _LOSS = re.compile(r"(lm|mtp_\d+) loss")
 COLUMNS = 3
-#: More rows than this are a heat map, fewer are lines.
+#: Up to this many rows are drawn as lines, more as a heat map.
 LINES = 12
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 watch`."""
     command = commands.add_parser("watch", help="plot the monitored series of a run")
-    command.add_argument("folder", type=Path, metavar="DIR", help="of --tensorboard-dir")
+    command.add_argument("folder", type=Path, metavar="DIR", help="the folder of --tensorboard-dir")
     command.add_argument("--output", type=Path, metavar="PNG", help="default: DIR/monitor.png")
     command.set_defaults(run=watch_command)
 
 
 def watch_command(options: argparse.Namespace) -> int:
-    """Carry out `nemotron3 watch`; raises as `watch`."""
+    """Run `nemotron3 watch`; raises as `watch`."""
     return watch(options.folder, options.output)
 
 
@@ -37,17 +37,17 @@ def watch(folder: Path, output: Path | None = None) -> int:
     """Plot the run in `folder` to `output` (default: monitor.png in it); print findings. Exit status 0.
 
     Raises:
-        ValueError: no event files, a corrupt one, or none of our series in them.
+        ValueError: there are no event files, one is corrupt, or they hold no monitored series.
         OSError: the PNG cannot be written.
         ModuleNotFoundError: tensorboard or matplotlib is not installed.
     """
     files = events.find(folder)
     history = events.read(files)
-    panels = {kind: rows for kind in KINDS if (rows := _rows(history, kind))}
+    panels = {kind: rows for kind in KINDS if (rows := _panel_rows(history, kind))}
     if not panels:
         raise ValueError(
-            f"{folder}: {len(files)} event file(s) hold no monitored series; monitors are off with "
-            "NEMOTRON3_MONITOR=0, for models without experts, and with CUDA graphs"
+            f"{folder}: {len(files)} event file(s) hold no monitored series: train with monitors, which "
+            "are off with NEMOTRON3_MONITOR=0, for models without experts, and with CUDA graphs"
         )
     output = output or folder / "monitor.png"
     plot(history, panels, output, str(folder))
@@ -59,7 +59,7 @@ def watch(folder: Path, output: Path | None = None) -> int:
 
 
 def plot(history: History, panels: dict[str, History], path: Path, title: str) -> None:
-    """One small panel per kind (kind -> row -> points), losses first. The file is whole or not there."""
+    """Plot the losses, then one panel per kind (kind -> row -> points). The file is written atomically."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -70,21 +70,21 @@ def plot(history: History, panels: dict[str, History], path: Path, title: str) -
         rows, COLUMNS, figsize=(5 * COLUMNS, 3.2 * rows), dpi=110, squeeze=False, layout="constrained"
     )
     cells = iter(grid.flat)
-    _losses(next(cells), history)
+    _draw_losses(next(cells), history)
     for kind, series in panels.items():
-        _panel(figure, next(cells), kind, series)
+        _draw_panel(figure, next(cells), kind, series)
     for unused in cells:
         unused.set_axis_off()
     figure.suptitle(title)
     save_figure(figure, path)
 
 
-def _rows(history: History, kind: str) -> History:
+def _panel_rows(history: History, kind: str) -> History:
     prefix = f"{kind}/"
     return {tag.removeprefix(prefix): history[tag] for tag in sorted(history) if tag.startswith(prefix)}
 
 
-def _losses(axes: Any, history: History) -> None:
+def _draw_losses(axes: Any, history: History) -> None:
     for tag in sorted(filter(_LOSS.fullmatch, history)):
         axes.plot(*zip(*history[tag]), lw=1, label=tag)
     axes.set_title("loss (nats per token)", fontsize=9)
@@ -93,7 +93,7 @@ def _losses(axes: Any, history: History) -> None:
     axes.grid(alpha=0.3)
 
 
-def _panel(figure: Any, axes: Any, kind: str, series: History) -> None:
+def _draw_panel(figure: Any, axes: Any, kind: str, series: History) -> None:
     from matplotlib.colors import LogNorm
 
     about = KINDS[kind]

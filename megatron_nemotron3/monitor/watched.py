@@ -1,7 +1,7 @@
-"""What one layer collects while a step runs. Forward hooks only: nothing here changes a tensor.
+"""What one layer collects during a step, by forward hooks. Nothing here changes a tensor.
 
-A hook counts the first forward of a micro-batch. The one that activation recomputation repeats runs inside
-the backward pass and is left out; so is evaluation, where modules are not in training mode.
+Hooks act on the first forward of a micro-batch. They ignore the forward that activation recomputation repeats
+inside the backward pass, and evaluation, where modules are not in training mode.
 """
 
 from __future__ import annotations
@@ -14,38 +14,36 @@ import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import Tensor
 
-#: Visits kept without a report; more means that nobody ever asks (a loop that is not Megatron's).
+from megatron_nemotron3.monitor.hooks import first_forward, no_wrapper
+
+#: Maximum number of visits kept without a report, for training loops that never ask for one.
 LIMIT = 16_384
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass
 class Switch:
-    """Shared by all layers: whether this step is measured."""
+    """Whether this step is measured; shared by all layers."""
 
     on: bool = True
 
 
 @dataclass(eq=False)
 class WatchedLayer:
-    """One layer of the stack: its names, and what its hooks saw since the last report.
+    """One layer of the stack: its names, and what its hooks collected since the last report.
 
-    `rows` has one name per visit of a micro-batch: a decoder layer has one, an MTP layer that is repeated
-    one per depth, in order. `name` is the layer's own, for what belongs to weights and not to visits.
+    `rows` has one name per visit of a micro-batch: one for a decoder layer, and one per depth, in order, for
+    an MTP layer that is repeated. `name` is for numbers of the layer's weights, which all visits share.
     """
 
     name: str
     rows: tuple[str, ...]
     module: torch.nn.Module
     switch: Switch
-    #: The DDP wrapper of the model this layer is in, once it ran; its buffers hold the reduced gradients.
-    ddp: Callable[[], Any] = _nothing
-    #: Per visit: L2 norm and number of elements of the residual stream behind this layer.
+    #: DDP wrapper of the model, once it ran; its buffers hold the reduced gradients.
+    ddp: Callable[[], Any] = no_wrapper
+    #: Per visit: L2 norm and number of elements of the residual stream after this layer.
     residual: list[tuple[Tensor, int]] = field(default_factory=list)
-    #: The same of what the experts read, where there is a latent width.
+    #: The same for the latent input of the experts, in LatentMoE layers.
     latent: list[tuple[Tensor, int]] = field(default_factory=list)
     #: Per visit: tokens of each expert [N] (int64) on this rank.
     loads: list[Tensor] = field(default_factory=list)
@@ -68,43 +66,38 @@ class WatchedLayer:
         return bool(self.residual)
 
     def clear(self) -> None:
-        """Forget the step and the interval."""
+        """Drop what was collected in the step and the interval."""
         self.residual, self.latent, self.loads = [], [], []
         self.interval_load = None
 
     def _counts(self, module: torch.nn.Module) -> bool:
-        return module.training and not _in_backward()
+        return module.training and first_forward()
 
     def _on_layer(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        """Output: [s, b, d], or a tuple that begins with it."""
+        """Collect the residual stream. Output: [s, b, d], or a tuple that begins with it."""
         if self.switch.on and self._counts(module) and len(self.residual) < LIMIT:
-            self.residual.append(_norm(output))
+            self.residual.append(_norm_and_size(output))
 
     def _on_latent(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        """Output: [s, b, l] and its bias."""
+        """Collect the latent. Output: [s, b, l] and its bias."""
         if self.switch.on and self._counts(module) and len(self.latent) < LIMIT:
-            self.latent.append(_norm(output))
+            self.latent.append(_norm_and_size(output))
 
     def _on_router(self, module: torch.nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
-        """Output: probabilities and routing map [tokens, N] (bool)."""
+        """Collect expert loads. Output: probabilities and routing map [tokens, N] (bool)."""
         if not self._counts(module):
             return
         routing_map = output[1]
         padding = kwargs.get("padding_mask", inputs[1] if len(inputs) > 1 else None)
-        if padding is not None:  # True: a token that is padding
+        if padding is not None:  # True for padding tokens
             routing_map = routing_map & ~padding.reshape(-1, 1)
         load = routing_map.sum(dim=0)
         if self.switch.on and len(self.loads) < LIMIT:
             self.loads.append(load)
-        # Out of place: `load` is kept as it is above.
+        # Not in place, because `loads` holds the same tensor.
         self.interval_load = load if self.interval_load is None else self.interval_load + load
 
 
-def _norm(output: Any) -> tuple[Tensor, int]:
+def _norm_and_size(output: Any) -> tuple[Tensor, int]:
     x = (output[0] if isinstance(output, tuple) else output).detach()
     return torch.linalg.vector_norm(x, dtype=torch.float32), x.numel()
-
-
-def _in_backward() -> bool:
-    # What torch.utils.checkpoint itself asks; -1 outside of a backward pass.
-    return torch._C._current_graph_task_id() != -1

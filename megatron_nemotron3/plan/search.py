@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_nemotron3 import versions
-from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, rules
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, check
+from megatron_nemotron3.args.versions import DEFAULT
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.plan.hardware import GPU, GPUS, RESERVE
 from megatron_nemotron3.plan.memory import Memory, memory
@@ -47,7 +47,7 @@ class Question:
     global_batch_size: int
     precision: str = "bf16"
     dispatcher: str = ALLTOALL
-    megatron_core: str = versions.DEFAULT
+    megatron_core: str = DEFAULT
 
     def __post_init__(self) -> None:
         for name in ("gpus", "seq_length", "global_batch_size"):
@@ -125,19 +125,19 @@ def legal(question: Question) -> list[ParallelLayout]:
 
 
 def _refused(question: Question, layout: ParallelLayout) -> bool:
-    violations = rules.check(
-        question.config,
-        layout,
-        question.precision,
-        "te",
-        TrainingSchedule(
+    launch = Launch(
+        config=question.config,
+        layout=layout,
+        precision=question.precision,
+        backend="te",
+        schedule=TrainingSchedule(
             global_batch_size=question.global_batch_size, seq_length=question.seq_length, micro_batch_size=1
         ),
         te_precision_config_file="precision.yaml" if question.precision == "nvfp4" else None,
         compute_capability=question.gpu.capability,
         megatron_core=question.megatron_core,
     )
-    return any(violation.severity == "error" for violation in violations)
+    return any(violation.severity == "error" for violation in check(launch))
 
 
 def recomputations(config: Nemotron3Config) -> tuple[Recompute, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.args.architecture import vocab_divisor
-from megatron_nemotron3.args.pipeline import cut_pattern
+from megatron_nemotron3.args.layout import cut_pattern
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.tensors import PARAMETER, Row, registered, rows_of, symbol_sizes

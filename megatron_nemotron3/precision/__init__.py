@@ -1,26 +1,28 @@
-"""NVFP4 training: the published recipe, and its numerics.
+"""NVFP4 training: the published recipe, number formats, emulation on any device, and measured errors.
 
 The recipe, standard library only (PyYAML when a file is read):
 
-table      which linear has which format, how many layers stay BF16: everything below comes from it
-modules    names of a model's linears in closed form
-share      parameters and FLOPs by format
-schema, fit, yaml_file   the file of `--te-precision-config-file`, written and strictly read
-census     every linear of a built model with the format it gets
-command    `nemotron3 precision`
+table                    which linear has which format, how many layers stay BF16; names of a model's linears
+share                    parameters and FLOPs by format
+schema, yaml_file        the file of `--te-precision-config-file`, written and strictly read
+census                   every linear of a built model with the format it gets
+recipe                   how the operands of a linear's three matmuls are quantized
+settings                 what is emulated and logged: environment variables and context managers
+command                  `nemotron3 precision`
 
-The numerics, torch alone:
+Quantization, torch alone:
 
-spec, quantizer, packed                  operands; fake quantization; codes and scales in TE's layout
-nvfp4, mxfp8, hadamard, blocks           scales, the rotation, the block grid
+numerics/                number formats below 16 bits
+scales, blocks           scales of blocks, the Hadamard transform; views of blocks
+quantizer                operands as values and as bytes; in Triton: triton_quantize, triton_quantize_kernels
 
 Emulated training:
 
-settings, products, linear, experts      what is on; the three products of a linear, and of experts
-install                                  into a built stack, by the precision file
+products, linear, experts    matmuls of quantized operands; autograd functions of linears and of experts
+install                      sets up the linears of a stack while it is built
 
-What quantization did to operands (docs/nvfp4.md):
+Precision logging (docs/nvfp4.md):
 
-statistics, record, observe, shadow      definitions; collected in a step, of emulated and of plain runs
-report, heatmap                          file and table; picture
+statistics, observe      what is measured; in which steps, and reduced over ranks
+report                   file, summary and plot
 """

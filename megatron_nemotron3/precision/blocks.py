@@ -1,9 +1,9 @@
-"""A tensor cut into quantization blocks: views, largest magnitudes, and pieces that stay in the cache.
+"""Quantization blocks of a tensor: views, largest magnitudes, and pieces that fit the cache.
 
-Whatever the axis, a block lies along axis 1 of a view:
+For every axis there is a view in which a block lies along axis 1:
 
-    axis -1         [blocks, block]             one scale a row of the view
-    axis -2, tile   [groups, block, k]          one scale a column; a tile's is repeated in its 16 columns
+    axis -1         [blocks, block]             one scale per row of the view
+    axis -2, tile   [groups, block, k]          one scale per column; a tile repeats its scale in 16 columns
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.recipe import Spec
 
-#: Elements worked on at once by a CPU thread: 512 KiB in FP32, so that two such buffers stay in a
-#: second-level cache.
+#: Elements that a CPU thread processes at once: 512 KiB in FP32, so that two such buffers fit an L2 cache.
 PIECE = 2**17
 
 
 def check(x: torch.Tensor, spec: Spec) -> None:
-    """Raise ValueError if x is no matrix, of no known type, or not divisible into the blocks of `spec`."""
+    """Raise ValueError if x has fewer than 2 axes, an unsupported dtype, or is not divisible into blocks."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{x.dtype} is not quantized: use float32, bfloat16 or float16")
+        raise ValueError(f"{x.dtype} cannot be quantized: use float32, bfloat16 or float16")
     if x.ndim < 2:
-        raise ValueError(f"shape {list(x.shape)} has no rows and columns: expected 2 axes or more")
+        raise ValueError(f"shape {list(x.shape)} has {x.ndim} axes: 2 or more are needed")
     for axis in (-1, -2) if spec.tile else (spec.axis,):
         if x.shape[axis] % spec.block:
             raise ValueError(
@@ -35,14 +34,14 @@ def check(x: torch.Tensor, spec: Spec) -> None:
 
 
 def view(x: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """The view of a contiguous x in which blocks lie along axis 1."""
+    """View of a contiguous x in which blocks lie along axis 1."""
     if spec.axis == -1 and not spec.tile:
         return x.view(-1, spec.block)
     return x.view(-1, spec.block, x.shape[-1])
 
 
 def grid_shape(x: torch.Tensor, spec: Spec) -> list[int]:
-    """The shape of x with blocks instead of elements: [..., m, k/16], [..., m/16, k] or [..., m/16, k/16]."""
+    """Shape of the block grid of x: [..., m, k/16], [..., m/16, k] or [..., m/16, k/16]."""
     shape = list(x.shape)
     for axis in (-1, -2) if spec.tile else (spec.axis,):
         shape[axis] //= spec.block
@@ -50,7 +49,10 @@ def grid_shape(x: torch.Tensor, spec: Spec) -> list[int]:
 
 
 def pieces(*views: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The views (equal in axis 0, the first one the largest) in parts that fit the cache; on a GPU whole."""
+    """Split views of equal length in axis 0 into parts that fit the cache; on a GPU yield them whole.
+
+    The first view is the largest.
+    """
     first = views[0]
     step = len(first)
     if first.device.type == "cpu":
@@ -60,24 +62,24 @@ def pieces(*views: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     return zip(*(v.split(step) for v in views), strict=True)
 
 
-class _Kept(threading.local):
+class _ScratchBuffers(threading.local):
     def __init__(self) -> None:
         self.buffers: dict[int, torch.Tensor] = {}
 
 
-_kept = _Kept()
+_scratch_buffers = _ScratchBuffers()
 _SMALL = 2**14
 
 
 def scratch(like: torch.Tensor, number: int) -> torch.Tensor:
-    """FP32 memory of the shape of a piece, contents undefined, number 0, 1 or 2. Kept by the thread on a CPU.
+    """Uninitialized FP32 memory of the shape of a piece; buffer `number` is 0, 1 or 2.
 
-    Memory fresh from the system costs a page fault for every 4 KiB, more than a pass over it.
+    On a CPU each thread reuses its buffers: new memory costs a page fault per 4 KiB, more than one pass.
     """
     count = like.numel()
     if like.device.type != "cpu" or not _SMALL < count <= PIECE * torch.get_num_threads():
         return torch.empty_like(like, dtype=torch.float32)
-    buffers = _kept.buffers
+    buffers = _scratch_buffers.buffers
     if number not in buffers or len(buffers[number]) < count:
         with torch.inference_mode(False):
             buffers[number] = torch.empty(count)
@@ -85,18 +87,18 @@ def scratch(like: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def largest(magnitudes: torch.Tensor) -> torch.Tensor:
-    """Maxima along axis 1 of a piece of non-negative float32, [n] or [n, k]; NaN if there is one."""
-    # As integers, whose order is the same (NaN last): torch reduces those over 16 neighbors twice as fast.
+    """Maxima along axis 1 of a piece of non-negative float32, [n] or [n, k]; NaN propagates."""
+    # Integers have the same order (NaN last), and torch reduces them over 16 neighbors twice as fast.
     return magnitudes.view(torch.int32).amax(1).view(torch.float32)
 
 
 def tiles(columns: torch.Tensor, size: int) -> torch.Tensor:
-    """Maxima of columns [n, k] -> of tiles [n, k / size]."""
+    """Maxima of columns [n, k] -> maxima of tiles [n, k / size]."""
     return columns.unflatten(1, (-1, size)).amax(2)
 
 
 def expand(grid: torch.Tensor, blocks: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Values on the block grid -> [n, 1] or [n, 1, k], to multiply a view with."""
+    """Reshape values on the block grid to [n, 1] or [n, 1, k], which broadcast to a view."""
     if spec.tile:
         grid = grid.reshape(len(blocks), -1, 1).expand(-1, -1, spec.block)
     return grid.reshape(len(blocks), 1, *blocks.shape[2:])

@@ -1,4 +1,4 @@
-"""`nemotron3 precision`: the recipe for a model, as a table and as Megatron's file; what a run measured."""
+"""`nemotron3 precision`: the recipe of a model as a table and as Megatron's file; the report of a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model
-from megatron_nemotron3.precision import heatmap, yaml_file
 from megatron_nemotron3.precision import report as report_file
+from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.share import Share, shares, totals
 from megatron_nemotron3.precision.table import BF16, FORMATS, NVFP4, is_published, tail
 
@@ -47,14 +47,14 @@ def precision_command(options: argparse.Namespace) -> int:
 
 
 def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
-    """What the command prints.
+    """Text of the table that the command prints.
 
     Raises:
         ValueError: an unknown format.
     """
-    _known(precision)
+    _require_known_format(precision)
     lines = shares(config, precision)
-    cells = [_COLUMNS, *_cells(lines)]
+    cells = [_COLUMNS, *_share_cells(lines)]
     widths = [max(len(row[i]) for row in cells) for i in range(4)]
     head = f"{config.title} in {precision}"
     body = (
@@ -69,12 +69,12 @@ def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
         ).rstrip()
         for row in cells
     )
-    return "\n".join((head, "=" * len(head), "", *body, "", *_notes(config, precision, lines)))
+    return "\n".join((head, "=" * len(head), "", *body, "", *_recipe_notes(config, precision, lines)))
 
 
 def markdown(config: Nemotron3Config, precision: str = NVFP4) -> str:
     """The same table for docs/nvfp4.md."""
-    rows = [_COLUMNS, ("-", "-", "-:", "-:", "-"), *_cells(shares(config, precision))]
+    rows = [_COLUMNS, ("-", "-", "-:", "-:", "-"), *_share_cells(shares(config, precision))]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
@@ -82,10 +82,10 @@ def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None
     """Print the table, or write the precision file; returns the text for stdout.
 
     Raises:
-        ValueError: a file is wanted for another format than nvfp4, which needs none.
-        FileExistsError: another file is there.
+        ValueError: a file is asked for, and the format is not nvfp4. Other formats need no file.
+        FileExistsError: a file with other text exists.
     """
-    _known(precision)
+    _require_known_format(precision)
     if path is None:
         return render(config, precision)
     if precision != NVFP4:
@@ -98,25 +98,25 @@ def report(folder: str | Path, title: str = "") -> str:
     """Draw `precision.png` next to the report in a run's folder; returns the summary for stdout.
 
     Args:
-        title: of the picture; "": the folder.
+        title: of the plot; "" for the folder.
 
     Raises:
-        ReportError: no report, or a broken one.
+        ReportError: the report is missing or malformed.
         ModuleNotFoundError: matplotlib is not installed.
     """
     rows = report_file.read(folder)
     picture = Path(folder) / report_file.PICTURE
-    heatmap.plot(rows, picture, title or str(folder))
+    report_file.plot(rows, picture, title or str(folder))
     return "\n".join((*report_file.summary(rows), f"precision plot   {picture}"))
 
 
 def check(config: Nemotron3Config, path: str | Path) -> str | None:
-    """What to say about a file that flags name: None if it is here and fits the model.
+    """Check the precision file that flags name; return a remark if it is missing, None if it fits the model.
 
-    A file that is not here may be where the run will be, so that is only a remark.
+    A missing file is no error, because it may exist on the machine that trains.
 
     Raises:
-        PrecisionFileError: the file is here and wrong.
+        PrecisionFileError: the file exists and is wrong.
     """
     if not Path(path).exists():
         return (
@@ -127,12 +127,12 @@ def check(config: Nemotron3Config, path: str | Path) -> str | None:
     return None
 
 
-def _known(precision: str) -> None:
+def _require_known_format(precision: str) -> None:
     if precision not in FORMATS:
         raise ValueError(f"unknown format {precision!r}: use one of {', '.join(FORMATS)}")
 
 
-def _cells(lines: list[Share]) -> list[tuple[str, ...]]:
+def _share_cells(lines: list[Share]) -> list[tuple[str, ...]]:
     parameters, flops = sum(line.parameters for line in lines), sum(line.flops for line in lines)
     return [
         (
@@ -146,7 +146,7 @@ def _cells(lines: list[Share]) -> list[tuple[str, ...]]:
     ]
 
 
-def _notes(config: Nemotron3Config, precision: str, lines: list[Share]) -> Iterator[str]:
+def _recipe_notes(config: Nemotron3Config, precision: str, lines: list[Share]) -> Iterator[str]:
     for fmt, (parameters, flops) in totals(lines).items():
         yield f"{fmt}: {parameters:.1%} of parameters, {flops:.1%} of FLOPs"
     yield f"FLOPs: one token forward, {config.seq_length} tokens a sequence"

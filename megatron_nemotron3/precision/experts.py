@@ -1,46 +1,46 @@
-"""Emulated linears of experts: one quantization of all tokens, a scale and a product for each expert.
+"""Emulated grouped linears: all tokens are quantized at once, with a scale and a matmul per expert.
 
-TransformerEngine splits the tokens by expert and quantizes each part for itself, filled up with zero rows. So
-does this, in one pass over all of them: an expert has a largest magnitude of its own, and no block holds
-tokens of two.
+TransformerEngine splits the tokens by expert and quantizes each part separately, padded with zero rows. The
+result here is the same, in one pass over all experts: each expert has its own amax, and no block holds tokens
+of two experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_nemotron3.precision import nvfp4
-from megatron_nemotron3.precision.products import Operand, Recipe, matmul, operand
-from megatron_nemotron3.precision.record import Record, first_forward
-from megatron_nemotron3.precision.spec import Spec
-from megatron_nemotron3.precision.statistics import dequantized
+from megatron_nemotron3.monitor.hooks import first_forward
+from megatron_nemotron3.precision.products import Operand, dequantized, matmul, operand
+from megatron_nemotron3.precision.recipe import Recipe, Spec
+from megatron_nemotron3.precision.scales import product_scale
+from megatron_nemotron3.precision.statistics import Record
 from megatron_nemotron3.precision.table import NVFP4
 
 
 def stacked_operand(weights: Sequence[Tensor], how: Spec) -> Operand:
-    """E matrices [out, in] -> values [E, out, in], each with its own scale; amax [E, 1, 1] or None."""
-    amax = _of_matrices if how.format == NVFP4 else None
+    """Quantize E matrices [out, in], each with its own scale: values [E, out, in], amax [E, 1, 1] or None."""
+    amax = _amax_of_matrices if how.format == NVFP4 else None
     return operand(torch.stack([w.detach() for w in weights]), how, amax)
 
 
-def _of_matrices(block_amax: Tensor) -> Tensor:
-    """Block grid [E, m, k] -> [E, 1, 1]."""
+def _amax_of_matrices(block_amax: Tensor) -> Tensor:
+    """Block amax [E, m, k] -> amax of each matrix [E, 1, 1]."""
     return block_amax.flatten(1).amax(1).view(-1, 1, 1)
 
 
 class Rows:
-    """Which rows belong to which expert. `block`: rows of an expert are filled up to a multiple of it."""
+    """Which rows belong to which expert. Each expert's rows are padded to a multiple of `block`."""
 
     def __init__(self, counts: Sequence[int], block: int, device: torch.device) -> None:
         self.block = block
         self.filled = [-(-n // block) * block for n in counts]
-        #: (expert, first row, row behind the last) of experts that have rows.
+        #: (expert, first row, last row + 1) of the experts that have rows.
         self.ranges: list[tuple[int, int, int]] = []
         start = 0
         for expert, n in enumerate(self.filled):
@@ -53,9 +53,9 @@ class Rows:
         numbers = torch.arange(len(counts), device=device)
         #: Expert of each block of rows.
         self.block_owner = numbers.repeat_interleave(filled // block, output_size=start // block)
-        #: Rows of each expert that only fill up blocks.
+        #: Padding rows of each expert.
         self.filler = filled - real
-        if block > 1:  # where each row goes
+        if block > 1:  # positions of the rows in the padded tensor
             shift = (filled.cumsum(0) - filled) - (real.cumsum(0) - real)
             owner = numbers.repeat_interleave(real, output_size=sum(counts))
             self.place = torch.arange(len(owner), device=device) + shift[owner]
@@ -66,83 +66,87 @@ class Rows:
         return self.block_owner.repeat_interleave(self.block, output_size=self.total)
 
     def fill(self, x: Tensor) -> Tensor:
-        """[t, d] -> [sum of filled counts, d]."""
+        """Pad: [t, d] -> [sum of padded counts, d]."""
         if self.total == len(x):
             return x
         return x.new_zeros(self.total, x.shape[1]).index_copy_(0, self.place, x)
 
     def amax(self, block_amax: Tensor) -> Tensor:
-        """Block grid [n, m], rows or blocks of rows -> [n, 1], the largest magnitude of the row's expert."""
+        """Block amax [n, m], n rows or blocks of rows -> [n, 1], the amax of each row's expert."""
         largest = block_amax.amax(1)
         of_expert = largest.new_zeros(self.experts).scatter_reduce_(0, self.block_owner, largest, "amax")
         return of_expert[self.block_owner].unsqueeze(1)
 
     def operand(self, x: Tensor, how: Spec) -> Operand:
-        """Quantize rows; amax [n, 1], n rows or blocks of rows, or None."""
+        """Quantize rows. The operand's amax is [n, 1] for n rows or blocks of rows, or None."""
         return operand(x, how, self.amax if how.format == NVFP4 else None)
 
 
+class GroupedJob(NamedTuple):
+    """Arguments of `GroupedLinear` that are no tensors."""
+
+    #: Rows of each expert.
+    counts: list[int]
+    recipe: Recipe
+    #: Context manager in which torch's generator continues the random stream of this linear.
+    draws: Callable[[], AbstractContextManager[None]]
+    #: None where the step is not measured.
+    record: Record | None
+
+
 class GroupedLinear(torch.autograd.Function):
-    """x [t, in], counts, recipe, context of random draws, record or None, Q(W) of fprop, E weights [out, in]
-    -> [t, out]."""
+    """(x [t, in], job, Q(W) of fprop or None, E weights [out, in]) -> [t, out]."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        counts: list[int],
-        recipe: Recipe,
-        draws: Callable[[], AbstractContextManager[None]],
-        record: Record | None,
-        kept: Operand | None,
-        *weights: Tensor,
-    ) -> Tensor:
-        rows = Rows(counts, 1, x.device)
+    def forward(ctx: Any, x: Tensor, job: GroupedJob, kept: Operand | None, *weights: Tensor) -> Tensor:
+        recipe, record = job.recipe, job.record
+        rows = Rows(job.counts, 1, x.device)
         if recipe.fprop is None or kept is None:
-            y = _plain(x, [w.t() for w in weights], rows)
+            y = _plain_matmuls(x, [w.t() for w in weights], rows)
         else:
             a = rows.operand(x, recipe.fprop[0])
             if record is not None and first_forward():
                 record.add("fprop.x", x, recipe.fprop[0], dequantized(a), rows.owner)
-                _observe_weights(record, "fprop.weight", weights, recipe.fprop[1], kept)
-            y = _scaled(a, kept, [w.t() for w in kept.values], rows, x.dtype)
+                _record_weights(record, "fprop.weight", weights, recipe.fprop[1], kept)
+            y = _quantized_matmuls(a, kept, [w.t() for w in kept.values], rows, x.dtype)
         shared = kept if kept is not None and recipe.shares_weight else (None, None)
         ctx.save_for_backward(x, *shared, *weights)
-        ctx.counts, ctx.recipe, ctx.draws, ctx.record, ctx.rows = counts, recipe, draws, record, rows
+        ctx.job, ctx.rows = job, rows
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, values, amax, *weights = ctx.saved_tensors
-        dy, recipe = grad.contiguous(), ctx.recipe
+        dy, job = grad.contiguous(), ctx.job
+        recipe, record = job.recipe, job.record
         dx: Tensor | None = None
         dw: tuple[Tensor | None, ...] = (None,) * len(weights)
-        with ctx.draws():
+        with job.draws():
             if ctx.needs_input_grad[0] and recipe.dgrad is None:
-                dx = _plain(dy, weights, ctx.rows)
+                dx = _plain_matmuls(dy, weights, ctx.rows)
             elif ctx.needs_input_grad[0]:
                 how_dy, how_weight = recipe.dgrad
                 a = ctx.rows.operand(dy, how_dy)
                 w = stacked_operand(weights, how_weight) if values is None else Operand(values, amax)
-                if ctx.record is not None:
-                    ctx.record.add("dgrad.dy", dy, how_dy, dequantized(a), ctx.rows.owner)
+                if record is not None:
+                    record.add("dgrad.dy", dy, how_dy, dequantized(a), ctx.rows.owner)
                     if values is None:
-                        _observe_weights(ctx.record, "dgrad.weight", weights, how_weight, w)
-                dx = _scaled(a, w, list(w.values), ctx.rows, x.dtype)
-            if any(ctx.needs_input_grad[6:]):
-                dw = _weight_gradients(dy, x, ctx.counts, recipe, weights[0], ctx.record)
-        return dx, None, None, None, None, None, *dw
+                        _record_weights(record, "dgrad.weight", weights, how_weight, w)
+                dx = _quantized_matmuls(a, w, list(w.values), ctx.rows, x.dtype)
+            if any(ctx.needs_input_grad[3:]):
+                dw = _expert_weight_gradients(dy, x, weights[0], job)
+        return dx, None, None, *dw
 
 
-def _observe_weights(record: Record, name: str, weights: Sequence[Tensor], how: Spec, made: Operand) -> None:
-    """E matrices; once a step."""
+def _record_weights(record: Record, name: str, weights: Sequence[Tensor], how: Spec, made: Operand) -> None:
+    """Record E matrices, once a step."""
     if not record.has(name):
         rows = torch.arange(len(weights), device=weights[0].device).repeat_interleave(len(weights[0]))
         record.add(name, torch.stack([w.detach() for w in weights]), how, dequantized(made), rows)
 
 
-def _plain(x: Tensor, weights: Sequence[Tensor], rows: Rows) -> Tensor:
+def _plain_matmuls(x: Tensor, weights: Sequence[Tensor], rows: Rows) -> Tensor:
     """x [t, k], E matrices [k, n] -> [t, n]."""
     y = x.new_empty(len(x), weights[0].shape[1])
     for e, a, b in rows.ranges:
@@ -150,22 +154,21 @@ def _plain(x: Tensor, weights: Sequence[Tensor], rows: Rows) -> Tensor:
     return y
 
 
-def _scaled(
+def _quantized_matmuls(
     x: Operand, weight: Operand, matrices: Sequence[Tensor], rows: Rows, dtype: torch.dtype
 ) -> Tensor:
-    """As `_plain`, of quantized operands; accumulated and scaled in FP32, rounded once to `dtype`."""
+    """As `_plain_matmuls` for quantized operands; accumulated and scaled in FP32, rounded once."""
     y = x.values.new_empty(len(x.values), matrices[0].shape[1], dtype=torch.float32)
     for e, a, b in rows.ranges:
         matmul(x.values[a:b], matrices[e], out=y[a:b])
     if x.amax is not None and weight.amax is not None:
-        y.mul_(nvfp4.product_scale(x.amax, weight.amax.view(-1)[rows.block_owner].unsqueeze(1)))
+        y.mul_(product_scale(x.amax, weight.amax.view(-1)[rows.block_owner].unsqueeze(1)))
     return y.to(dtype)
 
 
-def _weight_gradients(
-    dy: Tensor, x: Tensor, counts: list[int], recipe: Recipe, like: Tensor, record: Record | None
-) -> tuple[Tensor, ...]:
-    """E gradients [out, in], slices of one tensor; zero for experts without rows."""
+def _expert_weight_gradients(dy: Tensor, x: Tensor, like: Tensor, job: GroupedJob) -> tuple[Tensor, ...]:
+    """wgrad: E gradients shaped as `like` [out, in], slices of one tensor; 0 for experts without rows."""
+    counts, recipe, record = job.counts, job.recipe, job.record
     rows = Rows(counts, recipe.token_block, x.device)
     dw = like.new_empty(len(counts), *like.shape)
     for e in {*range(len(counts))} - {e for e, _, _ in rows.ranges}:
@@ -180,7 +183,7 @@ def _weight_gradients(
             record.add(name, rows.fill(z), how, dequantized(made), rows.owner, rows.filler)
     scale = None
     if p.amax is not None and q.amax is not None:
-        scale = nvfp4.product_scale(p.amax, q.amax)  # [blocks of rows, 1]
+        scale = product_scale(p.amax, q.amax)  # [blocks of rows, 1]
     for e, a, b in rows.ranges:
         product = matmul(p.values[a:b].t(), q.values[a:b])
         dw[e] = product if scale is None else product.mul_(scale[a // rows.block])

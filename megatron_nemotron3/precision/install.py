@@ -1,11 +1,13 @@
-"""Puts emulation, or only the measuring of it, on a stack when it is built, if the environment asks for it.
+"""Install emulation or precision logging on a stack while it is built, as `settings` say.
 
-Megatron hands the matching entry of `--te-precision-config-file` to every module that has `finish_init`, at
-the end of `HybridModel.__init__`. So each linear of the torch backend is given a `finish_init`, which settles
-its format by the rules of `census`: the layer's (NVFP4 outside the BF16 layers), unless the file has another.
+At the end of `HybridModel.__init__` Megatron passes the matching entry of `--te-precision-config-file` to
+every module that has `finish_init`. So each linear of the torch backend gets a `finish_init`, which chooses
+its format by the rules of `census`: the format of its layer (NVFP4 outside the BF16 layers) unless the file
+says otherwise.
 
-NEMOTRON3_EMULATE: the linear then computes in that format. NEMOTRON3_LOG_PRECISION: it is measured in it; if
-nothing is emulated, in the format of the file, or without one of the published recipe.
+With emulation (NEMOTRON3_EMULATE) the linear computes in this format. With precision logging
+(NEMOTRON3_LOG_PRECISION) it is measured in this format. A plain run is measured in the formats of its
+precision file, or without a file in those of the published recipe.
 """
 
 from __future__ import annotations
@@ -29,22 +31,20 @@ from megatron_nemotron3.monitor.series import decoder_row, mtp_row, shared_mtp_r
 from megatron_nemotron3.precision import settings
 from megatron_nemotron3.precision.census import Ambient, require_nvfp4
 from megatron_nemotron3.precision.linear import Emulated
-from megatron_nemotron3.precision.observe import Observer, agree
-from megatron_nemotron3.precision.products import recipe
+from megatron_nemotron3.precision.observe import Observed, Observer, agree
+from megatron_nemotron3.precision.recipe import BLOCK, recipe
 from megatron_nemotron3.precision.schema import Setting, read_config
 from megatron_nemotron3.precision.settings import Emulation
-from megatron_nemotron3.precision.shadow import Observed
-from megatron_nemotron3.precision.spec import BLOCK
 from megatron_nemotron3.precision.table import BF16, NVFP4, kind_of, tail
 
 _MODEL_PARALLEL = "model-parallel-rng"
 
 
 def ambient_of(config: Any, chosen: Emulation) -> Ambient:
-    """The formats of layers under emulation: NVFP4 outside the BF16 layers of a TransformerConfig.
+    """Formats of layers under emulation: NVFP4 outside the BF16 layers of a TransformerConfig.
 
     Raises:
-        ValueError: the config itself asks for FP8 or FP4, or counts of BF16 layers do not fit.
+        ValueError: the config itself asks for FP8 or FP4, or there are more BF16 layers than layers.
     """
     if config.fp8 or config.fp4:
         raise ValueError(
@@ -64,19 +64,19 @@ def ambient_of(config: Any, chosen: Emulation) -> Ambient:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is done to the linears of a stack."""
+    """How the linears of a stack are set up."""
 
     ambient: Ambient
     chosen: Emulation
     #: Whether the linears compute in their formats.
     emulate: bool
     observer: Observer | None
-    #: Without emulation and without a precision file formats are those of the published recipe.
+    #: Whether formats are those of the published recipe: a plain run is measured without a precision file.
     by_table: bool = False
 
     @classmethod
     def of(cls, config: Any, observer: Observer | None) -> _Plan | None:
-        """From the environment; None: nothing to do."""
+        """The plan that `settings` ask for; None for plain linears that are not measured."""
         chosen = settings.current()
         if chosen is not None:
             return cls(ambient_of(config, chosen), chosen, True, observer)
@@ -89,28 +89,28 @@ class _Plan:
 
 
 def published_tail(num_layers: int) -> int:
-    """BF16 layers at the end of a decoder of so many layers, by the table."""
+    """Number of BF16 layers at the end of a decoder with `num_layers` layers, by the recipe's table."""
     name = next((name for name in names() if get(name).num_layers == num_layers), "")
     like: Any = SimpleNamespace(name=name, num_layers=num_layers)
     return tail(like).layers
 
 
-#: The observer of the stack that was built last; its model's MTP blocks are built next.
-_latest: weakref.ref[Observer] | None = None
+#: Observer of the stack that was built last. Megatron builds the MTP blocks of the same model next.
+_latest_observer: weakref.ref[Observer] | None = None
 
 
 def emulate_stack(stack: Any) -> None:
-    """Prepare the linears of a decoder stack, if emulation is on or its effect is measured.
+    """Prepare the linears of a decoder stack for emulation or precision logging, if `settings` ask for it.
 
     Args:
         stack: HybridStack with `layers`, `config` and `pg_collection`.
 
     Raises:
-        ValueError: NEMOTRON3_EMULATE or NEMOTRON3_LOG_PRECISION has no meaning, or the latter meets linears
-            that do not show their operands; or as `ambient_of`.
+        ValueError: NEMOTRON3_EMULATE or NEMOTRON3_LOG_PRECISION is malformed; precision logging is on and the
+            stack has no linears of the torch backend; or as `ambient_of`.
         RuntimeError: ranks have different intervals in NEMOTRON3_LOG_PRECISION.
     """
-    global _latest
+    global _latest_observer
     observer, log = None, settings.current_logging()
     agree(log)
     if log is not None:
@@ -120,107 +120,119 @@ def emulate_stack(stack: Any) -> None:
                 "use --spec megatron_nemotron3.specs nemotron3_torch_stack_spec"
             )
         observer = Observer(stack, log, settings.current() is not None)
-    _latest = None if observer is None else weakref.ref(observer)
+    _latest_observer = None if observer is None else weakref.ref(observer)
     plan = _Plan.of(stack.config, observer)
     if plan is None:
         return
     for layer in stack.layers:
         number = layer.layer_number
-        _prepare(
+        _prepare_linears(
             layer, f"decoder layer {number}", decoder_row(number), plan.ambient.of_layer(number - 1), plan
         )
     if plan.emulate:
-        _look_at_first_forward(stack, plan.ambient, plan.chosen)
+        _check_at_first_forward(stack, plan.ambient, plan.chosen)
 
 
 def emulate_mtp(mtp_layer: Any) -> None:
-    """As `emulate_stack`, of an MTP block: its layers count anew, its projection is in no quantized layer.
+    """As `emulate_stack`, for an MTP block; call it after `emulate_stack` of the same model.
 
-    Call it after `emulate_stack` of the same model.
+    Layers are numbered from 1 in each block. The projection `eh_proj` lies outside quantized layers.
     """
-    plan = _Plan.of(mtp_layer.config, None if _latest is None else _latest())
+    plan = _Plan.of(mtp_layer.config, None if _latest_observer is None else _latest_observer())
     if plan is None:
         return
     shared, depth = mtp_layer.config.mtp_use_repeated_layer, mtp_layer.layer_number
     for layer in mtp_layer.mtp_model_layer.layers:
         number = layer.layer_number
         row = shared_mtp_row(number) if shared else mtp_row(depth, number)
-        _prepare(layer, f"MTP layer {number}", row, plan.ambient.of_layer(number - 1), plan, "mtp.")
+        _prepare_linears(layer, f"MTP layer {number}", row, plan.ambient.of_layer(number - 1), plan, "mtp.")
     row = "mtp" if shared else f"mtp_{depth}"
-    _prepare(mtp_layer.eh_proj, "MTP eh_proj", row, BF16, plan, "mtp.")
+    _prepare_linears(mtp_layer.eh_proj, "MTP eh_proj", row, BF16, plan, "mtp.")
 
 
-def _prepare(
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a linear is in the model."""
+
+    #: For messages: "decoder layer 3, mixer.in_proj".
+    text: str
+    #: Layer and module in the report: "layer_003", "mixer.in_proj".
+    row: str
+    module: str
+    #: Format of the layer.
+    ambient: str
+
+
+def _prepare_linears(
     tree: torch.nn.Module, where: str, row: str, ambient: str, plan: _Plan, prefix: str = "decoder."
 ) -> None:
     for name, module in tree.named_modules():
         if hasattr(module, "products"):
-            place = f"{where}, {name}" if name else where
             fmt = ambient
             if plan.by_table:
                 kind = kind_of(f"{prefix}layers.0.{name}")
                 fmt = kind.format(ambient) if kind is not None else ambient
-            module.finish_init = partial(_finish, module, place, row, name or "eh_proj", fmt, plan)
+            place = _Place(f"{where}, {name}" if name else where, row, name or "eh_proj", fmt)
+            module.finish_init = partial(_finish_linear, module, place, plan)
 
 
-def _finish(
-    module: Any, where: str, row: str, name: str, ambient: str, plan: _Plan, quant_config: Any
-) -> None:
-    """What `finish_init` does."""
+def _finish_linear(module: Any, place: _Place, plan: _Plan, quant_config: Any) -> None:
+    """Choose the format of a linear; Megatron calls this as `finish_init`."""
     if plan.emulate:
-        settle(module, where, ambient, plan.chosen, quant_config)
+        settle(module, place.text, place.ambient, plan.chosen, quant_config)
         if plan.observer is not None and module.products is not None and module.products.training is not None:
             made = module.products
-            made.record = plan.observer.add(module, row, name, made.formats[0], made.training)
+            record = plan.observer.add(module, place.row, place.module, made.formats[0], made.training)
+            made.record = record
         return
     del module.finish_init
-    fmt = _formats(ambient, plan.chosen, quant_config)[0]
+    fmt = _chosen_formats(place.ambient, plan.chosen, quant_config)[0]
     how = recipe(fmt, plan.chosen)
     if how is None or plan.observer is None:
         return
     try:
-        _check(module, where, fmt)
+        _require_whole_blocks(module, place.text, fmt)
     except ValueError as problem:
         plan.observer.say(f"not measured: {problem}")
         return
-    module.products = Observed(plan.observer.add(module, row, name, fmt, how), how)
+    module.products = Observed(plan.observer.add(module, place.row, place.module, fmt, how), how)
 
 
 def settle(module: Any, where: str, ambient: str, chosen: Emulation, quant_config: Any) -> None:
-    """Set `module.products`; what `finish_init` does.
+    """Set `module.products`, the object that computes the matmuls of an emulated linear.
 
     Args:
         module: a linear of the torch backend.
-        where: its place, for messages.
+        where: its place in the model, for messages.
         ambient: the format of its layer.
-        quant_config: Megatron's `QuantizationConfig` of the first matcher that matches, or None.
+        quant_config: Megatron's `QuantizationConfig` of the first matcher that fits, or None.
 
     Raises:
-        ValueError: the entry is wrong, its format is not emulated, or the weight does not fill the blocks.
+        ValueError: the entry is wrong, its format is not emulated, or the weight does not fill whole blocks.
     """
-    formats = _formats(ambient, chosen, quant_config)
+    formats = _chosen_formats(ambient, chosen, quant_config)
     recipes = [recipe(fmt, chosen) for fmt in formats]
     module.products = None
     if recipes == [None, None]:
         return
     for fmt in formats:
-        _check(module, where, fmt)
-    # The schedule signals first microbatches only to models with a precision file (megatron-core 0.19.2).
+        _require_whole_blocks(module, where, fmt)
+    # Megatron's schedule announces first microbatches only to models with a precision file (0.19.2).
     reuse = module.config.quant_recipe is not None
     if reuse:
         module.is_first_microbatch = True
-    module.products = Emulated(recipes[0], recipes[1], formats, _stream(module), reuse)
+    module.products = Emulated(recipes[0], recipes[1], formats, _random_stream(module), reuse)
 
 
-def _formats(ambient: str, chosen: Emulation, quant_config: Any) -> tuple[str, str]:
-    """Of training and evaluation."""
+def _chosen_formats(ambient: str, chosen: Emulation, quant_config: Any) -> tuple[str, str]:
+    """Formats in training and evaluation."""
     if quant_config is None or chosen.every_layer:
         return ambient, ambient
-    training, evaluation = _settings(quant_config)
+    training, evaluation = _file_settings(quant_config)
     return training.applied(ambient), evaluation.applied(ambient)
 
 
-def _settings(quant_config: Any) -> tuple[Setting, Setting]:
+def _file_settings(quant_config: Any) -> tuple[Setting, Setting]:
     problems: list[str] = []
     found = read_config(problems, f"configs.{quant_config.config_key}", quant_config.config)
     if problems or found is None:
@@ -228,36 +240,38 @@ def _settings(quant_config: Any) -> tuple[Setting, Setting]:
     return found
 
 
-def _check(module: Any, where: str, fmt: str) -> None:
-    """Refuse a weight that does not fill the blocks of its format."""
+def _require_whole_blocks(module: Any, where: str, fmt: str) -> None:
+    """Raise ValueError if a weight is not divisible into the blocks of its format."""
     if fmt == BF16:
         return
     for shape in {tuple(p.shape) for p in module.parameters(recurse=False) if p.dim() == 2}:
         if any(size % BLOCK[fmt] for size in shape):
             raise ValueError(
-                f"{where}: this rank's weight {list(shape)} does not fill blocks of {BLOCK[fmt]} ({fmt}): "
-                "use a smaller TP, or keep it BF16 in the precision file"
+                f"{where}: this rank's weight {list(shape)} is not divisible into {fmt} blocks of "
+                f"{BLOCK[fmt]}: use a smaller TP, or keep it BF16 in the precision file"
             )
 
 
-def _stream(module: Any) -> str:
-    """Whose draws stochastic rounding takes: equal on ranks where the gradient is equal."""
+def _random_stream(module: Any) -> str:
+    """Megatron's random stream for stochastic rounding, common to ranks with the same gradient."""
     if hasattr(module, "num_gemms"):
         return get_expert_parallel_rng_tracker_name()
-    if getattr(module.weight, "partition_dim", None) == 0:  # column parallel: a part of the gradient
+    if (
+        getattr(module.weight, "partition_dim", None) == 0
+    ):  # column parallel: each rank has a shard of the gradient
         return _MODEL_PARALLEL
     return get_data_parallel_rng_tracker_name()
 
 
 def emulated(model: torch.nn.Module) -> Iterator[tuple[str, Emulated]]:
-    """(name, products) of the linears that are not plain."""
+    """Yield (name, `Emulated`) of the linears that emulate a format."""
     for name, module in model.named_modules():
         if isinstance(products := getattr(module, "products", None), Emulated):
             yield name, products
 
 
-def _look_at_first_forward(stack: Any, ambient: Ambient, chosen: Emulation) -> None:
-    """When the model around `stack` first runs: say what is emulated, abort if NVFP4 reached no linear."""
+def _check_at_first_forward(stack: Any, ambient: Ambient, chosen: Emulation) -> None:
+    """At the model's first forward print what is emulated, and raise if no linear computes in NVFP4."""
     wanted = weakref.ref(stack)
 
     def look(module: torch.nn.Module, _inputs: Any) -> None:
@@ -267,12 +281,12 @@ def _look_at_first_forward(stack: Any, ambient: Ambient, chosen: Emulation) -> N
             handle.remove()
             if not chosen.every_layer:
                 require_nvfp4(module, ambient)
-            _announce(module, chosen)
+            _announce_emulation(module, chosen)
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
 
 
-def _announce(model: torch.nn.Module, chosen: Emulation) -> None:
+def _announce_emulation(model: torch.nn.Module, chosen: Emulation) -> None:
     if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
         return
     found = Counter(products.formats[0] for _, products in emulated(model))

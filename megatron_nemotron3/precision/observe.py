@@ -1,40 +1,47 @@
-"""Which steps are measured, and what is written when one is over: the records of all ranks.
+"""Precision logging: choose the steps to measure, measure linears, reduce over ranks and write the report.
 
-It is settled beforehand, for all ranks alike, which steps are measured, and a step is over when an optimizer
-of torch has stepped (a hook of torch's, no patch): then gradients are reduced and still in Megatron's
-buffers. Sums of all ranks of a pipeline stage are added up, so that it does not matter who held which
-microbatch, shard or expert; what several ranks hold in common counts several times, above and below the
-fraction.
+All ranks know beforehand which steps are measured. A step ends when a torch optimizer has stepped (torch has
+a hook for that): gradients are then reduced and still in Megatron's buffers. Sums are added up over all ranks
+of a pipeline stage, so the result does not depend on which rank held which microbatch, shard or expert.
+Tensors that several ranks replicate count once per rank, in numerator and denominator alike.
 
-Nothing here changes a tensor or draws from a random stream of the run.
+Linears that emulate a format report their own operands. Other linears get an `Observed`, which computes the
+plain linear and, beside it, what quantization would do to its operands. Nothing here changes a tensor or
+draws from a random stream of the run.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_nemotron3.monitor.gradients import counts_here, cut, places
+from megatron_nemotron3.monitor.gradients import gradient_places, local_gradient
+from megatron_nemotron3.monitor.hooks import agree_on_interval, find_ddp, first_forward, no_wrapper
+from megatron_nemotron3.monitor.settings import megatron_options
 from megatron_nemotron3.precision import report, statistics
-from megatron_nemotron3.precision.products import Recipe
-from megatron_nemotron3.precision.record import Record
+from megatron_nemotron3.precision.experts import Rows
+from megatron_nemotron3.precision.products import gather_rows, padded
+from megatron_nemotron3.precision.quantizer import fake_quantize
+from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging
+from megatron_nemotron3.precision.statistics import Record
+from megatron_nemotron3.precision.table import NVFP4
 
 
 class Observer:
-    """All records of one stack and its MTP blocks, and the clock of the run.
+    """Records of all linears of one stack and its MTP blocks, and the count of steps.
 
-    The first step of a run is measured, then iterations that are multiples of the interval.
+    The first step of a run is measured, then every iteration that is a multiple of the interval.
 
     Args:
         stack: HybridStack with `config` and `pg_collection`.
@@ -42,39 +49,56 @@ class Observer:
         used: whether the run computes with the quantized values.
 
     Raises:
-        ValueError: CUDA graphs, which show no operands.
+        ValueError: the config asks for CUDA graphs; their replay hides the operands.
     """
 
     def __init__(self, stack: Any, chosen: Logging, used: bool) -> None:
         if stack.config.cuda_graph_impl not in (None, "none"):
             raise ValueError(
                 f"{LOG_VARIABLE} and --cuda-graph-impl {stack.config.cuda_graph_impl}: a replayed graph "
-                "shows no operands, leave one of them out"
+                "hides the operands, leave one of the two out"
             )
         self.on = True
         self.chosen, self.used, self.groups = chosen, used, stack.pg_collection
         self.records: list[Record] = []
         self._stack = weakref.ref(stack)
-        self._ddp: Any = lambda: None
+        self._ddp: Callable[[], Any] = no_wrapper
         self._ran, self._steps = False, 0
         me = weakref.ref(self)
-        stack.precision_observer = self  # lives as long as the stack
-        stack.register_forward_pre_hook(_note_forward(me))
-        _find_ddp(me, weakref.ref(stack))
+        stack.precision_observer = self  # keeps the observer alive as long as the stack
+        stack.register_forward_pre_hook(_calling(me, Observer._note_forward))
+        find_ddp(stack, _calling(me, Observer._wrapped_by), _calling(me, Observer._announce))
         _follow_steps(me)
 
     def add(self, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: Recipe) -> Record:
-        """A record for a linear."""
+        """Add a record for a linear and return it; arguments as `Record`."""
         self.records.append(Record(self, linear, layer, module, fmt, how))
         return self.records[-1]
 
     def say(self, what: str) -> None:
-        """Print a line, on one rank of each pipeline stage."""
+        """Print a line on one rank of each pipeline stage."""
         if self.groups.tp_cp.rank() == self.groups.dp.rank() == 0:
             print(f"megatron_nemotron3: {what}", flush=True)
 
+    def _note_forward(self, stack: torch.nn.Module, _inputs: Any) -> None:
+        self._ran = self._ran or stack.training
+
+    def _wrapped_by(self, ddp: torch.nn.Module) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def _announce(self) -> None:
+        what = "measuring" if self.used else "measuring what NVFP4 would do, computing without it"
+        path = Path(self.chosen.folder) / report.FILE
+        self.say(
+            f"{what}: {len(self.records)} linears of this rank, every {self.chosen.interval} iterations, "
+            f"into {path}"
+        )
+
     def step_done(self) -> None:
-        """After the optimizer's step; of optimizers in a chain the first one counts. Collective."""
+        """Write the report if this step was measured. Collective; called after each optimizer's step.
+
+        Where optimizers are chained, the first one ends the step.
+        """
         if not self._ran:
             return
         self._ran = False
@@ -86,40 +110,38 @@ class Observer:
 
     @torch.no_grad()
     def _write(self, iteration: int) -> None:
-        self._gradients()
-        rows = list(self._rows(iteration))
+        self._record_gradients()
+        rows = list(self._reduced_rows(iteration))
         for record in self.records:
             record.clear()
-        world = torch.distributed.get_world_size()
         group = self.groups.pp
         if group.size() > 1:
             stages: list[Any] = [None] * group.size()
             torch.distributed.all_gather_object(stages, rows, group=group)
             rows = [row for stage in stages for row in stage]
-        if torch.distributed.get_rank() == world - 1:  # as Megatron's other logs
+        last_rank = torch.distributed.get_world_size() - 1  # writes Megatron's other logs, too
+        if torch.distributed.get_rank() == last_rank:
             report.append(self.chosen.folder, rows)
 
-    def _gradients(self) -> None:
-        """This rank's share of the weight gradients, each element on one rank."""
-        where = places(self._ddp())
+    def _record_gradients(self) -> None:
+        """Record weight gradients; over all ranks each element counts once."""
+        where = gradient_places(self._ddp())
         if where is None:
             return
         for record in self.records:
             linear: Any = record.linear()
             weights = linear.weights() if hasattr(linear, "num_gemms") else [linear.weight]
             for number, weight in enumerate(weights):
-                if weight not in where or not counts_here(weight, self.groups):
+                if (gradient := local_gradient(weight, where, self.groups)) is None:
                     continue
-                if (share := cut(*where[weight])) is not None:
-                    sums = record.of(report.GRADIENT, weight.device)
-                    sums.sums[record.first + number, statistics.ELEMENTS] += share.numel()
-                    zeros = share.numel() - torch.count_nonzero(share)
-                    sums.sums[record.first + number, statistics.ZEROS] += zeros
-                    largest = sums.amax[record.first + number]
-                    largest.copy_(torch.maximum(largest, share.abs().amax().double()))
+                found, expert = record.of(report.GRADIENT, weight.device), record.first + number
+                found.sums[expert, statistics.ELEMENTS] += gradient.numel()
+                found.sums[expert, statistics.ZEROS] += gradient.numel() - torch.count_nonzero(gradient)
+                largest = found.amax[expert]
+                largest.copy_(torch.maximum(largest, gradient.abs().amax().double()))
 
-    def _rows(self, iteration: int) -> Iterator[report.Row]:
-        """Reduced over the ranks of this pipeline stage. Collective."""
+    def _reduced_rows(self, iteration: int) -> Iterator[report.Row]:
+        """Rows of the report, reduced over the ranks of this pipeline stage. Collective."""
         wanted = [(record, tensor) for record in self.records for tensor in record.tensors]
         if not wanted:
             return
@@ -132,76 +154,61 @@ class Observer:
                 torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
         sizes = [record.groups for record, _ in wanted]
         for (record, tensor), s, a in zip(wanted, sums.cpu().split(sizes), amax.cpu().split(sizes)):
-            yield _row(iteration, record, tensor, self.used, s, a)
+            numbers = _report_columns(record, tensor, s, a)
+            place = (iteration, record.layer, record.module, record.format, tensor, self.used)
+            yield report.Row(*place, *numbers)
 
 
-def _row(iteration: int, record: Record, tensor: str, used: bool, sums: Tensor, amax: Tensor) -> report.Row:
+def _report_columns(record: Record, tensor: str, sums: Tensor, amax: Tensor) -> tuple[Any, ...]:
+    """Columns of `report.Row` from `elements` on: over all experts, then the worst expert and its share."""
     whole = statistics.numbers(sums.sum(0).tolist(), float(amax.max()))
-    if tensor == report.GRADIENT:  # nothing is rounded
+    if tensor == report.GRADIENT:  # is not quantized
         whole = whole._replace(flushed=float("nan"))
     expert, share = -1, float("nan")
     if record.groups > 1:
-        column = 1 if tensor == report.GRADIENT else 2  # of Numbers: zeros, flushed
-        shares = [statistics.numbers(s, 0.0)[column] for s in sums.tolist()]
+        column = "zeros" if tensor == report.GRADIENT else "flushed"
+        shares = [getattr(statistics.numbers(s, 0.0), column) for s in sums.tolist()]
         known = [i for i, value in enumerate(shares) if value == value]
         if known:
             expert = max(known, key=shares.__getitem__)
             share = shares[expert]
-    return report.Row(
-        iteration, record.layer, record.module, record.format, tensor, used, *whole, expert, share
-    )
+    return (*whole, expert, share)
 
 
 def _iteration() -> int | None:
-    """The number of the step that just ended, in Megatron's training loop; None in another."""
-    # Not imported for this: a script that trains has imported it.
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    try:
-        args = global_vars.get_args() if global_vars else None
-    except AssertionError:  # no options were parsed
-        return None
-    current = getattr(args, "curr_iteration", None)
+    """The number of the step that just ended in Megatron's training loop; None in any other loop."""
+    current = getattr(megatron_options(), "curr_iteration", None)
     return None if current is None else int(current) + 1
 
 
-_stacks = itertools.count()
+#: Numbers the stacks of this process; all ranks build them in the same order.
+_stack_numbers = itertools.count()
 
 
 def agree(chosen: Logging | None) -> None:
-    """Compare the interval with that of the first rank to build this stack: one without hangs the others.
-
-    Through the store, not a collective: ranks build their stages in different orders.
-
-    Raises:
-        RuntimeError: they differ.
-    """
-    if not torch.distributed.is_initialized():
-        return
-    interval = 0 if chosen is None else chosen.interval
-    store = torch.distributed.distributed_c10d._get_default_store()
-    first = int(store.compare_set(f"megatron_nemotron3/precision/{next(_stacks)}", "", str(interval)))
-    if first != interval:
-        raise RuntimeError(
-            f"the interval of {LOG_VARIABLE} is {interval} on rank {torch.distributed.get_rank()} and "
-            f"{first} on another (0: off): export it on all nodes"
-        )
+    """Raise RuntimeError if ranks have different intervals; see `agree_on_interval`."""
+    if torch.distributed.is_initialized():
+        interval = 0 if chosen is None else chosen.interval
+        agree_on_interval(f"precision/{next(_stack_numbers)}", interval, f"the interval of {LOG_VARIABLE}")
 
 
-def _note_forward(observer: weakref.ref[Observer]) -> Any:
-    def note(stack: torch.nn.Module, _inputs: Any) -> None:
-        if stack.training and (found := observer()) is not None:
-            found._ran = True
+def _calling(observer: weakref.ref[Observer], method: Callable[..., None]) -> Callable[..., None]:
+    """Call a method of an observer that still exists; hooks must not keep it alive."""
 
-    return note
+    def call(*arguments: Any) -> None:
+        if (found := observer()) is not None:
+            method(found, *arguments)
+
+    return call
 
 
-#: Of this process, in the order of their stacks, which is that of all ranks.
+#: Observers of this process, in the order of their stacks, which is the same on all ranks.
 _observers: list[weakref.ref[Observer]] = []
 
 
 @functools.cache
-def _hook() -> None:
-    """Registered once and never removed: torch walks over its hooks while they are called."""
+def _register_step_hook() -> None:
+    """Register once and never remove: torch iterates over its hooks while they run."""
 
     def after(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
         for observer in _observers:
@@ -213,29 +220,101 @@ def _hook() -> None:
 
 def _follow_steps(observer: weakref.ref[Observer]) -> None:
     _observers[:] = [one for one in _observers if one() is not None] + [observer]
-    _hook()
+    _register_step_hook()
 
 
-def _find_ddp(observer: weakref.ref[Observer], stack: weakref.ref[Any]) -> None:
-    """Tell the observer its DDP wrapper when it first runs, and say what is observed."""
-
-    def look(module: torch.nn.Module, _inputs: Any) -> None:
-        found, wanted = observer(), stack()
-        if found is None or wanted is None:
-            everywhere.remove()
-        elif module is wanted:
-            everywhere.remove()
-            _announce(found)
-        elif isinstance(module, DistributedDataParallel) and wanted in set(module.modules()):
-            found._ddp = weakref.ref(module)
-
-    everywhere = torch.nn.modules.module.register_module_forward_pre_hook(look)
+#: Seed of the generator for stochastic rounding in plain runs.
+_SEED = 20251201
 
 
-def _announce(observer: Observer) -> None:
-    what = "measuring" if observer.used else "measuring what NVFP4 would do, computing without it"
-    path = Path(observer.chosen.folder) / report.FILE
-    observer.say(
-        f"{what}: {len(observer.records)} linears of this rank, every {observer.chosen.interval} iterations, "
-        f"into {path}"
-    )
+@dataclass
+class Observed:
+    """Computes a plain linear's matmul and measures what quantization would do to its operands.
+
+    It is the attribute `products` of a torch linear that is measured and emulates no format. In measured
+    steps the linear calls it. The matmul is Megatron's own, so losses stay the same to the bit; stochastic
+    rounding draws from a generator of this object. Operands are those of the plain run. In an emulated run
+    they would also carry the errors of earlier layers.
+    """
+
+    record: Record
+    how: Recipe
+    _generator: torch.Generator | None = None
+
+    def recipe(self, module: Any) -> Recipe | None:
+        """The recipe in measured steps, else None; the linear calls this object only with a recipe."""
+        return self.how if self.record.watching(module) else None
+
+    def linear(self, module: Any, x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        """x [s, b, in] -> [s, b, out], as the linear computes it; options of Megatron's function."""
+        if isinstance(module, (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)):
+            y: Tensor = self._compute(module, module._forward_impl, x, weight, **options)
+        else:
+            y = self._compute(module, module.forward, x)[0]
+        if first_forward():
+            with torch.no_grad():
+                whole = gather_rows(x, options["tp_group"]) if options.get("sequence_parallel") else x
+                self._measure_activation("x", whole.flatten(0, -2))
+                self._measure_weight(weight)
+        if y.requires_grad:
+            y.register_hook(lambda dy: self._measure_activation("dy", dy.flatten(0, -2)))
+        return y
+
+    def grouped(self, module: Any, x: Tensor, weights: list[Tensor], counts: list[int]) -> Tensor:
+        """x [t, in], rows sorted by expert -> [t, out], as the linear computes it."""
+        y: Tensor = self._compute(module, module.forward, x, counts)[0]
+        if first_forward():
+            with torch.no_grad():
+                self._measure_activation("x", x, counts)
+                self._measure_weight(torch.stack([w.detach() for w in weights]))
+        if y.requires_grad:
+            y.register_hook(lambda dy: self._measure_activation("dy", dy, counts))
+        return y
+
+    def _compute(self, module: Any, function: Any, *args: Any, **options: Any) -> Any:
+        module.products = None
+        try:
+            return function(*args, **options)
+        finally:
+            module.products = self
+
+    @torch.no_grad()
+    def _measure_activation(self, which: str, x: Tensor, counts: list[int] | None = None) -> None:
+        """Measure X or dY [t, d] in its two matmuls."""
+        across = self.how.fprop if which == "x" else self.how.dgrad
+        assert across and self.how.wgrad
+        product = "fprop" if which == "x" else "dgrad"
+        self._measure_rows(f"{product}.{which}", x.contiguous(), across[0], counts, 1)
+        along = self.how.wgrad[1 if which == "x" else 0]
+        self._measure_rows(f"wgrad.{which}", x.contiguous(), along, counts, self.how.token_block)
+
+    def _measure_rows(self, name: str, x: Tensor, how: Spec, counts: list[int] | None, block: int) -> None:
+        """Measure rows [t, d], padded to blocks; `counts`: rows of each expert, None for a dense linear."""
+        if counts is None:
+            filled = padded(x, block)
+            filler = torch.tensor([len(filled) - len(x)], device=x.device)
+            self.record.add(name, filled, how, self._quantized(filled, how), None, filler)
+            return
+        rows = Rows(counts, block, x.device)
+        filled = rows.fill(x)
+        q = self._quantized(filled, how, rows.amax if how.format == NVFP4 else None)
+        self.record.add(name, filled, how, q, rows.owner, rows.filler)
+
+    def _measure_weight(self, weight: Tensor) -> None:
+        """Measure a weight [out, in], or the weights of experts [E, out, in], once a step."""
+        assert self.how.fprop and self.how.dgrad
+        pairs = [("fprop.weight", self.how.fprop[1])]
+        pairs += [] if self.how.shares_weight else [("dgrad.weight", self.how.dgrad[1])]
+        for name, how in pairs:
+            if self.record.has(name):
+                continue
+            amax, owner = None, None
+            if weight.ndim == 3:
+                owner = torch.arange(len(weight), device=weight.device).repeat_interleave(weight.shape[1])
+                amax = weight.abs().amax((1, 2), keepdim=True).float() if how.format == NVFP4 else None
+            self.record.add(name, weight, how, self._quantized(weight, how, amax), owner)
+
+    def _quantized(self, x: Tensor, how: Spec, amax: Any = None) -> Tensor:
+        if self._generator is None:
+            self._generator = torch.Generator(x.device).manual_seed(_SEED)
+        return fake_quantize(x, how, self._generator, amax, dtype=torch.float32)

@@ -1,42 +1,53 @@
-"""Fake quantization: what a matrix product on NVFP4 or MXFP8 hardware would see of an operand.
+"""Quantization of an operand to NVFP4 or MXFP8, as values or as bytes.
 
-fake_quantize   the values: x rounded to what the format can hold
-units           NVFP4 without the tensor's scale: q * s_b, exact in BF16; a product of two such operands,
-                accumulated in FP32 and multiplied once by `nvfp4.product_scale`, is the hardware's product
+fake_quantize   values: x rounded to what the format can hold, as a matmul on such hardware would use it
+units           NVFP4 values without the tensor's scale: q * s_b, exact in BF16. A matmul of two such
+                operands, accumulated in FP32 and multiplied once by `scales.product_scale`, is the hardware's
+quantize        codes, block scales and the tensor's amax in TransformerEngine's layout; the plain reference
+                of the two above (a test compares their values)
 
-Two readings of x: largest magnitudes of the blocks, then rounding. On a CPU both go piece by piece through
-buffers that stay in the second-level cache. No step waits for the device. On CUDA `triton_quantize` does
-both if NEMOTRON3_GPU_KERNELS=1 asks for kernels (`settings.gpu_kernels_enabled`).
+x is read twice, for the amax of the blocks and for rounding. On a CPU both passes process pieces in buffers
+that fit the L2 cache. No step waits for the device. On CUDA `triton_quantize` does both passes if
+NEMOTRON3_GPU_KERNELS=1 enables kernels (`settings.gpu_kernels_enabled`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_nemotron3.precision import blocks as cut
-from megatron_nemotron3.precision import hadamard, mxfp8, nvfp4
+from megatron_nemotron3.precision.numerics import e2m1, e4m3
+from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3
+from megatron_nemotron3.precision.recipe import Spec
+from megatron_nemotron3.precision.scales import (
+    mxfp8_exponents,
+    mxfp8_scales,
+    nvfp4_scales,
+    nvfp4_steps,
+    rotate,
+)
 from megatron_nemotron3.precision.settings import gpu_kernels_enabled
-from megatron_nemotron3.precision.spec import Spec
 
-#: The largest magnitude to scale by, float32: [] or of a shape that broadcasts to the block grid
-#: (`blocks.grid_shape`); or a function that is given the block grid's own and returns it. The function is the
-#: place for a reduction over ranks, and for experts that share a tensor but not a scale.
+#: The largest magnitude to scale by: float32, [] or of a shape that broadcasts to the block grid
+#: (`blocks.grid_shape`). Or a function from the amax of the blocks to this amax, for a reduction over ranks
+#: or for experts that share a tensor but have a scale each.
 Amax = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
 
 
 class Units(NamedTuple):
-    """values: q * s_b, in the dtype of x, of its shape. amax: float32, the scale of the tensor times 2688."""
+    """values: q * s_b, in the dtype and shape of x. amax: float32, the scale of the tensor times 2688."""
 
     values: torch.Tensor
     amax: torch.Tensor
 
 
 class Prepared(NamedTuple):
-    """x: contiguous. block_amax: float32, the block grid. amax: broadcasts to it, None in MXFP8.
-    ours: x is a rotated copy, free to be overwritten."""
+    """x: contiguous. block_amax: float32, on the block grid. amax: broadcasts to it; None in MXFP8.
+    ours: x is a rotated copy that may be overwritten."""
 
     x: torch.Tensor
     block_amax: torch.Tensor
@@ -56,27 +67,27 @@ def fake_quantize(
     """Quantize and dequantize.
 
     Args:
-        x: [..., m, k]; float32, bfloat16 or float16. FP16 and BF16 are computed on in FP32.
-        spec: the operand.
-        generator: of the device of x, for stochastic rounding; None means torch's own. The draws are taken
-            in the order of the elements, so a seed gives the same values on any number of threads. Triton's
-            are others (`triton_quantize`).
-        amax: see `Amax`; None means that of x (rotated, if the operand is). MXFP8 has none.
-        dtype: of the result; None means that of x. NVFP4 values need FP32 to be exact.
+        x: [..., m, k]; float32, bfloat16 or float16. FP16 and BF16 are converted to FP32 for the computation.
+        spec: format and axis of the blocks.
+        generator: of the device of x, for stochastic rounding; None for torch's default. Elements draw in
+            their order, so a seed gives the same values on any number of threads. Triton draws other numbers
+            (`triton_quantize`).
+        amax: see `Amax`; None for that of x, after rotation. MXFP8 takes none.
+        dtype: of the result; None for that of x. NVFP4 values need FP32 to be exact.
 
-    Returns: a new tensor of the shape of x, no gradient. Zeros are positive.
+    Returns: a new tensor of the shape of x, without gradient. Zeros are positive.
 
     Raises:
-        ValueError: x has no rows and columns, is of another type, or not divisible into blocks; or there is
-            an amax for MXFP8.
+        ValueError: x has fewer than 2 axes, an unsupported dtype, or is not divisible into blocks; or an amax
+            is given for MXFP8.
     """
     dtype = dtype or x.dtype
-    if spec.format == "mxfp8" and amax is None and (triton := _triton(x)) is not None:
+    if spec.format == "mxfp8" and amax is None and (triton := _triton_module(x)) is not None:
         cut.check(x, spec)
         x = x.contiguous()
-        # One kernel: there is nothing to know of the whole tensor.
+        # One kernel suffices: no scale depends on the whole tensor.
         return triton.finish(x, spec, None, None, torch.empty_like(x, dtype=dtype))
-    return _values(prepare(x, spec, amax), spec, generator, dtype, units=False)
+    return _rounded_values(prepare(x, spec, amax), spec, generator, dtype, units=False)
 
 
 @torch.no_grad()
@@ -100,19 +111,19 @@ def units(
         raise ValueError(f"{spec.format} has no scale for the whole tensor: use fake_quantize")
     prepared = prepare(x, spec, amax)
     assert prepared.amax is not None
-    return Units(_values(prepared, spec, generator, dtype or x.dtype, units=True), prepared.amax)
+    return Units(_rounded_values(prepared, spec, generator, dtype or x.dtype, units=True), prepared.amax)
 
 
 def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:
-    """Rotate, and find the largest magnitudes. Arguments and errors as `fake_quantize`."""
+    """Rotate x and find the amax of blocks and tensor. Arguments and errors as `fake_quantize`."""
     cut.check(x, spec)
     if spec.format == "mxfp8" and amax is not None:
         raise ValueError("MXFP8 has no scale for the whole tensor: leave amax out")
     x = x.contiguous()
     shape = cut.grid_shape(x, spec)
     if x.numel():
-        triton = _triton(x)
-        x, flat = _magnitudes(x, spec) if triton is None else triton.magnitudes(x, spec)
+        triton = _triton_module(x)
+        x, flat = _block_magnitudes(x, spec) if triton is None else triton.magnitudes(x, spec)
         block_amax = flat.view(shape)
     else:
         block_amax = torch.zeros(shape, device=x.device)
@@ -125,8 +136,8 @@ def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:
     return Prepared(x, block_amax, amax, spec.hadamard)
 
 
-def _triton(x: torch.Tensor) -> Any | None:
-    """`triton_quantize` where it takes x, imported late, because a CPU has no use for Triton."""
+def _triton_module(x: torch.Tensor) -> Any | None:
+    """The module `triton_quantize` if it applies to x, else None. Imported late: a CPU needs no Triton."""
     if not (x.is_cuda and x.numel() and gpu_kernels_enabled()):
         return None
     from megatron_nemotron3.precision import triton_quantize
@@ -134,16 +145,16 @@ def _triton(x: torch.Tensor) -> Any | None:
     return triton_quantize if x.numel() <= triton_quantize.MAX_ELEMENTS else None
 
 
-def _magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x, rotated if asked, in its dtype; largest magnitudes of the blocks, float32, flat grid)."""
+def _block_magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x in its dtype, rotated if `spec` says so; amax of the blocks, float32, the block grid flattened)."""
     blocks = cut.view(x, spec)
     rotated = torch.empty_like(x) if spec.hadamard else x
     found = []
     for source, target in cut.pieces(blocks, cut.view(rotated, spec)):
         work = cut.scratch(source, 0)
         if spec.hadamard:
-            # To the dtype of x: the hardware's rotation writes BF16, and the maximum is of what it wrote.
-            source = target.copy_(hadamard.rotate(source.float(), work))
+            # Rounded to the dtype of x: the hardware rotates into BF16 and takes the amax of that.
+            source = target.copy_(rotate(source.float(), work))
         if source.dtype == torch.float32:
             torch.abs(source, out=work)
         else:
@@ -153,25 +164,25 @@ def _magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor
     return rotated, found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _values(
+def _rounded_values(
     prepared: Prepared, spec: Spec, generator: torch.Generator | None, dtype: torch.dtype, *, units: bool
 ) -> torch.Tensor:
-    """The rounded x in `dtype`, with the scale of the tensor or (units) without."""
+    """The rounded x in `dtype`; `units` leaves out the scale of the tensor."""
     x, amax = prepared.x, prepared.amax
     out = x if prepared.ours and x.dtype == dtype else torch.empty_like(x, dtype=dtype)
     if not x.numel():
         return out
-    if (triton := _triton(x)) is not None:
+    if (triton := _triton_module(x)) is not None:
         return triton.finish(x, spec, prepared.block_amax, amax, out, units=units, generator=generator)
     if amax is None:
-        encode, decode = mxfp8.scales(prepared.block_amax)
+        encode, decode = mxfp8_scales(prepared.block_amax)
     else:
-        encode, decode = nvfp4.scales(prepared.block_amax, amax)
-        decode = decode if units else nvfp4.steps(decode, amax)
-    return _finish(x, spec, encode, decode, out, generator)
+        encode, decode = nvfp4_scales(prepared.block_amax, amax)
+        decode = decode if units else nvfp4_steps(decode, amax)
+    return _round_blocks(x, spec, encode, decode, out, generator)
 
 
-def _finish(
+def _round_blocks(
     x: torch.Tensor,
     spec: Spec,
     encode: torch.Tensor,
@@ -180,11 +191,11 @@ def _finish(
     generator: torch.Generator | None,
 ) -> torch.Tensor:
     """out = grid(x * encode) * decode, both on the block grid."""
-    grid = nvfp4.GRID if spec.format == "nvfp4" else mxfp8.GRID
+    grid = E2M1 if spec.format == "nvfp4" else E4M3
     blocks = cut.view(x, spec)
     views = (cut.view(out, spec), cut.expand(encode, blocks, spec), cut.expand(decode, blocks, spec))
     for source, target, enc, dec in cut.pieces(blocks, *views):
-        # In the result itself where it is FP32: one buffer less in the cache.
+        # An FP32 result serves as its own buffer, which saves one in the cache.
         work = target if out.dtype == torch.float32 else cut.scratch(source, 0)
         if source.dtype == torch.float32:
             torch.mul(source, enc, out=work)
@@ -199,3 +210,66 @@ def _finish(
         if work is not target:
             target.copy_(work)
     return out
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantized tensor [..., m, k] as bytes. n = k; for axis -2 all is transposed, so m and n swap.
+
+    A byte of NVFP4 codes holds two neighbors along the axis of the blocks, the even one in the low half.
+
+    codes: uint8 [..., m, n / 2] (NVFP4, two in a byte) or [..., m, n] (MXFP8, bits of E4M3).
+    scales: uint8 [..., m, n / block], bits of E4M3 (NVFP4; a tile's scale is repeated in its 16 rows) or of
+        E8M0 (MXFP8).
+    amax: float32, [] or broadcasting to the scales; None in MXFP8.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    amax: torch.Tensor | None
+    spec: Spec
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[..., m, k] in `dtype`, rounded once from FP32; still rotated if `spec.hadamard`."""
+        if self.amax is None:
+            values = e4m3.decode(self.codes)
+            steps = (self.scales.to(torch.int32) << 23).view(torch.float32)
+        else:
+            values = e2m1.decode(e2m1.unpack(self.codes))
+            steps = nvfp4_steps(e4m3.decode(self.scales), self.amax)
+        blocks = values.unflatten(-1, (-1, self.spec.block)) * steps.unsqueeze(-1)
+        result = blocks.flatten(-2).to(dtype)
+        return result.mT.contiguous() if self.spec.axis == -2 else result
+
+
+@torch.no_grad()
+def quantize(
+    x: torch.Tensor, spec: Spec, generator: torch.Generator | None = None, amax: Amax | None = None
+) -> Packed:
+    """Quantize and pack. Arguments and errors as `fake_quantize`, and the same values for equal generators.
+
+    Codes keep the sign of x * scale: a negative number that rounds to zero has the code of -0.
+    """
+    prepared = prepare(x, spec, amax)
+    elements, block_amax, whole = prepared.x.float(), prepared.block_amax, prepared.amax
+    if whole is None:
+        encode, _ = mxfp8_scales(block_amax)
+        bits = mxfp8_exponents(block_amax).to(torch.uint8)
+    else:
+        encode, block = nvfp4_scales(block_amax, whole)
+        bits = e4m3.encode(block)
+    for axis in (-1, -2) if spec.tile else (spec.axis,):
+        encode = encode.repeat_interleave(spec.block, axis)
+    if spec.tile:
+        bits = bits.repeat_interleave(spec.block, -1 if spec.axis == -2 else -2)
+    scaled = elements * encode
+    if spec.stochastic:
+        scratch = torch.empty_like(scaled)
+        E2M1.round_stochastic_(scaled, scratch, torch.empty_like(scaled), generator)
+    if spec.axis == -2:
+        scaled, bits = scaled.mT, bits.mT.contiguous()
+        if whole is not None and whole.ndim > 1:
+            whole = whole.mT
+    if whole is None:
+        return Packed(e4m3.encode(scaled).contiguous(), bits, None, spec)
+    return Packed(e2m1.pack(e2m1.encode(scaled)).contiguous(), bits, whole, spec)

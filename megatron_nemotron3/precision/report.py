@@ -1,4 +1,4 @@
-"""The file of a precision report: written during a run, read and summarized later. Standard library only.
+"""The precision report: written during a run; later read, summarized and plotted.
 
 `precision.csv` has a row per measured iteration, linear and tensor. Columns: docs/nvfp4.md.
 """
@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from megatron_nemotron3.checkpoint.files import save_figure
+from megatron_nemotron3.precision.table import NVFP4
 
 FILE = "precision.csv"
 PICTURE = "precision.png"
-#: Tensors of a linear in the order of reports -> how people call them.
+#: Tensors of a linear in the order of reports, and their names for readers.
 TENSORS = {
     "fprop.x": "X",
     "fprop.weight": "W",
@@ -28,48 +32,48 @@ GRADIENT = "weight_gradient"
 
 
 class Row(NamedTuple):
-    """One tensor of one linear in one iteration; of experts all of a layer together. Shares from 0 to 1."""
+    """One tensor of one linear in one iteration; a layer's experts are one row. Shares are from 0 to 1."""
 
     iteration: int
     #: "layer_007" (1-based over all pipeline stages), "mtp_1_layer_2", "mtp_layer_2" (all depths), "mtp_1".
     layer: str
-    #: Inside the layer: "mixer.in_proj".
+    #: Name inside the layer: "mixer.in_proj".
     module: str
     #: "nvfp4" or "mxfp8".
     format: str
-    #: Of `TENSORS`.
+    #: A key of `TENSORS`.
     tensor: str
-    #: Whether the run computed with these values (emulated), or would have.
+    #: True if the run computed with the quantized values (emulation); False for a plain run.
     used: bool
-    #: Over microbatches and ranks; of a weight each rank's copy counts, of a gradient every element once.
+    #: Over microbatches and ranks. Each rank's replica of a weight counts, each element of a gradient once.
     elements: int
     zeros: float
     flushed: float
     sqnr_db: float
     amax: float
-    #: The expert that is worst in `flushed` (of a gradient: in `zeros`), and its share; -1: no experts.
+    #: Expert with the largest `flushed` (for a gradient: `zeros`), and its share; -1 without experts.
     worst_expert: int = -1
     worst: float = math.nan
 
 
 class ReportError(ValueError):
-    """There is no report, or it is broken. The message names file, line and cure."""
+    """The report is missing or malformed. The message names file, line and cure."""
 
 
 def append(folder: str | Path, rows: Iterable[Row]) -> None:
-    """Add rows to the file in `folder`, in one write; both are made if they are missing."""
+    """Append rows to the file in `folder` in one write; both are created if they are missing."""
     path = Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists() or path.stat().st_size == 0
     lines = [",".join(Row._fields)] if new else []
-    lines += [",".join(map(_text, row)) for row in rows]
+    lines += [",".join(map(_csv_cell, row)) for row in rows]
     if not lines:
         return
     with path.open("a", encoding="ascii") as file:
         file.write("\n".join(lines) + "\n")
 
 
-def _text(value: object) -> str:
+def _csv_cell(value: object) -> str:
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, float):
@@ -78,12 +82,13 @@ def _text(value: object) -> str:
 
 
 def read(folder: str | Path) -> list[Row]:
-    """All rows of a report, by iteration. Where a resumed run repeats an iteration, the later rows count.
+    """Read all rows of a report, sorted by iteration.
 
-    A last line without its end is passed over: a run that still writes, or was killed.
+    Where a resumed run repeats an iteration, the later rows count. An incomplete last line is skipped: the
+    run is still writing, or was killed.
 
     Raises:
-        ReportError: no file, no rows, or a line that is none of ours.
+        ReportError: the file is missing, has no rows, or has a malformed line.
     """
     path = Path(folder) / FILE
     try:
@@ -98,16 +103,16 @@ def read(folder: str | Path) -> list[Row]:
     found: dict[tuple[int, str, str, str], Row] = {}
     for number, cells in enumerate(csv.reader(lines[1:]), 2):
         try:
-            row = _row(cells)
+            row = _parsed_row(cells)
         except (ValueError, IndexError, TypeError) as problem:
-            raise ReportError(f"{path}:{number} is broken ({problem}): delete the line") from None
+            raise ReportError(f"{path}:{number} is malformed ({problem}): delete the line") from None
         found[row.iteration, row.layer, row.module, row.tensor] = row
     if not found:
         raise ReportError(f"{path} holds no measurement: no linear of the run is NVFP4 or MXFP8")
     return sorted(found.values(), key=lambda row: row.iteration)
 
 
-def _row(cells: Sequence[str]) -> Row:
+def _parsed_row(cells: Sequence[str]) -> Row:
     if len(cells) != len(Row._fields):
         raise ValueError(f"{len(cells)} cells instead of {len(Row._fields)}")
     iteration, layer, module, fmt, tensor, used, elements, *floats, expert, worst = cells
@@ -124,7 +129,7 @@ def last(rows: Sequence[Row]) -> list[Row]:
 
 
 def summary(rows: Sequence[Row]) -> Iterator[str]:
-    """Lines of text: by kind of module and tensor the median and the worst layer at the last measurement."""
+    """Yield lines of text: the median and worst layer of each module and tensor at the last measurement."""
     iterations = sorted({row.iteration for row in rows})
     now = last(rows)
     what = "as computed" if now[0].used else "as NVFP4 would compute"
@@ -134,15 +139,15 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     )
     head = ("module", "format", "tensor", "flushed to zero", "", "SQNR, dB", "", "largest |x|")
     table: list[tuple[str, ...]] = [head]
-    table += [_line(group) for group in _groups(now) if group[0].tensor != GRADIENT]
+    table += [_summary_cells(group) for group in _rows_by_tensor(now) if group[0].tensor != GRADIENT]
     widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
     for line in table:
         yield "  " + "  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip()
-    yield from _gradients(now)
+    yield from _gradient_summary(now)
 
 
-def _groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows of one module, format and tensor, in order of appearance and of `TENSORS`."""
+def _rows_by_tensor(rows: Sequence[Row]) -> list[list[Row]]:
+    """Group rows by module, format and tensor, in order of appearance and of `TENSORS`."""
     found: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         found.setdefault((row.module, row.format, row.tensor), []).append(row)
@@ -151,14 +156,14 @@ def _groups(rows: Sequence[Row]) -> list[list[Row]]:
     return [found[key] for key in sorted(found, key=lambda k: (modules.index(k[0]), k[1], order.index(k[2])))]
 
 
-def _line(rows: list[Row]) -> tuple[str, ...]:
+def _summary_cells(rows: list[Row]) -> tuple[str, ...]:
     flushed = [row for row in rows if not math.isnan(row.flushed)]
     noisy = [row for row in rows if not math.isnan(row.sqnr_db)]
     cells = ["", "", "", ""]
     if flushed:
         worst = max(flushed, key=lambda row: row.flushed)
         cells[0] = f"{statistics.median(row.flushed for row in flushed):.2%}"
-        cells[1] = f"{worst.flushed:.2%} {worst.layer}{_expert(worst)}"
+        cells[1] = f"{worst.flushed:.2%} {worst.layer}{_worst_expert_text(worst)}"
     if noisy:
         least = min(noisy, key=lambda row: row.sqnr_db)
         cells[2] = f"{statistics.median(row.sqnr_db for row in noisy):.1f}"
@@ -173,7 +178,7 @@ def _line(rows: list[Row]) -> tuple[str, ...]:
     )
 
 
-def _gradients(now: Sequence[Row]) -> Iterator[str]:
+def _gradient_summary(now: Sequence[Row]) -> Iterator[str]:
     rows = [row for row in now if row.tensor == GRADIENT and row.elements]
     if not rows:
         return
@@ -182,15 +187,129 @@ def _gradients(now: Sequence[Row]) -> Iterator[str]:
     worst = max(rows, key=lambda row: row.zeros)
     yield (
         f"weight gradients exactly zero: {zeros / total:.3%} of {total:,} elements; "
-        f"worst {worst.zeros:.3%}, {worst.layer} {worst.module}{_expert(worst)}"
+        f"worst {worst.zeros:.3%}, {worst.layer} {worst.module}{_worst_expert_text(worst)}"
     )
 
 
-def _expert(row: Row) -> str:
+def _worst_expert_text(row: Row) -> str:
     return "" if row.worst_expert < 0 else f" (expert {row.worst_expert}: {row.worst:.2%})"
 
 
 def remove(folder: str | Path) -> None:
-    """Forget the report of an earlier run."""
+    """Delete the report of an earlier run."""
     for name in (FILE, PICTURE):
         (Path(folder) / name).unlink(missing_ok=True)
+
+
+#: Maximum number of labels on the depth axis.
+LABELS = 24
+
+
+class _HeatMap(NamedTuple):
+    tensor: str
+    #: Column of `Row`.
+    column: str
+    title: str
+    unit: str
+    scale: float
+    colors: str
+
+
+def _heat_maps(rows: Sequence[Row]) -> list[list[_HeatMap]]:
+    """Two rows of heat maps: flush-to-zero above; SQNR and, last, the zeros of the weight gradient below.
+
+    The weight of dgrad is shown if it is NVFP4 (`2d=0`). That of MXFP8 is only in the table.
+    """
+    tensors = {row.tensor for row in rows if row.tensor != "dgrad.weight" or row.format == NVFP4}
+    shown = [name for name in TENSORS if name in tensors and name != GRADIENT]
+    above = [
+        _HeatMap(t, "flushed", f"{TENSORS[t]}: flushed to zero", "% of nonzero elements", 100, "viridis")
+        for t in shown
+    ]
+    below = [_HeatMap(t, "sqnr_db", f"{TENSORS[t]}: SQNR", "dB", 1, "viridis_r") for t in shown]
+    if GRADIENT in tensors:
+        below.append(_HeatMap(GRADIENT, "zeros", "weight gradient: zeros", "% of elements", 100, "viridis"))
+    return [above, below]
+
+
+def plot(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Write a PNG of the last measurement: layers down, kinds of linears across, a heat map per quantity.
+
+    A cell is gray if the layer has no such linear, or the share has no denominator. The file is written
+    atomically.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: the PNG cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    now = last(rows)
+    layers = _depth_labels(now)
+    kinds = list(dict.fromkeys((row.module, row.format) for row in now))
+    panels = _heat_maps(now)
+    columns = max(map(len, panels))
+    size = ((1.6 + 0.28 * len(kinds)) * columns, 3.2 + 2 * min(9.0, max(2.0, 0.13 * len(layers))))
+    figure, grid = plt.subplots(2, columns, figsize=size, dpi=110, squeeze=False, layout="constrained")
+    for row, (axes_of_row, panels_of_row) in enumerate(zip(grid, panels)):
+        for axes in axes_of_row[len(panels_of_row) :]:
+            axes.set_axis_off()
+        for column, (axes, panel) in enumerate(zip(axes_of_row, panels_of_row)):
+            _draw_heat_map(figure, axes, panel, now, layers, kinds)
+            _label_axes(axes, layers if column == 0 else [], len(layers), kinds if row else [], len(kinds))
+    what = "as computed" if now[0].used else "as NVFP4 would compute"
+    figure.suptitle(f"{title}, iteration {now[0].iteration}, {what}")
+    save_figure(figure, path)
+
+
+def _depth_labels(rows: Sequence[Row]) -> list[str]:
+    """Labels of the depth axis: every decoder layer up to the last measured one, then MTP."""
+    found = {row.layer for row in rows}
+    numbers = [int(m[1]) for name in found if (m := re.fullmatch(r"layer_(\d+)", name))]
+    decoder = [f"layer_{n:03d}" for n in range(1, max(numbers, default=0) + 1)]
+    return [*decoder, *sorted(found - set(decoder))]
+
+
+def _draw_heat_map(
+    figure: Any,
+    axes: Any,
+    panel: _HeatMap,
+    rows: Sequence[Row],
+    layers: list[str],
+    kinds: list[tuple[str, str]],
+) -> None:
+    """Draw one heat map. Colors span the NVFP4 linears if there are any; MXFP8 is 12 dB beyond."""
+    axes.set_facecolor("0.85")
+    table = [[math.nan] * len(kinds) for _ in layers]
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        value = panel.scale * getattr(row, panel.column)
+        if row.tensor == panel.tensor and math.isfinite(value):
+            table[layers.index(row.layer)][kinds.index((row.module, row.format))] = value
+            values.setdefault(row.format, []).append(value)
+    every = [v for found in values.values() for v in found]
+    spanned = values.get(NVFP4) or every
+    low = 0.0 if panel.scale == 100 else min(spanned, default=0.0)
+    high = max(spanned, default=1.0)
+    high = high if high > low else low + 1.0
+    image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap=panel.colors, vmin=low, vmax=high)
+    beyond = "max" if max(every, default=high) > high else "neither"
+    bar = figure.colorbar(image, ax=axes, extend=beyond)
+    bar.set_label(panel.unit, fontsize=7)
+    bar.ax.tick_params(labelsize=6)
+    axes.set_title(panel.title, fontsize=9)
+
+
+def _label_axes(axes: Any, layers: list[str], depth: int, kinds: list[tuple[str, str]], across: int) -> None:
+    """Set ticks on both axes, and labels where they are given."""
+    ticks = range(0, depth, -(-depth // LABELS))
+    axes.set_yticks(list(ticks), [layers[t] for t in ticks] if layers else [], fontsize=6)
+    if layers:
+        axes.set_ylabel("depth (layer)", fontsize=7)
+    names = [f"{re.sub(r'^(mixer|mlp)[.]', '', module)} ({fmt})" for module, fmt in kinds]
+    axes.set_xticks(range(across), names, rotation=90, fontsize=6)
+    if kinds:
+        axes.set_xlabel("linear (format)", fontsize=7)

@@ -1,7 +1,7 @@
-"""What a precision file may hold: its keys and values, each wrong one named. PyYAML is imported when used.
+"""Keys and values that a precision file may hold; every wrong one is reported. PyYAML is imported late.
 
 The fields are those of `TEQuantizationParams` and `TEQuantizationRecipe` in megatron-core 0.19.2
-(megatron/core/extensions/transformer_engine.py), matchers those of megatron/core/quantization.
+(megatron/core/extensions/transformer_engine.py), matchers are those of megatron/core/quantization.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_nemotron3.precision.table import BF16, MXFP8, NVFP4
 TYPE = "transformer_engine_config_type"
 PARAMS = "TEQuantizationParams"
 
-#: What a recipe may hold, by name of the field of Megatron's `TEQuantizationRecipe`; "" for free text.
+#: Allowed values of each field of Megatron's `TEQuantizationRecipe`; "" for free text.
 _BOOL = (True, False)
 RECIPE_FIELDS: dict[str, tuple[Any, ...] | str] = {
     "fp8_quantization_recipe": (MXFP8, "tensorwise", "blockwise", "custom"),
@@ -34,7 +34,7 @@ _MATCHER_FIELDS = ("config", "type", "pattern", "enabled")
 
 
 class PrecisionFileError(ValueError):
-    """What is wrong with a precision file, all of it. `problems` holds the lines."""
+    """All problems of a precision file, one per line in `problems`."""
 
     def __init__(self, where: str, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -43,22 +43,22 @@ class PrecisionFileError(ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a recipe does to a linear, by the format of the layer around it."""
+    """How a recipe changes the format of a linear."""
 
     #: "bf16", or the name of the recipe: "mxfp8", "nvfp4", "tensorwise", …
     format: str
-    #: Whether it replaces the format of a quantized layer, and of a BF16 one (the tail).
+    #: Whether it replaces the format of a quantized layer, and that of a BF16 layer (the tail).
     over_quantized: bool = True
     over_bf16: bool = False
 
     def applied(self, ambient: str) -> str:
-        """The format of a linear in a layer whose format is `ambient`."""
+        """Format of a linear in a layer whose format is `ambient`."""
         return self.format if (self.over_bf16 if ambient == BF16 else self.over_quantized) else ambient
 
 
 @dataclass(frozen=True)
 class Matcher:
-    """An enabled matcher: modules whose name matches the glob get the setting."""
+    """An enabled matcher: modules whose name matches the glob get the setting of `config`."""
 
     name: str
     pattern: str
@@ -67,18 +67,18 @@ class Matcher:
 
 @dataclass(frozen=True)
 class PrecisionFile:
-    """A precision file that Megatron would take, in order. `training` and `evaluation` are by config."""
+    """A valid precision file: matchers in order, settings by config for training and for evaluation."""
 
     matchers: tuple[Matcher, ...]
     training: Mapping[str, Setting]
     evaluation: Mapping[str, Setting]
 
     def matcher(self, module: str) -> Matcher | None:
-        """The first matcher that matches, which is the one that counts."""
+        """The first matcher that matches a module; later ones have no effect."""
         return next((m for m in self.matchers if fnmatch(module, m.pattern)), None)
 
     def format(self, module: str, ambient: str, *, training: bool = True) -> str:
-        """The format of a module in a layer whose format is `ambient`."""
+        """Format of a module in a layer whose format is `ambient`."""
         matcher = self.matcher(module)
         if matcher is None:
             return ambient
@@ -89,19 +89,19 @@ NO_FILE = PrecisionFile((), {}, {})
 
 
 def read_config(problems: list[str], at: str, body: Any) -> tuple[Setting, Setting] | None:
-    """(training, evaluation) of an entry of `configs`."""
+    """Read an entry of `configs`: settings for training and for evaluation."""
     body = as_mapping(problems, at, body)
     known = (TYPE, "training_recipe", "evaluation_recipe")
     check_keys(problems, at, body, known, required=known[:2])
     if body.get(TYPE, PARAMS) != PARAMS:
         problems.append(f"{at}.{TYPE}: {body[TYPE]!r} is unknown: use {PARAMS}")
-    training = _recipe(problems, f"{at}.training_recipe", body.get("training_recipe", {}))
+    training = _read_recipe(problems, f"{at}.training_recipe", body.get("training_recipe", {}))
     if "evaluation_recipe" not in body:
         return training, training
-    return training, _recipe(problems, f"{at}.evaluation_recipe", body["evaluation_recipe"])
+    return training, _read_recipe(problems, f"{at}.evaluation_recipe", body["evaluation_recipe"])
 
 
-def _recipe(problems: list[str], at: str, body: Any) -> Setting:
+def _read_recipe(problems: list[str], at: str, body: Any) -> Setting:
     body = as_mapping(problems, at, body)
     check_keys(problems, at, body, tuple(RECIPE_FIELDS))
     for field, value in body.items():
@@ -114,7 +114,7 @@ def _recipe(problems: list[str], at: str, body: Any) -> Setting:
             fits = any(value is a if isinstance(a, bool) else value == a for a in allowed)
             wanted = "use " + ", ".join(["true", "false"] if allowed is _BOOL else map(str, allowed))
         if not fits:
-            problems.append(f"{at}.{field}: {value!r} is unknown: {wanted}{_meant(value, allowed)}")
+            problems.append(f"{at}.{field}: {value!r} is unknown: {wanted}{_suggestion(value, allowed)}")
     fp8, fp4 = body.get("fp8_quantization_recipe"), body.get("fp4_quantization_recipe")
     if fp8 and fp4:
         problems.append(f"{at}: fp8_quantization_recipe={fp8} and fp4_quantization_recipe={fp4}: give one")
@@ -128,6 +128,7 @@ def _recipe(problems: list[str], at: str, body: Any) -> Setting:
 
 
 def read_matcher(problems: list[str], name: str, body: Any, configs: Mapping[str, Any]) -> Matcher | None:
+    """Read an entry of `matchers`; None if it is disabled or wrong."""
     at = f"matchers.{name}"
     before = len(problems)
     body = as_mapping(problems, at, body)
@@ -140,10 +141,10 @@ def read_matcher(problems: list[str], name: str, body: Any, configs: Mapping[str
         problems.append(f"{at}.type: {body['type']!r} is unknown: Megatron has only glob")
     if "config" in body and not (isinstance(config, str) and config in configs):
         problems.append(
-            f"{at}.config: {config!r} is none of {', '.join(map(str, configs))}{_meant(config, configs)}"
+            f"{at}.config: {config!r} is none of {', '.join(map(str, configs))}{_suggestion(config, configs)}"
         )
     if "pattern" in body and not isinstance(pattern, str):
-        problems.append(f"{at}.pattern: {pattern!r} is no text")
+        problems.append(f"{at}.pattern: {pattern!r} is not text")
     elif isinstance(pattern, str) and _by_number(pattern):
         problems.append(
             f"{at}: pattern {pattern!r} names a layer by number, which Megatron counts anew on every "
@@ -155,36 +156,38 @@ def read_matcher(problems: list[str], name: str, body: Any, configs: Mapping[str
 
 
 def _by_number(pattern: str) -> bool:
-    """Whether a glob picks decoder layers by index."""
+    """Whether a glob selects decoder layers by number."""
     head, layers, number = pattern.partition("layers.")
     return bool(layers) and "mtp" not in head and number[:1] in ("[", *"0123456789")
 
 
 def as_mapping(problems: list[str], at: str, value: Any) -> Mapping[str, Any]:
+    """The value if it is a mapping; else add a problem and return an empty one."""
     if isinstance(value, Mapping):
         return value
-    problems.append(f"{at}: {value!r} is no mapping" + (": write {}" if value is None else ""))
+    problems.append(f"{at}: {value!r} is not a mapping" + (": write {}" if value is None else ""))
     return {}
 
 
 def check_keys(
     problems: list[str], at: str, body: Mapping[str, Any], known: Sequence[str], required: Iterable[str] = ()
 ) -> None:
+    """Add a problem for every unknown key of a mapping and every missing one."""
     prefix = f"{at}: " if at else ""
     unknown = [key for key in body if key not in known]
     for key in unknown:
-        meant = _meant(key, known) or f"; known are {', '.join(known)}"
+        meant = _suggestion(key, known) or f"; known are {', '.join(known)}"
         problems.append(f"{prefix}unknown key {key!r}{meant}")
     problems += [f"{prefix}no {key}" for key in required if key not in body]
 
 
-def _meant(value: Any, known: Iterable[Any] | None) -> str:
+def _suggestion(value: Any, known: Iterable[Any] | None) -> str:
     near = difflib.get_close_matches(str(value), [str(k) for k in known or ()], n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def strict_loader() -> Any:
-    """PyYAML's safe loader that refuses a key given twice: the later would silently win."""
+    """PyYAML's safe loader, made to refuse duplicate keys: of two the later would win without a message."""
     import yaml
 
     class Strict(yaml.SafeLoader):
@@ -196,7 +199,7 @@ def strict_loader() -> Any:
         for key_node, value_node in node.value:
             key = loader.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                raise yaml.YAMLError(f"key {key!r} is no text, line {key_node.start_mark.line + 1}")
+                raise yaml.YAMLError(f"key {key!r} is not text, line {key_node.start_mark.line + 1}")
             if key in found:
                 raise yaml.YAMLError(f"key {key!r} is given twice, line {key_node.start_mark.line + 1}")
             found[key] = loader.construct_object(value_node, deep=True)

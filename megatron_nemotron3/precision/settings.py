@@ -27,9 +27,9 @@ from megatron_nemotron3.monitor.settings import EnvironmentSetting
 VARIABLE = "NEMOTRON3_EMULATE"
 FORMAT = "nvfp4"
 LOG_VARIABLE = "NEMOTRON3_LOG_PRECISION"
-#: Iterations from one measurement to the next if nobody says (cost: docs/nvfp4.md).
+#: Default number of iterations from one measurement to the next (cost: docs/nvfp4.md).
 LOG_DEFAULT = 100
-#: Name in the variable -> field of `Emulation`.
+#: Switch in the variable -> field of `Emulation`.
 SWITCHES = {
     "rht": "hadamard",
     "sr": "stochastic",
@@ -43,13 +43,14 @@ SWITCHES = {
 
 @dataclass(frozen=True)
 class Emulation:
-    """What is emulated; the defaults are the published recipe.
+    """What emulation computes; the defaults are the published recipe.
 
-    hadamard: rotate both operands of wgrad (NVFP4).
-    stochastic: round gradients stochastically (NVFP4).
-    tile: scale weights by 16 x 16 tiles; without, by 1 x 16 and anew for dgrad (NVFP4).
-    fprop, dgrad, wgrad: quantize the operands of this product.
-    every_layer: NVFP4 in every linear that Megatron would give it to without precision file and BF16 layers.
+    Args:
+        hadamard: rotate both operands of wgrad (NVFP4).
+        stochastic: round gradients stochastically (NVFP4).
+        tile: scale weights by 16 x 16 tiles (NVFP4); otherwise by 1 x 16, and anew for dgrad.
+        fprop, dgrad, wgrad: quantize the operands of this matmul.
+        every_layer: NVFP4 in every linear of every layer, without precision file and BF16 layers.
     """
 
     hadamard: bool = True
@@ -61,7 +62,7 @@ class Emulation:
     every_layer: bool = False
 
     def text(self) -> str:
-        """The value of NEMOTRON3_EMULATE that means this."""
+        """The value of NEMOTRON3_EMULATE with this meaning."""
         default = Emulation()
         changed = [
             f"{name}={int(getattr(self, field))}"
@@ -72,7 +73,7 @@ class Emulation:
 
 
 def parse(text: str) -> Emulation | None:
-    """The meaning of a value of NEMOTRON3_EMULATE; None: off.
+    """Parse a value of NEMOTRON3_EMULATE; None for off.
 
     Raises:
         ValueError: an unknown format or switch, a switch given twice, or a value other than 0 and 1.
@@ -112,15 +113,15 @@ class Logging:
     folder: str = "."
 
     def text(self) -> str:
-        """The value of NEMOTRON3_LOG_PRECISION that means this."""
+        """The value of NEMOTRON3_LOG_PRECISION with this meaning."""
         return f"{self.interval}:{self.folder}"
 
 
 def parse_logging(text: str) -> Logging | None:
-    """The meaning of a value of NEMOTRON3_LOG_PRECISION; None: off.
+    """Parse a value of NEMOTRON3_LOG_PRECISION; None for off.
 
     Raises:
-        ValueError: the interval is no number, or the folder is missing behind the colon.
+        ValueError: the interval is not a positive integer, or the folder after the colon is missing.
     """
     interval, colon, folder = text.partition(":")
     if text in ("", "0"):

@@ -1,62 +1,63 @@
-"""What quantization does to a tensor, in numbers. The definitions of every column of a precision report.
+"""What quantization does to a tensor, in numbers: definitions of every column of a precision report.
 
-Of an operand x of a matrix product, as it is handed to the quantizer (gathered over sequence-parallel ranks;
-in wgrad rotated, where the recipe rotates), and of the values q that the product computes with:
+x is an operand of a matmul as the quantizer receives it (gathered over sequence-parallel ranks; rotated in
+wgrad, where the recipe rotates), and q are the values that the matmul computes with:
 
     zeros     share of elements of x that are exactly 0
     flushed   flush-to-zero share: elements with x != 0 and q = 0, over elements with x != 0
     sqnr_db   signal to quantization noise, 10 log10(sum x^2 / sum (x - q)^2), in dB
     amax      max |x|
 
-Of a weight gradient, as the optimizer took it (summed over microbatches, reduced over ranks, clipped): zeros
-and amax. Shares lie between 0 and 1.
+A weight gradient has zeros and amax, as the optimizer sees it (summed over microbatches, reduced over ranks,
+clipped). Shares lie between 0 and 1.
 
-The reports name these quantities and do not define them. UNKNOWN: whether their flush-to-zero divides by all
-elements or by those that were not 0, and over how many steps and against what threshold Super's "7 % of the
-parameters had zero weight gradients" was counted (arXiv 2604.12374, section 2.2). Here a share is of one
-step, and zero is exactly 0.
+NVIDIA's reports name these quantities without defining them. UNKNOWN: whether their flush-to-zero divides by
+all elements or by nonzero ones, and over how many steps and with which threshold Super's "7 % of the
+parameters had zero weight gradients" was counted (arXiv 2604.12374, section 2.2). Here a share is that of one
+step, and zero means exactly 0.
 
-Sums are kept, not shares: those of microbatches, ranks and experts add up.
+What is stored are sums, because sums of microbatches, ranks and experts can be added.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_nemotron3.precision import blocks as cut
-from megatron_nemotron3.precision import hadamard, nvfp4
-from megatron_nemotron3.precision.products import Operand
-from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.recipe import Recipe, Spec
+from megatron_nemotron3.precision.report import GRADIENT
+from megatron_nemotron3.precision.scales import rotate
 
 #: Columns of `Sums.sums`.
 ELEMENTS, ZEROS, FLUSHED, SIGNAL, NOISE = range(5)
 
 
 class Sums(NamedTuple):
-    """sums: float64 [G, 5], the columns above, of G groups (experts, or 1). amax: float64 [G]."""
+    """sums: float64 [G, 5], the columns above for G groups (experts, or 1). amax: float64 [G]."""
 
     sums: Tensor
     amax: Tensor
 
     @classmethod
     def zero(cls, groups: int, device: torch.device) -> Sums:
-        """Of nothing."""
+        """Sums over no elements."""
         return cls(*(torch.zeros(groups, *more, dtype=torch.float64, device=device) for more in ((5,), ())))
 
     def add(self, other: Sums, first: int = 0) -> None:
-        """Take in other sums, in place; their group 0 is group `first` here."""
+        """Add other sums in place; their group 0 is group `first` here."""
         here = slice(first, first + len(other.sums))
         self.sums[here] += other.sums
         self.amax[here] = torch.maximum(self.amax[here], other.amax)
 
 
 class Numbers(NamedTuple):
-    """The four columns of one tensor; NaN where there is nothing to divide by."""
+    """Columns of one tensor; NaN where the divisor is 0."""
 
     elements: int
     zeros: float
@@ -75,16 +76,16 @@ def measure(
     groups: int = 1,
     filler: Tensor | None = None,
 ) -> Sums:
-    """Sums over an operand.
+    """Compute the sums of an operand.
 
     Args:
-        x: [..., k], as handed to the quantizer; rotated here if the operand is.
+        x: [..., k], as the quantizer receives it; rotated here if the operand is.
         how: the operand.
-        q: the values used, of the shape of x, dequantized, still rotated.
-        owner: group of each row (int64, as many as x has rows); None: all are of group 0.
+        q: dequantized values that the matmul uses, of the shape of x, still rotated.
+        owner: group of each row of x (int64); None: all rows belong to group 0.
         groups: G.
-        filler: [G], rows of zeros among those of x that only fill up blocks. They are not counted, but in
-            a rotated operand, where they are zeros no longer.
+        filler: [G], number of padding rows of zeros in each group. They are not counted, except in a rotated
+            operand, where they are zeros no longer.
     """
     if how.hadamard:
         x = rotated(x, how)
@@ -95,8 +96,8 @@ def measure(
             torch.full((rows,), width, dtype=torch.float64, device=x.device),
             (x == 0).sum(-1).double(),
             ((x != 0) & (q == 0)).sum(-1).double(),
-            _squares(x),
-            _squares(x.float() - q.float()),
+            _row_squares(x),
+            _row_squares(x.float() - q.float()),
         ),
         dim=-1,
     )
@@ -110,30 +111,19 @@ def measure(
     return result
 
 
-def _squares(x: Tensor) -> Tensor:
-    """Sums of squares of rows, [n, k] -> [n]; in FP64, for gradients whose squares FP32 does not hold."""
+def _row_squares(x: Tensor) -> Tensor:
+    """Sums of squares of rows, [n, k] -> [n]; in FP64, because squares of gradients underflow in FP32."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square()
 
 
 def rotated(x: Tensor, how: Spec) -> Tensor:
-    """x with its blocks rotated, in its dtype: what the quantizer rounds (`hadamard`)."""
+    """x with its blocks rotated, in its dtype, which is what the quantizer rounds."""
     blocks = cut.view(x.contiguous(), how).float()
-    return hadamard.rotate(blocks, torch.empty_like(blocks)).to(x.dtype).view(x.shape) if x.numel() else x
-
-
-def dequantized(q: Operand) -> Tensor:
-    """The values of an operand in float32; NVFP4's scale is of a tensor, matrix, row or block of rows."""
-    values = q.values.float()
-    if q.amax is None or not values.numel():
-        return values
-    scale = q.amax * (1 / nvfp4.MAX)
-    if scale.ndim == 2:
-        scale = scale.repeat_interleave(len(values) // len(scale), 0)
-    return values * scale
+    return rotate(blocks, torch.empty_like(blocks)).to(x.dtype).view(x.shape) if x.numel() else x
 
 
 def numbers(sums: Sequence[float], amax: float) -> Numbers:
-    """The columns of a report.
+    """Turn sums into the columns of a report.
 
     Args:
         sums: elements, zeros, flushed, signal, noise.
@@ -153,3 +143,76 @@ def _decibel(signal: float, noise: float) -> float:
     if signal > 0 and noise > 0:
         return 10 * math.log10(signal / noise)
     return math.inf if signal > 0 and noise == 0 else math.nan
+
+
+class Switch(Protocol):
+    """Knows whether this step is measured."""
+
+    on: bool
+
+
+class Record:
+    """Sums of one linear's operands in this step.
+
+    Attributes:
+        layer, module: place of the linear in the report.
+        tensors: names of the operands that its recipe quantizes, and of the weight gradient.
+        groups: experts of all ranks, or 1.
+        first, local: number of this rank's first expert, and how many experts it has.
+    """
+
+    def __init__(
+        self, switch: Switch, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: Recipe
+    ) -> None:
+        self.layer, self.module, self.format = layer, module, fmt
+        self.tensors = (*_recorded_tensors(how), GRADIENT)
+        self.linear = weakref.ref(linear)
+        self.local: int = getattr(linear, "num_gemms", 1)
+        group = getattr(linear, "ep_group", None)
+        self.groups = self.local * (group.size() if group is not None else 1)
+        self.first = self.local * (group.rank() if group is not None else 0)
+        self._switch = switch
+        self._sums: dict[str, Sums] = {}
+
+    def watching(self, module: torch.nn.Module) -> bool:
+        """Whether this step is measured; never in evaluation."""
+        return self._switch.on and module.training
+
+    def add(
+        self,
+        tensor: str,
+        x: Tensor,
+        how: Spec,
+        q: Tensor,
+        owner: Tensor | None = None,
+        filler: Tensor | None = None,
+    ) -> None:
+        """Add an operand; arguments as `measure`, with this rank's experts as groups."""
+        found = measure(x, how, q, owner=owner, groups=self.local, filler=filler)
+        self.of(tensor, x.device).add(found, self.first)
+
+    def of(self, tensor: str, device: torch.device) -> Sums:
+        """The sums of a tensor in this step."""
+        if tensor not in self._sums:
+            self._sums[tensor] = Sums.zero(self.groups, device)
+        return self._sums[tensor]
+
+    def has(self, tensor: str) -> bool:
+        """Whether a tensor was added in this step; a weight is the same in all of its microbatches."""
+        return tensor in self._sums
+
+    def clear(self) -> None:
+        """Drop the sums of the step."""
+        self._sums = {}
+
+
+def _recorded_tensors(how: Recipe) -> tuple[str, ...]:
+    """Names of a recipe's operands; the weight of dgrad only if it differs from that of fprop."""
+    names = []
+    if how.fprop:
+        names += ["fprop.x", "fprop.weight"]
+    if how.dgrad:
+        names += ["dgrad.dy"] if how.shares_weight else ["dgrad.dy", "dgrad.weight"]
+    if how.wgrad:
+        names += ["wgrad.dy", "wgrad.x"]
+    return tuple(names)

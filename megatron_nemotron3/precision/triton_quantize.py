@@ -1,23 +1,24 @@
 """Fake quantization in Triton: `quantizer` on CUDA in two kernels, instead of some thirty operations.
 
-    magnitudes   largest magnitudes of the blocks; before them the rotation, written in the dtype of x
-    finish       the scales of the blocks and the rounded values. MXFP8 has no scale of the tensor, so that
-                 this kernel finds the largest magnitudes itself
+    magnitudes   amax of the blocks; before it the rotation, written in the dtype of x
+    finish       scales of the blocks and the rounded values. MXFP8 has no scale of the tensor, so its kernel
+                 finds the amax of the blocks, too
 
-Between the two the amax is reduced, maybe over ranks or by expert. Nothing waits for the device.
+Between the two kernels the amax of the tensor is reduced, possibly over ranks or by expert. Nothing waits for
+the device.
 
-What is equal to what:
+How results compare with the torch path on the same device:
 
-    to nearest   to the torch path on the same device, bit for bit. The rotation adds the 16 terms of a sum in
-                 their order, like torch's product on the CPUs where this was tested. Should cuBLAS add in
-                 another, sums may differ by a rounding of FP32 (in BF16: only where that decides a rounding).
-    stochastic   the same rule with other random numbers. torch writes them to memory and reads them again;
-                 here they come from Philox in the kernel, 16 bits an element as there. Its key is one draw of
-                 64 bits, made on the device, from the generator: the same state gives the same values, so
+    to nearest   Equal bit for bit. The rotation adds the 16 terms of a sum in their order, like torch's
+                 matmul on the CPUs where this was tested. If cuBLAS adds in another order, sums may differ by
+                 an FP32 rounding (in BF16: only where that decides a rounding).
+    stochastic   The same rule with other random numbers. torch writes its numbers to memory and reads them
+                 back; here they come from Philox in the kernel, with 16 bits per element in both. The key is
+                 one 64-bit draw on the device, from the generator. The same state gives the same values, so
                  recomputation, checkpoints and CUDA graphs replay them. `finish(bits=...)` takes torch's
                  numbers instead, and then equals the torch path, too.
 
-Not run on a GPU yet: in Triton's interpreter, and compiled for SM 9.0 and 10.0.
+Tested in Triton's interpreter and compiled for SM 9.0 and 10.0; not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ from torch import Tensor
 
 from megatron_nemotron3.precision import blocks as cut
 from megatron_nemotron3.precision import triton_quantize_kernels as kernels
-from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.recipe import Spec
 
 #: Numbers of blocks are int32.
 MAX_ELEMENTS = 2**34
-#: Blocks, and columns of a group, that a program takes at most, by kernel. Not timed.
+#: Maximum number of blocks, and of columns of a group, per program, by kernel. Not tuned.
 ROWS = {"magnitudes": 256, "finish": 64}
 COLUMNS = {"magnitudes": 1024, "rotate": 512, "finish": 1024, "stochastic": 512}
 
 
 def magnitudes(x: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """(x, rotated if asked, in its dtype; largest magnitudes of the blocks, float32, flat grid).
+    """Find the amax of the blocks; rotate x before, if `spec` says so.
+
+    Returns: x or its rotated copy, in the dtype of x; amax of the blocks, float32, the block grid flattened.
 
     Args:
         x: contiguous, not empty, divisible into the blocks of `spec` (`blocks.check`).
@@ -74,11 +77,11 @@ def finish(
     generator: torch.Generator | None = None,
     bits: Tensor | None = None,
 ) -> Tensor:
-    """grid(x * encode) * decode, into `out`, which is returned.
+    """Round x to the format: grid(x * encode) * decode, written to `out`, which is returned.
 
     Args:
         x: as in `magnitudes`; rotated already.
-        block_amax: float32, the block grid; None in MXFP8, whose kernel finds it.
+        block_amax: float32, on the block grid; None in MXFP8, whose kernel finds it.
         amax: float32, broadcasts to the block grid; None in MXFP8.
         out: contiguous, of the shape of x; may be x.
         units: leave out the scale of the tensor.

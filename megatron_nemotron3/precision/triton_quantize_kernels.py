@@ -17,16 +17,16 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_nemotron3.precision import hadamard, nvfp4
 from megatron_nemotron3.precision.numerics import e2m1, e4m3
 from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3, Grid
+from megatron_nemotron3.precision.scales import MAX, hadamard_matrix
 
 #: Elements whose random parts come from one draw of Philox, 128 bits.
 PARTS: tl.constexpr = tl.constexpr(8)
 
 _FLT_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
-_WHOLE: tl.constexpr = tl.constexpr(nvfp4.MAX)
-_PER_WHOLE: tl.constexpr = tl.constexpr(1 / nvfp4.MAX)
+_WHOLE: tl.constexpr = tl.constexpr(MAX)
+_PER_WHOLE: tl.constexpr = tl.constexpr(1 / MAX)
 _PER_E2M1: tl.constexpr = tl.constexpr(1 / e2m1.MAX)
 _PER_E4M3: tl.constexpr = tl.constexpr(1 / e4m3.MAX)
 
@@ -37,8 +37,8 @@ def _limits(grid: Grid) -> tl.constexpr:
 
 _E2M1: tl.constexpr = _limits(E2M1)
 _E4M3: tl.constexpr = _limits(E4M3)
-#: `hadamard.matrix`, row by row.
-_H: tl.constexpr = tl.constexpr(tuple(hadamard.matrix(torch.device("cpu")).flatten().tolist()))
+#: `scales.hadamard_matrix`, row by row.
+_H: tl.constexpr = tl.constexpr(tuple(hadamard_matrix(torch.device("cpu")).flatten().tolist()))
 
 
 # Numbers
@@ -82,7 +82,7 @@ def _noise(a, b, c, d, part: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _wholes(amax):  # type: ignore[no-untyped-def]
-    """S / 6 and 1 / S of `nvfp4.scales`."""
+    """S / 6 and 1 / S of `nvfp4_scales`."""
     whole = tl.div_rn(tl.zeros_like(amax) + _WHOLE, amax)
     whole = tl.where(whole > _FLT_MAX, _FLT_MAX, whole)
     whole = tl.where(whole == 0, 1.0, whole)
@@ -91,7 +91,7 @@ def _wholes(amax):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _nvfp4(largest, amax, sixth, inverse, UNITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(encode, decode) of blocks: `nvfp4.scales`, and with the scale of the tensor `nvfp4.steps`."""
+    """(encode, decode) of blocks: `nvfp4_scales`, and with the scale of the tensor `nvfp4_steps`."""
     block = _round(largest * sixth, None, _E4M3)
     step = block * inverse
     encode = tl.div_rn(tl.zeros_like(step) + 1.0, step)
@@ -104,7 +104,7 @@ def _nvfp4(largest, amax, sixth, inverse, UNITS: tl.constexpr):  # type: ignore[
 
 @triton.jit
 def _mxfp8(largest):  # type: ignore[no-untyped-def]
-    """(encode, decode) of blocks: `mxfp8.scales`; where encode is NaN, decode is not used."""
+    """(encode, decode) of blocks: `mxfp8_scales`; where encode is NaN, decode is not used."""
     bits = (largest * _PER_E4M3).to(tl.int32, bitcast=True)
     biased = (bits + 0x7FFFFF) >> 23
     biased = tl.where(bits <= 0x400000, 0, biased)

@@ -6,10 +6,11 @@ import importlib.util
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_nemotron3.args import (
+    Launch,
     ParallelLayout,
     TrainingData,
     TrainingSchedule,
@@ -19,12 +20,13 @@ from megatron_nemotron3.args import (
     to_argv,
 )
 from megatron_nemotron3.checkpoint import folders, resume
+from megatron_nemotron3.checkpoint.loading import option_values
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.precision import command as precision
 from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.train import launch, log, report
+from megatron_nemotron3.train import log, processes, report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +54,8 @@ class Request:
     lr: float | None = None
     #: Per-module formats of nvfp4; None: the published recipe, written to `output`.
     te_precision_config_file: str | None = None
-    #: Compute nvfp4 in the torch backend's linears: the value of NEMOTRON3_EMULATE; "": do not.
-    emulate: str = ""
+    #: Compute nvfp4 in the torch backend's linears.
+    emulate: emulation.Emulation | None = None
     #: Iterations from one precision measurement to the next; 0: as many as is usual; None: off.
     log_precision: int | None = None
     verbose: bool = False
@@ -111,31 +113,27 @@ def train(request: Request) -> int:
     """
     started = time.monotonic()
     config, schedule = request.config, schedule_of(request)
-    measuring = _logging(request, schedule)
+    measuring = _measurement(request, schedule)
     size = count(config)
     folders.check_room(request.output, folders.bytes_needed(size.trainable, request.precision))
 
-    def argv(data: TrainingData) -> list[str]:
-        return to_argv(
-            flags(
-                config,
-                request.layout,
-                precision=request.precision,
-                te_precision_config_file=request.precision_file,
-                emulate=bool(request.emulate),
-                backend=request.backend,
-                schedule=schedule,
-                data=data,
-                # After a signal: finish the step, save, leave.
-                extra=("--exit-signal-handler", *_event_files(request), *request.extra),
-            )
-        )
-
-    argv(TrainingData())  # rules first: nothing is written for a layout that cannot run
+    launch = Launch(
+        config=config,
+        layout=request.layout,
+        precision=request.precision,
+        te_precision_config_file=request.precision_file,
+        emulate=request.emulate,
+        backend=request.backend,
+        schedule=schedule,
+        data=TrainingData(),
+        # After a signal: finish the step, save, leave.
+        extra=("--exit-signal-handler", *_event_files(request), *request.extra),
+    )
+    flags(launch)  # rules first: nothing is written for a layout that cannot run
     what = f"{size.trainable:,} parameters, {request.layout}, {request.precision}"
     what += " emulated" if request.emulate else ""
     print(f"{config.title} [{config.name}]: {what}")
-    data, baseline = _data(request)
+    data, baseline = _prepared_data(request)
     if request.precision_file and not request.te_precision_config_file:
         request.output.mkdir(parents=True, exist_ok=True)
         yaml_file.write(config, request.precision_file)
@@ -151,29 +149,30 @@ def train(request: Request) -> int:
         precision_report.remove(request.output)
     elif schedule.train_iters is not None and begun >= schedule.train_iters:
         print(f"already trained to step {begun}; to start over, delete {request.output}")
-        _report(request, log.read(str(log_file)), baseline, started)
+        _print_report(request, log.read(str(log_file)), baseline, started)
         return 0
     else:
         print(f"resuming from step {begun}")
 
     print(f"training log: {log_file}", flush=True)
-    words = launch.command(argv(data), request.layout.world_size, request.device)
-    env = launch.environment(request.layout.world_size, request.device)
+    argv = to_argv(flags(replace(launch, data=data)))
+    words = processes.command(argv, request.layout.world_size, request.device)
+    env = processes.environment(request.layout.world_size, request.device)
     if request.emulate:
-        env[emulation.VARIABLE] = request.emulate
+        env[emulation.VARIABLE] = request.emulate.text()
     if measuring is not None:
         env[emulation.LOG_VARIABLE] = measuring.text()
     progress = _Progress(request.verbose)
     try:
-        status = launch.follow(words, env, log_file, progress.line, progress.interrupted)
+        status = processes.follow(words, env, log_file, progress.line, progress.interrupted)
     finally:
         resume.remove_incomplete(request.checkpoints)
     if status != 0 and not progress.was_interrupted:
-        raise ValueError(f"{_cause(request, progress, status)} (see {log_file})")
+        raise ValueError(f"{_cause_of_stop(request, progress, status)} (see {log_file})")
 
     saved = folders.latest(request.checkpoints)
     curve = log.read(str(log_file))
-    _report(request, curve, baseline, started)
+    _print_report(request, curve, baseline, started)
     if progress.was_interrupted:
         where = (
             f"step {saved} is saved; the same command goes on from there" if saved else "no checkpoint yet"
@@ -183,7 +182,7 @@ def train(request: Request) -> int:
     return 0
 
 
-def _logging(request: Request, schedule: TrainingSchedule) -> emulation.Logging | None:
+def _measurement(request: Request, schedule: TrainingSchedule) -> emulation.Logging | None:
     """What precision is measured, and when; in a run shorter than the usual interval its last step is.
 
     Raises:
@@ -201,7 +200,7 @@ def _logging(request: Request, schedule: TrainingSchedule) -> emulation.Logging 
     return emulation.Logging(interval, str(request.output.resolve()))
 
 
-def _cause(request: Request, progress: _Progress, status: int) -> str:
+def _cause_of_stop(request: Request, progress: _Progress, status: int) -> str:
     """One sentence on why training stopped."""
     if "CheckpointException" in progress.last_error or "No space left" in progress.last_error:
         # Megatron's writer processes keep the reason to themselves; a full disk is the usual one.
@@ -213,10 +212,10 @@ def _cause(request: Request, progress: _Progress, status: int) -> str:
     return progress.last_error or f"training ended with status {status}"
 
 
-def _data(request: Request) -> tuple[TrainingData, float | None]:
+def _prepared_data(request: Request) -> tuple[TrainingData, float | None]:
     """Data set, tokenizer and folders for the flags; and the unigram baseline of the same text."""
-    from megatron_nemotron3.data import prepare, unigram_baseline
-    from megatron_nemotron3.data.prepare import MAX_BYTES
+    from megatron_nemotron3.train.data import prepare, unigram_baseline
+    from megatron_nemotron3.train.data.prepare import MAX_BYTES
 
     folder = str(request.checkpoints)
     if request.data_path:
@@ -254,7 +253,7 @@ def _data(request: Request) -> tuple[TrainingData, float | None]:
     return data, baseline.cross_entropy
 
 
-def _report(request: Request, curve: log.Curve, baseline: float | None, started: float) -> None:
+def _print_report(request: Request, curve: log.Curve, baseline: float | None, started: float) -> None:
     for line in report.verdict(curve, baseline):
         print(line)
     picture = request.output / "loss.png"
@@ -318,6 +317,9 @@ class _Progress:
 
 def _event_files(request: Request) -> tuple[str, ...]:
     """Write TensorBoard's event files below the output, for `nemotron3 watch`, where its package is."""
-    if "--tensorboard-dir" in request.extra or importlib.util.find_spec("tensorboard") is None:
+    if (
+        option_values(request.extra, "--tensorboard-dir") is not None
+        or importlib.util.find_spec("tensorboard") is None
+    ):
         return ()
     return ("--tensorboard-dir", str(request.output / "tensorboard"))

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_nemotron3 import cli, models
 from megatron_nemotron3.args import (
+    Launch,
     ParallelLayout,
     TrainingSchedule,
     flags,
@@ -39,12 +40,14 @@ def launch_words(config: Nemotron3Config) -> list[str]:
     file = "nvfp4.yaml" if precision == "nvfp4" else None
     return to_argv(
         flags(
-            config,
-            published_layout(config),
-            precision=precision,
-            backend="te",
-            schedule=published(config),
-            te_precision_config_file=file,
+            Launch.of(
+                config,
+                published_layout(config),
+                precision=precision,
+                backend="te",
+                schedule=published(config),
+                te_precision_config_file=file,
+            )
         )
     )
 
@@ -64,8 +67,8 @@ def different(explanation: Explanation) -> dict[str, str | None]:
 @pytest.mark.parametrize("name", [*models.names(), "super-tiny"])
 def test_lists_what_flags_passes(name: str) -> None:
     config = models.get(name)
-    emitted = flags(config, schedule=published(config), extra=("--seed", "7"))
-    explained = explain(config, schedule=published(config), extra=("--seed", "7"))
+    emitted = flags(Launch.of(config, schedule=published(config), extra=("--seed", "7")))
+    explained = explain(Launch.of(config, schedule=published(config), extra=("--seed", "7")))
     passed = [s for s in explained.settings if s.passed and s.name.startswith("--")]
     assert [(s.name, s.value) for s in passed] == [(f.name, shown(f.values)) for f in emitted]
     assert {s.origin for s in explained.settings} <= set(ORIGINS)
@@ -75,11 +78,13 @@ def test_lists_what_flags_passes(name: str) -> None:
 def test_origins() -> None:
     explained = by_name(
         explain(
-            models.SUPER,
-            SMALL,
-            backend="te",
-            schedule=TrainingSchedule(seq_length=4096),
-            extra=["--lr", "1e-4", "--recompute-granularity", "full"],
+            Launch.of(
+                models.SUPER,
+                SMALL,
+                backend="te",
+                schedule=TrainingSchedule(seq_length=4096),
+                extra=["--lr", "1e-4", "--recompute-granularity", "full"],
+            )
         )
     )
     expected = {
@@ -95,12 +100,12 @@ def test_origins() -> None:
     }
     assert {name: (explained[name].origin, explained[name].field) for name in expected} == expected
     assert explained["--seq-length"].origin == "schedule"
-    assert by_name(explain(models.SUPER, SMALL))["--seq-length"].origin == "model"
+    assert by_name(explain(Launch.of(models.SUPER, SMALL)))["--seq-length"].origin == "model"
     assert explained["--lr"].section == "optimization"
 
 
 def test_differences_from_the_published_run() -> None:
-    found = explain(models.SUPER, SMALL, schedule=published(models.SUPER), extra=["--lr", "1e-4"])
+    found = explain(Launch.of(models.SUPER, SMALL, schedule=published(models.SUPER), extra=["--lr", "1e-4"]))
     assert different(found) == {
         "world size": "3072",
         "--tensor-model-parallel-size": "2",
@@ -117,7 +122,7 @@ def test_differences_from_the_published_run() -> None:
         "--lr": "0.00045",
     }
     # Without a schedule it is not passed, and Megatron's defaults hold.
-    silent = explain(models.SUPER, SMALL)
+    silent = explain(Launch.of(models.SUPER, SMALL))
     assert {"--global-batch-size", "--train-samples", "--lr", "--lr-wsd-decay-samples"} <= set(
         different(silent)
     )
@@ -127,19 +132,21 @@ def test_differences_from_the_published_run() -> None:
 
 def test_numbers_are_compared_as_numbers() -> None:
     config = models.NANO
-    same = explain(config, published_layout(config), schedule=published(config), extra=["--lr", "1.0e-03"])
+    same = explain(
+        Launch.of(config, published_layout(config), schedule=published(config), extra=["--lr", "1.0e-03"])
+    )
     assert different(same) == {}
     assert "nothing differs from the published recipe" in render(same)
 
 
 def test_a_model_without_a_launch_is_compared_with_itself() -> None:
-    found = explain(models.LIGHTNING, ParallelLayout(ep=2, dp=2), extra=["--num-experts", "64"])
+    found = explain(Launch.of(models.LIGHTNING, ParallelLayout(ep=2, dp=2), extra=["--num-experts", "64"]))
     assert different(found) == {"--num-experts": "128"} and found.launch == ""
     assert "the model alone" in render(found)
 
 
 def test_a_precision_that_was_not_published() -> None:
-    found = explain(models.NANO, published_layout(models.NANO), precision="mxfp8", backend="te")
+    found = explain(Launch.of(models.NANO, published_layout(models.NANO), precision="mxfp8", backend="te"))
     names = [name for name, value in different(found).items() if value == NOT_PASSED]
     assert "--fp8-format" in names and "--first-last-layers-bf16" in names
 
@@ -191,7 +198,7 @@ def test_what_a_wrong_number_reads_like() -> None:
 
 def test_cuts_of_the_pipeline_are_no_other_model() -> None:
     config = models.SUPER
-    words = to_argv(flags(config, ParallelLayout(tp=2, pp=4, ep=2)))
+    words = to_argv(flags(Launch.of(config, ParallelLayout(tp=2, pp=4, ep=2))))
     assert "|" in words[words.index("--hybrid-layer-pattern") + 1]
     assert "--hybrid-layer-pattern" not in different(explain_command(config, command(words)))
 
@@ -270,23 +277,26 @@ def test_a_phase_is_compared_with_itself(name: str, which: str) -> None:
         chosen = phase(config, which)
     except ValueError:
         with pytest.raises(ValueError, match="no published phase"):
-            explain(config, name=which)
+            explain(Launch.of(config), name=which)
         return
     if which == "published":
         return  # test_a_pasted_launch_of_ours_differs_in_nothing_else
     layout = chosen.layout or ParallelLayout()
-    found = explain(config, layout, schedule=chosen.schedule, extra=chosen.options, name=which)
+    found = explain(Launch.of(config, layout, schedule=chosen.schedule, extra=chosen.options), name=which)
     assert different(found) == {}
     assert "user" not in {setting.origin for setting in found.settings}
-    other = explain(config, layout, schedule=TrainingSchedule(seq_length=4352), name=which)
+    other = explain(Launch.of(config, layout, schedule=TrainingSchedule(seq_length=4352)), name=which)
     assert {"--seq-length", "--lr"} <= set(different(other))
 
 
 def test_notes_and_environment_are_of_the_launch() -> None:
-    ultra = explain(models.ULTRA, ParallelLayout(tp=8, ep=64, dp=8))
+    ultra = explain(Launch.of(models.ULTRA, ParallelLayout(tp=8, ep=64, dp=8)))
     assert any("20T" in note for note in ultra.notes)
-    assert "USE_MNNVL=1" in ultra.environment and "USE_MNNVL=1" not in explain(models.NANO).environment
-    assert explain(models.LIGHTNING).environment == ()
+    assert (
+        "USE_MNNVL=1" in ultra.environment
+        and "USE_MNNVL=1" not in explain(Launch.of(models.NANO)).environment
+    )
+    assert explain(Launch.of(models.LIGHTNING)).environment == ()
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -366,5 +376,5 @@ def test_defaults_and_names_are_megatrons() -> None:
         assert default(name, options) == str(parser[name][0]) and default(name, {}) is None
 
     everything = [row for row in json.loads(printed)["settings"] if row["field"].startswith("megatron-core")]
-    ours = {flag.name for flag in flags(models.get("super-tiny"))}
+    ours = {flag.name for flag in flags(Launch.of(models.get("super-tiny")))}
     assert len(everything) > 600 and not ours & {row["name"] for row in everything}

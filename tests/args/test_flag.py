@@ -12,6 +12,7 @@ import pytest
 from megatron_nemotron3 import models
 from megatron_nemotron3.args import (
     Flag,
+    Launch,
     ParallelLayout,
     TrainingData,
     flags,
@@ -27,13 +28,15 @@ SHOW = 'exec {python} -c "import json, sys; print(json.dumps(sys.argv[1:]))" "{w
 def launch_flags() -> list[Flag]:
     """A launch with everything a shell could spoil: globs, pipes, slashes, quotes, spaces, dollars."""
     return flags(
-        models.SUPER,
-        ParallelLayout(pp=4),
-        schedule=published(models.SUPER),
-        data=TrainingData(
-            data_path=("0.7", "/data/a b", "0.3", "$HOME/it's"), save="/run/*", tokenizer_model="~/t`x`"
-        ),
-        extra=("--wandb-project", 'say "hi" & go; #1', "--empty", ""),
+        Launch.of(
+            models.SUPER,
+            ParallelLayout(pp=4),
+            schedule=published(models.SUPER),
+            data=TrainingData(
+                data_path=("0.7", "/data/a b", "0.3", "$HOME/it's"), save="/run/*", tokenizer_model="~/t`x`"
+            ),
+            extra=("--wandb-project", 'say "hi" & go; #1', "--empty", ""),
+        )
     )
 
 
@@ -67,7 +70,7 @@ def test_shell_round_trip(shell: str, script: str, tmp_path: Path) -> None:
 
 def test_unquoted_expansion_is_wrong(tmp_path: Path) -> None:
     """Why the documentation says eval: word splitting keeps the quotes in the words."""
-    launch = flags(models.SUPER, ParallelLayout(pp=4))
+    launch = flags(Launch.of(models.SUPER, ParallelLayout(pp=4)))
     (tmp_path / "flags").write_text(render(launch, shell=True).replace("\\\n", "\n"))
     script = "set -- $(cat flags)\n" + show("$@")
     assert through_shell("bash", script, tmp_path) != to_argv(launch)

@@ -14,10 +14,10 @@ import megatron_nemotron3.args
 from megatron_nemotron3 import models
 from megatron_nemotron3.args import (
     Flag,
+    Launch,
     ParallelLayout,
     TrainingData,
     TrainingSchedule,
-    bf16_tail,
     flags,
     mock_data,
     published,
@@ -26,6 +26,7 @@ from megatron_nemotron3.args import (
     to_argv,
 )
 from megatron_nemotron3.args.flag import SECTIONS
+from megatron_nemotron3.precision.table import bf16_tail
 
 
 def named(result: list[Flag]) -> dict[str, tuple[str, ...]]:
@@ -34,7 +35,9 @@ def named(result: list[Flag]) -> dict[str, tuple[str, ...]]:
 
 def test_sections_in_order_and_no_option_twice() -> None:
     tiny = models.get("ultra-tiny")
-    result = flags(tiny, schedule=smoke(tiny), data=mock_data(tiny, save="/x"), extra=("--seed", "1"))
+    result = flags(
+        Launch.of(tiny, schedule=smoke(tiny), data=mock_data(tiny, save="/x"), extra=("--seed", "1"))
+    )
     order = [SECTIONS.index(flag.section) for flag in result]
     assert order == sorted(order)
     assert set(order) == set(range(len(SECTIONS)))
@@ -43,7 +46,7 @@ def test_sections_in_order_and_no_option_twice() -> None:
 
 def test_origin_names_a_field_that_holds_the_value() -> None:
     config = models.ULTRA
-    for flag in flags(config, schedule=published(config)):
+    for flag in flags(Launch.of(config, schedule=published(config))):
         if flag.origin.startswith("config.") and "," not in flag.origin:
             value = getattr(config, flag.origin.removeprefix("config."))
             assert flag.values in ((), (str(value),)), flag
@@ -51,11 +54,11 @@ def test_origin_names_a_field_that_holds_the_value() -> None:
 
 def test_deterministic_and_pure() -> None:
     config, layout = models.SUPER, published_layout(models.SUPER)
-    assert flags(config, layout) == flags(config, layout)
+    assert flags(Launch.of(config, layout)) == flags(Launch.of(config, layout))
 
 
 def test_extra_replaces_and_goes_last() -> None:
-    result = flags(models.NANO, extra=("--moe-token-dispatcher-type", "flex", "--log-interval=7"))
+    result = flags(Launch.of(models.NANO, extra=("--moe-token-dispatcher-type", "flex", "--log-interval=7")))
     assert [flag.name for flag in result[-2:]] == ["--moe-token-dispatcher-type", "--log-interval"]
     assert to_argv(result)[-4:] == ["--moe-token-dispatcher-type", "flex", "--log-interval", "7"]
     assert len(named(result)) == len(result)
@@ -72,25 +75,27 @@ def test_bf16_tail(name: str, tail: int) -> None:
 
 
 def test_nvfp4_flags() -> None:
-    ours = named(flags(models.ULTRA, precision="nvfp4", backend="te", te_precision_config_file="/p q.yaml"))
+    ours = named(
+        flags(Launch.of(models.ULTRA, precision="nvfp4", backend="te", te_precision_config_file="/p q.yaml"))
+    )
     assert ours["--te-precision-config-file"] == ("/p q.yaml",)
     assert ours["--num-layers-at-start-in-bf16"] == ("0",)  # Megatron's default is 1
     assert "--fp4-param-gather" not in ours
-    plain = named(flags(models.ULTRA, precision="nvfp4", backend="te", allow_plain_nvfp4=True))
+    plain = named(flags(Launch.of(models.ULTRA, precision="nvfp4", backend="te", allow_plain_nvfp4=True)))
     assert "--te-precision-config-file" not in plain
     assert plain.items() <= ours.items()
 
 
 def test_router_is_fp32_in_every_precision() -> None:
     for precision in megatron_nemotron3.args.PRECISIONS:
-        assert named(flags(models.NANO, precision=precision, backend="te", allow_plain_nvfp4=True))[
-            "--moe-router-dtype"
-        ] == ("fp32",)
-    assert "--moe-router-dtype" not in named(flags(models.NANO_4B))
+        assert named(
+            flags(Launch.of(models.NANO, precision=precision, backend="te", allow_plain_nvfp4=True))
+        )["--moe-router-dtype"] == ("fp32",)
+    assert "--moe-router-dtype" not in named(flags(Launch.of(models.NANO_4B)))
 
 
 def test_unknown_schedule_emits_no_schedule() -> None:
-    ours = named(flags(models.LIGHTNING, schedule=published(models.LIGHTNING)))
+    ours = named(flags(Launch.of(models.LIGHTNING, schedule=published(models.LIGHTNING))))
     assert not {"--lr", "--min-lr", "--global-batch-size", "--train-samples", "--train-iters"} & set(ours)
     assert not [name for name in ours if name.startswith("--lr-")]
 
@@ -98,27 +103,31 @@ def test_unknown_schedule_emits_no_schedule() -> None:
 def test_distributed_optimizer() -> None:
     """Also at dp=1: its checkpoints do not load into the plain optimizer."""
     for backend in megatron_nemotron3.args.BACKENDS:
-        assert "--use-distributed-optimizer" in named(flags(models.NANO, ParallelLayout(), backend=backend))
-    off = named(flags(models.NANO, backend="te", distributed_optimizer=False))
+        assert "--use-distributed-optimizer" in named(
+            flags(Launch.of(models.NANO, ParallelLayout(), backend=backend))
+        )
+    off = named(flags(Launch.of(models.NANO, backend="te", distributed_optimizer=False)))
     assert not {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"} & set(off)
 
 
 def test_data_flags() -> None:
-    assert [flag.name for flag in flags(models.NANO) if flag.section == "data"] == []
+    assert [flag.name for flag in flags(Launch.of(models.NANO)) if flag.section == "data"] == []
     data = TrainingData(data_path=("1", "a"), split="99,1,0", tokenizer_type="HuggingFaceTokenizer", save="s")
-    ours = named(flags(models.NANO, data=data, schedule=TrainingSchedule(save_interval=7)))
+    ours = named(flags(Launch.of(models.NANO, data=data, schedule=TrainingSchedule(save_interval=7))))
     assert ours["--data-path"] == ("1", "a")
     assert ours["--save"] == ("s",)
     assert ours["--save-interval"] == ("7",)
     assert "--mock-data" not in ours
-    assert named(flags(models.NANO, data=mock_data(models.NANO)))["--mock-data"] == ()
+    assert named(flags(Launch.of(models.NANO, data=mock_data(models.NANO))))["--mock-data"] == ()
 
 
 def test_every_option_exists_once_per_field() -> None:
     """No field of a schedule is forgotten: it is a flag, or consumed elsewhere."""
     config = models.SUPER
-    options = set(named(flags(config, schedule=published(config), data=mock_data(config, save="x"))))
-    options |= set(named(flags(config, schedule=smoke(config))))
+    options = set(
+        named(flags(Launch.of(config, schedule=published(config), data=mock_data(config, save="x"))))
+    )
+    options |= set(named(flags(Launch.of(config, schedule=smoke(config)))))
     missing = [
         field.name
         for field in dataclasses.fields(TrainingSchedule)
@@ -141,6 +150,7 @@ def test_standard_library_only() -> None:
             for module in modules:
                 top, *rest = module.split(".")
                 inside = top == "megatron_nemotron3" and (
-                    rest[0] in ("args", "models", "versions") or rest == ["precision", "table"]
+                    rest[0] in ("args", "models")
+                    or rest in [["precision", name] for name in ("command", "settings", "table")]
                 )
                 assert inside or top in sys.stdlib_module_names, f"{file.name} imports {module}"

@@ -19,10 +19,10 @@ from megatron_nemotron3 import models
 from megatron_nemotron3.args import (
     BACKENDS,
     PRECISIONS,
+    Launch,
     ParallelLayout,
     RuleError,
     TrainingSchedule,
-    bf16_tail,
     check,
     cut_pattern,
     flags,
@@ -33,6 +33,7 @@ from megatron_nemotron3.args import (
     to_argv,
 )
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.precision.table import bf16_tail
 from tests.args.megatron_parser import ask
 
 pytest.importorskip("megatron.training")
@@ -72,7 +73,7 @@ def random_layouts(number: int = 60) -> list[ParallelLayout]:
         }
         layout = ParallelLayout(**sizes, etp=rng.choice((1, 1, 2)))
         schedule = TrainingSchedule(global_batch_size=layout.dp * 8)
-        violations = check(models.SUPER, layout, "bf16", "te", schedule)
+        violations = check(Launch.of(models.SUPER, layout, precision="bf16", backend="te", schedule=schedule))
         if all(violation.severity == "warning" for violation in violations):
             found.append(layout)
     return found
@@ -144,13 +145,15 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         try:
             answer["argv"] = to_argv(
                 flags(
-                    config,
-                    layout,
-                    precision=precision,
-                    backend=backend,
-                    schedule=schedule,
-                    data=mock_data(config),
-                    **options,
+                    Launch.of(
+                        config,
+                        layout,
+                        precision=precision,
+                        backend=backend,
+                        schedule=schedule,
+                        data=mock_data(config),
+                        **options,
+                    )
                 )
             )
         except RuleError as error:
@@ -165,7 +168,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         for answer in found
         if "argv" in answer
     ]
-    base = to_argv(flags(models.SUPER, backend="torch"))
+    base = to_argv(flags(Launch.of(models.SUPER, backend="torch")))
     jobs += [{"argv": base + options.split(), "world_size": 1, "patched": False} for options, _ in CLAIMS]
     replies = ask(jobs)
     for answer, reply in zip((a for a in found if "argv" in a), replies, strict=False):
@@ -384,5 +387,5 @@ def test_vocabulary_is_not_padded(parsed: list[dict[str, Any]]) -> None:
 def test_vocabulary_that_tp_does_not_divide(parsed: list[dict[str, Any]]) -> None:
     sizes = {a["layout"].tp: a["padded_vocab_size"] for a in accepted(parsed) if a["config_in"] == ODD}
     assert sizes == {1: 1001, 2: 1024}
-    assert [v.rule for v in check(ODD, ParallelLayout(tp=2))] == ["vocabulary-tp"]
-    assert check(EVEN, ParallelLayout(tp=2)) == []
+    assert [v.rule for v in check(Launch.of(ODD, ParallelLayout(tp=2)))] == ["vocabulary-tp"]
+    assert check(Launch.of(EVEN, ParallelLayout(tp=2))) == []

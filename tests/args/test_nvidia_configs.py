@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import models
-from megatron_nemotron3.args import ParallelLayout, flags, published, published_layout
+from megatron_nemotron3.args import Launch, ParallelLayout, flags, published, published_layout
 
 ROOT = os.environ.get("MEGATRON_LM_DIR")
 pytestmark = pytest.mark.skipif(not ROOT, reason="MEGATRON_LM_DIR names no Megatron-LM checkout")
@@ -96,7 +96,7 @@ def test_same_or_explained(key: str) -> None:
     schedule = published(config)
     ours = {
         flag.name: list(flag.values)
-        for flag in flags(config, layout, precision=precision, backend="te", schedule=schedule)
+        for flag in flags(Launch.of(config, layout, precision=precision, backend="te", schedule=schedule))
     }
     options = theirs(Path(ROOT or "") / path)
     assert len(options) > 25, "the file was not read"

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_nemotron3 import models
 from megatron_nemotron3.args import (
+    Launch,
     ParallelLayout,
     TrainingSchedule,
     adjusted,
@@ -15,8 +16,9 @@ from megatron_nemotron3.args import (
     published_layout,
     smoke,
 )
+from megatron_nemotron3.args.layout import last_stage_cost
 from megatron_nemotron3.args.phases import PHASES, Phase, phase, require_known
-from megatron_nemotron3.args.pipeline import last_stage_cost, layer_cost
+from megatron_nemotron3.models.flops import layer_flops as layer_cost
 from megatron_nemotron3.models.pattern import parse
 
 
@@ -124,7 +126,16 @@ def test_published_phases_pass_the_rules() -> None:
     for model, _, found in all_phases():
         if found.layout is not None:
             assert (
-                check(models.get(model), found.layout, "bf16", "te", adjusted(found.schedule, steps=10)) == []
+                check(
+                    Launch.of(
+                        models.get(model),
+                        found.layout,
+                        precision="bf16",
+                        backend="te",
+                        schedule=adjusted(found.schedule, steps=10),
+                    )
+                )
+                == []
             )
 
 
@@ -132,7 +143,11 @@ def test_fine_tuning_with_mtp_wants_cp_1() -> None:
     """NVIDIA's configuration of Ultra has CP 8."""
     found = phase(models.ULTRA, "sft")
     layout = ParallelLayout(tp=2, pp=6, cp=8, ep=32, dp=2)
-    violations = check(models.ULTRA, layout, "bf16", "te", found.schedule, extra=found.options)
+    violations = check(
+        Launch.of(
+            models.ULTRA, layout, precision="bf16", backend="te", schedule=found.schedule, extra=found.options
+        )
+    )
     assert [v.rule for v in violations] == ["masked-mtp-cp"]
 
 

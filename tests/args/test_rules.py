@@ -11,6 +11,7 @@ from megatron_nemotron3 import models
 from megatron_nemotron3.args import (
     BACKENDS,
     RULES,
+    Launch,
     ParallelLayout,
     RuleError,
     TrainingSchedule,
@@ -240,7 +241,8 @@ HARMLESS: list[dict[str, Any]] = [
 
 
 def violations(arguments: dict[str, Any]) -> dict[str, Any]:
-    found = check(**{"config": SUPER, "layout": ParallelLayout(), **arguments})
+    rest = dict(arguments)
+    found = check(Launch.of(rest.pop("config", SUPER), rest.pop("layout", None), **rest))
     return {violation.rule: violation for violation in found}
 
 
@@ -261,9 +263,9 @@ def test_rule_fires(name: str) -> None:
     config, where = arguments.pop("config"), arguments.pop("layout")
     if severity == "error":
         with pytest.raises(RuleError, match=re.escape(name)):
-            flags(config, where, **arguments)
+            flags(Launch.of(config, where, **arguments))
     elif not any(violation.severity == "error" for violation in found.values()):
-        assert flags(config, where, **arguments)
+        assert flags(Launch.of(config, where, **arguments))
 
 
 @pytest.mark.parametrize("name", ["nano", "super", "ultra"])
@@ -275,7 +277,16 @@ def test_silent_on_published_launches(name: str, precision: str, backend: str) -
     where = published_layout(config)
     assert where is not None
     file = FILE if precision == "nvfp4" else None
-    found = check(config, where, precision, backend, published(config), te_precision_config_file=file)
+    found = check(
+        Launch.of(
+            config,
+            where,
+            precision=precision,
+            backend=backend,
+            schedule=published(config),
+            te_precision_config_file=file,
+        )
+    )
     expected = {("mxfp8", "torch"): ["mxfp8-torch"], ("nvfp4", "torch"): ["nvfp4-torch"]}
     assert [violation.rule for violation in found] == expected.get((precision, backend), [])
 
@@ -293,14 +304,17 @@ def test_silent_on_published_long_context(name: str, sizes: dict[str, int], seq_
     schedule = TrainingSchedule(
         seq_length=seq_length, train_iters=1, lr=1e-5, min_lr=1e-5, lr_wsd_decay_iters=1
     )
-    assert check(models.get(name), layout(**sizes), "bf16", "te", schedule) == []
+    assert (
+        check(Launch.of(models.get(name), layout(**sizes), precision="bf16", backend="te", schedule=schedule))
+        == []
+    )
 
 
 @pytest.mark.parametrize("name", models.names())
 def test_silent_on_tiny_models(name: str) -> None:
     tiny = models.get(f"{name}-tiny")
     for where in (layout(), layout(tp=2, dp=2), layout(pp=2, vpp=2), layout(cp=2), layout(tp=4)):
-        assert check(tiny, where) == []
+        assert check(Launch.of(tiny, where)) == []
 
 
 @pytest.mark.parametrize("arguments", HARMLESS, ids=str)
@@ -310,7 +324,11 @@ def test_silent_where_harmless(arguments: dict[str, Any]) -> None:
 
 def test_all_errors_are_listed_at_once() -> None:
     with pytest.raises(RuleError) as caught:
-        flags(ULTRA, layout(tp=16, ep=3, sp=False), extra=("--yaml-cfg", "x", "--grad-reduce-in-bf16"))
+        flags(
+            Launch.of(
+                ULTRA, layout(tp=16, ep=3, sp=False), extra=("--yaml-cfg", "x", "--grad-reduce-in-bf16")
+            )
+        )
     names = [violation.rule for violation in caught.value.violations]
     assert names == ["mamba-groups-tp", "experts-ep", "expert-grid", "moe-tp-without-sp", "yaml-cfg"]
     assert all(f"[{name};" in str(caught.value) for name in names)
@@ -319,6 +337,6 @@ def test_all_errors_are_listed_at_once() -> None:
 
 def test_unknown_names() -> None:
     with pytest.raises(ValueError, match="fp16.*bf16, fp32, mxfp8, nvfp4"):
-        check(SUPER, layout(), "fp16")
+        check(Launch.of(SUPER, layout(), precision="fp16"))
     with pytest.raises(ValueError, match="cuda.*auto, te, torch"):
-        check(SUPER, layout(), "bf16", "cuda")
+        check(Launch.of(SUPER, layout(), precision="bf16", backend="cuda"))

@@ -14,7 +14,7 @@ from unittest import mock
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get, tiny
-from megatron_nemotron3.train import launch, log
+from megatron_nemotron3.train import log, processes
 from tests.support import distributed
 from tests.support.short_run import mock_argv, short_schedule
 
@@ -27,7 +27,7 @@ def argv(layout: ParallelLayout, *extra: str, **folders: str) -> list[str]:
     """Launcher arguments of a run of `STEPS` steps that saves every `EVERY` where `save` is given."""
     schedule = short_schedule(STEPS, seq_length=32, global_batch_size=2, save_interval=EVERY)
     words = mock_argv(CONFIG, layout, schedule, extra, **folders)
-    return ["--device", "cpu", str(launch.ENTRY), *words]
+    return ["--device", "cpu", str(processes.ENTRY), *words]
 
 
 def train(layout: ParallelLayout, *extra: str, **folders: str) -> tuple[log.Curve, str]:

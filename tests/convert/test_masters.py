@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_nemotron3.args import ParallelLayout, TrainingData, flags, to_argv
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingData, flags, to_argv
 from megatron_nemotron3.checkpoint.metadata import CheckpointIndex, StoredTensor, read_metadata
 from megatron_nemotron3.convert.masters import masters
 from megatron_nemotron3.convert.places import plain, what_else
-from megatron_nemotron3.train import launch
+from megatron_nemotron3.train import processes
 from tests.checkpoint.reading import read_rows
 from tests.checkpoint.runs import CONFIG
 from tests.support.short_run import short_schedule
@@ -32,16 +32,18 @@ def saved(folder: Path, layout: ParallelLayout, distributed: bool, *extra: str) 
     schedule = short_schedule(2, seq_length=32, global_batch_size=2, save_interval=2)
     data = TrainingData(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=255, save=str(folder))
     chosen = flags(
-        CONFIG,
-        layout,
-        precision="bf16",
-        backend="torch",
-        schedule=schedule,
-        data=data,
-        extra=extra,
-        distributed_optimizer=distributed,
+        Launch.of(
+            CONFIG,
+            layout,
+            precision="bf16",
+            backend="torch",
+            schedule=schedule,
+            data=data,
+            extra=extra,
+            distributed_optimizer=distributed,
+        )
     )
-    argv = ["--device", "cpu", str(launch.ENTRY), *to_argv(chosen)]
+    argv = ["--device", "cpu", str(processes.ENTRY), *to_argv(chosen)]
     distributed.run_launcher(argv, layout.world_size, timeout=240)
     return read_metadata(folder / "iter_0000002")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3 import models
-from megatron_nemotron3.args import Flag, flags, smoke, to_argv
+from megatron_nemotron3.args import Flag, Launch, flags, smoke, to_argv
 from megatron_nemotron3.checkpoint.describe import common_state as stored_state
 from megatron_nemotron3.checkpoint.describe import layout_of
 from megatron_nemotron3.checkpoint.metadata import CheckpointIndex, StoredObject
@@ -99,7 +99,7 @@ OTHERWISE = {
 def ours(config: Nemotron3Config, *extra: str) -> list[Flag]:
     """Our flags for one rank, and no tokenizer."""
     schedule = dataclasses.replace(smoke(config), seq_length=config.seq_length)
-    return flags(config, backend="torch", schedule=schedule, extra=extra)
+    return flags(Launch.of(config, backend="torch", schedule=schedule, extra=extra))
 
 
 def parse(jobs: list[list[str]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from megatron_nemotron3.data import TokenizerInfo, byte_tokenizer, write_dataset
+from megatron_nemotron3.train.data import TokenizerInfo, byte_tokenizer, write_dataset
 
 indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
 

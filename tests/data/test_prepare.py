@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.data import prepare
+from megatron_nemotron3.train.data import prepare
 
 pytest.importorskip("megatron.core")
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_nemotron3.data import read_texts
-from megatron_nemotron3.data.text import PIECE, _pieces
+from megatron_nemotron3.train.data import read_texts
+from megatron_nemotron3.train.data.text import PIECE, _pieces
 
 
 def _folder(root: Path, files: dict[str, bytes]) -> Path:

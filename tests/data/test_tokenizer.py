@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_nemotron3.data import byte_tokenizer, read_texts, train_tokenizer
-from megatron_nemotron3.data.tokenizer import END_OF_DOCUMENT
+from megatron_nemotron3.train.data import byte_tokenizer, read_texts, train_tokenizer
+from megatron_nemotron3.train.data.tokenizer import END_OF_DOCUMENT
 
 VOCAB = 512
 TEXTS = read_texts(max_bytes=200_000).documents
@@ -59,7 +59,7 @@ def test_it_compresses(bpe):
 
 _TRAIN = """
 import sys
-from megatron_nemotron3.data import read_texts, train_tokenizer
+from megatron_nemotron3.train.data import read_texts, train_tokenizer
 train_tokenizer(read_texts(max_bytes=200_000).documents, 512, sys.argv[1])
 """
 

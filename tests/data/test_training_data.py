@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_nemotron3.data import prepare, read_texts, unigram_baseline
-from megatron_nemotron3.data.tokenizer import END_OF_DOCUMENT
+from megatron_nemotron3.train.data import prepare, read_texts, unigram_baseline
+from megatron_nemotron3.train.data.tokenizer import END_OF_DOCUMENT
 
 arguments = pytest.importorskip("megatron.training.arguments")
 from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E402

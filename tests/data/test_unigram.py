@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_nemotron3.data import (
+from megatron_nemotron3.train.data import (
     byte_tokenizer,
     default_split,
     split_documents,
     unigram_baseline,
     write_dataset,
 )
-from megatron_nemotron3.data.unigram import cross_entropy, entropy
+from megatron_nemotron3.train.data.unigram import cross_entropy, entropy
 
 pytest.importorskip("megatron.core")
 

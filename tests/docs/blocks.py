@@ -20,7 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/index.md")
+PAGES = (
+    "README.md",
+    "docs/index.md",
+    "docs/environment.md",
+    "docs/launching.md",
+    "docs/nvfp4.md",
+    "docs/plan.md",
+    "docs/parity.md",
+    "docs/monitor.md",
+    "docs/conversion.md",
+)
 
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>.*?) -->\n)?^```(?P<language>bash|sh|python)\n(?P<text>.*?)^```$", re.M | re.S

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.data import train_tokenizer
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.generate import GenerationOptions, generate
 from megatron_nemotron3.generate.text import Detokenizer, OutputStream, OutputText, Tokenizer
 from megatron_nemotron3.generate.weights import load
+from megatron_nemotron3.train.data import train_tokenizer
 from tests.convert.folders import write_hf
 from tests.support.engines import agreeing_tensors, repeatable
 from tests.support.generation_folders import TEXT, TOKENS, Folders, small_config

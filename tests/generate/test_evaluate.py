@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.data import split_documents
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.evaluate import acceptance, losses, windows
 from megatron_nemotron3.generate.evaluate_command import data_tokens
 from megatron_nemotron3.generate.text import Tokenizer
 from megatron_nemotron3.generate.weights import load, read_weights
 from megatron_nemotron3.models import get
+from megatron_nemotron3.train.data import split_documents
 from tests.convert.folders import write_hf
 from tests.support.checkpoint_pair import pair
 from tests.support.engines import agreeing, agreeing_tensors

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from benchmarks.gpu_world import host_waits, world
 from megatron_nemotron3.models import get
-from megatron_nemotron3.precision import hadamard
-from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.recipe import Spec
+from megatron_nemotron3.precision.scales import hadamard_matrix
+from megatron_nemotron3.precision.settings import emulating, parse
 from tests.precision import test_quantizer_draws as draws
 from tests.precision import test_triton_quantize as checks
-from tests.precision.emulating import emulating, quant_recipe
+from tests.support.emulation import quant_recipe
 from tests.support.model_mapping import megatron_model, randomize
 
 on_gpu = [
@@ -79,7 +80,7 @@ def test_rotation(axis: int, dtype: torch.dtype) -> None:
     rotated, largest = triton_quantize.magnitudes(x, how)
     with checks.path(None):
         wanted = checks.quantizer.prepare(x, how)
-    h = hadamard.matrix(x.device, torch.float64)
+    h = hadamard_matrix(x.device, torch.float64)
     blocks = (x if axis == -1 else x.t()).double().reshape(-1, 16)
     exact = blocks @ h
     found = (rotated if axis == -1 else rotated.t()).reshape(-1, 16)
@@ -146,7 +147,7 @@ def kernels_of(device: str) -> Any:
 
 
 def build(device: str, emulation: str) -> Any:
-    with emulating(emulation):
+    with emulating(parse(emulation)):
         model = megatron_model(
             get("super-tiny"),
             use_cpu_initialization=device == "cpu",

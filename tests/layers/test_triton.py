@@ -278,7 +278,7 @@ bare = dict(document=None, D=None, s=1, h=1, per_group=1, p=1, x_h=1)
 for kernel in (kernels.outputs, kernels.head_gradients, kernels.group_gradients):
     given = {k: v for k, v in (scan | bare).items() if k in kernel.arg_names}
     cases.append((kernel, given, 4, 1))
-for kernel in (triton_activation._forward, triton_activation._backward):
+for kernel in (triton_activation._forward_kernel, triton_activation._backward_kernel):
     cases.append((kernel, dict(BLOCK=1024), 4, 3))
 for kernel, constants, warps, stages in cases:
     def kind(name):

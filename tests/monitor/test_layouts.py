@@ -15,7 +15,7 @@ from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.series import KINDS
-from megatron_nemotron3.train import launch, log
+from megatron_nemotron3.train import log, processes
 from tests.support.distributed import run_launcher
 from tests.support.short_run import mock_argv, short_schedule
 
@@ -49,13 +49,13 @@ def argv(layout: ParallelLayout, extra: tuple[str, ...], steps: int = STEPS, **d
     return mock_argv(CONFIG, layout, short_schedule(steps, lr=1e-6, min_lr=1e-7), extra, **data)
 
 
-def train(words: list[str], layout: ParallelLayout, script: Path = launch.ENTRY) -> str:
+def train(words: list[str], layout: ParallelLayout, script: Path = processes.ENTRY) -> str:
     """What the run prints."""
-    if script == launch.ENTRY:
+    if script == processes.ENTRY:
         return run_launcher(["--device", "cpu", str(script), *words], layout.world_size)
-    command = launch.command(words, layout.world_size, "cpu")
-    command[command.index(str(launch.ENTRY))] = str(script)
-    env = {**launch.environment(layout.world_size, "cpu"), "OMP_NUM_THREADS": "1"}
+    command = processes.command(words, layout.world_size, "cpu")
+    command[command.index(str(processes.ENTRY))] = str(script)
+    env = {**processes.environment(layout.world_size, "cpu"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
@@ -84,7 +84,7 @@ def weights() -> str:
 
 
 @functools.cache
-def run(name: str, script: Path = launch.ENTRY) -> tuple[dict[int, log.Step], events.History]:
+def run(name: str, script: Path = processes.ENTRY) -> tuple[dict[int, log.Step], events.History]:
     """(log lines, TensorBoard series) of two steps from those weights."""
     layout, extra = LAYOUTS[name]
     board = folder() / f"{script.stem}-{name}"
@@ -107,7 +107,7 @@ def monitored(history: events.History) -> dict[str, dict[int, float]]:
     return {tag: dict(points) for tag, points in history.items() if tag.split("/")[0] in {*KINDS, "monitor"}}
 
 
-def assert_same(name: str, script: Path = launch.ENTRY) -> None:
+def assert_same(name: str, script: Path = processes.ENTRY) -> None:
     """All values of a layout are those of one process."""
     lines, history = run(name, script)
     expected_lines, expected = run("one")

@@ -10,9 +10,9 @@ import torch
 
 from megatron_nemotron3.monitor.series import KINDS
 from megatron_nemotron3.train import log
-from tests.monitor.step import MICRO_BATCHES, Run, run
 from tests.support.distributed import run_distributed
 from tests.support.models import SIZES
+from tests.support.monitored_step import MICRO_BATCHES, Run, run
 
 EXPERTS, TOPK = SIZES["num_moe_experts"], SIZES["moe_router_topk"]
 #: Row -> (captured module, which visits of a micro-batch: start and stride).

@@ -106,7 +106,7 @@ def broken(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("no folder", "is no folder: give the one of --tensorboard-dir"),
+        ("no folder", "is not a folder: give the one of --tensorboard-dir"),
         ("no event files", "holds no TensorBoard event files"),
         ("two runs", "holds the event files of 2 runs, name one"),
         ("not ours", "hold no monitored series"),

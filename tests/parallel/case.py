@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from unittest import mock
 
-from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, flags, to_argv
 from megatron_nemotron3.models import Nemotron3Config
 from tests.support.short_run import short_schedule
 
@@ -67,13 +67,16 @@ class Case:
     def _words(self, schedule: TrainingSchedule) -> list[str]:
         return to_argv(
             flags(
-                self.config,
-                self.layout,
-                precision=self.precision,
-                backend="torch",
-                schedule=schedule,
-                # The step of Adam divides by |gradient| + epsilon. With an epsilon above the gradients it
-                # is nearly linear in them; with 1e-8 rounding noise of a zero gradient moves a weight by lr.
-                extra=("--adam-eps", "1e-2", *self.extra),
+                Launch.of(
+                    self.config,
+                    self.layout,
+                    precision=self.precision,
+                    backend="torch",
+                    schedule=schedule,
+                    # The step of Adam divides by |gradient| + epsilon. With an epsilon above the gradients it
+                    # is nearly linear in them; with 1e-8 rounding noise of a zero gradient moves a weight by
+                    # lr.
+                    extra=("--adam-eps", "1e-2", *self.extra),
+                )
             )
         )

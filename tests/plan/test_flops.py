@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_nemotron3 import build_model, cpu_mode
-from megatron_nemotron3.args import ParallelLayout, flags, to_argv
+from megatron_nemotron3.args import Launch, ParallelLayout, flags, to_argv
 from megatron_nemotron3.build import megatron_args
 from megatron_nemotron3.models import get, names, tiny
 from megatron_nemotron3.plan.flops import model_operations, step_flops, stock_differences
@@ -57,7 +57,9 @@ def stock(names: list[str]) -> list[float]:
     found = []
     for name in names:
         config = get(name)
-        args = megatron_args(to_argv(flags(config, ParallelLayout(), backend="torch", precision="fp32")), 1)
+        args = megatron_args(
+            to_argv(flags(Launch.of(config, ParallelLayout(), backend="torch", precision="fp32"))), 1
+        )
         args.seq_length = 8192
         args.padded_vocab_size = config.vocab_size
         found.append(num_floating_point_operations(args, 4))

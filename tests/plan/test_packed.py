@@ -10,8 +10,8 @@ from megatron_nemotron3.models import get
 from megatron_nemotron3.plan.activations import layer_activations
 from megatron_nemotron3.plan.memory import memory
 from megatron_nemotron3.plan.packed import PACKED, bytes_by_linear, weight_copies
-from megatron_nemotron3.precision.packed import quantize
-from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.quantizer import quantize
+from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.table import MXFP8, NVFP4
 
 SUPER = get("super")

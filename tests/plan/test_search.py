@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, published_layout, rules
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, published_layout, rules
 from megatron_nemotron3.models import get
 from megatron_nemotron3.plan.hardware import GPUS
 from megatron_nemotron3.plan.search import (
@@ -45,14 +45,16 @@ def test_legal_is_what_the_rules_allow(name: str) -> None:
     allowed = []
     for layout in layouts(question.config, question.gpus, question.seq_length, question.global_batch_size):
         violations = rules.check(
-            question.config,
-            layout,
-            question.precision,
-            "te",
-            schedule,
-            te_precision_config_file="precision.yaml",
-            compute_capability=question.gpu.capability,
-            megatron_core=question.megatron_core,
+            Launch.of(
+                question.config,
+                layout,
+                precision=question.precision,
+                backend="te",
+                schedule=schedule,
+                te_precision_config_file="precision.yaml",
+                compute_capability=question.gpu.capability,
+                megatron_core=question.megatron_core,
+            )
         )
         if not any(violation.severity == "error" for violation in violations):
             allowed.append(layout)

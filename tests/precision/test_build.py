@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import megatron_nemotron3 as n3
+from megatron_nemotron3.args import Launch
 from megatron_nemotron3.args.rules import RuleError
 from megatron_nemotron3.build import model_config
 from megatron_nemotron3.models import tiny
@@ -16,8 +17,7 @@ from megatron_nemotron3.precision import install, yaml_file
 from megatron_nemotron3.precision.settings import current, emulating, parse
 from megatron_nemotron3.precision.table import expected
 from tests.support.distributed import initialize, run_distributed
-
-from .emulating import seed
+from tests.support.emulation import seed
 
 TINY = tiny(n3.get("super"))
 
@@ -63,8 +63,8 @@ def test_a_model_built_in_python(tmp_path: Path) -> None:
 
 def test_refused() -> None:
     with pytest.raises(RuleError, match="emulation is of nvfp4 by the torch backend's linears, not of bf16"):
-        model_config("super", tiny=True, backend="torch", emulate=True)
+        model_config(Launch.of("super", tiny=True, backend="torch", emulate=True))
     with pytest.raises(RuleError, match="nvfp4 without --te-precision-config-file"):
-        model_config("super", tiny=True, backend="torch", precision="nvfp4", emulate=True)
+        model_config(Launch.of("super", tiny=True, backend="torch", precision="nvfp4", emulate=True))
     with pytest.raises(ValueError, match="'st' is no switch"):
-        model_config("super", tiny=True, backend="torch", precision="nvfp4", emulate="nvfp4,st=0")
+        model_config(Launch.of("super", tiny=True, backend="torch", precision="nvfp4", emulate="nvfp4,st=0"))

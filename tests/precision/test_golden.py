@@ -11,9 +11,9 @@ import numpy
 import pytest
 import torch
 
-from megatron_nemotron3.precision import packed, quantizer
+from megatron_nemotron3.precision import quantizer
 from megatron_nemotron3.precision.numerics import e4m3
-from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.recipe import Spec
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "nvfp4_training.npz"
 CASES = (
@@ -76,7 +76,7 @@ def test_bytes_are_transformer_engines(golden, case: str, kind: str, device: str
         assert case in ("huge", "infinite") and spec.hadamard  # their sums overflow
         return
     x, given = _input(golden, case, device)
-    made = packed.quantize(x, spec, amax=given)
+    made = quantizer.quantize(x, spec, amax=given)
     assert made.amax is not None
     assert made.amax.cpu().numpy().tobytes() == golden[f"{name}.amax"].tobytes()
     assert numpy.array_equal(made.scales.cpu().numpy(), golden[f"{name}.scales"])
@@ -89,14 +89,14 @@ def test_bytes_are_transformer_engines(golden, case: str, kind: str, device: str
 def test_the_fast_values_are_the_codes_decoded(golden, case: str, kind: str, device: str) -> None:
     spec = KINDS[kind]
     x, given = _input(golden, case, device)
-    slow = packed.quantize(x, spec, amax=given)
+    slow = quantizer.quantize(x, spec, amax=given)
     for dtype in (torch.float32, torch.bfloat16):
         fast = quantizer.fake_quantize(x, spec, amax=given, dtype=dtype)
         assert torch.allclose(fast, slow.dequantize(dtype), rtol=0, atol=0, equal_nan=True)
         assert fast.dtype == dtype and fast.shape == x.shape
     units = quantizer.units(x, spec, amax=given)
     assert torch.equal(units.amax, slow.amax)
-    ones = packed.Packed(slow.codes, slow.scales, torch.tensor(2688.0, device=device), spec)
+    ones = quantizer.Packed(slow.codes, slow.scales, torch.tensor(2688.0, device=device), spec)
     assert torch.equal(units.values.float(), ones.dequantize())  # exact in the dtype of x, BF16 and FP16 too
 
 

@@ -16,14 +16,12 @@ from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear
 from megatron_nemotron3.layers.linear import DuplicatedLinear, NormColumnParallelLinear
 from megatron_nemotron3.layers.norm import RMSNorm
 from megatron_nemotron3.precision import install, settings
-from megatron_nemotron3.precision.products import Recipe, recipe
 from megatron_nemotron3.precision.quantizer import fake_quantize
+from megatron_nemotron3.precision.recipe import Recipe, Spec, recipe
 from megatron_nemotron3.precision.settings import Emulation
-from megatron_nemotron3.precision.spec import Spec
+from tests.support.emulation import seed
 from tests.support.models import hybrid_config
 from tests.support.world import world_of_one
-
-from .emulating import seed
 
 #: Of FP32 sums in another order, relative to the norm; of a BF16 result.
 NOISE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
@@ -327,7 +325,9 @@ def test_evaluation_has_a_recipe_of_its_own() -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(ValueError, match=r"decoder layer 3, mixer: .*\[90, 64\] does not fill blocks of 16"):
+    with pytest.raises(
+        ValueError, match=r"decoder layer 3, mixer: .*\[90, 64\] is not divisible into nvfp4 blocks of 16"
+    ):
         install.settle(
             duplicated(64, 90, torch.float32), "decoder layer 3, mixer", "nvfp4", Emulation(), None
         )

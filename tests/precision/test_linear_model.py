@@ -11,10 +11,9 @@ import torch
 from megatron_nemotron3.precision import install
 from megatron_nemotron3.precision.census import CensusError, census
 from megatron_nemotron3.precision.settings import Emulation
+from tests.support.emulation import Step, assert_same, built, seed, step
 from tests.support.models import hybrid_config
 from tests.support.world import world_of_one
-
-from .emulating import Step, assert_same, built, seed, step
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,5 +143,7 @@ def test_refused() -> None:
     kept = {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 9, "num_layers_at_start_in_bf16": 0}
     with pytest.raises(ValueError, match="0 BF16 layers at the start and 9 at the end of 1"):
         install.ambient_of(hybrid_config("M", **kept), Emulation())
-    with pytest.raises(ValueError, match="decoder layer 1, mixer.in_proj: .* does not fill blocks of 16"):
+    with pytest.raises(
+        ValueError, match="decoder layer 1, mixer.in_proj: .* is not divisible into nvfp4 blocks of 16"
+    ):
         built("nvfp4", "M", mamba_num_heads=8, mamba_head_dim=16, first_last_layers_bf16=False)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.precision import install
-from megatron_nemotron3.precision.products import recipe
+from megatron_nemotron3.precision.recipe import recipe
 from megatron_nemotron3.precision.settings import Emulation
 from tests.support.distributed import initialize, run_distributed
+from tests.support.emulation import built, step
 from tests.support.models import hybrid_config
 
-from .emulating import built, step
 from .test_linear import NOISE, QUANTIZED, Step, away, definition
 
 EXACT = Emulation(stochastic=False)

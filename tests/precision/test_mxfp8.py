@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_nemotron3.precision import mxfp8, packed
+from megatron_nemotron3.precision import quantizer
 from megatron_nemotron3.precision.quantizer import fake_quantize
-from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.recipe import Spec
+from megatron_nemotron3.precision.scales import mxfp8_exponents, mxfp8_scales
 
 ROW = Spec("mxfp8")
 
@@ -56,7 +57,7 @@ def test_every_block_is_the_definition(seed: int, power: int, spread: int, dtype
     x = torch.randn(2, 32, generator=generator)
     x *= torch.exp2(-torch.randint(0, spread + 1, (2, 32), generator=generator).float())
     x = (x * 2.0**power).to(dtype)
-    made, values = packed.quantize(x, ROW), fake_quantize(x, ROW, dtype=torch.float32)
+    made, values = quantizer.quantize(x, ROW), fake_quantize(x, ROW, dtype=torch.float32)
     for row in range(2):
         biased, exact = _reference(x[row].tolist())
         assert made.scales[row].item() == biased
@@ -69,16 +70,16 @@ def test_448_is_the_last_that_fits(exponent: int) -> None:
     largest = torch.tensor([448.0]) * 2.0**exponent
     # One FP32 step below and above; the product with 1/448 rounds, but never past a power of two.
     below, above = (torch.nextafter(largest, torch.tensor([end])) for end in (0.0, torch.inf))
-    assert mxfp8.exponents(torch.cat((below, largest, above))).tolist() == [
+    assert mxfp8_exponents(torch.cat((below, largest, above))).tolist() == [
         e + exponent + 127 for e in (0, 0, 1)
     ]
 
 
 def test_every_exponent_divides_and_multiplies_exactly() -> None:
     amax = 448.0 * torch.exp2(torch.arange(-126, 119).float())
-    biased = mxfp8.exponents(amax)
+    biased = mxfp8_exponents(amax)
     assert biased.tolist() == list(range(1, 246))
-    scale = mxfp8.scales(amax)
+    scale = mxfp8_scales(amax)
     assert torch.equal(scale.encode * scale.block, torch.ones(245))
     assert torch.equal(scale.block, torch.exp2(torch.arange(-126, 119).float()))
 
@@ -87,7 +88,7 @@ def test_zero_and_the_smallest_become_zero() -> None:
     x = torch.zeros(3, 32)
     x[1, 4] = 448 * 2.0**-127
     x[2, 4] = 448 * 2.0**-126
-    made = packed.quantize(x, ROW)
+    made = quantizer.quantize(x, ROW)
     assert made.scales.flatten().tolist() == [0, 0, 1]
     assert not made.codes[:2].any() and made.codes[2, 4] == 0x7E
     assert not fake_quantize(x, ROW)[:2].any()
@@ -95,7 +96,7 @@ def test_zero_and_the_smallest_become_zero() -> None:
 
 
 def test_bytes_of_what_is_not_finite() -> None:
-    assert mxfp8.exponents(torch.tensor([torch.nan, torch.inf])).tolist() == [255, 254]
+    assert mxfp8_exponents(torch.tensor([torch.nan, torch.inf])).tolist() == [255, 254]
 
 
 def test_values_are_exact_in_bf16() -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.precision.install import emulate_stack, published_tail
-from megatron_nemotron3.precision.observe import Observer
-from megatron_nemotron3.precision.products import Recipe
+from megatron_nemotron3.precision.observe import Observed, Observer
 from megatron_nemotron3.precision.quantizer import fake_quantize
+from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.report import GRADIENT, Row
 from megatron_nemotron3.precision.settings import (
     LOG_VARIABLE,
@@ -23,13 +23,11 @@ from megatron_nemotron3.precision.settings import (
     logging_precision,
     parse_logging,
 )
-from megatron_nemotron3.precision.shadow import Observed
-from megatron_nemotron3.precision.spec import Spec
 from megatron_nemotron3.precision.statistics import Sums, measure, numbers
 from tests.support.distributed import initialize, run_distributed
+from tests.support.emulation import assert_same, built, seed, step
+from tests.support.precision_log import Run, Seen, train
 
-from .emulating import assert_same, built, seed, step
-from .measuring import Run, Seen, train
 from .test_linear import MXFP8, NVFP4
 
 OUT_PROJ, SHARED_FC2 = "decoder.layers.0.mixer.out_proj", "decoder.layers.1.mlp.shared_experts.linear_fc2"
@@ -232,5 +230,5 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with logging_precision(chosen), pytest.raises(ValueError, match=message):
         emulate_stack(foreign)
     graphs: Any = SimpleNamespace(config=SimpleNamespace(cuda_graph_impl="local"))
-    with pytest.raises(ValueError, match="--cuda-graph-impl local: a replayed graph shows no operands"):
+    with pytest.raises(ValueError, match="--cuda-graph-impl local: a replayed graph hides the operands"):
         Observer(graphs, chosen, used=False)

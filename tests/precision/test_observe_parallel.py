@@ -14,15 +14,14 @@ import torch
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision import report
+from megatron_nemotron3.precision.observe import Observed
 from megatron_nemotron3.precision.report import GRADIENT, Row
 from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging, logging_precision
-from megatron_nemotron3.precision.shadow import Observed
-from megatron_nemotron3.train import launch
+from megatron_nemotron3.train import processes
 from tests.support.distributed import initialize, run_distributed, run_launcher
+from tests.support.emulation import built
+from tests.support.precision_log import Run, train
 from tests.support.short_run import mock_argv, short_schedule
-
-from .emulating import built
-from .measuring import Run, train
 
 #: No Mamba, whose parts tensor parallelism cuts in a way of its own.
 SHAPE: dict[str, Any] = {"pattern": "E*E", "mtp_use_repeated_layer": False, "num_layers_at_end_in_bf16": 0}
@@ -139,7 +138,7 @@ def launched(
     """Three steps in Megatron's own loop."""
     monkeypatch.setenv(LOG_VARIABLE, f"{interval}:{folder}")
     words = mock_argv(CONFIG, layout, short_schedule(3, lr=1e-6, min_lr=1e-7))
-    output = run_launcher(["--device", "cpu", str(launch.ENTRY), *words], layout.world_size)
+    output = run_launcher(["--device", "cpu", str(processes.ENTRY), *words], layout.world_size)
     assert f"every {interval} iterations, into {folder}/precision.csv" in output
     return report.read(folder)
 

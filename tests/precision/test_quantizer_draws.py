@@ -11,7 +11,7 @@ import torch
 
 from megatron_nemotron3.precision import quantizer
 from megatron_nemotron3.precision.quantizer import fake_quantize
-from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.recipe import Spec
 from tests.precision.test_triton_quantize import INTERPRETED, SPECS, path, same, seeded, values
 
 

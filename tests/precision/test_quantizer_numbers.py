@@ -5,19 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_nemotron3.precision import hadamard, nvfp4
 from megatron_nemotron3.precision.quantizer import fake_quantize, prepare, units
-from megatron_nemotron3.precision.spec import Spec
+from megatron_nemotron3.precision.recipe import Spec
+from megatron_nemotron3.precision.scales import (
+    HADAMARD_SIGNS,
+    hadamard_matrix,
+    nvfp4_scales,
+    nvfp4_steps,
+    rotate,
+)
 from tests.precision.test_quantizer import SPECS, _generator, _normal, _sqnr, _zeros
 
 # Hadamard
 
 
 def test_the_transform_is_orthogonal_with_fixed_signs() -> None:
-    h = hadamard.matrix(torch.device("cpu"), torch.float64)
+    h = hadamard_matrix(torch.device("cpu"), torch.float64)
     assert torch.equal(h @ h.t(), torch.eye(16, dtype=torch.float64))
-    assert torch.equal(h[:, 0] * 4, torch.tensor(hadamard.SIGNS, dtype=torch.float64))
-    assert hadamard.SIGNS == (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+    assert torch.equal(h[:, 0] * 4, torch.tensor(HADAMARD_SIGNS, dtype=torch.float64))
+    assert HADAMARD_SIGNS == (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
     # Sylvester: row i of H times row j is row i xor j.
     plain = h * h[:, :1] * 16
     for i in range(16):
@@ -30,7 +36,7 @@ def test_rotating_both_operands_of_wgrad_changes_nothing() -> None:
     turned = []
     for operand in (dy, x):
         view = operand.view(4, 16, -1)
-        turned.append(hadamard.rotate(view, torch.empty_like(view)).view(operand.shape).double())
+        turned.append(rotate(view, torch.empty_like(view)).view(operand.shape).double())
     exact = dy.double().t() @ x.double()
     assert _sqnr(exact, turned[0].t() @ turned[1]) > 120
     assert not torch.allclose(turned[0].float(), dy, atol=0.1)
@@ -41,7 +47,7 @@ def test_the_rotation_rounds_to_the_dtype_before_the_scales() -> None:
     found = prepare(x, Spec(axis=-2, hadamard=True))
     assert found.x.dtype == torch.bfloat16 and found.ours
     assert found.amax == found.x.float().abs().max()
-    exact = hadamard.matrix(x.device).t() @ x.float().view(4, 16, 32)
+    exact = hadamard_matrix(x.device).t() @ x.float().view(4, 16, 32)
     assert torch.equal(found.x, exact.bfloat16().view(64, 32))
 
 
@@ -53,7 +59,7 @@ def test_the_transform_saves_elements_from_zero_and_not_the_signal() -> None:
     plain = fake_quantize(dy, Spec(axis=-2))
     turned = fake_quantize(dy, Spec(axis=-2, hadamard=True))
     assert _zeros(plain) > 0.08 and _zeros(turned) < _zeros(plain) * 0.9
-    back = (hadamard.matrix(dy.device) @ turned.view(-1, 16, 256)).view(dy.shape)
+    back = (hadamard_matrix(dy.device) @ turned.view(-1, 16, 256)).view(dy.shape)
     assert _sqnr(dy, back) < _sqnr(dy, plain)
 
 
@@ -68,8 +74,8 @@ def test_the_mean_of_draws_converges_away_from_block_maxima() -> None:
     mean = total / draws
     magnitudes = x.view(64, 4, 16).abs()
     is_max = (magnitudes == magnitudes.amax(2, keepdim=True)).view(64, 64)
-    scale = nvfp4.scales(magnitudes.amax(2), x.abs().max())
-    step = nvfp4.steps(scale.block, x.abs().max()).repeat_interleave(16, 1).double()
+    scale = nvfp4_scales(magnitudes.amax(2), x.abs().max())
+    step = nvfp4_steps(scale.block, x.abs().max()).repeat_interleave(16, 1).double()
     cut_off = (x.view(64, 4, 16) * scale.encode[..., None]).abs().view(64, 64) > 6
     assert 0 < (cut_off & ~is_max).sum() < 20  # now and then the second largest, too
     # An element's spacing is at most 2 steps, its deviation at most 1.
@@ -91,7 +97,7 @@ def test_draws_are_neighbors_seeded_and_new_every_time() -> None:
         fake_quantize(x, row, generator), a
     )
     magnitudes = x.view(-1, 16).abs()
-    scale = nvfp4.scales(magnitudes.amax(1, keepdim=True), x.abs().max())
+    scale = nvfp4_scales(magnitudes.amax(1, keepdim=True), x.abs().max())
     scaled = (x.view(-1, 16) * scale.encode).clamp(-6, 6).flatten()
     values = torch.tensor([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6.0])
     drawn = (units(x, row, _generator(1)).values.view(-1, 16) / scale.block).flatten()

@@ -72,9 +72,9 @@ def test_a_run_that_was_killed_while_writing(tmp_path: Path) -> None:
         ("", ":1 is not the header"),
         ("a,b\n1,2\n", ":1 is not the header iteration,layer"),
         (",".join(Row._fields) + "\n", "holds no measurement"),
-        (",".join(Row._fields) + "\n1,layer_001\n", ":2 is broken .2 cells instead of 13"),
+        (",".join(Row._fields) + "\n1,layer_001\n", ":2 is malformed .2 cells instead of 13"),
         (",".join(Row._fields) + "\n1,l,m,nvfp4,other,1,5,0,0,0,0,-1,\n", "unknown tensor 'other'"),
-        (",".join(Row._fields) + "\nx,l,m,nvfp4,fprop.x,1,5,0,0,0,0,-1,\n", ":2 is broken"),
+        (",".join(Row._fields) + "\nx,l,m,nvfp4,fprop.x,1,5,0,0,0,0,-1,\n", ":2 is malformed"),
         ("\u00e9\n", "is no precision report"),
     ],
 )
@@ -118,12 +118,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_picture_names_formats_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
-    from megatron_nemotron3.precision import heatmap
-
     seen: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (seen.append(self), save(self, *a, **k)))
-    heatmap.plot(rows(7), tmp_path / "a.png", "mine")
+    report.plot(rows(7), tmp_path / "a.png", "mine")
     (figure,) = seen
     axes = [a for a in figure.axes if a.get_title()]
     titles = [a.get_title() for a in axes]

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.precision.experts import Rows, stacked_operand
-from megatron_nemotron3.precision.products import operand, padded
+from megatron_nemotron3.precision.products import dequantized, operand, padded
 from megatron_nemotron3.precision.quantizer import fake_quantize, prepare
-from megatron_nemotron3.precision.spec import NVFP4, Spec
+from megatron_nemotron3.precision.recipe import PUBLISHED, Spec
 from megatron_nemotron3.precision.statistics import (
     ELEMENTS,
     ZEROS,
     Numbers,
     Sums,
-    dequantized,
     measure,
     numbers,
     rotated,
@@ -148,7 +147,7 @@ def test_experts_are_measured_apart(how: Spec) -> None:
 
 
 def test_weights_of_experts() -> None:
-    how = NVFP4.weight
+    how = PUBLISHED.weight
     assert how is not None
     weights = [normal(32, 48, seed=s) * 10.0**s for s in range(3)]
     owner = torch.arange(3).repeat_interleave(32)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import models
-from megatron_nemotron3.args import ParallelLayout, flags
-from megatron_nemotron3.args.pipeline import last_stage_cost, layer_cost
+from megatron_nemotron3.args import Launch, ParallelLayout, flags
+from megatron_nemotron3.args.layout import last_stage_cost
+from megatron_nemotron3.models.flops import layer_flops as layer_cost
 from megatron_nemotron3.models.parameters import layer_tensors
 from megatron_nemotron3.precision import command
 from megatron_nemotron3.precision.share import OTHER, TAIL, shares, totals
@@ -168,7 +169,9 @@ def test_the_page_shows_it(config: models.Nemotron3Config) -> None:
 def test_flags_come_from_it() -> None:
     """Start count 0, the tail, router padding; and from there into Megatron's config (tests/args)."""
     for config in (models.SUPER, models.ULTRA):
-        emitted = flags(config, ParallelLayout(), precision="nvfp4", te_precision_config_file="file.yaml")
+        emitted = flags(
+            Launch.of(config, ParallelLayout(), precision="nvfp4", te_precision_config_file="file.yaml")
+        )
         ours = {flag.name: flag.values for flag in emitted if flag.section == "precision"}
         assert ours == {
             "--bf16": (),
@@ -182,11 +185,13 @@ def test_flags_come_from_it() -> None:
             "--moe-router-dtype": ("fp32",),
         }
         emulated = flags(
-            config,
-            precision="nvfp4",
-            backend="torch",
-            emulate=True,
-            te_precision_config_file="file.yaml",
+            Launch.of(
+                config,
+                precision="nvfp4",
+                backend="torch",
+                emulate=True,
+                te_precision_config_file="file.yaml",
+            )
         )
         fewer = {flag.name: flag.values for flag in emulated if flag.section == "precision"}
         gone = {"--fp4-format", "--fp4-recipe", "--moe-router-padding-for-quantization"}

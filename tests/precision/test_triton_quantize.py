@@ -24,7 +24,7 @@ import torch
 from benchmarks.gpu_world import host_waits
 from megatron_nemotron3.precision import quantizer
 from megatron_nemotron3.precision.quantizer import fake_quantize, units
-from megatron_nemotron3.precision.spec import NVFP4, Spec
+from megatron_nemotron3.precision.recipe import PUBLISHED, Spec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -39,7 +39,7 @@ SPECS = {
     "rotated_row": Spec(hadamard=True),
     "stochastic": Spec(stochastic=True),
     "stochastic_column": Spec(axis=-2, stochastic=True),
-    "wgrad_dy": NVFP4.wgrad_dy,
+    "wgrad_dy": PUBLISHED.wgrad_dy,
     "mxfp8": Spec("mxfp8"),
     "mxfp8_column": Spec("mxfp8", axis=-2),
 }
@@ -49,7 +49,7 @@ EVERY_SPEC = pytest.mark.parametrize("name", SPECS)
 @contextmanager
 def path(kernels: object | None) -> Iterator[None]:
     """The quantizer runs these kernels, None: torch. Tensors without elements go to torch, as ever."""
-    with mock.patch.object(quantizer, "_triton", lambda x: kernels if x.numel() else None):
+    with mock.patch.object(quantizer, "_triton_module", lambda x: kernels if x.numel() else None):
         yield
 
 
@@ -343,11 +343,11 @@ def test_kernels_run_where_they_are_asked_for(monkeypatch):
         return SimpleNamespace(is_cuda=device == "cuda", numel=lambda: count)
 
     monkeypatch.delenv("NEMOTRON3_GPU_KERNELS", raising=False)
-    assert quantizer._triton(on("cuda", 32)) is None
+    assert quantizer._triton_module(on("cuda", 32)) is None
     monkeypatch.setenv("NEMOTRON3_GPU_KERNELS", "1")
-    assert quantizer._triton(on("cuda", 32)) is triton_quantize
+    assert quantizer._triton_module(on("cuda", 32)) is triton_quantize
     for device, count in (("cpu", 32), ("cuda", 0), ("cuda", 2**34 + 32)):
-        assert quantizer._triton(on(device, count)) is None
+        assert quantizer._triton_module(on(device, count)) is None
     # A CPU needs no Triton.
     monkeypatch.setitem(sys.modules, triton_quantize.__name__, None)
     assert fake_quantize(torch.ones(16, 16), Spec()).sum() == 256

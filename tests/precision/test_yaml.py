@@ -47,7 +47,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "no value": ('{fp8_quantization_recipe: "mxfp8"}', "{fp8_quantization_recipe: }", "None is unknown: use"),
     "not a switch": ('"mxfp8"}', '"mxfp8", fp8_param: 1}', "fp8_param: 1 is unknown: use true, false"),
     "params type": ('"TEQuantizationParams"', '"QLinearParams"', "'QLinearParams' is unknown"),
-    "empty recipe": ("training_recipe: {}", "training_recipe:", "None is no mapping: write {}"),
+    "empty recipe": ("training_recipe: {}", "training_recipe:", "None is not a mapping: write {}"),
     "no enabled": ("\n    enabled: true", "", "matchers.mtp: no enabled: write enabled: true"),
     "enabled as text": ("    enabled: true", '    enabled: "yes"', "enabled: 'yes': write enabled: true"),
     "unknown config": ('config: "mxfp8"', 'config: "mxfp4"', "'mxfp4' is none of bf16, mxfp8; did you mean"),
@@ -59,7 +59,7 @@ BAD: dict[str, tuple[str, str, str]] = {
         "2 kinds: experts .*shared_experts .*one matcher for each",
     ),
     "shared experts too": ("*mixer.out_proj", "*experts.linear_fc1", "2 kinds: experts .*shared_experts"),
-    "shadowed": (QKV, 'pattern: "*mtp.layers.0.*.linear_qkv"', "never counts: mtp before it takes"),
+    "shadowed": (QKV, 'pattern: "*mtp.layers.0.*.linear_qkv"', "has no effect: mtp comes first and takes"),
     "mtp comes last": (MTP, "", "attention_qkv: .*2 kinds: attention .*mtp"),
     "by number": (QKV, 'pattern: "decoder.layers.8[0-7].*"', "by number, .*--num-layers-at-end-in-bf16"),
     "all disabled": (
@@ -67,9 +67,9 @@ BAD: dict[str, tuple[str, str, str]] = {
         f"matchers:\n{MTP}".replace("true", "false"),
         "do nothing",
     ),
-    "quotes forgotten": ('"*mtp.*"', "*mtp.*", "no YAML: .*put globs in quotes"),
+    "quotes forgotten": ('"*mtp.*"', "*mtp.*", "not YAML: .*put globs in quotes"),
     "key twice": ("  mamba_out:", "  latent:", "key 'latent' is given twice, line"),
-    "pattern no text": (QKV, "pattern: 7", "7 is no text"),
+    "pattern no text": (QKV, "pattern: 7", "7 is not text"),
 }
 
 
@@ -115,7 +115,7 @@ def test_bad_files_are_named(case: str, tmp_path: Path) -> None:
 def test_other_contents(text: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(PrecisionFileError, match="no mapping"):
+    with pytest.raises(PrecisionFileError, match="not a mapping"):
         yaml_file.read(path)
 
 
@@ -157,14 +157,14 @@ def test_keys_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     for text in ("? [a]\n: b\n", "3: b\n", "on: b\n"):
         path.write_text(text)
-        with pytest.raises(PrecisionFileError, match="is no text, line 1"):
+        with pytest.raises(PrecisionFileError, match="is not text, line 1"):
             yaml_file.read(path)
 
 
 def test_binary_file(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_bytes(b"\xff\xfe\x00configs")
-    with pytest.raises(PrecisionFileError, match="no YAML"):
+    with pytest.raises(PrecisionFileError, match="not YAML"):
         yaml_file.read(path)
 
 

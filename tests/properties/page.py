@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_nemotron3.args import RULES, Violation, check
+from megatron_nemotron3.args import RULES, Launch, Violation, check
 from tests.properties.entries import Evidence, NotShown, Refused
 from tests.properties.evidence import EVIDENCE
 
@@ -46,7 +46,7 @@ def _table(names: list[str]) -> Iterator[str]:
 def _violation(name: str, evidence: Evidence) -> Violation:
     options = evidence.case.options()
     options.pop("distributed_optimizer")
-    found = check(evidence.case.config, evidence.case.layout, **options)
+    found = check(Launch.of(evidence.case.config, evidence.case.layout, **options))
     return next(violation for violation in found if violation.rule == name)
 
 

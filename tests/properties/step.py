@@ -36,10 +36,10 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.training import arguments, global_vars
 from megatron.training import training as loop
 
-from megatron_nemotron3 import pretrain
-from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, flags, rules, to_argv
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, flags, rules, to_argv
 from megatron_nemotron3.build import megatron_args, model_provider
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.train import pretrain_script as pretrain
 
 #: Standard deviation of the tokens' embeddings and of every matrix; others by the end of their name.
 STD = 0.1
@@ -47,7 +47,7 @@ STD = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run: what `flags` takes."""
+    """A run: the fields of a `Launch`."""
 
     config: Nemotron3Config
     layout: ParallelLayout = field(default_factory=ParallelLayout)
@@ -62,10 +62,10 @@ class Case:
 
     def argv(self) -> list[str]:
         """The words of Megatron's command line. Raises RuleError."""
-        return to_argv(flags(self.config, self.layout, **self.options()))
+        return to_argv(flags(Launch.of(self.config, self.layout, **self.options())))
 
     def options(self) -> dict[str, Any]:
-        """Everything but config and layout, as `flags` takes it."""
+        """Everything but config and layout, as `Launch.of` takes it."""
         fields = (f.name for f in dataclasses.fields(self))
         return {name: getattr(self, name) for name in fields if name not in ("config", "layout")}
 

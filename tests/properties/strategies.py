@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, check
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, check
 from megatron_nemotron3.models import Nemotron3Config
 from tests.properties.step import Case
 
@@ -151,7 +151,7 @@ def errors(case: Case) -> list[str]:
     """Names of the rules that refuse the case."""
     options = case.options()
     options.pop("distributed_optimizer")
-    return [v.rule for v in check(case.config, case.layout, **options) if v.severity == "error"]
+    return [v.rule for v in check(Launch.of(case.config, case.layout, **options)) if v.severity == "error"]
 
 
 @st.composite

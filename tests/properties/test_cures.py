@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 
-from megatron_nemotron3.args import Violation, check
+from megatron_nemotron3.args import Launch, Violation, check
 from tests.properties.evidence import EVIDENCE
 from tests.properties.step import Case
 from tests.properties.strategies import misfits
@@ -52,7 +52,7 @@ CURES: tuple[tuple[str, str, Cure], ...] = (
 def violations(case: Case) -> list[Violation]:
     options = case.options()
     options.pop("distributed_optimizer")
-    return check(case.config, case.layout, **options)
+    return check(Launch.of(case.config, case.layout, **options))
 
 
 def cured(case: Case, violation: Violation) -> Iterator[tuple[str, Case]]:

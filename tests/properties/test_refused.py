@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.args import RULES, check
+from megatron_nemotron3.args import RULES, Launch, check
 from megatron_nemotron3.args.rules_options import _GPT_LAYOUT
 from megatron_nemotron3.models import count
 from tests.properties.entries import Refused, Wrong
@@ -21,7 +21,7 @@ from tests.support.distributed import run_distributed
 def violated(case: Case) -> set[str]:
     options = case.options()
     options.pop("distributed_optimizer")
-    return {violation.rule for violation in check(case.config, case.layout, **options)}
+    return {violation.rule for violation in check(Launch.of(case.config, case.layout, **options))}
 
 
 def test_every_rule_has_evidence() -> None:

@@ -153,6 +153,7 @@ def _iterations(log: str) -> list[int]:
     return [int(n) for n in re.findall(r"iteration +(\d+)/", log)]
 
 
+@pytest.mark.full
 def test_debug_cpu_trains() -> None:
     """As a user starts it, torchrun included."""
     done = run(RECIPES / "super/debug_cpu.sh", {"STEPS": "2"})
@@ -170,9 +171,10 @@ def _debug(model: str, **variables: str) -> str:
     return run_launcher(words[words.index("megatron_nemotron3.run") + 1 :], ranks)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("model", ["nano", "ultra"])
-def test_the_other_models_too(model: str) -> None:
+@pytest.mark.parametrize(
+    "model", ["super", *(pytest.param(name, marks=pytest.mark.full) for name in ("nano", "ultra"))]
+)
+def test_debug_cpu_trains_every_model(model: str) -> None:
     assert _iterations(_debug(model)) == [1, 2]
 
 

@@ -36,6 +36,7 @@ PRELOAD = [
     "megatron.core.models.hybrid.hybrid_model",
     "megatron.core.optimizer.distrib_optimizer",
     "megatron.core.dist_checkpointing",
+    "megatron.core.tokenizers.text",
     "megatron.training",
 ]
 
@@ -91,7 +92,7 @@ def run_launcher(argv: list[str], world_size: int, timeout: float = 120) -> str:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}):
-        call = pickle.dumps((launch, (argv,), dict(os.environ)))
+        call = pickle.dumps((_launch_and_save_quickly, (argv,), dict(os.environ)))
     # Its checkpoint writer is a child of its own.
     return "".join(start_ranks(call, world_size, None, timeout, daemon=False))
 
@@ -107,6 +108,18 @@ def launch(argv: list[str]) -> str:
             if end.code:
                 raise
     return output.getvalue()
+
+
+def _launch_and_save_quickly(argv: list[str]) -> str:
+    """`launch`, with the queue of Megatron's checkpoint writer in a forked process.
+
+    Megatron spawns it, which imports torch and Megatron once more: four seconds for each rank that saves. A
+    rank that is to be killed must use `launch`: a forked process would keep the rank's pipe open.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    with mock.patch.object(filesystem_async.get_write_results_queue, "__defaults__", ("fork",)):
+        return launch(argv)
 
 
 def start_ranks(call: bytes, world_size: int, store: str | None, timeout: float, daemon: bool) -> list[Any]:

@@ -10,9 +10,9 @@ import pytest
 
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.convert import from_hf
-from megatron_nemotron3.data import prepare
 from megatron_nemotron3.generate.text import Tokenizer
 from megatron_nemotron3.models import Nemotron3Config, get
+from megatron_nemotron3.train.data import prepare
 from tests.convert.folders import write_hf
 from tests.support.engines import agreeing_tensors
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_nemotron3.args import ParallelLayout, TrainingData, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingData, TrainingSchedule, flags, to_argv
 from megatron_nemotron3.models import Nemotron3Config
 
 
@@ -41,5 +41,9 @@ def mock_argv(
     """
     given = TrainingData(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=255, **data)
     return to_argv(
-        flags(config, layout, precision="fp32", backend="torch", schedule=schedule, data=given, extra=extra)
+        flags(
+            Launch.of(
+                config, layout, precision="fp32", backend="torch", schedule=schedule, data=given, extra=extra
+            )
+        )
     )

@@ -16,7 +16,7 @@ from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging
 from megatron_nemotron3.train import log
-from megatron_nemotron3.train.training import Request, _logging
+from megatron_nemotron3.train.training import Request, _measurement
 
 TRAIN = ["train", "super", "--tiny", "--device", "cpu"]
 SPEC = ["--spec", "megatron_nemotron3.specs"]
@@ -60,14 +60,14 @@ def test_when() -> None:
     """An interval that was given counts; else the last step of a short run is measured."""
     here = str(Path("runs/mine").resolve())
     long, short = TrainingSchedule(train_iters=300), TrainingSchedule(train_iters=40)
-    assert _logging(request(log_precision=None), long) is None
-    assert _logging(request(), long) == Logging(100, here)
-    assert _logging(request(), short) == Logging(40, here)
-    assert _logging(request(log_precision=7), short) == Logging(7, here)
-    assert _logging(request(), TrainingSchedule()) == Logging(100, here)
+    assert _measurement(request(log_precision=None), long) is None
+    assert _measurement(request(), long) == Logging(100, here)
+    assert _measurement(request(), short) == Logging(40, here)
+    assert _measurement(request(log_precision=7), short) == Logging(7, here)
+    assert _measurement(request(), TrainingSchedule()) == Logging(100, here)
     for backend in ("te", "auto"):
         with pytest.raises(ValueError, match=f"not of {backend}: use --backend torch"):
-            _logging(request(backend=backend), long)
+            _measurement(request(backend=backend), long)
 
 
 @pytest.mark.parametrize(

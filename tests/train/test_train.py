@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoint import folders
 from megatron_nemotron3.train import log
 
@@ -38,6 +39,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full  # what a resumed run computes: tests/test_layouts.py; that this command resumes: below
 def test_trains_saves_and_resumes_with_the_same_losses(text: Path, tmp_path: Path) -> None:
     steps = ["--steps", "6", "--micro-batch-size", "2"]
     whole = _run(_command(tmp_path / "whole", text, *steps, megatron=("--save-interval", "6")))
@@ -69,9 +71,10 @@ def test_trains_saves_and_resumes_with_the_same_losses(text: Path, tmp_path: Pat
     assert third.returncode == 0 and "already trained to step 6" in third.stdout
 
 
-def test_an_interrupt_saves_first(text: Path, tmp_path: Path) -> None:
+def test_an_interrupt_saves_first_and_the_same_command_goes_on(text: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    words = _command(output, text, "--steps", "500", "--micro-batch-size", "2")
+    steps = 40  # ten seconds or more: enough to be interrupted
+    words = _command(output, text, "--steps", str(steps), "--micro-batch-size", "2")
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 120
     while (
@@ -79,16 +82,30 @@ def test_an_interrupt_saves_first(text: Path, tmp_path: Path) -> None:
         and time.monotonic() < deadline
         and not log.read(str(output / "train.log")).steps
     ):
-        time.sleep(0.5)
+        time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 130, out
     saved = folders.latest(output / "checkpoints")
-    assert saved is not None and saved < 500
+    assert saved is not None and saved < steps
     assert f"step {saved} is saved; the same command goes on from there" in out
     assert [p.name for p in (output / "checkpoints").glob("iter_*")] == [f"iter_{saved:07d}"]
 
+    begun = log.read(str(output / "train.log")).steps
+    resumed = _run(words)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert f"resuming from step {saved}" in resumed.stdout
+    for words_of_the_report in ("unigram baseline", "CPU run", "backend torch"):
+        assert words_of_the_report in resumed.stdout
+    assert (output / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    whole = log.read(str(output / "train.log")).steps
+    assert sorted(whole) == list(range(1, steps + 1))
+    assert whole[steps].loss < begun[1].loss - 0.3 and len(whole[steps].mtp) == 2
+    again = _run(words)
+    assert again.returncode == 0 and f"already trained to step {steps}" in again.stdout
 
+
+@pytest.mark.full  # a save that fails, by itself: tests/checkpoint/test_kill.py
 def test_a_full_disk_leaves_nothing_half_written(text: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     words = _command(output, text, "--steps", "2", "--micro-batch-size", "2")
@@ -115,14 +132,20 @@ def test_a_full_disk_leaves_nothing_half_written(text: Path, tmp_path: Path) -> 
         (["super", "--tiny", "--device", "cuda"], "torch sees no GPU"),
     ],
 )
-def test_bad_input(words: list[str], message: str, tmp_path: Path) -> None:
+def test_bad_input(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if "cuda" in words and __import__("torch").cuda.is_available():
         pytest.skip("a GPU is here")
     output = tmp_path / "run"
-    result = _run([sys.executable, "-m", "megatron_nemotron3", "train", *words, "--output", str(output)])
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+    try:
+        status = cli.main(["train", *words, "--output", str(output)])
+    except SystemExit as end:  # what argparse refuses
+        status = end.code  # type: ignore[assignment]
+    said = capsys.readouterr().err
+    assert status == 2, said
+    assert message in said
+    assert "Traceback" not in said
     assert not output.exists()
 
 

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import torch
 
+from megatron_nemotron3.precision.numerics import NVFP4_BLOCK as BLOCK
 from megatron_nemotron3.precision.numerics import e2m1, e4m3
 
-BLOCK = 16
 #: The largest value a tensor scale of 1 can hold.
 MAX = e2m1.MAX * e4m3.MAX
 #: Below, the tensor scale would be a subnormal FP32 number or 0.

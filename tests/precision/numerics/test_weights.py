@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3.precision.numerics import e2m1, e4m3, fp8, nvfp4
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "nvfp4_weights.npz"
+GOLDEN = Path(__file__).parents[2] / "golden" / "nvfp4_weights.npz"
 CASES = (
     "normal",
     "float32",
@@ -82,7 +82,7 @@ def test_bytes_are_modelopts_on_larger_weights() -> None:
     site = os.environ.get("MODELOPT_SITE")
     if not site:
         pytest.skip("MODELOPT_SITE names no folder with nvidia-modelopt")
-    path = os.pathsep.join((site, str(Path(__file__).parents[2])))
+    path = os.pathsep.join((site, str(Path(__file__).parents[3])))
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", MODELOPT], check=True, env=os.environ | {"PYTHONPATH": path}
     )

@@ -10,7 +10,7 @@ from itertools import batched
 from pathlib import Path
 
 from megatron_nemotron3.checkpoint.files import atomic_group
-from megatron_nemotron3.data.tokenizer import TokenizerInfo
+from megatron_nemotron3.train.data.tokenizer import TokenizerInfo
 
 #: Documents encoded at once: enough for every core, little enough to hold in memory.
 _BATCH = 128

@@ -1,9 +1,12 @@
-"""Pre-train with Megatron's own training loop: the short form of the stock `pretrain_hybrid.py`.
+"""Pre-train with Megatron's own training loop: a short form of the stock `pretrain_hybrid.py`.
 
-    python -m megatron_nemotron3.run megatron_nemotron3/pretrain.py $(flags…)
+    flags=$(nemotron3 flags super --shell) || exit 1
+    eval "set -- $flags"
+    nemotron3 run megatron_nemotron3/train/pretrain_script.py "$@" --data-path …
 
-PyPI's megatron-core holds the loop (`megatron.training`) but not the stock script; this one needs nothing
-else. It does plain pre-training; packed fine-tuning, ModelOpt and distillation are the stock script's.
+`nemotron3 train` starts this script. PyPI's megatron-core has the loop (`megatron.training`) but not the
+stock script, and this one needs nothing else. It does plain pre-training; packed fine-tuning, ModelOpt and
+distillation are left to the stock script.
 """
 
 from __future__ import annotations

@@ -20,9 +20,8 @@ from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.report import Row
 from megatron_nemotron3.precision.settings import Logging, logging_precision
 from tests.support.distributed import initialize
+from tests.support.emulation import built
 from tests.support.models import VOCABULARY
-
-from .emulating import built
 
 LENGTH = 64
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_nemotron3.checkpoint.files import write_text
-from megatron_nemotron3.data.indexed import DatasetInfo, write_dataset
-from megatron_nemotron3.data.splits import default_split, split_documents
-from megatron_nemotron3.data.text import Texts, read_texts
-from megatron_nemotron3.data.tokenizer import TokenizerInfo, byte_tokenizer, train_tokenizer
+from megatron_nemotron3.train.data.indexed import DatasetInfo, write_dataset
+from megatron_nemotron3.train.data.splits import default_split, split_documents
+from megatron_nemotron3.train.data.text import Texts, read_texts
+from megatron_nemotron3.train.data.tokenizer import TokenizerInfo, byte_tokenizer, train_tokenizer
 
 #: Counts changes of what this module writes: an older folder is not reused.
 FORMAT = 1

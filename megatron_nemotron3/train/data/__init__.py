@@ -7,12 +7,12 @@
 Importing this package costs neither torch nor megatron; writing a data set imports both.
 """
 
-from megatron_nemotron3.data.indexed import DatasetInfo, write_dataset
-from megatron_nemotron3.data.prepare import Prepared, prepare
-from megatron_nemotron3.data.splits import default_split, split_documents
-from megatron_nemotron3.data.text import Texts, read_texts
-from megatron_nemotron3.data.tokenizer import TokenizerInfo, byte_tokenizer, train_tokenizer
-from megatron_nemotron3.data.unigram import UnigramBaseline, unigram_baseline
+from megatron_nemotron3.train.data.indexed import DatasetInfo, write_dataset
+from megatron_nemotron3.train.data.prepare import Prepared, prepare
+from megatron_nemotron3.train.data.splits import default_split, split_documents
+from megatron_nemotron3.train.data.text import Texts, read_texts
+from megatron_nemotron3.train.data.tokenizer import TokenizerInfo, byte_tokenizer, train_tokenizer
+from megatron_nemotron3.train.data.unigram import UnigramBaseline, unigram_baseline
 
 __all__ = [
     "DatasetInfo",

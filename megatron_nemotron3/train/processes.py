@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-ENTRY = Path(__file__).parent.parent / "pretrain.py"
+ENTRY = Path(__file__).parent / "pretrain_script.py"
 
 
 def command(argv: Sequence[str], world_size: int, device: str) -> list[str]:

@@ -1,0 +1,186 @@
+"""Everything that a training run is made of, in one frozen dataclass. Standard library only.
+
+launch = Launch.of("super", tp=2, ep=64, dp=64, backend="te")
+flags(launch)                        # what to tell Megatron
+check(launch)                        # which rules it violates
+explain(launch)                      # where every value comes from
+build(launch)                        # the model (needs torch and megatron-core)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from megatron_nemotron3.args.flag import parse
+from megatron_nemotron3.args.layout import ParallelLayout
+from megatron_nemotron3.args.schedule import TrainingSchedule
+from megatron_nemotron3.args.versions import chosen
+from megatron_nemotron3.models import Nemotron3Config, get
+from megatron_nemotron3.models import tiny as make_tiny
+from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.precision.settings import parse as parse_emulation
+from megatron_nemotron3.precision.table import bf16_tail
+
+PRECISIONS = ("bf16", "fp32", "mxfp8", "nvfp4")
+BACKENDS = ("auto", "te", "torch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """Paths of a run. No flag is emitted for None and empty values; then Megatron's default applies."""
+
+    #: `--data-path`: one prefix, or weights and prefixes in turn.
+    data_path: tuple[str, ...] = ()
+    #: `--split`, for example "99,1,0".
+    split: str | None = None
+    data_cache_path: str | None = None
+    #: Random tokens instead of a data set.
+    mock_data: bool = False
+    tokenizer_type: str | None = None
+    tokenizer_model: str | None = None
+    #: Only for tokenizers that have no vocabulary of their own (NullTokenizer).
+    vocab_size: int | None = None
+    save: str | None = None
+    load: str | None = None
+    tensorboard_dir: str | None = None
+
+
+def mock_data(config: Nemotron3Config, *, save: str | None = None) -> TrainingData:
+    """Random tokens over the model's vocabulary, for smoke runs and benchmarks: no files are needed."""
+    return TrainingData(
+        mock_data=True, tokenizer_type="NullTokenizer", vocab_size=config.vocab_size, save=save, load=save
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One training run: model, layout, number formats, implementation, schedule, data, and more options.
+
+    Raises:
+        ValueError: unknown precision or backend, an unsupported megatron-core, or `extra` starts with a
+        value.
+    """
+
+    config: Nemotron3Config
+    layout: ParallelLayout = ParallelLayout()
+    #: One of `PRECISIONS`.
+    precision: str = "bf16"
+    #: "auto": a GPU with or without Transformer Engine. "te": every fused path of Transformer Engine.
+    #: "torch": neither Transformer Engine nor Apex, any device. `flags.py` lists what each needs.
+    backend: str = "auto"
+    #: None: the caller passes batch, length and learning rate; only `--micro-batch-size 1` is emitted, and
+    #: the rules on them do not apply.
+    schedule: TrainingSchedule | None = None
+    #: None: no data flags.
+    data: TrainingData | None = None
+    #: More words for Megatron's command line. An option given here replaces the one emitted.
+    extra: Sequence[str] = ()
+    #: Path of the per-module precision file, which nvfp4 requires.
+    te_precision_config_file: str | None = None
+    #: Accept nvfp4 without that file, which quantizes more than the published recipe.
+    allow_plain_nvfp4: bool = False
+    #: Compute nvfp4 in the torch backend's linears on any device, instead of on FP4 hardware.
+    emulate: Emulation | None = None
+    #: Compute capability of the GPU that will train, (10, 0) for a B200; None if unknown.
+    compute_capability: tuple[int, int] | None = None
+    #: On by default also at dp=1, as in NVIDIA's launches: its checkpoints do not load into the plain
+    #: optimizer, so a run that started without it could not grow later.
+    distributed_optimizer: bool = True
+    #: Version of megatron-core that the flags are for, such as "0.19" or "main"; None: the installed one.
+    megatron_core: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "extra", tuple(self.extra))
+        known = (("precision", self.precision, PRECISIONS), ("backend", self.backend, BACKENDS))
+        for what, value, values in known:
+            if value not in values:
+                raise ValueError(f"unknown {what} {value!r}: use one of {', '.join(values)}")
+        chosen(self.megatron_core)
+        parse(self.extra)
+
+    @classmethod
+    def of(
+        cls,
+        model: str | Nemotron3Config,
+        layout: ParallelLayout | None = None,
+        *,
+        tiny: bool = False,
+        emulate: bool | str | Emulation | None = None,
+        **settings: Any,
+    ) -> Launch:
+        """Describe a launch in few words: `Launch.of("super", tiny=True, tp=2, precision="fp32")`.
+
+        Args:
+            model: a catalog name ("super") or a config of your own.
+            layout: None: from the sizes among `settings` (`tp=2`, `dp=4`), by default one rank.
+            tiny: take the small form of the model.
+            emulate: True: the published recipe; text: a value of NEMOTRON3_EMULATE, such as "nvfp4,sr=0".
+            settings: sizes of `ParallelLayout`, and other fields of `Launch`.
+
+        Raises:
+            TypeError: unknown names in `settings`, or `layout` and sizes of one.
+            ValueError: unknown model, a size that is not positive, or as `Launch`.
+        """
+        names = [field.name for field in fields(ParallelLayout)]
+        sizes = {name: settings.pop(name) for name in names if name in settings}
+        if layout is not None and sizes:
+            raise TypeError(f"give either layout= or its sizes ({', '.join(sizes)})")
+        config = get(model) if isinstance(model, str) else model
+        return cls(
+            config=make_tiny(config) if tiny else config,
+            layout=layout or ParallelLayout(**sizes),
+            emulate=_meant_emulation(emulate),
+            **settings,
+        )
+
+    @property
+    def version(self) -> str:
+        """Minor version of megatron-core that the flags are for."""
+        return chosen(self.megatron_core)
+
+    @cached_property
+    def options(self) -> dict[str, tuple[str, ...]]:
+        """Options of `extra`: name to values."""
+        return {flag.name: flag.values for flag in parse(self.extra)}
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Layer kinds of decoder and MTP."""
+        return frozenset(self.config.pattern + (self.config.mtp_pattern or ""))
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens per sequence."""
+        return (self.schedule.seq_length if self.schedule else None) or self.config.seq_length
+
+    @property
+    def quantized(self) -> bool:
+        """Whether GEMMs run below BF16."""
+        return self.precision in ("mxfp8", "nvfp4")
+
+    @property
+    def bf16_at_end(self) -> int:
+        """Layers at the end that stay in BF16, with `extra` taken into account."""
+        given = self.options.get("--num-layers-at-end-in-bf16")
+        return int(given[0]) if given else bf16_tail(self.config)
+
+    @property
+    def bf16_at_start(self) -> int:
+        """Layers at the start that stay in BF16, with `extra` taken into account."""
+        given = self.options.get("--num-layers-at-start-in-bf16")
+        return int(given[0]) if given else 0
+
+    def first_of(self, *names: str) -> str | None:
+        """Return the first of these options that is in `extra`, or None."""
+        return next((name for name in names if name in self.options), None)
+
+
+def _meant_emulation(emulate: bool | str | Emulation | None) -> Emulation | None:
+    if isinstance(emulate, str):
+        return parse_emulation(emulate)
+    if emulate is True:
+        return Emulation()
+    return emulate or None

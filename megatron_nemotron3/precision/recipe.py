@@ -1,0 +1,143 @@
+"""How operands of a linear layer's three matmuls are quantized, by format and switches. No torch.
+
+    fprop   Y  = Q(X) Q(W)^T       dgrad   dX = Q(dY) Q(W)       wgrad   dW = Q(dY)^T Q(X)
+
+In each matmul both operands are divided into blocks along the contracted axis.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from megatron_nemotron3.precision.numerics import MXFP8_BLOCK, NVFP4_BLOCK
+from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.precision.table import BF16, MXFP8, NVFP4
+
+#: Elements that share a scale.
+BLOCK = {NVFP4: NVFP4_BLOCK, MXFP8: MXFP8_BLOCK}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How one operand is quantized.
+
+    Args:
+        format: "nvfp4" (E2M1 elements, an E4M3 scale for 16 of them, an FP32 scale for the tensor) or "mxfp8"
+            (E4M3 elements, a power of two as scale for 32 of them).
+        axis: the contracted axis, along which blocks lie: -1, or -2 for both operands of wgrad.
+        tile: one scale for 16 x 16 elements instead of 1 x 16 (weights). Values are then the same for both
+            axes.
+        hadamard: rotate every block by the random Hadamard transform first; the values stay rotated.
+        stochastic: round stochastically instead of to nearest.
+
+    Raises:
+        ValueError: unknown format or axis, or a combination that TransformerEngine does not support.
+    """
+
+    format: str = NVFP4
+    axis: int = -1
+    tile: bool = False
+    hadamard: bool = False
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in BLOCK:
+            raise ValueError(f"format {self.format!r} is unknown: use one of {', '.join(BLOCK)}")
+        if self.axis not in (-1, -2):
+            raise ValueError(f"blocks along axis {self.axis} are not supported: use -1 or -2")
+        extras = [name for name in ("tile", "hadamard", "stochastic") if getattr(self, name)]
+        if self.format == MXFP8 and extras:
+            raise ValueError(f"MXFP8 has no {' or '.join(extras)}: these belong to NVFP4")
+        if self.tile and self.hadamard:
+            raise ValueError(
+                "a 16 x 16 tile cannot be rotated along one axis: use tile or hadamard, not both"
+            )
+
+    @property
+    def block(self) -> int:
+        """Elements along `axis` that share a scale."""
+        return BLOCK[self.format]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Operands of the three matmuls; None leaves one unquantized. dgrad takes the weight of fprop."""
+
+    x: Spec | None
+    weight: Spec | None
+    dgrad_dy: Spec | None
+    wgrad_dy: Spec | None
+    wgrad_x: Spec | None
+
+
+_ROW, _COLUMN = Spec(), Spec(axis=-2)
+
+#: The recipe of "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 4.
+PUBLISHED = Operands(
+    x=_ROW,
+    weight=replace(_ROW, tile=True),
+    dgrad_dy=replace(_ROW, stochastic=True),
+    wgrad_dy=replace(_COLUMN, hadamard=True, stochastic=True),
+    wgrad_x=replace(_COLUMN, hadamard=True),
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The two operands of each matmul, x or the gradient first; None for a matmul that is not quantized."""
+
+    fprop: tuple[Spec, Spec] | None  # x, weight
+    dgrad: tuple[Spec, Spec] | None  # dy, weight
+    wgrad: tuple[Spec, Spec] | None  # dy, x
+
+    @property
+    def shares_weight(self) -> bool:
+        """Whether dgrad uses the same quantized weight as fprop."""
+        return bool(self.fprop and self.dgrad and self.fprop[1] == self.dgrad[1])
+
+    @property
+    def block(self) -> int:
+        """Elements that share a scale."""
+        return next(pair[0].block for pair in (self.fprop, self.dgrad, self.wgrad) if pair)
+
+    @property
+    def token_block(self) -> int:
+        """wgrad's operands are padded to a multiple of this number of rows; 1 if wgrad is not quantized."""
+        return self.wgrad[0].block if self.wgrad else 1
+
+
+@functools.lru_cache
+def recipe(fmt: str, chosen: Emulation) -> Recipe | None:
+    """The recipe of a format ("nvfp4", "mxfp8" or "bf16"); None if nothing is quantized.
+
+    MXFP8 has no rotation, stochastic rounding or tiles. Its dgrad quantizes the weight anew, with blocks
+    along the other axis. Switches of single matmuls apply to both formats.
+
+    Raises:
+        ValueError: any other format; it cannot be emulated.
+    """
+    if fmt == BF16:
+        return None
+    if fmt == NVFP4:
+        o = PUBLISHED
+        assert o.x and o.weight and o.dgrad_dy and o.wgrad_dy and o.wgrad_x
+        weight = replace(o.weight, tile=chosen.tile)
+        result = Recipe(
+            (o.x, weight),
+            (
+                replace(o.dgrad_dy, stochastic=chosen.stochastic),
+                weight if chosen.tile else replace(weight, axis=-2),
+            ),
+            (
+                replace(o.wgrad_dy, hadamard=chosen.hadamard, stochastic=chosen.stochastic),
+                replace(o.wgrad_x, hadamard=chosen.hadamard),
+            ),
+        )
+    elif fmt == MXFP8:
+        row, column = Spec(MXFP8), Spec(MXFP8, axis=-2)
+        result = Recipe((row, row), (row, column), (column, column))
+    else:
+        raise ValueError(f"format {fmt!r} is not emulated: use {NVFP4}, {MXFP8} or {BF16}")
+    off = {name: None for name in ("fprop", "dgrad", "wgrad") if not getattr(chosen, name)}
+    return None if len(off) == 3 else replace(result, **off)

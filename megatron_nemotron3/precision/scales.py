@@ -1,0 +1,127 @@
+"""Scales of NVFP4 and MXFP8 in training, and the random Hadamard transform. All arithmetic is FP32.
+
+NVFP4, bit for bit as in TransformerEngine >= 2.14:
+
+    S   = min(2688 / amax, FLT_MAX)              2688 = 6 * 448; 1 if that is 0
+    s_b = e4m3(min(amax_b * (S * (1/6)), 448))   of block b; may underflow to 0, then the block becomes 0
+    e_b = min(1 / (s_b * (1/S)), FLT_MAX)
+    q   = e2m1(clamp(x * e_b, -6, 6))
+    x'  = q * (s_b * amax * (1/2688))
+
+The order of operations is part of the format. TransformerEngine <= 2.13 used another order, and up to 0.7 %
+of its scales differ. (Inference weights are scaled by `numerics.nvfp4`, in ModelOpt's order.)
+
+Below amax = 2688 / FLT_MAX = 7.9e-36 S cannot grow any more while x' still uses amax: values shrink, as in
+TransformerEngine. An infinite amax makes x' infinite or NaN; a NaN makes all of x' NaN.
+
+MXFP8, powers of two with exponents rounded up (RCEIL), as in TransformerEngine's kernels:
+
+    e   = ceil(log2(amax_b * (1/448)))   of a block of 32; from -127 to 127, stored as the byte e + 127 (E8M0)
+    q   = e4m3(x * 2^-e)
+    x'  = q * 2^e
+
+Rounding up means that no element of a block saturates. A block of zeros, and one whose exponent is -127
+(largest magnitude below 2.7e-36), becomes 0. Infinity and NaN make their block NaN.
+
+The random Hadamard transform multiplies blocks of 16 by diag(signs) H / 4, where H is Sylvester's matrix of
+order 16. This matrix is orthogonal: rotating both operands of a matmul along the contracted axis changes
+nothing but rounding. The signs are fixed, and equal to the ones that TransformerEngine hard-codes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from megatron_nemotron3.precision.numerics import NVFP4_BLOCK, e2m1, e4m3
+from megatron_nemotron3.precision.numerics.grid import E4M3
+
+#: The largest value of an NVFP4 element times its block scale.
+MAX = e2m1.MAX * e4m3.MAX
+_FLT_MAX = torch.finfo(torch.float32).max
+_MANTISSA = 0x7FFFFF
+_HALF = 0x400000  # a subnormal amax up to 2^-127 has the exponent -127
+#: Signs of the random Hadamard transform.
+HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+class Scales(NamedTuple):
+    """encode: what x is multiplied by before rounding. block: what the rounded value is multiplied by.
+    Both float32, of the shape of the block grid."""
+
+    encode: torch.Tensor
+    block: torch.Tensor
+
+
+def nvfp4_scales(block_amax: torch.Tensor, amax: torch.Tensor) -> Scales:
+    """NVFP4 scales of blocks.
+
+    Args:
+        block_amax: largest magnitudes of the blocks, float32, any shape.
+        amax: of the tensor, float32, [] or a shape that broadcasts.
+    """
+    # Tensor by tensor: torch turns `2688.0 / amax` into `amax.reciprocal() * 2688.0`, with other bits for
+    # every fourth amax.
+    whole = torch.full_like(amax, MAX).div_(amax).clamp_(max=_FLT_MAX)
+    whole.add_(whole == 0)  # an infinite amax has 1
+    block = block_amax * (whole * (1 / e2m1.MAX))
+    E4M3.round_(block, torch.empty_like(block))
+    encode = (block * whole.reciprocal()).reciprocal_().clamp_(max=_FLT_MAX)
+    return Scales(encode, block)
+
+
+def nvfp4_steps(block: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """s_b * amax * (1/2688), in the order of TransformerEngine's dequantization kernel."""
+    return (block * amax).mul_(1 / MAX)
+
+
+def product_scale(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What a product of two operands in units (q * s_b) is multiplied by: amax_a * amax_b * (1 / 2688^2).
+
+    Args:
+        a, b: amax of the operands, float32, shapes that broadcast.
+    """
+    return (a * b).mul_(1 / (MAX * MAX))
+
+
+def mxfp8_exponents(block_amax: torch.Tensor) -> torch.Tensor:
+    """Biased exponents, int32 0 to 254, of largest magnitudes (float32, any shape); 255 for NaN."""
+    bits = (block_amax * (1 / e4m3.MAX)).view(torch.int32)
+    result = (bits + _MANTISSA) >> 23
+    result.masked_fill_(bits <= _HALF, 0).clamp_(max=254)
+    return result.masked_fill_(block_amax.isnan(), 255)
+
+
+def mxfp8_scales(block_amax: torch.Tensor) -> Scales:
+    """2^-e and 2^e of blocks; block_amax float32 of any shape. 2^-e is 0 where e is -127."""
+    biased = mxfp8_exponents(block_amax)
+    # amax - amax is 0, or NaN for what is not finite.
+    encode = ((254 - biased) << 23).masked_fill_(biased == 0, 0).view(torch.float32)
+    return Scales(encode.add_(block_amax - block_amax), (biased << 23).view(torch.float32))
+
+
+@functools.lru_cache(maxsize=8)
+def hadamard_matrix(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """diag(HADAMARD_SIGNS) H / 4, [16, 16]; a row vector times it is the transform. Exact in every dtype."""
+    # Entry (i, j) of Sylvester's matrix is the parity of the bits that i and j share.
+    entries = [
+        [sign * (-1) ** (i & j).bit_count() / 4 for j in range(NVFP4_BLOCK)]
+        for i, sign in enumerate(HADAMARD_SIGNS)
+    ]
+    with torch.inference_mode(False):  # the cached tensor outlives the caller's mode
+        return torch.tensor(entries, dtype=dtype, device=device)
+
+
+def rotate(blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Transform blocks along axis 1.
+
+    Args:
+        blocks: float32 [n, 16] or [n, 16, k], contiguous.
+        out: same shape, contiguous; receives the result and is returned.
+    """
+    h = hadamard_matrix(blocks.device)
+    if blocks.ndim == 2:
+        return torch.mm(blocks, h, out=out)
+    return torch.bmm(h.t().expand(len(blocks), NVFP4_BLOCK, NVFP4_BLOCK), blocks, out=out)
