@@ -19,7 +19,7 @@ import math
 import statistics
 from pathlib import Path
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config, count, get, tiny
 from megatron_nemotron3.train import log, training
 from megatron_nemotron3.train.data import prepare
@@ -60,16 +60,17 @@ def train(config: Nemotron3Config, seed: int, steps: int, folder: Path, prefix: 
     output = folder / f"{config.name}-seed{seed}"
     status = training.train(
         Request(
-            config=config,
-            layout=ParallelLayout(),
-            precision="fp32",
-            backend="torch",
+            launch=Launch.of(
+                config,
+                precision="fp32",
+                backend="torch",
+                schedule=training.schedule_of(config, ParallelLayout(), steps=steps),
+                extra=("--seed", str(seed), "--eval-iters", "32", "--eval-interval", str(steps)),
+            ),
             device="cpu",
             output=output,
             data_path=(prefix,),
             tokenizer=tokenizer,
-            steps=steps,
-            extra=("--seed", str(seed), "--eval-iters", "32", "--eval-interval", str(steps)),
         )
     )
     if status != 0:

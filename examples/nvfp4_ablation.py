@@ -18,7 +18,7 @@ import os
 import statistics
 from pathlib import Path
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.settings import VARIABLE
@@ -53,16 +53,17 @@ def train(variant: str, seed: int, steps: int, folder: Path, prefix: str, tokeni
     options += ["--num-layers-at-end-in-bf16", bf16_tail(MODEL), "--te-precision-config-file", file]
     status = training.train(
         Request(
-            config=MODEL,
-            layout=ParallelLayout(),
-            precision="fp32",
-            backend="torch",
+            launch=Launch.of(
+                MODEL,
+                precision="fp32",
+                backend="torch",
+                schedule=training.schedule_of(MODEL, ParallelLayout(), steps=steps),
+                extra=tuple(map(str, options)),
+            ),
             device="cpu",
             output=output,
             data_path=(prefix,),
             tokenizer=tokenizer,
-            steps=steps,
-            extra=tuple(map(str, options)),
         )
     )
     if status != 0:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.args import Launch
 from megatron_nemotron3.args.command import add_launch, chosen_emulation, chosen_layout, chosen_schedule
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models.command import add_model, chosen_model
@@ -46,7 +47,7 @@ def train_command(options: argparse.Namespace) -> int:
         ValueError: as `training.train`; or an option is out of range or does not go with another.
     """
     from megatron_nemotron3.run import resolve_device
-    from megatron_nemotron3.train.training import Request, train
+    from megatron_nemotron3.train.training import Request, schedule_of, train
 
     config = chosen_model(options)
     if options.monitor is not None:  # the training processes inherit it
@@ -63,23 +64,27 @@ def train_command(options: argparse.Namespace) -> int:
     # On a CPU there is only the torch backend, and it alone emulates and measures. Naming it makes flags fit.
     torch_only = device == "cpu" or options.emulate or log_precision is not None
     backend = "torch" if torch_only and options.backend == "auto" else options.backend
-    request = Request(
+    layout = chosen_layout(options)
+    launch = Launch(
         config=config,
-        layout=chosen_layout(options),
+        layout=layout,
         precision=options.precision or ("fp32" if device == "cpu" else "bf16"),
         backend=backend,
+        schedule=schedule_of(config, layout, **chosen_schedule(options)),
+        extra=options.extra,
+        te_precision_config_file=options.te_precision_config_file,
+        emulate=emulated,
+    )
+    request = Request(
+        launch=launch,
         device=device,
         output=options.output or Path("runs") / config.name,
         text=options.text,
         max_bytes=options.max_bytes,
         data_path=tuple(options.data_path),
         tokenizer=options.tokenizer,
-        **chosen_schedule(options),
-        te_precision_config_file=options.te_precision_config_file,
-        emulate=emulated,
         log_precision=log_precision,
         verbose=options.verbose,
-        extra=tuple(options.extra),
     )
     return train(request)
 

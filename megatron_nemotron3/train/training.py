@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.args import (
     Launch,
@@ -31,69 +32,59 @@ from megatron_nemotron3.train import log, processes, report
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to train, on what, where to."""
+    """What to train, on what text, and where to write."""
 
-    config: Nemotron3Config
-    layout: ParallelLayout
-    precision: str
-    backend: str
-    #: "cpu" or "cuda", resolved.
+    #: With a schedule (`schedule_of`). Its data and its precision file are filled in here.
+    launch: Launch
+    #: "cpu" or "cuda".
     device: str
     output: Path
     #: Text file or folder; None: Python's own sources.
     text: str | None = None
-    #: Prefixes of Megatron data sets; given, `text` is not used and `tokenizer` is.
+    max_bytes: int | None = None
+    #: Prefixes of Megatron data sets. If given, `text` is not used, and `tokenizer` is needed.
     data_path: tuple[str, ...] = ()
     tokenizer: str | None = None
-    max_bytes: int | None = None
-    steps: int | None = None
-    #: Tokens per sequence; None: the model's.
-    seq_length: int | None = None
-    micro_batch_size: int | None = None
-    global_batch_size: int | None = None
-    lr: float | None = None
-    #: Per-module formats of nvfp4; None: the published recipe, written to `output`.
-    te_precision_config_file: str | None = None
-    #: Compute nvfp4 in the torch backend's linears.
-    emulate: emulation.Emulation | None = None
-    #: Iterations from one precision measurement to the next; 0: as many as is usual; None: off.
+    #: Iterations between precision measurements; 0: the default interval; None: off.
     log_precision: int | None = None
     verbose: bool = False
-    extra: tuple[str, ...] = ()
 
     @property
     def precision_file(self) -> str | None:
-        """The file of `--te-precision-config-file`, if there is one."""
-        own = str(self.output / "precision.yaml") if self.precision == "nvfp4" else None
-        return self.te_precision_config_file or own
+        """The file of `--te-precision-config-file`, if there is one; by default written to `output`."""
+        own = str(self.output / "precision.yaml") if self.launch.precision == "nvfp4" else None
+        return self.launch.te_precision_config_file or own
 
     @property
     def checkpoints(self) -> Path:
         """Where Megatron saves and resumes."""
         return self.output / "checkpoints"
 
+    @property
+    def title(self) -> str:
+        """The model's title and name."""
+        return f"{self.launch.config.title} [{self.launch.config.name}]"
 
-def schedule_of(request: Request) -> TrainingSchedule:
-    """Tiny models: a schedule for minutes on a CPU. Others: the published one. Options override.
+
+def schedule_of(config: Nemotron3Config, layout: ParallelLayout, **given: Any) -> TrainingSchedule:
+    """Return a schedule for minutes on a CPU for tiny models, and the published one for others.
+
+    Args:
+        given: arguments of `adjusted` that replace parts of it: `steps`, `seq_length`, `micro_batch_size`,
+            `global_batch_size`, `lr`.
 
     Raises:
-        ValueError: the model has no published schedule and options leave a part open.
+        ValueError: the model has no published schedule and a part of it is not given.
     """
-    given = {
-        name: getattr(request, name)
-        for name in ("steps", "seq_length", "micro_batch_size", "global_batch_size", "lr")
-    }
-    if not request.config.name.endswith("-tiny"):
-        schedule = adjusted(published(request.config), **given)
+    given = {name: value for name, value in given.items() if value is not None}
+    if not config.name.endswith("-tiny"):
+        schedule = adjusted(published(config), **given)
         if schedule.unknown:
             options = {"train": "--steps", "lr": "--lr", "min_lr": "--lr"}
             missing = sorted({options[name] for name in schedule.unknown})
-            raise ValueError(
-                f"{request.config.title} has no published schedule: give {' and '.join(missing)}"
-            )
+            raise ValueError(f"{config.title} has no published schedule: give {' and '.join(missing)}")
         return schedule
-    layout = request.layout
-    steps, micro = request.steps or 300, request.micro_batch_size or 4
+    steps, micro = given.get("steps", 300), given.get("micro_batch_size", 4)
     batch = micro * layout.dp * (2 * layout.pp if layout.pp > 1 else 1)
     short = TrainingSchedule(
         eval_interval=max(1, steps // 4),
@@ -102,7 +93,7 @@ def schedule_of(request: Request) -> TrainingSchedule:
         log_interval=max(1, steps // 100),
     )
     defaults = {"steps": steps, "micro_batch_size": micro, "global_batch_size": batch, "lr": 4e-3}
-    return adjusted(short, **(defaults | {k: v for k, v in given.items() if v is not None}))
+    return adjusted(short, **(defaults | given))
 
 
 def train(request: Request) -> int:
@@ -112,32 +103,26 @@ def train(request: Request) -> int:
         ValueError: something that can be known beforehand is wrong; nothing was written but prepared data.
     """
     started = time.monotonic()
-    config, schedule = request.config, schedule_of(request)
-    measuring = _measurement(request, schedule)
-    size = count(config)
-    folders.check_room(request.output, folders.bytes_needed(size.trainable, request.precision))
-
-    launch = Launch(
-        config=config,
-        layout=request.layout,
-        precision=request.precision,
+    given = request.launch
+    size = count(given.config)
+    measuring = _measurement(request)
+    folders.check_room(request.output, folders.bytes_needed(size.trainable, given.precision))
+    launch = replace(
+        given,
         te_precision_config_file=request.precision_file,
-        emulate=request.emulate,
-        backend=request.backend,
-        schedule=schedule,
         data=TrainingData(),
         # After a signal: finish the step, save, leave.
-        extra=("--exit-signal-handler", *_event_files(request), *request.extra),
+        extra=("--exit-signal-handler", *_event_files(request), *given.extra),
     )
     flags(launch)  # rules first: nothing is written for a layout that cannot run
-    what = f"{size.trainable:,} parameters, {request.layout}, {request.precision}"
-    what += " emulated" if request.emulate else ""
-    print(f"{config.title} [{config.name}]: {what}")
+    what = f"{size.trainable:,} parameters, {launch.layout}, {launch.precision}"
+    what += " emulated" if launch.emulate else ""
+    print(f"{request.title}: {what}")
     data, baseline = _prepared_data(request)
-    if request.precision_file and not request.te_precision_config_file:
+    if request.precision_file and not given.te_precision_config_file:
         request.output.mkdir(parents=True, exist_ok=True)
-        yaml_file.write(config, request.precision_file)
-    for line in resume.before_start(["--load", str(request.checkpoints), *request.extra], rank=0):
+        yaml_file.write(launch.config, request.precision_file)
+    for line in resume.before_start(["--load", str(request.checkpoints), *given.extra], rank=0):
         print(line)
     for leftover in resume.remove_incomplete(request.checkpoints):
         print(f"removed {leftover}: its save had been interrupted")
@@ -147,7 +132,7 @@ def train(request: Request) -> int:
     if begun is None:
         log_file.unlink(missing_ok=True)  # of a run that never saved
         precision_report.remove(request.output)
-    elif schedule.train_iters is not None and begun >= schedule.train_iters:
+    elif (last := launch.schedule and launch.schedule.train_iters) and begun >= last:
         print(f"already trained to step {begun}; to start over, delete {request.output}")
         _print_report(request, log.read(str(log_file)), baseline, started)
         return 0
@@ -156,10 +141,10 @@ def train(request: Request) -> int:
 
     print(f"training log: {log_file}", flush=True)
     argv = to_argv(flags(replace(launch, data=data)))
-    words = processes.command(argv, request.layout.world_size, request.device)
-    env = processes.environment(request.layout.world_size, request.device)
-    if request.emulate:
-        env[emulation.VARIABLE] = request.emulate.text()
+    words = processes.command(argv, launch.layout.world_size, request.device)
+    env = processes.environment(launch.layout.world_size, request.device)
+    if launch.emulate:
+        env[emulation.VARIABLE] = launch.emulate.text()
     if measuring is not None:
         env[emulation.LOG_VARIABLE] = measuring.text()
     progress = _Progress(request.verbose)
@@ -182,20 +167,21 @@ def train(request: Request) -> int:
     return 0
 
 
-def _measurement(request: Request, schedule: TrainingSchedule) -> emulation.Logging | None:
-    """What precision is measured, and when; in a run shorter than the usual interval its last step is.
+def _measurement(request: Request) -> emulation.Logging | None:
+    """Where and when to measure precision. A run shorter than the default interval measures its last step.
 
     Raises:
         ValueError: the backend's linears cannot be measured.
     """
     if request.log_precision is None:
         return None
-    if request.backend != "torch":
+    launch = request.launch
+    if launch.backend != "torch":
         raise ValueError(
-            f"--log-precision measures linears of the torch backend, not of {request.backend}: use --backend "
+            f"--log-precision measures linears of the torch backend, not of {launch.backend}: use --backend "
             "torch"
         )
-    steps = schedule.train_iters or emulation.LOG_DEFAULT
+    steps = (launch.schedule and launch.schedule.train_iters) or emulation.LOG_DEFAULT
     interval = request.log_precision or min(emulation.LOG_DEFAULT, steps)
     return emulation.Logging(interval, str(request.output.resolve()))
 
@@ -233,7 +219,7 @@ def _prepared_data(request: Request) -> tuple[TrainingData, float | None]:
     prepared = prepare(
         request.text,
         request.output / "data",
-        vocab_size=min(request.config.vocab_size, 65_000),
+        vocab_size=min(request.launch.config.vocab_size, 65_000),
         max_bytes=request.max_bytes or MAX_BYTES,
     )
     texts, dataset = prepared.texts, prepared.dataset
@@ -258,11 +244,11 @@ def _print_report(request: Request, curve: log.Curve, baseline: float | None, st
         print(line)
     picture = request.output / "loss.png"
     if curve.steps:
-        report.plot(curve, picture, request.config.title + f" [{request.config.name}]", baseline)
+        report.plot(curve, picture, request.title, baseline)
         print(f"loss plot        {picture}")
     if request.log_precision is not None:
         try:
-            print(precision.report(request.output, f"{request.config.title} [{request.config.name}]"))
+            print(precision.report(request.output, request.title))
         except precision_report.ReportError as problem:  # nothing was measured yet, or in this run
             print(f"no precision report: {problem}")
     if (saved := folders.latest(request.checkpoints)) is not None:
@@ -318,7 +304,7 @@ class _Progress:
 def _event_files(request: Request) -> tuple[str, ...]:
     """Write TensorBoard's event files below the output, for `nemotron3 watch`, where its package is."""
     if (
-        option_values(request.extra, "--tensorboard-dir") is not None
+        option_values(request.launch.extra, "--tensorboard-dir") is not None
         or importlib.util.find_spec("tensorboard") is None
     ):
         return ()

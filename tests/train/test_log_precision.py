@@ -11,8 +11,7 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3 import run as launcher
-from megatron_nemotron3.args import ParallelLayout, TrainingSchedule
-from megatron_nemotron3.models import get, tiny
+from megatron_nemotron3.args import Launch, TrainingSchedule
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging
 from megatron_nemotron3.train import log
@@ -48,26 +47,23 @@ def test_refused(
     assert not list(tmp_path.iterdir())
 
 
-def request(**changes: object) -> Request:
-    values: dict[str, object] = {
-        "config": tiny(get("super")), "layout": ParallelLayout(), "precision": "bf16", "backend": "torch",
-        "device": "cpu", "output": Path("runs/mine"), "log_precision": 0,
-    }  # fmt: skip
-    return Request(**{**values, **changes})  # type: ignore[arg-type]
+def request(schedule: TrainingSchedule, *, backend: str = "torch", log_precision: int | None = 0) -> Request:
+    launch = Launch.of("super", tiny=True, backend=backend, schedule=schedule)
+    return Request(launch=launch, device="cpu", output=Path("runs/mine"), log_precision=log_precision)
 
 
 def test_when() -> None:
     """An interval that was given counts; else the last step of a short run is measured."""
     here = str(Path("runs/mine").resolve())
     long, short = TrainingSchedule(train_iters=300), TrainingSchedule(train_iters=40)
-    assert _measurement(request(log_precision=None), long) is None
-    assert _measurement(request(), long) == Logging(100, here)
-    assert _measurement(request(), short) == Logging(40, here)
-    assert _measurement(request(log_precision=7), short) == Logging(7, here)
-    assert _measurement(request(), TrainingSchedule()) == Logging(100, here)
+    assert _measurement(request(long, log_precision=None)) is None
+    assert _measurement(request(long)) == Logging(100, here)
+    assert _measurement(request(short)) == Logging(40, here)
+    assert _measurement(request(short, log_precision=7)) == Logging(7, here)
+    assert _measurement(request(TrainingSchedule())) == Logging(100, here)
     for backend in ("te", "auto"):
         with pytest.raises(ValueError, match=f"not of {backend}: use --backend torch"):
-            _measurement(request(backend=backend), long)
+            _measurement(request(long, backend=backend))
 
 
 @pytest.mark.parametrize(
