@@ -20,13 +20,13 @@ from tests.support.parity import oracle, without_mtp
 pytest.importorskip("transformers")
 
 NEW = 200
-#: Names with the same layers twice are left to `full`.
+#: Models with the same layer kinds as another one run only with `full`.
 SEED = 4
 FULL = pytest.mark.full
 
 
 def theirs(model: Any, prompt: Tensor) -> tuple[list[int], float]:
-    """New tokens, and the smallest distance between the best and the second logit."""
+    """New tokens, and the smallest gap between the largest and the second largest logit."""
     with torch.no_grad():
         out = model.generate(
             prompt,
@@ -53,7 +53,7 @@ def test_greedy_continuations(name: str) -> None:
     engine = Engine(read_weights(InMemory(weights, None), config), max_context=CONTEXT)  # type: ignore[arg-type]
     found = generate(engine, prompt.tolist(), GenerationOptions(NEW)).rows[0].tokens
     assert found == expected
-    # Not by luck: neither a token nor an expert was chosen by less than rounding; and it does not repeat.
+    # The match is no accident: no token or expert was chosen by less than rounding, and the text varies.
     assert gap > 1e-4, f"two logits are {gap:.1e} apart: another seed"
     assert routing_margin(engine, torch.tensor([prompt[0].tolist() + found])) > MARGIN
     assert len(set(found)) > NEW / 3

@@ -42,7 +42,7 @@ _EXPERT = re.compile(_LAYER + r"mlp\.experts\.linear_fc([12])\.weight(\d+)")
 
 
 def transformer_config(model: Nemotron3Config, **changes: Any) -> Any:
-    """Megatron's `TransformerConfig` of a model, FP32, without what needs a GPU."""
+    """Megatron's `TransformerConfig` of a model in FP32, without options that need a GPU."""
     from megatron.core.activations import squared_relu
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -193,7 +193,7 @@ def _split_qkv(weight: Tensor, model: Nemotron3Config) -> Iterator[tuple[str, Te
 
 @torch.no_grad()
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Move everything that initialization leaves at 0 or 1, so that a factor that is missing shows."""
+    """Change everything that initialization sets to 0 or 1, so that a missing factor shows."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(tensor: Tensor, mean: float, std: float) -> None:
