@@ -38,7 +38,7 @@ from process_tree import Usage, idle, watch
 from megatron_nemotron3.convert import inventory, to_hf
 from megatron_nemotron3.convert.job import MANIFEST, Job, run
 from megatron_nemotron3.convert.plan import Slices, extent
-from megatron_nemotron3.convert.stored import Reads, SourceTensor, bits
+from megatron_nemotron3.convert.sources import SourceTensor, TensorSource, bits
 from megatron_nemotron3.models import Nemotron3Config, get
 
 PATTERN = "MEMEME*"
@@ -88,7 +88,7 @@ def size(config: Nemotron3Config) -> int:
     return sum(t.elements * (4 if t.dtype == "float32" else 2) for t in inventory.hf_tensors(config))
 
 
-class Random(Reads):
+class Random(TensorSource):
     """The tensors of a model, filled with random normal numbers."""
 
     def __init__(self, config: Nemotron3Config) -> None:

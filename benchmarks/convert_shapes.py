@@ -2,9 +2,9 @@
 
     python benchmarks/convert_shapes.py [--models super ultra] [--whole] [--workers 2] [--folder DIR]
 
-All names, shapes, headers and lengths are the released models'; elements are zeros that take no room on the
-disk, and the writer leaves holes where it is given zeros (tests/convert/sparse.py). Everything else runs as
-it does for real weights: every byte is read, checked, checksummed and handed to the writer.
+All names, shapes, headers and lengths are the released models'. Elements are zeros that take no space on the
+disk, and the writer leaves holes for zeros (tests/support/sparse_checkpoints.py). Everything else runs as for
+real weights: every byte is read, checked, checksummed and passed to the writer.
 
 Without --whole the plans are made only (`--dry-run`): all headers of the source are read, all files of the
 target are planned. With --whole both conversions and `verify` run to their end: hours for Ultra.
@@ -28,7 +28,7 @@ from megatron_nemotron3.models import get, names
 def nemotron3(*words: object) -> Usage:
     """The command line, with the writer that leaves holes."""
     used = watch(
-        [sys.executable, "-m", "tests.convert.sparse", *map(str, words)],
+        [sys.executable, "-m", "tests.support.sparse_checkpoints", *map(str, words)],
         environment={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
     )
@@ -39,7 +39,7 @@ def nemotron3(*words: object) -> Usage:
 
 def plans(hf: Path, megatron: Path) -> list[tuple[str, Usage]]:
     """Both plans; the Megatron folder is made of the other one's."""
-    from tests.convert.sparse import write_megatron
+    from tests.support.sparse_checkpoints import write_megatron
 
     write_megatron(megatron, hf)
     target = hf.parent / "out"
@@ -75,7 +75,7 @@ def main() -> None:
         "--folder", type=Path, default=None, help="where to work; default: the temporary folder"
     )
     args = parser.parse_args()
-    from tests.convert.sparse import write_hf
+    from tests.support.sparse_checkpoints import write_hf
 
     print(machine(), flush=True)
     own = idle()

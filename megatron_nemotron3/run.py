@@ -23,7 +23,7 @@ from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_nemotron3.args.versions import minor
-from megatron_nemotron3.checkpoint.loading import option_value, option_values
+from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
 

@@ -1,17 +1,17 @@
-"""Megatron checkpoint folders: read without Megatron, verify, and resume from the last complete one.
+"""Read, verify, write and resume Megatron checkpoint folders, without Megatron.
 
-files.py      files written atomically
+files.py      atomic writes
 folders.py    DIR/latest_checkpointed_iteration.txt and DIR/iter_*
-opcodes.py    which operations a pickle may have
-unpickle.py   pickles read without importing what they name
-metadata.py   what a torch_dist folder holds: tensors, their chunks, objects
-archive.py    the zip archive that holds one chunk
-read.py       rows of a chunk or of a tensor, in bounded memory
-tiling.py     do chunks fill a tensor exactly once
-integrity.py  structural and full check of one folder
-describe.py   what a folder is, in lines
-resume.py     settle the tracker before a run starts
+unpickle.py   pickles, without importing what they name
+metadata.py   the index of a torch_dist folder: tensors, their chunks, objects
+archive.py    the zip archives of torch.save
+read.py       tensors and objects inside an archive
+write.py      archives and the index of a torch_dist folder
+structure.py  structural check: names, sizes, chunks that tile their tensors
+integrity.py  full check: every CRC32
+argv.py       options out of a Megatron command line
+resume.py     repair the tracker before a run starts
 command.py    `nemotron3 check`
 
-Only the standard library is imported; read.py needs torch when it is called.
+Only the standard library is imported.
 """

@@ -1,11 +1,11 @@
-"""The zip archive that torch.save writes: its records, where their bytes are, and their CRC32.
+"""The zip archives of torch.save: find their records, check their CRC32, and write them.
 
-A torch_dist chunk is such an archive somewhere inside a .distcp file, a legacy checkpoint is one as a
-whole. Records are stored, never compressed, so a record's data is a plain range of the file:
+A torch_dist chunk is such an archive inside a .distcp file; a legacy checkpoint file is a single archive.
+Records are never compressed, so the data of a record is a plain range of the file:
 
     [local header, name, padding, data, CRC32] per record ‖ directory ‖ zip64 end, its locator ‖ end
 
-torch.load does not look at the CRC32s: a flipped bit in the data loads as another number.
+torch.load does not check the CRC32s: a flipped bit in the data loads as another number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: Bytes read at once.
+#: Bytes read per call.
 BLOCK = 1 << 20
 LOCAL = struct.Struct("<4sHHHHHLLLHH")
 ENTRY = struct.Struct("<4sBBHHHHHLLLHHHHHLL")
@@ -24,12 +24,17 @@ END = struct.Struct("<4sHHHHLLH")
 LOCATOR = struct.Struct("<4sLQL")
 END64 = struct.Struct("<4sQHHLLQQQQ")
 FLAG_DESCRIPTOR, FLAG_UTF8 = 0x08, 0x800
-#: MS-DOS attribute of an entry.
+#: torch.save aligns the data of storages to this many bytes.
+ALIGNMENT = 64
+#: Sizes and offsets from here on are stored as 64-bit numbers in an extra field.
+ZIP64_LIMIT = 0xFFFFFFFF
+_FOLDER = "archive/"
+#: MS-DOS attribute of a folder.
 _DIRECTORY = 0x10
 
 
 class ArchiveError(ValueError):
-    """The bytes are no sound torch.save archive; the message says what is wrong, not where the file is."""
+    """The bytes are not a valid torch.save archive. The message does not name the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +48,12 @@ class Record:
 
 
 def read_at(descriptor: int, offset: int, length: int) -> bytearray:
-    """`length` bytes from `offset`.
+    """Read `length` bytes from `offset`.
 
     Raises:
-        ArchiveError: the file ends before.
+        ArchiveError: the file is too short.
     """
-    if offset + length > (end := os.fstat(descriptor).st_size):  # before there is memory for it
+    if offset + length > (end := os.fstat(descriptor).st_size):  # before memory is allocated
         raise ArchiveError(f"the file ends at byte {end:,}, inside the {length:,} from {offset:,}")
     data = bytearray(length)
     view, done = memoryview(data), 0
@@ -63,16 +68,16 @@ def read_at(descriptor: int, offset: int, length: int) -> bytearray:
 
 
 def records(descriptor: int, start: int, length: int) -> list[Record]:
-    """The records of the archive at bytes [start, start + length), in file order.
+    """List the records of the archive at bytes [start, start + length), in file order.
 
     Raises:
-        ArchiveError: it is not a sound archive of stored records.
+        ArchiveError: it is not a valid archive of uncompressed records.
     """
     directory, count = _directory(descriptor, start, length)
     found: list[Record] = []
     at, reached, folder = 0, 0, None
     for _ in range(count):
-        entry, name, at = _entry(directory, at)
+        entry, name, at = _directory_entry(directory, at)
         folder_here, _, short = name.partition("/")
         if folder not in (None, folder_here):
             raise ArchiveError(f"record {name!r} is not in the folder {folder!r}")
@@ -83,17 +88,17 @@ def records(descriptor: int, start: int, length: int) -> list[Record]:
         reached = data + entry.size
         found.append(Record(short, entry.crc, start + data, entry.size))
     if at != len(directory):
-        raise ArchiveError(f"the directory has {len(directory) - at} bytes behind its {count} entries")
+        raise ArchiveError(f"the directory has {len(directory) - at} bytes after its {count} entries")
     if len({record.name for record in found}) != len(found):
         raise ArchiveError("two records have the same name")
     return found
 
 
 def crc_problem(descriptor: int, record: Record) -> str | None:
-    """None if the record's bytes have its CRC32; reads block by block.
+    """Check the CRC32 of a record block by block. Return None if it is right, else a message.
 
     Raises:
-        ArchiveError: the file ends before the record does.
+        ArchiveError: the file ends inside the record.
     """
     crc, done = 0, 0
     block = bytearray(min(BLOCK, record.size))
@@ -113,7 +118,7 @@ def crc_problem(descriptor: int, record: Record) -> str | None:
 
 
 def without_crc(found: list[Record]) -> bool:
-    """Whether the archive was written with torch.serialization.set_crc32_options(False): all CRC32s are 0."""
+    """Whether all CRC32s are 0, as torch.serialization.set_crc32_options(False) writes them."""
     return all(record.crc == 0 for record in found)
 
 
@@ -126,7 +131,7 @@ class _Entry:
 
 
 def _directory(descriptor: int, start: int, length: int) -> tuple[bytes, int]:
-    """(bytes of the directory, number of its entries)."""
+    """Return the bytes of the central directory and the number of its entries."""
     tail_length = min(length, END.size + LOCATOR.size + END64.size)
     if tail_length < END.size:
         raise ArchiveError(f"{length} bytes are too few for a torch.save archive")
@@ -135,7 +140,7 @@ def _directory(descriptor: int, start: int, length: int) -> tuple[bytes, int]:
     if end[0] != b"PK\5\6":
         raise ArchiveError("it does not end like a torch.save archive")
     _, disk, directory_disk, here, count, size, offset, comment = end
-    behind = END.size
+    end_size = END.size
     locator_at = len(tail) - END.size - LOCATOR.size
     end64_at = locator_at - END64.size
     if end64_at >= 0 and tail[locator_at : locator_at + 4] == b"PK\6\7":
@@ -143,32 +148,32 @@ def _directory(descriptor: int, start: int, length: int) -> tuple[bytes, int]:
         if tail[end64_at : end64_at + 4] != b"PK\6\6" or disks != 1:
             raise ArchiveError("its zip64 end is damaged")
         if end64_offset != length - (len(tail) - end64_at):
-            raise ArchiveError(f"its zip64 end is said to be at {end64_offset:,}")
+            raise ArchiveError(f"its zip64 locator gives the wrong offset {end64_offset:,}")
         _, rest, _, _, disk, directory_disk, here, count, size, offset = END64.unpack_from(tail, end64_at)
-        if rest != END64.size - 12 or not _agree(end[3:7], (here, count, size, offset)):
+        if rest != END64.size - 12 or not _ends_agree(end[3:7], (here, count, size, offset)):
             raise ArchiveError("its two ends disagree")
-        behind = len(tail) - end64_at
+        end_size = len(tail) - end64_at
     if disk or directory_disk or comment or here != count:
         raise ArchiveError("its end record is damaged")
-    if offset + size + behind != length:
+    if offset + size + end_size != length:
         raise ArchiveError(f"its directory of {size:,} bytes at {offset:,} does not end where the end begins")
     return bytes(read_at(descriptor, start + offset, size)), count
 
 
-def _agree(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    """A field of the 32-bit end holds the same number, or all ones if that is too large for it."""
+def _ends_agree(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    """Whether each field of the 32-bit end has the same value, or all ones if the value is too large."""
     limits = (0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
     return all(a in (b, limit) for a, b, limit in zip(old, new, limits))
 
 
-def _entry(directory: bytes, at: int) -> tuple[_Entry, str, int]:
-    """(entry, its full name, where the next entry begins)."""
+def _directory_entry(directory: bytes, at: int) -> tuple[_Entry, str, int]:
+    """Parse the entry at byte `at`: the entry, its full name, and the start of the next entry."""
     if at + ENTRY.size > len(directory):
         raise ArchiveError("its directory ends inside an entry")
     fields = ENTRY.unpack_from(directory, at)
     signature, _, _, _, flags, method, _, _, crc, stored, size, name_n, extra_n, comment_n, disk = fields[:15]
     attributes, header = fields[16:]
-    if attributes & _DIRECTORY:  # torch.load then reads no data and returns what the memory held
+    if attributes & _DIRECTORY:  # torch.load would return uninitialized memory
         raise ArchiveError(f"the directory entry at byte {at} is marked as a folder")
     name_at = at + ENTRY.size
     end = name_at + name_n + extra_n + comment_n
@@ -181,12 +186,12 @@ def _entry(directory: bytes, at: int) -> tuple[_Entry, str, int]:
     stored = next(large, -1) if stored == 0xFFFFFFFF else stored
     header = next(large, -1) if header == 0xFFFFFFFF else header
     if method or stored != size or size < 0 or header < 0 or disk or flags & ~(FLAG_DESCRIPTOR | FLAG_UTF8):
-        raise ArchiveError(f"record {name!r} is not plainly stored (method {method}, flags {flags:#x})")
+        raise ArchiveError(f"record {name!r} is compressed or encrypted (method {method}, flags {flags:#x})")
     return _Entry(flags, crc, size, header), name, end
 
 
 def _zip64_numbers(extra: bytes) -> Iterator[int]:
-    """The 64-bit numbers of an entry's extra field, which stand in for those that read all ones."""
+    """Yield the 64-bit numbers of an extra field; they replace the 32-bit fields that are all ones."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)
@@ -197,17 +202,109 @@ def _zip64_numbers(extra: bytes) -> Iterator[int]:
 
 
 def _data_offset(descriptor: int, start: int, length: int, entry: _Entry, name: str) -> int:
-    """Where a record's data begins, counted from the archive; its local header must tell the same."""
+    """Return the offset of a record's data in the archive; check its local header against the directory."""
     encoded = name.encode()
     if entry.header + LOCAL.size + len(encoded) > length:
-        raise ArchiveError(f"record {name!r} begins at {entry.header:,}, behind the archive's end")
+        raise ArchiveError(f"record {name!r} begins at {entry.header:,}, after the end of the archive")
     head = bytes(read_at(descriptor, start + entry.header, LOCAL.size + len(encoded)))
     signature, _, flags, method, _, _, crc, stored, size, name_n, extra_n = LOCAL.unpack_from(head)
     if signature != b"PK\3\4" or flags != entry.flags or method or head[LOCAL.size :] != encoded:
         raise ArchiveError(f"the header of record {name!r} is damaged")
     if name_n != len(encoded):
         raise ArchiveError(f"the header of record {name!r} gives {name_n} bytes of name, not {len(encoded)}")
-    # With a descriptor behind the data these are 0; in any case nothing else than the directory's.
+    # 0 if a descriptor follows the data; otherwise the same numbers as in the directory.
     if crc not in (0, entry.crc) or not {stored, size} <= {0, entry.size, 0xFFFFFFFF}:
         raise ArchiveError(f"the header of record {name!r} and the directory disagree")
     return entry.header + LOCAL.size + name_n + extra_n
+
+
+class ArchiveWriter:
+    """Build an archive in order: records, then the directory."""
+
+    def __init__(self) -> None:
+        #: Bytes written so far, including those that were taken.
+        self.at = 0
+        self._parts: list[bytes] = []
+        #: (full name, flags, CRC32, size, offset of the local header)
+        self._entries: list[tuple[bytes, int, int, int, int]] = []
+
+    def write(self, data: bytes) -> None:
+        self._parts.append(data)
+        self.at += len(data)
+
+    def take(self) -> bytes:
+        """Return the bytes written since the last call."""
+        data = b"".join(self._parts)
+        self._parts = []
+        return data
+
+    def add(self, name: str, data: bytes, *, end_aligned: bool = False) -> None:
+        """Write a whole record. `end_aligned`: it is the last, and the archive ends at a multiple of 64."""
+        header, crc = self.at, zlib.crc32(data)
+        full = self._add_entry(name, FLAG_UTF8, crc, len(data), header)
+        padding = b""
+        if end_aligned:
+            end = header + LOCAL.size + len(full) + len(data) + len(self.directory())
+            padding = _padding_field(-end)
+        self.write(_local_header(full, FLAG_UTF8, crc, len(data), padding) + data)
+
+    def open(self, name: str, size: int) -> None:
+        """Write the header of a record whose data comes later; the data begins at a multiple of 64."""
+        flags = FLAG_UTF8 | FLAG_DESCRIPTOR
+        full = self._add_entry(name, flags, 0, size, self.at)
+        large = size >= ZIP64_LIMIT
+        # The descriptor has the size, so the header does not need it, but it must announce zip64.
+        extra = _zip64_field(size, size) if large else b""
+        data = self.at + LOCAL.size + len(full) + len(extra)
+        self.write(_local_header(full, flags, 0, ZIP64_LIMIT if large else 0, extra + _padding_field(-data)))
+
+    def _add_entry(self, name: str, flags: int, crc: int, size: int, header: int) -> bytes:
+        full = (_FOLDER + name).encode()
+        self._entries.append((full, flags, crc, size, header))
+        return full
+
+    def crc_in_directory(self, name: str) -> int:
+        """Offset of an entry's CRC32 in the directory."""
+        at = 0
+        for entry in self._entries:
+            if entry[0] == (_FOLDER + name).encode():
+                return at + 16
+            at += len(_central_entry(*entry))
+        raise KeyError(name)
+
+    def directory(self) -> bytes:
+        """Return the directory and both end records, to be written at the current offset."""
+        entries = b"".join(_central_entry(*entry) for entry in self._entries)
+        count, size, start = len(self._entries), len(entries), self.at
+        rest = END64.size - 12
+        end64 = END64.pack(b"PK\6\6", rest, 45, 45, 0, 0, count, count, size, start)
+        locator = LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
+        end = END.pack(b"PK\5\6", 0, 0, count, count, size, min(start, ZIP64_LIMIT), 0)
+        return entries + end64 + locator + end
+
+
+def _local_header(name: bytes, flags: int, crc: int, size: int, extra: bytes) -> bytes:
+    version = 45 if size >= ZIP64_LIMIT else 10
+    return (
+        LOCAL.pack(b"PK\3\4", version, flags, 0, 0, 0, crc, size, size, len(name), len(extra)) + name + extra
+    )
+
+
+def _central_entry(name: bytes, flags: int, crc: int, size: int, header: int) -> bytes:
+    large = [size] * 2 * (size >= ZIP64_LIMIT) + [header] * (header >= ZIP64_LIMIT)
+    extra = _zip64_field(*large) if large else b""
+    version, size, header = 45 if large else 10, min(size, ZIP64_LIMIT), min(header, ZIP64_LIMIT)
+    fixed = (b"PK\1\2", version, 0, version, flags, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0)
+    return ENTRY.pack(*fixed, 0, header) + name + extra
+
+
+def _zip64_field(*numbers: int) -> bytes:
+    data = b"".join(number.to_bytes(8, "little") for number in numbers)
+    return b"\1\0" + len(data).to_bytes(2, "little") + data
+
+
+def _padding_field(at_least: int) -> bytes:
+    """Return an extra field of `at_least` bytes modulo 64, of torch's kind; 1 to 3 bytes are impossible."""
+    size = at_least % ALIGNMENT
+    size += ALIGNMENT * (0 < size < 4)
+    return b"FB" + (size - 4).to_bytes(2, "little") + bytes(size - 4) if size else b""

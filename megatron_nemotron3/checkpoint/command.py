@@ -1,27 +1,39 @@
-"""`nemotron3 check DIR`: say what a checkpoint is, and whether its files are sound."""
+"""`nemotron3 check DIR`: describe a checkpoint and verify its files."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.describe import describe
-from megatron_nemotron3.checkpoint.folders import TRACKER, iterations, path_of, tracked
-from megatron_nemotron3.checkpoint.integrity import read_all
-from megatron_nemotron3.checkpoint.metadata import INDEX, CheckpointError
-from megatron_nemotron3.checkpoint.resume import Source, decide
-from megatron_nemotron3.checkpoint.structure import CONFIG, Verdict, judge
+from megatron_nemotron3.checkpoint.folders import TRACKER, checkpoint_path, iterations, read_tracker
+from megatron_nemotron3.checkpoint.integrity import check_integrity
+from megatron_nemotron3.checkpoint.metadata import INDEX, ITEM_SIZE, CheckpointError, CheckpointIndex
+from megatron_nemotron3.checkpoint.read import common_state
+from megatron_nemotron3.checkpoint.resume import LoadFolder, tracker_fix
+from megatron_nemotron3.checkpoint.structure import CONFIG, Verdict, check_structure
+from megatron_nemotron3.checkpoint.unpickle import Inert
 
-#: Problems printed at most.
+#: Largest number of problems printed.
 _SHOWN = 20
 _FORMATS = {
     "complete": "torch_dist",
     "legacy": "legacy torch format: mp_rank folders, loads into the layout that wrote it",
     "foreign": "a format that is not checked here",
+}
+_LAYOUT = {
+    "TP": "tensor_model_parallel_size",
+    "PP": "pipeline_model_parallel_size",
+    "VPP": "virtual_pipeline_model_parallel_size",
+    "EP": "expert_model_parallel_size",
+    "ETP": "expert_tensor_parallel_size",
+    "CP": "context_parallel_size",
+    "DP": "data_parallel_size",
 }
 
 
@@ -37,18 +49,18 @@ def register(commands: Any) -> None:
 
 
 def check_command(options: argparse.Namespace) -> int:
-    """Carry out `nemotron3 check`; raises as `check`."""
+    """Run `nemotron3 check`; raises as `check`."""
     if options.workers < 1:
         raise ValueError(f"--workers {options.workers}: give 1 or more")
     return check(options.folder, full=options.full, workers=options.workers)
 
 
 def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
-    """Print what `folder` holds and verify it. Returns the exit status: 0 sound, 2 not.
+    """Print what `folder` contains and verify it. Returns the exit status: 0 if it is sound, else 2.
 
     Args:
-        folder: one checkpoint (iter_0000300), or the folder with the tracker: then all checkpoints get the
-            structural check, and the one the tracker names is described and, with `full`, read.
+        folder: one checkpoint (iter_0000300), or the folder with the tracker. In the second case all
+            checkpoints get the structural check, and `full` reads the one that the tracker names.
         full: read everything and compare CRC32s.
         workers: threads of the full check.
 
@@ -59,49 +71,49 @@ def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
         raise ValueError(f"{folder}: " + ("it is not a folder" if folder.exists() else "it does not exist"))
     found = iterations(folder)
     if found or os.path.lexists(folder / TRACKER):
-        return _report(_all(folder, found, full, workers))
+        return _print_problems(_check_all(folder, found, full, workers))
     if not any(next(folder.glob(name), None) for name in (CONFIG, INDEX, "*.distcp", "mp_rank_*")):
         raise ValueError(f"{folder}: it holds no checkpoint: neither {TRACKER} nor {CONFIG}")
-    return _report(_one(folder, full, workers))
+    return _print_problems(_check_one(folder, full, workers))
 
 
-def _all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
-    """Check every checkpoint of a folder; returns the problems."""
+def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
+    """Check every checkpoint of a folder. Returns the problems."""
     problems: list[str] = []
     named: int | str | None = None
     try:
-        named = tracked(folder)
+        named = read_tracker(folder)
     except ValueError as problem:
-        problems.append(f"{folder / TRACKER}: it {problem}{_cure(folder)}")
+        problems.append(f"{folder / TRACKER}: it {problem}{_tracker_cure(folder)}")
     for iteration in reversed(found):
         if iteration == named:
             continue
-        verdict = judge(path_of(folder, iteration))
+        verdict = check_structure(checkpoint_path(folder, iteration))
         print(f"iter_{iteration:07d} {verdict.state}" + "".join(f": {p}" for p in verdict.problems[:1]))
         if verdict.state == "damaged":
             problems += verdict.problems
     if named is None:
         if not problems and found:
-            problems.append(f"{folder / TRACKER}: the file is missing{_cure(folder)}")
+            problems.append(f"{folder / TRACKER}: the file is missing{_tracker_cure(folder)}")
         return problems
     print(f"{TRACKER} names {named}")
-    return problems + _one(path_of(folder, named), full, workers)
+    return problems + _check_one(checkpoint_path(folder, named), full, workers)
 
 
-def _cure(folder: Path) -> str:
-    """What the launcher would do about the tracker."""
+def _tracker_cure(folder: Path) -> str:
+    """Return the fix of the tracker that a start would make, as the end of a message."""
     try:
-        mend = decide(Source(folder))
+        fix = tracker_fix(LoadFolder(folder))
     except ValueError:
-        mend = None
-    if mend is None:
+        fix = None
+    if fix is None:
         return "; no checkpoint here is known to be complete"
-    return f"; the last complete checkpoint is iteration {mend.iteration}: write {mend.iteration} into it"
+    return f"; the last complete checkpoint is iteration {fix.iteration}: write {fix.iteration} into it"
 
 
-def _one(path: Path, full: bool, workers: int) -> list[str]:
-    """Describe and check one checkpoint; returns the problems."""
-    verdict = judge(path)
+def _check_one(path: Path, full: bool, workers: int) -> list[str]:
+    """Describe and check one checkpoint. Returns the problems."""
+    verdict = check_structure(path)
     print(f"{path} {verdict.state}" + (f" ({_FORMATS[verdict.state]})" if verdict.state in _FORMATS else ""))
     if verdict.index is not None:
         for line in describe(verdict.index):
@@ -111,13 +123,13 @@ def _one(path: Path, full: bool, workers: int) -> list[str]:
     if not full:
         print("  checked      names, sizes and tiling; --full reads everything")
         return []
-    return _full(path, verdict, workers)
+    return _check_full(path, verdict, workers)
 
 
-def _full(path: Path, verdict: Verdict, workers: int) -> list[str]:
+def _check_full(path: Path, verdict: Verdict, workers: int) -> list[str]:
     started = time.monotonic()
     try:
-        read = read_all(path, verdict.index, workers)
+        read = check_integrity(path, verdict.index, workers)
     except CheckpointError as problem:
         return [str(problem)]
     seconds = time.monotonic() - started
@@ -129,7 +141,7 @@ def _full(path: Path, verdict: Verdict, workers: int) -> list[str]:
     return list(read.problems)
 
 
-def _report(problems: list[str]) -> int:
+def _print_problems(problems: list[str]) -> int:
     sys.stdout.flush()
     for problem in problems[:_SHOWN]:
         print(f"nemotron3 check: {problem}", file=sys.stderr)
@@ -138,3 +150,51 @@ def _report(problems: list[str]) -> int:
     if not problems:
         print("sound")
     return 2 if problems else 0
+
+
+def describe(index: CheckpointIndex) -> list[str]:
+    """Describe a checkpoint in lines; if its arguments cannot be read, a line says why."""
+    lines = []
+    try:
+        state = common_state(index)
+    except CheckpointError as problem:
+        lines.append(f"arguments    not shown: {problem}")
+    else:
+        lines.append(f"iteration    {_iteration_text(state.get('iteration'))}")
+        if (written := layout_of(state)) is not None:
+            lines.append(f"written with {written}; the weights load into any other layout")
+    elements: Counter[str] = Counter()
+    for tensor in index.tensors.values():
+        elements[tensor.dtype] += tensor.numel
+    total = sum(count * ITEM_SIZE[dtype] for dtype, count in elements.items())
+    kinds = ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.most_common())
+    chunks = sum(len(tensor.chunks) for tensor in index.tensors.values())
+    model = sum(
+        math.prod(tensor.shape)
+        for name, tensor in index.tensors.items()
+        if "optimizer" not in name.split(".")
+    )
+    lines.append(
+        f"tensors      {len(index.tensors):,} in {chunks:,} chunks; elements {kinds}: {total:,} bytes"
+    )
+    lines.append(f"of these     {model:,} elements are the model's, the rest is optimizer state")
+    lines.append(f"objects      {len(index.objects):,}")
+    lines.append(f"files        {len(index.files):,} with {sum(index.files.values()):,} bytes")
+    return lines
+
+
+def layout_of(state: dict[str, Any]) -> str | None:
+    """Return "TP2 PP1 … on 2 ranks" from the stored arguments; None if there are none."""
+    arguments = state.get("args")
+    if not isinstance(arguments, Inert) or not isinstance(arguments.state, dict):
+        return None
+    sizes = {short: arguments.field(name) for short, name in _LAYOUT.items()}
+    known = [f"{short}{size}" for short, size in sizes.items() if type(size) is int]
+    if not known:
+        return None
+    ranks = arguments.field("world_size")
+    return " ".join(known) + (f" on {ranks} rank{'s' * (ranks != 1)}" if type(ranks) is int else "")
+
+
+def _iteration_text(value: Any) -> str:
+    return str(value) if type(value) is int else "not stored"

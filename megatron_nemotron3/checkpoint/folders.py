@@ -1,8 +1,8 @@
-"""Checkpoint folders as Megatron writes them: their names, the tracker, and room for the next one.
+"""Checkpoint folders as Megatron writes them: their names, the tracker, and space for the next checkpoint.
 
-DIR/latest_checkpointed_iteration.txt    "300", or "release"; written last, but not atomically
+DIR/latest_checkpointed_iteration.txt    the tracker: "300" or "release"; written last, but not atomically
 DIR/iter_0000300/  __0_0.distcp …  .metadata  metadata.json
-DIR/release/       the same, weights to start from
+DIR/release/       the same files; weights to start from
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
-def tracked(folder: Path) -> int | str | None:
-    """What the tracker names: an iteration, "release", or None if there is no tracker.
+def read_tracker(folder: Path) -> int | str | None:
+    """Read the tracker: an iteration, "release", or None if there is no tracker.
 
     Raises:
-        ValueError: the tracker holds something else; the message says what.
+        ValueError: the tracker is unreadable or names no iteration. The message continues "the tracker …".
     """
     try:
         with open(folder / TRACKER, "rb") as file:
@@ -35,20 +35,20 @@ def tracked(folder: Path) -> int | str | None:
         raise ValueError(f"cannot be read ({problem.strerror})") from None
     if not data.strip():
         raise ValueError(f"is empty ({len(data)} bytes)")
-    # As upstream reads it: int() of the stripped text.
+    # Megatron reads it the same way: int() of the stripped text.
     text = data.decode("utf-8", "replace").strip()
     if text == RELEASE:
         return RELEASE
     with contextlib.suppress(ValueError):
         if (iteration := int(text)) >= 0:
             return iteration
-    raise ValueError(f"holds {text[:40]!r}, no iteration")
+    raise ValueError(f"holds {text[:40]!r}, which is not an iteration")
 
 
-def latest(folder: Path) -> int | None:
-    """Iteration the tracker names, None if it names none."""
+def latest_iteration(folder: Path) -> int | None:
+    """Return the iteration that the tracker names; None if it names none."""
     try:
-        found = tracked(folder)
+        found = read_tracker(folder)
     except ValueError:
         return None
     return found if isinstance(found, int) else None
@@ -63,13 +63,13 @@ def write_tracker(folder: Path, which: int | str) -> None:
     write_text(Path(os.path.realpath(folder / TRACKER)), str(which))
 
 
-def path_of(folder: Path, which: int | str) -> Path:
-    """Folder of one checkpoint: of an iteration, or "release"."""
+def checkpoint_path(folder: Path, which: int | str) -> Path:
+    """Return the folder of an iteration, or of "release"."""
     return folder / (which if isinstance(which, str) else f"iter_{which:07d}")
 
 
 def iterations(folder: Path) -> list[int]:
-    """Iterations that have a folder, complete or not, newest first."""
+    """List the iterations that have a folder, complete or not, newest first."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -79,16 +79,16 @@ def iterations(folder: Path) -> list[int]:
 
 
 def bytes_needed(parameters: int, precision: str) -> int:
-    """Size of one checkpoint: weights, FP32 Adam moments and, unless the weights are FP32, FP32 masters."""
+    """Size of one checkpoint: weights, FP32 Adam moments, and FP32 masters unless the weights are FP32."""
     per_parameter = 4 + 4 + 4 if precision == "fp32" else 2 + 4 + 4 + 4
     return parameters * per_parameter
 
 
 def check_room(folder: Path, need: int) -> None:
-    """Refuse before any work if a checkpoint cannot fit.
+    """Check that a checkpoint of `need` bytes fits on the disk of `folder`, which may not exist yet.
 
     Raises:
-        ValueError: less than `need` bytes are free where `folder` is or will be.
+        ValueError: less space is free.
     """
     place = folder.absolute()
     while not place.exists():

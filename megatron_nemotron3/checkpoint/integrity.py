@@ -1,7 +1,7 @@
-"""Are a checkpoint's bytes the ones that were written?
+"""Full check of a checkpoint: read everything and compare the CRC32 of every record.
 
-torch.save writes a CRC32 with every record, and torch.load does not look at it: a flipped bit in a weight
-loads as another weight. Here everything is read once and compared.
+torch.save writes a CRC32 with every record, but torch.load does not check it: a flipped bit in a weight
+loads as another weight.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from megatron_nemotron3.checkpoint.unpickle import Refused
 
 #: Written by Megatron with --verify-integrity: SHA-256 of every file.
 MANIFEST = "integrity.json"
-#: Bytes that one task reads.
-_SHARE = 256 << 20
+#: Bytes read by one task.
+_TASK_BYTES = 256 << 20
 
 
 @dataclass
 class Read:
-    """What a full check went through."""
+    """Result of a full check."""
 
     records: int = 0
     bytes: int = 0
-    #: Archives whose CRC32s were switched off when they were written.
+    #: Archives that were written without CRC32s.
     unprotected: int = 0
     problems: tuple[str, ...] = ()
 
 
-def read_all(folder: Path, index: CheckpointIndex | None, workers: int = 1) -> Read:
-    """The full check: CRC32 of every record, and that every chunk holds the tensor the index says.
+def check_integrity(folder: Path, index: CheckpointIndex | None, workers: int = 1) -> Read:
+    """Check the CRC32 of every record, and that every chunk holds the tensor the index describes.
 
-    Reads each byte once, twice if there is an integrity.json (SHA-256 of whole files). Memory: one block
-    per worker. Call it on a folder that passed the structural check.
+    Every byte is read once, or twice if there is an integrity.json (SHA-256 of whole files). Memory: one
+    block per worker. The folder must have passed the structural check.
 
     Args:
-        index: of a torch_dist folder; None: a legacy folder.
+        index: index of a torch_dist folder; None for a legacy folder.
     """
     with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
-        parts = list(pool.map(lambda task: task(), _tasks(folder, index)))
+        parts = list(pool.map(lambda task: task(), _check_tasks(folder, index)))
     return Read(
         sum(part.records for part in parts),
         sum(part.bytes for part in parts),
@@ -65,7 +65,7 @@ def read_all(folder: Path, index: CheckpointIndex | None, workers: int = 1) -> R
 
 @dataclass(frozen=True)
 class _Archives:
-    """Archives of one file, near each other: (what it is in words, its dtype if a tensor, its place)."""
+    """Neighboring archives of one file: (name, dtype or "" for an object, position) of each."""
 
     path: Path
     items: list[tuple[str, str, StoredObject]]
@@ -76,7 +76,7 @@ class _Archives:
             with opened(self.path) as descriptor:
                 for name, dtype, place in self.items:
                     try:
-                        self._one(descriptor, dtype, place, result)
+                        self._check_archive(descriptor, dtype, place, result)
                     except (ArchiveError, Refused) as problem:
                         problems.append(f"{self.path}: {name} at byte {place.offset:,}: {problem}")
         except CheckpointError as problem:
@@ -84,7 +84,7 @@ class _Archives:
         result.problems = tuple(problems)
         return result
 
-    def _one(self, descriptor: int, dtype: str, place: StoredObject, result: Read) -> None:
+    def _check_archive(self, descriptor: int, dtype: str, place: StoredObject, result: Read) -> None:
         found = records(descriptor, place.offset, place.length)
         if without_crc(found):
             result.unprotected += 1
@@ -105,7 +105,7 @@ class _Archives:
 
 @dataclass(frozen=True)
 class _Digest:
-    """One file of integrity.json."""
+    """Check of one file against integrity.json."""
 
     path: Path
     expected: str
@@ -127,7 +127,7 @@ class _Digest:
         )
 
 
-def _tasks(folder: Path, index: CheckpointIndex | None) -> Iterator[_Archives | _Digest]:
+def _check_tasks(folder: Path, index: CheckpointIndex | None) -> Iterator[_Archives | _Digest]:
     items: list[tuple[str, str, StoredObject]] = []
     if index is not None:
         for name, tensor in index.tensors.items():
@@ -135,26 +135,28 @@ def _tasks(folder: Path, index: CheckpointIndex | None) -> Iterator[_Archives | 
         items += [(name, "", place) for name, place in index.objects.items()]
     whole = [folder / COMMON] if (folder / COMMON).is_file() else []
     for path in [*whole, *legacy_files(folder)]:
-        items.append(("all of it", "", StoredObject(str(path.relative_to(folder)), 0, path.stat().st_size)))
+        items.append(
+            ("the whole file", "", StoredObject(str(path.relative_to(folder)), 0, path.stat().st_size))
+        )
     group: list[tuple[str, str, StoredObject]] = []
     size = 0
     for item in sorted(items, key=lambda item: (item[2].file, item[2].offset)):
-        if group and (item[2].file != group[0][2].file or size > _SHARE):
+        if group and (item[2].file != group[0][2].file or size > _TASK_BYTES):
             yield _Archives(folder / group[0][2].file, group)
             group, size = [], 0
         group.append(item)
         size += item[2].length
     if group:
         yield _Archives(folder / group[0][2].file, group)
-    for name, expected in _manifest(folder).items():
+    for name, expected in _sha256_manifest(folder).items():
         yield _Digest(folder / name, expected)
 
 
-def _manifest(folder: Path) -> dict[str, str]:
-    """File -> SHA-256 of an integrity.json, empty if there is none.
+def _sha256_manifest(folder: Path) -> dict[str, str]:
+    """Read file -> SHA-256 from integrity.json; empty if the file does not exist.
 
     Raises:
-        CheckpointError: there is one that cannot be read.
+        CheckpointError: it cannot be read.
     """
     path = folder / MANIFEST
     if not path.exists():

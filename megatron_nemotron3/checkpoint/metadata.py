@@ -1,11 +1,11 @@
-"""What a torch_dist checkpoint folder holds, read without Megatron and without torch.
+"""The index of a torch_dist checkpoint folder, read without Megatron and without torch.
 
-FOLDER/.metadata       pickle of torch.distributed.checkpoint's Metadata: the index
-FOLDER/__0_0.distcp    chunks one behind another, each a torch.save archive
+FOLDER/.metadata       the index: a pickle of torch.distributed.checkpoint's Metadata
+FOLDER/__0_0.distcp    chunks, one torch.save archive after another
 FOLDER/metadata.json   {"sharded_backend": "torch_dist", …}, written last
-FOLDER/common.pt       what is not a tensor, up to megatron-core 0.18; later an object `common_state/…`
+FOLDER/common.pt       what is not a tensor, up to megatron-core 0.18; later the object `common_state/…`
 
-Tensors are stored with global shapes, so nothing in here depends on the layout that wrote them.
+Tensors are stored with global shapes, so the index does not depend on the layout that wrote it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_nemotron3.checkpoint.unpickle import Inert, Refused, inert, loads
 INDEX = ".metadata"
 COMMON = "common.pt"
 
-#: Bytes per element; sub-byte types are packed and count whole bytes.
+#: Bytes per element; two float4 elements are packed into one of one byte.
 ITEM_SIZE = {
     **dict.fromkeys(["float64", "int64", "uint64", "complex64"], 8),
     **dict.fromkeys(["float32", "int32", "uint32"], 4),
@@ -30,13 +30,12 @@ ITEM_SIZE = {
     "complex128": 16,
 }
 
-
-#: Of a tensor; torch's own limit.
+#: Largest number of dimensions, as in torch.
 MOST_AXES = 64
 
 
 class CheckpointError(ValueError):
-    """A file of a checkpoint is damaged; the message begins with its path."""
+    """A checkpoint file is damaged. The message begins with its path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class Chunk(StoredObject):
-    """The part of a tensor that begins at `offsets` and has shape `sizes`; a torch.save archive."""
+    """The part of a tensor of shape `sizes` that begins at `offsets`; stored as a torch.save archive."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -66,12 +65,12 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Size of the elements in bytes."""
         return self.numel * ITEM_SIZE[self.dtype]
 
 
@@ -85,34 +84,34 @@ class CheckpointIndex:
 
     @property
     def files(self) -> dict[str, int]:
-        """File name -> least size in bytes that holds everything the index places in it."""
+        """File name -> smallest size in bytes that holds everything the index places in the file."""
         ends: dict[str, int] = {}
         for item in self.items():
             ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
         return dict(sorted(ends.items()))
 
     def items(self) -> list[StoredObject]:
-        """Every chunk and every object."""
+        """All chunks and objects."""
         return [*(c for t in self.tensors.values() for c in t.chunks), *self.objects.values()]
 
     @property
     def common_state(self) -> StoredObject | None:
-        """Where megatron-core from 0.19 on keeps arguments and iteration; None: in common.pt."""
+        """The object that holds arguments and iteration since megatron-core 0.19; None: see common.pt."""
         found = (v for k, v in self.objects.items() if k.startswith("common_state/"))
         return next(found, None)
 
 
-def _plain(*args: Any) -> tuple[Any, ...]:
+def _arguments(*args: Any) -> tuple[Any, ...]:
     return args
 
 
-def _size(values: Any = ()) -> tuple[Any, ...]:
+def _torch_size(values: Any = ()) -> tuple[Any, ...]:
     return tuple(values)
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-#: What an index names. Instances become `Inert`, so does whatever cached save plans hold.
-_TABLE: dict[tuple[str, str], Any] = {
+#: Names in an index. Instances become `Inert`, also those in cached save plans.
+_INDEX_TABLE: dict[tuple[str, str], Any] = {
     **{("torch", dtype): dtype for dtype in ITEM_SIZE},
     **{
         (_METADATA, name): inert(name)
@@ -122,24 +121,27 @@ _TABLE: dict[tuple[str, str], Any] = {
         )
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): inert("_StorageInfo"),
-    ("torch", "Size"): _size,
-    ("torch.serialization", "_get_layout"): _plain,
-    ("builtins", "getattr"): _plain,  # how Python 3.11 pickles a member of an enumeration; nothing is got
-    ("__builtin__", "getattr"): _plain,  # the same in protocol 2
+    ("torch", "Size"): _torch_size,
+    ("torch.serialization", "_get_layout"): _arguments,
+    (
+        "builtins",
+        "getattr",
+    ): _arguments,  # Python 3.11 pickles members of enumerations so; nothing is looked up
+    ("__builtin__", "getattr"): _arguments,  # the same in protocol 2
     ("collections", "OrderedDict"): dict,
-    ("pathlib", "PosixPath"): _plain,
-    ("pathlib", "PurePosixPath"): _plain,
+    ("pathlib", "PosixPath"): _arguments,
+    ("pathlib", "PurePosixPath"): _arguments,
     ("io", "BytesIO"): inert("BytesIO"),
 }
-#: Saves that cache their plan keep it in the index, as instances of these packages.
+#: Packages of the classes in a save plan that is cached in the index.
 _STUBS = ("megatron.", "nvidia_resiliency_ext.", "torch.distributed.")
 
 
 def read_metadata(folder: Path | str) -> CheckpointIndex:
-    """The index of a torch_dist folder; no class it names is imported, no data file is opened.
+    """Read the index of a torch_dist folder. No class it names is imported, no data file is opened.
 
     Raises:
-        CheckpointError: `.metadata` is missing, damaged, or names something an index does not need.
+        CheckpointError: `.metadata` is missing or damaged, or names a class that does not belong there.
     """
     folder = Path(folder)
     path = folder / INDEX
@@ -150,42 +152,42 @@ def read_metadata(folder: Path | str) -> CheckpointIndex:
     if not data:
         raise CheckpointError(f"{path}: the file is empty (0 bytes)")
     try:
-        root = loads(data, _TABLE, stubs=_STUBS)
+        root = loads(data, _INDEX_TABLE, stubs=_STUBS)
         if type(root).__name__ not in ("Metadata", "MCoreMetadata"):
             raise Refused(f"it holds a {type(root).__name__}, not a Metadata")
-        return _index(folder, root)
+        return _parse_index(folder, root)
     except Refused as problem:
         raise CheckpointError(f"{path}: {problem}") from None
 
 
-def _index(folder: Path, root: Inert) -> CheckpointIndex:
+def _parse_index(folder: Path, root: Inert) -> CheckpointIndex:
     places: dict[tuple[str, Any], StoredObject] = {}
-    for where, info in _dict(root.field("storage_data"), "storage_data").items():
-        offset = _field(where, "offset", (tuple, type(None)))
-        key = (_field(where, "fqn", str), offset)
+    for where, info in _require_dict(root.field("storage_data"), "storage_data").items():
+        offset = _typed_field(where, "offset", (tuple, type(None)))
+        key = (_typed_field(where, "fqn", str), offset)
         if key in places:
-            raise Refused(f"it places {key[0]} at {offset} twice")
-        places[key] = _place(key[0], info)
+            raise Refused(f"it gives two positions for {key[0]} at {offset}")
+        places[key] = _parse_place(key[0], info)
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
-    for name, entry in _dict(root.field("state_dict_metadata"), "state_dict_metadata").items():
+    for name, entry in _require_dict(root.field("state_dict_metadata"), "state_dict_metadata").items():
         if not isinstance(name, str):
-            raise Refused(f"a tensor's name is the {type(name).__name__} {name!r:.60}")
+            raise Refused(f"the name of a tensor is the {type(name).__name__} {name!r:.60}")
         kind = type(entry).__name__
         if kind == "BytesStorageMetadata":
-            objects[name] = _located(places, name, None)
+            objects[name] = _take_place(places, name, None)
         elif kind == "TensorStorageMetadata":
-            tensors[name] = _tensor(places, name, entry)
+            tensors[name] = _parse_tensor(places, name, entry)
         else:
             raise Refused(f"{name} is a {kind}, neither a tensor nor an object")
     if places:
         name, offset = next(iter(places))
-        raise Refused(f"it places {name} at {offset}, which no tensor or object has")
+        raise Refused(f"it gives a position for {name} at {offset}, but no tensor or object has this part")
     return CheckpointIndex(folder, tensors, objects)
 
 
-def _tensor(places: dict[tuple[str, Any], StoredObject], name: str, entry: Any) -> StoredTensor:
-    shape = _shape(entry.field("size"), name)
+def _parse_tensor(places: dict[tuple[str, Any], StoredObject], name: str, entry: Any) -> StoredTensor:
+    shape = _checked_shape(entry.field("size"), name)
     # Pickled as the tuple (dtype, layout, requires_grad, memory format, pinned).
     properties = entry.field("properties")
     state = properties.state if isinstance(properties, Inert) else None
@@ -194,21 +196,23 @@ def _tensor(places: dict[tuple[str, Any], StoredObject], name: str, entry: Any) 
         raise Refused(f"{name} has the unknown type {dtype!r:.40}")
     chunks = []
     for chunk in entry.field("chunks") or ():
-        offsets, sizes = (_shape(_field(chunk, key, tuple), name) for key in ("offsets", "sizes"))
-        at = _located(places, name, offsets)
+        offsets, sizes = (
+            _checked_shape(_typed_field(chunk, key, tuple), name) for key in ("offsets", "sizes")
+        )
+        at = _take_place(places, name, offsets)
         chunks.append(Chunk(at.file, at.offset, at.length, offsets, sizes))
     return StoredTensor(dtype, shape, tuple(chunks))
 
 
-def _located(places: dict[tuple[str, Any], StoredObject], name: str, offset: Any) -> StoredObject:
+def _take_place(places: dict[tuple[str, Any], StoredObject], name: str, offset: Any) -> StoredObject:
     if (name, offset) not in places:
-        raise Refused(f"it gives no place for {name}" + ("" if offset is None else f" at {offset}"))
+        raise Refused(f"it gives no position for {name}" + ("" if offset is None else f" at {offset}"))
     return places.pop((name, offset))
 
 
-def _place(name: str, info: Any) -> StoredObject:
-    file = _field(info, "relative_path", str)
-    offset, length = _field(info, "offset", int), _field(info, "length", int)
+def _parse_place(name: str, info: Any) -> StoredObject:
+    file = _typed_field(info, "relative_path", str)
+    offset, length = _typed_field(info, "offset", int), _typed_field(info, "length", int)
     path = PurePosixPath(file)
     if path.is_absolute() or ".." in path.parts or "\0" in file or not path.name:
         raise Refused(f"it places {name} outside the folder, in {file!r:.120}")
@@ -219,20 +223,20 @@ def _place(name: str, info: Any) -> StoredObject:
     return StoredObject(file, offset, length)
 
 
-def _dict(value: Any, what: str) -> dict[Any, Any]:
+def _require_dict(value: Any, what: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise Refused(f"its {what} is no dict")
+        raise Refused(f"its {what} is not a dict")
     return value
 
 
-def _field(instance: Any, name: str, kind: type | tuple[type, ...]) -> Any:
+def _typed_field(instance: Any, name: str, kind: type | tuple[type, ...]) -> Any:
     value = instance.field(name) if isinstance(instance, Inert) else None
     if not isinstance(value, kind) or isinstance(value, bool):
         raise Refused(f"{type(instance).__name__}.{name} is {value!r:.60}")
     return value
 
 
-def _shape(values: Any, name: str) -> tuple[int, ...]:
+def _checked_shape(values: Any, name: str) -> tuple[int, ...]:
     if (
         not isinstance(values, tuple)
         or len(values) > MOST_AXES

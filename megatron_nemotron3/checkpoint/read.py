@@ -1,4 +1,4 @@
-"""Where the elements of a stored tensor lie in its file."""
+"""Tensors and objects in archives: where the elements of a tensor are, and the data an object holds."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_nemotron3.checkpoint.archive import ArchiveError, crc_problem, read_at, records
 from megatron_nemotron3.checkpoint.metadata import (
+    COMMON,
     ITEM_SIZE,
     MOST_AXES,
     CheckpointError,
+    CheckpointIndex,
     StoredObject,
 )
-from megatron_nemotron3.checkpoint.unpickle import Refused, loads
+from megatron_nemotron3.checkpoint.unpickle import Refused, inert, loads
 
-if TYPE_CHECKING:
-    pass
+#: Largest pickle that is read, in bytes.
+_LIMIT = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class TensorLayout:
     offset: int
 
     def span(self, rows: range) -> tuple[int, int]:
-        """(first byte, number of bytes) of the range that holds `rows` of the first axis."""
+        """Return (first byte, number of bytes) of the range that holds `rows` of the first axis."""
         item = ITEM_SIZE[self.dtype]
         shape = (len(rows), *self.shape[1:]) if self.shape else ()
         if 0 in shape:
@@ -45,10 +47,10 @@ class TensorLayout:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A file descriptor to read from; what goes wrong inside names the file.
+    """Open a file and yield its descriptor; errors raised inside the block get the file's path.
 
     Raises:
-        CheckpointError: the file cannot be read, or an ArchiveError or Refused inside.
+        CheckpointError: the file cannot be read, or the block raised ArchiveError or Refused.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -63,11 +65,11 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def tensor_layout(descriptor: int, place: StoredObject) -> TensorLayout:
-    """Where the elements of the tensor in the archive at `place` are; reads its headers only.
+    """Locate the elements of the tensor in the archive at `place`; only headers are read.
 
     Raises:
         ArchiveError: the archive is damaged.
-        Refused: it does not hold exactly one plain tensor.
+        Refused: it does not hold exactly one dense tensor.
     """
     found = {r.name: r for r in records(descriptor, place.offset, place.length)}
     for name in ("data.pkl", "version"):
@@ -78,7 +80,7 @@ def tensor_layout(descriptor: int, place: StoredObject) -> TensorLayout:
         raise ArchiveError(problem)
     text = bytes(read_at(descriptor, pickled.offset, pickled.size))
     tensor = loads(text, TENSOR_TABLE, persistent=storage_of)
-    if not isinstance(tensor, _Tensor):
+    if not isinstance(tensor, PickledTensor):
         raise Refused(f"the archive at {place.offset:,} holds a {type(tensor).__name__}, not a tensor")
     byteorder = found.get("byteorder")
     if byteorder and bytes(read_at(descriptor, byteorder.offset, byteorder.size)) != b"little":
@@ -104,7 +106,9 @@ class _Storage:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class PickledTensor:
+    """A tensor as its pickle describes it; `begin` counts elements of the storage."""
+
     dtype: str
     storage: str
     begin: int
@@ -113,30 +117,37 @@ class _Tensor:
 
 
 def storage_of(pid: Any) -> _Storage:
+    """Map the persistent id of a storage to its type and key.
+
+    Raises:
+        Refused: the id is not that of a storage.
+    """
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[2], str):
-        raise Refused(f"it refers to a {type(pid).__name__} that is no storage")
+        raise Refused(f"it refers to a {type(pid).__name__} that is not a storage")
     return _Storage(pid[1] if isinstance(pid[1], str) else None, pid[2])
 
 
-def _rebuild(storage: Any, begin: Any, shape: Any, stride: Any, *rest: Any) -> _Tensor:
-    """Arguments of torch._utils._rebuild_tensor_v2, and of v3, which has the dtype in the seventh place."""
+def _rebuilt_tensor(storage: Any, begin: Any, shape: Any, stride: Any, *rest: Any) -> PickledTensor:
+    """Take the arguments of torch._utils._rebuild_tensor_v2, or of v3, which ends with the dtype."""
     dtype = storage.dtype if isinstance(storage, _Storage) else None
     if dtype is None and len(rest) >= 3:
         dtype = rest[2]
     if not isinstance(shape, tuple) or not isinstance(stride, tuple) or len(shape) > MOST_AXES:
         raise Refused(f"its tensor has no shape and stride of at most {MOST_AXES} axes")
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in (begin, *shape, *stride)):
-        raise Refused("its tensor has numbers that are none, below 0 or too large")
+        raise Refused("its offset, shape or stride holds a value that is not a whole number from 0 to 2^62")
     if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
         raise Refused(
-            f"its tensor has the type {dtype!r:.40}" if isinstance(dtype, str) else "its tensor has no type"
+            f"its tensor has the unknown type {dtype!r:.40}"
+            if isinstance(dtype, str)
+            else "its tensor has no type"
         )
     if len(shape) != len(stride) or math.prod(shape) >= 1 << 62:
         raise Refused(f"its tensor has shape {shape!r:.60} and stride {stride!r:.60}")
-    return _Tensor(dtype, storage.key, begin, tuple(shape), tuple(stride))
+    return PickledTensor(dtype, storage.key, begin, tuple(shape), tuple(stride))
 
 
-def _parameter(data: Any, *rest: Any) -> Any:
+def _parameter_data(data: Any, *rest: Any) -> Any:
     return data
 
 
@@ -145,13 +156,78 @@ STORAGES = {
     **{"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"},
     **{"ComplexDouble": "complex128", "ComplexFloat": "complex64"},
 }
-#: What the pickle of one tensor names.
+#: Names in the pickle of one tensor.
 TENSOR_TABLE: dict[tuple[str, str], Any] = {
     **{("torch", dtype): dtype for dtype in ITEM_SIZE},
     **{("torch", f"{name}Storage"): dtype for name, dtype in STORAGES.items()},
     ("torch.storage", "UntypedStorage"): None,
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
-    ("torch._utils", "_rebuild_tensor_v3"): _rebuild,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuilt_tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuilt_tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter_data,
     ("collections", "OrderedDict"): dict,
 }
+
+
+def common_state(index: CheckpointIndex) -> dict[str, Any]:
+    """Read what Megatron stores beside the tensors: "iteration", "args" and more; classes as `Inert`.
+
+    Raises:
+        CheckpointError: it is damaged or names something that is not data.
+    """
+    place = index.common_state
+    if place is None:
+        path = index.folder / COMMON
+        try:
+            place = StoredObject(COMMON, 0, path.stat().st_size)
+        except OSError as problem:
+            raise CheckpointError(f"{path}: {problem.strerror}") from None
+    state = stored_object(index.folder, place, "the common state")
+    if isinstance(state, list) and state:  # the object form: a list of one
+        state = state[0]
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{index.folder / place.file}: the common state is a {type(state).__name__}")
+    return state
+
+
+def stored_object(folder: Path, place: StoredObject, what: str) -> Any:
+    """Read a pickled object of plain data without importing what it names; tensors in it become None.
+
+    Args:
+        what: name of the object, for messages.
+
+    Raises:
+        CheckpointError: it is damaged, larger than 64 MiB, or names something that is not data.
+    """
+    with opened(folder / place.file) as descriptor:
+        found = {record.name: record for record in records(descriptor, place.offset, place.length)}
+        record = found.get("data.pkl")
+        if record is None or record.size > _LIMIT:
+            raise ArchiveError(
+                f"{what} at byte {place.offset:,} has no data.pkl, or one of more than {_LIMIT >> 20} MiB"
+            )
+        if record.crc and (wrong := crc_problem(descriptor, record)):
+            raise ArchiveError(wrong)
+        data = bytes(read_at(descriptor, record.offset, record.size))
+        return loads(data, DATA_TABLE, stubs=DATA_STUBS, persistent=_skip_tensor)
+
+
+def _skip_tensor(pid: Any) -> None:
+    """Tensors in the common state (random number states) are not read."""
+
+
+def _arguments(*args: Any) -> tuple[Any, ...]:
+    return args
+
+
+#: Names in stored arguments: Megatron's enumerations, dtypes and a few standard classes.
+DATA_TABLE: dict[tuple[str, str], Any] = {
+    ("argparse", "Namespace"): inert("Namespace"),
+    ("types", "SimpleNamespace"): inert("SimpleNamespace"),
+    ("collections", "OrderedDict"): dict,
+    ("signal", "Signals"): _arguments,
+    ("pathlib", "PosixPath"): _arguments,
+    ("_codecs", "encode"): _arguments,
+    **{(module, name): _arguments for module in ("builtins", "__builtin__") for name in ("getattr", "set")},
+    ("datetime", "timedelta"): _arguments,
+}
+DATA_STUBS = ("megatron.", "nvidia_resiliency_ext.", "torch.", "numpy.", "transformer_engine.")

@@ -1,10 +1,11 @@
 """Before a run starts: make the tracker name the last complete checkpoint.
 
-Megatron reads `latest_checkpointed_iteration.txt` and loads what it names. It writes the file by opening it
-for writing, after the checkpoint: killed in between, the file is empty, and the next run ends at once with
-status 0; killed before, the file names the checkpoint before. After a power loss it may name a folder that
-never reached the disk. `settle` mends the tracker in these cases, one printed line each time, and stops the
-run where the named checkpoint is damaged. Only `remove_incomplete` deletes, in folders that are ours.
+Megatron loads the checkpoint that `latest_checkpointed_iteration.txt` (the tracker) names. It writes this
+file after the checkpoint, but not atomically. If it is killed while it writes, the file is empty, and the
+next run ends at once with status 0. If it is killed earlier, the file names the previous checkpoint. After a
+power failure the file may name a folder that never reached the disk. `repair_tracker` corrects the tracker in
+these cases and says so in one line. It stops the run if the named checkpoint is damaged. Only
+`remove_incomplete` deletes anything.
 """
 
 from __future__ import annotations
@@ -15,38 +16,73 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_nemotron3.checkpoint.argv import option_value
 from megatron_nemotron3.checkpoint.folders import (
     RELEASE,
     TRACKER,
+    checkpoint_path,
     iterations,
-    path_of,
-    tracked,
+    read_tracker,
     write_tracker,
 )
 from megatron_nemotron3.checkpoint.integrity import MANIFEST
-from megatron_nemotron3.checkpoint.loading import options
-from megatron_nemotron3.checkpoint.structure import CONFIG, Verdict, judge
+from megatron_nemotron3.checkpoint.structure import CONFIG, Verdict, check_structure
 
-#: Seconds that other ranks wait for rank 0 to mend the tracker.
+#: Seconds that other ranks wait until rank 0 has repaired the tracker.
 PATIENCE = 300.0
-#: What the tracker may name: what cannot be checked is upstream's business.
+#: States that the named checkpoint may have; Megatron itself checks the formats that are not checked here.
 _TRUSTED = ("complete", "legacy", "foreign")
+#: Where Megatron keeps non-persistent checkpoints below --load.
+NON_PERSISTENT = "non_persistent"
 
 
 @dataclass(frozen=True)
-class Source:
-    """A folder to load from, and how."""
+class LoadOptions:
+    """What a Megatron command line says about loading."""
+
+    load: Path | None = None
+    #: --ckpt-step; 0 and None both mean the iteration that the tracker names.
+    step: int | None = None
+    #: Folder of global non-persistent checkpoints, if they are used.
+    non_persistent: Path | None = None
+    #: --verify-integrity: a save ends with integrity.json.
+    manifest: bool = False
+    #: --pretrained-checkpoint: where a run starts if --load has no checkpoint.
+    pretrained: Path | None = None
+
+
+def load_options(argv: Sequence[str]) -> LoadOptions:
+    """Read Megatron's command line as its own parser does: the last value of an option counts.
+
+    Addresses of object stores (msc://…) are ignored.
+    """
+    named = option_value(argv, "--load")
+    load = _local_path(named)
+    # Whether an object store holds a checkpoint is unknown, and so is whether this option takes effect.
+    pretrained = _local_path(option_value(argv, "--pretrained-checkpoint")) if load or not named else None
+    step = option_value(argv, "--ckpt-step")
+    non_persistent = None
+    if option_value(argv, "--non-persistent-ckpt-type") == "global":
+        given = option_value(argv, "--non-persistent-global-ckpt-dir")
+        non_persistent = _local_path(given) if given else load and load / NON_PERSISTENT
+    number = int(step) if step is not None and step.isascii() and step.isdigit() else None
+    return LoadOptions(load, number or None, non_persistent, "--verify-integrity" in argv, pretrained)
+
+
+@dataclass(frozen=True)
+class LoadFolder:
+    """A folder to load a checkpoint from."""
 
     folder: Path
-    #: --ckpt-step: the iteration to load whatever the tracker names.
+    #: --ckpt-step: the iteration to load, whatever the tracker names.
     step: int | None = None
-    #: A checkpoint is complete only with its integrity.json (--verify-integrity).
+    #: A checkpoint without integrity.json is incomplete (--verify-integrity).
     manifest: bool = False
-    #: Iteration of a non-persistent checkpoint, which Megatron prefers if it is not older.
-    newer: int | None = None
-    #: The cure to name instead of --ckpt-step.
-    otherwise: str = ""
-    #: That names the folder.
+    #: Iteration of a non-persistent checkpoint. Megatron prefers it if it is not older.
+    non_persistent: int | None = None
+    #: The cure to name in errors instead of --ckpt-step.
+    cure: str = ""
+    #: The option that named the folder.
     option: str = "--load"
 
     @property
@@ -56,33 +92,33 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Mend:
-    """Write `iteration` into the tracker; `why` goes on a sentence that begins with its path."""
+class TrackerFix:
+    """The iteration to write into the tracker, and why: a phrase that continues "the tracker …"."""
 
     iteration: int
     why: str
 
 
 def before_start(argv: Sequence[str], rank: int) -> list[str]:
-    """Settle the folders a Megatron command line loads from. Returns lines to print.
+    """Prepare the folders that a Megatron command line loads from. Returns lines to print.
 
-    Rank 0 checks and mends. Other ranks go on at once, or wait where the tracker cannot be used yet.
+    Rank 0 checks the checkpoints and repairs the trackers. Other ranks wait until the trackers are usable.
 
     Raises:
-        ValueError: what would be loaded is damaged; the message names the file and the cure.
+        ValueError: the checkpoint to load is damaged. The message names the file and the cure.
     """
-    given = options(argv)
-    prepare = wait if rank else settle
+    given = load_options(argv)
+    prepare = wait_for_repair if rank else repair_tracker
     lines: list[str] = []
     newer = None
     if given.non_persistent is not None:
         cure = "leave --non-persistent-ckpt-type out to load from --load alone"
-        lines += prepare(Source(given.non_persistent, manifest=given.manifest, otherwise=cure))
+        lines += prepare(LoadFolder(given.non_persistent, manifest=given.manifest, cure=cure))
         newer = _named_iteration(given.non_persistent)
     if given.load is not None:
-        lines += prepare(Source(given.load, given.step, given.manifest, newer))
+        lines += prepare(LoadFolder(given.load, given.step, given.manifest, newer))
     if given.pretrained is not None and not (given.load and (given.load / TRACKER).is_file()):
-        source = Source(given.pretrained, given.step, given.manifest, option="--pretrained-checkpoint")
+        source = LoadFolder(given.pretrained, given.step, given.manifest, option="--pretrained-checkpoint")
         lines += prepare(source)
         if not source.tracker.is_file():
             raise ValueError(
@@ -91,176 +127,191 @@ def before_start(argv: Sequence[str], rank: int) -> list[str]:
     return lines
 
 
-def settle(source: Source) -> list[str]:
+def repair_tracker(source: LoadFolder) -> list[str]:
     """Make the tracker name the last complete checkpoint. Returns lines to print.
 
     Raises:
-        ValueError: as `decide`, or the tracker cannot be written.
+        ValueError: as `tracker_fix`, or the tracker cannot be written.
     """
-    mend = decide(source)
-    if mend is None:
+    fix = tracker_fix(source)
+    if fix is None:
         return []
     try:
-        write_tracker(source.folder, mend.iteration)
+        write_tracker(source.folder, fix.iteration)
     except OSError as problem:
         raise ValueError(
-            f"{source.tracker}: it {mend.why}; the last complete checkpoint is iteration {mend.iteration}, "
-            f"but the file cannot be written ({problem.strerror}): write {mend.iteration} into it"
+            f"{source.tracker}: it {fix.why}; the last complete checkpoint is iteration {fix.iteration}, "
+            f"but the file cannot be written ({problem.strerror}): write {fix.iteration} into it"
         ) from None
-    return [f"{source.tracker} {mend.why}: it now names {mend.iteration}, the last complete checkpoint"]
+    return [f"{source.tracker} {fix.why}: it now names {fix.iteration}, the last complete checkpoint"]
 
 
-def wait(source: Source, patience: float = PATIENCE) -> list[str]:
-    """On other ranks: return when the tracker can be used, which is at once unless it is broken.
+def wait_for_repair(source: LoadFolder, patience: float = PATIENCE) -> list[str]:
+    """Return as soon as the tracker is usable: at once, unless rank 0 has to repair it.
 
     Raises:
-        ValueError: as `decide`, or rank 0 did not mend the tracker within `patience` seconds.
+        ValueError: as `tracker_fix`, or rank 0 did not repair the tracker within `patience` seconds.
     """
     deadline = time.monotonic() + patience
-    while not _usable(source.folder) and (mend := decide(source)) is not None:
-        while _named_iteration(source.folder) != mend.iteration:
+    while not _tracker_usable(source.folder) and (fix := tracker_fix(source)) is not None:
+        while _named_iteration(source.folder) != fix.iteration:
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"{source.tracker}: it {mend.why}; rank 0 should have written {mend.iteration} into it, "
+                    f"{source.tracker}: it {fix.why}; rank 0 should have written {fix.iteration} into it, "
                     f"but did not within {patience:.0f} s: is the folder shared by all nodes?"
                 )
             time.sleep(0.05)
     return []
 
 
-def decide(source: Source) -> Mend | None:
-    """What the tracker needs so that the last complete checkpoint is loaded; None: nothing.
+def tracker_fix(source: LoadFolder) -> TrackerFix | None:
+    """Return the fix after which the last complete checkpoint is loaded; None if nothing is wrong.
 
-    A checkpoint newer than the tracker's counts if its save ended after the tracker was written: then the
-    save was killed in between. A tracker that somebody set back by hand is younger, and stays.
+    A checkpoint newer than the one in the tracker counts if its save ended after the tracker was written,
+    because then the save was killed between the two. A tracker that a user set back by hand is newer than
+    that, and is left alone.
 
     Raises:
-        ValueError: what would be loaded is damaged, or there is a tracker and nothing complete.
+        ValueError: the checkpoint to load is damaged, or there is a tracker but no complete checkpoint.
     """
     folder, step = source.folder, source.step
     try:
-        named, trouble = tracked(folder), ""
+        named, trouble = read_tracker(folder), ""
     except ValueError as problem:
         named, trouble = None, str(problem)
     if not trouble and step is not None and named != RELEASE:
-        _require(folder, step)
+        _require_loadable(folder, step)
         return None
     if named is not None:
         if (later := _finished_later(source, named)) is not None:
-            return Mend(later, f"named {_name(named)}, but the save of iteration {later} was complete")
-        verdict = judge(path_of(folder, named))
-        # Megatron does not look at it if a non-persistent checkpoint is as new.
-        unused = source.newer is not None and isinstance(named, int) and source.newer >= named
+            return TrackerFix(
+                later, f"named {_checkpoint_name(named)}, but the save of iteration {later} was complete"
+            )
+        verdict = check_structure(checkpoint_path(folder, named))
+        # Megatron ignores it if a non-persistent checkpoint is at least as new.
+        unused = (
+            source.non_persistent is not None and isinstance(named, int) and source.non_persistent >= named
+        )
         if verdict.state in _TRUSTED or unused:
             return None
         if verdict.state == "damaged":
-            raise ValueError(_damaged(source, named, verdict))
-        trouble = f"named {_name(named)}, which is incomplete ({verdict.problems[0]})"
+            raise ValueError(_damaged_message(source, named, verdict))
+        trouble = f"named {_checkpoint_name(named)}, which is incomplete ({verdict.problems[0]})"
     found, others = _last_complete(source)
     if found is not None:
         if step is not None:
-            _require(folder, step)
-        return Mend(found, trouble or "was missing")
+            _require_loadable(folder, step)
+        return TrackerFix(found, trouble or "was missing")
     if not trouble and "damaged" not in {verdict.state for verdict in others.values()}:
-        return None  # nothing that was ever finished: Megatron starts from random weights
-    raise ValueError(_nothing_complete(source, trouble or "is missing", others))
+        return None  # no save was ever finished: Megatron starts from random weights
+    raise ValueError(_nothing_complete_message(source, trouble or "is missing", others))
 
 
 def remove_incomplete(folder: Path) -> list[Path]:
-    """Delete what an interrupted save left in a folder of our own. Returns what it deleted.
+    """Delete the unfinished checkpoints of interrupted saves. Returns the deleted folders.
 
-    These are unfinished folders newer than the one the tracker names; without a tracker, newer than the last
-    complete one. What had been finished stays, sound or not.
+    Only unfinished folders newer than the checkpoint in the tracker are deleted; without a tracker, newer
+    than the last complete one. Finished checkpoints stay, even damaged ones.
     """
     newest = _named_iteration(folder)
     if newest is None:
-        newest = _last_complete(Source(folder))[0]
+        newest = _last_complete(LoadFolder(folder))[0]
     removed = []
     for iteration in reversed(iterations(folder)):
-        path = path_of(folder, iteration)
-        if (newest is None or iteration > newest) and judge(path).state == "unfinished":
+        path = checkpoint_path(folder, iteration)
+        if (newest is None or iteration > newest) and check_structure(path).state == "unfinished":
             shutil.rmtree(path)
             removed.append(path)
     return removed
 
 
-def _usable(folder: Path) -> bool:
-    """Whether the tracker names a folder with something in it that a save writes last."""
+def _tracker_usable(folder: Path) -> bool:
+    """Whether the tracker names a folder that contains a file which a save writes last."""
     try:
-        named = tracked(folder)
+        named = read_tracker(folder)
     except ValueError:
         return False
     if named is None:
         return not iterations(folder)
-    path = path_of(folder, named)
+    path = checkpoint_path(folder, named)
     return (path / CONFIG).exists() or next(path.glob("mp_rank_0*"), None) is not None
 
 
 def _named_iteration(folder: Path) -> int | None:
     try:
-        named = tracked(folder)
+        named = read_tracker(folder)
     except ValueError:
         return None
     return named if isinstance(named, int) else None
 
 
-def _finished_later(source: Source, named: int | str) -> int | None:
-    """The newest complete checkpoint after `named` whose save ended after the tracker was written."""
+def _finished_later(source: LoadFolder, named: int | str) -> int | None:
+    """Find the newest complete checkpoint after `named` whose save ended after the tracker was written."""
     after = -1 if isinstance(named, str) else named
     try:
         written = source.tracker.stat().st_mtime_ns
         for iteration in iterations(source.folder):
             if iteration <= after:
                 break
-            path = path_of(source.folder, iteration)
+            path = checkpoint_path(source.folder, iteration)
             last = path / (MANIFEST if source.manifest else CONFIG)
-            if last.exists() and last.stat().st_mtime_ns > written and judge(path).state == "complete":
+            if (
+                last.exists()
+                and last.stat().st_mtime_ns > written
+                and check_structure(path).state == "complete"
+            ):
                 return iteration
-    except OSError:  # a run that still saves here removes an old one meanwhile
+    except OSError:  # a run that is still saving here may remove an old checkpoint meanwhile
         pass
     return None
 
 
-def _last_complete(source: Source) -> tuple[int | None, dict[int, Verdict]]:
-    """(newest complete checkpoint, verdicts on those newer than it)."""
+def _last_complete(source: LoadFolder) -> tuple[int | None, dict[int, Verdict]]:
+    """Find the newest complete checkpoint, and the verdicts on all newer ones."""
     others: dict[int, Verdict] = {}
     for iteration in iterations(source.folder):
-        path = path_of(source.folder, iteration)
-        verdict = judge(path)
+        path = checkpoint_path(source.folder, iteration)
+        verdict = check_structure(path)
         if verdict.state == "complete" and (not source.manifest or (path / MANIFEST).exists()):
             return iteration, others
         others[iteration] = verdict
     return None, others
 
 
-def _require(folder: Path, step: int) -> None:
-    verdict = judge(path_of(folder, step))
+def _require_loadable(folder: Path, step: int) -> None:
+    verdict = check_structure(checkpoint_path(folder, step))
     if verdict.state not in _TRUSTED:
-        other = _another(folder, step)
+        other = _other_complete(folder, step)
         cure = "no other checkpoint there is complete" if other is None else f"give --ckpt-step {other}"
         raise ValueError(f"{verdict.problems[0]} (--ckpt-step {step} cannot be loaded: {cure})")
 
 
-def _another(folder: Path, than: int | str) -> int | None:
-    complete = (i for i in iterations(folder) if i != than and judge(path_of(folder, i)).state == "complete")
+def _other_complete(folder: Path, than: int | str) -> int | None:
+    complete = (
+        i
+        for i in iterations(folder)
+        if i != than and check_structure(checkpoint_path(folder, i)).state == "complete"
+    )
     return next(complete, None)
 
 
-def _damaged(source: Source, named: int | str, verdict: Verdict) -> str:
-    other = _another(source.folder, named)
-    if source.otherwise:
-        cure = source.otherwise
+def _damaged_message(source: LoadFolder, named: int | str, verdict: Verdict) -> str:
+    other = _other_complete(source.folder, named)
+    if source.cure:
+        cure = source.cure
     elif other is None:
         cure = "no other checkpoint there is complete"
-    elif named == RELEASE:  # --ckpt-step does not lead Megatron away from a release
+    elif named == RELEASE:  # Megatron ignores --ckpt-step if the tracker names a release
         cure = f"write {other} into {source.tracker} to load that iteration, which is complete"
     else:
         cure = f"give --ckpt-step {other}, which is complete"
     more = f"; and {len(verdict.problems) - 1} more" if len(verdict.problems) > 1 else ""
-    return f"{verdict.problems[0]}{more} ({_name(named)}, which is to be loaded, is damaged: {cure})"
+    return (
+        f"{verdict.problems[0]}{more} ({_checkpoint_name(named)}, which is to be loaded, is damaged: {cure})"
+    )
 
 
-def _nothing_complete(source: Source, trouble: str, others: dict[int, Verdict]) -> str:
+def _nothing_complete_message(source: LoadFolder, trouble: str, others: dict[int, Verdict]) -> str:
     for iteration, verdict in others.items():
         if verdict.state in _TRUSTED:
             return (
@@ -277,5 +328,9 @@ def _nothing_complete(source: Source, trouble: str, others: dict[int, Verdict]) 
     )
 
 
-def _name(named: int | str) -> str:
+def _checkpoint_name(named: int | str) -> str:
     return "the release checkpoint" if isinstance(named, str) else f"iteration {named}"
+
+
+def _local_path(value: str | None) -> Path | None:
+    return None if not value or "://" in value else Path(value)

@@ -1,4 +1,4 @@
-"""Is a checkpoint folder complete? Names and sizes only, so it is quick at any size."""
+"""Structural check of a checkpoint folder: names and sizes only, so it is fast at any size."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Literal
 
@@ -20,10 +21,9 @@ from megatron_nemotron3.checkpoint.metadata import (
     CheckpointIndex,
     read_metadata,
 )
-from megatron_nemotron3.checkpoint.tiling import tiling_problem
 
 CONFIG = "metadata.json"
-#: Problems named at most.
+#: Largest number of problems reported per kind.
 _LIMIT = 50
 
 State = Literal["complete", "unfinished", "damaged", "legacy", "foreign"]
@@ -31,27 +31,27 @@ State = Literal["complete", "unfinished", "damaged", "legacy", "foreign"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a structural check found.
+    """Result of the structural check.
 
-    complete    every file is there with the size it needs
-    unfinished  what a save writes last is missing
-    damaged     it had been finished, but a file is missing, short or unreadable
-    legacy      mp_rank_… folders, which do not say what belongs to them
+    complete    every file exists and is large enough
+    unfinished  the file that a save writes last is missing
+    damaged     the save had finished, but a file is missing, too short or unreadable
+    legacy      mp_rank_… folders, which do not list their files
     foreign     metadata.json names a format that is not checked here, and there is no index
     """
 
     state: State
-    #: Each begins with the path of a file.
+    #: Each message begins with the path of a file.
     problems: tuple[str, ...] = ()
     index: CheckpointIndex | None = None
 
 
-def judge(folder: Path) -> Verdict:
-    """The structural check of one checkpoint folder; opens no data file.
+def check_structure(folder: Path) -> Verdict:
+    """Check the structure of one checkpoint folder. No data file is opened.
 
-    Checked are: metadata.json; the index; every file it names, with the size it needs; chunks that tile
-    their tensor with no gap and no overlap and are long enough for their elements; common.pt where the
-    index has no common state.
+    The check covers metadata.json, the index, the size of every file in the index, and common.pt if the
+    index has no common state. Chunks must tile their tensor without gap or overlap and must be long enough
+    for their elements.
     """
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
@@ -68,7 +68,7 @@ def judge(folder: Path) -> Verdict:
                 return Verdict(
                     "unfinished", (f"{folder / CONFIG}: the file is empty; a save writes it last",)
                 )
-            if _backend(folder / CONFIG) != "torch_dist" and not os.path.lexists(folder / INDEX):
+            if _sharded_backend(folder / CONFIG) != "torch_dist" and not os.path.lexists(folder / INDEX):
                 return Verdict("foreign")
         except CheckpointError as problem:
             return Verdict("damaged", (str(problem),))
@@ -79,7 +79,7 @@ def judge(folder: Path) -> Verdict:
         return Verdict("unfinished" if missing else "damaged", (missing or str(problem),))
     if missing and (index.common_state or (folder / COMMON).exists()):
         return Verdict("unfinished", (missing,))
-    # Without metadata.json it is a format of torch itself (torch_dcp, fsdp_dtensor): the index comes last.
+    # Folders without metadata.json are in a format of torch (torch_dcp, fsdp_dtensor); the index comes last.
     problems = (*islice(_file_problems(index), _LIMIT), *islice(_tensor_problems(index), _LIMIT))
     if not missing and index.common_state is None and not (folder / COMMON).is_file():
         path = folder / COMMON
@@ -87,8 +87,8 @@ def judge(folder: Path) -> Verdict:
     return Verdict("damaged" if problems else "complete", problems, index)
 
 
-def _backend(path: Path) -> str:
-    """`sharded_backend` of a metadata.json."""
+def _sharded_backend(path: Path) -> str:
+    """Read `sharded_backend` from metadata.json."""
     try:
         data = path.read_bytes()
     except OSError as problem:
@@ -105,18 +105,18 @@ def _file_problems(index: CheckpointIndex) -> Iterator[str]:
         try:
             found = path.stat()
         except OSError as problem:
-            users = _users(index, name, 0)
+            users = _contents_beyond(index, name, 0)
             yield f"{path}: {problem.strerror}; it holds {users}"
             continue
         if not stat.S_ISREG(found.st_mode):
             yield f"{path}: it is not a regular file"
         elif found.st_size < need:
-            users = _users(index, name, found.st_size)
+            users = _contents_beyond(index, name, found.st_size)
             yield f"{path}: {found.st_size:,} bytes, but {need:,} are needed: cut off are {users}"
 
 
-def _users(index: CheckpointIndex, file: str, size: int) -> str:
-    """What of `file` reaches beyond `size`, in words."""
+def _contents_beyond(index: CheckpointIndex, file: str, size: int) -> str:
+    """Name the tensors and objects of `file` that reach beyond `size`."""
     tensors = [
         name
         for name, tensor in index.tensors.items()
@@ -143,7 +143,7 @@ def _tensor_problems(index: CheckpointIndex) -> Iterator[str]:
 
 
 def legacy_files(folder: Path) -> list[Path]:
-    """The torch.save files of a legacy checkpoint."""
+    """List the torch.save files of a legacy checkpoint."""
     return sorted(folder.glob("mp_rank_*/*.pt"))
 
 
@@ -154,4 +154,41 @@ def _legacy_problems(folder: Path) -> Iterator[str]:
             yield f"{place / 'model_optim_rng.pt'}: the file is missing"
         for path in files:
             if not path.is_file() or path.stat().st_size == 0:
-                yield f"{path}: the file is empty or no regular file"
+                yield f"{path}: the file is empty or not a regular file"
+
+
+def tiling_problem(
+    shape: Sequence[int], boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> str | None:
+    """Return None if `boxes` of (offsets, sizes) fill a tensor of `shape` exactly once, else a message.
+
+    The number of boxes that cover a point is a function on the grid. Its mixed differences, which are +1 or
+    -1 at the corners of a box and 0 elsewhere, determine it. The boxes therefore cover every point once if
+    and only if the summed differences equal those of the whole tensor. At the first point (in lexicographic
+    order) where the sums differ, the difference is the number of surplus boxes (negative: missing) at that
+    point. Works in any number of dimensions, in time linear in the number of boxes.
+    """
+    shape = tuple(shape)
+    corners: defaultdict[tuple[int, ...], int] = defaultdict(int)
+    held = 0
+    for offsets, sizes in boxes:
+        if not len(offsets) == len(sizes) == len(shape):
+            return f"a chunk at {list(offsets)} of shape {list(sizes)} is not of {len(shape)} dimensions"
+        if any(o + s > n for o, s, n in zip(offsets, sizes, shape)):
+            return f"the chunk at {list(offsets)} of shape {list(sizes)} reaches beyond {list(shape)}"
+        _add_corners(corners, offsets, sizes, 1)
+        held += math.prod(sizes)
+    _add_corners(corners, (0,) * len(shape), shape, -1)
+    wrong = min((point for point, count in corners.items() if count), default=None)
+    if wrong is None:
+        return None
+    what = "two chunks overlap" if corners[wrong] > 0 else "no chunk covers the elements"
+    return f"{what} at {list(wrong)}; its chunks hold {held:,} of {math.prod(shape):,} elements"
+
+
+def _add_corners(
+    corners: dict[tuple[int, ...], int], offsets: Sequence[int], sizes: Sequence[int], times: int
+) -> None:
+    for ends in product((0, 1), repeat=len(sizes)):
+        point = tuple(o + s * e for o, s, e in zip(offsets, sizes, ends))
+        corners[point] += times * (-1) ** sum(ends)

@@ -1,24 +1,104 @@
 """Read a pickle without importing anything it names.
 
-A pickle may name any function of any module and call it. Here names go through a table: what the table
-lists becomes plain data, what it does not list is refused by name. Nothing that a pickle calls does more
-than store its arguments.
+A pickle can name any function of any module and call it. Here every name is looked up in a table: names in
+the table become plain data, other names are refused. Functions that a pickle calls only store their
+arguments.
+
+The opcodes are checked before any of them runs. Long runs of opcodes are matched by regular expressions,
+because the index of a large checkpoint has millions.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_nemotron3.checkpoint.opcodes import Refused, without_hashes
+#: Allowed opcodes of plain data, lists, dicts, tuples and instances, by the number of bytes that follow
+#: them. Not allowed: bytearrays and buffers, the copyreg registry, numbers as text, opcodes that pop objects.
+_FIXED = {
+    0: [
+        *(pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+        *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+        *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM),
+        *(pickle.SETITEMS, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.MEMOIZE),
+        *(pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
+        pickle.BINPERSID,
+    ],
+    1: [pickle.PROTO, pickle.BININT1, pickle.BINPUT, pickle.BINGET],
+    2: [pickle.BININT2],
+    4: [pickle.BININT, pickle.LONG_BINGET],
+    8: [pickle.BINFLOAT, pickle.FRAME],
+}
+#: Opcodes whose argument is preceded by its length: bytes of that length field.
+_SIZED = {
+    **{pickle.LONG1: 1, pickle.SHORT_BINBYTES: 1},
+    **{pickle.BINUNICODE: 4, pickle.BINBYTES: 4, pickle.BINUNICODE8: 8, pickle.BINBYTES8: 8},
+}
+_SHORT_STRINGS = b"|".join(re.escape(pickle.SHORT_BINUNICODE + bytes([n])) + b".{%d}" % n for n in range(256))
+#: Opcode that makes or fills a dict or a set -> opcodes that do the same with a list or a tuple.
+_WITHOUT_HASHES = {
+    **{pickle.EMPTY_DICT: pickle.EMPTY_LIST, pickle.EMPTY_SET: pickle.EMPTY_LIST},
+    **{pickle.SETITEMS: pickle.APPENDS, pickle.ADDITEMS: pickle.APPENDS, pickle.FROZENSET: pickle.TUPLE},
+    pickle.SETITEM: pickle.TUPLE2 + pickle.APPEND,
+    pickle.FRAME: b"",  # its length would be wrong, and it is optional
+}
 
-__all__ = ["Inert", "Refused", "inert", "loads"]
 
-#: Objects for each byte of a pickle, at most, when shared ones are written out.
+class Refused(ValueError):
+    """The pickle names something that the table does not list, or is not a pickle of plain data."""
+
+
+def _opcode_runs(but: bytes = b"") -> re.Pattern[bytes]:
+    """Match up to 4096 opcodes of known length; bounded, because the engine stores every repetition."""
+    codes = {n: b"".join(code for code in some if code not in but) for n, some in _FIXED.items()}
+    fixed = b"|".join(b"[%s].{%d}" % (re.escape(some), n) for n, some in codes.items())
+    return re.compile(b"(?:%s|c[^\n]*\n[^\n]*\n|%s){1,4096}" % (fixed, _SHORT_STRINGS), re.DOTALL)
+
+
+_PLAIN = _opcode_runs(b"".join(_WITHOUT_HASHES))
+
+
+def without_hashes(data: bytes) -> bytes:
+    """Rewrite a pickle so that it makes only lists and tuples; the result is a tuple of all objects.
+
+    Hashing a tuple that contains another tuple twice, 30 levels deep, takes 2^30 steps that cannot be
+    interrupted. Such tuples must therefore be found before the first dict is made.
+
+    Opcodes that are not allowed are refused before any opcode runs. Python's unpickler allocates a memo as
+    long as the largest memo index, so one flipped bit can ask for 64 GB. A memo index must therefore be
+    smaller than the pickle.
+
+    Raises:
+        Refused: an opcode is not allowed, or the pickle is truncated.
+    """
+    parts = [pickle.MARK]
+    begin = at = 0
+    while True:
+        if (known := _PLAIN.match(data, at)) is not None:
+            at = known.end()
+        code = data[at : at + 1]
+        if code in _WITHOUT_HASHES:
+            parts += (data[begin:at], _WITHOUT_HASHES[code])
+            at = begin = at + (9 if code == pickle.FRAME else 1)
+        elif code == pickle.STOP:
+            return b"".join((*parts, data[begin:at], pickle.TUPLE, pickle.STOP))
+        elif code == pickle.LONG_BINPUT and int.from_bytes(data[at + 1 : at + 5], "little") < len(data):
+            at += 5
+        elif code in _SIZED:
+            width = _SIZED[code]
+            at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+        elif known is None:
+            raise Refused(f"it is not a pickle of plain data (byte {at:,} of {len(data):,})")
+        if at > len(data):
+            raise Refused(f"it is not a readable pickle (it ends at byte {len(data):,})")
+
+
+#: Largest number of objects per byte of a pickle, where shared objects count each time.
 _SHARED = 16
-#: Objects inside of each other.
+#: Largest nesting depth.
 _DEEPEST = 200
 
 
@@ -28,7 +108,7 @@ class _Frozen(type):
 
 
 class Inert(metaclass=_Frozen):
-    """Stands for an instance of a class: constructor arguments and state, nothing else."""
+    """Stand-in for an instance of a class: constructor arguments and state, nothing else."""
 
     __slots__ = ("args", "state")
     args: tuple[Any, ...]
@@ -46,12 +126,12 @@ class Inert(metaclass=_Frozen):
         self.state = state
 
     def field(self, name: str) -> Any:
-        """A field of the pickled instance; None if it has none of that name."""
+        """An attribute of the pickled instance; None if it does not exist."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 def inert(name: str) -> type[Inert]:
-    """A class that stands for the class `name`."""
+    """Make a stand-in for the class `name`."""
     return _Frozen(name, (Inert,), {"__slots__": ()})  # type: ignore[return-value]
 
 
@@ -86,19 +166,19 @@ def loads(
     stubs: tuple[str, ...] = (),
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The object a pickle describes, made of plain data and `Inert` instances.
+    """Load a pickle as plain data and `Inert` instances.
 
     Args:
-        table: (module, name) -> what stands for it. It must be safe to call with anything.
-        stubs: package prefixes ("megatron.") whose names become inert classes.
-        persistent: what stands for data outside the pickle, from its persistent id.
+        table: (module, name) -> replacement. A replacement must be safe to call with any arguments.
+        stubs: package prefixes ("megatron.") whose classes become `Inert`.
+        persistent: maps the persistent id of data outside the pickle to a replacement.
 
     Raises:
-        Refused: a name that is not in the table, an unexpected opcode, or a damaged pickle.
+        Refused: a name is not in the table, an opcode is not allowed, or the pickle is damaged.
     """
     try:
-        rehearsed = _Rehearsal(without_hashes(data), table, stubs, None).load()
-        _check_written_out(rehearsed, _SHARED * len(data) + (1 << 16))
+        as_lists = _ListUnpickler(without_hashes(data), table, stubs, None).load()
+        _check_expanded_size(as_lists, _SHARED * len(data) + (1 << 16))
         return _Unpickler(data, table, stubs, persistent).load()
     except Refused:
         raise
@@ -107,7 +187,7 @@ def loads(
 
 
 class _Rough(list[Any]):
-    """Stands for every instance and every result, in the rehearsal: what it was given."""
+    """Stand-in for every instance and every result of a call while `_ListUnpickler` runs: its arguments."""
 
     __setstate__ = list.append
 
@@ -120,8 +200,8 @@ class _Rough(list[Any]):
         pass
 
 
-class _Rehearsal(_Unpickler):
-    """Loads what is `without_hashes`, in lists and tuples alone."""
+class _ListUnpickler(_Unpickler):
+    """Load the output of `without_hashes`."""
 
     def find_class(self, module: str, name: str) -> Any:
         super().find_class(module, name)
@@ -131,12 +211,12 @@ class _Rehearsal(_Unpickler):
         return [pid]
 
 
-def _check_written_out(root: Any, most: int) -> None:
-    """Refuse what is more than `most` objects when those that are shared count each time, or very deep.
+def _check_expanded_size(root: Any, most: int) -> None:
+    """Refuse an object of more than `most` parts, where shared parts count each time, or a very deep one.
 
-    200 bytes can describe a tuple of two tuples of two tuples …, 30 deep: the text or the hash of such an
-    object takes as long as if it were that large. An object that contains itself is endless. The hash of a
-    tuple within a tuple within a tuple … overflows the stack of the process.
+    200 bytes can describe a tuple of two tuples of two tuples …, 30 levels deep. Printing or hashing such an
+    object takes as long as if it were written out. An object that contains itself never ends. Hashing deeply
+    nested tuples overflows the stack.
     """
     level, depth = [root], 0
     while level:
@@ -145,7 +225,7 @@ def _check_written_out(root: Any, most: int) -> None:
             if isinstance(one, (list, tuple)):
                 below.extend(one)
                 if len(below) > most:
-                    raise Refused("it repeats an object inside of itself again and again")
+                    raise Refused("it contains itself, or repeats shared objects too often")
         level, depth, most = below, depth + 1, most - len(below)
         if depth > _DEEPEST:
-            raise Refused(f"it has objects more than {_DEEPEST} deep inside of each other")
+            raise Refused(f"it nests objects more than {_DEEPEST} levels deep")

@@ -1,22 +1,25 @@
-"""Checkpoints between Megatron and Hugging Face. Standard library only at import, numpy to convert.
+"""Convert checkpoints between Megatron and Hugging Face.
 
-What is what, no files involved:
-  names, places, inventory   the table: Megatron key <-> Hugging Face name, and every tensor of a model
-  plan, transforms, sharding which slices of which tensors make up which others, as data
-  config_json, megatron_args config.json and Megatron's stored arguments <-> Nemotron3Config
-  extra_state, masters       keys of TransformerEngine's empty state, and of the optimizer's FP32 weights
-  table                      docs/reference/checkpoint_names.md
+Only the standard library is imported; numpy is needed to convert, torch to cast or quantize.
+
+Tables and plans, without files:
+  inventory                    every tensor of a model, and the mappings between both sides
+  keys                         what a checkpoint key means; keys of the optimizer's FP32 masters
+  plan, transforms             copy plans as data; the conversion rules and the tensor-parallel split
+  config_json, megatron_args   config.json and Megatron's stored arguments <-> Nemotron3Config
 
 Reading:
-  stored                     tensors as blocks of files; any slice as raw bits
-  hf_folder, safetensors_header; dist_folder, dcp_folder; mp_rank, rank_file      the kinds of folders
-  checkpoints                any of them opened: weights, model, what is left out
-  views                      one side's tensors made of the other's; casts
-  quantized_*                packed NVFP4 and FP8 as views, recipes and configuration files
+  sources                      lazy access to tensor slices in files
+  hf_folder, torch_dist        the kinds of checkpoint folders
+  mp_rank, rank_file           legacy folders
+  checkpoints                  open any of them: weights, model, what is left out
+  views                        lazy views: converted, cast or renamed tensors
+  quantized_recipes, _config, _views    NVFP4 and FP8: plans, configuration files, packing and unpacking
 
 Writing:
-  streams, job, workers      files as streams; a folder of them, restartable, in several processes
-  to_hf, from_hf             the plans of both directions
-  compare                    two checkpoints, tensor by tensor
-  options, command           the command line
+  from_hf, to_hf               plan the files of both directions
+  streams, job, workers        write files as streams; a restartable job; several processes
+  conversion, compare          convert, compare two checkpoints
+  command                      `nemotron3 convert` and `nemotron3 verify`
+  logits                       `--check-logits`: compare what both sides compute
 """

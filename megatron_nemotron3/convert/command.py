@@ -102,7 +102,7 @@ def _add_workers(command: argparse.ArgumentParser) -> None:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Carry out `nemotron3 convert`.
+    """Run `nemotron3 convert`.
 
     Raises:
         ValueError, OSError: as `conversion.convert_to_hf`; --check-logits without a transformers that knows
@@ -112,26 +112,25 @@ def convert(options: argparse.Namespace) -> int:
         from megatron_nemotron3.convert.logits.hugging_face import transformers_model
 
         try:
-            transformers_model()  # before any work: is it there, and new enough?
+            transformers_model()  # before any work: is it installed, and new enough?
         except ImportError as problem:
             raise ValueError(problem) from None
     from megatron_nemotron3.convert import conversion
 
-    common = conversion.Options(
-        model=stored_model(options),
-        dtype=options.dtype,
-        allow_unused=tuple(options.allow_unused),
-        workers=_workers(options),
-        dry_run=options.dry_run,
-        shard_bytes=size(options.shard_size),
-        allow_nonfinite=options.allow_nonfinite,
-        prove=partial(_prove, options.check_logits) if options.check_logits is not None else None,
-    )
+    common: dict[str, Any] = {
+        "model": stored_model(options),
+        "dtype": options.dtype,
+        "allow_unused": tuple(options.allow_unused),
+        "workers": _workers(options),
+        "dry_run": options.dry_run,
+        "shard_bytes": size(options.shard_size),
+        "allow_nonfinite": options.allow_nonfinite,
+    }
+    if options.check_logits is not None:
+        common["compare_logits"] = partial(_compare_logits, options.check_logits)
     if options.direction == "to-hf":
-        return conversion.convert_to_hf(
-            options.source,
-            options.target,
-            common,
+        to_hf = conversion.ToHfOptions(
+            **common,
             iteration=options.iteration,
             vocab_size=options.vocab_size,
             from_masters=options.from_optimizer_master,
@@ -139,16 +138,16 @@ def convert(options: argparse.Namespace) -> int:
             quantize=options.quantize,
             input_scales=options.input_scales,
         )
-    return conversion.convert_from_hf(
-        options.source,
-        options.target,
-        common,
+        return conversion.convert_to_hf(options.source, options.target, to_hf)
+    from_hf = conversion.FromHfOptions(
+        **common,
         make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
         dequantize=options.dequantize,
     )
+    return conversion.convert_from_hf(options.source, options.target, from_hf)
 
 
-def _prove(tokens: int, megatron: Any, hf: Any, config: Nemotron3Config) -> int:
+def _compare_logits(tokens: int, megatron: Any, hf: Any, config: Nemotron3Config) -> int:
     """Compare the logits of both checkpoints; returns the exit status."""
     from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 
@@ -156,7 +155,7 @@ def _prove(tokens: int, megatron: Any, hf: Any, config: Nemotron3Config) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Carry out `nemotron3 verify`.
+    """Run `nemotron3 verify`.
 
     Raises:
         ValueError: as `conversion.verify`.
@@ -172,10 +171,10 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def size(text: str) -> int:
-    """Bytes of "5GB", "512MiB" or "1000000".
+    """Return the bytes of "5GB", "512MiB" or "1000000".
 
     Raises:
-        ValueError: something else.
+        ValueError: the text is not such a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     unit = _UNITS.get(match[2].upper()) if match else None

@@ -1,4 +1,4 @@
-"""Two checkpoints, tensor by tensor, whatever their kind: their Hugging Face views must be the same bits."""
+"""Compare two checkpoints of any kind, tensor by tensor: their Hugging Face views must be the same bits."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
 from megatron_nemotron3.convert.plan import whole
-from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import BAND
 from megatron_nemotron3.convert.views import bands
-from megatron_nemotron3.convert.workers import each
+from megatron_nemotron3.convert.workers import parallel_map
 
-#: Tensors a worker takes at once.
+#: Tensors per work item.
 _BATCH = 16
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs; `what` says how, in one line."""
+    """A tensor that differs; `what` describes the difference in one line."""
 
     name: str
     what: str
@@ -29,7 +28,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Same:
-    """A tensor that is equal, bit by bit."""
+    """A tensor that is equal bit by bit."""
 
     name: str
     elements: int
@@ -37,17 +36,17 @@ class Same:
 
 
 def compare(
-    a: Reads,
-    b: Reads,
+    a: TensorSource,
+    b: TensorSource,
     *,
     workers: int = 1,
     report: Callable[[int, float], None] = lambda done, seconds: None,
 ) -> Iterator[Difference | Same]:
-    """Every tensor of either: what is on one side only first, then the others as they are compared.
+    """Compare all tensors. Yields tensors that exist on one side only first, then the results of the others.
 
     Args:
         a, b: views with the same names for the same tensors.
-        report: told (bytes of one side compared, seconds).
+        report: called with (compared bytes of one side, seconds).
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -62,13 +61,15 @@ def compare(
     batches = [both[i : i + _BATCH] for i in range(0, len(both), _BATCH)]
 
     def work(names: Sequence[str], count: Callable[[int], None]) -> list[Difference | Same]:
-        return [_one(a, b, name, count) for name in names]
+        return [_compare_tensor(a, b, name, count) for name in names]
 
-    for found in each(work, batches, workers=workers, report=report):
+    for found in parallel_map(work, batches, workers=workers, report=report):
         yield from found
 
 
-def _one(a: Reads, b: Reads, name: str, count: Callable[[int], None]) -> Difference | Same:
+def _compare_tensor(
+    a: TensorSource, b: TensorSource, name: str, count: Callable[[int], None]
+) -> Difference | Same:
     one, other = a.tensors[name], b.tensors[name]
     for what, x, y in (("shape", list(one.shape), list(other.shape)), ("type", one.dtype, other.dtype)):
         if x != y:
@@ -82,10 +83,10 @@ def _one(a: Reads, b: Reads, name: str, count: Callable[[int], None]) -> Differe
         if unequal.any():
             if first is None:
                 at = int(unequal.reshape(-1).argmax())
-                first = _index(at, mine.shape, tuple(start for start, _ in band))
+                first = _position(at, mine.shape, tuple(start for start, _ in band))
             differ += int(unequal.sum())
-        crc = zlib.crc32(_bytes(mine), crcs[0])
-        crcs = [crc, zlib.crc32(_bytes(theirs), crcs[1]) if differ else crc]
+        crc = zlib.crc32(mine.reshape(-1).view("u1"), crcs[0])
+        crcs = [crc, zlib.crc32(theirs.reshape(-1).view("u1"), crcs[1]) if differ else crc]
     if differ:
         return Difference(
             name,
@@ -95,11 +96,7 @@ def _one(a: Reads, b: Reads, name: str, count: Callable[[int], None]) -> Differe
     return Same(name, prod(one.shape), crcs[0])
 
 
-def _bytes(array: Any) -> memoryview:
-    return memoryview(array.reshape(-1).view("u1"))
-
-
-def _index(flat: int, shape: Sequence[int], start: Sequence[int]) -> tuple[int, ...]:
+def _position(flat: int, shape: Sequence[int], start: Sequence[int]) -> tuple[int, ...]:
     result: list[int] = []
     for n in reversed(shape):
         flat, at = divmod(flat, n)

@@ -1,13 +1,13 @@
-"""config.json of Hugging Face <-> `Nemotron3Config`.
+"""Convert config.json of Hugging Face to `Nemotron3Config` and back.
 
-Two dialects are read: a pattern string (`hybrid_override_pattern`, which inference engines know) and a list
-of block types (`layers_block_type`), whose names changed in transformers 5.13 (mamba -> linear_attention,
-attention -> full_attention). Written is the string, or what a reference has: transformers 5.15 refuses a file
-with both.
+config.json gives the layers either as a pattern string (`hybrid_override_pattern`, which inference engines
+read) or as a list of block types (`layers_block_type`), whose names changed in transformers 5.13 (mamba ->
+linear_attention, attention -> full_attention). Both forms are read. The string is written unless a reference
+has only the list; transformers 5.15 refuses a file with both.
 
-What Megatron cannot build is refused by `FIXED`, what neither side computes with is in `IGNORED`, and a key
-in no table is refused, because it could mean anything. A file says nothing of the training (depths MTP is
-applied at, loss factors, sequence length): those fields come from `base`, or have their defaults.
+Values that Megatron cannot build are refused (`FIXED`), keys that change no result are ignored (`IGNORED`),
+and unknown keys are refused. config.json contains nothing about training (MTP depths, loss factors, sequence
+length): those fields come from `base`, or keep their defaults.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON, MAMBA_CONV_KERNEL
 
-#: Field of `Nemotron3Config` -> its name in config.json, then other names in use.
+#: Field of `Nemotron3Config` -> its name in config.json, followed by other names in use.
 FIELDS: dict[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size",),
     "vocab_size": ("vocab_size",),
@@ -48,12 +48,12 @@ MOE: dict[str, tuple[str, ...]] = {
     "moe_router_topk_scaling_factor": ("routed_scaling_factor",),
 }
 FLOATS = {"layernorm_epsilon", "init_method_std", "moe_router_topk_scaling_factor"}
-#: Fields that are absent, or null, where the model has no such part.
+#: Fields that are absent or null if the model has no such part.
 OPTIONAL = {"moe_latent_size"}
-#: A field not needed to build the model: a reference's value stays.
+#: Fields that are not needed to build the model: the reference's value is kept.
 FREE = {"max_position_embeddings", "init_method_std"}
 
-#: Block types -> layer kinds; the first name of each kind is written.
+#: Block type -> layer kind; the first name of each kind is written.
 BLOCKS = {
     "mamba": "M",
     "attention": "*",
@@ -68,7 +68,7 @@ LAYERS = ("hybrid_override_pattern", ("layers_block_type", "layer_types"))
 MTP_LAYERS = ("mtp_hybrid_override_pattern", ("mtp_layers_block_type",))
 MTP_BLOCKS = "num_nextn_predict_layers"
 
-#: The one value that Megatron builds, where a file states one; written are those in `_WRITTEN`.
+#: Keys with the only value that Megatron builds; keys in `_WRITTEN` are written.
 FIXED: dict[str, Any] = {
     "model_type": "nemotron_h",
     "attention_bias": False,
@@ -97,11 +97,11 @@ _WRITTEN = (
     *("use_bias", "use_conv_bias"),
 )
 _WRITTEN_MOE = ("n_group", "n_shared_experts", "norm_topk_prob", "topk_group")
-#: Fields of ours for which Megatron's Mamba-2 mixer has one value: the epsilon is that of its gated norm,
-#: where Hugging Face takes the one of all norms.
+#: Fields for which Megatron's Mamba-2 mixer has a fixed value. The epsilon is that of its gated norm; Hugging
+#: Face uses one epsilon for all norms.
 BUILT = {"mamba_conv_kernel": MAMBA_CONV_KERNEL, "layernorm_epsilon": GATED_NORM_EPSILON}
 
-#: Keys that change no tensor and no result.
+#: Keys that change neither a tensor nor a result.
 IGNORED = frozenset(
     (
         # file and libraries
@@ -109,87 +109,89 @@ IGNORED = frozenset(
         # token ids and tasks
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "id2label", "label2id"),
         *("problem_type", "is_encoder_decoder"),
-        # how it is run
+        # inference
         *("use_cache", "use_mamba_kernels", "num_logits_to_keep", "chunk_size_feed_forward"),
         *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "output_router_logits"),
         *("output_attentions", "output_hidden_states", "return_dict"),
-        # positions: the family has none
+        # positions: the family has no positional embeddings
         *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
         # initialization (transformers up to 5.23 also clamps dt at time_step_min; nobody else does)
         *("rescale_prenorm_residual", "time_step_min", "time_step_max", "time_step_floor"),
         *("mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor"),
-        # said elsewhere: the number of layers, relu2, heads * head_dim
+        # redundant: the number of layers, relu2, heads * head_dim
         *("num_hidden_layers", "hidden_act", "intermediate_size", "expand", "mamba_expand"),
     )
 )
 
 
 def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | None = None) -> Nemotron3Config:
-    """The model a config.json describes.
+    """Return the model that a config.json describes.
 
     Args:
-        data: the file, as `json.load` gives it.
-        name: for messages and for the result; default: that of `base`, or "model".
-        base: a model whose training fields (MTP depths, sequence length, loss factors, …) the result
-            shall have. Without it MTP is taken to be applied as often as there are blocks.
+        data: content of the file.
+        name: name of the result, also for messages; default: that of `base`, or "model".
+        base: the same model with its training fields (MTP depths, sequence length, loss factors, …), which
+            the result gets. Without it, the number of MTP depths is taken to be the number of MTP blocks.
 
     Raises:
-        ValueError: a key that is missing, unknown or given twice with different values, a value Megatron
-            cannot build, or a model that is not `base`'s; the message has the numbers.
+        ValueError: a key is missing, unknown, or given twice with different values; a value cannot be built
+            by Megatron; or the model differs from `base`. The message contains the numbers.
     """
     name = name or (base.name if base else "model")
-    _check_keys(name, data)
-    pattern = _pattern(name, data, LAYERS)
+    _check_config_keys(name, data)
+    pattern = _layer_pattern(name, data, LAYERS)
     if pattern is None:
         raise ValueError(
             f"{name}: config.json has none of {LAYERS[0]}, {', '.join(LAYERS[1])}: layers unknown"
         )
     stated = data.get("num_hidden_layers")
     if stated is not None and stated != len(pattern):
-        raise ValueError(f"{name}: num_hidden_layers={stated}, but the layers {pattern!r} are {len(pattern)}")
+        raise ValueError(
+            f"{name}: num_hidden_layers={stated}, but the pattern {pattern!r} has {len(pattern)} layers"
+        )
     blocks = data.get(MTP_BLOCKS) or 0
     if type(blocks) is not int or blocks < 0:
-        raise ValueError(f"{name}: {MTP_BLOCKS}={blocks!r} is no number of MTP blocks: 0 or more")
-    # Without blocks the list is what transformers always writes, and says nothing.
-    mtp = _pattern(name, data, MTP_LAYERS) if blocks else None
+        raise ValueError(f"{name}: {MTP_BLOCKS}={blocks!r} is not a number of MTP blocks: give 0 or more")
+    # Without MTP blocks, transformers still writes the list; it has no meaning.
+    mtp = _layer_pattern(name, data, MTP_LAYERS) if blocks else None
     if blocks and mtp is None:
         raise ValueError(
             f"{name}: {MTP_BLOCKS}={blocks}, but config.json has no {MTP_LAYERS[0]}, {MTP_LAYERS[1][0]}: "
-            "which layers an MTP block has is unknown"
+            "the layers of an MTP block are unknown"
         )
     kinds = pattern + (mtp or "")
-    values = {field: _value(name, data, field, keys) for field, keys in _fields(kinds).items()}
+    values = {field: _positive_number(name, data, field, keys) for field, keys in _fields_of(kinds).items()}
     _check_built(name, kinds, values)
-    training = _training(name, base, blocks)
+    training = _training_fields(name, base, blocks)
     title = base.title if base else name
     config = Nemotron3Config(name=name, title=title, pattern=pattern, mtp_pattern=mtp, **values, **training)
     if base is not None:
-        _check_same(config, base)
+        _check_same_model(config, base)
     return config
 
 
 def write(
     config: Nemotron3Config, *, reference: Mapping[str, Any] | None = None, dtype: str = "bfloat16"
 ) -> dict[str, Any]:
-    """The config.json of a model; `json.dump` it with `allow_nan=False`.
+    """Return the config.json of a model, to be written with `json.dump(…, allow_nan=False)`.
 
     Args:
-        reference: the released model's config.json. What it says beyond the model (token ids, `auto_map`,
-            longest position, …) is kept; without it, token ids are left out, as the configuration does not
-            hold them, and readers take their own defaults.
-        dtype: of the weights.
+        reference: config.json of the released model. Keys that do not describe the model (token ids,
+            `auto_map`, longest position, …) are copied from it. Without a reference, token ids are left out,
+            and readers use their defaults.
+        dtype: type of the weights.
 
     Raises:
-        ValueError: the reference describes another model, or Megatron cannot build this one.
+        ValueError: the reference describes another model, or Megatron cannot build this model.
     """
     _check_built(config.name, config.full_pattern, vars(config))
-    tables = _fields(config.full_pattern)
+    tables = _fields_of(config.full_pattern)
     result: dict[str, Any] = {
         "architectures": ["NemotronHForCausalLM"],
         "dtype": dtype,
         "torch_dtype": dtype,  # the older name
         "num_hidden_layers": config.num_layers,
-        **_layers(LAYERS, config.pattern, reference),
+        **_layer_keys(LAYERS, config.pattern, reference),
         "intermediate_size": config.ffn_hidden_size,
         **{key: FIXED[key] for key in (*_WRITTEN, *(_WRITTEN_MOE if config.is_moe else ()))},
         **{keys[0]: getattr(config, field) for field, keys in tables.items()},
@@ -197,9 +199,9 @@ def write(
     if config.has_mtp:
         assert config.mtp_pattern is not None
         result[MTP_BLOCKS] = config.mtp_num_blocks
-        result |= _layers(MTP_LAYERS, config.mtp_pattern, reference)
+        result |= _layer_keys(MTP_LAYERS, config.mtp_pattern, reference)
     if reference is not None:
-        _check_same(read(reference, name=f"{config.name}, reference"), config)
+        _check_same_model(read(reference, name=f"{config.name}, reference"), config)
         ours = (
             set(result)
             - {*LAYERS[1], *MTP_LAYERS[1]}
@@ -207,7 +209,7 @@ def write(
             - {"architectures"}
         )
         ours -= set() if "-" in config.full_pattern else {"intermediate_size"}
-        # The infinite default is left out: JSON has no infinity, and readers differ in how they write it.
+        # The default is infinite and is left out: JSON has no infinity, and libraries write it differently.
         merged = {
             key: result[key] if key in ours else value
             for key, value in reference.items()
@@ -217,38 +219,40 @@ def write(
     return result
 
 
-def _layers(
+def _layer_keys(
     keys: tuple[str, tuple[str, ...]], pattern: str, reference: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The layers as a string; as the reference's list of block types where that is all it has."""
+    """Return the layers as a pattern string, or as lists of block types if the reference has only those."""
     lists = [key for key in keys[1] if reference and reference.get(key) and not reference.get(keys[0])]
     return {key: [_BLOCK_OF[kind] for kind in pattern] for key in lists} or {keys[0]: pattern}
 
 
-def _fields(kinds: str) -> dict[str, tuple[str, ...]]:
-    """The fields a model with these layer kinds has, with their names in config.json."""
+def _fields_of(kinds: str) -> dict[str, tuple[str, ...]]:
+    """Return the fields of a model with these layer kinds, with their names in config.json."""
     return {**FIELDS, **(DENSE if "-" in kinds else {}), **(MOE if "E" in kinds else {})}
 
 
-def _check_keys(name: str, data: Mapping[str, Any]) -> None:
+def _check_config_keys(name: str, data: Mapping[str, Any]) -> None:
     known = {key for table in (FIELDS, DENSE, MOE) for keys in table.values() for key in keys}
     known |= {MTP_BLOCKS, LAYERS[0], *LAYERS[1], MTP_LAYERS[0], *MTP_LAYERS[1], *FIXED} | IGNORED
     if "quantization_config" in data:
-        raise ValueError(f"{name}: config.json has a quantization_config: its weights are packed, not plain")
+        raise ValueError(
+            f"{name}: config.json has a quantization_config: --dequantize reads its weights as BF16"
+        )
     if unknown := sorted(set(data) - known):
         raise ValueError(
             f"{name}: config.json has {len(unknown)} unknown keys: {', '.join(unknown)}: remove those that "
             "change neither a tensor nor a result"
         )
     for key, fixed in FIXED.items():
-        if data.get(key) is not None and _plain(data[key]) != fixed:
-            raise ValueError(f"{name}: {key}={data[key]!r} is not what Megatron builds: {fixed!r}")
+        if data.get(key) is not None and _normalized(data[key]) != fixed:
+            raise ValueError(f"{name}: {key}={data[key]!r} cannot be built by Megatron, which has {fixed!r}")
 
 
-def _plain(value: Any) -> Any:
-    """A value with lists as tuples and infinity as a float, however it was written."""
+def _normalized(value: Any) -> Any:
+    """Return a value with lists as tuples, and infinity in any spelling as a float."""
     if isinstance(value, (list, tuple)):
-        return tuple(_plain(one) for one in value)
+        return tuple(_normalized(one) for one in value)
     if isinstance(value, Mapping) and set(value) == {"__float__"}:  # transformers 5
         return float(value["__float__"])
     return value
@@ -262,7 +266,7 @@ def _check_built(name: str, kinds: str, values: Mapping[str, Any]) -> None:
             )
 
 
-def _value(name: str, data: Mapping[str, Any], field: str, keys: tuple[str, ...]) -> Any:
+def _positive_number(name: str, data: Mapping[str, Any], field: str, keys: tuple[str, ...]) -> Any:
     found = {key: data[key] for key in keys if data.get(key) is not None}
     if not found and field not in OPTIONAL:
         raise ValueError(f"{name}: config.json has no {' or '.join(keys)}")
@@ -270,7 +274,7 @@ def _value(name: str, data: Mapping[str, Any], field: str, keys: tuple[str, ...]
         kinds = (int, float) if field in FLOATS else (int,)
         if type(value) not in kinds or not 0 < value < math.inf:
             raise ValueError(
-                f"{name}: {key}={value!r} is no {'' if field in FLOATS else 'whole '}number above 0"
+                f"{name}: {key}={value!r} is not a {'' if field in FLOATS else 'whole '}number above 0"
             )
     if len(set(found.values())) > 1:
         raise ValueError(
@@ -279,7 +283,7 @@ def _value(name: str, data: Mapping[str, Any], field: str, keys: tuple[str, ...]
     return next(iter(found.values()), None)
 
 
-def _pattern(name: str, data: Mapping[str, Any], keys: tuple[str, tuple[str, ...]]) -> str | None:
+def _layer_pattern(name: str, data: Mapping[str, Any], keys: tuple[str, tuple[str, ...]]) -> str | None:
     found = {}
     for key in (keys[0], *keys[1]):
         value = data.get(key)
@@ -304,14 +308,14 @@ def _pattern(name: str, data: Mapping[str, Any], keys: tuple[str, tuple[str, ...
     return next(iter(found.values()), None)
 
 
-#: Fields that only training knows.
+#: Training fields, which config.json does not contain.
 _TRAINING = (
     *("seq_length", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
     *("published_total", "published_active", "source"),
 )
 
 
-def _training(name: str, base: Nemotron3Config | None, blocks: int) -> dict[str, Any]:
+def _training_fields(name: str, base: Nemotron3Config | None, blocks: int) -> dict[str, Any]:
     if base is None:
         return {"mtp_num_layers": blocks, "mtp_use_repeated_layer": blocks <= 1}
     if blocks != base.mtp_num_blocks:
@@ -322,10 +326,10 @@ def _training(name: str, base: Nemotron3Config | None, blocks: int) -> dict[str,
     return {field: getattr(base, field) for field in (*_TRAINING, *repeat)}
 
 
-def _check_same(config: Nemotron3Config, base: Nemotron3Config) -> None:
-    """Refuse a file that is not the model it is said to be."""
-    fields = ["pattern", "mtp_pattern", "mtp_num_blocks", *_fields(config.full_pattern)]
+def _check_same_model(config: Nemotron3Config, base: Nemotron3Config) -> None:
+    """Check that `config` describes the model `base`."""
+    fields = ["pattern", "mtp_pattern", "mtp_num_blocks", *_fields_of(config.full_pattern)]
     differ = [f for f in fields if f not in FREE and getattr(config, f) != getattr(base, f)]
     if differ:
         numbers = ", ".join(f"{f}={getattr(config, f)!r} (expected {getattr(base, f)!r})" for f in differ)
-        raise ValueError(f"{config.name}: not the model {base.name}: {numbers}")
+        raise ValueError(f"{config.name}: it is not the model {base.name}: {numbers}")

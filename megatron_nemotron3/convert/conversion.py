@@ -1,4 +1,4 @@
-"""`nemotron3 convert` and `nemotron3 verify`: say what will be done, do it, say what was done."""
+"""Convert and compare checkpoints, and print the plan, the progress and the result."""
 
 from __future__ import annotations
 
@@ -23,52 +23,68 @@ from megatron_nemotron3.convert.compare import Difference, compare
 from megatron_nemotron3.convert.hf_folder import CONFIG, is_hf, read_config, read_json
 from megatron_nemotron3.convert.job import MANIFEST, Job, Progress, check_target, free_bytes, partial_of, run
 from megatron_nemotron3.convert.quantized_config import read_scales
-from megatron_nemotron3.convert.quantized_export import Quantization, Quantized, quantization
-from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.quantized_recipes import Quantization, quantization
+from megatron_nemotron3.convert.quantized_views import Quantized
+from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import BAND
 from megatron_nemotron3.convert.views import Cast, Converted
-from megatron_nemotron3.convert.workers import each
+from megatron_nemotron3.convert.workers import parallel_map
 from megatron_nemotron3.models import Nemotron3Config
 
-#: Differences printed at most.
+#: Largest number of differences printed.
 _SHOWN = 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """What both directions take."""
+    """Options of both directions; names and meaning are those of the command line."""
 
+    #: Default: the model is read from the checkpoint.
     model: Nemotron3Config | None = None
+    #: Default: types are kept.
     dtype: str | None = None
     allow_unused: Sequence[str] = ()
     workers: int = 1
     dry_run: bool = False
     shard_bytes: int = to_hf.SHARD_BYTES
     allow_nonfinite: bool = False
-    #: Called with both checkpoints when the new one is complete; its result is the exit status.
-    prove: Callable[[Reads, Reads, Nemotron3Config], int] | None = None
+    #: Called with Megatron's weights, Hugging Face's and the model after the conversion; returns the exit
+    #: status (--check-logits).
+    compare_logits: Callable[[TensorSource, TensorSource, Nemotron3Config], int] | None = None
 
 
-def convert_to_hf(
-    source: Path,
-    target: Path,
-    options: Options,
-    *,
-    iteration: int | None = None,
-    vocab_size: int | None = None,
-    from_masters: bool = False,
-    reference: Path | None = None,
-    quantize: str | None = None,
-    input_scales: Path | None = None,
-) -> int:
-    """Megatron -> Hugging Face; see `nemotron3 convert to-hf --help`.
+@dataclass(frozen=True, kw_only=True)
+class ToHfOptions(Options):
+    """Options of `convert_to_hf`."""
+
+    #: Default: the iteration that the tracker names.
+    iteration: int | None = None
+    vocab_size: int | None = None
+    from_masters: bool = False
+    reference: Path | None = None
+    #: Recipe of `quantized_recipes`.
+    quantize: str | None = None
+    input_scales: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromHfOptions(Options):
+    """Options of `convert_from_hf`."""
+
+    make_vocab_size_divisible_by: int = 128
+    dequantize: bool = False
+
+
+def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
+    """Convert a Megatron checkpoint to a Hugging Face folder. Returns the exit status.
 
     Raises:
-        ValueError: the source is no sound checkpoint of the model, the target is taken, the disk too small.
+        ValueError: the source is not a valid checkpoint of the model, the target exists, or the disk is full.
         OSError: a file cannot be written.
     """
     check_target(target)
-    _need_torch(options.dtype or quantize)
+    _require_torch(options.dtype or options.quantize)
+    vocab_size, reference = options.vocab_size, options.reference
     if is_hf(source):
         raise ValueError(f"{source}: it is a Hugging Face folder: use `nemotron3 convert from-hf`")
     if vocab_size is None and reference is not None and (reference / CONFIG).exists():
@@ -77,24 +93,24 @@ def convert_to_hf(
     opened = open_megatron(
         source,
         model=options.model,
-        iteration=iteration,
+        iteration=options.iteration,
         vocab_size=vocab_size,
-        from_masters=from_masters,
+        from_masters=options.from_masters,
         allow_unused=options.allow_unused,
     )
     view = opened.hf_view()
-    dtype = _dtype(view)
+    dtype = _main_dtype(view)
     view = _cast(view, options.dtype, opened, hf=True)
     plan = None
-    if quantize is not None:
-        if options.prove is not None:
+    if options.quantize is not None:
+        if options.compare_logits is not None:
             raise ValueError(
-                "--check-logits: packed weights do not give the logits of plain ones: without --quantize"
+                "--check-logits: quantized weights give other logits: leave out --quantize or --check-logits"
             )
-        scales = read_scales(input_scales) if input_scales is not None else None
-        plan = quantization(opened.config, quantize, scales, options.dtype or dtype)
+        scales = read_scales(options.input_scales) if options.input_scales is not None else None
+        plan = quantization(opened.config, options.quantize, scales, options.dtype or dtype)
         view = Quantized(view, plan)
-    elif input_scales is not None:
+    elif options.input_scales is not None:
         raise ValueError("--input-scales: it needs --quantize")
     small = to_hf.small_files(
         opened.config,
@@ -107,55 +123,50 @@ def convert_to_hf(
     files = to_hf.files(view.tensors, options.shard_bytes)
     for line in _quantized_lines(plan):
         print(line)
-    job = Job(target, view, files, small, _origin(opened, options), not options.allow_nonfinite)
-    done = _carry_out(opened, target, job, options)
-    if not done or options.prove is None:
+    job = Job(target, view, files, small, _job_origin(opened, options), not options.allow_nonfinite)
+    if not _run_job(opened, target, job, options) or options.compare_logits is None:
         return 0
     megatron = _cast(opened.weights, options.dtype, opened, hf=False)
-    return options.prove(megatron, open_hugging_face(target, model=options.model).weights, opened.config)
+    hf = open_hugging_face(target, model=options.model).weights
+    return options.compare_logits(megatron, hf, opened.config)
 
 
-def convert_from_hf(
-    source: Path,
-    target: Path,
-    options: Options,
-    *,
-    make_vocab_size_divisible_by: int = 128,
-    dequantize: bool = False,
-) -> int:
-    """Hugging Face -> Megatron; see `nemotron3 convert from-hf --help`.
+def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
+    """Convert a Hugging Face folder to a Megatron checkpoint. Returns the exit status.
 
     Raises:
         ValueError: as `convert_to_hf`.
         OSError: a file cannot be written.
     """
     check_target(target)
-    _need_torch(options.dtype or dequantize)
-    if make_vocab_size_divisible_by < 1:
-        raise ValueError(f"--make-vocab-size-divisible-by {make_vocab_size_divisible_by}: use 1 or more")
-    if dequantize and options.prove is not None:
+    _require_torch(options.dtype or options.dequantize)
+    divisor = options.make_vocab_size_divisible_by
+    if divisor < 1:
+        raise ValueError(f"--make-vocab-size-divisible-by {divisor}: use 1 or more")
+    if options.dequantize and options.compare_logits is not None:
         raise ValueError(
-            "--check-logits: transformers does not compute with packed weights: without --dequantize"
+            "--check-logits: transformers does not compute with quantized weights: leave out --dequantize or "
+            "--check-logits"
         )
     opened = open_hugging_face(
-        source, model=options.model, allow_unused=options.allow_unused, dequantize=dequantize
+        source, model=options.model, allow_unused=options.allow_unused, dequantize=options.dequantize
     )
-    rows = from_hf.padded(opened.config.vocab_size, make_vocab_size_divisible_by)
-    dtype = options.dtype or _dtype(opened.weights)
+    rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisor)
+    dtype = options.dtype or _main_dtype(opened.weights)
     weights = _cast(opened.weights, options.dtype, opened, hf=True)
-    view = Converted(weights, opened.padded_links(rows), to_hf=False)
+    view = Converted(weights, opened.padded_mappings(rows), to_hf=False)
     files, small = from_hf.plan(
         view, opened.config, padded_vocab_size=rows, dtype=dtype, limit=options.shard_bytes
     )
-    job = Job(target, view, files, small, _origin(opened, options), not options.allow_nonfinite)
-    if not _carry_out(opened, target, job, options) or options.prove is None:
+    job = Job(target, view, files, small, _job_origin(opened, options), not options.allow_nonfinite)
+    if not _run_job(opened, target, job, options) or options.compare_logits is None:
         return 0
     made = open_megatron(target, model=opened.config)
-    return options.prove(made.weights, weights, opened.config)
+    return options.compare_logits(made.weights, weights, opened.config)
 
 
-def _carry_out(opened: Checkpoint, target: Path, job: Job, options: Options) -> bool:
-    """Print the plan and write the folder; whether it was written."""
+def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options) -> bool:
+    """Print the plan and write the folder. Returns whether it was written."""
     for line in _plan_lines(opened, target, job):
         print(line)
     if options.dry_run:
@@ -163,14 +174,14 @@ def _carry_out(opened: Checkpoint, target: Path, job: Job, options: Options) -> 
         return False
     sys.stdout.flush()
     started = time.monotonic()
-    show = _Bar()
+    show = _ProgressLine()
     run(job, workers=options.workers, report=show.progress)
     show.end()
     seconds = time.monotonic() - started
     print(
         f"written      {_size(job.length)} in {seconds:.1f} s; {target / MANIFEST} has the CRC32 of each file"
     )
-    if options.prove is None and not isinstance(job.source, Quantized):
+    if options.compare_logits is None and not isinstance(job.source, Quantized):
         print(f"next         nemotron3 verify {opened.folder} {target}")
     return True
 
@@ -181,7 +192,7 @@ def verify(
     """Compare two checkpoints of any kind, or one with its manifest. Returns the exit status: 0 equal, 1 not.
 
     Raises:
-        ValueError: one is no sound checkpoint.
+        ValueError: one is not a valid checkpoint.
     """
     if b is None:
         return _verify_manifest(a, options.workers)
@@ -193,9 +204,9 @@ def verify(
     }
     sides = [open_checkpoint(p, **wanted) for p in (a, b)]
     for name, side in zip("ab", sides):
-        print(f"{name}            {_what(side)}")
+        print(f"{name}            {_checkpoint_line(side)}")
     views = [side.hf_view() for side in sides]
-    show = _Bar()
+    show = _ProgressLine()
     total = sum(t.nbytes for name, t in views[0].tensors.items() if name in views[1].tensors)
     started = time.monotonic()
     problems, equal, elements = 0, 0, 0
@@ -232,7 +243,7 @@ def _verify_manifest(folder: Path, workers: int) -> int:
     def work(name: str, count: Callable[[int], None]) -> str | None:
         entry, path = entries[name], folder / name
         if not isinstance(entry, dict) or Path(name).is_absolute() or ".." in Path(name).parts:
-            return f"{folder / MANIFEST}: {name!r:.100} is no entry of a file below the folder"
+            return f"{folder / MANIFEST}: {name!r:.100} is not an entry of a file below the folder"
         crc = length = 0
         try:
             with open(path, "rb", buffering=0) as file:
@@ -247,15 +258,15 @@ def _verify_manifest(folder: Path, workers: int) -> int:
             return f"{path}: CRC32 {crc:08x}, {entry.get('crc32')!r:.30} was written"
         return None
 
-    problems = [found for found in each(work, sorted(entries), workers=workers) if found]
+    problems = [found for found in parallel_map(work, sorted(entries), workers=workers) if found]
     for problem in problems[:_SHOWN]:
         print(problem)
     print(f"{len(entries) - len(problems):,} of {len(entries):,} files are as the manifest says")
     return 1 if problems else 0
 
 
-def _need_torch(arithmetic: object) -> None:
-    """Copying needs numpy alone; what computes needs torch, and that is said before any work."""
+def _require_torch(arithmetic: object) -> None:
+    """Import torch now if it will be needed. Copying needs only numpy; casts and quantization need torch."""
     if arithmetic:
         import torch  # noqa: F401
 
@@ -274,22 +285,27 @@ def _quantized_lines(plan: Quantization | None) -> Iterator[str]:
         yield f"unused       {len(plan.unused):,} of the given scales, first {plan.unused[0]}"
 
 
-def _dtype(view: Reads) -> str:
-    """The type of most elements."""
+def _main_dtype(view: TensorSource) -> str:
+    """Return the type of most elements."""
     found: Counter[str] = Counter()
     for tensor in view.tensors.values():
         found[tensor.dtype] += tensor.nbytes
     return found.most_common(1)[0][0]
 
 
-def _cast(view: Reads, dtype: str | None, opened: Checkpoint, *, hf: bool) -> Reads:
+def _cast(view: TensorSource, dtype: str | None, opened: Checkpoint, *, hf: bool) -> TensorSource:
     if dtype is None:
         return view
-    kept = {t.name for link in opened.links if link.row.float32 for t in (link.hf if hf else link.megatron)}
+    kept = {
+        t.name
+        for mapping in opened.mappings
+        if mapping.row.float32
+        for t in (mapping.hf if hf else mapping.megatron)
+    }
     return Cast(view, dtype, keep=kept.__contains__)
 
 
-def _origin(opened: Checkpoint, options: Options) -> dict[str, object]:
+def _job_origin(opened: Checkpoint, options: Options) -> dict[str, object]:
     return {
         "source": os.fspath(opened.folder.absolute()),
         "source_kind": opened.kind,
@@ -304,7 +320,7 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
         elements[tensor.dtype] += tensor.nbytes // ITEM_SIZE[tensor.dtype]
     kinds = ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.most_common())
     lines = [
-        f"source       {_what(opened)}",
+        f"source       {_checkpoint_line(opened)}",
         f"weights      {len(job.source.tensors):,} tensors; elements {kinds}",
     ]
     padding = (opened.padded_vocab_size or 0) - opened.config.vocab_size
@@ -330,7 +346,7 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
     return lines
 
 
-def _what(opened: Checkpoint) -> str:
+def _checkpoint_line(opened: Checkpoint) -> str:
     c = opened.config
     at = "" if opened.iteration is None else f", iteration {opened.iteration}"
     mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}" if c.has_mtp else ""
@@ -346,14 +362,14 @@ def _size(length: float) -> str:
     return f"{length:.0f} bytes"
 
 
-class _Bar:
-    """One line of progress: rewritten on a terminal, else one every ten seconds."""
+class _ProgressLine:
+    """A progress line: rewritten on a terminal, otherwise printed every ten seconds."""
 
     def __init__(self) -> None:
         self._shown, self._last = False, time.monotonic()
 
     def progress(self, at: Progress) -> None:
-        """Show where the job is."""
+        """Show the progress of the job."""
         terminal = sys.stderr.isatty()
         if not terminal and time.monotonic() - self._last < 10:
             return
@@ -368,7 +384,7 @@ class _Bar:
         self._shown = terminal
 
     def end(self) -> None:
-        """Leave the line."""
+        """End the line."""
         if self._shown:
             print(file=sys.stderr)
         self._shown = False

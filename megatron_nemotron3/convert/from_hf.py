@@ -1,38 +1,55 @@
-"""Hugging Face -> Megatron: the plan of a torch_dist folder, file by file.
+"""Hugging Face -> Megatron: plan the files of a torch_dist folder.
 
-OUT/latest_checkpointed_iteration.txt    "release": Megatron starts from it at iteration 0, optimizer new
-OUT/release/__0_N.distcp                 chunks one behind another; one for each expert
+OUT/latest_checkpointed_iteration.txt    "release": Megatron starts at iteration 0 with a new optimizer
+OUT/release/__0_N.distcp                 one chunk after another; one chunk per expert
 OUT/release/common.pt, .metadata, metadata.json
+
+Megatron's hybrid spec on TransformerEngine (TE) loads one `_extra_state` object per TE module, which holds
+FP8 scaling state. Without these objects, a load fails at the default strictness. Each routed expert has one:
+
+    decoder.layers.0.mixer.in_proj._extra_state/shard_0_1
+    decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_3_8         expert 3 of 8
+
+A converted checkpoint has no such state, so every object is None, at which TE and Megatron's own linears keep
+their state. Modules that are not TE modules have no object: the embedding, the router, Mamba's convolution
+and its gated norm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 from megatron_nemotron3.checkpoint.folders import RELEASE, TRACKER
 from megatron_nemotron3.checkpoint.metadata import COMMON, INDEX, Chunk, StoredObject, StoredTensor
-from megatron_nemotron3.checkpoint.pack import object_archive, tensor_archive
 from megatron_nemotron3.checkpoint.structure import CONFIG
-from megatron_nemotron3.checkpoint.write_index import COMMON_OBJECT, CONFIG_TEXT, index_bytes
-from megatron_nemotron3.convert.extra_state import extra_state_archive, extra_state_keys
+from megatron_nemotron3.checkpoint.write import (
+    COMMON_OBJECT,
+    CONFIG_TEXT,
+    index_bytes,
+    object_archive,
+    tensor_archive,
+)
+from megatron_nemotron3.convert.keys import prefixes
 from megatron_nemotron3.convert.megatron_args import args_of, common_state
 from megatron_nemotron3.convert.plan import Slices, band, extent, whole
-from megatron_nemotron3.convert.stored import SourceTensor
+from megatron_nemotron3.convert.sources import SourceTensor
 from megatron_nemotron3.convert.streams import FilePlan, Part
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.models import Nemotron3Config
 
-#: A file is closed when it has as many bytes.
+#: Largest size of a file in bytes, unless a single chunk is larger.
 FILE_BYTES = 5 * 10**9
-#: Parts of a large column-parallel tensor, so that a rank reads its own share and little more.
+#: Large column-parallel tensors are stored in several chunks, so that a rank reads little beyond its shard.
 _PARTS = 8
+#: Size in bytes from which a tensor is large.
 _LARGE = 16 << 20
 
 
 @dataclass
-class Folder:
-    """A torch_dist folder that is being planned."""
+class FolderPlan:
+    """The plan of a torch_dist folder."""
 
     limit: int
     files: list[FilePlan] = field(default_factory=list)
@@ -42,7 +59,7 @@ class Folder:
     _length: int = 0
 
     def add(self, name: str, tensor: SourceTensor, slices: list[Slices]) -> None:
-        """A tensor in chunks."""
+        """Add a tensor in chunks."""
         chunks = []
         for one in slices:
             archive = tensor_archive(tensor.dtype, extent(one))
@@ -54,46 +71,47 @@ class Folder:
                 archive.tail,
                 archive.length - len(archive.head) - archive.data_length,
             )
-            place = self._put(part)
+            place = self._append(part)
             starts = tuple(start for start, _ in one)
             chunks.append(Chunk(place.file, place.offset, place.length, starts, extent(one)))
         self.tensors[name] = StoredTensor(tensor.dtype, tensor.shape, tuple(chunks))
 
     def add_object(self, key: str, archive: bytes) -> None:
-        """A pickled object."""
-        self.objects[key] = self._put(Part(head=archive))
+        """Add a pickled object."""
+        self.objects[key] = self._append(Part(head=archive))
 
     def close(self) -> None:
-        """End the file that is open."""
+        """Close the current file."""
         if self._parts:
-            self.files.append(FilePlan(f"{RELEASE}/{self._name()}", self._parts))
+            self.files.append(FilePlan(f"{RELEASE}/{self._file_name()}", self._parts))
             self._parts, self._length = [], 0
 
-    def _put(self, part: Part) -> StoredObject:
+    def _append(self, part: Part) -> StoredObject:
         if self._parts and self._length + part.length > self.limit:
             self.close()
-        place = StoredObject(self._name(), self._length, part.length)
+        place = StoredObject(self._file_name(), self._length, part.length)
         self._parts.append(part)
         self._length += part.length
         return place
 
-    def _name(self) -> str:
+    def _file_name(self) -> str:
         return f"__0_{len(self.files)}.distcp"
 
 
 def plan(
     view: Converted, config: Nemotron3Config, *, padded_vocab_size: int, dtype: str, limit: int = FILE_BYTES
 ) -> tuple[list[FilePlan], dict[str, bytes]]:
-    """The files of the folder with these weights, and the small ones in the order they are written.
+    """Plan a folder with these weights. Returns the data files, and the small files in the order of writing.
 
     Args:
         view: Megatron's tensors.
-        dtype: of the weights, for the stored arguments.
-        limit: bytes of a file, unless a single chunk is longer.
+        padded_vocab_size: rows of the embedding.
+        dtype: type of the weights, for the stored arguments.
+        limit: largest size of a file in bytes, unless a single chunk is larger.
     """
-    folder = Folder(limit)
+    folder = FolderPlan(limit)
     for name, tensor in view.tensors.items():
-        folder.add(name, tensor, list(_chunks(view, name, tensor)))
+        folder.add(name, tensor, list(_chunk_slices(view, name, tensor)))
     for key in extra_state_keys(config):
         folder.add_object(key, extra_state_archive())
     state = common_state(args_of(config, padded_vocab_size=padded_vocab_size, dtype=dtype))
@@ -108,8 +126,8 @@ def plan(
     return folder.files, small
 
 
-def _chunks(view: Converted, name: str, tensor: SourceTensor) -> Iterator[Slices]:
-    row, shape = view.link(name).row, tensor.shape
+def _chunk_slices(view: Converted, name: str, tensor: SourceTensor) -> Iterator[Slices]:
+    row, shape = view.mapping(name).row, tensor.shape
     if row.routed and len(shape) == 3:
         for expert in range(shape[0]):
             yield band(shape, expert, expert + 1)
@@ -121,6 +139,48 @@ def _chunks(view: Converted, name: str, tensor: SourceTensor) -> Iterator[Slices
         yield whole(shape)
 
 
-def padded(vocab_size: int, divisible_by: int) -> int:
-    """Rows of Megatron's embedding (`--make-vocab-size-divisible-by` times TP)."""
+def pad_vocab_size(vocab_size: int, divisible_by: int) -> int:
+    """Return the number of rows of Megatron's embedding: a multiple of `divisible_by`."""
     return -(-vocab_size // divisible_by) * divisible_by
+
+
+#: Part of the table of tensors -> its TE modules. A norm that TE fuses into the next linear is not one.
+MODULES: dict[str, tuple[str, ...]] = {
+    "model": ("decoder.final_norm", "output_layer"),
+    "M": ("mixer.in_proj", "mixer.out_proj"),
+    "*": ("self_attention.linear_qkv", "self_attention.linear_proj"),
+    "E": (
+        "pre_mlp_layernorm",
+        "mlp.fc1_latent_proj",
+        "mlp.fc2_latent_proj",
+        "mlp.experts.experts.linear_fc1",
+        "mlp.experts.experts.linear_fc2",
+        "mlp.shared_experts.linear_fc1",
+        "mlp.shared_experts.linear_fc2",
+    ),
+    "-": ("mlp.linear_fc1", "mlp.linear_fc2"),
+    "mtp_in": ("enorm", "hnorm", "eh_proj"),
+    "mtp_out": ("final_layernorm",),
+}
+_ROUTED = ".experts.experts."
+_LATENT = "_latent_proj"
+
+
+def extra_state_keys(config: Nemotron3Config) -> Iterator[str]:
+    """Yield the keys of the objects in the order of the layers; they do not depend on the layout that loads.
+
+    Experts must be stored as one stack (Megatron's metadata `singleton_local_shards` is false).
+    """
+    for prefix in prefixes(config):
+        for module in MODULES[prefix.part]:
+            if _LATENT in module and not config.moe_latent_size:
+                continue
+            shards = config.num_moe_experts if _ROUTED in module else 1
+            for shard in range(shards or 0):
+                yield f"{prefix.megatron}{module}._extra_state/shard_{shard}_{shards}"
+
+
+@cache
+def extra_state_archive() -> bytes:
+    """Return the content of each object, torch.save([None]): Megatron stores lists."""
+    return object_archive([None])

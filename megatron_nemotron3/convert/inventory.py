@@ -1,8 +1,8 @@
-"""Every tensor of a model, on Hugging Face's side and on Megatron's, and how they are made of each other.
+"""Every tensor of a model on both sides, and the mappings between Hugging Face's tensors and Megatron's.
 
-`links(config)` walks the name table over the places of the model. A link is the smallest set of tensors
-that can be converted together: most have one tensor on each side, a stack of experts has one on Megatron's
-and hundreds on HF's.
+`mappings(config)` applies the table of tensors to every layer of the model. A mapping is the smallest set of
+tensors that can be converted together. Most have one tensor on each side; a stack of experts is one tensor in
+Megatron and hundreds in HF.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from megatron_nemotron3.convert import transforms
-from megatron_nemotron3.convert.places import Names, Place, places, plain
+from megatron_nemotron3.convert.keys import NameLookup, Prefix, plain_name, prefixes
 from megatron_nemotron3.convert.plan import Plan, Shape
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import (
@@ -26,12 +26,12 @@ from megatron_nemotron3.models.tensors import (
     symbol_sizes,
 )
 
-#: Of the released checkpoints and of torch_dist folders of BF16 runs, but for rows marked `float32`.
+#: Type of released checkpoints and of torch_dist folders of BF16 runs, except for rows marked `float32`.
 BF16 = "bfloat16"
 
 
 class Tensor(NamedTuple):
-    """Name, shape and torch's name of the type."""
+    """Name, shape, and torch's dtype name."""
 
     name: str
     shape: Shape
@@ -44,80 +44,80 @@ class Tensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Link:
-    """Tensors of both sides that are made of each other."""
+class TensorMapping:
+    """Tensors of both sides that are converted into each other."""
 
     row: Row
-    place: Place
+    prefix: Prefix
     spelling: Spelling
     megatron: tuple[Tensor, ...]
     hf: tuple[Tensor, ...]
     head_dim: int
 
     def to_hf(self) -> Plan:
-        """The plan that makes the HF tensors of the Megatron ones; `.inverse()` goes back."""
+        """Return the plan that makes the HF tensors from Megatron's; `.inverse()` goes back."""
         rule = transforms.RULES[self.spelling.rule]
-        return rule(_shapes(self.megatron), _shapes(self.hf), self.head_dim)
+        return rule(_shapes_by_name(self.megatron), _shapes_by_name(self.hf), self.head_dim)
 
 
-def links(
+def mappings(
     config: Nemotron3Config,
     *,
     dialect: str = TORCH_DIST,
     dtype: str = BF16,
     padded_vocab_size: int | None = None,
-) -> Iterator[Link]:
-    """Every link of a model, in the order of the layers.
+) -> Iterator[TensorMapping]:
+    """Yield every mapping of a model, in the order of the layers.
 
     Args:
-        dialect: one of `tensors.DIALECTS`; rows without a spelling in it have their first.
-        dtype: of all but the FP32 rows.
-        padded_vocab_size: rows of Megatron's embedding and output layer; default: the vocabulary's.
+        dialect: one of `tensors.DIALECTS`; rows without a spelling in it use their first spelling.
+        dtype: type of all rows that are not FP32.
+        padded_vocab_size: rows of Megatron's embedding and output layer; default: the vocabulary size.
 
     Raises:
-        ValueError: an unknown dialect, or padding to less than the vocabulary.
+        ValueError: the dialect is unknown, or the padded vocabulary is smaller than the vocabulary.
     """
     if dialect not in DIALECTS:
         raise ValueError(f"unknown dialect {dialect!r}: use one of {', '.join(DIALECTS)}")
-    yield from _links(config, lambda place, row: row.spelling(dialect), dtype, padded_vocab_size)
+    yield from _build_mappings(config, lambda prefix, row: row.spelling(dialect), dtype, padded_vocab_size)
 
 
-def links_of(
+def mappings_of(
     config: Nemotron3Config,
     keys: Iterable[str],
     *,
     dtype: str = BF16,
     padded_vocab_size: int | None = None,
-) -> Iterator[Link]:
-    """The links of a model as a checkpoint with these weight keys spells them, dialects mixed or not.
+) -> Iterator[TensorMapping]:
+    """Yield the mappings of a model in the spelling of a checkpoint with these weight keys.
 
-    Names in the links are without the prefixes `places.plain` takes away.
+    The checkpoint may mix dialects. The mappings use plain names (`keys.plain_name`).
 
     Raises:
-        ValueError: a key that is no weight of the model, a tensor that is there twice, or tensors that are
-            missing; the message counts them and names the first.
+        ValueError: a key is not a weight of the model, a tensor occurs twice, or tensors are missing. The
+            message counts them and names the first.
     """
-    lookup = Names(config)
+    lookup = NameLookup(config)
     found: dict[str, str] = {}  # plain name -> key
-    spellings: dict[str, Spelling] = {}  # by the HF name, which is one for each link
+    spellings: dict[str, Spelling] = {}  # by the first HF name, which is unique for each mapping
     for key in keys:
-        match, name = lookup.key(key), plain(key)
+        match, name = lookup.key(key), plain_name(key)
         assert match.spelling is not None
-        other = spellings.setdefault(match.place.hf + match.row.hf[0].name, match.spelling)
+        other = spellings.setdefault(match.prefix.hf + match.row.hf[0].name, match.spelling)
         if other is not match.spelling or name in found:
             raise ValueError(
                 f"Megatron keys {found.get(name, other.tensors[0].name)!r} and {key!r} are the same tensor"
             )
         found[name] = key
     result = list(
-        _links(
+        _build_mappings(
             config,
-            lambda place, row: spellings.get(place.hf + row.hf[0].name, row.spellings[0]),
+            lambda prefix, row: spellings.get(prefix.hf + row.hf[0].name, row.spellings[0]),
             dtype,
             padded_vocab_size,
         )
     )
-    missing = [t.name for link in result for t in link.megatron if t.name not in found]
+    missing = [t.name for mapping in result for t in mapping.megatron if t.name not in found]
     if missing:
         raise ValueError(
             f"{len(missing)} tensors of {config.name} are missing, the first is {missing[0]!r}"
@@ -127,8 +127,8 @@ def links_of(
 
 
 def hf_tensors(config: Nemotron3Config, *, dtype: str = BF16) -> list[Tensor]:
-    """Every tensor of the model's Hugging Face checkpoint, MTP included."""
-    return [tensor for link in links(config, dtype=dtype) for tensor in link.hf]
+    """List every tensor of the model's Hugging Face checkpoint, including MTP."""
+    return [tensor for mapping in mappings(config, dtype=dtype) for tensor in mapping.hf]
 
 
 def megatron_tensors(
@@ -138,23 +138,23 @@ def megatron_tensors(
     dtype: str = BF16,
     padded_vocab_size: int | None = None,
 ) -> list[Tensor]:
-    """Every weight of the model's Megatron checkpoint; `dialect="parameter"`: every parameter and buffer.
+    """List every weight of the model's Megatron checkpoint, in global shapes.
 
-    torch_dist: global shapes, whatever the layout. Parameters: of a model on one rank.
+    `dialect="parameter"`: every parameter and buffer of a model on one rank.
     """
-    found = links(config, dialect=dialect, dtype=dtype, padded_vocab_size=padded_vocab_size)
-    return [tensor for link in found for tensor in link.megatron]
+    found = mappings(config, dialect=dialect, dtype=dtype, padded_vocab_size=padded_vocab_size)
+    return [tensor for mapping in found for tensor in mapping.megatron]
 
 
 def check_hf(config: Nemotron3Config, shapes: Mapping[str, Shape]) -> None:
-    """Refuse a Hugging Face checkpoint that is not, tensor by tensor, the model its config.json describes.
+    """Check that a Hugging Face checkpoint contains exactly the tensors of its config.json.
 
     Args:
-        shapes: of all tensors of the checkpoint, by name.
+        shapes: shapes of all tensors of the checkpoint, by name.
 
     Raises:
-        ValueError: tensors missing (a promised MTP block that has no weights is named as that), tensors the
-            model does not have, or shapes that differ; with numbers and the first name of each.
+        ValueError: tensors are missing, unknown or of another shape. The message gives numbers and first
+            names, and explains missing MTP weights.
     """
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
     missing = [name for name in expected if name not in shapes]
@@ -165,7 +165,7 @@ def check_hf(config: Nemotron3Config, shapes: Mapping[str, Shape]) -> None:
         hint = _mtp_hint(config, missing, "mtp.")
         problems.append(f"{len(missing)} of {len(expected)} tensors are missing, first {missing[0]!r}{hint}")
     if unknown:
-        problems.append(f"{len(unknown)} tensors are not the model's, first {unknown[0]!r}")
+        problems.append(f"{len(unknown)} tensors do not belong to the model, first {unknown[0]!r}")
     if differ:
         name = differ[0]
         problems.append(
@@ -181,18 +181,18 @@ def _mtp_hint(config: Nemotron3Config, missing: list[str], prefix: str) -> str:
     if not total or total < len(missing):
         return ""
     return (
-        f": the configuration promises {config.mtp_num_blocks} MTP block(s) {config.mtp_pattern!r} "
-        "whose weights are not there. Some tools drop them (transformers' save_pretrained does): "
-        "take the weights from the original, or give a configuration without MTP"
+        f": the configuration has {config.mtp_num_blocks} MTP block(s) {config.mtp_pattern!r} whose weights "
+        "are missing. Some tools drop them (transformers' save_pretrained does): take the weights from the "
+        "original checkpoint, or give a configuration without MTP"
     )
 
 
-def _links(
+def _build_mappings(
     config: Nemotron3Config,
-    choose: Callable[[Place, Row], Spelling],
+    choose: Callable[[Prefix, Row], Spelling],
     dtype: str,
     padded_vocab_size: int | None,
-) -> Iterator[Link]:
+) -> Iterator[TensorMapping]:
     if padded_vocab_size is not None and padded_vocab_size < config.vocab_size:
         raise ValueError(f"padded_vocab_size={padded_vocab_size} is less than vocab_size={config.vocab_size}")
     table = symbol_sizes(config, padded_vocab_size)
@@ -207,13 +207,13 @@ def _links(
                 result.append(Tensor(prefix + one.name.replace("{e}", str(e)), shape, kind))
         return tuple(result)
 
-    for place in places(config):
-        for row in rows_of(config, place.part):
-            spelling = choose(place, row)
-            megatron = tensors(row, spelling.tensors, place.megatron)
-            hf = tensors(row, row.hf, place.hf)
-            yield Link(row, place, spelling, megatron, hf, config.kv_channels)
+    for prefix in prefixes(config):
+        for row in rows_of(config, prefix.part):
+            spelling = choose(prefix, row)
+            megatron = tensors(row, spelling.tensors, prefix.megatron)
+            hf = tensors(row, row.hf, prefix.hf)
+            yield TensorMapping(row, prefix, spelling, megatron, hf, config.kv_channels)
 
 
-def _shapes(tensors: tuple[Tensor, ...]) -> dict[str, Shape]:
+def _shapes_by_name(tensors: tuple[Tensor, ...]) -> dict[str, Shape]:
     return {tensor.name: tensor.shape for tensor in tensors}

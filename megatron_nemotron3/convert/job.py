@@ -1,10 +1,10 @@
-"""Write a folder of planned files: in several processes, restartable, complete when it has its name.
+"""Write a folder of planned files: in several processes, restartable, and atomically.
 
-    OUT.partial/            while it is written; OUT appears by renaming it
-      journal.jsonl         what the plan is, then one line for each finished file
+    OUT.partial/            the folder while it is written; it is renamed to OUT at the end
+      journal.jsonl         the fingerprint of the plan, then one line per finished file
 
-A killed job leaves OUT.partial. The same command continues it: files in the journal stay, others are written
-again. Files depend on the plan alone, so the result is the same as without the interruption.
+A killed job leaves OUT.partial. The same command continues it: files in the journal stay, the others are
+written again. Files depend only on the plan, so the result is the same as without the interruption.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.files import sync_folder, temporary_prefix, write_bytes
-from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import FilePlan, write
-from megatron_nemotron3.convert.workers import each
+from megatron_nemotron3.convert.workers import parallel_map
 
 JOURNAL = "journal.jsonl"
 MANIFEST = "nemotron3_manifest.json"
-#: Free space left alone, in bytes.
+#: Free space, in bytes, that a job does not use.
 _RESERVE = 64 << 20
 
 
@@ -37,22 +37,22 @@ class Job:
     """A folder to write."""
 
     target: Path
-    source: Reads
+    source: TensorSource
     files: Sequence[FilePlan]
-    #: Small files, written when all others are complete, in this order; the last ones make it valid.
+    #: Small files, written in this order after all others; the last ones make the folder valid.
     small: Mapping[str, bytes] = field(default_factory=dict)
-    #: What the manifest says of where the folder came from; part of the plan's fingerprint.
+    #: Origin of the folder, for the manifest; part of the fingerprint.
     origin: Mapping[str, Any] = field(default_factory=dict)
     #: Refuse NaN and infinities.
     finite: bool = True
 
     @property
     def length(self) -> int:
-        """Bytes of all files."""
+        """Size of all files in bytes."""
         return sum(plan.length for plan in self.files) + sum(map(len, self.small.values()))
 
     def fingerprint(self) -> str:
-        """Changes with the source's files, the plan and the options."""
+        """Return a hash of the source's files, the plan and the options."""
         stats = {name: os.stat(self.source.folder / name).st_mtime_ns for name in self.source.files}
         digest = hashlib.sha256(
             json.dumps([self.origin, dict(self.source.files), stats], sort_keys=True, default=str).encode()
@@ -69,7 +69,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a job stands, in bytes; `rate` in bytes/s since this process began."""
+    """Progress of a job in bytes; `rate` in bytes/s since this process started."""
 
     done: int
     total: int
@@ -77,15 +77,15 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """At this rate."""
+        """Estimated remaining time; None if unknown."""
         return (self.total - self.done) / self.rate if self.rate else None
 
 
 def check_target(target: Path) -> None:
-    """Refuse a place where something is.
+    """Check that `target` can be created.
 
     Raises:
-        ValueError: `target` exists and is no empty folder, or its parent is no folder that can be written.
+        ValueError: `target` exists and is not an empty folder, or its parent is not a writable folder.
     """
     if os.path.lexists(target) and not (
         target.is_dir() and not target.is_symlink() and not any(target.iterdir())
@@ -95,11 +95,11 @@ def check_target(target: Path) -> None:
     while not os.path.lexists(parent):
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"{target}: {parent} is no folder that can be written")
+        raise ValueError(f"{target}: {parent} is not a writable folder: choose another place")
 
 
 def free_bytes(target: Path) -> int:
-    """Free bytes where `target` is or will be."""
+    """Return the free bytes on the disk of `target`, which may not exist yet."""
     place = target.absolute()
     while not place.exists():
         place = place.parent
@@ -107,7 +107,7 @@ def free_bytes(target: Path) -> int:
 
 
 def partial_of(target: Path) -> Path:
-    """Where a folder is while it is written."""
+    """Return the path of a folder while it is written."""
     return target.with_name(target.name + ".partial")
 
 
@@ -121,31 +121,32 @@ def run(
         report: called about once a second.
 
     Raises:
-        ValueError: the place is taken, the disk is too small, OUT.partial is of another conversion or in use.
+        ValueError: the target exists, the disk is too small, or OUT.partial belongs to another conversion or
+            is in use.
         CheckpointError: a source is damaged.
         OSError: a file cannot be written.
     """
     check_target(job.target)
     partial = partial_of(job.target)
     fingerprint = job.fingerprint()
-    done = _finished(partial, fingerprint, job)
+    done = _finished_files(partial, fingerprint, job)
     todo = [plan for plan in job.files if plan.name not in done]
     need = sum(plan.length for plan in todo) + sum(map(len, job.small.values()))
     free = free_bytes(job.target)
     if need + _RESERVE > free:
         raise ValueError(
-            f"{job.target}: {need:,} bytes are still to be written, {free:,} are free (64 MiB are left "
-            "alone): choose another place or make room"
+            f"{job.target}: {need:,} bytes are still to be written, {free:,} are free (64 MiB are kept "
+            "free): choose another place or free some space"
         )
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial), contextlib.ExitStack() as stack:
-        _clean(partial, set(done))
+        _remove_leftovers(partial, set(done))
         lines = [{"plan": fingerprint}, *({"file": name, **entry} for name, entry in done.items())]
-        write_bytes(partial / JOURNAL, b"".join(map(_line, lines)))
+        write_bytes(partial / JOURNAL, b"".join(map(_journal_line, lines)))
         journal = stack.enter_context(open(partial / JOURNAL, "ab"))
-        for name, entry in _write_all(todo, job, partial, workers, report):
+        for name, entry in _write_files(todo, job, partial, workers, report):
             done[name] = entry
-            _note(journal, {"file": name, **entry})
+            _append_line(journal, {"file": name, **entry})
         manifest = {
             "format": 1,
             "made_by": "megatron-nemotron3",
@@ -165,19 +166,19 @@ def run(
     return manifest
 
 
-def _finished(partial: Path, fingerprint: str, job: Job) -> dict[str, dict[str, Any]]:
-    """The files of the journal that are there in their full length.
+def _finished_files(partial: Path, fingerprint: str, job: Job) -> dict[str, dict[str, Any]]:
+    """Return the files of the journal that exist in full length.
 
     Raises:
-        ValueError: the journal is of another plan.
+        ValueError: the journal belongs to another plan.
     """
     if not os.path.lexists(partial):
         return {}
-    lines = _journal(partial, fingerprint, job)
+    lines = _journal_lines(partial, fingerprint, job)
     if lines and lines[0].get("plan") != fingerprint:
         raise ValueError(
-            f"{partial}: an interrupted conversion with other options or of another source is there: "
-            "repeat its command, or remove the folder"
+            f"{partial}: it belongs to an interrupted conversion with other options or another source: "
+            "repeat that command, or remove the folder"
         )
     lengths = {plan.name: plan.length for plan in job.files}
     done = {}
@@ -189,17 +190,17 @@ def _finished(partial: Path, fingerprint: str, job: Job) -> dict[str, dict[str, 
     return done
 
 
-def _journal(partial: Path, fingerprint: str, job: Job) -> list[dict[str, Any]]:
-    """The journal's lines; those of the manifest if the run was killed when all was written but the name.
+def _journal_lines(partial: Path, fingerprint: str, job: Job) -> list[dict[str, Any]]:
+    """Return the lines of the journal, or of the manifest if the job was killed just before the rename.
 
     Raises:
-        ValueError: the folder is something else.
+        ValueError: the folder is not an interrupted conversion.
     """
     lines = []
     if (partial / JOURNAL).exists():
         with open(partial / JOURNAL, "rb") as file:
             for line in file:
-                with contextlib.suppress(ValueError):  # the last line may be cut
+                with contextlib.suppress(ValueError):  # the last line may be truncated
                     lines.append(json.loads(line))
         return lines
     with contextlib.suppress(OSError, ValueError):
@@ -207,22 +208,22 @@ def _journal(partial: Path, fingerprint: str, job: Job) -> list[dict[str, Any]]:
         if all(manifest[key] == value for key, value in json.loads(json.dumps(job.origin)).items()):
             files = manifest["files"].items()
             return [{"plan": fingerprint}, *({"file": name, **entry} for name, entry in files)]
-    # Killed before the journal had its name.
+    # Killed before the journal was renamed.
     if any(not path.name.startswith(temporary_prefix(JOURNAL)) for path in partial.iterdir()):
-        raise ValueError(f"{partial}: it exists and is no interrupted conversion: remove it")
+        raise ValueError(f"{partial}: it exists and is not an interrupted conversion: remove it")
     return []
 
 
-def _write_all(
+def _write_files(
     todo: Sequence[FilePlan], job: Job, partial: Path, workers: int, report: Callable[[Progress], None]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Write files; yields each when it is complete."""
+    """Write files in any order; yield (name, manifest entry) of each finished file."""
     total = sum(plan.length for plan in job.files)
     before = total - sum(plan.length for plan in todo)
     for plan in todo:
         (partial / plan.name).parent.mkdir(parents=True, exist_ok=True)
 
-    def one(number: int, count: Callable[[int], None]) -> tuple[str, dict[str, Any]]:
+    def write_one(number: int, count: Callable[[int], None]) -> tuple[str, dict[str, Any]]:
         plan = todo[number]
         crc = write(plan, job.source, partial / plan.name, count, finite=job.finite)
         return plan.name, {"bytes": plan.length, "crc32": f"{crc:08x}"}
@@ -230,15 +231,15 @@ def _write_all(
     def tell(done: int, seconds: float) -> None:
         report(Progress(before + done, total, done / seconds if seconds else 0.0))
 
-    yield from each(one, range(len(todo)), workers=workers, report=tell)
+    yield from parallel_map(write_one, range(len(todo)), workers=workers, report=tell)
 
 
 @contextlib.contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Held by this process and its workers; gone when all of them are.
+    """Lock the folder for this process and its workers, until all of them have ended.
 
     Raises:
-        ValueError: another process holds it.
+        ValueError: another process has locked it.
     """
     descriptor = os.open(partial, os.O_RDONLY)
     try:
@@ -255,8 +256,8 @@ def _locked(partial: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _clean(partial: Path, keep: set[str]) -> None:
-    """Remove what an interrupted run left besides the finished files."""
+def _remove_leftovers(partial: Path, keep: set[str]) -> None:
+    """Remove what an interrupted job left, except finished files."""
     for path in sorted(partial.rglob("*"), reverse=True):
         name = path.relative_to(partial).as_posix()
         if path.is_dir() and not path.is_symlink():
@@ -266,11 +267,11 @@ def _clean(partial: Path, keep: set[str]) -> None:
             path.unlink()
 
 
-def _note(journal: Any, entry: Mapping[str, Any]) -> None:
-    journal.write(_line(entry))
+def _append_line(journal: Any, entry: Mapping[str, Any]) -> None:
+    journal.write(_journal_line(entry))
     journal.flush()
     os.fsync(journal.fileno())
 
 
-def _line(entry: Mapping[str, Any]) -> bytes:
+def _journal_line(entry: Mapping[str, Any]) -> bytes:
     return (json.dumps(entry) + "\n").encode()

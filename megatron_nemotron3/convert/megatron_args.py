@@ -1,9 +1,9 @@
-"""A model as the arguments Megatron stores in its checkpoints, both ways. Standard library only.
+"""Convert a model to the arguments that Megatron stores in its checkpoints, and back.
 
-Megatron keeps its command line's `argparse.Namespace` in every checkpoint. `--use-checkpoint-args` takes the
-model from it, a resumed run compares some of it, and here it says which model a folder holds. It is written
-as the flags of `nemotron3 flags` would have made it, but for what is a run's own choice: --spec, grouped
-GEMM, tokenizer. Names changed over time; each row of the tables below has the present name first.
+Megatron stores the `argparse.Namespace` of its command line in every checkpoint. `--use-checkpoint-args`
+takes the model from it, and a resumed run compares some of it. Here it identifies the model of a folder. The
+arguments are written as the flags of `nemotron3 flags` produce them, except for choices of a run: --spec,
+grouped GEMM, tokenizer. Names changed over time; each row of the tables lists the present name first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.config import MAMBA_CONV_KERNEL
 
-#: Configuration field -> names in the arguments.
+#: Configuration field -> names in the arguments, the present one first.
 _MODEL = {
     "hidden_size": ("hidden_size",),
     "seq_length": ("seq_length",),
@@ -29,7 +29,7 @@ _MODEL = {
     "mamba_head_dim": ("mamba_head_dim",),
     "mamba_state_dim": ("mamba_state_dim",),
     "mamba_num_groups": ("mamba_num_groups",),
-    # Not an option of Megatron's, which always takes 128; it changes no tensor and no result.
+    # Not an option of Megatron, which always uses 128; it changes neither a tensor nor a result.
     "mamba_chunk_size": ("mamba_chunk_size",),
     "layernorm_epsilon": ("layernorm_epsilon", "norm_epsilon"),
     "init_method_std": ("init_method_std",),
@@ -44,25 +44,25 @@ _MOE = {
     "moe_aux_loss_coeff": ("moe_aux_loss_coeff",),
     "moe_router_bias_update_rate": ("moe_router_bias_update_rate",),
 }
-_FLOATS = frozenset(
+_FLOAT_FIELDS = frozenset(
     (
         *("layernorm_epsilon", "init_method_std", "moe_router_topk_scaling_factor", "moe_aux_loss_coeff"),
         *("moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
     )
 )
-#: What changes no tensor. Every run stores them; where they lack, the default stands.
+#: Fields that change no tensor. If a checkpoint lacks them, the defaults are used.
 _TRAINING = frozenset(
     (
         *("seq_length", "max_position_embeddings", "layernorm_epsilon", "init_method_std"),
         *("moe_aux_loss_coeff", "moe_router_bias_update_rate"),
     )
 )
-_INIT_STD = 0.02  # the default of --init-method-std
-#: 0 turns these off.
+_INIT_STD = 0.02  # default of --init-method-std
+#: Fields that 0 turns off.
 _MAY_BE_ZERO = frozenset(("moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"))
 
-#: What makes a hybrid model a Nemotron-H one: argument -> (value, what another value would mean). Arguments a
-#: version lacks are taken to be as here.
+#: Arguments of every Nemotron-H model -> (value, meaning of another value). A missing argument is taken to
+#: have this value.
 _FAMILY: dict[str, tuple[Any, str]] = {
     "group_query_attention": (True, "attention without query groups"),
     "squared_relu": (True, "an activation other than squared ReLU"),
@@ -81,7 +81,7 @@ _MOE_FAMILY: dict[str, tuple[Any, str]] = {
     "moe_router_enable_expert_bias": (True, "a router without expert bias"),
     "moe_router_load_balancing_type": ("seq_aux_loss", ""),
 }
-#: Options of Megatron's that no published model uses and that add tensors or change results.
+#: Options that add tensors or change results, and that no published model uses -> what they add.
 _ABSENT: dict[str, str] = {
     "qk_layernorm": "norms of queries and keys",
     "qk_l2_norm": "norms of queries and keys",
@@ -98,17 +98,18 @@ _CHUNK = 128
 
 
 def args_of(config: Nemotron3Config, *, padded_vocab_size: int, dtype: str = "bfloat16") -> Namespace:
-    """The arguments to store with a model's weights; Megatron 0.16 to 0.19 read the model from them.
+    """Return the arguments to store with a model's weights; Megatron 0.16 to 0.19 read the model from them.
 
-    They say that there is no optimizer and no random state in the checkpoint, and nothing of `--spec`:
-    whichever spec a run names, stock or ours, loads the weights.
+    They state that the checkpoint contains no optimizer and no random state. They do not contain `--spec`:
+    both the stock spec and ours load the weights.
 
     Args:
         padded_vocab_size: rows of the stored embedding.
-        dtype: of the weights: "bfloat16", "float16" or "float32".
+        dtype: type of the weights: "bfloat16", "float16" or "float32".
 
     Raises:
-        ValueError: another dtype, padding to less than the vocabulary, or a model Megatron cannot build.
+        ValueError: another dtype, a padded vocabulary smaller than the vocabulary, or a model that Megatron
+            cannot build.
     """
     if dtype not in _PRECISIONS:
         raise ValueError(f"{config.name}: Megatron trains in {', '.join(_PRECISIONS)}, not in {dtype}")
@@ -122,13 +123,13 @@ def args_of(config: Nemotron3Config, *, padded_vocab_size: int, dtype: str = "bf
     values: dict[str, Any] = {
         "num_layers": config.num_layers,
         "hybrid_layer_pattern": config.full_pattern,
-        # 0.16 knows the older name, and no MTP in it; from 0.17 on the newer name counts.
+        # 0.16 reads the older name, without MTP; 0.17 and later read the newer name.
         "hybrid_override_pattern": config.pattern,
         "is_hybrid_model": True,
         "ffn_hidden_size": config.ffn_hidden_size,
         "vocab_size": config.vocab_size,
         "padded_vocab_size": padded_vocab_size,
-        "add_position_embedding": True,  # the option's default, compared on resuming; type "none" wins
+        "add_position_embedding": True,  # the default, compared on resuming; position_embedding_type wins
         "mtp_num_layers": config.mtp_num_layers or None,
     }
     tables = [(_MODEL, _FAMILY)] + [(_MOE, _MOE_FAMILY)] * config.is_moe
@@ -152,9 +153,9 @@ def args_of(config: Nemotron3Config, *, padded_vocab_size: int, dtype: str = "bf
 
 
 def common_state(args: Namespace) -> dict[str, Any]:
-    """What a checkpoint holds beside its tensors: for common.pt, and in a list for the `common_state` object.
+    """Return what a checkpoint stores beside its tensors, in common.pt and in the `common_state` object.
 
-    The iteration is 0, as of weights to start from. `content_metadata` says that experts are stacked.
+    The iteration is 0: the weights are a starting point. `content_metadata` states that experts are stacked.
     """
     return {
         "args": args,
@@ -167,30 +168,30 @@ def common_state(args: Namespace) -> dict[str, Any]:
 def config_of(
     args: Namespace | Inert, *, name: str = "megatron", vocab_size: int | None = None
 ) -> Nemotron3Config:
-    """The model that stored arguments describe.
+    """Return the model that stored arguments describe.
 
     Args:
-        args: "args" of a checkpoint's common state, read by Megatron or by `describe.common_state`.
-        name: of the result, and for messages.
-        vocab_size: rows of the embedding without padding. Arguments know it only where `--vocab-size` was
-            given (up to 0.17 NullTokenizer makes it one more); a tokenizer's is nowhere stored.
+        args: "args" of a checkpoint's common state, read by Megatron or by `read.common_state`.
+        name: name of the result, also for messages.
+        vocab_size: rows of the embedding without padding. The arguments contain it only if `--vocab-size` was
+            given (up to 0.17, NullTokenizer adds one). The vocabulary size of a tokenizer is not stored.
 
     Raises:
-        ValueError: the model is not of this family (the message lists every argument that says so), a value
-            is missing or impossible, or the vocabulary is unknown.
+        ValueError: the model is not of this family (the message lists every deviating argument), a value is
+            missing or impossible, or the vocabulary size is unknown.
     """
     values = args.state if isinstance(args, Inert) else vars(args)
     if not isinstance(values, dict):
         raise ValueError(f"{name}: the stored arguments are a {type(values).__name__}, not named values")
-    pattern = _pattern(name, values)
+    pattern = _stored_pattern(name, values)
     kinds = pattern.main + (pattern.mtp_pattern or "")
     _check_family(name, values, "E" in kinds)
-    fields = {field: _number(name, values, field, names) for field, names in _MODEL.items()}
+    fields = {field: _stored_number(name, values, field, names) for field, names in _MODEL.items()}
     if values.get("group_query_attention") is False:
         fields["num_query_groups"] = fields["num_attention_heads"]
     if "E" in kinds:
-        fields |= {field: _number(name, values, field, names) for field, names in _MOE.items()}
-    fields |= _defaults(name, values, fields, kinds)
+        fields |= {field: _stored_number(name, values, field, names) for field, names in _MOE.items()}
+    fields |= _argument_defaults(name, values, fields, kinds)
     fields = {field: value for field, value in fields.items() if value is not None or field not in _TRAINING}
     fields.setdefault("init_method_std", _INIT_STD)
     missing = [
@@ -201,7 +202,7 @@ def config_of(
     if missing:
         raise ValueError(f"{name}: the stored arguments have no {', '.join(missing)}")
     if pattern.mtp:
-        factor = _number(name, values, "mtp_loss_scaling_factor", ("mtp_loss_scaling_factor",))
+        factor = _stored_number(name, values, "mtp_loss_scaling_factor", ("mtp_loss_scaling_factor",))
         fields["mtp_use_repeated_layer"] = bool(values.get("mtp_use_repeated_layer"))
         fields |= {} if factor is None else {"mtp_loss_scaling_factor": factor}
     return Nemotron3Config(
@@ -210,18 +211,18 @@ def config_of(
         pattern=pattern.main,
         mtp_pattern=pattern.mtp_pattern,
         mtp_num_layers=pattern.mtp_num_layers,
-        vocab_size=_vocabulary(name, values, vocab_size),
+        vocab_size=_vocabulary_size(name, values, vocab_size),
         **fields,
     )
 
 
-def _pattern(name: str, values: dict[str, Any]) -> patterns.HybridPattern:
-    """From hybrid_layer_pattern, or from the two names of 0.16 and before."""
+def _stored_pattern(name: str, values: dict[str, Any]) -> patterns.HybridPattern:
+    """Parse hybrid_layer_pattern, or the two names used up to 0.16."""
     text = values.get("hybrid_layer_pattern") or values.get("hybrid_override_pattern")
     if not isinstance(text, str):
         raise ValueError(
             f"{name}: the stored arguments have no hybrid_layer_pattern and no hybrid_override_pattern: "
-            "it is no hybrid model, or its layers came from ratios"
+            "it is not a hybrid model, or its layers were given as ratios"
         )
     mtp, depths = values.get("mtp_hybrid_override_pattern"), values.get("mtp_num_layers") or 0
     if isinstance(mtp, str) and type(depths) is int and patterns.MTP_SEPARATOR not in text:
@@ -250,28 +251,32 @@ def _check_family(name: str, values: dict[str, Any], moe: bool) -> None:
     if moe and groups not in (None, 1):
         wrong.append(f"moe_router_num_groups={groups!r} (experts chosen by groups)")
     if wrong:
-        raise ValueError(f"{name}: not a Nemotron-H model, whose family has none of: " + ", ".join(wrong))
+        raise ValueError(
+            f"{name}: it is not a Nemotron-H model, whose family has none of: " + ", ".join(wrong)
+        )
 
 
-def _number(name: str, values: dict[str, Any], field: str, names: tuple[str, ...]) -> Any:
-    """The first of the names that has a value; None if none has."""
+def _stored_number(name: str, values: dict[str, Any], field: str, names: tuple[str, ...]) -> Any:
+    """Return the value of the first of the names that has one; None if none has."""
     argument = next((n for n in names if values.get(n) is not None), names[0])
     value = values.get(argument)
-    if isinstance(value, (list, tuple)) and len(value) == 1:  # options that take one value or several
+    if isinstance(value, (list, tuple)) and len(value) == 1:  # options that accept several values
         value = value[0]
     if value is None:
         return None
-    if field in _FLOATS and type(value) is int:
+    if field in _FLOAT_FIELDS and type(value) is int:
         value = float(value)
-    kind, what = (float, "number") if field in _FLOATS else (int, "whole number")
+    kind, what = (float, "number") if field in _FLOAT_FIELDS else (int, "whole number")
     least = "0 or more" if field in _MAY_BE_ZERO else "above 0"
     if type(value) is not kind or not 0 <= value < math.inf or (value == 0 and field not in _MAY_BE_ZERO):
-        raise ValueError(f"{name}: {argument}={value!r} is no {what} {least}")
+        raise ValueError(f"{name}: {argument}={value!r} is not a {what} {least}")
     return value
 
 
-def _defaults(name: str, values: dict[str, Any], fields: dict[str, Any], kinds: str) -> dict[str, Any]:
-    """What Megatron makes of arguments that were not given."""
+def _argument_defaults(
+    name: str, values: dict[str, Any], fields: dict[str, Any], kinds: str
+) -> dict[str, Any]:
+    """Return Megatron's defaults for arguments that were not given."""
     result: dict[str, Any] = {}
     if fields["mamba_chunk_size"] is None:
         result["mamba_chunk_size"] = _CHUNK
@@ -283,10 +288,10 @@ def _defaults(name: str, values: dict[str, Any], fields: dict[str, Any], kinds: 
                 f"divisible by mamba_head_dim={fields['mamba_head_dim']}"
             )
         result["mamba_num_heads"] = heads
-    width = _number(name, values, "ffn_hidden_size", ("ffn_hidden_size",))
+    width = _stored_number(name, values, "ffn_hidden_size", ("ffn_hidden_size",))
     if "-" in kinds:
         if width is None:
-            raise ValueError(f"{name}: the stored arguments have no ffn_hidden_size, and there are - layers")
+            raise ValueError(f"{name}: the stored arguments have no ffn_hidden_size, which - layers need")
         result["dense_ffn_hidden_size"] = width
     if "E" in kinds:
         if fields["moe_ffn_hidden_size"] is None:
@@ -296,12 +301,12 @@ def _defaults(name: str, values: dict[str, Any], fields: dict[str, Any], kinds: 
     return result
 
 
-def _vocabulary(name: str, values: dict[str, Any], given: int | None) -> int:
-    padded = _number(name, values, "padded_vocab_size", ("padded_vocab_size",))
-    size = given or _number(name, values, "vocab_size", ("vocab_size",))
+def _vocabulary_size(name: str, values: dict[str, Any], given: int | None) -> int:
+    padded = _stored_number(name, values, "padded_vocab_size", ("padded_vocab_size",))
+    size = given or _stored_number(name, values, "vocab_size", ("vocab_size",))
     if size is None:
         raise ValueError(
-            f"{name}: the stored arguments do not say how large the vocabulary is, only "
+            f"{name}: the stored arguments do not contain the vocabulary size, only "
             f"padded_vocab_size={padded}: give vocab_size (--vocab-size N)"
         )
     if padded is not None and size > padded:

@@ -1,8 +1,8 @@
-"""Which slices of which tensors make up which others, as data: a plan has no arrays in it.
+"""Copy plans as data: which slices of the source tensors make up the destination tensors.
 
-A plan says how some destination tensors are made of some source tensors by copying alone. It can be
-turned round (`inverse`), cut into pieces small enough for a bounded buffer (`bands`), read as byte ranges
-of a file (`byte_ranges`), or carried out in memory (`apply`, on torch tensors or numpy arrays).
+A plan contains no arrays and only copies. It can be inverted (`inverse`), cut into pieces that fit a bounded
+buffer (`bands`), expressed as byte ranges of a file (`byte_ranges`), or applied in memory (`apply`, on torch
+tensors or numpy arrays).
 
     linear_qkv [128 64]  rows 0:32  ->  q [64 64] rows 0:32
                          rows 32:48 ->  k [32 64] rows 0:16   …
@@ -17,7 +17,7 @@ from math import prod
 from typing import Any
 
 Shape = tuple[int, ...]
-#: One (start, stop) for each axis.
+#: One (start, stop) per axis.
 Slices = tuple[tuple[int, int], ...]
 
 
@@ -40,16 +40,16 @@ class Piece:
 
     @property
     def elements(self) -> int:
-        """Elements copied."""
+        """Number of elements copied."""
         return prod(extent(self.source_slices))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Pieces that make all of the destinations of the sources.
+    """Pieces that make all destinations from the sources.
 
-    Every element of every destination is in exactly one piece or in `filled`; every element of every source
-    is in exactly one piece or in `unused`. The two hold the rows that pad a vocabulary, and nothing else.
+    Every element of every destination is in exactly one piece or in `filled`. Every element of every source
+    is in exactly one piece or in `unused`. Only padding rows of a vocabulary are in `filled` or `unused`.
     """
 
     sources: Mapping[str, Shape]
@@ -60,14 +60,14 @@ class Plan:
     filled: tuple[Region, ...] = ()
 
     def inverse(self) -> Plan:
-        """The plan that makes the sources of the destinations."""
+        """Return the plan that makes the sources from the destinations."""
         back = tuple(
             Piece(p.destination, p.destination_slices, p.source, p.source_slices) for p in self.pieces
         )
         return Plan(self.destinations, self.sources, back, self.filled, self.unused)
 
     def making(self, destination: str) -> tuple[Piece, ...]:
-        """The pieces of one destination, in the order of its rows."""
+        """Return the pieces of one destination, in the order of its rows."""
         return tuple(
             sorted(
                 (p for p in self.pieces if p.destination == destination), key=lambda p: p.destination_slices
@@ -75,18 +75,18 @@ class Plan:
         )
 
     def bands(self, max_elements: int) -> Plan:
-        """The same plan in pieces of at most `max_elements` elements, but of no less than one row.
+        """Return the same plan in pieces of at most `max_elements` elements, but of at least one row.
 
         A piece is cut along its first axis that is longer than 1 (experts: within one expert).
         """
-        cut = tuple(band for piece in self.pieces for band in _bands(piece, max_elements))
+        cut = tuple(band for piece in self.pieces for band in _cut_piece(piece, max_elements))
         return Plan(self.sources, self.destinations, cut, self.unused, self.filled)
 
     def check(self) -> None:
-        """Check what the class promises.
+        """Check that the plan uses every element exactly once.
 
         Raises:
-            ValueError: an element used twice or not at all, or a piece whose two sides differ in shape.
+            ValueError: an element is used twice or not at all, or the two sides of a piece differ in shape.
         """
         for piece in self.pieces:
             sides = [
@@ -101,32 +101,32 @@ class Plan:
 
 
 def extent(slices: Slices) -> Shape:
-    """The shape of a slice."""
+    """Return the shape of a slice."""
     return tuple(stop - start for start, stop in slices)
 
 
 def whole(shape: Shape) -> Slices:
-    """The slices that take all of a tensor."""
+    """Return the slices of a whole tensor."""
     return tuple((0, n) for n in shape)
 
 
 def band(shape: Shape, start: int, stop: int, axis: int = 0) -> Slices:
-    """The slices that take [start, stop) of one axis and all of the others."""
+    """Return the slices that take [start, stop) of one axis and all of the other axes."""
     return tuple((start, stop) if i == axis else (0, n) for i, n in enumerate(shape))
 
 
 def byte_ranges(shape: Shape, slices: Slices, item_size: int) -> Iterator[tuple[int, int]]:
-    """(offset, length) in bytes of the contiguous runs that a slice of a row-major tensor is made of.
+    """Yield (offset, length) in bytes of the contiguous runs of a slice of a row-major tensor.
 
-    In ascending order, which is the order of the slice's own elements. Whole rows are one run.
+    The order is ascending, which is the order of the slice's elements. Whole rows are one run.
     """
     lengths = extent(slices)
     if not prod(lengths):
         return
-    inner = len(shape)  # axes from here on are taken whole
+    inner = len(shape)  # axes from here on are taken entirely
     while inner and lengths[inner - 1] == shape[inner - 1]:
         inner -= 1
-    inner = max(inner - 1, 0)  # the axis before them is contiguous, too
+    inner = max(inner - 1, 0)  # the axis before them is contiguous as well
     run = prod(lengths[inner:])
     strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
     tail = sum(slices[i][0] * strides[i] for i in range(inner, len(shape)))
@@ -136,15 +136,16 @@ def byte_ranges(shape: Shape, slices: Slices, item_size: int) -> Iterator[tuple[
 
 
 def apply(plan: Plan, sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Carry a plan out in memory.
+    """Apply a plan in memory.
 
     Args:
-        sources: torch tensors or numpy arrays (one kind) of the plan's names and shapes.
+        sources: torch tensors, or numpy arrays, with the names and shapes of the plan.
 
-    Returns: new arrays by name. A destination has the type (dtype) of its sources.
+    Returns:
+        New arrays by name. A destination has the dtype of its sources.
 
     Raises:
-        ValueError: a source is missing or has another shape, or sources of one destination differ in type.
+        ValueError: a source is missing or has the wrong shape, or sources of one destination differ in dtype.
     """
     for name, shape in plan.sources.items():
         if name not in sources:
@@ -155,24 +156,24 @@ def apply(plan: Plan, sources: Mapping[str, Any]) -> dict[str, Any]:
     for piece in plan.pieces:
         source = sources[piece.source]
         if piece.destination not in result:
-            result[piece.destination] = _empty(source, plan.destinations[piece.destination])
+            result[piece.destination] = _empty_like(source, plan.destinations[piece.destination])
         target = result[piece.destination]
         if target.dtype != source.dtype:
             raise ValueError(
                 f"{piece.destination} is made of {target.dtype} and of {source.dtype} ({piece.source})"
             )
-        part = source[_index(piece.source_slices)].reshape(extent(piece.destination_slices))
-        target[_index(piece.destination_slices)] = part
+        part = source[_slice_objects(piece.source_slices)].reshape(extent(piece.destination_slices))
+        target[_slice_objects(piece.destination_slices)] = part
     for region in plan.filled:
-        result[region.name][_index(region.slices)] = 0
+        result[region.name][_slice_objects(region.slices)] = 0
     return result
 
 
-def _index(slices: Slices) -> tuple[slice, ...]:
+def _slice_objects(slices: Slices) -> tuple[slice, ...]:
     return tuple(slice(*s) for s in slices)
 
 
-def _empty(like: Any, shape: Shape) -> Any:
+def _empty_like(like: Any, shape: Shape) -> Any:
     if hasattr(like, "new_empty"):  # torch
         return like.new_empty(shape)
     import numpy
@@ -180,7 +181,7 @@ def _empty(like: Any, shape: Shape) -> Any:
     return numpy.empty(shape, like.dtype)
 
 
-def _bands(piece: Piece, max_elements: int) -> Iterator[Piece]:
+def _cut_piece(piece: Piece, max_elements: int) -> Iterator[Piece]:
     if piece.elements <= max_elements:
         yield piece
         return
@@ -192,12 +193,12 @@ def _bands(piece: Piece, max_elements: int) -> Iterator[Piece]:
     step = max(1, max_elements * rows // piece.elements)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        source = _within(piece.source_slices, axes[0], start, stop)
-        destination = _within(piece.destination_slices, axes[1], start, stop)
+        source = _offset_slices(piece.source_slices, axes[0], start, stop)
+        destination = _offset_slices(piece.destination_slices, axes[1], start, stop)
         yield Piece(piece.source, source, piece.destination, destination)
 
 
-def _within(slices: Slices, axis: int, start: int, stop: int) -> Slices:
+def _offset_slices(slices: Slices, axis: int, start: int, stop: int) -> Slices:
     begin = slices[axis][0]
     return (*slices[:axis], (begin + start, begin + stop), *slices[axis + 1 :])
 
@@ -206,7 +207,7 @@ def _check_tiles(side: str, shapes: Mapping[str, Shape], regions: list[Region]) 
     by_name: dict[str, list[Slices]] = {name: [] for name in shapes}
     for region in regions:
         if region.name not in by_name:
-            raise ValueError(f"{side} {region.name!r} is not one of the plan's")
+            raise ValueError(f"{side} {region.name!r} is not a tensor of the plan")
         shape = shapes[region.name]
         inside = all(0 <= a <= b <= n for (a, b), n in zip(region.slices, shape))
         if len(region.slices) != len(shape) or not inside:
@@ -214,7 +215,7 @@ def _check_tiles(side: str, shapes: Mapping[str, Shape], regions: list[Region]) 
         by_name[region.name].append(region.slices)
     for name, slices in by_name.items():
         slices.sort()
-        open_: list[Slices] = []  # those that reach beyond where the next one starts
+        open_: list[Slices] = []  # slices that reach beyond the start of the next one
         for one in slices:
             open_ = [other for other in open_ if not one or other[0][1] > one[0][0]]
             for other in open_:

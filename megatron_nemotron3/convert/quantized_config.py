@@ -1,9 +1,10 @@
-"""What a quantized checkpoint says of itself: hf_quant_config.json, the same in config.json, given scales.
+"""Configuration files of a quantized checkpoint (hf_quant_config.json, config.json), and scale files.
 
-Both texts are ModelOpt's, because engines recognize the layout by them; `producer.written_by` says who wrote
-the file. One format for all layers is `quant_algo` with `exclude_modules`; several are MIXED_PRECISION with
-`quantized_layers`, which names every quantized module. Checkpoints whose activations stay BF16 are always
-written in the second way: SGLang looks for W4A16_NVFP4 there.
+Both configurations have ModelOpt's form, by which engines recognize the layout; `producer.written_by` names
+the program that wrote the file. A single format for all layers is written as `quant_algo` with
+`exclude_modules`. Several formats are MIXED_PRECISION with `quantized_layers`, which lists every quantized
+module. Checkpoints whose activations stay BF16 always use the second form, because SGLang looks for
+W4A16_NVFP4 there.
 """
 
 from __future__ import annotations
@@ -14,34 +15,36 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
-from megatron_nemotron3.convert.hf_folder import open_hf, read_json
-from megatron_nemotron3.convert.quantized_export import Quantization
-from megatron_nemotron3.convert.quantized_recipes import BLOCK, RECIPES
-from megatron_nemotron3.convert.safetensors_header import read_header
-from megatron_nemotron3.convert.stored import Block, Layout, Reads, Source, SourceTensor, row_major
+from megatron_nemotron3.convert.hf_folder import header_tensor, open_hf, read_json, read_safetensors_header
+from megatron_nemotron3.convert.quantized_recipes import BLOCK, RECIPES, Quantization
+from megatron_nemotron3.convert.sources import FileSource, TensorSource
 
 NAME = "hf_quant_config.json"
-#: The release of ModelOpt whose layout this is.
+#: The ModelOpt release that defines this layout.
 LAYOUT = "0.47.0"
 SCALES = ("input_scale", "k_scale", "v_scale")
-#: Modules named where everything else is quantized: what engines build as quantizable layers.
+#: Modules that engines build as quantizable layers; `exclude_modules` must list those that are not quantized.
 _LAYERS = ("_proj", "lm_head", "conv1d", "fc1_latent_proj", "fc2_latent_proj")
 
 
 def hf_quant_config(plan: Quantization, written_by: str) -> dict[str, Any]:
-    """hf_quant_config.json.
+    """Return the content of hf_quant_config.json.
 
     Args:
         written_by: name and version of the program, for `producer`.
     """
-    layers = {w.module: _layer(w.algorithm) for w in plan.weights if w.algorithm}
+    layers = {w.module: _layer_entry(w.algorithm) for w in plan.weights if w.algorithm}
     algorithms = {layer["quant_algo"] for layer in layers.values()}
     details: dict[str, Any]
     if len(algorithms) > 1 or "W4A16_NVFP4" in algorithms or RECIPES[plan.recipe].listed:
         details = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "quantized_layers": layers}
     else:
         (algorithm,) = algorithms
-        details = {**_layer(algorithm), "kv_cache_quant_algo": None, "exclude_modules": _excluded(plan)}
+        details = {
+            **_layer_entry(algorithm),
+            "kv_cache_quant_algo": None,
+            "exclude_modules": _excluded_modules(plan),
+        }
     if plan.kv_cache:
         details["kv_cache_quant_algo"] = "FP8"
     producer = {"name": "modelopt", "version": LAYOUT, "written_by": written_by}
@@ -49,7 +52,7 @@ def hf_quant_config(plan: Quantization, written_by: str) -> dict[str, Any]:
 
 
 def quantization_config(hf_quant: Mapping[str, Any]) -> dict[str, Any]:
-    """`quantization_config` of config.json, which says the same as hf_quant_config.json."""
+    """Return `quantization_config` of config.json, which repeats hf_quant_config.json in another form."""
     details = hf_quant["quantization"]
     result: dict[str, Any] = {"config_groups": {}}
     if "quantized_layers" in details:
@@ -57,31 +60,34 @@ def quantization_config(hf_quant: Mapping[str, Any]) -> dict[str, Any]:
         for module, layer in details["quantized_layers"].items():
             groups.setdefault(layer["quant_algo"], []).append(module)
         for number, (algorithm, modules) in enumerate(groups.items()):
-            result["config_groups"][f"group_{number}"] = {**_group(algorithm), "targets": sorted(modules)}
+            result["config_groups"][f"group_{number}"] = {
+                **_config_group(algorithm),
+                "targets": sorted(modules),
+            }
         result["quantized_layers"] = details["quantized_layers"]
     else:
-        result["config_groups"]["group_0"] = {**_group(details["quant_algo"]), "targets": ["Linear"]}
+        result["config_groups"]["group_0"] = {**_config_group(details["quant_algo"]), "targets": ["Linear"]}
     result["ignore"] = details.get("exclude_modules", [])
     result["quant_algo"] = details["quant_algo"]
     if details["kv_cache_quant_algo"]:
-        result["kv_cache_scheme"] = _bits(8)
+        result["kv_cache_scheme"] = _float_format(8)
     return {**result, "producer": hf_quant["producer"], "quant_method": "modelopt"}
 
 
 def plain_config(data: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json without what it says of quantization, as `config_json.read` wants it."""
+    """Return config.json without `quantization_config`, for `config_json.read`."""
     return {key: value for key, value in data.items() if key != "quantization_config"}
 
 
 def read_scales(path: Path) -> dict[str, float]:
-    """Scales of activations and of the KV cache: X.input_scale, X.k_scale, X.v_scale -> value.
+    """Read scales of activations and of the KV cache: X.input_scale, X.k_scale, X.v_scale -> value.
 
     Args:
         path: a JSON object of names and numbers; a safetensors file with one-element tensors; or the folder
-            of a quantized checkpoint of the same model, whose scales are taken.
+            of a quantized checkpoint of the same model.
 
     Raises:
-        CheckpointError: none of these, or a scale that is no single float32.
+        CheckpointError: the file is none of these, or a scale is not a single number above 0.
     """
     if path.suffix == ".json":
         data = read_json(path)
@@ -92,7 +98,7 @@ def read_scales(path: Path) -> dict[str, float]:
                     + ", ".join(SCALES)
                 )
         return {name: float(value) for name, value in data.items()}
-    source = open_hf(path) if path.is_dir() else _one_file(path)
+    source = open_hf(path) if path.is_dir() else _open_file(path)
     try:
         names = [name for name in source.tensors if name.rpartition(".")[2] in SCALES]
         result = {name: scalar(source, name) for name in names}
@@ -103,11 +109,11 @@ def read_scales(path: Path) -> dict[str, float]:
     return result
 
 
-def scalar(source: Reads, name: str) -> float:
-    """The value of a scale of one element.
+def scalar(source: TensorSource, name: str) -> float:
+    """Read a scale of one element.
 
     Raises:
-        CheckpointError: it has more than one, is no float32 or bfloat16, or is no finite number above 0.
+        CheckpointError: it has more elements, is not float32 or bfloat16, or is not a finite number above 0.
     """
     tensor = source.tensors[name]
     if math.prod(tensor.shape) != 1 or tensor.dtype not in ("float32", "bfloat16"):
@@ -121,33 +127,28 @@ def scalar(source: Reads, name: str) -> float:
     return value
 
 
-def _one_file(path: Path) -> Source:
-    entries = read_header(path)[0]
-    tensors = {}
-    for name, entry in entries.items():
-        layout = Layout(path, entry.offset, row_major(entry.shape))
-        block = Block((0,) * len(entry.shape), entry.shape, layout)
-        tensors[name] = SourceTensor(entry.dtype, entry.shape, (block,))
-    return Source(path.parent, tensors, {path.name: path.stat().st_size})
+def _open_file(path: Path) -> FileSource:
+    tensors = {name: header_tensor(path, entry) for name, entry in read_safetensors_header(path)[0].items()}
+    return FileSource(path.parent, tensors, {path.name: path.stat().st_size})
 
 
-def _layer(algorithm: str) -> dict[str, Any]:
+def _layer_entry(algorithm: str) -> dict[str, Any]:
     return {"quant_algo": algorithm} | ({"group_size": BLOCK} if "NVFP4" in algorithm else {})
 
 
-def _bits(number: int) -> dict[str, Any]:
+def _float_format(number: int) -> dict[str, Any]:
     return {"dynamic": False, "num_bits": number, "type": "float"}
 
 
-def _group(algorithm: str) -> dict[str, Any]:
+def _config_group(algorithm: str) -> dict[str, Any]:
     if algorithm == "FP8":
-        return {"input_activations": _bits(8), "weights": _bits(8)}
-    packed = {**_bits(4), "group_size": BLOCK}
+        return {"input_activations": _float_format(8), "weights": _float_format(8)}
+    packed = {**_float_format(4), "group_size": BLOCK}
     return {"weights": packed} | ({"input_activations": packed} if algorithm == "NVFP4" else {})
 
 
-def _excluded(plan: Quantization) -> list[str]:
-    """Layers that stay, each once; a layer of MTP, which stays whole, by its prefix."""
+def _excluded_modules(plan: Quantization) -> list[str]:
+    """List the layers that are not quantized; layers of MTP by their prefix."""
     modules: Iterable[str] = (
         ".".join(w.module.split(".")[:3]) + "*" if w.module.startswith("mtp.") else w.module
         for w in plan.weights

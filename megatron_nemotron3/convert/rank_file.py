@@ -1,8 +1,8 @@
-"""The files of a legacy checkpoint: whose they are, and which tensor lies where in them.
+"""The files of a legacy checkpoint: the rank that wrote each file, and the tensors in it.
 
 FOLDER/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt
 
-Nothing is loaded: of a file only the headers and the pickle are read, without torch.
+Tensors are not loaded: only the headers and the pickle of a file are read, without torch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint import describe, read
+from megatron_nemotron3.checkpoint import read
 from megatron_nemotron3.checkpoint.archive import ArchiveError, Record, crc_problem, read_at, records
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
 from megatron_nemotron3.checkpoint.read import TensorLayout, opened
 from megatron_nemotron3.checkpoint.unpickle import Inert, Refused, inert, loads
-from megatron_nemotron3.convert.hf_folder import regular
-from megatron_nemotron3.convert.places import plain, what_else
+from megatron_nemotron3.convert.hf_folder import regular_file_size
+from megatron_nemotron3.convert.keys import non_weight_kind, plain_name
 
-#: Larger pickles are not read; Ultra's is about 20 MB.
+#: Largest pickle that is read, in bytes; Ultra's has about 20 MB.
 _LIMIT = 256 << 20
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -28,7 +28,7 @@ _MODEL = re.compile(r"model(0|[1-9]\d*)?")
 
 
 class _Dict(dict[Any, Any]):
-    """Stands for OrderedDict, whose instances carry attributes (`_metadata` of a module's state)."""
+    """Stand-in for OrderedDict, whose instances have attributes (`_metadata` of a module's state)."""
 
     __slots__ = ()
 
@@ -36,28 +36,25 @@ class _Dict(dict[Any, Any]):
         pass
 
 
-_TABLE: dict[tuple[str, str], Any] = {
-    **describe.DATA_TABLE,
+_RANK_FILE_TABLE: dict[tuple[str, str], Any] = {
+    **read.DATA_TABLE,
     **read.TENSOR_TABLE,
     ("collections", "OrderedDict"): _Dict,
     ("_io", "BytesIO"): inert("BytesIO"),
     ("io", "BytesIO"): inert("BytesIO"),
 }
-_STUBS = (*describe.DATA_STUBS, "megatron_nemotron3.")
-
-#: Where a tensor lies in the file.
-Stored = TensorLayout
+_RANK_FILE_STUBS = (*read.DATA_STUBS, "megatron_nemotron3.")
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """What a rank wrote."""
+    """The file of one rank."""
 
     path: Path
     size: int
-    #: Weights by plain name, of each virtual pipeline stage; one where there are none.
-    models: tuple[dict[str, Stored], ...]
-    #: All but weights and optimizer.
+    #: Weights by plain name, for each virtual pipeline stage (one if there are none).
+    models: tuple[dict[str, TensorLayout], ...]
+    #: Everything except weights and optimizer.
     common: dict[str, Any]
 
     @classmethod
@@ -65,14 +62,14 @@ class RankFile:
         """Read the headers and the pickle of a file.
 
         Raises:
-            CheckpointError: it is missing, damaged, or no checkpoint of a rank.
+            CheckpointError: it is missing, damaged, or not the checkpoint of a rank.
         """
-        size = regular(path, path.parent)
+        size = regular_file_size(path, path.parent)
         with opened(path) as descriptor:
             found = {record.name: record for record in records(descriptor, 0, size)}
             record = found.get("data.pkl")
             if record is None or record.size > _LIMIT:
-                raise ArchiveError("it has no data.pkl of usual size")
+                raise ArchiveError(f"it has no data.pkl, or one of more than {_LIMIT >> 20} MiB")
             if record.crc and (problem := crc_problem(descriptor, record)):
                 raise ArchiveError(problem)
             order = found.get("byteorder")
@@ -80,10 +77,10 @@ class RankFile:
                 raise Refused("it is not little-endian")
             data = bytes(read_at(descriptor, record.offset, record.size))
         try:
-            root = loads(data, _TABLE, stubs=_STUBS, persistent=read.storage_of)
+            root = loads(data, _RANK_FILE_TABLE, stubs=_RANK_FILE_STUBS, persistent=read.storage_of)
             if not isinstance(root, dict):
                 raise Refused(f"it holds a {type(root).__name__}, not the dict of a checkpoint")
-            models = tuple(_weights(model, found) for model in _models(root))
+            models = tuple(_weights_of(model, found) for model in _models_of(root))
         except (Refused, ArchiveError) as problem:
             raise CheckpointError(f"{path}: {problem}") from None
         common = {
@@ -94,8 +91,8 @@ class RankFile:
         return cls(path, size, models, common)
 
 
-def _models(root: dict[Any, Any]) -> list[Any]:
-    """The models of a file: "model", or "model0", "model1", …"""
+def _models_of(root: dict[Any, Any]) -> list[Any]:
+    """Return the models of a file: "model", or "model0", "model1", …"""
     if "model" in root:
         return [root["model"]]
     found: list[Any] = []
@@ -103,46 +100,46 @@ def _models(root: dict[Any, Any]) -> list[Any]:
         found.append(root[key])
     if not found:
         raise Refused(
-            f"it holds no model; there are {', '.join(sorted(map(str, root)))[:200] or 'no entries'}"
+            f"it holds no model; its entries are {', '.join(sorted(map(str, root)))[:200] or 'none'}"
         )
     return found
 
 
-def _weights(model: Any, found: dict[str, Record]) -> dict[str, Stored]:
+def _weights_of(model: Any, found: dict[str, Record]) -> dict[str, TensorLayout]:
     if not isinstance(model, dict):
         raise Refused(f"its model is a {type(model).__name__}, not a dict of weights")
     weights = {}
     for key, value in model.items():
         if not isinstance(key, str):
-            raise Refused(f"a weight's name is the {type(key).__name__} {key!r:.60}")
-        if what_else(key) is not None:
+            raise Refused(f"the name of a weight is the {type(key).__name__} {key!r:.60}")
+        if non_weight_kind(key) is not None:
             continue
-        if not isinstance(value, read._Tensor):
-            hint = "; models from before megatron-core are not read" if isinstance(value, dict) else ""
+        if not isinstance(value, read.PickledTensor):
+            hint = "; models older than megatron-core are not read" if isinstance(value, dict) else ""
             raise Refused(f"{key} is a {type(value).__name__}, not a plain tensor{hint}")
-        if plain(key) in weights:
-            raise Refused(f"{key} is there twice, with and without the prefix of a wrapper")
-        weights[plain(key)] = _place(key, value, found)
+        if plain_name(key) in weights:
+            raise Refused(f"{key} occurs twice, with and without the prefix of a wrapper")
+        weights[plain_name(key)] = _tensor_layout(key, value, found)
     return weights
 
 
-def _place(key: str, tensor: Any, found: dict[str, Record]) -> Stored:
+def _tensor_layout(key: str, tensor: Any, found: dict[str, Record]) -> TensorLayout:
     record = found.get(f"data/{tensor.storage}")
     if record is None:
-        raise ArchiveError(f"{key} lies in record 'data/{tensor.storage}', which is not there")
+        raise ArchiveError(f"{key} is in record 'data/{tensor.storage}', which is missing")
     begin = tensor.begin * ITEM_SIZE[tensor.dtype]
-    inside = Stored(tensor.dtype, tensor.shape, tensor.stride, begin)
+    inside = TensorLayout(tensor.dtype, tensor.shape, tensor.stride, begin)
     first, length = inside.span(range(tensor.shape[0] if tensor.shape else 1))
     if first + length > record.size:
         raise ArchiveError(
             f"{key} needs {first + length:,} bytes of storage, record {record.name!r} has {record.size:,}"
         )
-    return Stored(tensor.dtype, tensor.shape, tensor.stride, record.offset + first)
+    return TensorLayout(tensor.dtype, tensor.shape, tensor.stride, record.offset + first)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank's place in the layout, and its file."""
+    """The file of a rank, and the rank's position in the parallel layout."""
 
     tp: int
     pp: int
@@ -151,32 +148,33 @@ class Rank:
 
 
 def rank_folders(folder: Path) -> list[tuple[Path, tuple[str, ...]]]:
-    """(folder of a rank, its numbers as text), in order.
+    """List (folder of a rank, the numbers in its name), sorted.
 
     Raises:
-        CheckpointError: there is none, one is a link, or they are named for different layouts.
+        CheckpointError: there is none, one is a link, or the names belong to different layouts.
     """
     found = []
     if folder.is_dir():
         for path in sorted(folder.iterdir()):
             if match := _FOLDER.fullmatch(path.name):
                 if path.is_symlink():
-                    raise CheckpointError(f"{path}: it is a link; give the folder it leads to, or copy it")
+                    raise CheckpointError(f"{path}: it is a link: give the folder it points to, or copy it")
                 found.append((path, tuple(number for number in match.groups() if number is not None)))
     if not found:
-        raise CheckpointError(f"{folder}: it holds no mp_rank_… folders, so it is no legacy checkpoint")
+        raise CheckpointError(f"{folder}: it holds no mp_rank_… folders, so it is not a legacy checkpoint")
     if len({len(numbers) for _, numbers in found}) > 1:
         raise CheckpointError(
-            f"{folder}: {found[0][0].name} and {found[-1][0].name} are of two layouts: remove the stale ones"
+            f"{folder}: {found[0][0].name} and {found[-1][0].name} belong to "
+            "different layouts: remove the stale folders"
         )
     return found
 
 
 def open_ranks(folder: Path) -> list[Rank]:
-    """The files of all ranks, by TP, PP and EP rank.
+    """Open the files of all ranks.
 
     Raises:
-        CheckpointError: there is none, one is damaged, or the folders' names are of several layouts.
+        CheckpointError: there is none, one is damaged, or the names of the folders are ambiguous.
     """
     result = []
     pipeline: bool | None = None
@@ -186,8 +184,8 @@ def open_ranks(folder: Path) -> list[Rank]:
             sizes = [argument(file, f"{kind}_model_parallel_size") for kind in ("pipeline", "expert")]
             if sizes.count(1) != 1:
                 raise CheckpointError(
-                    f"{file.path}: its arguments say PP={sizes[0]} and EP={sizes[1]}, so it cannot be told "
-                    f"whether the last number of {path.name} is a pipeline or an expert rank"
+                    f"{file.path}: its arguments have PP={sizes[0]} and EP={sizes[1]}, so the last number of "
+                    f"{path.name} may be a pipeline rank or an expert rank"
                 )
             pipeline = sizes[1] == 1
         tp, *rest = map(int, numbers)
@@ -197,7 +195,7 @@ def open_ranks(folder: Path) -> list[Rank]:
 
 
 def argument(file: RankFile, name: str) -> int | None:
-    """A positive number among the stored arguments; None if it is not there."""
+    """Return a positive number from the stored arguments; None if it is not there."""
     arguments = file.common.get("args")
     value = arguments.field(name) if isinstance(arguments, Inert) else None
     return value if type(value) is int and value > 0 else None

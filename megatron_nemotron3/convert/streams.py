@@ -1,8 +1,9 @@
-"""A destination file as a stream: what stands in it, to the byte, before any of it is written.
+"""Plan destination files to the byte, and write them as streams.
 
-A file is a list of parts, each literal bytes, then elements of one tensor, then literal bytes that may
-depend on the elements' CRC32. Sizes are known beforehand, so an index can be made, disk space checked and
-files given to several processes; and since a file is written in order, its checksum costs no second read.
+A file is a list of parts. Each part has literal bytes, elements of one tensor, and literal bytes that may
+depend on the CRC32 of the elements. All sizes are known before anything is written, so an index can be made,
+disk space can be checked, and files can be distributed to processes. A file is written in order, so its
+checksum needs no second read.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_nemotron3.checkpoint.files import atomic
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
-from megatron_nemotron3.convert.crc32 import combine
 from megatron_nemotron3.convert.plan import Slices, extent
-from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.views import bands
 
 if TYPE_CHECKING:
@@ -30,62 +31,64 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Bytes of a band, the unit that is read, converted and written.
+#: Size in bytes of a band, the unit that is read, converted and written.
 BAND = 8 << 20
-#: Bytes written at once. For larger writes Linux takes larger pages into its cache, whose memory a virtual
-#: machine must often get from its host first: 8 MiB at once took up to twice as long.
+#: Bytes per write. For larger writes Linux uses larger pages in its cache, and a virtual machine must often
+#: get their memory from its host first: writes of 8 MiB took up to twice as long.
 _WRITE = 256 << 10
-#: Blocks made ahead: behind elements come a tail and the next head, then elements again.
+#: Number of blocks prepared ahead: elements are followed by a tail, the next head, and elements again.
 _AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Literal bytes, a slice of a tensor in row-major order, literal bytes."""
+    """Literal bytes, then a slice of a tensor in row-major order, then literal bytes."""
 
     head: bytes = b""
     tensor: str = ""
     slices: Slices = ()
     dtype: str = ""
-    #: Bytes behind the elements, from their CRC32.
+    #: Makes the bytes after the elements from their CRC32.
     tail: Callable[[int], bytes] | None = None
     tail_length: int = 0
 
     @property
     def data_length(self) -> int:
-        """Bytes of the elements."""
+        """Size of the elements in bytes."""
         return prod(extent(self.slices)) * ITEM_SIZE[self.dtype] if self.tensor else 0
 
     @property
     def length(self) -> int:
-        """Bytes of the part."""
+        """Size of the part in bytes."""
         return len(self.head) + self.data_length + self.tail_length
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file to write: its name below the folder, and its parts in order."""
+    """A file to write: its path below the folder, and its parts in order."""
 
     name: str
     parts: Sequence[Part]
 
     @property
     def length(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return sum(part.length for part in self.parts)
 
 
-def content(plan: FilePlan, source: Reads, *, finite: bool = True) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, in order, in blocks of about `BAND` bytes.
+def content(plan: FilePlan, source: TensorSource, *, finite: bool = True) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a file in order, in blocks of about `BAND` bytes.
 
     Raises:
         CheckpointError: a source cannot be read, or with `finite`, a value is NaN or infinite.
     """
-    return (block for block, _ in _blocks(plan, source, finite))
+    return (block for block, _ in _checksummed_blocks(plan, source, finite))
 
 
-def _blocks(plan: FilePlan, source: Reads, finite: bool) -> Iterator[tuple[bytes | memoryview, int]]:
-    """The same, each block with its CRC32."""
+def _checksummed_blocks(
+    plan: FilePlan, source: TensorSource, finite: bool
+) -> Iterator[tuple[bytes | memoryview, int]]:
+    """Yield the blocks of `content`, each with its CRC32."""
     for part in plan.parts:
         if part.head:
             yield part.head, zlib.crc32(part.head)
@@ -97,24 +100,24 @@ def _blocks(plan: FilePlan, source: Reads, finite: bool) -> Iterator[tuple[bytes
                     _check_finite(array, part, source)
                 data = memoryview(array.view("u1"))
                 one = zlib.crc32(data)
-                crc = combine(crc, one, len(data))
+                crc = combine_crc32(crc, one, len(data))
                 yield data, one
         if part.tail is not None:
             tail = part.tail(crc)
             yield tail, zlib.crc32(tail)
 
 
-#: Bits of the least value that is not finite, sign removed.
+#: Bits of the smallest value that is not finite, without the sign.
 _INFINITE = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float64": 0x7FF << 52}
-#: Elements looked at at once: they stay in a core's cache.
-_SOME = 1 << 16
+#: Elements checked per step: few enough to stay in the cache of a core.
+_FINITE_STEP = 1 << 16
 
 
-def _check_finite(array: numpy.ndarray[Any, Any], part: Part, source: Reads) -> None:
+def _check_finite(array: numpy.ndarray[Any, Any], part: Part, source: TensorSource) -> None:
     limit = _INFINITE[part.dtype]
     signless = (1 << (8 * array.itemsize - 1)) - 1
-    for start in range(0, array.size, _SOME):
-        if int((array[start : start + _SOME] & signless).max()) >= limit:
+    for start in range(0, array.size, _FINITE_STEP):
+        if int((array[start : start + _FINITE_STEP] & signless).max()) >= limit:
             raise CheckpointError(
                 f"{source.folder}: {part.tensor} has values that are NaN or infinite: "
                 "--allow-nonfinite copies them"
@@ -122,24 +125,25 @@ def _check_finite(array: numpy.ndarray[Any, Any], part: Part, source: Reads) -> 
 
 
 def write(
-    plan: FilePlan, source: Reads, path: Path, written: Callable[[int], None], *, finite: bool = True
+    plan: FilePlan, source: TensorSource, path: Path, written: Callable[[int], None], *, finite: bool = True
 ) -> int:
-    """Write a file that is complete when it has its name, and on the disk.
+    """Write a file atomically.
 
     Args:
+        written: called with the number of bytes of each block.
         finite: refuse NaN and infinities.
-        written: told the number of bytes of each block.
 
-    Returns: the CRC32 of the file.
+    Returns:
+        The CRC32 of the file.
 
     Raises:
-        CheckpointError: a source cannot be read.
+        CheckpointError: a source cannot be read, or with `finite`, a value is NaN or infinite.
         OSError: the file cannot be written.
     """
     crc = length = begun = 0
     with atomic(path) as temporary, open(temporary, "wb", buffering=0) as file:
-        for block, one in _ahead(_blocks(plan, source, finite)):
-            crc, length = combine(crc, one, len(block)), length + len(block)
+        for block, one in _prefetched(_checksummed_blocks(plan, source, finite)):
+            crc, length = combine_crc32(crc, one, len(block)), length + len(block)
             _write_all(file.fileno(), block)
             if length - begun > BAND // 2:
                 _start_writing(file.fileno(), begun, length - begun)
@@ -150,10 +154,10 @@ def write(
     return crc
 
 
-def _ahead(items: Iterator[_T]) -> Iterator[_T]:
-    """The items, made by another thread while those before them are used.
+def _prefetched(items: Iterator[_T]) -> Iterator[_T]:
+    """Yield the items while a thread prepares the next ones.
 
-    Reading, checksums and writing leave Python's lock, so that they overlap.
+    Reading, checksums and writing release Python's global lock, so they overlap.
     """
     end = object()
     with ThreadPoolExecutor(1) as thread:
@@ -170,10 +174,48 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 
 def _start_writing(descriptor: int, offset: int, length: int) -> None:
-    """Have the kernel begin to write pages to the disk, so that the fsync at the end has little to wait for.
+    """Make the kernel begin to write pages to the disk, so that the fsync at the end is short.
 
-    Pages cannot be dropped before they are written, so this advice begins just that.
+    Pages must be written before they can be dropped, so the advice to drop them starts writing.
     """
     if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):  # it is only advice
+        with contextlib.suppress(OSError):  # only advice
             os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+_CRC_POLYNOMIAL = 0xEDB88320
+_X0 = 1 << 31
+_X8 = 1 << 23
+
+
+def combine_crc32(first: int, second: int, length: int) -> int:
+    """Return zlib.crc32(a + b), given crc32(a), crc32(b) and the length of b in bytes.
+
+    A CRC32 is a polynomial over GF(2), modulo that of IEEE 802.3. Appending n bytes multiplies it by x^(8n).
+    Bit 31 of an integer is the coefficient of x^0, as in zlib.
+    """
+    return _gf2_product(_crc_shift(length), first) ^ second
+
+
+@lru_cache(1 << 10)  # a checkpoint has few different lengths
+def _crc_shift(length: int) -> int:
+    """Return x^(8 length)."""
+    result, square = _X0, _X8
+    while length:
+        if length & 1:
+            result = _gf2_product(square, result)
+        square = _gf2_product(square, square)
+        length >>= 1
+    return result
+
+
+def _gf2_product(a: int, b: int) -> int:
+    """Multiply two polynomials; `a` is not 0."""
+    result, bit = 0, _X0
+    while True:
+        if a & bit:
+            result ^= b
+            if not a & (bit - 1):
+                return result
+        bit >>= 1
+        b = (b >> 1) ^ _CRC_POLYNOMIAL if b & 1 else b >> 1

@@ -1,4 +1,4 @@
-"""Megatron -> Hugging Face: the plan of an HF folder, file by file."""
+"""Megatron -> Hugging Face: plan the files of an HF folder."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from pathlib import Path
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.convert import config_json
-from megatron_nemotron3.convert.hf_folder import CONFIG, INDEX, SINGLE, read_config, regular
+from megatron_nemotron3.convert.hf_folder import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    read_config,
+    regular_file_size,
+    safetensors_header,
+)
 from megatron_nemotron3.convert.plan import whole
 from megatron_nemotron3.convert.quantized_config import hf_quant_config, quantization_config
-from megatron_nemotron3.convert.quantized_export import Quantization
-from megatron_nemotron3.convert.safetensors_header import header
-from megatron_nemotron3.convert.stored import SourceTensor
+from megatron_nemotron3.convert.quantized_recipes import Quantization
+from megatron_nemotron3.convert.sources import SourceTensor
 from megatron_nemotron3.convert.streams import FilePlan, Part
 from megatron_nemotron3.models import Nemotron3Config
 
-#: What Hugging Face calls 5GB.
+#: 5GB as Hugging Face counts it.
 SHARD_BYTES = 5 * 10**9
-#: What ModelOpt's exporter writes beside config.json.
+#: The file that ModelOpt's exporter writes beside config.json.
 QUANTIZED = "hf_quant_config.json"
 _METADATA = {"format": "pt"}
-#: Files of a reference that are copied as they are, besides those of these endings.
+#: Files that are copied from a reference, besides those with _COPIED_ENDINGS.
 _COPIED = (
     *("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json"),
@@ -31,7 +37,7 @@ _COPIED_ENDINGS = (".py", ".jinja", ".tiktoken")
 
 
 def shards(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> dict[str, list[str]]:
-    """File name -> its tensors: as many as fit into `limit` bytes, in the order given; at least one."""
+    """Map each file name to its tensors: in order, as many as fit into `limit` bytes, but at least one."""
     groups: list[list[str]] = []
     size = limit
     for name, tensor in tensors.items():
@@ -46,10 +52,12 @@ def shards(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> dic
 
 
 def files(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> list[FilePlan]:
-    """The safetensors files with these tensors."""
+    """Plan the safetensors files with these tensors."""
     result = []
     for file, names in shards(tensors, limit).items():
-        head = header(((name, tensors[name].dtype, tensors[name].shape) for name in names), _METADATA)
+        head = safetensors_header(
+            ((name, tensors[name].dtype, tensors[name].shape) for name in names), _METADATA
+        )
         parts = [Part(head=head)]
         parts += [Part(tensor=n, slices=whole(tensors[n].shape), dtype=tensors[n].dtype) for n in names]
         result.append(FilePlan(file, parts))
@@ -57,7 +65,7 @@ def files(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> list
 
 
 def index(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> bytes | None:
-    """model.safetensors.index.json; None if there is one file only."""
+    """Return the content of model.safetensors.index.json; None if there is only one file."""
     by_file = shards(tensors, limit)
     if len(by_file) == 1:
         return None
@@ -76,18 +84,18 @@ def small_files(
     dtype: str = "bfloat16",
     quantization: Quantization | None = None,
 ) -> dict[str, bytes]:
-    """Everything of an HF folder but the tensors: index, config.json, and what the reference has.
+    """Return the other files of an HF folder: the index, config.json, and files copied from a reference.
 
     Raises:
         CheckpointError: a file of the reference cannot be read.
-        ValueError: the reference is another model.
+        ValueError: the reference is a different model.
     """
     result = {}
     if (text := index(tensors, limit)) is not None:
         result[INDEX] = text
     base = None
     if reference is not None:
-        result.update(_copied(reference))
+        result.update(_copied_files(reference))
         base = read_config(reference) if (reference / CONFIG).exists() else None
     data = config_json.write(config, reference=base, dtype=dtype)
     if quantization is not None:
@@ -98,13 +106,13 @@ def small_files(
     return result
 
 
-def _copied(reference: Path) -> dict[str, bytes]:
+def _copied_files(reference: Path) -> dict[str, bytes]:
     if not reference.is_dir():
-        raise ValueError(f"{reference}: the reference is no folder")
+        raise ValueError(f"{reference}: --reference must be a folder")
     result = {}
     for path in sorted(reference.iterdir()):
         if path.name in _COPIED or path.name.endswith(_COPIED_ENDINGS):
-            regular(path, reference)
+            regular_file_size(path, reference)
             try:
                 result[path.name] = path.read_bytes()
             except OSError as problem:

@@ -1,9 +1,12 @@
-"""The rules that join Megatron's tensors and Hugging Face's, as plans and as functions on arrays.
+"""The rules that convert Megatron's tensors to Hugging Face's, and the tensor-parallel split of parameters.
 
-`RULES[name](megatron, hf, head_dim)` takes names and shapes and gives the `Plan` that makes the HF tensors
-of the Megatron ones; its `inverse()` goes the other way. The functions on arrays below (`split_qkv`,
-`pad_vocabulary`, …) carry out the same plans on torch tensors or numpy arrays, for use in memory; they
-copy, and never change a dtype.
+`RULES[name](megatron, hf, head_dim)` takes names and shapes and returns the `Plan` that makes the HF tensors
+from Megatron's; its `inverse()` goes back. The functions on arrays (`split_qkv`, `pad_vocabulary`, …) apply
+the same plans to torch tensors or numpy arrays in memory. They copy, and never change a dtype.
+
+torch_dist folders hold global shapes, so the split is needed only for legacy mp_rank folders and for checks.
+`linear_qkv` is cut into equal bands of rows, even if TP exceeds the number of KV groups: Megatron gathers the
+projections of a group's ranks at run time, and no KV head is stored twice.
 """
 
 from __future__ import annotations
@@ -12,24 +15,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_nemotron3.convert.plan import Piece, Plan, Region, Shape, apply, band, whole
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import PARAMETER, Row, symbol_sizes
 
 Shapes = Mapping[str, Shape]
 
 
 def copy(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
-    """Tensors that are the same on both sides, pair by pair."""
-    pairs = _pairs(megatron, hf)
+    """Copy tensors that are the same on both sides, pair by pair."""
+    pairs = _paired_tensors(megatron, hf)
     return Plan(megatron, hf, tuple(Piece(a, whole(s), b, whole(hf[b])) for a, b, s in pairs))
 
 
 def vocabulary(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
-    """A table [padded vocabulary, d] on Megatron's side and [vocabulary, d] on HF's: the first rows.
+    """Take the first rows: Megatron's table is [padded vocabulary, d], HF's is [vocabulary, d].
 
     Raises:
-        ValueError: Megatron's table is the shorter one.
+        ValueError: Megatron's table is shorter.
     """
     pieces, unused = [], []
-    for a, b, shape in _pairs(megatron, hf):
+    for a, b, shape in _paired_tensors(megatron, hf):
         rows = hf[b][0]
         if shape[0] < rows or shape[1:] != hf[b][1:]:
             raise ValueError(
@@ -43,12 +48,12 @@ def vocabulary(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
 
 
 def concat(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
-    """Several tensors, one behind another along axis 0, that are one tensor on HF's side."""
+    """Concatenate several tensors along axis 0 into one HF tensor."""
     ((whole_name, shape),) = hf.items()
     pieces, start = [], 0
     for name, part in megatron.items():
         if part[1:] != shape[1:]:
-            raise ValueError(f"{name} {list(part)} is no part of {whole_name} {list(shape)}")
+            raise ValueError(f"{name} {list(part)} is not a part of {whole_name} {list(shape)}")
         pieces.append(Piece(name, whole(part), whole_name, band(shape, start, start + part[0])))
         start += part[0]
     if start != shape[0]:
@@ -57,29 +62,29 @@ def concat(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
 
 
 def stack(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
-    """One tensor [experts, rows, columns] that is a tensor [rows, columns] for each expert on HF's side."""
+    """Unstack a tensor [experts, rows, columns] into an HF tensor [rows, columns] per expert."""
     ((name, shape),) = megatron.items()
     if shape[0] != len(hf):
         raise ValueError(f"{name} {list(shape)} holds {shape[0]} experts, {len(hf)} are expected")
     pieces = []
     for expert, (one, part) in enumerate(hf.items()):
         if part != shape[1:]:
-            raise ValueError(f"{one} {list(part)} is no part of {name} {list(shape)}")
+            raise ValueError(f"{one} {list(part)} is not a part of {name} {list(shape)}")
         pieces.append(Piece(name, band(shape, expert, expert + 1), one, whole(part)))
     return Plan(megatron, hf, tuple(pieces))
 
 
 def qkv(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
-    """The rows [q … q, k, v] of each KV group <-> q, k and v of all groups; a head is `head_dim` rows.
+    """Split the rows [q … q, k, v] of each KV group into q, k and v of all groups; a head is `head_dim` rows.
 
     Raises:
-        ValueError: row counts that do not make whole heads and groups.
+        ValueError: the numbers of rows are not those of whole heads and groups.
     """
     ((name, shape),) = megatron.items()
     (q, q_shape), (k, k_shape), (v, v_shape) = hf.items()
     groups, odd = divmod(k_shape[0], head_dim) if head_dim > 0 else (0, 1)
     rows, rest = divmod(q_shape[0], k_shape[0]) if k_shape[0] else (0, 1)
-    rows *= head_dim  # of the queries in one group
+    rows *= head_dim  # query rows of one group
     if odd or rest or k_shape != v_shape or shape[0] != q_shape[0] + 2 * k_shape[0]:
         raise ValueError(
             f"{name} {list(shape)} with heads of {head_dim} is not q {list(q_shape)}, k {list(k_shape)} and "
@@ -107,7 +112,7 @@ RULES: dict[str, Callable[[Shapes, Shapes, int], Plan]] = {
 }
 
 
-def _pairs(megatron: Shapes, hf: Shapes) -> list[tuple[str, str, Shape]]:
+def _paired_tensors(megatron: Shapes, hf: Shapes) -> list[tuple[str, str, Shape]]:
     if len(megatron) != len(hf):
         raise ValueError(
             f"{len(megatron)} tensors ({', '.join(megatron)}) cannot be {len(hf)} ({', '.join(hf)})"
@@ -116,20 +121,22 @@ def _pairs(megatron: Shapes, hf: Shapes) -> list[tuple[str, str, Shape]]:
 
 
 def split(shape: Shape, size: int, *, axis: int = 0, parts: Sequence[int] = ()) -> Plan:
-    """The tensor-parallel split of a tensor "full" into the tensors "0" … "size - 1" of the ranks.
+    """Return the tensor-parallel split of a tensor "full" into the tensors "0" … "size - 1" of the ranks.
 
     Args:
-        shape: of the full tensor.
-        axis: 0 for column-parallel weights, 1 for row-parallel ones.
-        parts: sizes of the parts along `axis` that are split each on its own, and then stand one behind
-            another on a rank: [z|x|B|C|dt] of a rank, not a cut through [z|x|B|C|dt]. Default: one part.
+        shape: shape of the full tensor.
+        axis: 0 for column-parallel weights, 1 for row-parallel weights.
+        parts: sizes of parts along `axis`. Each part is split separately, and a rank concatenates its shares:
+            it holds [z|x|B|C|dt] of its own, not a section of [z|x|B|C|dt]. Default: one part.
 
     Raises:
-        ValueError: a part that `size` does not divide, or parts that are not the whole axis.
+        ValueError: `size` does not divide a part, or the parts do not add up to the axis.
     """
     parts = tuple(parts) or (shape[axis],)
     if sum(parts) != shape[axis]:
-        raise ValueError(f"parts {list(parts)} are {sum(parts)} of the {shape[axis]} elements of axis {axis}")
+        raise ValueError(
+            f"parts {list(parts)} add up to {sum(parts)}, but axis {axis} has {shape[axis]} elements"
+        )
     if bad := [part for part in parts if part % size]:
         raise ValueError(f"{bad[0]} elements of axis {axis} of {list(shape)} are not divisible by TP={size}")
     local = (*shape[:axis], shape[axis] // size, *shape[axis + 1 :])
@@ -145,11 +152,11 @@ def split(shape: Shape, size: int, *, axis: int = 0, parts: Sequence[int] = ()) 
     return Plan({"full": shape}, {str(rank): local for rank in range(size)}, tuple(pieces))
 
 
-# -- the same on arrays ----------------------------------------------------------------------------
+# -- functions on arrays ----------------------------------------------------------------------------
 
 
 def split_qkv(weight: Any, heads: int, groups: int) -> tuple[Any, Any, Any]:
-    """Megatron's `linear_qkv` [(heads + 2 groups) c, …] -> q [heads c, …], k and v [groups c, …]."""
+    """Split Megatron's `linear_qkv` [(heads + 2 groups) c, …] into q [heads c, …], k and v [groups c, …]."""
     c, odd = divmod(weight.shape[0], heads + 2 * groups)
     if odd:
         raise ValueError(f"{weight.shape[0]} rows are not divisible by {heads} heads + 2 * {groups} groups")
@@ -160,7 +167,7 @@ def split_qkv(weight: Any, heads: int, groups: int) -> tuple[Any, Any, Any]:
 
 
 def merge_qkv(q: Any, k: Any, v: Any, groups: int) -> Any:
-    """The inverse of `split_qkv`."""
+    """Inverse of `split_qkv`."""
     arrays = {"q": q, "k": k, "v": v}
     shapes = {name: tuple(array.shape) for name, array in arrays.items()}
     rows = sum(shape[0] for shape in shapes.values())
@@ -169,21 +176,21 @@ def merge_qkv(q: Any, k: Any, v: Any, groups: int) -> Any:
 
 
 def split_rows(weight: Any, parts: Sequence[int]) -> tuple[Any, ...]:
-    """One tensor -> tensors of `parts` rows each (in_proj: z, x, B, C, dt; conv1d: x, B, C)."""
+    """Split a tensor into tensors of `parts` rows (in_proj: z, x, B, C, dt; conv1d: x, B, C)."""
     rest = tuple(weight.shape[1:])
     plan = concat({str(i): (n, *rest) for i, n in enumerate(parts)}, {"all": tuple(weight.shape)})
     return tuple(apply(plan.inverse(), {"all": weight}).values())
 
 
 def merge_rows(parts: Sequence[Any]) -> Any:
-    """The inverse of `split_rows`."""
+    """Inverse of `split_rows`."""
     arrays = {str(i): part for i, part in enumerate(parts)}
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     return apply(concat({name: tuple(a.shape) for name, a in arrays.items()}, {"all": shape}), arrays)["all"]
 
 
 def stack_experts(experts: Sequence[Any]) -> Any:
-    """[rows, columns] of each expert -> [experts, rows, columns]."""
+    """Stack [rows, columns] of all experts to [experts, rows, columns]."""
     arrays = {str(i): expert for i, expert in enumerate(experts)}
     shape = (len(experts), *experts[0].shape)
     plan = stack({"all": shape}, {name: tuple(a.shape) for name, a in arrays.items()})
@@ -191,7 +198,7 @@ def stack_experts(experts: Sequence[Any]) -> Any:
 
 
 def unstack_experts(weight: Any, start: int = 0, stop: int | None = None) -> tuple[Any, ...]:
-    """The inverse of `stack_experts`, for the experts [start, stop)."""
+    """Inverse of `stack_experts`, for the experts [start, stop)."""
     part = weight[start:stop]
     shape = tuple(part.shape)
     plan = stack({"all": shape}, {str(i): shape[1:] for i in range(shape[0])})
@@ -199,27 +206,95 @@ def unstack_experts(weight: Any, start: int = 0, stop: int | None = None) -> tup
 
 
 def pad_vocabulary(weight: Any, rows: int) -> Any:
-    """[vocabulary, d] -> [rows, d], zeros behind it."""
+    """Append zero rows: [vocabulary, d] -> [rows, d]."""
     shape = tuple(weight.shape)
     plan = vocabulary({"padded": (rows, *shape[1:])}, {"table": shape})
     return apply(plan.inverse(), {"table": weight})["padded"]
 
 
 def trim_vocabulary(weight: Any, rows: int) -> Any:
-    """[padded vocabulary, d] -> [rows, d]."""
+    """Drop the last rows: [padded vocabulary, d] -> [rows, d]."""
     shape = tuple(weight.shape)
     return apply(vocabulary({"padded": shape}, {"table": (rows, *shape[1:])}), {"padded": weight})["table"]
 
 
 def shard(weight: Any, size: int, *, axis: int = 0, parts: Sequence[int] = ()) -> tuple[Any, ...]:
-    """A full tensor -> what each tensor-parallel rank holds of it; see `split`."""
+    """Split a full tensor into the shards of the tensor-parallel ranks; see `split`."""
     plan = split(tuple(weight.shape), size, axis=axis, parts=parts)
     return tuple(apply(plan, {"full": weight}).values())
 
 
 def unshard(shards: Sequence[Any], *, axis: int = 0, parts: Sequence[int] = ()) -> Any:
-    """The inverse of `shard`; `parts` are those of the full tensor."""
+    """Inverse of `shard`; `parts` are sizes in the full tensor."""
     shape = tuple(shards[0].shape)
     full = (*shape[:axis], shape[axis] * len(shards), *shape[axis + 1 :])
     plan = split(full, len(shards), axis=axis, parts=parts).inverse()
     return apply(plan, {str(rank): part for rank, part in enumerate(shards)})["full"]
+
+
+# -- parameters of the model ------------------------------------------------------------------------
+
+
+def split_parameter(
+    row: Row, config: Nemotron3Config, *, tp: int, etp: int = 1, padded_vocab_size: int | None = None
+) -> Plan | None:
+    """Return the plan that splits the parameter of a row ("full") over its ranks ("0" …).
+
+    None if the parameter is replicated. Routed experts are split over their `etp` ranks, all other
+    parameters over `tp`.
+
+    Raises:
+        ValueError: the model cannot be split this way. The message names the field.
+    """
+    table = symbol_sizes(config, padded_vocab_size)
+    size = etp if row.routed else tp
+    if row.tp == "replicated":
+        return None
+    _check_row_splits(row, config, size)
+    tensor = row.spelling(PARAMETER).tensors[0]
+    shape = tuple(table[symbol] for symbol in tensor.shape)
+    parts = [table[part.shape[0]] for part in row.spellings[0].tensors] if row.tp == "parts" else ()
+    try:
+        return split(shape, size, axis=1 if row.tp == "row" else 0, parts=parts)
+    except ValueError as problem:
+        raise ValueError(f"{config.name}: {tensor.name}: {problem}") from None
+
+
+def _check_row_splits(row: Row, config: Nemotron3Config, size: int) -> None:
+    groups = config.num_query_groups
+    if row.part == "*" and groups % size and size % groups:
+        raise ValueError(f"{config.name}: num_query_groups={groups} and TP={size}: one must divide the other")
+    for field in ("mamba_num_groups", "mamba_num_heads") if row.part == "M" else ():
+        if getattr(config, field) % size:
+            raise ValueError(f"{config.name}: {field}={getattr(config, field)} is not divisible by TP={size}")
+
+
+def shard_parameter(
+    row: Row, config: Nemotron3Config, weight: Any, *, tp: int, etp: int = 1
+) -> tuple[Any, ...]:
+    """Split a full parameter [shape of the table] into the shards of its ranks."""
+    size = etp if row.routed else tp
+    plan = split_parameter(row, config, tp=tp, etp=etp, padded_vocab_size=_vocabulary_rows(row, weight))
+    return (weight,) * size if plan is None else tuple(apply(plan, {"full": weight}).values())
+
+
+def unshard_parameter(row: Row, config: Nemotron3Config, shards: Any) -> Any:
+    """Inverse of `shard_parameter`.
+
+    Raises:
+        ValueError: a replicated parameter differs between ranks, or as `split_parameter`.
+    """
+    size = len(shards)
+    if row.tp == "replicated":
+        for rank, other in enumerate(shards):
+            if not bool((other == shards[0]).all()):
+                raise ValueError(f"{row.spelling(PARAMETER).tensors[0].name}: ranks 0 and {rank} differ")
+        return shards[0]
+    rows = _vocabulary_rows(row, shards[0])
+    plan = split_parameter(row, config, tp=size, etp=size, padded_vocab_size=rows and rows * size)
+    assert plan is not None
+    return apply(plan.inverse(), {str(rank): part for rank, part in enumerate(shards)})["full"]
+
+
+def _vocabulary_rows(row: Row, weight: Any) -> int | None:
+    return int(weight.shape[0]) if row.spellings[0].rule == "vocabulary" else None

@@ -1,7 +1,7 @@
-"""Sources made of sources: the tensors of one side out of the other's, and other types.
+"""Lazy views of tensor sources: converted between Megatron and Hugging Face, cast, or renamed.
 
-A view reads what it needs when it is asked for a slice, so a chain of views costs no more memory than the
-slice: `Converted(Cast(Source))` is what a conversion writes, band by band.
+A view reads from its source only when a slice is read, so a chain of views needs no more memory than the
+slice. A conversion writes `Converted(Cast(FileSource))` in bands of rows.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
-from megatron_nemotron3.convert.inventory import Link
+from megatron_nemotron3.convert.inventory import TensorMapping
 from megatron_nemotron3.convert.plan import Piece, Slices, extent
-from megatron_nemotron3.convert.stored import Reads, SourceTensor, bits
+from megatron_nemotron3.convert.sources import SourceTensor, TensorSource, bits
 
 if TYPE_CHECKING:
     import numpy
 
 
-class Converted(Reads):
-    """The tensors of one side of `links`, made of the other side's."""
+class Converted(TensorSource):
+    """The tensors of one side of `mappings`, made from those of the other side."""
 
-    def __init__(self, source: Reads, links: Iterable[Link], *, to_hf: bool) -> None:
+    def __init__(self, source: TensorSource, mappings: Iterable[TensorMapping], *, to_hf: bool) -> None:
         """
         Args:
-            source: has every tensor of the other side, under the links' names.
+            source: contains every tensor of the other side under its name in the mappings.
 
         Raises:
-            CheckpointError: a tensor has another shape than the model's, or one tensor would be made of two
-                types.
+            CheckpointError: a tensor does not have the shape of the model's, or the tensors that make up one
+                tensor have different types.
         """
         self.folder, self.files, self.to_hf = source.folder, source.files, to_hf
         self._source = source
-        self._links: dict[str, Link] = {}
+        self._mappings: dict[str, TensorMapping] = {}
         tensors: dict[str, SourceTensor] = {}
-        for link in links:
-            mine, theirs = (link.hf, link.megatron) if to_hf else (link.megatron, link.hf)
+        for mapping in mappings:
+            mine, theirs = (mapping.hf, mapping.megatron) if to_hf else (mapping.megatron, mapping.hf)
             for tensor in theirs:
                 if source.tensors[tensor.name].shape != tensor.shape:
                     raise CheckpointError(
@@ -48,63 +48,65 @@ class Converted(Reads):
             if len(kinds) > 1:
                 raise CheckpointError(
                     f"{source.folder}: {', '.join(t.name for t in theirs[:5])} are one tensor on the other "
-                    f"side, but of {len(kinds)} types, {' and '.join(sorted(kinds))}: give --dtype"
+                    f"side, but have {len(kinds)} types, {' and '.join(sorted(kinds))}: give --dtype"
                 )
             for tensor in mine:
                 tensors[tensor.name] = SourceTensor(min(kinds), tensor.shape)
-                self._links[tensor.name] = link
+                self._mappings[tensor.name] = mapping
         self.tensors = tensors
-        self._made: tuple[Link | None, dict[str, list[Piece]]] = (None, {})
+        self._cached: tuple[TensorMapping | None, dict[str, list[Piece]]] = (None, {})
 
-    def link(self, name: str) -> Link:
-        """What a tensor is made of."""
-        return self._links[name]
+    def mapping(self, name: str) -> TensorMapping:
+        """Return the mapping that makes a tensor."""
+        return self._mappings[name]
 
     def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
         import numpy
 
-        pieces = self._making(name)
+        pieces = self._pieces_of(name)
         if len(pieces) == 1 and extent(pieces[0].destination_slices) == self.tensors[name].shape:
-            return self._source.read(pieces[0].source, _within(pieces[0], slices)).reshape(extent(slices))
+            return self._source.read(pieces[0].source, _source_slices(pieces[0], slices)).reshape(
+                extent(slices)
+            )
         shape = extent(slices)
-        first, last = slices[0]  # pieces are bands of rows, and sorted
-        begin = max(0, bisect_right(pieces, first, key=_row) - 1)
+        first, last = slices[0]  # pieces are sorted bands of rows
+        begin = max(0, bisect_right(pieces, first, key=_first_row) - 1)
         parts = []
-        for piece in pieces[begin : bisect_left(pieces, last, key=_row)]:
+        for piece in pieces[begin : bisect_left(pieces, last, key=_first_row)]:
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(slices, piece.destination_slices))
-            if common == slices:  # one expert of a stack, most often
-                return self._source.read(piece.source, _within(piece, common)).reshape(shape)
+            if common == slices:  # mostly one expert of a stack
+                return self._source.read(piece.source, _source_slices(piece, common)).reshape(shape)
             if all(a < b for a, b in common):
                 parts.append((piece, common))
         covered = sum(prod(extent(common)) for _, common in parts) == prod(shape)
         make = numpy.empty if covered else numpy.zeros  # zeros: padded rows
         result = make(shape, bits(self.tensors[name].dtype))
         for piece, common in parts:
-            part = self._source.read(piece.source, _within(piece, common))
+            part = self._source.read(piece.source, _source_slices(piece, common))
             window = tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, slices))
             result[window] = part.reshape(extent(common))
         return result
 
-    def _making(self, name: str) -> list[Piece]:
-        """The pieces of a tensor; those of the last link are kept, since its tensors come together."""
-        link = self._links[name]
-        if self._made[0] is not link:
-            plan = link.to_hf() if self.to_hf else link.to_hf().inverse()
+    def _pieces_of(self, name: str) -> list[Piece]:
+        """Return the pieces of a tensor; those of the last mapping are cached."""
+        mapping = self._mappings[name]
+        if self._cached[0] is not mapping:
+            plan = mapping.to_hf() if self.to_hf else mapping.to_hf().inverse()
             pieces: dict[str, list[Piece]] = {}
             for piece in sorted(plan.pieces, key=lambda p: p.destination_slices):
                 pieces.setdefault(piece.destination, []).append(piece)
-            self._made = (link, pieces)
-        return self._made[1][name]
+            self._cached = (mapping, pieces)
+        return self._cached[1][name]
 
 
-class Cast(Reads):
-    """The tensors of a source in another type, rounded to nearest even; some are left as they are."""
+class Cast(TensorSource):
+    """The tensors of a source in another type, rounded to nearest even; some keep their type."""
 
-    def __init__(self, source: Reads, dtype: str, *, keep: Callable[[str], bool]) -> None:
+    def __init__(self, source: TensorSource, dtype: str, *, keep: Callable[[str], bool]) -> None:
         """
         Args:
             dtype: "bfloat16", "float16" or "float32".
-            keep: whether the tensor of that name keeps its type.
+            keep: whether the tensor of a name keeps its type.
         """
         self.folder, self.files = source.folder, source.files
         self._source = source
@@ -119,10 +121,10 @@ class Cast(Reads):
         return array if before == after else cast(array, before, after)
 
 
-class Selected(Reads):
+class Selected(TensorSource):
     """Some tensors of a source, under other names."""
 
-    def __init__(self, source: Reads, names: dict[str, str]) -> None:
+    def __init__(self, source: TensorSource, names: dict[str, str]) -> None:
         """
         Args:
             names: new name -> name in the source.
@@ -135,21 +137,21 @@ class Selected(Reads):
 
 
 def cast(array: numpy.ndarray[Any, Any], before: str, after: str) -> numpy.ndarray[Any, Any]:
-    """Raw bits of one floating-point type -> of another."""
+    """Cast raw bits from one floating-point type to another."""
     result = as_tensor(array, before).to(getattr(_torch(), after))
     return as_bits(result)
 
 
 def as_tensor(array: numpy.ndarray[Any, Any], dtype: str) -> Any:
-    """Raw bits -> a torch tensor that shares their memory."""
+    """Return a torch tensor that shares the memory of raw bits."""
     torch = _torch()
-    # torch knows few unsigned types; the bits of the signed ones are the same.
+    # torch has few unsigned types; signed types of the same size have the same bits.
     signed = array.view(f"i{array.itemsize}") if array.itemsize > 1 else array
     return torch.from_numpy(signed.reshape(-1)).view(getattr(torch, dtype)).view(array.shape)
 
 
 def as_bits(tensor: Any) -> numpy.ndarray[Any, Any]:
-    """A torch tensor -> its raw bits, which share its memory."""
+    """Return the raw bits of a torch tensor; they share its memory."""
     torch = _torch()
     size = tensor.element_size()
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
@@ -157,7 +159,7 @@ def as_bits(tensor: Any) -> numpy.ndarray[Any, Any]:
 
 
 def bands(slices: Slices, max_elements: int) -> Iterable[Slices]:
-    """Slices, of at most `max_elements` but at least one row, that make up a slice in row-major order."""
+    """Cut a slice along its first axis into slices of at most `max_elements`, but at least one row."""
     lengths = extent(slices)
     axis = next((i for i, n in enumerate(lengths) if n != 1), None)
     if axis is None or prod(lengths) <= max_elements:
@@ -170,14 +172,14 @@ def bands(slices: Slices, max_elements: int) -> Iterable[Slices]:
         yield (*slices[:axis], (begin, min(begin + step, stop)), *slices[axis + 1 :])
 
 
-def _row(piece: Piece) -> int:
+def _first_row(piece: Piece) -> int:
     return piece.destination_slices[0][0]
 
 
-def _within(piece: Piece, destination: Slices) -> Slices:
-    """The part of a piece's source that makes [destination], a part of its destination.
+def _source_slices(piece: Piece, destination: Slices) -> Slices:
+    """Return the slices of a piece's source that make [destination], a part of its destination.
 
-    The two sides may differ by axes of length 1 (one expert of a stack), so those are matched up.
+    One side may have extra axes of length 1 (one expert of a stack), so only longer axes are matched.
     """
     long = [i for i, n in enumerate(extent(piece.destination_slices)) if n != 1]
     offsets = [(destination[i][0] - piece.destination_slices[i][0], destination[i]) for i in long]

@@ -1,4 +1,4 @@
-"""Items given to processes that inherit what they work on."""
+"""Map a function over items in forked processes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from typing import Any
 #: Seconds between two reports.
 INTERVAL = 1.0
 
-#: In a worker: the work and its counter; forked, so neither is sent.
+#: The function and the counter of a worker, inherited by fork.
 _work: tuple[Callable[[Any, Callable[[int], None]], Any], Any]
 
 
-def each(
+def parallel_map(
     work: Callable[[Any, Callable[[int], None]], Any],
     items: Sequence[Any],
     *,
     workers: int,
     report: Callable[[int, float], None] = lambda done, seconds: None,
 ) -> Iterator[Any]:
-    """The results of `work(item, count)` for every item, in the order they are ready.
+    """Yield the results of `work(item, count)` for every item, in the order in which they finish.
 
     Args:
-        work: calls `count` with the number of bytes of each step; may be any function, since processes are
-            forked. Items and results are pickled.
-        workers: processes; 1: this process does the work.
-        report: told (bytes counted by all, seconds since the start) about once a second, and at the end.
+        work: any function, since processes are forked. It calls `count` with the bytes of each step. Items
+            and results are pickled.
+        workers: number of processes; 1: this process does the work.
+        report: called with (bytes counted by all, seconds since the start) every second and at the end.
 
     Raises:
         ValueError: a worker was killed.
@@ -58,7 +58,7 @@ def each(
     ends = os.pipe()
     pool = ProcessPoolExecutor(min(workers, len(items)), context, _end_with_parent, ends)
     try:
-        pending = {pool.submit(_one, item) for item in items}
+        pending = {pool.submit(_run_item, item) for item in items}
         while pending:
             finished, pending = wait(pending, INTERVAL, FIRST_COMPLETED)
             for one in finished:
@@ -68,7 +68,7 @@ def each(
                 last = now
                 report(counter.value, now - started)
     except BrokenProcessPool:
-        raise ValueError("a worker was killed (out of memory?): try again, with fewer --workers") from None
+        raise ValueError("a worker was killed (out of memory?): try again with fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
         for end in ends:
@@ -76,9 +76,9 @@ def each(
 
 
 def _end_with_parent(read: int, write: int) -> None:
-    """End this worker when its parent is gone, so that it never writes beside the command that continues.
+    """End this worker when its parent dies, so that it does not write while a new command continues.
 
-    Only the parent keeps the pipe's other end open: reading returns when it dies, however that happens.
+    Only the parent keeps the write end of the pipe open, so reading returns as soon as the parent is dead.
     """
     os.close(write)
 
@@ -89,7 +89,7 @@ def _end_with_parent(read: int, write: int) -> None:
     Thread(target=wait, daemon=True).start()
 
 
-def _one(item: Any) -> Any:
+def _run_item(item: Any) -> Any:
     work, counter = _work
 
     def count(length: int) -> None:

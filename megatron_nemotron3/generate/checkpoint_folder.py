@@ -14,16 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.describe import common_state
 from megatron_nemotron3.checkpoint.metadata import INDEX, CheckpointError
+from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
-from megatron_nemotron3.checkpoint.structure import judge
+from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import mp_rank
 from megatron_nemotron3.convert.checkpoints import QUANTIZATION, Checkpoint, open_checkpoint
-from megatron_nemotron3.convert.dcp_folder import dcp_state
-from megatron_nemotron3.convert.dist_folder import locate, open_dist
 from megatron_nemotron3.convert.hf_folder import is_hf, read_config
+from megatron_nemotron3.convert.torch_dist import checkpoint_folder, open_torch_dist, read_dcp_state
 from megatron_nemotron3.generate.text import TOKENIZER, Tokenizer, read_json_object
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -122,7 +121,7 @@ def find_checkpoint(folder: Path) -> CheckpointFolder:
     if is_hf(folder):
         return CheckpointFolder(folder)
     inside = folder / CHECKPOINTS
-    place = locate(inside if inside.is_dir() else folder)
+    place = checkpoint_folder(inside if inside.is_dir() else folder)
     patterns = (METADATA, INDEX, "mp_rank_0*")
     if place == folder and not any(next(place.glob(pattern), None) for pattern in patterns):
         raise ValueError(
@@ -140,13 +139,13 @@ def stored_arguments(place: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no checkpoint, or it is damaged.
     """
-    verdict = judge(place)
+    verdict = check_structure(place)
     if verdict.state == "legacy":
         state = mp_rank.common_state(place)
     else:
-        _, index = open_dist(place, verdict)
+        _, index = open_torch_dist(place, verdict)
         try:
-            state = common_state(index) if (place / METADATA).exists() else dcp_state(index)
+            state = common_state(index) if (place / METADATA).exists() else read_dcp_state(index)
         except CheckpointError:
             return {}
     found = state.get("args")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.convert.checkpoints import open_checkpoint
+from megatron_nemotron3.convert.keys import prefixes
 from megatron_nemotron3.convert.logits.reader import TensorReader
-from megatron_nemotron3.convert.places import places
-from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.generate.layers import MLP, Attention, Layer, Norm, ReadTensor, read_norm, transposed
 from megatron_nemotron3.generate.mamba import Mamba
 from megatron_nemotron3.generate.moe import MixtureOfExperts
@@ -98,7 +98,7 @@ def load(
 
 
 def read_weights(
-    source: Reads,
+    source: TensorSource,
     config: Nemotron3Config,
     *,
     device: torch.device | str = "cpu",
@@ -120,12 +120,12 @@ def read_weights(
     layers: list[Layer] = []
     blocks: list[MTPBlock] = []
     stack = layers
-    for place in list(places(config))[1:]:
-        read = below(place.hf)
-        if place.part in LAYER_KINDS:
+    for prefix in list(prefixes(config))[1:]:
+        read = below(prefix.hf)
+        if prefix.part in LAYER_KINDS:
             if stack is layers or mtp:
-                stack.append(LAYER_KINDS[place.part](read, config))
-        elif place.part == "mtp_in":
+                stack.append(LAYER_KINDS[prefix.part](read, config))
+        elif prefix.part == "mtp_in":
             stack = []
             read_input = read
         elif mtp:

@@ -7,7 +7,7 @@ precision recipe it belongs to:
     Row("*", (q, k, v), torch_dist: self_attention.linear_qkv.weight, rule qkv, tp column, linear attention)
 
 Everything else is a projection of this table: parameter counts and the inventory of a checkpoint
-(`parameters`), conversion (`convert.inventory`, `convert.places`), the modules of the precision recipe
+(`parameters`), conversion (`convert.inventory`, `convert.keys`), the modules of the precision recipe
 (`precision.table`), and the memory of a rank (`plan.state`). Names are relative to the layer; `{e}` stands
 for the number of a routed expert. Shapes are in the symbols of `symbol_sizes`.
 

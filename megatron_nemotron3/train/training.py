@@ -21,7 +21,7 @@ from megatron_nemotron3.args import (
     to_argv,
 )
 from megatron_nemotron3.checkpoint import folders, resume
-from megatron_nemotron3.checkpoint.loading import option_values
+from megatron_nemotron3.checkpoint.argv import option_values
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.precision import command as precision
 from megatron_nemotron3.precision import report as precision_report
@@ -127,7 +127,7 @@ def train(request: Request) -> int:
     for leftover in resume.remove_incomplete(request.checkpoints):
         print(f"removed {leftover}: its save had been interrupted")
 
-    begun = folders.latest(request.checkpoints)
+    begun = folders.latest_iteration(request.checkpoints)
     log_file = request.output / "train.log"
     if begun is None:
         log_file.unlink(missing_ok=True)  # of a run that never saved
@@ -155,7 +155,7 @@ def train(request: Request) -> int:
     if status != 0 and not progress.was_interrupted:
         raise ValueError(f"{_cause_of_stop(request, progress, status)} (see {log_file})")
 
-    saved = folders.latest(request.checkpoints)
+    saved = folders.latest_iteration(request.checkpoints)
     curve = log.read(str(log_file))
     _print_report(request, curve, baseline, started)
     if progress.was_interrupted:
@@ -251,8 +251,8 @@ def _print_report(request: Request, curve: log.Curve, baseline: float | None, st
             print(precision.report(request.output, request.title))
         except precision_report.ReportError as problem:  # nothing was measured yet, or in this run
             print(f"no precision report: {problem}")
-    if (saved := folders.latest(request.checkpoints)) is not None:
-        print(f"checkpoint       {folders.path_of(request.checkpoints, saved)}")
+    if (saved := folders.latest_iteration(request.checkpoints)) is not None:
+        print(f"checkpoint       {folders.checkpoint_path(request.checkpoints, saved)}")
     print(f"took             {time.monotonic() - started:.0f} s")
 
 

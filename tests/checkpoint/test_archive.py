@@ -13,7 +13,7 @@ from megatron_nemotron3.checkpoint.archive import ArchiveError, crc_problem, rec
 from megatron_nemotron3.checkpoint.metadata import Chunk
 from megatron_nemotron3.checkpoint.read import tensor_layout
 from megatron_nemotron3.checkpoint.unpickle import Refused
-from tests.checkpoint import writer
+from tests.support import checkpoint_writer as writer
 
 
 def _problem(descriptor: int, length: int) -> str | None:

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoint.integrity import read_all
+from megatron_nemotron3.checkpoint.integrity import check_integrity
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_metadata
-from megatron_nemotron3.checkpoint.structure import judge
-from tests.checkpoint import writer
-from tests.checkpoint.reading import read_rows
+from megatron_nemotron3.checkpoint.structure import check_structure
+from tests.support import checkpoint_writer as writer
+from tests.support.checkpoint_reading import read_rows
 
 FILES = [".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"]
 DATA = FILES[2:]
@@ -162,11 +162,11 @@ def test_a_flipped_bit_is_named_or_harmless(sound: Path, data: st.DataObject) ->
 
 
 def _problems(folder: Path) -> tuple[str, ...]:
-    verdict = judge(folder)
+    verdict = check_structure(folder)
     if verdict.problems or verdict.index is None:
         return verdict.problems or (f"{folder / 'metadata.json'}: {verdict.state}",)
     try:
-        return read_all(folder, verdict.index).problems
+        return check_integrity(folder, verdict.index).problems
     except CheckpointError as problem:
         return (str(problem),)
 
@@ -188,17 +188,17 @@ def test_a_flipped_bit_in_each_tensor_is_named(folder: Path) -> None:
     for name, position in list(_weights(folder)):
         path = folder / index.tensors[name].chunks[0].file
         _changed(path, position, 3)
-        (problem,) = read_all(folder, index).problems
+        (problem,) = check_integrity(folder, index).problems
         assert problem.startswith(f"{path}: {name} at byte ") and "has CRC32" in problem
         _changed(path, position, 3)
-    assert read_all(folder, index).problems == ()
+    assert check_integrity(folder, index).problems == ()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda m: m.chunks.pop(0), "no chunk covers the elements at [0, 0]"),
-        (lambda m: m.chunks.append(m.chunks[0]), "twice|no place"),
+        (lambda m: m.chunks.append(m.chunks[0]), "two positions|no position"),
         (lambda m: setattr(m, "size", torch.Size([12, 6])), "no chunk covers"),
         (lambda m: setattr(m, "size", torch.Size([11, 5])), "reaches beyond [11, 5]"),
         (lambda m: setattr(m.properties, "dtype", torch.complex128), "complex128 of shape"),

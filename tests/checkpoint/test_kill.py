@@ -13,10 +13,10 @@ import pytest
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.checkpoint import folders
-from megatron_nemotron3.checkpoint.integrity import read_all
-from megatron_nemotron3.checkpoint.structure import judge
+from megatron_nemotron3.checkpoint.integrity import check_integrity
+from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.train import log
-from tests.checkpoint import runs
+from tests.support import checkpoint_runs as runs
 
 ONE, TWO = ParallelLayout(), ParallelLayout(dp=2)
 DISTRIBUTED = ("--use-distributed-optimizer",)
@@ -74,12 +74,12 @@ def test_resumes_after_a_kill(
     # A killed writer begins nothing more, unless the file it was to die in is shorter than the limit.
     assert done == SAVE[: event + 1]
     complete = 4 if event == len(SAVE) - 1 else 2
-    assert (judge(folder / "iter_0000004").state == "complete") == (complete == 4)
+    assert (check_structure(folder / "iter_0000004").state == "complete") == (complete == 4)
     output = _resumes(folder, ONE, complete, whole[1])
-    named = folders.latest(folder)
+    named = folders.latest_iteration(folder)
     assert named == complete and (f"it now names {complete}" in output) == (complete == 4)
-    path = folders.path_of(folder, complete)
-    assert not read_all(path, judge(path).index).problems
+    path = folders.checkpoint_path(folder, complete)
+    assert not check_integrity(path, check_structure(path).index).problems
 
 
 @pytest.mark.full
@@ -98,5 +98,5 @@ def test_an_asynchronous_save(whole: tuple[Path, log.Curve], tmp_path: Path) -> 
     """Written by another process, finished by the training process some steps later."""
     folder = runs.copy(whole[0], tmp_path / "run", "iter_0000002")
     runs.die_while_saving(ONE, folder, 2, None, "--async-save")
-    output = _resumes(folder, ONE, folders.latest(folder) or 0, whole[1])
+    output = _resumes(folder, ONE, folders.latest_iteration(folder) or 0, whole[1])
     assert "Traceback" not in output

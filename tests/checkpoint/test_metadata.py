@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_metadata
 from megatron_nemotron3.checkpoint.unpickle import Refused, loads
-from tests.checkpoint import writer
+from tests.support import checkpoint_writer as writer
 
 
 @pytest.fixture(scope="module")

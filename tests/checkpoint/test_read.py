@@ -19,8 +19,8 @@ from megatron_nemotron3.checkpoint.metadata import (
     StoredTensor,
     read_metadata,
 )
-from tests.checkpoint import writer
-from tests.checkpoint.reading import read_rows
+from tests.support import checkpoint_writer as writer
+from tests.support.checkpoint_reading import read_rows
 
 
 @pytest.fixture(scope="module")

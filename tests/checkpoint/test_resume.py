@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3.checkpoint import folders, resume
-from megatron_nemotron3.checkpoint.loading import Options, options
-from megatron_nemotron3.checkpoint.resume import Source, before_start, settle
-from tests.checkpoint import writer
+from megatron_nemotron3.checkpoint.resume import (
+    LoadFolder,
+    LoadOptions,
+    before_start,
+    load_options,
+    repair_tracker,
+)
+from tests.support import checkpoint_writer as writer
 from tests.support.distributed import run_launcher
 
 
@@ -42,7 +47,7 @@ def _older(path: Path, seconds: float) -> None:
 
 def test_a_sound_folder_is_left_alone(root: Path) -> None:
     before = (root / writer.TRACKER).stat()
-    assert settle(Source(root)) == []
+    assert repair_tracker(LoadFolder(root)) == []
     assert (root / writer.TRACKER).stat().st_mtime_ns == before.st_mtime_ns
 
 
@@ -51,11 +56,11 @@ def test_a_sound_folder_is_left_alone(root: Path) -> None:
     [
         (b"", "is empty (0 bytes)"),
         (b" \n", "is empty (2 bytes)"),
-        (b"\0\0\0", r"holds '\x00\x00\x00', no iteration"),
-        (b"fourth", "holds 'fourth', no iteration"),
-        (b"-4", "holds '-4', no iteration"),
-        (b"\xff\xfe", "no iteration"),
-        (b"4 2", "holds '4 2', no iteration"),
+        (b"\0\0\0", r"holds '\x00\x00\x00', which is not an iteration"),
+        (b"fourth", "holds 'fourth', which is not an iteration"),
+        (b"-4", "holds '-4', which is not an iteration"),
+        (b"\xff\xfe", "not an iteration"),
+        (b"4 2", "holds '4 2', which is not an iteration"),
         (b"6", "named iteration 6, which is incomplete"),
         (None, "was missing"),
     ],
@@ -65,24 +70,24 @@ def test_a_broken_tracker_is_mended(root: Path, text: bytes | None, why: str) ->
     tracker.unlink()
     if text is not None:
         tracker.write_bytes(text)
-    (line,) = settle(Source(root))
+    (line,) = repair_tracker(LoadFolder(root))
     assert line.startswith(f"{tracker} {why}") or why in line
     assert line.endswith("it now names 4, the last complete checkpoint")
-    assert _tracker(root) == "4" and settle(Source(root)) == []
+    assert _tracker(root) == "4" and repair_tracker(LoadFolder(root)) == []
     assert sorted(os.listdir(root)) == ["iter_0000002", "iter_0000004", writer.TRACKER]
 
 
 def test_killed_between_checkpoint_and_tracker(root: Path) -> None:
     (root / writer.TRACKER).write_text("2")
     _older(root / writer.TRACKER, 60)
-    (line,) = settle(Source(root))
+    (line,) = repair_tracker(LoadFolder(root))
     assert "named iteration 2, but the save of iteration 4 was complete" in line and _tracker(root) == "4"
 
 
 def test_a_tracker_set_back_by_hand_stays(root: Path) -> None:
     _older(root / "iter_0000004" / "metadata.json", 60)
     (root / writer.TRACKER).write_text("2")
-    assert settle(Source(root)) == [] and _tracker(root) == "2"
+    assert repair_tracker(LoadFolder(root)) == [] and _tracker(root) == "2"
 
 
 @pytest.mark.parametrize("harm", ["metadata.json", "all", "empty"])
@@ -95,11 +100,11 @@ def test_unfinished_folders_are_passed_over(root: Path, harm: str) -> None:
         (path / "metadata.json").unlink()
         if harm == "empty":  # killed between open and write
             (path / "metadata.json").touch()
-    (line,) = settle(Source(root))
+    (line,) = repair_tracker(LoadFolder(root))
     assert f"named iteration 4, which is incomplete ({path}" in line and _tracker(root) == "2"
-    assert settle(Source(root)) == []
+    assert repair_tracker(LoadFolder(root)) == []
     (root / writer.TRACKER).unlink()
-    assert "was missing: it now names 2" in settle(Source(root))[0]
+    assert "was missing: it now names 2" in repair_tracker(LoadFolder(root))[0]
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "__1_0.distcp"])
@@ -107,60 +112,60 @@ def test_a_damaged_checkpoint_stops_the_run(root: Path, file: str) -> None:
     path = root / "iter_0000004" / file
     path.unlink()
     with pytest.raises(ValueError) as stopped:
-        settle(Source(root))
+        repair_tracker(LoadFolder(root))
     assert str(stopped.value).startswith(f"{path}: No such file")
     assert "give --ckpt-step 2, which is complete" in str(stopped.value)
     assert _tracker(root) == "4"
-    assert settle(Source(root, step=2)) == []
+    assert repair_tracker(LoadFolder(root, step=2)) == []
     shutil.rmtree(root / "iter_0000002")
     with pytest.raises(ValueError, match="no other checkpoint there is complete"):
-        settle(Source(root))
+        repair_tracker(LoadFolder(root))
 
 
 def test_ckpt_step(root: Path) -> None:
     (root / "iter_0000002" / "__1_0.distcp").unlink()
-    assert settle(Source(root)) == []
+    assert repair_tracker(LoadFolder(root)) == []
     with pytest.raises(ValueError, match=r"iter_0000002/__1_0.distcp: .*give --ckpt-step 4"):
-        settle(Source(root, step=2))
+        repair_tracker(LoadFolder(root, step=2))
     with pytest.raises(ValueError, match=r"iter_0000003: does not exist .*give --ckpt-step 4"):
-        settle(Source(root, step=3))
+        repair_tracker(LoadFolder(root, step=3))
     # Megatron reads the tracker even then, and ends if it is empty.
     (root / writer.TRACKER).write_text("")
-    assert settle(Source(root, step=4)) and _tracker(root) == "4"
+    assert repair_tracker(LoadFolder(root, step=4)) and _tracker(root) == "4"
     (root / writer.TRACKER).unlink()
-    assert settle(Source(root, step=4)) == []
+    assert repair_tracker(LoadFolder(root, step=4)) == []
 
 
 def test_release(root: Path) -> None:
     shutil.move(root / "iter_0000004", root / "release")
     (root / writer.TRACKER).write_text("release\n")
     _older(root / "iter_0000002" / "metadata.json", 60)
-    assert settle(Source(root)) == [] and settle(Source(root, step=2)) == []
+    assert repair_tracker(LoadFolder(root)) == [] and repair_tracker(LoadFolder(root, step=2)) == []
     (root / "release" / "__0_0.distcp").unlink()
     with pytest.raises(
         ValueError, match="the release checkpoint, which is to be loaded, is damaged: write 2 into"
     ):
-        settle(Source(root))
+        repair_tracker(LoadFolder(root))
 
 
 def test_legacy_and_foreign_folders_are_upstreams_business(root: Path) -> None:
     (root / "iter_0000006" / "mp_rank_00").mkdir(parents=True)
     (root / "iter_0000006" / "mp_rank_00" / "model_optim_rng.pt").touch()
     (root / writer.TRACKER).write_text("6")
-    assert settle(Source(root)) == []
+    assert repair_tracker(LoadFolder(root)) == []
     (root / writer.TRACKER).write_text("")
-    assert settle(Source(root)) and _tracker(root) == "4"
+    assert repair_tracker(LoadFolder(root)) and _tracker(root) == "4"
     for iteration in (2, 4):
         shutil.rmtree(root / f"iter_{iteration:07d}")
     (root / writer.TRACKER).write_text("")
     with pytest.raises(ValueError, match="if you know it is, write 6 into the file"):
-        settle(Source(root))
+        repair_tracker(LoadFolder(root))
     (root / writer.TRACKER).unlink()
-    assert settle(Source(root)) == []
+    assert repair_tracker(LoadFolder(root)) == []
     (root / "iter_0000008").mkdir()
     (root / "iter_0000008" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     (root / writer.TRACKER).write_text("8")
-    assert settle(Source(root)) == []
+    assert repair_tracker(LoadFolder(root)) == []
 
 
 def test_torch_dcp_has_no_metadata_json(root: Path) -> None:
@@ -173,7 +178,7 @@ def test_torch_dcp_has_no_metadata_json(root: Path) -> None:
     del index.state_dict_metadata["common_state/shard_0_1"]
     index.storage_data = {k: v for k, v in index.storage_data.items() if k.fqn != "common_state/shard_0_1"}
     (path / ".metadata").write_bytes(pickle.dumps(index))
-    assert settle(Source(root)) == []
+    assert repair_tracker(LoadFolder(root)) == []
 
 
 def test_nothing_complete(root: Path) -> None:
@@ -181,29 +186,29 @@ def test_nothing_complete(root: Path) -> None:
         (root / f"iter_{iteration:07d}" / "metadata.json").unlink()
     (root / writer.TRACKER).write_text("")
     with pytest.raises(ValueError, match=f"is empty .*no checkpoint in {root} is complete.*another --load"):
-        settle(Source(root))
+        repair_tracker(LoadFolder(root))
     (root / writer.TRACKER).unlink()
-    assert settle(Source(root)) == []  # the first save never ended: Megatron starts anew
+    assert repair_tracker(LoadFolder(root)) == []  # the first save never ended: Megatron starts anew
     writer.finish(root / "iter_0000002")
     (root / "iter_0000002" / "__0_0.distcp").unlink()
     with pytest.raises(ValueError, match="__0_0.distcp: No such file"):
-        settle(Source(root))
-    assert settle(Source(root / "nowhere")) == []
+        repair_tracker(LoadFolder(root))
+    assert repair_tracker(LoadFolder(root / "nowhere")) == []
 
 
 def test_a_tracker_that_cannot_be_written(root: Path) -> None:
     (root / writer.TRACKER).unlink()
     (root / writer.TRACKER).mkdir()
     with pytest.raises(ValueError, match="cannot be read.*iteration 4, but the file cannot be written"):
-        settle(Source(root))
+        repair_tracker(LoadFolder(root))
 
 
 def test_a_save_with_a_manifest_ends_with_it(root: Path) -> None:
     (root / writer.TRACKER).write_text("2")
     _older(root / writer.TRACKER, 60)
-    assert settle(Source(root, manifest=True)) == []
+    assert repair_tracker(LoadFolder(root, manifest=True)) == []
     (root / "iter_0000004" / "integrity.json").write_text("{}")
-    assert settle(Source(root, manifest=True)) and _tracker(root) == "4"
+    assert repair_tracker(LoadFolder(root, manifest=True)) and _tracker(root) == "4"
 
 
 def test_non_persistent_checkpoints(root: Path, made: Path) -> None:
@@ -259,31 +264,34 @@ def test_other_ranks_wait_for_rank_0(root: Path, monkeypatch: pytest.MonkeyPatch
     assert seen == ["4"]
     (root / writer.TRACKER).unlink()
     with pytest.raises(ValueError, match="rank 0 should have written 4 into it, but did not within 0 s"):
-        resume.wait(Source(root), patience=0.2)
+        resume.wait_for_repair(LoadFolder(root), patience=0.2)
     shutil.rmtree(root / "iter_0000002")
     (root / "iter_0000004" / "metadata.json").unlink()
-    assert before_start(words, 1) == []  # nothing to mend: rank 0 goes on, too
+    assert before_start(words, 1) == []  # nothing to fix: rank 0 goes on, too
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", Options()),
-        ("--load a --load=b", Options(Path("b"))),
-        ("--load msc://bucket/a --pretrained-checkpoint p", Options()),
-        ("--load a --pretrained-checkpoint p", Options(Path("a"), pretrained=Path("p"))),
-        ("--load a --ckpt-step 7 --verify-integrity", Options(Path("a"), 7, None, True)),
-        ("--load a --ckpt-step 0", Options(Path("a"))),
-        ("--load a --non-persistent-ckpt-type global", Options(Path("a"), None, Path("a/non_persistent"))),
-        ("--load a --non-persistent-ckpt-type local", Options(Path("a"))),
+        ("", LoadOptions()),
+        ("--load a --load=b", LoadOptions(Path("b"))),
+        ("--load msc://bucket/a --pretrained-checkpoint p", LoadOptions()),
+        ("--load a --pretrained-checkpoint p", LoadOptions(Path("a"), pretrained=Path("p"))),
+        ("--load a --ckpt-step 7 --verify-integrity", LoadOptions(Path("a"), 7, None, True)),
+        ("--load a --ckpt-step 0", LoadOptions(Path("a"))),
+        (
+            "--load a --non-persistent-ckpt-type global",
+            LoadOptions(Path("a"), None, Path("a/non_persistent")),
+        ),
+        ("--load a --non-persistent-ckpt-type local", LoadOptions(Path("a"))),
         (
             "--non-persistent-ckpt-type=global --non-persistent-global-ckpt-dir n",
-            Options(None, None, Path("n")),
+            LoadOptions(None, None, Path("n")),
         ),
     ],
 )
-def test_the_command_line(words: str, expected: Options) -> None:
-    assert options(words.split()) == expected
+def test_the_command_line(words: str, expected: LoadOptions) -> None:
+    assert load_options(words.split()) == expected
 
 
 def test_the_launcher_settles_before_any_script(root: Path, tmp_path: Path) -> None:

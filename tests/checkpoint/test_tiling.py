@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_nemotron3.checkpoint.tiling import tiling_problem
+from megatron_nemotron3.checkpoint.structure import tiling_problem
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -22,8 +22,8 @@ from megatron_nemotron3.checkpoint.metadata import (
     StoredTensor,
     read_metadata,
 )
-from megatron_nemotron3.checkpoint.write_index import COMMON_OBJECT, CONFIG_TEXT, index_bytes
-from tests.checkpoint.writer import tensors, write
+from megatron_nemotron3.checkpoint.write import COMMON_OBJECT, CONFIG_TEXT, index_bytes
+from tests.support.checkpoint_writer import tensors, write
 
 
 def roundtrip(folder: Path, stored: dict[str, StoredTensor], objects: dict[str, StoredObject]) -> None:

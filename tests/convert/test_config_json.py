@@ -11,7 +11,7 @@ import torch
 from megatron_nemotron3.convert import inventory
 from megatron_nemotron3.convert.config_json import BLOCKS, FIXED, IGNORED, read, write
 from megatron_nemotron3.models import Nemotron3Config, get, names
-from tests.convert.models import DISTINCT, random_config
+from tests.support.convert_models import DISTINCT, random_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -246,19 +246,19 @@ BASE = write(get("super-tiny"))
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": None}, "config.json has no hidden_size"),
     ({"head_dim": None}, "config.json has no head_dim or attention_head_dim"),
-    ({"moe_latent_size": 0}, "moe_latent_size=0 is no whole number above 0"),
-    ({"hidden_size": 128.0}, "hidden_size=128.0 is no whole number above 0"),
-    ({"hidden_size": "128"}, "hidden_size='128' is no whole number"),
-    ({"n_routed_experts": True}, "n_routed_experts=True is no whole number"),
-    ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor=nan is no number above 0"),
+    ({"moe_latent_size": 0}, "moe_latent_size=0 is not a whole number above 0"),
+    ({"hidden_size": 128.0}, "hidden_size=128.0 is not a whole number above 0"),
+    ({"hidden_size": "128"}, "hidden_size='128' is not a whole number"),
+    ({"n_routed_experts": True}, "n_routed_experts=True is not a whole number"),
+    ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor=nan is not a number above 0"),
     ({"attention_head_dim": 64}, "head_dim=32, attention_head_dim=64 contradict each other"),
     ({"num_local_experts": 16}, "n_routed_experts=32, num_local_experts=16 contradict"),
     ({"rms_norm_eps": 1e-6}, "layer_norm_epsilon=1e-05, rms_norm_eps=1e-06 contradict"),
     ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06: Megatron builds Mamba-2 with 1e-05 only"),
     ({"conv_kernel": 3}, "conv_kernel=3: Megatron builds Mamba-2 with 4 only"),
-    ({"time_step_limit": [0.0, 0.1]}, "time_step_limit=.* is not what Megatron builds"),
-    ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not what Megatron builds: 'relu2'"),
-    ({"n_group": 2}, "n_group=2 is not what Megatron builds: 1"),
+    ({"time_step_limit": [0.0, 0.1]}, "time_step_limit=.* cannot be built by Megatron"),
+    ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' cannot be built by Megatron, which has 'relu2'"),
+    ({"n_group": 2}, "n_group=2 cannot be built by Megatron, which has 1"),
     ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
     ({"use_bias": True}, "use_bias=True"),
     ({"use_conv_bias": False}, "use_conv_bias=False"),
@@ -266,7 +266,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mamba2"}, "model_type='mamba2'"),
     ({"quantization_config": {}}, "quantization_config"),
     ({"moe_gate_bias": 1, "depth": 2}, "2 unknown keys: depth, moe_gate_bias"),
-    ({"num_hidden_layers": 11}, "num_hidden_layers=11, but the layers .* are 12"),
+    ({"num_hidden_layers": 11}, "num_hidden_layers=11, but the pattern .* has 12 layers"),
     (
         {"layers_block_type": ["mamba", "moe", "mamba"]},
         r"hybrid_override_pattern='MEM.*', layers_block_type='MEM' contradict",
@@ -289,7 +289,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"mtp_hybrid_override_pattern": None},
         "num_nextn_predict_layers=1, but config.json has no mtp_hybrid_override_pattern",
     ),
-    ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers=-1 is no number of MTP blocks"),
+    ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers=-1 is not a number of MTP blocks"),
     ({"num_key_value_heads": 3}, "num_attention_heads=8 is not divisible by num_query_groups=3"),
 ]
 

@@ -16,10 +16,10 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.convert import config_json, inventory, job
 from megatron_nemotron3.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
-from tests.checkpoint.writer import same_bytes
-from tests.convert import models
-from tests.convert.counted import digest
-from tests.convert.folders import hf_values, write_hf
+from tests.support import convert_models as models
+from tests.support.checkpoint_writer import same_bytes
+from tests.support.counted_job import digest
+from tests.support.hf_folders import hf_values, write_hf
 
 CONFIGS = {name: tiny(get(name)) for name in names()} | {"distinct": models.DISTINCT}
 CONFIGS |= {f"random{seed}": models.random_config(seed) for seed in range(6)}
@@ -212,7 +212,7 @@ def test_tensors_left_over(small: Small, tmp_path: Path, capsys: pytest.CaptureF
     write_hf(tmp_path / "more", config, values=more)
     words = ("convert", "from-hf", tmp_path / "more", tmp_path / "out")
     assert nemotron3(*words) == 2
-    assert "2 tensors are not the model's, first 'vision.a'" in capsys.readouterr().err
+    assert "2 tensors do not belong to the model, first 'vision.a'" in capsys.readouterr().err
     assert nemotron3(*words, "--allow-unused", "vision.*") == 0
     assert "2 unused tensors" in capsys.readouterr().out
     assert nemotron3("verify", folder / "hf", tmp_path / "out") == 0
@@ -224,7 +224,7 @@ def test_promised_mtp_without_weights(
     lost = {n: v for n, v in small[2].items() if not n.startswith("mtp.")}
     write_hf(tmp_path / "lost", small[1], values=lost)
     assert nemotron3("convert", "from-hf", tmp_path / "lost", tmp_path / "out") == 2
-    assert "promises 1 MTP block(s) '*E' whose weights are not there" in capsys.readouterr().err
+    assert "configuration has 1 MTP block(s) '*E' whose weights are missing" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -13,21 +13,19 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoint.describe import common_state
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, CheckpointIndex, read_metadata
-from megatron_nemotron3.checkpoint.structure import judge
+from megatron_nemotron3.checkpoint.read import common_state
+from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.convert import inventory, mp_rank, plan
 from megatron_nemotron3.convert.checkpoints import open_megatron
-from megatron_nemotron3.convert.dcp_folder import dcp_state, in_order
-from megatron_nemotron3.convert.dist_folder import open_dist
-from megatron_nemotron3.convert.masters import masters
+from megatron_nemotron3.convert.keys import master_keys, non_weight_kind, plain_name
 from megatron_nemotron3.convert.mp_rank import open_mp_rank
-from megatron_nemotron3.convert.places import plain, what_else
 from megatron_nemotron3.convert.plan import whole
-from megatron_nemotron3.convert.stored import Source
+from megatron_nemotron3.convert.sources import FileSource
+from megatron_nemotron3.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
 from megatron_nemotron3.models import Nemotron3Config
-from tests.checkpoint.reading import read_rows
 from tests.golden.checkpoints.values import LAYERS, SIZES, VOCABULARY, values
+from tests.support.checkpoint_reading import read_rows
 
 ARCHIVES = Path(__file__).parents[1] / "golden" / "checkpoints"
 #: Archive -> (whether the model has MTP, dialects besides the default, in which rows may be).
@@ -83,7 +81,7 @@ def expected(key: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
 
 
 def weights(index: CheckpointIndex) -> list[str]:
-    return [key for key in index.tensors if what_else(key) is None]
+    return [key for key in index.tensors if non_weight_kind(key) is None]
 
 
 def bits(tensor: torch.Tensor) -> Any:
@@ -91,7 +89,7 @@ def bits(tensor: torch.Tensor) -> Any:
     return tensor.contiguous().view(kinds[tensor.element_size()]).numpy()
 
 
-def holds_the_formulas_values(source: Source, keys: dict[str, str]) -> None:
+def holds_the_formulas_values(source: FileSource, keys: dict[str, str]) -> None:
     """`keys`: name in the source -> key the values were made from."""
     for name, key in keys.items():
         tensor = source.tensors[name]
@@ -101,8 +99,10 @@ def holds_the_formulas_values(source: Source, keys: dict[str, str]) -> None:
         )
 
 
-def dialects(links: list[inventory.Link]) -> set[str]:
-    return {link.spelling.dialect for link in links if link.spelling is not link.row.spellings[0]}
+def dialects(mappings: list[inventory.TensorMapping]) -> set[str]:
+    return {
+        mapping.spelling.dialect for mapping in mappings if mapping.spelling is not mapping.row.spellings[0]
+    }
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -110,22 +110,22 @@ def test_folders(name: str, tmp_path: Path) -> None:
     """Every weight is a row of the table, every other key is known, and all elements are read right."""
     mtp, others = FOLDERS[name]
     folder = unpacked(name, tmp_path)
-    assert judge(folder).state == "complete"
+    assert check_structure(folder).state == "complete"
     index = read_metadata(folder)
     keys = weights(index)
-    links = list(inventory.links_of(config(mtp), keys))
-    assert dialects(links) == others
-    for link in links:
-        for tensor in link.megatron:
-            (key,) = (k for k in keys if plain(k) == tensor.name)
+    mappings = list(inventory.mappings_of(config(mtp), keys))
+    assert dialects(mappings) == others
+    for mapping in mappings:
+        for tensor in mapping.megatron:
+            (key,) = (k for k in keys if plain_name(k) == tensor.name)
             assert index.tensors[key].shape == tensor.shape
-    assert not {k for k in (*index.tensors, *index.objects) if what_else(k) is None} - set(keys)
+    assert not {k for k in (*index.tensors, *index.objects) if non_weight_kind(k) is None} - set(keys)
     for key in keys:
         stored = index.tensors[key]
         assert torch.equal(read_rows(index, key), expected(key, stored.shape, stored.dtype))
     if "tp2" in name:
         assert len(index.tensors["output_layer.weight"].chunks) == 2
-    source, _ = open_dist(folder)
+    source, _ = open_torch_dist(folder)
     holds_the_formulas_values(source, {key: key for key in keys})
 
 
@@ -136,9 +136,9 @@ def test_legacy_folders(name: str, tmp_path: Path) -> None:
     folder = unpacked(name, tmp_path)
     source = open_mp_rank(folder, model)
     assert mp_rank.common_state(folder)["iteration"] == 1
-    links = list(inventory.links_of(model, source.tensors))
-    assert dialects(links) == others
-    assert all(source.tensors[t.name].shape == t.shape for link in links for t in link.megatron)
+    mappings = list(inventory.mappings_of(model, source.tensors))
+    assert dialects(mappings) == others
+    assert all(source.tensors[t.name].shape == t.shape for mapping in mappings for t in mapping.megatron)
     holds_the_formulas_values(source, {name: name for name in source.tensors})
 
 
@@ -153,11 +153,13 @@ def test_arguments(name: str, tmp_path: Path) -> None:
     assert state["args"].field("moe_latent_size") == SIZES["moe_latent_size"]
 
 
-def hugging_face(links: Iterable[inventory.Link], read: Callable[[str, tuple[int, ...]], Any]) -> Any:
+def hugging_face(
+    mappings: Iterable[inventory.TensorMapping], read: Callable[[str, tuple[int, ...]], Any]
+) -> Any:
     """The HF tensors made of what `read` gives for Megatron's names and shapes."""
     result: dict[str, Any] = {}
-    for link in links:
-        result |= plan.apply(link.to_hf(), {t.name: read(t.name, t.shape) for t in link.megatron})
+    for mapping in mappings:
+        result |= plan.apply(mapping.to_hf(), {t.name: read(t.name, t.shape) for t in mapping.megatron})
     return result
 
 
@@ -166,41 +168,41 @@ def test_fsdp(name: str, tmp_path: Path) -> None:
     """A model with the values of torch_dist keys, wrapped and saved by Megatron-FSDP."""
     tp, mtp, others = FSDP[name]
     folder, model = unpacked(name, tmp_path), config(mtp)
-    assert judge(folder).state == "complete"
-    stored, index = open_dist(folder)
-    state = dcp_state(index)
+    assert check_structure(folder).state == "complete"
+    stored, index = open_torch_dist(folder)
+    state = read_dcp_state(index)
     assert state["args"].field("tensor_model_parallel_size") == tp
-    keys = {plain(key): key for key in weights(index)}
+    keys = {plain_name(key): key for key in weights(index)}
     assert all(key == f"model.module.{short}" for short, key in keys.items())
-    links = list(inventory.links_of(model, keys.values()))
-    assert dialects(links) == others
-    source = in_order(stored, model, state)
+    mappings = list(inventory.mappings_of(model, keys.values()))
+    assert dialects(mappings) == others
+    source = reorder_mamba(stored, model, state)
     assert source.tensors.keys() == stored.tensors.keys()
-    mine = hugging_face(links, lambda n, shape: source.read(keys[n], whole(shape)).view("f4"))
-    theirs = hugging_face(inventory.links(model), values)
+    mine = hugging_face(mappings, lambda n, shape: source.read(keys[n], whole(shape)).view("f4"))
+    theirs = hugging_face(inventory.mappings(model), values)
     assert mine.keys() == theirs.keys()
     assert all(numpy.array_equal(mine[n], theirs[n]) for n in mine)
-    raw = hugging_face(links, lambda n, shape: stored.read(keys[n], whole(shape)).view("f4"))
+    raw = hugging_face(mappings, lambda n, shape: stored.read(keys[n], whole(shape)).view("f4"))
     wrong = {n.split("mixer.")[1] for n in raw if not numpy.array_equal(raw[n], theirs[n])}
     assert wrong == ({"in_proj.weight", "conv1d.weight", "conv1d.bias"} if tp > 1 else set())
 
 
 def test_order_needs_tp(tmp_path: Path) -> None:
     model = config(mtp=True)
-    stored, index = open_dist(unpacked("0.19.2_fsdp_tp2_ep2", tmp_path))
-    with pytest.raises(CheckpointError, match="parallel_size=None.: save it as --ckpt-format torch_dist"):
-        in_order(stored, model, {})
-    arguments = dcp_state(index)["args"]
+    stored, index = open_torch_dist(unpacked("0.19.2_fsdp_tp2_ep2", tmp_path))
+    with pytest.raises(CheckpointError, match="parallel_size=None: save it with --ckpt-format torch_dist"):
+        reorder_mamba(stored, model, {})
+    arguments = read_dcp_state(index)["args"]
     arguments.state["tensor_model_parallel_size"] = 3
     with pytest.raises(CheckpointError, match="written at TP=3, but golden: .*not divisible by TP=3"):
-        in_order(stored, model, {"args": arguments})
-    plain_folder, _ = open_dist(unpacked("0.18.2_te", tmp_path))
-    assert in_order(plain_folder, model, {}) is plain_folder
+        reorder_mamba(stored, model, {"args": arguments})
+    plain_folder, _ = open_torch_dist(unpacked("0.18.2_te", tmp_path))
+    assert reorder_mamba(plain_folder, model, {}) is plain_folder
 
 
 def test_arguments_of_fsdp(tmp_path: Path) -> None:
     index = read_metadata(unpacked("0.19.2_fsdp", tmp_path))
-    state = dcp_state(index)
+    state = read_dcp_state(index)
     assert (state["iteration"], state["checkpoint_version"]) == (1, 3.0)
     assert state["args"].field("moe_latent_size") == SIZES["moe_latent_size"]
     place = index.objects["args"]
@@ -208,15 +210,15 @@ def test_arguments_of_fsdp(tmp_path: Path) -> None:
     data[data.index(b"argparse", place.offset)] ^= 1
     (index.folder / place.file).write_bytes(data)
     with pytest.raises(CheckpointError, match=f"{index.folder / place.file}: record 'data.pkl'.*CRC32"):
-        dcp_state(index)
-    assert dcp_state(read_metadata(unpacked("0.19.2_te", tmp_path))) == {}
+        read_dcp_state(index)
+    assert read_dcp_state(read_metadata(unpacked("0.19.2_te", tmp_path))) == {}
 
 
 def test_fsdp_weights_are_masters(tmp_path: Path) -> None:
     """Megatron-FSDP stores its FP32 main weights as the model: no master is needed, none is missing."""
     index = read_metadata(unpacked("0.19.2_fsdp", tmp_path))
     assert {index.tensors[key].dtype for key in weights(index)} == {"float32"}
-    assert masters(index.tensors) == {}
+    assert master_keys(index.tensors) == {}
     assert all(key.startswith("model.module.") for key in weights(index))
 
 
@@ -233,9 +235,9 @@ def test_the_command_converts_every_kind(name: str, tmp_path: Path) -> None:
     kind = "fsdp_dtensor" if name in FSDP else "mp_rank" if name in LEGACY else "torch_dist"
     assert (opened.kind, opened.config.hidden_size) == (kind, SIZES["hidden_size"])
     if name in FSDP:
-        wanted = hugging_face(inventory.links(config(FSDP[name][1])), values)
+        wanted = hugging_face(inventory.mappings(config(FSDP[name][1])), values)
     else:
-        wanted = hugging_face(opened.links, values)
+        wanted = hugging_face(opened.mappings, values)
     assert wanted.keys() == found.keys()
     for tensor, value in found.items():
         assert torch.equal(value, torch.from_numpy(wanted[tensor]).to(value.dtype)), tensor

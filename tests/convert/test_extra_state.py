@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.convert.extra_state import MODULES, extra_state_archive, extra_state_keys
-from megatron_nemotron3.convert.inventory import links
-from megatron_nemotron3.convert.places import places, what_else
+from megatron_nemotron3.convert.from_hf import MODULES, extra_state_archive, extra_state_keys
+from megatron_nemotron3.convert.inventory import mappings
+from megatron_nemotron3.convert.keys import non_weight_kind, prefixes
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from tests.convert.models import DISTINCT, GOLDEN, random_config
+from tests.support.convert_models import DISTINCT, GOLDEN, random_config
 from tests.support.distributed import initialize, run_distributed
 from tests.support.models import golden_file
 
@@ -72,12 +72,12 @@ def test_the_keys_do_not_depend_on_the_layout(layout: ParallelLayout) -> None:
 
 def test_every_part_has_its_modules_and_every_module_has_a_weight() -> None:
     config = DISTINCT.but(pattern="ME*-")
-    assert {place.part for place in places(config)} == set(MODULES)
-    weights = {t.name for link in links(config) for t in link.megatron}
+    assert {prefix.part for prefix in prefixes(config)} == set(MODULES)
+    weights = {t.name for mapping in mappings(config) for t in mapping.megatron}
     for key in extra_state_keys(config):
         module = key.partition("._extra_state")[0]
         assert any(re.match(re.escape(module) + r"\.(weight|bias)", name) for name in weights), key
-        assert what_else(key) == "extra state"
+        assert non_weight_kind(key) == "extra state"
 
 
 def test_number_for_the_largest_model() -> None:

@@ -1,7 +1,7 @@
 """Folders made to do harm, or broken: each ends in one clear line, exit code 2, and nothing written.
 
 Pickles (`.metadata`, common.pt) have tests of their own in tests/checkpoint; headers in
-test_safetensors_header.
+test_hf_folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.models import get, tiny
-from tests.convert.folders import write_hf
+from tests.support.hf_folders import write_hf
 
 SUPER = tiny(get("super"))
 INDEX = "model.safetensors.index.json"
@@ -92,8 +92,8 @@ HF: dict[str, tuple[Callable[[Path], None], str]] = {
         "holds 'lm_head.weight', which",
     ),
     "index is a list": (lambda f: (f / INDEX).write_text("[]") and None, "not an object"),
-    "index is empty": (lambda f: (f / INDEX).write_text("") and None, "it is no JSON"),
-    "index is deep": (lambda f: (f / INDEX).write_text("[" * 10**6) and None, "it is no JSON"),
+    "index is empty": (lambda f: (f / INDEX).write_text("") and None, "it is not JSON"),
+    "index is deep": (lambda f: (f / INDEX).write_text("[" * 10**6) and None, "it is not JSON"),
     "index is huge": (lambda f: os.truncate(f / INDEX, 100 << 20), "longer than 67,108,864 bytes"),
     "config is gone": (lambda f: (f / "config.json").unlink(), "No such file"),
     "config is a folder": (
@@ -102,7 +102,7 @@ HF: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "config has strange numbers": (
         lambda f: _edit(f / "config.json", lambda d: d.update(hidden_size=-1)),
-        "no whole number above 0",
+        "not a whole number above 0",
     ),
     "config asks for the impossible": (
         lambda f: _edit(f / "config.json", lambda d: d.update(hidden_size=10**30)),
@@ -227,4 +227,4 @@ def test_a_manifest_that_leads_out(sound: Path, tmp_path: Path, capsys: pytest.C
     path = tmp_path / "copy/nemotron3_manifest.json"
     _edit(path, lambda d: d["files"].update({"../../etc/passwd": {"bytes": 1, "crc32": "0"}}))
     assert cli.main(["verify", str(tmp_path / "copy"), "--workers", "1"]) == 1
-    assert "no entry of a file below the folder" in capsys.readouterr().out
+    assert "not an entry of a file below the folder" in capsys.readouterr().out

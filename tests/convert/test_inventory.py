@@ -11,10 +11,10 @@ import pytest
 from megatron_nemotron3.convert import inventory
 from megatron_nemotron3.models import Nemotron3Config, count, get, names, stored_tensors
 from megatron_nemotron3.models.tensors import DIALECTS
-from tests.convert.models import DISTINCT, random_config
+from tests.support.convert_models import DISTINCT, random_config
 
 LIGHT = (
-    "import sys; from megatron_nemotron3.convert import config_json, inventory, places, plan, "
+    "import sys; from megatron_nemotron3.convert import config_json, inventory, prefixes, plan, "
     "sharding, table, transforms; "
     "print([m for m in ('torch', 'megatron.core', 'numpy', 'transformers') if m in sys.modules])"
 )
@@ -69,26 +69,26 @@ def test_padding_grows_the_two_tables_alone() -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_the_links_of_a_checkpoint_follow_its_spelling(dialect: str) -> None:
-    links = list(inventory.links(DISTINCT, dialect=dialect))
-    keys = [t.name for link in links for t in link.megatron]
-    assert list(inventory.links_of(DISTINCT, reversed(keys))) == links
-    assert list(inventory.links_of(DISTINCT, [f"model.module.{key}" for key in keys])) == links
+    mappings = list(inventory.mappings(DISTINCT, dialect=dialect))
+    keys = [t.name for mapping in mappings for t in mapping.megatron]
+    assert list(inventory.mappings_of(DISTINCT, reversed(keys))) == mappings
+    assert list(inventory.mappings_of(DISTINCT, [f"model.module.{key}" for key in keys])) == mappings
     # What is missing altogether has no spelling, and is named as torch_dist has it.
     message = "2 tensors of distinct are missing, the first is 'decoder.final_norm.weight'"
     with pytest.raises(ValueError, match=message):
-        list(inventory.links_of(DISTINCT, [keys[0], *keys[2:-1]]))
+        list(inventory.mappings_of(DISTINCT, [keys[0], *keys[2:-1]]))
     with pytest.raises(ValueError, match="are the same tensor"):
-        list(inventory.links_of(DISTINCT, [*keys, f"module.{keys[3]}"]))
+        list(inventory.mappings_of(DISTINCT, [*keys, f"module.{keys[3]}"]))
 
 
 def test_dialects_can_be_mixed_between_layers_but_not_within_a_tensor() -> None:
     keys = [t.name for t in inventory.megatron_tensors(DISTINCT)]
     mixed = [key.replace("0.mixer.in_proj.layer_norm_weight", "0.norm.weight") for key in keys]
     assert mixed != keys
-    spellings = {link.spelling.dialect for link in inventory.links_of(DISTINCT, mixed)}
+    spellings = {mapping.spelling.dialect for mapping in inventory.mappings_of(DISTINCT, mixed)}
     assert spellings == {"torch_dist", "separate norm"}
     with pytest.raises(ValueError, match="are the same tensor"):
-        list(inventory.links_of(DISTINCT, [*keys, "decoder.layers.0.norm.weight"]))
+        list(inventory.mappings_of(DISTINCT, [*keys, "decoder.layers.0.norm.weight"]))
 
 
 def test_a_configuration_that_promises_mtp_without_weights_is_refused() -> None:
@@ -96,17 +96,19 @@ def test_a_configuration_that_promises_mtp_without_weights_is_refused() -> None:
     shapes = {t.name: t.shape for t in inventory.hf_tensors(config)}
     inventory.check_hf(config, shapes)
     without = {name: shape for name, shape in shapes.items() if not name.startswith("mtp.")}
-    with pytest.raises(ValueError, match=r"1040 of 42683 .* promises 1 MTP block\(s\) '\*E' whose weights"):
+    with pytest.raises(
+        ValueError, match=r"1040 of 42683 .* configuration has 1 MTP block\(s\) '\*E' whose weights"
+    ):
         inventory.check_hf(config, without)
     keys = [t.name for t in inventory.megatron_tensors(config) if not t.name.startswith("mtp.")]
-    with pytest.raises(ValueError, match="promises 1 MTP block"):
-        list(inventory.links_of(config, keys))
+    with pytest.raises(ValueError, match="configuration has 1 MTP block"):
+        list(inventory.mappings_of(config, keys))
 
 
 def test_mtp_weights_that_the_configuration_does_not_promise_are_refused() -> None:
     shapes = {t.name: t.shape for t in inventory.hf_tensors(get("lightning"))}
     with pytest.raises(
-        ValueError, match="270 tensors are not the model's, first 'mtp.layers.0.enorm.weight'"
+        ValueError, match="270 tensors do not belong to the model, first 'mtp.layers.0.enorm.weight'"
     ):
         inventory.check_hf(get("nano"), shapes)
 
@@ -127,15 +129,15 @@ def test_missing_surplus_and_misshapen_tensors_are_counted_together() -> None:
 
 def test_an_unknown_dialect_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown dialect 'fused': use one of torch_dist, "):
-        list(inventory.links(DISTINCT, dialect="fused"))
+        list(inventory.mappings(DISTINCT, dialect="fused"))
 
 
 def test_nothing_is_larger_than_a_stack_of_experts_and_no_piece_is() -> None:
     """A stack is 10.7 GB on Ultra; what a plan copies at once is one expert."""
-    links = [link for link in inventory.links(get("ultra")) if link.spelling.rule == "stack"]
-    stack = max(t.elements for link in links for t in link.megatron)
+    mappings = [mapping for mapping in inventory.mappings(get("ultra")) if mapping.spelling.rule == "stack"]
+    stack = max(t.elements for mapping in mappings for t in mapping.megatron)
     assert 2 * stack == 2 * 512 * 5120 * 2048 == 10_737_418_240
-    assert {p.elements for p in links[0].to_hf().pieces} == {prod((5120, 2048))}
+    assert {p.elements for p in mappings[0].to_hf().pieces} == {prod((5120, 2048))}
 
 
 def test_importing_costs_the_standard_library() -> None:

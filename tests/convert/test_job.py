@@ -21,10 +21,10 @@ from megatron_nemotron3.convert import streams
 from megatron_nemotron3.convert.job import JOURNAL, MANIFEST, Progress, partial_of, run
 from megatron_nemotron3.convert.plan import Slices
 from megatron_nemotron3.convert.streams import FilePlan
-from tests.convert.counted import Numbers, counted, digest
+from tests.support.counted_job import Numbers, counted, digest
 
 #: Runs a job in a process of its own: tests kill it.
-_COMMAND = "from tests.convert.counted import main; main({target!r}, {workers}, {delay})"
+_COMMAND = "from tests.support.counted_job import main; main({target!r}, {workers}, {delay})"
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -136,7 +136,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partial = partial_of(target)
     partial.mkdir()
     (partial / "mine").touch()
-    with pytest.raises(ValueError, match="is no interrupted conversion: remove it"):
+    with pytest.raises(ValueError, match="is not an interrupted conversion: remove it"):
         run(counted(target))
     (partial / "mine").unlink()
     (partial / JOURNAL).write_text('{"plan": "another"}\n')
@@ -149,7 +149,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(partial.iterdir()) and not list(target.iterdir())
     monkeypatch.undo()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="no folder that can be written"):
+    with pytest.raises(ValueError, match="not a writable folder"):
         run(counted(tmp_path / "file" / "out"))
     run(counted(target))
 

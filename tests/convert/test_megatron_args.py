@@ -11,15 +11,14 @@ import pytest
 
 from megatron_nemotron3 import models
 from megatron_nemotron3.args import Flag, Launch, flags, smoke, to_argv
-from megatron_nemotron3.checkpoint.describe import common_state as stored_state
-from megatron_nemotron3.checkpoint.describe import layout_of
+from megatron_nemotron3.checkpoint.command import layout_of
 from megatron_nemotron3.checkpoint.metadata import CheckpointIndex, StoredObject
-from megatron_nemotron3.checkpoint.pack import object_archive
-from megatron_nemotron3.checkpoint.write_index import COMMON_OBJECT, CONFIG_TEXT, index_bytes
+from megatron_nemotron3.checkpoint.read import common_state as stored_state
+from megatron_nemotron3.checkpoint.write import COMMON_OBJECT, CONFIG_TEXT, index_bytes, object_archive
 from megatron_nemotron3.convert.inventory import megatron_tensors
 from megatron_nemotron3.convert.megatron_args import args_of, common_state, config_of
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from tests.convert.models import DISTINCT, GOLDEN, random_config
+from tests.support.convert_models import DISTINCT, GOLDEN, random_config
 from tests.support.distributed import run_fresh
 
 CATALOG = [get(name) for name in models.names()]
@@ -266,17 +265,17 @@ def test_vocabulary() -> None:
         ({"moe_router_score_function": "softmax"}, "moe_router_score_function='softmax'"),
         ({"moe_router_enable_expert_bias": False}, "a router without expert bias"),
         ({"moe_router_num_groups": 8}, "moe_router_num_groups=8"),
-        ({"hybrid_layer_pattern": None, "hybrid_override_pattern": None}, "it is no hybrid model"),
+        ({"hybrid_layer_pattern": None, "hybrid_override_pattern": None}, "it is not a hybrid model"),
         ({"hybrid_layer_pattern": "MEX"}, "'X'"),
         ({"hybrid_layer_pattern": "ME/*E/E"}, "all depths must be equal"),
         ({"hybrid_layer_pattern": "M-", "ffn_hidden_size": None}, "no ffn_hidden_size"),
         ({"hidden_size": None}, "no hidden_size"),
         ({"num_experts": None, "moe_router_topk": None}, "no num_experts, moe_router_topk"),
         ({"moe_shared_expert_intermediate_size": None}, "no moe_shared_expert_intermediate_size"),
-        ({"hidden_size": "64"}, "hidden_size='64' is no whole number above 0"),
-        ({"hidden_size": True}, "hidden_size=True is no whole number"),
-        ({"hidden_size": 0}, "hidden_size=0 is no whole number above 0"),
-        ({"init_method_std": float("nan")}, "init_method_std=nan is no number above 0"),
+        ({"hidden_size": "64"}, "hidden_size='64' is not a whole number above 0"),
+        ({"hidden_size": True}, "hidden_size=True is not a whole number"),
+        ({"hidden_size": 0}, "hidden_size=0 is not a whole number above 0"),
+        ({"init_method_std": float("nan")}, "init_method_std=nan is not a number above 0"),
         ({"moe_aux_loss_coeff": [0.1, 0.2]}, r"moe_aux_loss_coeff=\[0.1, 0.2\]"),
         ({"num_query_groups": 3}, "num_query_groups=3"),
     ],

@@ -1,6 +1,7 @@
 """Peak memory of whole conversions at the widths of Ultra, below the promised 1 GiB at any size.
 
-Files are sparse (tests/convert/sparse.py): all lengths and all reads are real, only nothing reaches the disk.
+Files are sparse (tests/support/sparse_checkpoints.py): all lengths and reads are real, but nothing is written
+to the disk.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 from benchmarks.process_tree import Usage, idle, watch
 from megatron_nemotron3.convert import inventory
 from megatron_nemotron3.models import Nemotron3Config, get
-from tests.convert import sparse
+from tests.support import sparse_checkpoints as sparse
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -26,7 +27,7 @@ SMALL = ULTRA.but(pattern="*E", mtp_pattern=None, mtp_num_layers=0, num_moe_expe
 
 def nemotron3(*words: object) -> Usage:
     """The command in processes of its own; it must end well."""
-    command = [sys.executable, "-m", "tests.convert.sparse", *map(str, words)]
+    command = [sys.executable, "-m", "tests.support.sparse_checkpoints", *map(str, words)]
     used = watch(
         command, environment={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=ROOT
     )
@@ -93,7 +94,7 @@ def test_plan_of_a_whole_model(tmp_path: Path, name: str) -> None:
 def test_sparse_folders_are_what_the_converter_writes(tmp_path: Path) -> None:
     """Byte for byte, so what is measured with them is what is promised."""
     from megatron_nemotron3.models import tiny
-    from tests.convert.counted import digest
+    from tests.support.counted_job import digest
 
     sparse.write_hf(tmp_path / "hf", tiny(get("super")), limit=200_000)
     nemotron3("convert", "from-hf", tmp_path / "hf", tmp_path / "converted", "--workers", 1)

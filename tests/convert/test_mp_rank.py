@@ -20,12 +20,12 @@ from megatron_nemotron3.convert import inventory, plan
 from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.convert.mp_rank import common_state, open_mp_rank
 from megatron_nemotron3.convert.plan import whole
-from megatron_nemotron3.convert.stored import Source
+from megatron_nemotron3.convert.sources import FileSource
 from megatron_nemotron3.models import Nemotron3Config, get
-from tests.checkpoint import runs
-from tests.checkpoint.reading import read_rows
-from tests.convert.models import DISTINCT
 from tests.golden.checkpoints.values import part, values
+from tests.support import checkpoint_runs as runs
+from tests.support.checkpoint_reading import read_rows
+from tests.support.convert_models import DISTINCT
 from tests.support.distributed import initialize, run_distributed
 
 #: Rows of the embedding of all models here; DISTINCT has 509 words.
@@ -102,21 +102,21 @@ def write(config: Nemotron3Config, pattern: str, sizes: dict[str, int], folder: 
 def expected(config: Nemotron3Config) -> dict[str, Any]:
     """The Hugging Face tensors of what `write` puts into a torch_dist checkpoint."""
     result: dict[str, Any] = {}
-    for link in inventory.links(config, padded_vocab_size=PADDED):
-        result |= plan.apply(link.to_hf(), {t.name: values(t.name, t.shape) for t in link.megatron})
+    for mapping in inventory.mappings(config, padded_vocab_size=PADDED):
+        result |= plan.apply(mapping.to_hf(), {t.name: values(t.name, t.shape) for t in mapping.megatron})
     return result
 
 
-def hf(config: Nemotron3Config, source: Source) -> dict[str, Any]:
+def hf(config: Nemotron3Config, source: FileSource) -> dict[str, Any]:
     """The Hugging Face tensors of a source in FP32."""
     result: dict[str, Any] = {}
-    for link in inventory.links_of(config, source.tensors, padded_vocab_size=PADDED):
+    for mapping in inventory.mappings_of(config, source.tensors, padded_vocab_size=PADDED):
         tensors = {}
-        for t in link.megatron:
+        for t in mapping.megatron:
             assert source.tensors[t.name].shape == t.shape
             assert source.tensors[t.name].dtype == "float32"
             tensors[t.name] = source.read(t.name, whole(t.shape)).view(numpy.float32)
-        result |= plan.apply(link.to_hf(), tensors)
+        result |= plan.apply(mapping.to_hf(), tensors)
     return result
 
 
@@ -167,13 +167,13 @@ def test_training_runs(layout: ParallelLayout, tmp_path: Path) -> None:
     assert config_of(state["args"], vocab_size=config.vocab_size).pattern == config.pattern
     rows = index.tensors["embedding.word_embeddings.weight"].shape[0]
     stored: dict[str, Any] = {}
-    for link in inventory.links(config, padded_vocab_size=rows):
-        whole_ = {t.name: read_rows(index, t.name).numpy() for t in link.megatron}
-        stored |= plan.apply(link.to_hf(), whole_)
+    for mapping in inventory.mappings(config, padded_vocab_size=rows):
+        whole_ = {t.name: read_rows(index, t.name).numpy() for t in mapping.megatron}
+        stored |= plan.apply(mapping.to_hf(), whole_)
     mine: dict[str, Any] = {}
-    for link in inventory.links_of(config, source.tensors, padded_vocab_size=rows):
-        read = {t.name: source.read(t.name, whole(t.shape)).view(numpy.float32) for t in link.megatron}
-        mine |= plan.apply(link.to_hf(), read)
+    for mapping in inventory.mappings_of(config, source.tensors, padded_vocab_size=rows):
+        read = {t.name: source.read(t.name, whole(t.shape)).view(numpy.float32) for t in mapping.megatron}
+        mine |= plan.apply(mapping.to_hf(), read)
     same(mine, stored)
 
 
@@ -268,7 +268,7 @@ def test_replicas_that_differ(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"mp_rank_01_001/.*layers.2.mlp.router.weight differs from"):
         open_mp_rank(folder, DISTINCT, check_replicas=True)
     shutil.rmtree(folder / "mp_rank_01_001")
-    with pytest.raises(CheckpointError, match="written with TP=2, but the folders there are of TP=1: copy"):
+    with pytest.raises(CheckpointError, match="written with TP=2, but its folders have TP=1: copy"):
         open_mp_rank(folder, DISTINCT)
 
 
@@ -282,10 +282,10 @@ class Hostile:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"model": {"language_model": {}}}, "language_model is a dict, .*before megatron-core"),
+        ({"model": {"language_model": {}}}, "language_model is a dict, .*older than megatron-core"),
         ({"model": [1]}, "its model is a list"),
-        ({"model": {3: torch.zeros(2)}}, "a weight's name is the int 3"),
-        ({"model": {"decoder.layers.1.pre_mlp_layernorm.weight": torch.zeros(2)}}, "layer 0 is not"),
+        ({"model": {3: torch.zeros(2)}}, "the name of a weight is the int 3"),
+        ({"model": {"decoder.layers.1.pre_mlp_layernorm.weight": torch.zeros(2)}}, "layer 0 is missing"),
         ({"model": {"output_layer.weight": Hostile()}}, r"names (posix|os).system, which no checkpoint"),
         ({"model": {"output_layer.weight": torch.zeros(2).to_sparse()}}, "output_layer.weight is a"),
     ],
@@ -320,10 +320,10 @@ def test_wrong_folders(tmp_path: Path) -> None:
     state = state_of()
     save(tmp_path / "a", state, "mp_rank_00")
     save(tmp_path / "a", state, "mp_rank_00_000")
-    with pytest.raises(CheckpointError, match="mp_rank_00 and mp_rank_00_000 are of two layouts"):
+    with pytest.raises(CheckpointError, match="mp_rank_00 and mp_rank_00_000 belong to different layouts"):
         open_mp_rank(tmp_path / "a", PLAIN)
     save(tmp_path / "b", state, "mp_rank_00_001")
-    with pytest.raises(CheckpointError, match="PP=1 and EP=1, so it cannot be told"):
+    with pytest.raises(CheckpointError, match="PP=1 and EP=1, so the last number"):
         open_mp_rank(tmp_path / "b", PLAIN)
     state["args"].expert_model_parallel_size = 2
     save(tmp_path / "b", state, "mp_rank_00_001")

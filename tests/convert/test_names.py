@@ -10,12 +10,20 @@ import pytest
 import torch
 
 from megatron_nemotron3.convert import inventory, plan
-from megatron_nemotron3.convert.places import Names, master_of, plain, what_else
+from megatron_nemotron3.convert.keys import NameLookup, non_weight_kind, plain_name, weight_of_master
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models import names as catalog_names
 from megatron_nemotron3.models.parameters import layer_tensors
 from megatron_nemotron3.models.tensors import DIALECTS, ROWS, rows_of, symbol_sizes
-from tests.convert.models import DISTINCT, GOLDEN, PADDED, assemble, chunks, random_config, stored_parameters
+from tests.support.convert_models import (
+    DISTINCT,
+    GOLDEN,
+    PADDED,
+    assemble,
+    chunks,
+    random_config,
+    stored_parameters,
+)
 from tests.support.model_mapping import megatron_model, randomize, to_transformers
 from tests.support.models import describe, golden_file
 from tests.support.world import world_of_one
@@ -40,7 +48,7 @@ def is_what_megatron_builds(config: Nemotron3Config) -> None:
     checkpoint = {
         key: tuple(entry["global_shape"])
         for key, entry in describe(model)["checkpoint"].items()
-        if what_else(key) is None
+        if non_weight_kind(key) is None
     }
     assert shapes(inventory.megatron_tensors(config)) == checkpoint
     parameters = {name: tuple(tensor.shape) for name, tensor in stored_parameters(model).items()}
@@ -72,7 +80,7 @@ def test_stock_megatron_on_transformer_engine(name: str) -> None:
     stock: dict[str, Any] = json.loads(golden_file().read_text())[name]
     keys = {k: tuple(v["global_shape"]) for k, v in stock["checkpoint"].items() if v != "object"}
     assert {k for k, v in stock["checkpoint"].items() if v == "object"} == {
-        k for k in stock["checkpoint"] if what_else(k) == "extra state"
+        k for k in stock["checkpoint"] if non_weight_kind(k) == "extra state"
     }
     assert shapes(inventory.megatron_tensors(GOLDEN[name], padded_vocab_size=PADDED)) == keys
     parameters = {k: tuple(v) for k, v in stock["parameters"].items()}
@@ -84,14 +92,14 @@ def test_stock_megatron_on_transformer_engine(name: str) -> None:
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("config", [*(get(name) for name in CATALOG), DISTINCT], ids=lambda c: c.name)
 def test_each_name_is_found_in_the_row_it_came_from(config: Nemotron3Config, dialect: str) -> None:
-    lookup = Names(config)
-    for link in inventory.links(config, dialect=dialect):
-        for tensors, find in ((link.megatron, lookup.key), (link.hf, lookup.hf)):
+    lookup = NameLookup(config)
+    for mapping in inventory.mappings(config, dialect=dialect):
+        for tensors, find in ((mapping.megatron, lookup.key), (mapping.hf, lookup.hf)):
             # Of hundreds of experts the first, the second and the last do.
             for number in sorted({0, min(1, len(tensors) - 1), len(tensors) - 1}):
                 match = find(tensors[number].name)
-                assert (match.row, match.place) == (link.row, link.place)
-                assert match.spelling in (link.spelling, None)
+                assert (match.row, match.prefix) == (mapping.row, mapping.prefix)
+                assert match.spelling in (mapping.spelling, None)
                 several = "{e}" in match.tensor.name
                 assert match.expert == (number if several else None)
 
@@ -121,9 +129,9 @@ def test_the_hugging_face_side_is_what_the_parameter_counts_are_of() -> None:
 )
 def test_names_that_are_not_the_models_are_refused(name: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        Names(get("super-tiny")).key(name)
+        NameLookup(get("super-tiny")).key(name)
     with pytest.raises(ValueError, match="0 rows"):
-        Names(get("super-tiny")).hf("backbone." + name)
+        NameLookup(get("super-tiny")).hf("backbone." + name)
 
 
 def test_mtp_is_numbered_in_one_line_on_hugging_faces_side() -> None:
@@ -140,38 +148,38 @@ def test_mtp_is_numbered_in_one_line_on_hugging_faces_side() -> None:
     }
     assert "mtp.layers.0.mixer.q_proj.weight" in released
     assert "mtp.layers.1.mixer.experts.511.down_proj.weight" in released
-    several = Names(DISTINCT)  # two blocks of *EM-
+    several = NameLookup(DISTINCT)  # two blocks of *EM-
     for megatron, hf in (
         ("mtp.layers.1.hnorm.weight", "mtp.layers.4."),
         ("mtp.layers.1.mtp_model_layer.layers.2.mixer.A_log", "mtp.layers.6."),
         ("mtp.layers.1.final_layernorm.weight", "mtp.layers.7."),
     ):
-        assert several.key(megatron).place.hf == hf
+        assert several.key(megatron).prefix.hf == hf
 
 
 def test_a_row_can_belong_to_two_kinds_and_the_pattern_decides() -> None:
-    lookup, name = Names(DISTINCT), "pre_mlp_layernorm.weight"
+    lookup, name = NameLookup(DISTINCT), "pre_mlp_layernorm.weight"
     dense, moe = lookup.key(f"decoder.layers.1.{name}"), lookup.key(f"decoder.layers.2.{name}")
     assert (dense.row.part, moe.row.part) == ("-", "E")
 
 
 def test_keys_that_are_no_weights() -> None:
-    assert what_else("decoder.layers.0.mixer.in_proj._extra_state/shard_0_1") == "extra state"
-    assert what_else("common_state/shard_0_1") == "training state"
-    assert what_else("decoder.layers.0.mixer.in_proj.weight_quantizer._amax") == "quantizer"
-    assert what_else("chained_1.optimizer.state.exp_avg.output_layer.weight") == "optimizer"
-    assert what_else("rng_state.(0, 0).0.torch_rng_state") == "training state"  # fsdp_dtensor
-    assert what_else("decoder.layers.0.mixer.in_proj.weight.z") is None
-    assert master_of("optimizer.state.fp32_param.output_layer.weight") == "output_layer.weight"
-    assert master_of("chained_1.optimizer.state.param.output_layer.weight") == "output_layer.weight"
-    assert master_of("optimizer.state.exp_avg.output_layer.weight") is None
+    assert non_weight_kind("decoder.layers.0.mixer.in_proj._extra_state/shard_0_1") == "extra state"
+    assert non_weight_kind("common_state/shard_0_1") == "training state"
+    assert non_weight_kind("decoder.layers.0.mixer.in_proj.weight_quantizer._amax") == "quantizer"
+    assert non_weight_kind("chained_1.optimizer.state.exp_avg.output_layer.weight") == "optimizer"
+    assert non_weight_kind("rng_state.(0, 0).0.torch_rng_state") == "training state"  # fsdp_dtensor
+    assert non_weight_kind("decoder.layers.0.mixer.in_proj.weight.z") is None
+    assert weight_of_master("optimizer.state.fp32_param.output_layer.weight") == "output_layer.weight"
+    assert weight_of_master("chained_1.optimizer.state.param.output_layer.weight") == "output_layer.weight"
+    assert weight_of_master("optimizer.state.exp_avg.output_layer.weight") is None
 
 
 def test_wrappers_and_the_old_name_of_mtps_layers() -> None:
-    assert plain("model.module.module.output_layer.weight") == "output_layer.weight"
+    assert plain_name("model.module.module.output_layer.weight") == "output_layer.weight"
     old = "module.mtp.layers.0.transformer_layer.layers.1.mlp.router.weight"
-    assert plain(old) == "mtp.layers.0.mtp_model_layer.layers.1.mlp.router.weight"
-    assert Names(get("super-tiny")).key(old).place.hf == "mtp.layers.1."
+    assert plain_name(old) == "mtp.layers.0.mtp_model_layer.layers.1.mlp.router.weight"
+    assert NameLookup(get("super-tiny")).key(old).prefix.hf == "mtp.layers.1."
 
 
 @pytest.mark.parametrize("name", ["nano", "super", "nemotron-h-8b"])
@@ -184,11 +192,11 @@ def test_values_against_the_mapping_of_the_parity_tests(name: str, world: None) 
     theirs = to_transformers({k: v for k, v in parameters.items() if not k.startswith("mtp.")}, config)
     for tensors, dialect in ((assemble(chunks(model)), "torch_dist"), (parameters, "parameter")):
         mine: dict[str, Any] = {}
-        for link in inventory.links(config, dialect=dialect):
-            to_hf = link.to_hf()
-            made = plan.apply(to_hf, {t.name: tensors[t.name] for t in link.megatron})
+        for mapping in inventory.mappings(config, dialect=dialect):
+            to_hf = mapping.to_hf()
+            made = plan.apply(to_hf, {t.name: tensors[t.name] for t in mapping.megatron})
             back = plan.apply(to_hf.inverse(), made)
-            assert all(torch.equal(back[t.name], tensors[t.name]) for t in link.megatron)
+            assert all(torch.equal(back[t.name], tensors[t.name]) for t in mapping.megatron)
             mine |= made
         mine = {k.replace("backbone.", "model."): v for k, v in mine.items() if not k.startswith("mtp.")}
         compared = 0
@@ -217,5 +225,5 @@ def test_types_of_a_bfloat16_model(world: None) -> None:
 
 
 def test_every_row_is_of_some_model() -> None:
-    used = {id(link.row) for config in (DISTINCT, get("super")) for link in inventory.links(config)}
+    used = {id(mapping.row) for config in (DISTINCT, get("super")) for mapping in inventory.mappings(config)}
     assert used == {id(row) for row in ROWS}

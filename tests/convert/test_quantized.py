@@ -25,13 +25,12 @@ from megatron_nemotron3.convert.quantized_config import (
     quantization_config,
     read_scales,
 )
-from megatron_nemotron3.convert.quantized_export import Quantization, Quantized, quantization
-from megatron_nemotron3.convert.quantized_import import Dequantized
-from megatron_nemotron3.convert.quantized_recipes import RECIPES, formats
-from megatron_nemotron3.convert.stored import Reads, SourceTensor
+from megatron_nemotron3.convert.quantized_recipes import RECIPES, Quantization, formats, quantization
+from megatron_nemotron3.convert.quantized_views import Dequantized, Quantized
+from megatron_nemotron3.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision.numerics import fp8, nvfp4
-from tests.convert.quantized_models import TINY, Memory, all_scales, random_model, read_whole, written
+from tests.support.quantized_models import TINY, Memory, all_scales, random_model, read_whole, written
 
 # -- which weights -----------------------------------------------------------------------------------
 
@@ -150,7 +149,7 @@ def test_scales_are_given_for_all_of_a_format_or_none() -> None:
 def test_scales_that_are_no_positive_numbers_are_refused(value: float) -> None:
     scales = all_scales(get("nano-tiny"), "nvfp4")
     name = next(iter(scales))
-    with pytest.raises(ValueError, match="no positive number"):
+    with pytest.raises(ValueError, match="not a positive number"):
         quantization(get("nano-tiny"), "nvfp4", scales | {name: value})
 
 
@@ -312,7 +311,7 @@ def test_float32_masters_can_be_quantized_directly() -> None:
     assert quantized.tensors["lm_head.weight"].dtype == "float32"
 
 
-class Made(Reads):
+class Made(TensorSource):
     """One weight of any size, its elements made when they are read; remembers the largest read."""
 
     def __init__(self, name: str, shape: tuple[int, int]) -> None:
@@ -335,7 +334,7 @@ def test_weights_are_read_in_bands_small_ones_once(shape, algorithm, largest, pa
     name = "backbone.layers.1.mixer.experts.0.up_proj.weight"
     source = Made(name, shape)
     from megatron_nemotron3.convert.inventory import Tensor
-    from megatron_nemotron3.convert.quantized_export import Weight
+    from megatron_nemotron3.convert.quantized_recipes import Weight
 
     weight = Weight(Tensor(name, shape, "bfloat16"), algorithm)
     quantized = Quantized(source, Quantization("super-nvfp4", (weight,), False))

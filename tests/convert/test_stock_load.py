@@ -13,26 +13,26 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.checkpoint.describe import common_state
-from megatron_nemotron3.checkpoint.integrity import read_all
+from megatron_nemotron3.checkpoint.integrity import check_integrity
 from megatron_nemotron3.checkpoint.metadata import read_metadata
-from megatron_nemotron3.checkpoint.structure import judge
+from megatron_nemotron3.checkpoint.read import common_state
+from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.convert import from_hf
-from megatron_nemotron3.convert.extra_state import extra_state_keys
+from megatron_nemotron3.convert.from_hf import extra_state_keys
 from megatron_nemotron3.convert.hf_folder import open_hf
-from megatron_nemotron3.convert.inventory import links
+from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.job import Job, run
 from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from tests.checkpoint import runs
-from tests.convert import arrived
-from tests.convert.arrived import same, written
-from tests.convert.folders import write_hf
-from tests.convert.models import DISTINCT, GOLDEN
 from tests.parallel.case import Case
 from tests.parallel.tensors import gather
+from tests.support import checkpoint_runs as runs
+from tests.support import loaded_weights as arrived
+from tests.support.convert_models import DISTINCT, GOLDEN
 from tests.support.distributed import run_distributed
+from tests.support.hf_folders import write_hf
+from tests.support.loaded_weights import same, written
 
 LAYOUTS = {
     "one rank": ParallelLayout(),
@@ -65,8 +65,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def convert(config: Nemotron3Config, place: Path, dtype: str) -> Path:
     """The folder PLACE/megatron made of PLACE/hf, in files of 0.2 MB."""
-    source, rows = open_hf(place / "hf"), from_hf.padded(config.vocab_size, 128)
-    view = Converted(source, links(config, dtype=dtype, padded_vocab_size=rows), to_hf=False)
+    source, rows = open_hf(place / "hf"), from_hf.pad_vocab_size(config.vocab_size, 128)
+    view = Converted(source, mappings(config, dtype=dtype, padded_vocab_size=rows), to_hf=False)
     files, small = from_hf.plan(view, config, padded_vocab_size=rows, dtype=dtype, limit=200_000)
     run(Job(place / "megatron", view, files, small))
     return place / "megatron"
@@ -75,10 +75,10 @@ def convert(config: Nemotron3Config, place: Path, dtype: str) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_folder_is_sound_and_says_what_it_is(name: str, folders: dict[str, Path]) -> None:
     folder = folders[name] / "release"
-    verdict = judge(folder)
+    verdict = check_structure(folder)
     assert (verdict.state, verdict.problems) == ("complete", ())
     assert verdict.index is not None
-    assert read_all(folder, verdict.index).problems == ()
+    assert check_integrity(folder, verdict.index).problems == ()
     found = config_of(common_state(verdict.index)["args"])
     assert (found.full_pattern, found.vocab_size) == (MODELS[name].full_pattern, MODELS[name].vocab_size)
     assert (folders[name] / "latest_checkpointed_iteration.txt").read_text() == "release"
@@ -185,7 +185,7 @@ def first_loss(layout: ParallelLayout, folder: Path) -> float:
 
 def scaled(config: Nemotron3Config, seed: int) -> dict[str, Any]:
     """Random tensors of a size that gives finite losses."""
-    from tests.convert.folders import hf_values
+    from tests.support.hf_folders import hf_values
 
     return {name: value * 0.1 for name, value in hf_values(config, seed, "float32").items()}
 
@@ -195,7 +195,7 @@ WITH_TE = """
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
 from pathlib import Path
-from tests.convert.arrived import load_with_te
+from tests.support.loaded_weights import load_with_te
 
 print("RESULT", json.dumps(load_with_te(Path({folder!r}), {name!r}, {specs!r})))
 """

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.convert import streams
-from megatron_nemotron3.convert.crc32 import combine
 from megatron_nemotron3.convert.plan import Slices, whole
-from megatron_nemotron3.convert.streams import FilePlan, Part, content, write
-from tests.convert.counted import Numbers
+from megatron_nemotron3.convert.streams import FilePlan, Part, combine_crc32, content, write
+from tests.support.counted_job import Numbers
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_checksum_of_two_byte_strings(a: bytes, b: bytes) -> None:
-    assert combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+    assert combine_crc32(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
 
 
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**33), max_size=4))
@@ -29,11 +28,11 @@ def test_checksums_are_put_together_in_any_order(crc: int, lengths: list[int]) -
     """(a b) c is a (b c): of 8 GB as well, where nobody wants to make the bytes."""
     left, right, behind = crc, 0, 0
     for length in lengths:
-        left = combine(left, 7, length)
+        left = combine_crc32(left, 7, length)
     for length in reversed(lengths):
-        right = combine(7, right, behind)
+        right = combine_crc32(7, right, behind)
         behind += length
-    assert left == combine(crc, right, behind)
+    assert left == combine_crc32(crc, right, behind)
 
 
 def plan() -> FilePlan:

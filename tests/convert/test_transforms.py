@@ -17,7 +17,7 @@ from megatron_nemotron3.convert import inventory, transforms
 from megatron_nemotron3.convert.plan import Piece, Plan, Region, apply, byte_ranges, extent, whole
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models import names as catalog_names
-from tests.convert.models import DISTINCT, random_config
+from tests.support.convert_models import DISTINCT, random_config
 
 TP = (1, 2, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn)
@@ -113,15 +113,15 @@ def test_vocabulary_and_back(rows: int, extra: int, width: int, kind: Any) -> No
 @pytest.mark.parametrize("seed", range(8))
 def test_every_plan_of_a_model_tiles_both_sides(seed: int, dialect: str) -> None:
     config = random_config(seed)
-    for link in inventory.links(config, dialect=dialect, padded_vocab_size=config.vocab_size + seed):
-        plan = link.to_hf()
-        padded = plan.unused and link.spelling.rule == "vocabulary"
+    for mapping in inventory.mappings(config, dialect=dialect, padded_vocab_size=config.vocab_size + seed):
+        plan = mapping.to_hf()
+        padded = plan.unused and mapping.spelling.rule == "vocabulary"
         assert bool(plan.unused) == bool(padded) and not plan.filled
         for one in (plan, plan.inverse(), plan.bands(7), plan.bands(1).inverse()):
             one.check()
-        arrays = {t.name: numbered(*t.shape) for t in link.megatron}
+        arrays = {t.name: numbered(*t.shape) for t in mapping.megatron}
         made = apply(plan, arrays)
-        assert {t.name: t.shape for t in link.hf} == {name: a.shape for name, a in made.items()}
+        assert {t.name: t.shape for t in mapping.hf} == {name: a.shape for name, a in made.items()}
         if not padded:
             back = apply(plan.bands(5).inverse(), made)
             assert all(same(back[name], arrays[name]) for name in arrays)
@@ -130,10 +130,10 @@ def test_every_plan_of_a_model_tiles_both_sides(seed: int, dialect: str) -> None
 @pytest.mark.parametrize("name", catalog_names())
 def test_plans_of_the_published_sizes_tile(name: str) -> None:
     config, seen = get(name), set()
-    for link in inventory.links(config):
-        if (link.row.part, link.row.hf) not in seen:  # every layer of a kind has the same plans
-            seen.add((link.row.part, link.row.hf))
-            plan = link.to_hf()
+    for mapping in inventory.mappings(config):
+        if (mapping.row.part, mapping.row.hf) not in seen:  # every layer of a kind has the same plans
+            seen.add((mapping.row.part, mapping.row.hf))
+            plan = mapping.to_hf()
             plan.check()
             banded = plan.bands(1 << 22)
             banded.check()
@@ -159,11 +159,11 @@ def test_byte_ranges_are_the_slice_in_its_own_order(shape: list[int], size: int,
 
 def test_a_plan_drives_a_copy_from_file_to_file(tmp_path: Path) -> None:
     """What a streaming converter does: bands, byte ranges, two files, never a tensor in memory."""
-    link = next(link for link in inventory.links(DISTINCT) if link.spelling.rule == "stack")
-    plan = link.to_hf().bands(300)
-    (source,) = link.megatron
+    mapping = next(mapping for mapping in inventory.mappings(DISTINCT) if mapping.spelling.rule == "stack")
+    plan = mapping.to_hf().bands(300)
+    (source,) = mapping.megatron
     (tmp_path / "source").write_bytes(numbered(*source.shape, kind=np.uint16).tobytes())
-    outputs = {t.name: bytearray(2 * t.elements) for t in link.hf}
+    outputs = {t.name: bytearray(2 * t.elements) for t in mapping.hf}
     with (tmp_path / "source").open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as raw:
         for piece in plan.pieces:
             reads = byte_ranges(source.shape, piece.source_slices, 2)
@@ -172,7 +172,7 @@ def test_a_plan_drives_a_copy_from_file_to_file(tmp_path: Path) -> None:
             to = plan.destinations[piece.destination]
             for offset, length in byte_ranges(to, piece.destination_slices, 2):
                 outputs[piece.destination][offset : offset + length], data = data[:length], data[length:]
-    expected = apply(link.to_hf(), {source.name: numbered(*source.shape, kind=np.uint16)})
+    expected = apply(mapping.to_hf(), {source.name: numbered(*source.shape, kind=np.uint16)})
     assert {name: bytes(raw) for name, raw in outputs.items()} == {
         n: a.tobytes() for n, a in expected.items()
     }
@@ -196,7 +196,7 @@ def piece(a: int, b: int, c: int, d: int) -> Piece:
         ((piece(0, 4, 0, 4), piece(4, 6, 3, 5)), "destination b: .* overlap"),
         ((piece(0, 4, 0, 3), piece(4, 6, 4, 6)), "shapes of the two sides differ"),
         ((piece(0, 7, 0, 7),), "not inside its shape"),
-        ((piece(0, 6, 0, 6), Piece("c", ((0, 1),), "b", ((0, 1),))), "'c' is not one of the plan's"),
+        ((piece(0, 6, 0, 6), Piece("c", ((0, 1),), "b", ((0, 1),))), "'c' is not a tensor of the plan"),
     ],
 )
 def test_check_sees_what_is_wrong(pieces: tuple[Piece, ...], text: str) -> None:
@@ -217,14 +217,14 @@ def test_check_sees_an_overlap_with_padding() -> None:
         (lambda: transforms.vocabulary({"a": (3, 2)}, {"b": (4, 2)}), "cannot hold the 4 rows"),
         (lambda: transforms.vocabulary({"a": (6, 2)}, {"b": (4, 3)}), "cannot hold"),
         (lambda: transforms.concat({"a": (3, 2), "b": (1, 2)}, {"c": (5, 2)}), "4 rows, c has 5"),
-        (lambda: transforms.concat({"a": (3, 2)}, {"c": (3, 1)}), "no part of"),
+        (lambda: transforms.concat({"a": (3, 2)}, {"c": (3, 1)}), "not a part of"),
         (lambda: transforms.stack({"a": (3, 2, 2)}, {"b": (2, 2)}), "holds 3 experts, 1 are expected"),
-        (lambda: transforms.stack({"a": (1, 2, 2)}, {"b": (2, 3)}), "no part of"),
+        (lambda: transforms.stack({"a": (1, 2, 2)}, {"b": (2, 3)}), "not a part of"),
         (lambda: transforms.qkv({"a": (8, 2)}, {"q": (4, 2), "k": (2, 2), "v": (1, 2)}, 1), "check num_att"),
         (lambda: transforms.qkv({"a": (9, 2)}, {"q": (4, 2), "k": (2, 2), "v": (2, 2)}, 1), "check num_att"),
         (lambda: transforms.qkv({"a": (8, 2)}, {"q": (4, 2), "k": (2, 2), "v": (2, 2)}, 4), "check num_att"),
         (lambda: transforms.split((6, 2), 4), "6 elements of axis 0 .* not divisible by TP=4"),
-        (lambda: transforms.split((8, 2), 2, parts=[4, 3]), "are 7 of the 8"),
+        (lambda: transforms.split((8, 2), 2, parts=[4, 3]), "add up to 7, but axis 0 has 8"),
         (lambda: transforms.split_qkv(np.zeros((7, 2)), 4, 2), "7 rows are not divisible"),
         (lambda: transforms.copy({"a": (1,)}, {}), "cannot be 0"),
     ],

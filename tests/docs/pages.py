@@ -32,7 +32,7 @@ def models() -> str:
 
 def checkpoint_names() -> str:
     """Every tensor name on both sides."""
-    from megatron_nemotron3.convert.table import markdown
+    from tests.docs.checkpoint_names import markdown
 
     return markdown()
 

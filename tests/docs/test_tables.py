@@ -12,13 +12,12 @@ import re
 from pathlib import Path
 
 from megatron_nemotron3.args import published
-from megatron_nemotron3.convert.quantized_export import quantization
-from megatron_nemotron3.convert.quantized_recipes import RECIPES
+from megatron_nemotron3.convert.quantized_recipes import RECIPES, quantization
 from megatron_nemotron3.models import get
 from megatron_nemotron3.monitor import alarms, series
 from megatron_nemotron3.train import log
-from tests.convert.quantized_models import all_scales
 from tests.parallel.layouts import LAYOUTS
+from tests.support.quantized_models import all_scales
 
 DOCS = Path(__file__).parents[2] / "docs"
 

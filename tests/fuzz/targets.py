@@ -13,21 +13,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.describe import describe
+from megatron_nemotron3.checkpoint.command import describe
 from megatron_nemotron3.checkpoint.metadata import read_metadata
 from megatron_nemotron3.checkpoint.read import opened, tensor_layout
 from megatron_nemotron3.convert import conversion, from_hf, to_hf
 from megatron_nemotron3.convert.checkpoints import open_hugging_face, open_megatron
+from megatron_nemotron3.convert.hf_folder import read_safetensors_header, safetensors_header
 from megatron_nemotron3.convert.job import JOURNAL, MANIFEST, run
-from megatron_nemotron3.convert.safetensors_header import header, read_header
-from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import FilePlan, content
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.models import get, tiny
-from tests.convert import sparse
-from tests.convert.counted import counted, digest
-from tests.convert.models import random_config
 from tests.convert.test_dialects import config as golden
+from tests.support import sparse_checkpoints as sparse
+from tests.support.convert_models import random_config
+from tests.support.counted_job import counted, digest
 
 #: Relative path -> bytes.
 Folder = dict[str, bytes]
@@ -40,7 +40,7 @@ class Target:
 
     #: Valid folders by name.
     samples: Callable[[], dict[str, Folder]]
-    #: Reads a folder, made from the sample of that name: returns or raises ValueError.
+    #: TensorSource a folder, made from the sample of that name: returns or raises ValueError.
     read: Callable[[Path, str], Any]
     #: Which files are changed; the others are there unchanged.
     changed: Callable[[str], bool]
@@ -49,7 +49,7 @@ class Target:
 # -- what is done with a folder --------------------------------------------------------------------------
 
 
-def read_all(files: list[FilePlan], source: Reads) -> None:
+def read_all(files: list[FilePlan], source: TensorSource) -> None:
     """What a conversion would write."""
     for plan in files:
         assert sum(len(block) for block in content(plan, source, finite=False)) == plan.length
@@ -58,8 +58,8 @@ def read_all(files: list[FilePlan], source: Reads) -> None:
 def read_hf(folder: Path, sample: str) -> None:
     """Open, and convert to Megatron and to another Hugging Face folder."""
     opened = open_hugging_face(folder)
-    rows = from_hf.padded(opened.config.vocab_size, 128)
-    view = Converted(opened.weights, opened.padded_links(rows), to_hf=False)
+    rows = from_hf.pad_vocab_size(opened.config.vocab_size, 128)
+    view = Converted(opened.weights, opened.padded_mappings(rows), to_hf=False)
     files, _ = from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype="bfloat16")
     read_all(files, view)
     to_hf.small_files(opened.config, opened.weights.tensors, reference=folder)
@@ -130,7 +130,7 @@ def packed_folders() -> dict[str, Folder]:
         sparse.write_megatron(megatron, hf)
         with contextlib.redirect_stdout(io.StringIO()):
             conversion.convert_to_hf(
-                megatron, Path(name) / "packed", conversion.Options(), quantize="super-nvfp4"
+                megatron, Path(name) / "packed", conversion.ToHfOptions(quantize="super-nvfp4")
             )
         return {"packed": digest(Path(name) / "packed")}
 
@@ -155,10 +155,10 @@ def megatron_folders(*kinds: str) -> dict[str, Folder]:
 def headers() -> dict[str, Folder]:
     """Headers of safetensors files and no more data than they want."""
     some = [("a", "bfloat16", (2, 3)), ("b.c", "float32", ()), ("none", "int64", (0, 5)), ("d", "bool", (4,))]
-    whole = header(some, {"format": "pt"})
+    whole = safetensors_header(some, {"format": "pt"})
     return {
         "small": {"x.safetensors": whole + bytes(12 + 4 + 0 + 4)},
-        "empty": {"x.safetensors": header([], {})},
+        "empty": {"x.safetensors": safetensors_header([], {})},
     }
 
 
@@ -187,7 +187,7 @@ def _is(*endings: str) -> Callable[[str], bool]:
 
 TARGETS = {
     "header": Target(
-        headers, lambda folder, sample: read_header(folder / "x.safetensors"), _is(".safetensors")
+        headers, lambda folder, sample: read_safetensors_header(folder / "x.safetensors"), _is(".safetensors")
     ),
     "hf": Target(hf_folders, read_hf, _is(".json", ".safetensors")),
     "packed": Target(packed_folders, read_packed, _is(".json", ".safetensors")),

@@ -20,9 +20,9 @@ from megatron_nemotron3.generate.generate import GenerationOptions, generate
 from megatron_nemotron3.generate.text import Detokenizer, OutputStream, OutputText, Tokenizer
 from megatron_nemotron3.generate.weights import load
 from megatron_nemotron3.train.data import train_tokenizer
-from tests.convert.folders import write_hf
 from tests.support.engines import agreeing_tensors, repeatable
 from tests.support.generation_folders import TEXT, TOKENS, Folders, small_config
+from tests.support.hf_folders import write_hf
 
 Capture = pytest.CaptureFixture[str]
 PROMPT = "line 7: the naïve"

@@ -22,11 +22,11 @@ from megatron_nemotron3.generate.text import Tokenizer
 from megatron_nemotron3.generate.weights import load, read_weights
 from megatron_nemotron3.models import get
 from megatron_nemotron3.train.data import split_documents
-from tests.convert.folders import write_hf
 from tests.support.checkpoint_pair import pair
 from tests.support.engines import agreeing, agreeing_tensors
 from tests.support.engines import text as random_text
 from tests.support.generation_folders import TEXT, VOCABULARY, Folders, small_config
+from tests.support.hf_folders import write_hf
 from tests.support.parity import forward
 
 Capture = pytest.CaptureFixture[str]

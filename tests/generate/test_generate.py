@@ -14,8 +14,8 @@ from megatron_nemotron3.generate.sampling import Sampling
 from megatron_nemotron3.generate.state import MambaState
 from megatron_nemotron3.generate.weights import load
 from megatron_nemotron3.models import get
-from tests.convert.folders import write_hf
 from tests.support.engines import CONTEXT, tensors, tiny
+from tests.support.hf_folders import write_hf
 
 LENGTHS = (5, 40, 1)
 

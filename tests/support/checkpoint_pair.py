@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_nemotron3.convert import config_json, inventory
 from megatron_nemotron3.convert.plan import apply
 from megatron_nemotron3.models import Nemotron3Config
-from tests.convert.models import assemble, chunks
+from tests.support.convert_models import assemble, chunks
 from tests.support.model_mapping import megatron_model, randomize
 
 
@@ -69,6 +69,6 @@ def pair(config: Nemotron3Config, folder: Path, seed: int, padded: int = 0) -> P
 def convert(config: Nemotron3Config, megatron: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
     """Convert Megatron's tensors to Hugging Face's."""
     result: dict[str, Tensor] = {}
-    for link in inventory.links_of(config, megatron, padded_vocab_size=rows):
-        result |= apply(link.to_hf(), {t.name: megatron[t.name] for t in link.megatron})
+    for mapping in inventory.mappings_of(config, megatron, padded_vocab_size=rows):
+        result |= apply(mapping.to_hf(), {t.name: megatron[t.name] for t in mapping.megatron})
     return result

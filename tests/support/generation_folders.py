@@ -13,8 +13,8 @@ from megatron_nemotron3.convert import from_hf
 from megatron_nemotron3.generate.text import Tokenizer
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.train.data import prepare
-from tests.convert.folders import write_hf
 from tests.support.engines import agreeing_tensors
+from tests.support.hf_folders import write_hf
 
 #: Contains characters of two, three and four bytes.
 TEXT = "".join(f"line {i}: the naïve café costs {i * 7 % 23} € – good, 𝄞 or not\n" for i in range(1500))

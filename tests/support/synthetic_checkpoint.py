@@ -19,7 +19,7 @@ import torch
 
 from megatron_nemotron3.convert import config_json, inventory
 from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits, memory_bound
-from megatron_nemotron3.convert.stored import Reads, SourceTensor
+from megatron_nemotron3.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.models import Nemotron3Config, get
 
@@ -36,7 +36,7 @@ _SCALES = {
 }
 
 
-class Synthetic(Reads):
+class Synthetic(TensorSource):
     """A Megatron checkpoint of a model, random as `tests.support.model_mapping.randomize` makes it, BF16."""
 
     def __init__(self, config: Nemotron3Config, folder: Path) -> None:
@@ -70,7 +70,7 @@ def main(name: str, tokens: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config_json.write(config)))
         megatron = Synthetic(config, Path(folder))
-        hf = Converted(megatron, inventory.links(config), to_hf=True)
+        hf = Converted(megatron, inventory.mappings(config), to_hf=True)
         started = time.monotonic()
         report = check_logits(megatron, hf, config, CheckOptions(tokens))
         seconds = time.monotonic() - started

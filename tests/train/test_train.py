@@ -56,7 +56,7 @@ def test_trains_saves_and_resumes_with_the_same_losses(text: Path, tmp_path: Pat
     parts = tmp_path / "parts"
     first = _run(_command(parts, text, *steps, megatron=("--exit-interval", "3", "--save-interval", "6")))
     assert first.returncode == 0, first.stdout + first.stderr
-    assert folders.latest(parts / "checkpoints") == 3
+    assert folders.latest_iteration(parts / "checkpoints") == 3
     second = _run(_command(parts, text, *steps, megatron=("--save-interval", "6")))
     assert second.returncode == 0, second.stdout + second.stderr
     assert "resuming from step 3" in second.stdout
@@ -86,7 +86,7 @@ def test_an_interrupt_saves_first_and_the_same_command_goes_on(text: Path, tmp_p
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 130, out
-    saved = folders.latest(output / "checkpoints")
+    saved = folders.latest_iteration(output / "checkpoints")
     assert saved is not None and saved < steps
     assert f"step {saved} is saved; the same command goes on from there" in out
     assert [p.name for p in (output / "checkpoints").glob("iter_*")] == [f"iter_{saved:07d}"]

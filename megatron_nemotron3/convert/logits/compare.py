@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.convert.keys import Prefix, prefixes
 from megatron_nemotron3.convert.logits.hugging_face import HuggingFace
 from megatron_nemotron3.convert.logits.reference import Reference
 from megatron_nemotron3.convert.logits.report import Layer, Logits, Report
-from megatron_nemotron3.convert.places import Place, places
-from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Indices of the streams in [3, s, d].
@@ -57,8 +57,8 @@ class CheckOptions:
 
 
 def check_logits(
-    megatron: Reads,
-    hf: Reads,
+    megatron: TensorSource,
+    hf: TensorSource,
     config: Nemotron3Config,
     options: CheckOptions,
 ) -> Report:
@@ -133,7 +133,7 @@ class _Comparison:
     report: Report = field(default_factory=Report)
 
     def run(self, ids: Tensor) -> None:
-        table = list(places(self.config))
+        table = list(prefixes(self.config))
         self.report.experts = sum(p.part == "E" for p in table) * (self.config.num_moe_experts or 0)
         self.total = sum(p.part in self.config.full_pattern for p in table)
         x, y = self.ours.embed(ids), self.theirs.embed(ids).unsqueeze(0)
@@ -141,29 +141,29 @@ class _Comparison:
         self.record(Layer("embedding", *self.compare(x, y[0], rows[OWN], y[0])))
         rows[THEIRS] = y[0]
         depth = 0
-        for place, following in zip(table[1:], chain(table[2:], [None])):
-            if place.part == "mtp_in":
+        for prefix, following in zip(table[1:], chain(table[2:], [None])):
+            if prefix.part == "mtp_in":
                 depth += 1
                 rows, y = rows[:, :-1], y[:, :-1]
-                rows, y = self.enter_mtp(place, ids[depth:], rows, y)
-            elif place.part == "mtp_out":
-                rows = self.ours.norm(rows, place.megatron + "final_layernorm.weight")
-                y = self.theirs.norm(y, place.hf + "final_layernorm.weight")
+                rows, y = self.enter_mtp(prefix, ids[depth:], rows, y)
+            elif prefix.part == "mtp_out":
+                rows = self.ours.norm(rows, prefix.megatron + "final_layernorm.weight")
+                y = self.theirs.norm(y, prefix.hf + "final_layernorm.weight")
                 self.compare_logits(f"logits of MTP depth {depth}", rows, y)
                 rows[THEIRS] = y[0]
             else:
-                rows, y = self.layer(place, rows, y)
-            if place.megatron.startswith("decoder.") and (following is None or following.part == "mtp_in"):
+                rows, y = self.layer(prefix, rows, y)
+            if prefix.megatron.startswith("decoder.") and (following is None or following.part == "mtp_in"):
                 rows, y = self.ours.final_norm(rows), self.theirs.final_norm(y)
                 self.compare_logits("logits", rows, y)
                 rows[THEIRS] = y[0]
 
-    def layer(self, place: Place, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        step = self.theirs.layer(place.hf, y)
-        update, agreements = self.ours.layer(place.part, place.megatron, rows, step.selection)
+    def layer(self, prefix: Prefix, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        step = self.theirs.layer(prefix.hf, y)
+        update, agreements = self.ours.layer(prefix.part, prefix.megatron, rows, step.selection)
         rows += update
         self.perturb(rows, update[THEIRS] - step.update[0])
-        name = f"{place.megatron.rstrip('.')} and {place.hf.rstrip('.')} ({place.part})"
+        name = f"{prefix.megatron.rstrip('.')} and {prefix.hf.rstrip('.')} ({prefix.part})"
         figures = self.compare(update[THEIRS], step.update[0], rows[OWN], step.stream[0])
         if step.selection is None:
             self.record(Layer(name, *figures))
@@ -173,12 +173,12 @@ class _Comparison:
         rows[THEIRS] = step.stream[0]
         return rows, step.stream
 
-    def enter_mtp(self, place: Place, ids: Tensor, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def enter_mtp(self, prefix: Prefix, ids: Tensor, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Compare the input of an MTP block. The last token has no next token and has left the streams."""
-        y = self.theirs.mtp_input(place.hf, self.theirs.embed(ids), y)
-        rows = self.ours.mtp_input(place.megatron, self.ours.embed(ids), rows)
+        y = self.theirs.mtp_input(prefix.hf, self.theirs.embed(ids), y)
+        rows = self.ours.mtp_input(prefix.megatron, self.ours.embed(ids), rows)
         self.perturb(rows, rows[THEIRS] - y[0])
-        name = f"{place.megatron}eh_proj and {place.hf}eh_proj"
+        name = f"{prefix.megatron}eh_proj and {prefix.hf}eh_proj"
         self.record(Layer(name, *self.compare(rows[THEIRS], y[0], rows[OWN], y[0])))
         rows[THEIRS] = y[0]
         return rows, y

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_nemotron3.convert import config_json
 from megatron_nemotron3.convert.logits.reader import TensorReader
 from megatron_nemotron3.convert.logits.routing import Selection
-from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Earlier versions compute the scan incorrectly on a CPU after its first chunk (transformers #47246).
@@ -79,7 +79,7 @@ class HuggingFace:
             tensor is missing, or has another shape or dtype.
     """
 
-    def __init__(self, source: Reads, config: Nemotron3Config) -> None:
+    def __init__(self, source: TensorSource, config: Nemotron3Config) -> None:
         self.modeling, config_class = transformers_model()
         path = source.folder / "config.json"
         if not path.is_file():

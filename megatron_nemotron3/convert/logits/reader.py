@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.sources import TensorSource
 
 #: Elements read at once: 8 MiB of BF16, which become 16 MiB of FP32.
 BAND_ELEMENTS = 4 << 20
@@ -24,7 +24,7 @@ class TensorReader:
         names: requested name -> name in the source; default: the source's own names.
     """
 
-    def __init__(self, side: str, source: Reads, names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, side: str, source: TensorSource, names: Mapping[str, str] | None = None) -> None:
         self.side, self.source = side, source
         self.names = {name: name for name in source.tensors} if names is None else names
 

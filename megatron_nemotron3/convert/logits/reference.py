@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_nemotron3.convert.keys import non_weight_kind, plain_name
 from megatron_nemotron3.convert.logits.reader import TensorReader
 from megatron_nemotron3.convert.logits.routing import Agreement, Selection, agree
-from megatron_nemotron3.convert.places import plain, what_else
-from megatron_nemotron3.convert.stored import Reads
+from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.functional import (
     gated_group_rms_norm,
@@ -46,8 +46,8 @@ class Reference:
         ValueError: from every method that reads, if a tensor is missing, or has another shape or dtype.
     """
 
-    def __init__(self, source: Reads, config: Nemotron3Config) -> None:
-        names = {plain(key): key for key in source.tensors if what_else(key) is None}
+    def __init__(self, source: TensorSource, config: Nemotron3Config) -> None:
+        names = {plain_name(key): key for key in source.tensors if non_weight_kind(key) is None}
         self.weights, self.config = TensorReader("Megatron", source, names), config
         self.hidden = config.hidden_size
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron_nemotron3.convert.checkpoints import open_hugging_face, open_megatron
-from megatron_nemotron3.convert.conversion import Options, convert_from_hf, convert_to_hf
+from megatron_nemotron3.convert.conversion import FromHfOptions, ToHfOptions, convert_from_hf, convert_to_hf
 from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 from megatron_nemotron3.models import get
-from tests.checkpoint.writer import write
 from tests.support.checkpoint_pair import pair
+from tests.support.checkpoint_writer import write
 from tests.support.world import world_of_one
 
 pytest.importorskip("transformers")
@@ -31,9 +31,8 @@ def test_conversions_there_and_back(tmp_path: Path) -> None:
     keep = ("expert_bias", "e_score_correction_bias")
     tensors = {n: t if n.endswith(keep) else t.bfloat16() for n, t in made.megatron.content.items()}
     folders = [write(tmp_path / "megatron", tensors, iteration=1), tmp_path / "hf", tmp_path / "back"]
-    options = Options(model=CONFIG)
-    convert_to_hf(folders[0], folders[1], options)
-    convert_from_hf(folders[1], folders[2], options)
+    convert_to_hf(folders[0], folders[1], ToHfOptions(model=CONFIG))
+    convert_from_hf(folders[1], folders[2], FromHfOptions(model=CONFIG))
     hf = open_hugging_face(folders[1], model=CONFIG)
     for folder in (folders[0], folders[2]):
         opened = open_megatron(folder, model=CONFIG)

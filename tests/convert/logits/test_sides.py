@@ -17,8 +17,8 @@ from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 from megatron_nemotron3.convert.logits.reader import BAND_ELEMENTS, TensorReader
 from megatron_nemotron3.convert.logits.routing import TIE, Selection, agree
 from megatron_nemotron3.models import get
-from tests.convert.models import stored_parameters
 from tests.support.checkpoint_pair import InMemory, Pair, pair
+from tests.support.convert_models import stored_parameters
 from tests.support.world import world_of_one
 
 pytest.importorskip("transformers")

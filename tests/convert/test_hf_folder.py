@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
-from megatron_nemotron3.convert import safetensors_header
-from megatron_nemotron3.convert.safetensors_header import DTYPES, header, read_header
+from megatron_nemotron3.convert import hf_folder
+from megatron_nemotron3.convert.hf_folder import DTYPES, read_safetensors_header, safetensors_header
 
 _SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 _TENSORS = st.dictionaries(
@@ -48,7 +48,7 @@ def test_what_the_package_reads_is_what_we_wrote(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "written.safetensors"
     values = {name: _value(*kind) for name, kind in tensors.items()}
-    head = header(((n, d, s) for n, (d, s) in tensors.items()), {"format": "pt"})
+    head = safetensors_header(((n, d, s) for n, (d, s) in tensors.items()), {"format": "pt"})
     data = b"".join(bytes(v.flatten().view(torch.uint8).tolist()) for v in values.values())
     path.write_bytes(head + data)
     found = load_file(path)
@@ -58,7 +58,7 @@ def test_what_the_package_reads_is_what_we_wrote(
         assert found[name].flatten().view(torch.uint8).equal(value.flatten().view(torch.uint8))
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
-    entries, metadata = read_header(path)
+    entries, metadata = read_safetensors_header(path)
     assert metadata == {"format": "pt"}
     assert {n: (e.dtype, e.shape) for n, e in entries.items()} == tensors
 
@@ -70,7 +70,7 @@ def test_we_read_what_the_package_wrote(
     path = tmp_path_factory.getbasetemp() / "package.safetensors"
     values = {name: _value(*kind) for name, kind in tensors.items()}
     save_file(values, path)
-    entries, _ = read_header(path)
+    entries, _ = read_safetensors_header(path)
     assert {n: (e.dtype, e.shape) for n, e in entries.items()} == tensors
     data = path.read_bytes()
     for name, entry in entries.items():
@@ -97,7 +97,7 @@ _BAD: dict[str, tuple[Any, bytes, str]] = {
     "no type": ({"a": {"dtype": "X9", "shape": [2], "data_offsets": [0, 2]}}, b"xy", "has the type"),
     "no entry": ({"a": 7}, b"", "expected dtype"),
     "a list": ([], b"", "not with a JSON object"),
-    "metadata": ({"__metadata__": {"a": 1}}, b"", "no object of strings"),
+    "metadata": ({"__metadata__": {"a": 1}}, b"", "not an object of strings"),
     "no JSON": (b"{nothing", b"", "Expecting"),
     "no text": (b"{\xff\xff", b"", "UTF-8"),
     "empty": (b"", b"", "begins with"),
@@ -109,7 +109,7 @@ def test_a_bad_header_is_refused(tmp_path: Path, case: str) -> None:
     head, data, message = _BAD[case]
     path = _file(tmp_path / "bad.safetensors", head, data)
     with pytest.raises(CheckpointError, match=message) as caught:
-        read_header(path)
+        read_safetensors_header(path)
     assert str(caught.value).startswith(str(path))
     with pytest.raises(SafetensorError), safe_open(path, "pt") as file:
         file.keys()
@@ -118,11 +118,11 @@ def test_a_bad_header_is_refused(tmp_path: Path, case: str) -> None:
 def test_stricter_than_the_package(tmp_path: Path) -> None:
     entry = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
     twice = b"{" + entry + b"," + entry + b"}"
-    with pytest.raises(CheckpointError, match="is there twice"):
-        read_header(_file(tmp_path / "twice.safetensors", twice, b"x"))
+    with pytest.raises(CheckpointError, match="occurs twice"):
+        read_safetensors_header(_file(tmp_path / "twice.safetensors", twice, b"x"))
     deep = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     with pytest.raises(CheckpointError):
-        read_header(_file(tmp_path / "deep.safetensors", deep))
+        read_safetensors_header(_file(tmp_path / "deep.safetensors", deep))
 
 
 @pytest.mark.parametrize("length", [100_000_000, (1 << 64) - 1])
@@ -131,19 +131,19 @@ def test_a_huge_header_is_not_read(tmp_path: Path, length: int) -> None:
     if length < 1 << 40:  # the file has as many bytes, all of them holes
         with open(path, "r+b") as file:
             file.truncate(8 + length)
-    with pytest.raises(CheckpointError, match=f"a header of {length:,} bytes"):
-        read_header(path)
+    with pytest.raises(CheckpointError, match=f"its header has {length:,} bytes"):
+        read_safetensors_header(path)
 
 
 def test_short_or_missing(tmp_path: Path) -> None:
     (tmp_path / "short.safetensors").write_bytes(b"1234567")
     with pytest.raises(CheckpointError, match="7 bytes are no safetensors file"):
-        read_header(tmp_path / "short.safetensors")
+        read_safetensors_header(tmp_path / "short.safetensors")
     with pytest.raises(CheckpointError, match="No such file"):
-        read_header(tmp_path / "none.safetensors")
+        read_safetensors_header(tmp_path / "none.safetensors")
 
 
 def test_elements_are_aligned() -> None:
     for name in ("a", "ab", "abc"):
-        assert len(header([(name, "bfloat16", (3,))], {})) % 8 == 0
-    assert safetensors_header.LIMIT > 6_000_000  # Ultra's index
+        assert len(safetensors_header([(name, "bfloat16", (3,))], {})) % 8 == 0
+    assert hf_folder.HEADER_LIMIT > 6_000_000  # Ultra's index

@@ -12,7 +12,7 @@ import torch
 from megatron_nemotron3.convert import inventory, to_hf
 from megatron_nemotron3.convert.plan import whole
 from megatron_nemotron3.convert.quantized_recipes import formats
-from megatron_nemotron3.convert.stored import Reads, SourceTensor
+from megatron_nemotron3.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.convert.streams import write
 from megatron_nemotron3.convert.views import as_bits, as_tensor
 from megatron_nemotron3.models import Nemotron3Config
@@ -20,7 +20,7 @@ from megatron_nemotron3.models import Nemotron3Config
 TINY = ("super-tiny", "ultra-tiny", "nano-tiny", "lightning-tiny")
 
 
-class Memory(Reads):
+class Memory(TensorSource):
     """Tensors in memory; counts what is read of them."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -56,12 +56,12 @@ def all_scales(config: Nemotron3Config, recipe: str) -> dict[str, float]:
     return {name: (i + 1) / 1024 for i, name in enumerate(names)}
 
 
-def read_whole(source: Reads, name: str) -> torch.Tensor:
+def read_whole(source: TensorSource, name: str) -> torch.Tensor:
     tensor = source.tensors[name]
     return as_tensor(source.read(name, whole(tensor.shape)), tensor.dtype)
 
 
-def written(folder: Path, source: Reads) -> Path:
+def written(folder: Path, source: TensorSource) -> Path:
     folder.mkdir()
     for plan in to_hf.files(source.tensors, 1 << 20):
         write(plan, source, folder / plan.name, lambda n: None)

@@ -10,11 +10,11 @@ import numpy
 from megatron_nemotron3.convert import streams
 from megatron_nemotron3.convert.job import Job, run
 from megatron_nemotron3.convert.plan import Slices, extent, whole
-from megatron_nemotron3.convert.stored import Reads, SourceTensor
+from megatron_nemotron3.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.convert.streams import FilePlan, Part
 
 
-class Numbers(Reads):
+class Numbers(TensorSource):
     """Tensors of counted numbers; `delay` seconds for each read."""
 
     def __init__(self, folder: Path, rows: int = 40, delay: float = 0.0) -> None:

@@ -1,6 +1,6 @@
-"""Checkpoints of any size that take no room: real headers and real lengths, all elements zero, never written.
+"""Checkpoints of any size in sparse files: real headers and lengths, and zero elements that are not written.
 
-python -m tests.convert.sparse convert from-hf A B     the command line, with a writer that leaves holes
+python -m tests.support.sparse_checkpoints convert from-hf A B    # the command line with a sparse writer
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_nemotron3.convert import crc32, from_hf, inventory, job, streams, to_hf
+from megatron_nemotron3.convert import from_hf, inventory, job, streams, to_hf
 from megatron_nemotron3.convert.checkpoints import open_hugging_face
-from megatron_nemotron3.convert.stored import SourceTensor
+from megatron_nemotron3.convert.sources import SourceTensor
 from megatron_nemotron3.convert.streams import FilePlan
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.models import Nemotron3Config
@@ -27,8 +27,8 @@ def write_hf(folder: Path, config: Nemotron3Config, limit: int = to_hf.SHARD_BYT
 def write_megatron(folder: Path, hf: Path, divisible_by: int = 128) -> None:
     """The torch_dist folder that `convert from-hf` makes of a folder of zeros, its checksums included."""
     opened = open_hugging_face(hf)
-    rows = from_hf.padded(opened.config.vocab_size, divisible_by)
-    view = Converted(opened.weights, opened.padded_links(rows), to_hf=False)
+    rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisible_by)
+    view = Converted(opened.weights, opened.padded_mappings(rows), to_hf=False)
     _write(folder, *from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype="bfloat16"))
 
 
@@ -51,7 +51,7 @@ def _write(folder: Path, files: Iterable[FilePlan], small: dict[str, bytes]) -> 
 def crc_of_zeros(length: int) -> int:
     """zlib.crc32(bytes(length)): the register begins with all ones, and they are flipped at the end."""
     ones = 0xFFFFFFFF
-    return crc32.combine(ones, ones, length) if length else 0
+    return streams.combine_crc32(ones, ones, length) if length else 0
 
 
 def _write_holes(descriptor: int, data: bytes | memoryview) -> None:

@@ -20,10 +20,10 @@ from megatron_nemotron3.convert.quantized_config import (
     plain_config,
     quantization_config,
 )
-from megatron_nemotron3.convert.quantized_export import Quantized, quantization
-from megatron_nemotron3.convert.quantized_import import Dequantized
+from megatron_nemotron3.convert.quantized_recipes import quantization
+from megatron_nemotron3.convert.quantized_views import Dequantized, Quantized
 from megatron_nemotron3.models import get
-from tests.convert.quantized_models import TINY, Memory, all_scales, random_model, read_whole
+from tests.support.quantized_models import TINY, Memory, all_scales, random_model, read_whole
 
 SCALES = all_scales(get("super-tiny"), "nvfp4")
 
@@ -163,7 +163,7 @@ def _tensors(kind: str) -> dict[str, torch.Tensor]:
 
 
 DAMAGE = [
-    ("nvfp4", "weight_scale", None, "there is no .*weight_scale"),
+    ("nvfp4", "weight_scale", None, "weight_scale is missing"),
     ("nvfp4", "weight_scale", torch.ones(8, 3).to(torch.float8_e4m3fn), r"expected float8_e4m3fn \[8, 2\]"),
     ("nvfp4", "weight_scale", torch.ones(8, 2), r"is float32 \[8, 2\]: expected float8_e4m3fn"),
     (
@@ -179,20 +179,20 @@ DAMAGE = [
     ("nvfp4", "weight_scale_2", torch.tensor(float("nan")), "is nan, expected a number above 0"),
     ("nvfp4", "weight_scale_2", torch.tensor(1, dtype=torch.int32), "is int32"),
     ("nvfp4", "weight", torch.zeros(8, 15, dtype=torch.uint8), "one for 16 of the 30 columns"),
-    ("nvfp4", "weight", torch.zeros(8, dtype=torch.uint8), r"uint8 \[8\], unknown"),
-    ("nvfp4", "weight", torch.ones(8, 32, dtype=torch.bfloat16), "is a scale of no quantized weight"),
+    ("nvfp4", "weight", torch.zeros(8, dtype=torch.uint8), r"uint8 \[8\]: expected a matrix"),
+    ("nvfp4", "weight", torch.ones(8, 32, dtype=torch.bfloat16), "its weight is not quantized"),
     ("compressed", "weight_global_scale", torch.tensor(0.0), "is 0.0, expected a number above 0"),
     ("compressed", "weight_global_scale", None, "weight_global_scale is missing"),
-    ("compressed", "weight_packed", torch.ones(8, 16), r"float32 \[8, 16\], unknown"),
+    ("compressed", "weight_packed", torch.ones(8, 16), r"float32 \[8, 16\]: expected a matrix"),
     ("compressed", "weight", torch.ones(8, 32), "are the same weight"),
-    ("compressed", "weight_zero_point", torch.ones(8, 2), "this layout are not read"),
-    ("fp8", "weight_scale", None, "there is no .*weight_scale"),
-    ("fp8", "weight_scale", torch.ones(2, 2), "scales for blocks are not read"),
+    ("compressed", "weight_zero_point", torch.ones(8, 2), "this layout is not read"),
+    ("fp8", "weight_scale", None, "weight_scale is missing"),
+    ("fp8", "weight_scale", torch.ones(2, 2), "block scales are not read"),
     ("fp8", "weight_scale", torch.tensor(float("inf")), "is inf, expected a number above 0"),
     ("fp8", "weight_scale", torch.tensor([1.0, 2, 0, 1, 1, 1, 1, 1]), "holds a scale not above 0"),
     ("fp8", "weight", torch.full((8, 32), float("nan")).to(torch.float8_e4m3fn), "holds NaN"),
-    ("fp8", "weight_scale_2", torch.tensor(1.0), "is a scale of no quantized weight"),
-    ("fp8", "pre_quant_scale", torch.ones(32), "this layout are not read"),
+    ("fp8", "weight_scale_2", torch.tensor(1.0), "its weight is not quantized"),
+    ("fp8", "pre_quant_scale", torch.ones(32), "this layout is not read"),
 ]
 
 
@@ -231,8 +231,8 @@ def test_configurations_that_say_something_else_are_refused() -> None:
 
 def test_importing_costs_the_standard_library() -> None:
     code = (
-        "import sys; from megatron_nemotron3.convert import quantized_config, quantized_export, "
-        "quantized_import, quantized_recipes; "
+        "import sys; from megatron_nemotron3.convert import quantized_config, quantized_recipes, "
+        "quantized_views; "
         "print([m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

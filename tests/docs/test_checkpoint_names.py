@@ -1,20 +1,20 @@
-"""The documentation's table is the table."""
+"""docs/reference/checkpoint_names.md is up to date, complete, and its example runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megatron_nemotron3.convert import inventory
-from megatron_nemotron3.convert.places import Names
-from megatron_nemotron3.convert.table import markdown
+from megatron_nemotron3.convert.keys import NameLookup
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.tensors import ROWS
+from tests.docs.checkpoint_names import markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "checkpoint_names.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == markdown(), "run megatron_nemotron3.convert.table"
+    assert PAGE.read_text() == markdown(), "run python -m tests.docs.pages"
 
 
 def test_every_name_of_the_table_is_on_the_page() -> None:
@@ -28,7 +28,7 @@ def test_the_example_on_the_page_runs() -> None:
     _, _, rest = PAGE.read_text().partition("```python\n")
     scope: dict[str, object] = {}
     exec(rest.partition("```")[0], scope)
-    match = Names(get("super")).key("decoder.layers.7.self_attention.linear_qkv.weight")
+    match = NameLookup(get("super")).key("decoder.layers.7.self_attention.linear_qkv.weight")
     assert scope["match"] == match
     assert [t.name[6] for t in match.row.hf] == ["q", "k", "v"]
-    assert isinstance(scope["link"], inventory.Link)
+    assert isinstance(scope["mapping"], inventory.TensorMapping)

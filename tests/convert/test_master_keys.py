@@ -9,11 +9,10 @@ import torch
 
 from megatron_nemotron3.args import Launch, ParallelLayout, TrainingData, flags, to_argv
 from megatron_nemotron3.checkpoint.metadata import CheckpointIndex, StoredTensor, read_metadata
-from megatron_nemotron3.convert.masters import masters
-from megatron_nemotron3.convert.places import plain, what_else
+from megatron_nemotron3.convert.keys import master_keys, non_weight_kind, plain_name
 from megatron_nemotron3.train import processes
-from tests.checkpoint.reading import read_rows
-from tests.checkpoint.runs import CONFIG
+from tests.support.checkpoint_reading import read_rows
+from tests.support.checkpoint_runs import CONFIG
 from tests.support.short_run import short_schedule
 
 BF16, FP32 = (StoredTensor(kind, (4, 2), ()) for kind in ("bfloat16", "float32"))
@@ -54,9 +53,9 @@ def test_runs(run: str, tmp_path: Path) -> None:
     """Every weight but the expert bias has a master, and is that master, rounded."""
     layout, distributed, extra, prefix = RUNS[run]
     index = saved(tmp_path, layout, distributed, *extra)
-    found = masters(index.tensors)
-    keys = [key for key in index.tensors if what_else(key) is None]
-    assert set(found) == {plain(key) for key in keys if not key.endswith("expert_bias")}
+    found = master_keys(index.tensors)
+    keys = [key for key in index.tensors if non_weight_kind(key) is None]
+    assert set(found) == {plain_name(key) for key in keys if not key.endswith("expert_bias")}
     for weight, master in found.items():
         assert master == prefix + weight
         stored, exact = read_rows(index, weight), read_rows(index, master)
@@ -67,12 +66,12 @@ def test_runs(run: str, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_buckets_have_no_names(tmp_path: Path) -> None:
     index = saved(tmp_path, ParallelLayout(), True)
-    weights = [key for key in index.tensors if what_else(key) is None]
+    weights = [key for key in index.tensors if non_weight_kind(key) is None]
     parameters = [key for key in weights if not key.endswith("expert_bias")]
     with pytest.raises(
         ValueError, match="in 1 bucket.*save again with --dist-ckpt-optim-fully-resh"
     ) as error:
-        masters(index.tensors)
+        master_keys(index.tensors)
     assert str(error.value).startswith(f"{len(parameters)} of {len(weights)} weights have no FP32 master")
 
 
@@ -83,7 +82,7 @@ def test_prefixes() -> None:
         "optimizer.state.param.module.b.weight": FP32,
         "optimizer.state.exp_avg.a.weight": FP32,
     }
-    assert masters(weights | found) == {
+    assert master_keys(weights | found) == {
         "a.weight": "chained_0.optimizer.state.fp32_param.a.weight",
         "b.weight": "optimizer.state.param.module.b.weight",
     }
@@ -93,7 +92,7 @@ def test_prefixes() -> None:
     ("others", "text"),
     [
         ({}, "1 of 2 weights .*first 'a.weight': .*no optimizer state with names"),
-        ({"optimizer.state.exp_avg.a.weight": FP32}, "a part of the weights only.*fully-reshardable"),
+        ({"optimizer.state.exp_avg.a.weight": FP32}, "only some of the weights.*fully-reshardable"),
         (
             {"chained_1.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(x).bucket_idx_0.param": FP32},
             "in 1 bucket",
@@ -103,10 +102,10 @@ def test_prefixes() -> None:
         ({f"optimizer.state.{kind}.a.weight": FP32 for kind in ("param", "fp32_param")}, "the same weight"),
         (
             {f"optimizer.state.param.{name}.weight": FP32 for name in "ac"},
-            "1 of 2 FP32 masters are of no weight.*c.weight",
+            "1 of 2 FP32 masters belong to no weight.*c.weight",
         ),
     ],
 )
 def test_refusals(others: dict[str, StoredTensor], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        masters({"a.weight": BF16, "a.expert_bias": FP32, **others})
+        master_keys({"a.weight": BF16, "a.expert_bias": FP32, **others})

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointIndex
-from megatron_nemotron3.convert.dist_folder import tensors_of
-from megatron_nemotron3.convert.stored import Source
+from megatron_nemotron3.convert.sources import FileSource
+from megatron_nemotron3.convert.torch_dist import index_tensors
 from megatron_nemotron3.convert.views import as_tensor
 
 
 def read_rows(index: CheckpointIndex, name: str, rows: slice | None = None) -> torch.Tensor:
     """The rows of the first axis, put together from all chunks."""
-    source = Source(index.folder, tensors_of(index), {})
+    source = FileSource(index.folder, index_tensors(index), {})
     tensor = source.tensors[name]
     slices = [(0, n) for n in tensor.shape]
     if tensor.shape:

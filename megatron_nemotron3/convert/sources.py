@@ -1,10 +1,10 @@
-"""Tensors where they lie: blocks of files, and any slice of them as raw bits.
+"""Lazy access to tensor slices in files.
 
-Every reader (safetensors, torch_dist, mp_rank) says which block of which file holds which part of which
-tensor; `Source.read` puts a slice together from the blocks, with one `pread` for each contiguous run and no
-memory beyond the slice. Nothing is mapped, so the process's resident memory does not grow with the files.
+Every reader (safetensors, torch_dist, mp_rank) lists the blocks of files that hold the parts of each tensor.
+`FileSource.read` assembles a slice from these blocks, with one `pread` per contiguous run and no memory
+beyond the slice. Files are not memory-mapped, so the resident memory of the process does not grow with them.
 
-Elements are not interpreted: an array of bfloat16 comes as unsigned 16-bit integers.
+Elements are not interpreted: a slice of a bfloat16 tensor is an array of unsigned 16-bit integers.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from megatron_nemotron3.convert.plan import Shape, Slices, extent
 if TYPE_CHECKING:
     import numpy
 
-#: Open files at most.
+#: Largest number of open files.
 _OPEN = 64
-#: Bytes read at once from a block whose rows are not contiguous in the slice.
+#: Bytes read per call from a block whose rows are not contiguous in the slice.
 _SPAN = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Where a block lies: element [i, j] at byte offset + (i * stride[0] + j * stride[1]) * item size."""
+class Location:
+    """Location of a block: element [i, j] is at byte offset + (i * stride[0] + j * stride[1]) * item size."""
 
     path: Path
     offset: int
@@ -45,21 +45,21 @@ class Block:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    #: A function where the place is only known after a look into the file.
-    where: Layout | Callable[[], Layout]
+    #: A function if the file must be opened to find the location.
+    location: Location | Callable[[], Location]
 
-    def layout(self) -> Layout:
-        """Where the block lies.
+    def locate(self) -> Location:
+        """Return the location of the block.
 
         Raises:
             CheckpointError: the file is damaged.
         """
-        return self.where if isinstance(self.where, Layout) else self.where()
+        return self.location if isinstance(self.location, Location) else self.location()
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor: torch's dtype name, global shape, blocks that tile it."""
+    """A tensor of a source: torch's dtype name, global shape, and blocks that tile it (none in a view)."""
 
     dtype: str
     shape: Shape
@@ -67,20 +67,20 @@ class SourceTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Size of the elements in bytes."""
         return prod(self.shape) * ITEM_SIZE[self.dtype]
 
 
-class Reads:
-    """What every source has: tensors by name, and slices of them."""
+class TensorSource:
+    """Tensors by name, of which slices are read on demand."""
 
     folder: Path
     tensors: Mapping[str, SourceTensor]
-    #: Name below `folder` -> size in bytes, of every file the tensors lie in.
+    #: Path below `folder` -> size in bytes, of every file that holds tensors.
     files: Mapping[str, int]
 
     def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
-        """The raw bits of a slice, in a new C-contiguous array of its shape.
+        """Read a slice as raw bits, into a new C-contiguous array of its shape.
 
         Raises:
             CheckpointError: a file cannot be read, is too short, or is damaged.
@@ -88,8 +88,8 @@ class Reads:
         raise NotImplementedError
 
 
-class Source(Reads):
-    """Tensors that lie in files."""
+class FileSource(TensorSource):
+    """Tensors in files."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, SourceTensor], files: Mapping[str, int]) -> None:
         self.folder, self.tensors, self.files = folder, tensors, files
@@ -102,14 +102,14 @@ class Source(Reads):
         tensor = self.tensors[name]
         result = numpy.empty(extent(slices), bits(tensor.dtype))
         filled = 0
-        for block in self._blocks(name, slices):
+        for block in self._overlapping_blocks(name, slices):
             starts = [max(a, o) for (a, _), o in zip(slices, block.offsets)]
             stops = [min(b, o + n) for (_, b), o, n in zip(slices, block.offsets, block.sizes)]
             if any(a >= b for a, b in zip(starts, stops)):
                 continue
             window = tuple(slice(a - s, b - s) for a, b, (s, _) in zip(starts, stops, slices))
             inside = tuple((a - o, b - o) for a, b, o in zip(starts, stops, block.offsets))
-            self._fill(result[window] if window else result, block, inside)
+            self._read_block(result[window] if window else result, block, inside)
             filled += prod(b - a for a, b in zip(starts, stops))
         if filled != result.size:
             raise CheckpointError(
@@ -118,12 +118,12 @@ class Source(Reads):
         return result
 
     def close(self) -> None:
-        """Close the files; reading opens them again."""
+        """Close the files. A later read opens them again."""
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def _blocks(self, name: str, slices: Slices) -> list[Block]:
-        """Those that may hold a part of the slice: experts are hundreds of blocks along the first axis."""
+    def _overlapping_blocks(self, name: str, slices: Slices) -> list[Block]:
+        """List the blocks that may hold a part of the slice. A stack of experts has hundreds of blocks."""
         blocks = self.tensors[name].blocks
         if len(blocks) < 8 or not slices:
             return list(blocks)
@@ -138,33 +138,33 @@ class Source(Reads):
         first, last = slices[0]
         return ordered[bisect_left(starts, first - longest + 1) : bisect_left(starts, last)]
 
-    def _fill(self, target: numpy.ndarray[Any, Any], block: Block, inside: Slices) -> None:
-        """Copy [inside] of a block, a slice in the block's own indices, to `target`."""
+    def _read_block(self, target: numpy.ndarray[Any, Any], block: Block, inside: Slices) -> None:
+        """Read [inside], a slice in the indices of the block, into `target`."""
         import numpy
 
-        layout, item = block.layout(), target.itemsize
-        first = layout.offset + item * sum(a * step for (a, _), step in zip(inside, layout.stride))
+        location, item = block.locate(), target.itemsize
+        first = location.offset + item * sum(a * step for (a, _), step in zip(inside, location.stride))
         shape = extent(inside)
-        span = 1 + sum((n - 1) * step for n, step in zip(shape, layout.stride))
-        descriptor = self._descriptor(layout.path)
-        if span == target.size and _row_major(shape, layout.stride):
+        span = 1 + sum((n - 1) * step for n, step in zip(shape, location.stride))
+        descriptor = self._descriptor(location.path)
+        if span == target.size and _is_row_major(shape, location.stride):
             if target.flags.c_contiguous:
-                _pread(descriptor, _buffer(target), first, layout.path)
+                _pread(descriptor, _as_bytes(target), first, location.path)
             else:
                 run = numpy.empty(shape, target.dtype)
-                _pread(descriptor, _buffer(run), first, layout.path)
+                _pread(descriptor, _as_bytes(run), first, location.path)
                 target[...] = run
             return
-        # Rows of a wider matrix, or a transposed one: as many rows at once as a bounded span allows.
-        step = layout.stride[0]
+        # Rows of a wider matrix, or a transposed matrix: read as many rows per call as _SPAN allows.
+        step = location.stride[0]
         one = span - (shape[0] - 1) * step  # elements that a single row spans
         rows = max(1, 1 + (_SPAN // item - one) // step) if step else shape[0]
         for start in range(0, shape[0], rows):
             count = min(rows, shape[0] - start)
             some = (count, *shape[1:])
             flat = numpy.empty(one + (count - 1) * step, target.dtype)
-            _pread(descriptor, _buffer(flat), first + start * step * item, layout.path)
-            strides = tuple(stride * item for stride in layout.stride)
+            _pread(descriptor, _as_bytes(flat), first + start * step * item, location.path)
+            strides = tuple(stride * item for stride in location.stride)
             target[start : start + count] = numpy.lib.stride_tricks.as_strided(flat, some, strides)
 
     def _descriptor(self, path: Path) -> int:
@@ -182,16 +182,16 @@ class Source(Reads):
 
 
 def bits(dtype: str) -> str:
-    """numpy's unsigned type as wide as an element of torch's type `dtype`."""
+    """Numpy's unsigned integer type of the size of torch's `dtype`."""
     return f"u{ITEM_SIZE[dtype]}"
 
 
 def row_major(shape: Shape) -> tuple[int, ...]:
-    """The strides, in elements, of a contiguous array."""
+    """Strides, in elements, of a contiguous array."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _row_major(shape: Shape, stride: tuple[int, ...]) -> bool:
+def _is_row_major(shape: Shape, stride: tuple[int, ...]) -> bool:
     expected = 1
     for n, step in zip(reversed(shape), reversed(stride)):
         if n != 1 and step != expected:
@@ -200,7 +200,7 @@ def _row_major(shape: Shape, stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _buffer(array: numpy.ndarray[Any, Any]) -> memoryview:
+def _as_bytes(array: numpy.ndarray[Any, Any]) -> memoryview:
     return memoryview(array.reshape(-1).view("u1"))
 
 

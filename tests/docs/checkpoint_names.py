@@ -1,7 +1,4 @@
-"""The name table as a Markdown page: docs/reference/checkpoint_names.md is this text, and a test holds it.
-
-python -m tests.docs.pages
-"""
+"""The page docs/reference/checkpoint_names.md: the table of tensors, in Markdown."""
 
 from __future__ import annotations
 
@@ -37,13 +34,13 @@ _INTRO = """\
 Generated: `python -m tests.docs.pages`. The table
 is `megatron_nemotron3/models/tensors.py`; [conversion.md](../conversion.md) says how to convert.
 
-- *Megatron* is the key in a torch_dist folder, with global shapes: the layout that wrote it does not show.
-  `{e}` is the global number of an expert. Shapes are in brackets, symbols below.
-- *Rule* makes the Hugging Face tensors of Megatron's; every rule copies elements, none computes.
-- *TP* is how Megatron splits the parameter over tensor-parallel ranks (the routed experts: over the ranks of
-  `--expert-tensor-parallel-size`). `parts`: each of the listed parts on its own. In legacy mp_rank folders a
-  file holds one rank's share.
-- Everything has the model's type (BF16 as released) but for the rows marked FP32.
+- *Megatron* is the key in a torch_dist folder. Shapes are global and do not depend on the parallel layout.
+  `{e}` is the global number of an expert. Shapes are in brackets; the symbols are explained below.
+- *Rule* converts Megatron's tensors to Hugging Face's; every rule only copies elements.
+- *TP* is how Megatron splits the parameter over tensor-parallel ranks (routed experts: over the ranks of
+  `--expert-tensor-parallel-size`). `parts`: each of the listed parts is split separately. A file of a legacy
+  mp_rank folder holds one rank's shard.
+- All tensors have the model's type (BF16 as released), except the rows marked FP32.
 """
 
 _RULES = """\
@@ -52,21 +49,21 @@ _RULES = """\
 | rule | what it does |
 |-|-|
 | copy | the same tensor |
-| vocabulary | the first rows of Megatron's padded table; going back, zeros behind them |
-| concat | Megatron's tensors one behind another along axis 0 |
-| stack | Megatron holds all experts in one tensor, Hugging Face one tensor for each |
-| qkv | rows `[q … q, k, v]` of each KV group, a head `kv_channels` rows, become q, k and v of all groups |
+| vocabulary | the first rows of Megatron's padded table; going back, zero rows are appended |
+| concat | Megatron's tensors concatenated along axis 0 |
+| stack | Megatron has one tensor for all experts, Hugging Face one tensor per expert |
+| qkv | rows `[q … q, k, v]` of each KV group become q, k and v of all groups; a head has `kv_channels` rows |
 
-`linear_qkv` is cut into equal runs of rows, also where TP exceeds the number of KV groups: no KV head is
+`linear_qkv` is cut into equal bands of rows, even if TP exceeds the number of KV groups: no KV head is
 stored twice.
 
 ## Multi-token prediction
 
-Megatron numbers blocks `o` and the layers `i` in them, Hugging Face all of them in one line. With `P` layers
-a block, `mtp.layers.o.mtp_model_layer.layers.i.` is `mtp.layers.{o * P + i}.`, and below it stand the names
-of the layer's kind as in a decoder layer. A block that training applies at several depths
-(`--mtp-use-repeated-layer`, all released models) is stored once, and `num_nextn_predict_layers` in
-config.json is the number of stored blocks.
+Megatron numbers the blocks `o` and the layers `i` of each block; Hugging Face numbers all MTP layers
+consecutively. With `P` layers per block, `mtp.layers.o.mtp_model_layer.layers.i.` is
+`mtp.layers.{o * P + i}.`, followed by the same names as in a decoder layer of that kind. A block that
+training applies at several depths (`--mtp-use-repeated-layer`, all released models) is stored once, and
+`num_nextn_predict_layers` in config.json is the number of stored blocks.
 """
 
 _PYTHON = """\
@@ -74,34 +71,34 @@ _PYTHON = """\
 
 ```python
 from megatron_nemotron3.convert import inventory, plan
-from megatron_nemotron3.convert.places import Names
+from megatron_nemotron3.convert.keys import NameLookup
 from megatron_nemotron3.models import get
 
 config = get("super")
-match = Names(config).key("decoder.layers.7.self_attention.linear_qkv.weight")
+match = NameLookup(config).key("decoder.layers.7.self_attention.linear_qkv.weight")
 match.row.hf  # q_proj, k_proj, v_proj
-for link in inventory.links(config):  # tensors that are made of each other
-    link.megatron, link.hf  # names, shapes, types
-    link.to_hf()  # which slices of the one are which slices of the other; .inverse() goes back
+for mapping in inventory.mappings(config):  # tensors that are converted into each other
+    mapping.megatron, mapping.hf  # names, shapes, types
+    mapping.to_hf()  # which slices of the one are which slices of the other; .inverse() goes back
 ```
 
-A plan is data: `plan.bands(n)` cuts it into pieces of at most `n` elements, `plan.byte_ranges` says where a
-piece lies in a file, `plan.apply` carries it out in memory on torch tensors or numpy arrays.
+A plan is data: `plan.bands(n)` cuts it into pieces of at most `n` elements, `plan.byte_ranges` gives the byte
+ranges of a piece in a file, and `plan.apply` applies it in memory to torch tensors or numpy arrays.
 """
 
 
-def _tensors(stored: tuple[NamedShape, ...], prefix: str = "") -> str:
+def _cell(stored: tuple[NamedShape, ...], prefix: str = "") -> str:
     return "<br>".join(f"`{prefix}{t.name}` [{', '.join(t.shape)}]" for t in stored)
 
 
-def _line(row: Row) -> str:
+def _table_line(row: Row) -> str:
     first = row.spellings[0]
     kind = ", FP32" if row.float32 else ""
     needs = f", needs {row.needs}" if row.needs else ""
-    return f"| {_tensors(first.tensors)} | {_tensors(row.hf)} | {first.rule}{kind}{needs} | {row.tp} |"
+    return f"| {_cell(first.tensors)} | {_cell(row.hf)} | {first.rule}{kind}{needs} | {row.tp} |"
 
 
-def _others() -> Iterator[tuple[Row, Spelling]]:
+def _other_spellings() -> Iterator[tuple[Row, Spelling]]:
     for dialect in DIALECTS:
         for row in ROWS:
             for spelling in row.spellings:
@@ -109,33 +106,33 @@ def _others() -> Iterator[tuple[Row, Spelling]]:
                     yield row, spelling
 
 
-def _dialects() -> list[str]:
+def _spelling_section() -> list[str]:
     lines = [
         "## Other spellings",
         "",
-        f"Read as well, each row on its own. `{PARAMETER}` is the name in `named_parameters()` where it is",
-        "not the torch_dist key; the others come from other specs and versions. Wrappers' prefixes",
-        "(`module.`, `model.`) are taken off, and `transformer_layer.layers.` in an MTP block reads as",
-        "`mtp_model_layer.layers.`.",
+        f"These are read as well, and may be mixed. `{PARAMETER}` is the name in `named_parameters()` where",
+        "it differs from the torch_dist key; the others come from other specs and versions. Prefixes of",
+        "wrappers (`module.`, `model.`) are removed, and `transformer_layer.layers.` in an MTP block is read",
+        "as `mtp_model_layer.layers.`.",
         "",
         "| spelling | layer | Megatron | Hugging Face | rule |",
         "|-|-|-|-|-|",
     ]
-    for row, spelling in _others():
+    for row, spelling in _other_spellings():
         hf = "<br>".join(f"`{t.name}`" for t in row.hf)
         lines.append(
-            f"| {spelling.dialect} | `{row.part}` | {_tensors(spelling.tensors)} | {hf} | {spelling.rule} |"
+            f"| {spelling.dialect} | `{row.part}` | {_cell(spelling.tensors)} | {hf} | {spelling.rule} |"
         )
     return lines
 
 
-def _symbols() -> list[str]:
+def _symbol_section() -> list[str]:
     configs = [get(name) for name in model_names()]
     lines = [
         "## Shape symbols and sizes",
         "",
-        "`latent` is the width the routed experts read and write: the hidden size without a latent space.",
-        "`padded_vocab` is the vocabulary rounded up as `--make-vocab-size-divisible-by` and TP say.",
+        "`latent` is the input width of the routed experts: the hidden size if there is no latent space.",
+        "`padded_vocab` is the vocabulary size, padded by `--make-vocab-size-divisible-by` and TP.",
         "",
         "| | " + " | ".join(f"`{c.name}`" for c in configs) + " |",
         "|-|" + "-|" * len(configs),
@@ -156,7 +153,7 @@ def _symbols() -> list[str]:
     return lines
 
 
-def _config() -> list[str]:
+def _config_section() -> list[str]:
     tables = {**config_json.FIELDS, **config_json.DENSE, **config_json.MOE}
     lines = [
         "## config.json",
@@ -182,16 +179,12 @@ def _config() -> list[str]:
 
 
 def markdown() -> str:
-    """The page."""
+    """Return the page."""
     lines = [_INTRO]
     for part, (title, megatron, hf) in _PARTS.items():
         where = f" (`{megatron}…`, `{hf}…`)" if megatron else ""
         lines += [f"## {title}{where}", "", "| Megatron | Hugging Face | rule | TP |", "|-|-|-|-|"]
-        lines += [_line(row) for row in ROWS if row.part == part]
+        lines += [_table_line(row) for row in ROWS if row.part == part]
         lines.append("")
-    lines += [_RULES, *_dialects(), "", *_symbols(), "", *_config(), "", _PYTHON]
+    lines += [_RULES, *_spelling_section(), "", *_symbol_section(), "", *_config_section(), "", _PYTHON]
     return "\n".join(lines).rstrip("\n") + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

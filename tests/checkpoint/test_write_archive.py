@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_nemotron3.checkpoint.archive import crc_problem, records
-from megatron_nemotron3.checkpoint.integrity import read_all
+from megatron_nemotron3.checkpoint.archive import ALIGNMENT, crc_problem, records
+from megatron_nemotron3.checkpoint.integrity import check_integrity
 from megatron_nemotron3.checkpoint.metadata import (
     ITEM_SIZE,
     CheckpointIndex,
@@ -26,9 +26,9 @@ from megatron_nemotron3.checkpoint.metadata import (
     StoredObject,
     StoredTensor,
 )
-from megatron_nemotron3.checkpoint.pack import ALIGNMENT, object_archive, tensor_archive
 from megatron_nemotron3.checkpoint.read import opened, tensor_layout
-from tests.checkpoint.reading import read_rows
+from megatron_nemotron3.checkpoint.write import object_archive, tensor_archive
+from tests.support.checkpoint_reading import read_rows
 
 SHAPES = [(), (0,), (4, 0), (0, 4), (1,), (3, 4), (300, 2), (2, 1, 70_000)]
 
@@ -107,13 +107,13 @@ def test_a_folder_of_them_passes_the_full_check_and_a_flipped_bit_does_not(tmp_p
     path = tmp_path / "__0_0.distcp"
     path.write_bytes(blob)
     index = CheckpointIndex(tmp_path, stored, {})
-    result = read_all(tmp_path, index)
+    result = check_integrity(tmp_path, index)
     assert (result.problems, result.records, result.bytes, result.unprotected) == ((), 12, len(blob), 0)
     for name, tensor in tensors.items():
         assert same(read_rows(index, name), tensor)
     at = blob.index(tensors["t1"].flatten().view(torch.uint8).numpy().tobytes())
     path.write_bytes(blob[:at] + bytes([blob[at] ^ 1]) + blob[at + 1 :])
-    (problem,) = read_all(tmp_path, index).problems
+    (problem,) = check_integrity(tmp_path, index).problems
     assert "t1" in problem and "CRC32" in problem
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
-from megatron_nemotron3.convert import stored
+from megatron_nemotron3.convert import sources
 from megatron_nemotron3.convert.plan import whole
-from megatron_nemotron3.convert.stored import Block, Layout, Source, SourceTensor, row_major
+from megatron_nemotron3.convert.sources import Block, FileSource, Location, SourceTensor, row_major
 
 
 def _cuts(data: st.DataObject, length: int) -> list[tuple[int, int]]:
@@ -26,7 +26,7 @@ def test_every_slice_of_every_layout(tmp_path_factory: pytest.TempPathFactory, d
     """Blocks on a grid, each row-major or transposed in the file, with bytes between them."""
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     dtype = data.draw(st.sampled_from(["uint8", "bfloat16", "float32", "int64"]))
-    array = numpy.arange(numpy.prod(shape), dtype=stored.bits(dtype)).reshape(shape)
+    array = numpy.arange(numpy.prod(shape), dtype=sources.bits(dtype)).reshape(shape)
     grid = [_cuts(data, n) for n in shape]
     path = tmp_path_factory.getbasetemp() / "blocks.bin"
     blocks, content = [], b""
@@ -39,13 +39,13 @@ def test_every_slice_of_every_layout(tmp_path_factory: pytest.TempPathFactory, d
         stride = [0] * len(shape)
         for axis, step in zip(order, row_major(lie.shape)):
             stride[axis] = step
-        where = Layout(path, len(content), tuple(stride))
+        where = Location(path, len(content), tuple(stride))
         lazily = data.draw(st.booleans())
         sizes = tuple(part.shape)
         blocks.append(Block(tuple(a for a, _ in box), sizes, (lambda w=where: w) if lazily else where))
         content += lie.tobytes()
     path.write_bytes(content)
-    source = Source(path.parent, {"t": SourceTensor(dtype, shape, tuple(blocks))}, {})
+    source = FileSource(path.parent, {"t": SourceTensor(dtype, shape, tuple(blocks))}, {})
     slices = []
     for n in shape:
         start = data.draw(st.integers(0, n))
@@ -60,27 +60,27 @@ def test_a_band_of_columns_is_read_in_bounded_spans(tmp_path: Path, monkeypatch:
     array = numpy.arange(64 * 100, dtype="u2").reshape(64, 100)
     array.tofile(tmp_path / "a")
     lengths: list[int] = []
-    pread = stored._pread
-    monkeypatch.setattr(stored, "_SPAN", 1000)
-    monkeypatch.setattr(stored, "_pread", lambda d, v, o, p: (lengths.append(len(v)), pread(d, v, o, p)))
+    pread = sources._pread
+    monkeypatch.setattr(sources, "_SPAN", 1000)
+    monkeypatch.setattr(sources, "_pread", lambda d, v, o, p: (lengths.append(len(v)), pread(d, v, o, p)))
     tensor = SourceTensor(
-        "bfloat16", (64, 100), (Block((0, 0), (64, 100), Layout(tmp_path / "a", 0, (100, 1))),)
+        "bfloat16", (64, 100), (Block((0, 0), (64, 100), Location(tmp_path / "a", 0, (100, 1))),)
     )
-    source = Source(tmp_path, {"t": tensor}, {})
+    source = FileSource(tmp_path, {"t": tensor}, {})
     numpy.testing.assert_array_equal(source.read("t", ((3, 60), (10, 30))), array[3:60, 10:30])
     source.close()
     assert max(lengths) <= 1000 and len(lengths) > 10
 
 
 def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "_OPEN", 2)
+    monkeypatch.setattr(sources, "_OPEN", 2)
     tensors = {}
     for i in range(5):
         (tmp_path / str(i)).write_bytes(bytes([i]))
         tensors[str(i)] = SourceTensor(
-            "uint8", (1,), (Block((0,), (1,), Layout(tmp_path / str(i), 0, (1,))),)
+            "uint8", (1,), (Block((0,), (1,), Location(tmp_path / str(i), 0, (1,))),)
         )
-    source = Source(tmp_path, tensors, {})
+    source = FileSource(tmp_path, tensors, {})
     assert [int(source.read(str(i), ((0, 1),))[0]) for i in (0, 1, 2, 3, 4, 0, 4)] == [0, 1, 2, 3, 4, 0, 4]
     assert len(source._open) == 2
     source.close()
@@ -88,13 +88,13 @@ def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(10))
-    layout = Layout(tmp_path / "a", 0, (4, 1))
+    layout = Location(tmp_path / "a", 0, (4, 1))
     tensors = {
         "short": SourceTensor("uint8", (4, 4), (Block((0, 0), (4, 4), layout),)),
         "gap": SourceTensor("uint8", (4, 4), (Block((0, 0), (2, 4), layout),)),
-        "gone": SourceTensor("uint8", (1,), (Block((0,), (1,), Layout(tmp_path / "b", 0, (1,))),)),
+        "gone": SourceTensor("uint8", (1,), (Block((0,), (1,), Location(tmp_path / "b", 0, (1,))),)),
     }
-    source = Source(tmp_path, tensors, {})
+    source = FileSource(tmp_path, tensors, {})
     for name, message in (
         ("short", "the file ends at byte 10, inside the 16 from 0"),
         ("gap", "hold 8 of 16 elements"),

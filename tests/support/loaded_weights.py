@@ -7,9 +7,9 @@ from typing import Any
 
 from megatron_nemotron3.checkpoint.metadata import read_metadata
 from megatron_nemotron3.models import Nemotron3Config
-from tests.checkpoint.reading import read_rows
-from tests.convert.models import GOLDEN
 from tests.parallel.tensors import Tensors, gather
+from tests.support.checkpoint_reading import read_rows
+from tests.support.convert_models import GOLDEN
 from tests.support.distributed import run_distributed
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")

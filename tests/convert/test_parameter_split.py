@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_nemotron3.convert import inventory, plan, sharding
-from megatron_nemotron3.convert.places import Names
+from megatron_nemotron3.convert import inventory, plan, transforms
+from megatron_nemotron3.convert.keys import NameLookup
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.tensors import PARAMETER, ROWS, Row, symbol_sizes
-from tests.convert.models import DISTINCT, GOLDEN, assemble, chunks, stored_parameters
+from tests.support.convert_models import DISTINCT, GOLDEN, assemble, chunks, stored_parameters
 from tests.support.distributed import initialize, run_distributed
 from tests.support.model_mapping import megatron_model
 
@@ -38,12 +38,12 @@ def parameter(row: Row, config: Nemotron3Config) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.part} {row.spelling(PARAMETER).tensors[0].name}")
 def test_unshard_is_the_inverse_of_shard(row: Row, tp: int) -> None:
     weight = parameter(row, WIDE)
-    shards = sharding.shard(row, WIDE, weight, tp=tp, etp=tp)
+    shards = transforms.shard_parameter(row, WIDE, weight, tp=tp, etp=tp)
     assert len(shards) == tp
     share = 1 if row.tp == "replicated" else tp
     assert all(one.size * share == weight.size for one in shards)
-    assert np.array_equal(sharding.unshard(row, WIDE, shards), weight)
-    split = sharding.split(row, WIDE, tp=tp, etp=tp)
+    assert np.array_equal(transforms.unshard_parameter(row, WIDE, shards), weight)
+    split = transforms.split_parameter(row, WIDE, tp=tp, etp=tp)
     assert (split is None) == (row.tp == "replicated")
     if split is not None:
         split.check()
@@ -81,14 +81,14 @@ def ranks_hold_what_the_table_says(config: Nemotron3Config, layout: dict[str, in
     tp, ep, etp = (layout.get(key, 1) for key in ("tp", "ep", "etp"))
     ranks = run_distributed(ranks_tensors, max(tp, ep * etp), config, layout)
     tensors = assemble([chunk for _, of_rank in ranks for chunk in of_rank])
-    lookup, compared = Names(config), 0
+    lookup, compared = NameLookup(config), 0
     per_rank: list[dict[str, torch.Tensor]] = [dict(parameters) for parameters, _ in ranks]
-    stored, full = inventory.links(config), inventory.links(config, dialect=PARAMETER)
-    for link, parameters in zip(stored, full):
-        hf = plan.apply(link.to_hf(), {t.name: tensors[t.name] for t in link.megatron})
+    stored, full = inventory.mappings(config), inventory.mappings(config, dialect=PARAMETER)
+    for mapping, parameters in zip(stored, full):
+        hf = plan.apply(mapping.to_hf(), {t.name: tensors[t.name] for t in mapping.megatron})
         for tensor_name, weight in plan.apply(parameters.to_hf().inverse(), hf).items():
             match = lookup.key(tensor_name)
-            shards = sharding.shard(match.row, config, weight, tp=tp, etp=etp)
+            shards = transforms.shard_parameter(match.row, config, weight, tp=tp, etp=etp)
             for rank, mine in enumerate(per_rank):
                 name, owner = tensor_name, rank
                 if match.expert is not None:
@@ -115,13 +115,13 @@ def ranks_hold_what_the_table_says(config: Nemotron3Config, layout: dict[str, in
     ],
 )
 def test_what_megatron_cannot_split_is_refused(name: str, tp: int, text: str) -> None:
-    config, lookup = GOLDEN["super_like"], Names(GOLDEN["super_like"])
+    config, lookup = GOLDEN["super_like"], NameLookup(GOLDEN["super_like"])
     layer = {"self": 3, "mixe": 0, "mlp.": 1}[name[:4]]
     with pytest.raises(ValueError, match=f"super_like: .*{text}"):
-        sharding.split(lookup.key(f"decoder.layers.{layer}.{name}").row, config, tp=tp)
+        transforms.split_parameter(lookup.key(f"decoder.layers.{layer}.{name}").row, config, tp=tp)
 
 
 def test_replicas_that_differ_are_refused() -> None:
-    row = Names(DISTINCT).key("decoder.final_norm.weight").row
+    row = NameLookup(DISTINCT).key("decoder.final_norm.weight").row
     with pytest.raises(ValueError, match="decoder.final_norm.weight: ranks 0 and 1 differ"):
-        sharding.unshard(row, DISTINCT, [np.zeros(88), np.ones(88)])
+        transforms.unshard_parameter(row, DISTINCT, [np.zeros(88), np.ones(88)])
