@@ -1,12 +1,12 @@
-"""Peak memory of one layer of each kind, forward and backward, against sequence length: it must be linear.
+"""Peak memory of forward and backward of one layer of each kind, which must be linear in sequence length.
 
     OMP_NUM_THREADS=2 python benchmarks/memory.py [--quick]
 
-Each kind (M, *, E, -) is a one-layer model without embedding or head, in a process of its own. Its peak is
-the increase of resident memory during one forward and backward (FP32, batch 1). The slope of the
-least-squares line is the memory per token; R^2 measures how linear it is. Workspace of bounded size flattens
-the curve slightly at long lengths. Quadratic memory would bend it upward, and the script fails: one
-[heads, s, s] attention matrix of 8192 tokens would take 1 GiB here.
+Each kind (M, *, E, -) is a one-layer model without embedding or head in a separate process. Its peak is the
+growth of resident memory during one forward and backward (FP32, batch 1). The slope of the least-squares line
+is the memory per token; R^2 measures how linear it is. Workspace of bounded size flattens the line slightly
+at long sequences. Quadratic memory would bend it upwards, which fails the benchmark: one [heads, s, s]
+attention matrix of 8192 tokens would take 1 GiB here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common import MIB, Worker, machine, model, parser, peak_memory, print_table
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 KINDS = ("M", "*", "E", "-")
-#: Largest factor of the peak for the last doubling of the length: 2 is linear, 4 is quadratic.
+#: Largest factor allowed for the last doubling of the length: linear memory gives 2, quadratic 4.
 LAST_DOUBLING = 2.6
 REPETITIONS = 3
 

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/parts.py [--lengths 512 8192]
 
-Model and step are those of train_step.py. Each hand-written autograd function, the router and the dispatcher
-are timed as a whole. All other torch operations are timed one by one in a second pass, because that takes
-time itself. One thread and CPU time make the result largely independent of other load on the machine.
+Model and step are those of train_step.py. Hand-written autograd functions, router and dispatch are timed as a
+whole. All other torch operations are timed individually in a second pass, because that adds overhead. One
+thread and CPU time make the result robust against other load on the machine.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=2 python benchmarks/ssd.py [--quick]
 
-FP32, batch 1, the head sizes of the published models (head dimension 64, state 128), 8 heads in 2 groups. The
-outputs must agree before anything is timed. Times are medians of runs in turn; peak memory is the increase of
-resident memory in a process that runs only this form. The recurrence stops at `REFERENCE_LIMIT` tokens,
-because autograd keeps every state, which takes 0.25 MiB each here, and more.
+FP32, batch 1, the head sizes of the published models (head dimension 64, state 128) with 8 heads in 2 groups.
+The outputs are compared before they are timed. Time is the median of alternating runs; peak memory is the
+growth of resident memory in a process that runs one form only. The recurrence is limited to `REFERENCE_LIMIT`
+tokens, because autograd saves every state (0.25 MiB each here) and more.
 """
 
 from __future__ import annotations
