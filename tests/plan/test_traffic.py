@@ -39,7 +39,7 @@ def counted(case: Case) -> tuple[dict[Any, int], dict[str, tuple[int, ...]], int
     from megatron.core import parallel_state as groups
     from torch.distributed import get_process_group_ranks
 
-    from tests.plan.collectives import Collectives
+    from tests.support.collectives import Collectives
 
     run = Run(case, None)
     with Collectives() as found:
