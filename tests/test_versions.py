@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3 import cli, models
+from megatron_nemotron3 import run as launcher
 from megatron_nemotron3.args import (
     BACKENDS,
     PRECISIONS,
@@ -139,6 +140,19 @@ def test_an_installed_version_that_is_not_supported(
 
 
 # From here on the installed megatron-core is asked.
+
+
+@full
+def test_the_launcher_names_an_unsupported_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import megatron.core
+
+    monkeypatch.setattr(megatron.core, "__version__", "0.18.2")
+    with pytest.raises(SystemExit) as end:
+        launcher.require_supported_megatron()
+    assert end.value.code == 2
+    assert "megatron_nemotron3.run: megatron-core 0.18.2 is not supported" in capsys.readouterr().err
 
 
 def here() -> str:

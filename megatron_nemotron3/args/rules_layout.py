@@ -16,7 +16,7 @@ _LINEAR = "megatron/core/tensor_parallel/layers.py"
 _STATE = "megatron/core/parallel_state.py"
 
 
-def _split(name: str, field: str, size: str, kind: str, source: str) -> Rule:
+def _split_rule(name: str, field: str, size: str, kind: str, source: str) -> Rule:
     """`config.field` must be divisible by `layout.size` if the model has layers of that kind."""
 
     def whole(c: Launch) -> int | None:
@@ -111,12 +111,12 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         ),
         _LINEAR,
     ),
-    _split("mamba-heads-tp", "mamba_num_heads", "tp", "M", _MIXER),
-    _split("mamba-groups-tp", "mamba_num_groups", "tp", "M", _MIXER),
-    _split("dense-ffn-tp", "dense_ffn_hidden_size", "tp", "-", _LINEAR),
-    _split("shared-expert-tp", "moe_shared_expert_intermediate_size", "tp", "E", _LINEAR),
-    _split("expert-ffn-etp", "moe_ffn_hidden_size", "etp", "E", _LINEAR),
-    _split("experts-ep", "num_moe_experts", "ep", "E", _ARGUMENTS),
+    _split_rule("mamba-heads-tp", "mamba_num_heads", "tp", "M", _MIXER),
+    _split_rule("mamba-groups-tp", "mamba_num_groups", "tp", "M", _MIXER),
+    _split_rule("dense-ffn-tp", "dense_ffn_hidden_size", "tp", "-", _LINEAR),
+    _split_rule("shared-expert-tp", "moe_shared_expert_intermediate_size", "tp", "E", _LINEAR),
+    _split_rule("expert-ffn-etp", "moe_ffn_hidden_size", "etp", "E", _LINEAR),
+    _split_rule("experts-ep", "num_moe_experts", "ep", "E", _ARGUMENTS),
     Rule(
         "mtp-hidden-tp",
         lambda c: c.config.has_mtp and c.config.hidden_size % c.layout.tp,

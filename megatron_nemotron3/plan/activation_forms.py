@@ -29,6 +29,7 @@ from megatron_nemotron3.args import Launch
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.plan.recompute import Recompute
 from megatron_nemotron3.plan.state import padded_vocab_size
+from megatron_nemotron3.precision.numerics import MXFP8_BLOCK, NVFP4_BLOCK
 from megatron_nemotron3.precision.table import BF16, LINEARS, MXFP8, NVFP4, tail
 
 #: Bytes of an FP32 number, of an index, and of an entry of a row map.
@@ -36,8 +37,8 @@ FLOAT, INDEX, ROW = 4, 8, 4
 #: The torch scan on a CPU keeps a state every so many chunks of so many tokens (`layers/chunked_scan.py`).
 _CHUNK, _LEAST_CHUNKS, _BLOCK_ELEMENTS = 64, 4, 2**19
 
-#: Bytes of an element with its share of the block's scale (32 elements to an E8M0, 16 to an E4M3).
-PACKED = {BF16: 2.0, MXFP8: 1 + 1 / 32, NVFP4: 1 / 2 + 1 / 16}
+#: Bytes of an element with its share of the block's scale, which is one byte (E8M0 or E4M3).
+PACKED = {BF16: 2.0, MXFP8: 1 + 1 / MXFP8_BLOCK, NVFP4: 1 / 2 + 1 / NVFP4_BLOCK}
 
 #: Module -> bytes.
 Form = dict[str, int]

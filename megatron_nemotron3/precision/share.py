@@ -1,7 +1,8 @@
-"""How much of a model has which format: parameters and forward FLOPs, in closed form. Standard library only.
+"""The share of each format in a model's parameters and forward FLOPs, in closed form. Standard library only.
 
 FLOPs are those of one token's forward pass in training: routed experts count top-k times, MTP blocks once per
-depth, the output layer once more per depth. Backward takes twice as much of each product, so shares stay.
+depth, and the output layer once more per depth. Backward takes twice as many for each product, so the shares
+of a whole step are the same.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _QUANTIZABLE = {kind.name for kind in LINEARS}
 
 @dataclass(frozen=True)
 class Share:
-    """One line: what is treated alike, and how much it is."""
+    """One line of the table: modules with the same treatment, and how much of the model they are."""
 
-    #: Name of a row of the table, or "tail", "other", "weightless".
+    #: Name of a `ModuleKind`, or "tail", "other", "weightless".
     name: str
     modules: str
     format: str
@@ -39,7 +40,7 @@ class Share:
 def shares(
     config: Nemotron3Config, precision: str, *, at_end: int | None = None, seq_length: int | None = None
 ) -> list[Share]:
-    """All of a model's parameters and FLOPs, each in one line, in the table's order.
+    """Divide all parameters and FLOPs of a model into lines, in the order of the table.
 
     Args:
         config: the model.
@@ -61,15 +62,17 @@ def shares(
     sums.add("mtp", mtp * config.mtp_num_blocks, 2.0 * mtp * config.mtp_num_layers)
     sums.add("embedding", embedding, 0.0)
     sums.add("output_layer", output, 2.0 * output * (1 + config.mtp_num_layers))
-    # Norms outside layers: no product to speak of.
+    # Norms outside the layers; they have no products.
     sums.parameters[OTHER] += count(config).stored - sum(sums.parameters.values())
     return [
-        line for line in _lines(sums, precision, kept, config.num_layers) if line.parameters or line.flops
+        line
+        for line in _share_lines(sums, precision, kept, config.num_layers)
+        if line.parameters or line.flops
     ]
 
 
 class _Sums:
-    """Elements and FLOPs by line."""
+    """Elements and FLOPs of each line."""
 
     def __init__(self) -> None:
         self.parameters: Counter[str] = Counter()
@@ -88,7 +91,7 @@ class _Sums:
         applied: int,
         linears: str | None,
     ) -> None:
-        """A layer that is stored and applied so many times; its linears count under `linears` if given."""
+        """Add a layer that is stored and applied several times. `linears`: the line of its linears."""
         for tensor in layer_tensors(config, symbol):
             name = tensor.linear or OTHER
             if linears and name in _QUANTIZABLE:
@@ -98,7 +101,7 @@ class _Sums:
         self.add(WEIGHTLESS, 0, flops * applied)
 
 
-def _lines(sums: _Sums, precision: str, kept: int, layers: int) -> Iterator[Share]:
+def _share_lines(sums: _Sums, precision: str, kept: int, layers: int) -> Iterator[Share]:
     def line(name: str, modules: str, fmt: str, why: str) -> Share:
         return Share(name, modules, fmt, sums.parameters[name], sums.flops.get(name, 0.0), why)
 
@@ -119,13 +122,13 @@ def _lines(sums: _Sums, precision: str, kept: int, layers: int) -> Iterator[Shar
 
 
 def modules_of(kind: ModuleKind) -> str:
-    """The modules of a row, for people: "mlp.experts.linear_fc1, linear_fc2"."""
+    """The modules of a kind as text: "mlp.experts.linear_fc1, linear_fc2"."""
     first, *rest = (glob.lstrip("*.") for glob in kind.modules)
     return ", ".join((first.rstrip(".*"), *(name.rpartition(".")[2] for name in rest)))
 
 
 def totals(lines: list[Share]) -> dict[str, tuple[float, float]]:
-    """Format -> its share of parameters and of FLOPs, each from 0 to 1."""
+    """Format -> its shares of the parameters and of the FLOPs, from 0 to 1."""
     parameters, flops = sum(line.parameters for line in lines), sum(line.flops for line in lines)
     found: dict[str, tuple[float, float]] = {}
     for line in lines:

@@ -20,7 +20,7 @@ from megatron_nemotron3.models.pattern import KINDS as LAYER_KINDS
 from megatron_nemotron3.models.tensors import ROWS, Row, registered
 
 NVFP4, MXFP8, BF16, FP32 = "nvfp4", "mxfp8", "bf16", "fp32"
-#: What a model can be trained in by this table.
+#: Formats in which a model can be trained with this table.
 FORMATS = (NVFP4, MXFP8, BF16)
 
 _SUPER = "Super report (arXiv 2604.12374), table 3"
@@ -32,7 +32,7 @@ _NO_TE_MODULE = "megatron-core 0.19: no TE module"
 class ModuleKind:
     """Linears that are treated alike. The table of tensors (`models.tensors`) says which they are."""
 
-    #: As in `Row.linear`; for messages and tests, too.
+    #: The value of `Row.linear`, also used in messages.
     name: str
     #: Format in the published NVFP4 recipe.
     recipe: str
@@ -40,9 +40,9 @@ class ModuleKind:
     source: str
     #: Names and globs of the matchers that say so in the precision file; none where the recipe is NVFP4.
     matchers: tuple[tuple[str, str], ...] = ()
-    #: False: full precision whatever is asked for, because it is no TE linear.
+    #: False for a module that is no TE linear and keeps full precision in every run.
     quantizable: bool = True
-    #: The glob of a kind that takes all modules below a name; None: those of its tensors.
+    #: Glob of a kind that covers all modules below a name; None: the modules of its tensors.
     everything_in: str | None = None
 
     @cached_property
@@ -70,7 +70,7 @@ class ModuleKind:
         return precision
 
 
-#: What is never quantized. First, because an MTP block has routers, too.
+#: Modules that are never quantized. They come first, because an MTP block has routers, too.
 NEVER: tuple[ModuleKind, ...] = (
     ModuleKind("embedding", BF16, "a lookup, no product", _NO_TE_MODULE, quantizable=False),
     ModuleKind(
@@ -90,7 +90,8 @@ NEVER: tuple[ModuleKind, ...] = (
     ModuleKind("convolution", BF16, "depth-wise: no matrix product", _NO_TE_MODULE, quantizable=False),
 )
 
-#: What could be quantized, in the order the precision file needs: MTP before the kinds it contains.
+#: Linears that can be quantized, in the order that the precision file needs: MTP before the kinds it
+#: contains.
 LINEARS: tuple[ModuleKind, ...] = (
     # Not "mtp.*": a model nested in another has it at language_model.mtp.
     ModuleKind(
@@ -135,13 +136,13 @@ _BY_NAME = {kind.name: kind for kind in KINDS}
 
 @dataclass(frozen=True)
 class Tail:
-    """Decoder layers that stay BF16 at the end."""
+    """The number of last decoder layers that stay BF16, and the source of that number."""
 
     layers: int
     source: str
 
 
-# (model, number of layers). A shortened Super is not Super.
+# (model, number of layers) -> tail; a shortened Super has no published tail.
 _PUBLISHED_TAIL = {
     ("super", 88): Tail(14, f"{_SUPER}: the final 15 %; 14 in two public configurations, 16 in a third"),
     ("ultra", 108): Tail(16, "Ultra report (arXiv 2606.15007), section 2.2: the last 16 of 108"),
@@ -149,7 +150,7 @@ _PUBLISHED_TAIL = {
 
 
 def tail(config: Nemotron3Config) -> Tail:
-    """14 for Super, 16 for Ultra, else 15 % of the layers, up. No layer at the start stays BF16."""
+    """14 layers for Super, 16 for Ultra, else 15 % of the layers, rounded up. No first layers stay BF16."""
     published = _PUBLISHED_TAIL.get((config.name, config.num_layers))
     return published or Tail(-(-15 * config.num_layers // 100), "none published: 15 % as for Super")
 
@@ -160,7 +161,7 @@ def bf16_tail(config: Nemotron3Config) -> int:
 
 
 def is_published(config: Nemotron3Config) -> bool:
-    """Whether a report says that this model was trained so."""
+    """Whether a report states that this model was trained with this recipe."""
     return (config.name, config.num_layers) in _PUBLISHED_TAIL
 
 
@@ -173,7 +174,7 @@ def kind_of(module: str) -> ModuleKind | None:
 
 
 def kind_named(linear: str | None) -> ModuleKind | None:
-    """The kind of a row or tensor whose `linear` this is; None for None."""
+    """The kind with this name (`Row.linear`); None for None."""
     return None if linear is None else _BY_NAME[linear]
 
 
@@ -204,16 +205,18 @@ class Structure:
         return cls(config.pattern, blocks, bool(config.moe_latent_size))
 
     def linears(self) -> Iterator[Linear]:
-        """All linears the table has a choice about, decoder first. Experts count as one per layer and FC."""
+        """All linears that can be quantized, decoder first. Experts count as one per layer and FC."""
         for number, symbol in enumerate(self.pattern):
             for module in self._modules(symbol):
-                yield _linear(f"decoder.layers.{number}.{module}", number)
+                yield _quantizable_linear(f"decoder.layers.{number}.{module}", number)
         for block, inner in enumerate(self.mtp):
             for module in self._modules("mtp_in"):
-                yield _linear(f"mtp.layers.{block}.{module}", None)
+                yield _quantizable_linear(f"mtp.layers.{block}.{module}", None)
             for number, symbol in enumerate(inner):
                 for module in self._modules(symbol):
-                    yield _linear(f"mtp.layers.{block}.mtp_model_layer.layers.{number}.{module}", None)
+                    yield _quantizable_linear(
+                        f"mtp.layers.{block}.mtp_model_layer.layers.{number}.{module}", None
+                    )
 
     def kinds(self) -> set[str]:
         """Names of the kinds that the model has."""
@@ -226,7 +229,7 @@ class Structure:
                 yield from row.modules
 
 
-def _linear(name: str, layer: int | None) -> Linear:
+def _quantizable_linear(name: str, layer: int | None) -> Linear:
     kind = kind_of(name)
     assert kind is not None and kind.quantizable, name
     return Linear(name, kind, layer)
