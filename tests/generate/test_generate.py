@@ -80,7 +80,7 @@ def test_what_is_refused(ids: list[list[int]], new: int, message: str) -> None:
 
 
 def test_the_context_may_be_full() -> None:
-    """The limit is of prompt and new tokens together."""
+    """The limit applies to prompt and new tokens together."""
     found = generate(Engine(tiny("super")[0].weights), [[1] * 250], GenerationOptions(6))
     assert len(found.rows[0].tokens) == 6
 
@@ -115,7 +115,7 @@ def test_checkpoints_of_both_kinds(folders: tuple[Path, Path]) -> None:
 
 
 def test_bfloat16(tmp_path: Path) -> None:
-    """Coarser, but the same model; states of Mamba-2 stay FP32, and steps are as one pass.
+    """Less precise, but the same model; states of Mamba-2 stay FP32, and single steps equal one pass.
 
     Without experts: choosing others by rounding is no error, but a large difference.
     """
