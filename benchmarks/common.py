@@ -1,25 +1,30 @@
-"""What the benchmarks share: the model they run, a world of one process, memory and time, a table.
+"""Helpers of the benchmarks: the model they run, worker processes, memory and time, a table.
 
-Every side of a comparison runs in a process of its own (`Worker`), so that its memory is its own; the
-parent asks them in turn, so that a busy machine disturbs all of them alike. On a machine with other work,
-set OMP_WAIT_POLICY=passive: OpenMP threads that spin for a core somebody else has cost ten times the step.
+Every side of a comparison runs in a process of its own (`Worker`), so that memory can be attributed to it.
+The parent process calls the sides in turn, so that other load on the machine affects all of them alike. On a
+busy machine set OMP_WAIT_POLICY=passive: OpenMP threads that spin while they wait for a core make a step ten
+times slower.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
+import math
 import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from process_tree import proc_bytes
+
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     # `python benchmarks/x.py` finds the package and tests.support.
@@ -63,70 +68,56 @@ def model(pattern: str = "MEMEM*EMEME") -> Any:
     )
 
 
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that prints the module's docstring as it is."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def do_not_clamp_time_steps(module: Any) -> None:
+    """Remove the lower limit of transformers' Mamba-2 time steps, which the model family does not have."""
+    for part in module.modules():
+        if hasattr(part, "time_step_limit"):
+            part.time_step_limit = (0.0, math.inf)
+
+
 def set_threads() -> None:
-    """As many threads as OMP_NUM_THREADS says, by default two."""
+    """Use as many threads as OMP_NUM_THREADS says, by default two."""
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
-@contextmanager
-def world_of_one(seed: int = 1234) -> Iterator[None]:
-    """`cpu_mode` and Megatron's groups for this process alone."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    from megatron_nemotron3.cpu import cpu_mode
-
-    with cpu_mode():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            parallel_state.initialize_model_parallel()
-            torch.manual_seed(seed)
-            model_parallel_cuda_manual_seed(seed)
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
-
-
-def _status(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}: these benchmarks measure memory on Linux only")
-
-
 def peak_memory(function: Callable[[], Any]) -> int:
-    """Bytes by which the resident memory of this process rises at most while `function` runs.
+    """Largest increase of this process's resident memory while `function` runs, in bytes.
 
-    Freed memory is given back to the system first, and the kernel's high-water mark (VmHWM) is reset, so
-    the figure is what `function` needs, whatever ran before.
+    Freed memory is returned to the system first, and the kernel's high-water mark (VmHWM) is reset, so the
+    result does not depend on what ran before.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    reset_peak()
+    before = proc_bytes("self/status")["VmRSS"]
     function()
-    return max(0, _status("VmHWM") - before)
+    return max(0, proc_bytes("self/status")["VmHWM"] - before)
+
+
+def reset_peak() -> None:
+    """Reset the kernel's high-water mark of this process's resident memory (VmHWM)."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def available_memory() -> int:
-    """Bytes the machine can still give (MemAvailable)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable")
+    """Bytes of memory that are available on the machine."""
+    return proc_bytes("meminfo")["MemAvailable"]
 
 
 class Worker:
     """An object in a process of its own; `call` runs one of its methods there.
 
     Args:
-        factory: module-level callable that makes the object, called in the new process.
+        factory: module-level callable that creates the object, called in the new process.
     """
 
     def __init__(self, factory: Callable[..., Any], *args: Any) -> None:
@@ -137,7 +128,7 @@ class Worker:
         theirs.close()
 
     def call(self, method: str, *args: Any) -> Any:
-        """The method's result. Raises RuntimeError if it failed or the process died (out of memory)."""
+        """Return the method's result. Raises RuntimeError if it fails or the process dies."""
         self._pipe.send((method, args))
         try:
             fine, result = self._pipe.recv()
@@ -177,18 +168,23 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def in_turn(calls: Sequence[Callable[[], float]], repetitions: int) -> list[float]:
-    """Median result of each call, all of them called once a round after one round that does not count."""
-    results: list[list[float]] = [[] for _ in calls]
-    for round_ in range(repetitions + 1):
+    """Median result of each call; the calls run in turn (`rounds`)."""
+    return [statistics.median(values) for values in rounds(calls, repetitions)]
+
+
+def rounds(calls: Sequence[Callable[[], T]], repetitions: int) -> list[list[T]]:
+    """Results of each call. Every round runs all of them once; a first round for warm-up is discarded."""
+    results: list[list[T]] = [[] for _ in calls]
+    for number in range(repetitions + 1):
         for call, values in zip(calls, results, strict=True):
             value = call()
-            if round_:
+            if number:
                 values.append(value)
-    return [statistics.median(values) for values in results]
+    return results
 
 
 def machine() -> str:
-    """One line on where the figures come from."""
+    """One line about the machine the figures come from."""
     import torch
 
     policy = os.environ.get("OMP_WAIT_POLICY", "default")
@@ -199,7 +195,7 @@ def machine() -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A Markdown table."""
+    """Print a Markdown table."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,17 +1,15 @@
-"""Tokens a second: transformers' `generate`, our plain decoding, and decoding with MTP drafts, in turn.
+"""Tokens per second of transformers' `generate`, our plain decoding, and decoding with MTP drafts.
 
     OMP_NUM_THREADS=2 python benchmarks/generate.py [--run runs/demo] [--context 512] [--new 128] [--rounds 3]
 
-Greedy, batch 1, FP32. Without --run the family's proportions at hidden size 256 with random weights:
-transformers and plain, and how many of their tokens are equal; random MTP heads draft nothing useful. With
---run what `nemotron3 train --output DIR` trained: continuations of Python sources, plain and with 1 to 7
-drafts. Decoding only, without the prompt's pass; the median of the rounds.
+Greedy, batch 1, FP32. Without --run, the family's proportions at hidden size 256 with random weights:
+transformers and plain decoding, and how many of their tokens are equal (random MTP heads draft nothing
+useful). With --run, the model of `nemotron3 train --output DIR`: continuations of Python sources, plain and
+with 1 to 7 drafts. The figures are for decoding only, without the prefill, and are medians of the rounds.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine, model, print_table, set_threads
+from common import do_not_clamp_time_steps, machine, model, parser, print_table, rounds, set_threads
 
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.generate import GenerationOptions, generate
@@ -28,20 +26,19 @@ from megatron_nemotron3.models import Nemotron3Config
 from tests.support.engines import engine_of, tensors
 
 DRAFTS = (1, 2, 3, 5, 7)
-#: A run's prompts: Python's own sources, which `nemotron3 train` trains on.
+#: Prompts for --run: Python's own sources, which `nemotron3 train` trains on.
 SOURCES = ("argparse.py", "tarfile.py", "typing.py", "asyncio/base_events.py")
 
 
 def theirs(config: Nemotron3Config, prompt: Sequence[int], new: int) -> Callable[[], tuple[float, list[int]]]:
-    """transformers' model with the weights of `engine_of`, and its clock of decoding."""
+    """transformers' model with the weights of `engine_of`, as a function that times its decoding."""
     import transformers
     from transformers.generation.streamers import BaseStreamer
 
-    from tests.generate.test_hugging_face import stacked
-    from tests.support.parity import transformers_config
+    from tests.support.model_mapping import stack_experts, transformers_config
 
     class Clock(BaseStreamer):
-        """When each token came; the prompt comes first."""
+        """Records when each token arrives; the prompt comes first."""
 
         def __init__(self) -> None:
             self.times: list[float] = []
@@ -52,12 +49,10 @@ def theirs(config: Nemotron3Config, prompt: Sequence[int], new: int) -> Callable
         def end(self) -> None:
             pass
 
-    # Attention and experts as transformers chooses them.
+    # transformers chooses its implementation of attention and experts.
     reference = transformers.NemotronHForCausalLM(transformers_config(config)).eval()
-    reference.load_state_dict(stacked(tensors(config)))
-    for module in reference.modules():
-        if hasattr(module, "time_step_limit"):
-            module.time_step_limit = (0.0, math.inf)  # it clamps at time_step_min; the family does not
+    reference.load_state_dict(stack_experts(tensors(config)))
+    do_not_clamp_time_steps(reference)
     ids = torch.tensor([list(prompt)])
 
     def run() -> tuple[float, list[int]]:
@@ -72,14 +67,14 @@ def theirs(config: Nemotron3Config, prompt: Sequence[int], new: int) -> Callable
                 pad_token_id=0,
                 streamer=clock,
             )
-        # times: prompt, first token (the prompt's pass), the others.
+        # times: the prompt, the first token (from the prefill), all other tokens.
         return (new - 1) / (clock.times[-1] - clock.times[1]), out[0, len(prompt) :].tolist()
 
     return run
 
 
 def plain(engine: Engine, prompt: Sequence[int], new: int) -> Callable[[], tuple[float, list[int]]]:
-    """Ours, a token a pass."""
+    """Our plain decoding."""
 
     def run() -> tuple[float, list[int]]:
         result = generate(engine, [prompt], GenerationOptions(new))
@@ -88,24 +83,13 @@ def plain(engine: Engine, prompt: Sequence[int], new: int) -> Callable[[], tuple
     return run
 
 
-def in_turn(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
-    """Every side once a round, after one round that does not count."""
-    found: dict[str, list[Any]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        for name, run in sides.items():
-            result = run()
-            if number:
-                found[name].append(result)
-    return found
-
-
-def random_weights(context: int, new: int, rounds: int) -> None:
-    """Against transformers."""
+def random_weights(context: int, new: int, repetitions: int) -> None:
+    """Compare with transformers."""
     config = replace(model(), mtp_pattern=None, mtp_num_layers=0)
     engine = engine_of(config)
     prompt = torch.randint(config.vocab_size, (context,), generator=torch.Generator().manual_seed(1)).tolist()
     sides = {"transformers": theirs(config, prompt, new), "plain": plain(engine, prompt, new)}
-    found = in_turn(sides, rounds)
+    found = dict(zip(sides, rounds(list(sides.values()), repetitions), strict=True))
     same = sum(a == b for a, b in zip(found["plain"][0][1], found["transformers"][0][1], strict=True))
     print(f"{config.title}, context {context}: {same} of {new} tokens equal")
     base = statistics.median(speed for speed, _ in found["transformers"])
@@ -116,8 +100,8 @@ def random_weights(context: int, new: int, rounds: int) -> None:
     print_table(["side", "tokens/s", "of transformers"], rows)
 
 
-def trained(run: Path, context: int, new: int, rounds: int) -> None:
-    """Plain against drafts, on what the model was trained for."""
+def trained(run: Path, context: int, new: int, repetitions: int) -> None:
+    """Compare plain decoding with drafting, on text like that of the training."""
     import argparse as stdlib
 
     from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
@@ -135,7 +119,9 @@ def trained(run: Path, context: int, new: int, rounds: int) -> None:
     def side(draft: int) -> Callable[[], Any]:
         return lambda: [generate(engine, [prompt], GenerationOptions(new, draft=draft)) for prompt in prompts]
 
-    found = in_turn({str(draft): side(draft) for draft in (0, *DRAFTS)}, rounds)
+    drafts = (0, *DRAFTS)
+    results = rounds([side(draft) for draft in drafts], repetitions)
+    found = {str(draft): result for draft, result in zip(drafts, results, strict=True)}
     print(f"{run}: {opened.config.title}, context {context}, {len(prompts)} prompts of {', '.join(SOURCES)}")
     expected = [result.rows[0].tokens for result in found["0"][0]]
 
@@ -158,15 +144,13 @@ def trained(run: Path, context: int, new: int, rounds: int) -> None:
 
 
 def main() -> None:
-    """Print the ratios."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--run", type=Path)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    """Print the table."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--run", type=Path)
+    arguments.add_argument("--context", type=int, default=512)
+    arguments.add_argument("--new", type=int, default=128)
+    arguments.add_argument("--rounds", type=int, default=3)
+    options = arguments.parse_args()
     set_threads()
     print(machine())
     if options.run is None:

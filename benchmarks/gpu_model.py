@@ -1,6 +1,6 @@
-"""What train_step_gpu.py runs: stacks of published width cut to a few layers, and their model FLOPs.
+"""Models of train_step_gpu.py: stacks of published width with a few layers, and their model FLOPs.
 
-Standard library and `megatron_nemotron3.models` only.
+Needs only the standard library and `megatron_nemotron3.models`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_nemotron3.models import Nemotron3Config
 
-#: Layers of a cut stack: enough for every kind, few enough for one GPU.
+#: Layers of a shortened stack: enough for every kind, few enough for one GPU.
 LAYERS = range(8, 13)
-#: Bytes of a parameter and its gradient in BF16, and what a step may need besides (activations, logits).
+#: Bytes per parameter and gradient in BF16, and a reserve for activations and logits.
 BYTES_PER_PARAMETER = 4
 RESERVE = 40 * 2**30
 
 
 def cut(pattern: str) -> str:
-    """The first 8 to 12 layers of a pattern: as many as come nearest to its shares of M, * and E."""
+    """The first 8 to 12 layers of a pattern: the length whose shares of M, * and E are closest to its own."""
 
     def distance(size: int) -> float:
         head = pattern[:size]
@@ -28,7 +28,7 @@ def cut(pattern: str) -> str:
 
 
 def stack(name: str, *, tiny: bool = False) -> Nemotron3Config:
-    """The catalog model `name` without MTP, cut to a few layers (`cut`); or its tiny form, whole."""
+    """The catalog model `name` without MTP, with a few layers (`cut`); or its whole tiny form."""
     from megatron_nemotron3.models import get
     from megatron_nemotron3.models import tiny as make_tiny
 
@@ -37,10 +37,10 @@ def stack(name: str, *, tiny: bool = False) -> Nemotron3Config:
 
 
 def fitting(config: Nemotron3Config, capacity: int) -> Nemotron3Config:
-    """`config`, its routed experts halved until weights, gradients and `RESERVE` fit in `capacity` bytes.
+    """Halve the routed experts of `config` until weights, gradients and `RESERVE` fit in `capacity` bytes.
 
     Raises:
-        ValueError: it does not fit with twice the experts of a token either.
+        ValueError: it does not fit with twice as many experts as a token selects.
     """
     from megatron_nemotron3.models.parameters import count
 
@@ -58,17 +58,17 @@ def fitting(config: Nemotron3Config, capacity: int) -> Nemotron3Config:
 def flops_per_token(config: Nemotron3Config, tokens: int) -> dict[str, float]:
     """Model FLOPs of one token in forward and backward, by term, for sequences of `tokens`.
 
-    matmul     6 a parameter of every matrix the token is multiplied with: a multiply-add is 2, and backward
-               makes one product for the input and one for the weight (arXiv 2001.08361, section 2.1). The
-               routed experts count k of N times, the router and the output layer once, the embedding not.
+    matmul     6 per parameter of every matrix that multiplies the token: a multiply-add is 2, and backward
+               has one product for the input and one for the weight (arXiv 2001.08361, section 2.1). k of N
+               routed experts count, the router and the output layer count once, the embedding does not.
     attention  QK^T and PV over the s / 2 keys a token sees on average: 3 * 2 * 2 * (s / 2) * heads * c.
     scan       3 * 7 * inner * state: the recurrence of Mamba-2, as Megatron-LM 0.19 counts it
                (`num_floating_point_operations` in megatron/training/training.py). A chunked scan executes
-               more; what is executed is not the model's.
+               more FLOPs, which are not model FLOPs.
 
-    Norms, activations, the convolution and recomputation are left out. For Super the sum is Megatron's plus
-    the router's; Megatron takes 2 * hidden for the inner width of Mamba, which Nano (64 heads of 64 at
-    hidden 2688) does not have.
+    Norms, activations, the convolution and recomputation are not counted. For Super the sum is Megatron's
+    plus the router; Megatron assumes an inner width of 2 * hidden for Mamba, which does not hold for Nano
+    (64 heads of 64 at hidden size 2688).
     """
     from megatron_nemotron3.models.parameters import layer_tensors
 

@@ -1,4 +1,4 @@
-"""A side of train_step_gpu.py: one model in a process of its own, measured in its turn."""
+"""A side of train_step_gpu.py: one model in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-#: Steps that do not count, and tokens of the first of them: autotuning, and compilation of Triton kernels.
+#: Warm-up steps, and tokens of the first one: they cover autotuning and the compilation of Triton kernels.
 WARM_UP, PROBE_TOKENS = 2, 160
-#: Logits compared: the last rows, and every so many entries of the vocabulary.
+#: Logits that are compared: the last rows, and every n-th entry of the vocabulary.
 LAST_ROWS, VOCABULARY_STRIDE = 128, 8
 
 
 def quiet() -> None:
-    """Drop remarks on what is not installed: `settings` says what each side uses."""
+    """Suppress warnings about missing packages: `settings` says what each side uses."""
     from megatron_nemotron3.cpu import quiet_on_cpu
 
     quiet_on_cpu()
@@ -29,7 +29,7 @@ def quiet() -> None:
 
 
 class Side:
-    """A model in BF16. Between turns it holds no device memory but the CUDA context."""
+    """A model in BF16. Between turns it holds no device memory except the CUDA context."""
 
     def __init__(self, device: str, environment: dict[str, str]) -> None:
         os.environ.update(environment)
@@ -39,10 +39,10 @@ class Side:
         self._has_world = False
         self.module: Any = None
 
-    # -- what a side is ----------------------------------------------------------------------------
+    # -- the model ----------------------------------------------------------------------------
 
     def make(self) -> Any:
-        """The module on the device, in BF16, its weights undefined."""
+        """Create the module on the device, in BF16, with undefined weights."""
         raise NotImplementedError
 
     def pieces(self) -> Iterator[tuple[str, Any]]:
@@ -58,13 +58,13 @@ class Side:
         raise NotImplementedError
 
     def settings(self) -> str:
-        """What computes the parts, in words."""
+        """Describe the implementations in use."""
         raise NotImplementedError
 
-    # -- life --------------------------------------------------------------------------------------
+    # -- lifetime --------------------------------------------------------------------------------------
 
     def capacity(self) -> int:
-        """Bytes of the device."""
+        """Memory of the device in bytes."""
         import torch
 
         if self.device == "cuda":
@@ -72,7 +72,7 @@ class Side:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def build(self, config: Any) -> str:
-        """Make the model of `config`, run it once, and say its settings. An earlier model is dropped."""
+        """Replace the model by one of `config`, run it once, and return its settings."""
         from gpu_weights import Storages
         from gpu_world import world
 
@@ -92,11 +92,11 @@ class Side:
         return self.settings()
 
     def close(self) -> None:
-        """Leave the world. A process that ends need not."""
+        """Destroy the process groups; not needed in a process that ends."""
         self._world.close()
 
     def probe(self) -> None:
-        """One short step: raises if the settings do not work here."""
+        """Run one short step; raises if the settings do not work here."""
         self._step(*self.batch(PROBE_TOKENS))
 
     def _wake(self, pinned: bool = False) -> None:
@@ -115,7 +115,7 @@ class Side:
         self.clean()
 
     def clean(self) -> None:
-        """Give back what the allocator keeps; after an error, once nobody refers to the failed step."""
+        """Free cached memory; after an error, call it when nothing refers to the failed step any more."""
         import torch
 
         gc.collect()
@@ -134,7 +134,7 @@ class Side:
     # -- figures -----------------------------------------------------------------------------------
 
     def logits(self, length: int) -> Any:
-        """Of the last rows and some of the vocabulary as NumPy, with pinned routing."""
+        """Logits of the last rows and part of the vocabulary as a NumPy array, with pinned routing."""
         import torch
 
         try:
@@ -146,7 +146,7 @@ class Side:
             self._sleep()
 
     def measure(self, length: int, steps: int) -> dict[str, Any]:
-        """Seconds of `steps` steps, bytes a step adds to the idle model, host waits in a step, the loss."""
+        """Measure the seconds of `steps` steps, the memory added by a step, its host waits, and the loss."""
         try:
             self._wake()
             tokens, labels = self.batch(length)
@@ -167,7 +167,7 @@ class Side:
             self._sleep()
 
     def profile(self, length: int, rows: int) -> str:
-        """torch's table of the operations that took most device time in one step."""
+        """torch's table of the operations that take most device time in one step."""
         from torch.profiler import profile
 
         try:

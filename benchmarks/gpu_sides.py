@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +13,7 @@ from gpu_side import Side
 
 
 class Megatron(Side):
-    """Stock `HybridModel`; the load-balancing loss that transformers lacks is computed as in training."""
+    """Stock `HybridModel`, with the load-balancing loss of training, which transformers lacks."""
 
     def _changes(self) -> dict[str, Any]:
         import torch
@@ -42,7 +41,7 @@ class Megatron(Side):
 
 
 class Ours(Megatron):
-    """Our torch spec. `without_mamba_ssm` hides that package, so that our own Triton scan runs."""
+    """Our torch spec. `without_mamba_ssm` hides mamba-ssm, so that our own Triton scan runs."""
 
     def __init__(self, device: str, environment: dict[str, str], without_mamba_ssm: bool = False) -> None:
         super().__init__(device, environment)
@@ -72,7 +71,7 @@ class StockTE(Megatron):
         if problem := te_problem():
             raise RuntimeError(problem)
         if self.device != "cuda":
-            raise RuntimeError("TransformerEngine computes on a GPU only")
+            raise RuntimeError("TransformerEngine runs on a GPU only")
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
         from megatron.core.models.hybrid.hybrid_model import HybridModel
         from megatron.core.ssm import mamba_mixer
@@ -106,7 +105,7 @@ class StockTE(Megatron):
 
 
 def conv1d_problem() -> str | None:
-    """Why causal-conv1d's CUDA kernel cannot run here, or None. Its Python part alone can be imported."""
+    """Why causal-conv1d's CUDA kernel cannot run here, or None. An import alone does not show it."""
     import torch
 
     try:
@@ -114,13 +113,13 @@ def conv1d_problem() -> str | None:
 
         x = torch.zeros(1, 8, 8, device="cuda", dtype=torch.bfloat16)
         causal_conv1d_fn(x, x[0, :, :4].contiguous(), activation="silu")
-    except Exception as error:  # whatever a binary part of another torch raises
+    except Exception as error:  # a binary built for another torch may raise anything
         return f"causal-conv1d: {type(error).__name__}"
     return None
 
 
-#: How transformers' mixer may compute, best first: functions of its module that must be plain torch, and the
-#: one that must be off (it returns None then, and the mixer goes on step by step).
+#: Implementations of transformers' mixer, best first: functions of its module that must be plain torch, and
+#: whether the fused kernel is disabled (it then returns None, and the mixer computes the parts separately).
 SCANS: dict[str, tuple[tuple[str, ...], bool]] = {
     "fused kernel": ((), False),
     "scan kernel, torch's convolution": (("causal_conv1d_fn",), True),
@@ -129,7 +128,7 @@ SCANS: dict[str, tuple[tuple[str, ...], bool]] = {
 
 
 class Transformers(Side):
-    """NemotronHForCausalLM: flash attention where installed, else SDPA; mamba-ssm where it runs."""
+    """NemotronHForCausalLM with flash attention if installed, otherwise SDPA, and mamba-ssm where it runs."""
 
     def __init__(self, device: str, environment: dict[str, str], experts: str) -> None:
         super().__init__(device, environment)
@@ -138,6 +137,7 @@ class Transformers(Side):
     def make(self) -> Any:
         import torch
         import transformers
+        from common import do_not_clamp_time_steps
 
         from tests.support.model_mapping import transformers_config
 
@@ -153,11 +153,10 @@ class Transformers(Side):
         finally:
             torch.set_default_dtype(before)
         module = module.to_empty(device=self.device)
+        do_not_clamp_time_steps(module)
         for part in module.modules():
-            if hasattr(part, "time_step_limit"):
-                part.time_step_limit = (0.0, math.inf)  # it clamps at time_step_min; the family does not
             if hasattr(part, "e_score_correction_bias"):
-                part.e_score_correction_bias = part.e_score_correction_bias.float()  # as when it is loaded
+                part.e_score_correction_bias = part.e_score_correction_bias.float()  # as after loading
         return module
 
     def pieces(self) -> Iterator[tuple[str, Any]]:
@@ -174,7 +173,7 @@ class Transformers(Side):
         return F.cross_entropy(self.forward(tokens).flatten(0, 1).float(), labels.flatten())
 
     def probe(self) -> None:
-        """Take the first scan of `SCANS` that runs."""
+        """Choose the first scan of `SCANS` that runs."""
         from transformers.models.nemotron_h import modeling_nemotron_h as module
 
         names = ("causal_conv1d_fn", "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined")
@@ -206,12 +205,12 @@ class Transformers(Side):
 
 
 def is_kernel(function: Any) -> bool:
-    """Whether transformers took a function of a kernel package instead of its own in torch."""
+    """Whether transformers uses a function of a kernel package instead of its own in torch."""
     return bool(inspect.getclosurevars(function).nonlocals.get("is_new_implementation"))
 
 
 _ON, _OFF = {"NEMOTRON3_GPU_KERNELS": "1"}, {"NEMOTRON3_GPU_KERNELS": "0"}
-#: Name on the command line -> what makes the side from a device.
+#: Name on the command line -> factory of the side, called with the device.
 SIDES: dict[str, Callable[[str], Side]] = {
     "ours-kernels": partial(Ours, environment=_ON),
     "ours-triton": partial(Ours, environment=_ON, without_mamba_ssm=True),

@@ -1,8 +1,8 @@
-"""The same random weights for every side, made on the device they live on.
+"""The same random weights for every side, generated on the device of the model.
 
-Each tensor is a function of its Hugging Face name: a side can give its memory back and fill it again, so a
-device holds one model at a time, and no weights travel between processes. Values are rounded to BF16, so that
-sides which keep a few parameters in FP32 hold the same numbers.
+Each tensor is a function of its Hugging Face name. A side can therefore free its memory and fill it again, so
+that a device holds one model at a time, and no weights are sent between processes. Values are rounded to
+BF16, so that sides which keep a few parameters in FP32 hold the same numbers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SCALES = {
     r"embeddings\.weight$": (0.0, 1.0),
 }
 _BIAS = "e_score_correction_bias"
-#: Between the expert biases that pin the routing: scores lie between 0 and 1.
+#: Gap between the expert biases that pin the routing; scores are between 0 and 1.
 _PINNED_GAP = 10.0
 
 
 def megatron_pieces(module: torch.nn.Module, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, part of a tensor of Megatron's model) for all it has; of experts "name#e"."""
+    """Yield (Hugging Face name, part of a tensor) for Megatron's model; expert e of a tensor is "name#e"."""
     from tests.support import model_mapping as mapping
 
     queries = config.num_attention_heads // config.num_query_groups
@@ -49,7 +49,7 @@ def megatron_pieces(module: torch.nn.Module, config: Any) -> Iterator[tuple[str,
 
 
 def transformers_pieces(module: torch.nn.Module, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """The same of transformers' model."""
+    """As `megatron_pieces`, for transformers' model."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if ".experts." in name:
             for expert, matrix in enumerate(tensor.detach()):
@@ -63,8 +63,8 @@ def fill(pieces: Iterator[tuple[str, Tensor]], *, pinned: bool = False) -> None:
     """Write the weights of every piece.
 
     Args:
-        pinned: the router's biases are far apart, so that every token of a layer goes to the same experts
-            however its scores are rounded; else they are zero.
+        pinned: set the router's biases far apart, so that every token of a layer is routed to the same
+            experts regardless of rounding; otherwise they are zero.
     """
     for name, target in pieces:
         generator = torch.Generator(target.device).manual_seed(zlib.crc32(name.encode()))
@@ -79,7 +79,7 @@ def fill(pieces: Iterator[tuple[str, Tensor]], *, pinned: bool = False) -> None:
 
 
 class Storages:
-    """The memory of a module's parameters: given back and asked for again, views and identities unchanged."""
+    """The memory of a module's parameters, which can be freed and allocated again; views remain valid."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         found = (p.untyped_storage() for p in module.parameters())
@@ -91,11 +91,11 @@ class Storages:
         return sum(size for _, size in self._storages.values())
 
     def release(self) -> None:
-        """Free them; whatever they held is lost."""
+        """Free the memory; its contents are lost."""
         for storage, _ in self._storages.values():
             storage.resize_(0)
 
     def allocate(self) -> None:
-        """Allocate them again, with undefined contents."""
+        """Allocate the memory again, with undefined contents."""
         for storage, size in self._storages.values():
             storage.resize_(size)

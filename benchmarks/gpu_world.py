@@ -1,4 +1,4 @@
-"""A world of one process on either device, and how often a function makes the host wait for the device."""
+"""Process groups of a single rank on either device, and a counter of host waits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def world(device: str, seed: int = 1234) -> Iterator[None]:
-    """Megatron's groups and random streams for one process: "cuda" (NCCL) or "cpu" (`cpu_mode`, gloo)."""
+    """Megatron's groups and random generators for one rank: "cuda" (NCCL) or "cpu" (`cpu_mode`, gloo)."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -20,7 +20,7 @@ def world(device: str, seed: int = 1234) -> Iterator[None]:
 
     from megatron_nemotron3.cpu import cpu_mode
 
-    # The class keeps the stream of the first model; one of cpu_mode would not order anything on a GPU.
+    # The class keeps the stream of the first model; a stream of cpu_mode would not order anything on a GPU.
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
     with cpu_mode() if device == "cpu" else _sockets_of_this_host():
         backend = "gloo" if device == "cpu" else "nccl"
@@ -38,7 +38,7 @@ def world(device: str, seed: int = 1234) -> Iterator[None]:
 
 @contextmanager
 def _sockets_of_this_host() -> Iterator[None]:
-    """NCCL looks for an interface even for one process; a machine cut off from any network has this one."""
+    """Let NCCL use the loopback interface: it needs one even for a single rank without any network."""
     had = os.environ.get("NCCL_SOCKET_IFNAME")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     try:
@@ -49,25 +49,25 @@ def _sockets_of_this_host() -> Iterator[None]:
 
 
 def host_waits(function: Callable[[], Any], device: str) -> int:
-    """How often the host has to wait for the device while `function` runs.
+    """Count how often the host waits for the device while `function` runs.
 
-    On CUDA: the warnings of `torch.cuda.set_sync_debug_mode("warn")` (copies to the host, `nonzero`, waits
-    for a stream), and the waits it says nothing about: `Event.synchronize` and `torch.cuda.synchronize`.
-    Waits inside other libraries (NCCL, Triton) are not seen. On a CPU: the operations that would have to
-    wait on CUDA, `WAITING` of torch's dispatcher.
+    On CUDA these are the warnings of `torch.cuda.set_sync_debug_mode("warn")` (copies to the host, `nonzero`,
+    waits for a stream), plus the waits it does not report: `Event.synchronize` and `torch.cuda.synchronize`.
+    Waits inside other libraries (NCCL, Triton) are not counted. On a CPU these are the operations of torch's
+    dispatcher that would wait on CUDA, `WAITING`.
     """
-    return _waits_on_cuda(function) if device == "cuda" else _waits_to_be(function)
+    return _waits_on_cuda(function) if device == "cuda" else _waits_if_on_cuda(function)
 
 
 def _waits_on_cuda(function: Callable[[], Any]) -> int:
     import torch
 
-    unseen = 0
+    unreported = 0
 
     def counting(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            nonlocal unseen
-            unseen += 1
+            nonlocal unreported
+            unreported += 1
             return original(*args, **kwargs)
 
         return wrapper
@@ -86,10 +86,10 @@ def _waits_on_cuda(function: Callable[[], Any]) -> int:
             for (owner, name), original in zip(places, originals, strict=True):
                 setattr(owner, name, original)
             torch.cuda.set_sync_debug_mode("default")
-    return unseen + sum("synchronizing CUDA operation" in str(w.message) for w in caught)
+    return unreported + sum("synchronizing CUDA operation" in str(w.message) for w in caught)
 
 
-#: Operations whose result has a size, or goes to a place, that only the host can know.
+#: Operations whose result is copied to the host, or has a size that depends on the data.
 WAITING = {
     "aten::_local_scalar_dense",
     "aten::nonzero",
@@ -100,7 +100,7 @@ WAITING = {
 }
 
 
-def _waits_to_be(function: Callable[[], Any]) -> int:
+def _waits_if_on_cuda(function: Callable[[], Any]) -> int:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -110,7 +110,7 @@ def _waits_to_be(function: Callable[[], Any]) -> int:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             sized = not (func.name() == "aten::repeat_interleave.Tensor" and kwargs.get("output_size"))
-            # Indexing by a mask asks for its nonzero positions inside the kernel; filling by one does not.
+            # Indexing with a mask calls nonzero inside the kernel; filling with a mask does not.
             masks = func.name() == "aten::index.Tensor" and any(
                 t is not None and t.dtype == torch.bool for t in args[1]
             )

@@ -11,11 +11,10 @@ attention matrix of 8192 tokens would take 1 GiB here.
 
 from __future__ import annotations
 
-import argparse
 from contextlib import ExitStack
 from typing import Any
 
-from common import MIB, Worker, machine, model, peak_memory, print_table, world_of_one
+from common import MIB, Worker, machine, model, parser, peak_memory, print_table
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 KINDS = ("M", "*", "E", "-")
@@ -25,10 +24,11 @@ REPETITIONS = 3
 
 
 class Layer:
-    """A stack of one layer."""
+    """A model of one layer."""
 
     def __init__(self, kind: str) -> None:
         from tests.support.model_mapping import megatron_model
+        from tests.support.world import world_of_one
 
         self.config = model(pattern=kind)
         self._stack = ExitStack()
@@ -47,12 +47,12 @@ class Layer:
         out.sum().backward()
 
     def peak(self, length: int) -> int:
-        """Bytes over the idle layer with its gradients; the median of some runs."""
+        """Bytes in addition to the idle layer and its gradients; the median of several runs."""
         return sorted(peak_memory(lambda: self.run(length)) for _ in range(REPETITIONS))[REPETITIONS // 2]
 
 
 def line(lengths: list[int], peaks: list[int]) -> tuple[float, float]:
-    """Slope in bytes a token and R^2 of the least-squares line."""
+    """Slope in bytes per token and R^2 of the least-squares line."""
     n = len(lengths)
     mean_x, mean_y = sum(lengths) / n, sum(peaks) / n
     sxx = sum((x - mean_x) ** 2 for x in lengths)
@@ -62,11 +62,9 @@ def line(lengths: list[int], peaks: list[int]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="lengths up to 2048")
-    args = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--quick", action="store_true", help="lengths up to 2048")
+    args = arguments.parse_args()
     lengths = list(LENGTHS[:3] if args.quick else LENGTHS)
     print(machine(), flush=True)
     rows, bent = [], []

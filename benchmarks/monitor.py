@@ -21,7 +21,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from common import Worker, in_turn, machine, model, print_table, world_of_one
+from common import Worker, in_turn, machine, model, print_table
 
 LENGTHS = (512, 2048, 8192)
 #: Interval of each side; the last measures its first step and then none.
@@ -39,6 +39,7 @@ class Training:
 
         from megatron_nemotron3.monitor.settings import monitoring
         from tests.support.model_mapping import megatron_model, randomize
+        from tests.support.world import world_of_one
 
         self.inside = 0.0
         if interval:

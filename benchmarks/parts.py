@@ -9,13 +9,12 @@ thread and CPU time make the result robust against other load on the machine.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from common import machine, print_table
+from common import machine, parser, print_table
 from train_step import Ours
 
 #: Operation of torch -> row of the table.
@@ -29,16 +28,16 @@ OPERATIONS = {
 
 
 class Clock:
-    """CPU seconds by name; what runs inside something clocked counts there."""
+    """CPU seconds by name; calls inside a timed function count for that function."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.inside = False
 
     def wrap(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """`function`, clocked."""
+        """Return `function` with timing."""
 
-        def clocked(*args: Any, **kwargs: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             if self.inside:
                 return function(*args, **kwargs)
             self.inside, start = True, time.thread_time()
@@ -48,11 +47,11 @@ class Clock:
                 self.seconds[name] += time.thread_time() - start
                 self.inside = False
 
-        return clocked
+        return timed
 
 
 def clock_parts(clock: Clock) -> None:
-    """Put the clock on our autograd functions and on Megatron's router and dispatcher, for this process."""
+    """Time our autograd functions and Megatron's router and dispatcher, for this process."""
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
@@ -73,34 +72,34 @@ def clock_parts(clock: Clock) -> None:
         for way in ("dispatch", "combine"):
             method = f"{way}_{name}" if name != "token" else f"token_{way}"
             own = getattr(MoEAlltoAllTokenDispatcher, method)
-            clocked = clock.wrap(own, "router and dispatch, forward")
-            setattr(MoEAlltoAllTokenDispatcher, method, clocked)
+            timed = clock.wrap(own, "router and dispatch, forward")
+            setattr(MoEAlltoAllTokenDispatcher, method, timed)
 
 
 def by_part(side: Ours, clock: Clock, length: int, repetitions: int) -> dict[str, float]:
-    """Milliseconds of a step by row."""
+    """Milliseconds of a step by part."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Look(TorchDispatchMode):
+    class TimeOperations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             row = OPERATIONS.get(func.__name__.split(".")[0], "other operations")
             return clock.wrap(func, row)(*args, **(kwargs or {}))
 
-    def run(look: bool) -> tuple[float, dict[str, float]]:
+    def run(each: bool) -> tuple[float, dict[str, float]]:
         side.step(length)
         clock.seconds.clear()
         start = time.process_time()
         for _ in range(repetitions):
-            if look:
-                with Look():
+            if each:
+                with TimeOperations():
                     side.step(length)
             else:
                 side.step(length)
         total = (time.process_time() - start) / repetitions * 1e3
         return total, {name: s / repetitions * 1e3 for name, s in clock.seconds.items()}
 
-    total, rows = run(look=False)
-    rows |= {name: ms for name, ms in run(look=True)[1].items() if name not in rows}
+    total, rows = run(each=False)
+    rows |= {name: ms for name, ms in run(each=True)[1].items() if name not in rows}
     rest = total - sum(rows.values())
     return {
         **dict(sorted(rows.items(), key=lambda row: -row[1])),
@@ -110,7 +109,7 @@ def by_part(side: Ours, clock: Clock, length: int, repetitions: int) -> dict[str
 
 
 def peak_gflops() -> float:
-    """GFLOP/s of a product of 1024 x 1024 matrices."""
+    """GFLOP/s of a product of two 1024 x 1024 matrices."""
     import torch
 
     a = torch.randn(1024, 1024)
@@ -122,12 +121,10 @@ def peak_gflops() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 8192])
-    parser.add_argument("--repetitions", type=int, default=3)
-    args = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--lengths", type=int, nargs="+", default=[512, 8192])
+    arguments.add_argument("--repetitions", type=int, default=3)
+    args = arguments.parse_args()
     import torch
 
     torch.set_num_threads(1)

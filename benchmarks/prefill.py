@@ -1,21 +1,21 @@
-"""A long text read in chunks: memory and time as it grows, and whether the result is the unchunked one.
+"""Chunked prefill of a long text: memory and time against its length, and the difference from one pass.
 
     OMP_NUM_THREADS=2 python benchmarks/prefill.py [--tokens 1048576] [--plot prefill.png]
 
-A tiny hybrid with every layer kind and one narrow attention head, random weights, on the CPU. Mamba's state
-does not grow; keys and values grow with the text, their room is allocated at once, and attention's time grows
-with its square. "Beyond" is the most resident memory since the line above, less what the process had before
-it read anything and less that room: activations, and what libraries allocate once.
+The model is a tiny hybrid with every layer kind and one narrow attention head, with random weights, on the
+CPU. Mamba's state does not grow. The KV cache grows with the text and is allocated at once; the time of
+attention grows with the square of the text. "Other memory" is the peak of resident memory since the previous
+row, minus that of the process before the prefill and minus the KV cache: activations, and what libraries
+allocate once.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
 import torch
-from common import machine
+from common import MIB, machine, parser, proc_bytes, reset_peak
 
 from megatron_nemotron3.checkpoint.files import save_figure
 from megatron_nemotron3.generate.engine import Engine
@@ -24,12 +24,11 @@ from megatron_nemotron3.models import get
 from tests.support.engines import engine_of
 
 CHUNK, REPORT = 1024, 16
-MIB = 2**20
 WHOLE = 16384
 
 
 def narrow() -> Engine:
-    """Every layer kind in few numbers."""
+    """An engine with every layer kind and few parameters."""
     config = get("super-tiny").but(
         name="long",
         pattern="MEM*ME",
@@ -51,19 +50,13 @@ def narrow() -> Engine:
     return engine_of(config)
 
 
-def forget_peak() -> None:
-    """Let the kernel count this process's peak of resident memory anew."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 def peak() -> int:
-    """Bytes of resident memory at most since `forget_peak`."""
-    line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    """Peak resident memory since `reset_peak` in bytes."""
+    return proc_bytes("self/status")["VmHWM"]
 
 
-def keys_and_values(state: State) -> int:
-    """Bytes of attention's caches."""
+def kv_cache_bytes(state: State) -> int:
+    """Bytes of the KV caches."""
     return sum(layer.cache.nbytes for layer in state.layers if isinstance(layer, KVCache))
 
 
@@ -77,21 +70,19 @@ def check(engine: Engine, ids: torch.Tensor) -> float:
 
 
 def main() -> None:
-    """Print the curve."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=2**20)
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
+    """Print the table."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--tokens", type=int, default=2**20)
+    arguments.add_argument("--plot", type=Path)
+    options = arguments.parse_args()
     print(machine())
     engine = narrow()
     ids = torch.randint(256, (1, options.tokens), generator=torch.Generator().manual_seed(1))
-    forget_peak()
+    reset_peak()
     before, began, curve = peak(), time.perf_counter(), []
     state = engine.new_state(capacity=options.tokens)
-    room = keys_and_values(state)
-    print("| tokens | seconds | states, KiB | keys and values filled, MiB | beyond, MiB |")
+    room = kv_cache_bytes(state)
+    print("| tokens | seconds | states, KiB | KV cache filled, MiB | other memory, MiB |")
     print("|-|-|-|-|-|")
     every = max(CHUNK, options.tokens // REPORT // CHUNK * CHUNK)
     for start in range(0, options.tokens, CHUNK):
@@ -100,12 +91,12 @@ def main() -> None:
         if seen % every == 0:
             filled = room * seen / options.tokens
             states = state.nbytes - room
-            beyond = peak() - before - room
-            forget_peak()
-            curve.append((seen, time.perf_counter() - began, filled / MIB, beyond / MIB))
+            other = peak() - before - room
+            reset_peak()
+            curve.append((seen, time.perf_counter() - began, filled / MIB, other / MIB))
             print(
                 f"| {seen:,} | {curve[-1][1]:.1f} | {states / 1024:.0f} | {filled / MIB:.1f} | "
-                f"{beyond / MIB:.1f} |",
+                f"{other / MIB:.1f} |",
                 flush=True,
             )
     print(f"{WHOLE:,} tokens in one pass and in chunks of {CHUNK}: logits differ by {check(engine, ids):.1e}")
@@ -114,13 +105,13 @@ def main() -> None:
 
 
 def plot(curve: list[tuple[int, float, float, float]], path: Path) -> None:
-    """Memory over tokens."""
+    """Plot memory against tokens."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     tokens = [point[0] for point in curve]
-    axes.plot(tokens, [point[2] for point in curve], label="keys and values")
-    axes.plot(tokens, [point[3] for point in curve], label="all else that grew")
+    axes.plot(tokens, [point[2] for point in curve], label="KV cache")
+    axes.plot(tokens, [point[3] for point in curve], label="other memory")
     axes.set_xlabel("tokens read")
     axes.set_ylabel("MiB")
     axes.legend()

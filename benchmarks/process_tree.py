@@ -1,10 +1,10 @@
-"""Peak memory of a command and of everything it starts.
+"""Peak memory of a command and of all processes it starts.
 
-Resident memory (RSS) counts anonymous pages and pages of mapped files; the page cache of files that are read
-and written by system calls is not in it. The kernel keeps each process's high-water mark (VmHWM), which is
-read until the process ends; the marks of all processes are added up, though they need not fall together and
-forked processes share pages, so the sum is an upper bound. Anonymous memory (RssAnon) has no mark: it is the
-largest sum seen.
+Resident memory (RSS) counts anonymous pages and pages of mapped files, but not the page cache of files that
+are read and written by system calls. The kernel keeps a high-water mark per process (VmHWM), which is polled
+until the process ends. The sum over all processes is an upper bound, because the processes need not peak at
+the same time, and forked ones share pages. There is no such mark for anonymous memory (RssAnon), so its
+result is the largest sum that was polled.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Seconds between two looks.
+#: Seconds between two polls.
 INTERVAL = 0.02
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a command did and used: seconds, and bytes."""
+    """Result of a command, its time in seconds, and its memory in bytes."""
 
     returncode: int
     output: str
@@ -37,10 +37,10 @@ class Usage:
 def watch(
     command: Sequence[str], *, environment: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Usage:
-    """Run a command to its end and watch it.
+    """Run a command and poll the memory of its processes.
 
     Args:
-        environment: all of it; default: this process's own.
+        environment: the whole environment; default: that of this process.
     """
     marks: dict[int, int] = {}
     anonymous = 0
@@ -56,7 +56,7 @@ def watch(
         while process.poll() is None:
             now = 0
             for pid in tree(process.pid):
-                found = _fields(pid)
+                found = proc_bytes(f"{pid}/status")
                 marks[pid] = max(marks.get(pid, 0), found.get("VmHWM", 0))
                 now += found.get("RssAnon", 0)
             anonymous = max(anonymous, now)
@@ -69,12 +69,12 @@ def watch(
 
 
 def idle() -> Usage:
-    """An interpreter that has imported nothing."""
+    """Measure an interpreter that imports nothing."""
     return watch([sys.executable, "-c", "import time; time.sleep(0.3)"])
 
 
 def tree(pid: int) -> list[int]:
-    """A process and its descendants, as far as they live."""
+    """A process and those of its descendants that are alive."""
     found = [pid]
     for one in found:
         try:
@@ -85,10 +85,14 @@ def tree(pid: int) -> list[int]:
     return found
 
 
-def _fields(pid: int) -> dict[str, int]:
+def proc_bytes(name: str) -> dict[str, int]:
+    """The sizes in a file of /proc such as "meminfo" or "self/status", in bytes; {} if it is gone.
+
+    Linux only.
+    """
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path("/proc", name).read_text().splitlines()
     except OSError:
         return {}
-    split = (line.split() for line in lines)
-    return {s[0].rstrip(":"): int(s[1]) * 1024 for s in split if len(s) == 3 and s[2] == "kB"}
+    words = (line.split() for line in lines)
+    return {w[0].rstrip(":"): int(w[1]) * 1024 for w in words if len(w) == 3 and w[2] == "kB"}

@@ -10,11 +10,10 @@ tokens, because autograd saves every state (0.25 MiB each here) and more.
 
 from __future__ import annotations
 
-import argparse
 import math
 from typing import Any
 
-from common import MIB, Worker, in_turn, machine, peak_memory, print_table, timed
+from common import MIB, Worker, in_turn, machine, parser, peak_memory, print_table, timed
 
 LENGTHS = (512, 2048, 8192)
 HEADS, HEAD_DIM, GROUPS, STATE = 8, 64, 2, 128
@@ -24,7 +23,7 @@ ATOL = 1e-3
 
 
 class Scan:
-    """One form of the scan on random inputs."""
+    """One implementation of the scan on random inputs."""
 
     def __init__(self, form: str) -> None:
         self.form = form
@@ -32,7 +31,7 @@ class Scan:
             self.step(64)
 
     def inputs(self, length: int) -> list[Any]:
-        """x, dt, A, B, C, D that need gradients; decays as at initialization."""
+        """x, dt, A, B, C, D with gradients; decays as at initialization."""
         import torch
 
         g = torch.Generator().manual_seed(length)
@@ -67,17 +66,15 @@ class Scan:
         return timed(lambda: self.compute(*inputs).backward(dy))
 
     def peak(self, length: int) -> int:
-        """Bytes of forward and backward, inputs and their gradients included."""
+        """Peak memory of forward and backward in bytes, including inputs and their gradients."""
         return peak_memory(lambda: self.step(length))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="lengths 512 and 2048, three repetitions")
-    parser.add_argument("--repetitions", type=int, default=None)
-    args = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--quick", action="store_true", help="lengths 512 and 2048, three repetitions")
+    arguments.add_argument("--repetitions", type=int, default=None)
+    args = arguments.parse_args()
     repetitions = args.repetitions or (3 if args.quick else 5)
     print(machine(), flush=True)
     workers = {form: Worker(Scan, form) for form in FORMS}

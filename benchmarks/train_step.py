@@ -3,16 +3,14 @@
     OMP_NUM_THREADS=2 python benchmarks/train_step.py [--quick]
 
 Same weights, same tokens, FP32, batch 1, on the CPU; the logits must agree before anything is timed. Each
-side runs in a process of its own; they take turns, and the medians are compared. Peak memory is the rise of
-resident memory over the idle model during one step (activations and gradients; weights are not in it).
-transformers runs with SDPA attention and, of its expert implementations, the quickest at the first length.
-Ours is Megatron's stock HybridModel in training mode, with the load-balancing loss that transformers lacks.
+side runs in a process of its own; they take turns, and the medians are compared. Peak memory is the increase
+of resident memory over the idle model during one step (activations and gradients, without weights).
+transformers runs with SDPA attention and the fastest of its expert implementations at the first length. Our
+side is Megatron's stock HybridModel in training mode, with the load-balancing loss that transformers lacks.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,20 +18,21 @@ from common import (
     MIB,
     Worker,
     available_memory,
+    do_not_clamp_time_steps,
     in_turn,
     machine,
     model,
+    parser,
     peak_memory,
     print_table,
     timed,
-    world_of_one,
 )
 
 LENGTHS = (512, 2048, 8192)
-#: Lengths compared, and by how much logits may differ.
+#: Largest difference of logits.
 LOGITS_ATOL = 1e-3
 EXPERT_IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
-#: Part of the available memory that a step may be expected to use.
+#: Share of the available memory that a step may use.
 MEMORY_SHARE = 0.8
 
 
@@ -42,6 +41,8 @@ class Side:
 
     def __init__(self, dtype: str = "float32") -> None:
         import torch
+
+        from tests.support.world import world_of_one
 
         self.config = model()
         self.dtype = getattr(torch, dtype)
@@ -81,7 +82,7 @@ class Side:
         return timed(lambda: self.loss(tokens, labels).backward())
 
     def peak(self, length: int) -> int:
-        """Bytes one forward and backward adds to the idle model."""
+        """Bytes that one forward and backward adds to the idle model."""
         self.module.zero_grad(set_to_none=True)
         return peak_memory(lambda: self.step(length))
 
@@ -124,9 +125,7 @@ class Theirs(Side):
         config._attn_implementation = "sdpa"
         result = transformers.NemotronHForCausalLM(config).to(self.dtype).train()
         result.load_state_dict(self.weights()[1], strict=True)
-        for module in result.modules():
-            if hasattr(module, "time_step_limit"):
-                module.time_step_limit = (0.0, math.inf)  # it clamps at time_step_min; the family does not
+        do_not_clamp_time_steps(result)
         return result
 
     def forward(self, tokens: Any) -> Any:
@@ -137,8 +136,8 @@ class Theirs(Side):
 
         return F.cross_entropy(self.forward(tokens).flatten(0, 1).float(), labels.flatten())
 
-    def quickest_experts(self, length: int) -> str:
-        """Set the expert implementation that takes the least time for a step, and name it."""
+    def fastest_experts(self, length: int) -> str:
+        """Choose the fastest expert implementation, and return its name."""
         seconds = {}
         for name in EXPERT_IMPLEMENTATIONS:
             self.module.config._experts_implementation = name
@@ -149,17 +148,15 @@ class Theirs(Side):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="lengths 512 and 2048, three repetitions")
-    parser.add_argument("--lengths", type=int, nargs="+", default=None, help=f"default: {LENGTHS}")
-    parser.add_argument("--repetitions", type=int, default=None)
-    parser.add_argument("--ours-only", action="store_true", help="do not run transformers")
-    parser.add_argument(
+    arguments = parser(__doc__)
+    arguments.add_argument("--quick", action="store_true", help="lengths 512 and 2048, three repetitions")
+    arguments.add_argument("--lengths", type=int, nargs="+", default=None, help=f"default: {LENGTHS}")
+    arguments.add_argument("--repetitions", type=int, default=None)
+    arguments.add_argument("--ours-only", action="store_true", help="do not run transformers")
+    arguments.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: ours only"
     )
-    args = parser.parse_args()
+    args = arguments.parse_args()
     lengths = args.lengths or (LENGTHS[:2] if args.quick else LENGTHS)
     repetitions = args.repetitions or (3 if args.quick else 5)
     print(machine(), flush=True)
@@ -168,7 +165,7 @@ def main() -> None:
         measure_ours(ours, lengths, repetitions)
         return
     theirs = Worker(Theirs)
-    print("transformers' experts:", theirs.call("quickest_experts", lengths[0]), flush=True)
+    print("transformers' experts:", theirs.call("fastest_experts", lengths[0]), flush=True)
     compare(ours, theirs, lengths, repetitions)
 
 
@@ -184,7 +181,7 @@ def compare(ours: Worker, theirs: Worker, lengths: Any, repetitions: int) -> Non
     import numpy as np
 
     rows: list[list[str]] = []
-    per_token = 0.0  # of the other side's peak, to foresee what does not fit
+    per_token = 0.0  # of the other side's peak, to predict what does not fit
     for length in lengths:
         mine = ours.call("peak", length)
         if per_token * length > MEMORY_SHARE * available_memory():
@@ -192,7 +189,7 @@ def compare(ours: Worker, theirs: Worker, lengths: Any, repetitions: int) -> Non
             (seconds,) = in_turn([lambda s=length: ours.call("step", s)], repetitions)
             rows.append([str(length), f"{length / seconds:,.0f}", need, "", f"{mine / MIB:,.0f}", "", "", ""])
             continue
-        # Both sides before the clock runs: the same work gives the same logits.
+        # Before timing, both sides must give the same logits.
         difference = float(np.abs(ours.call("logits", length) - theirs.call("logits", length)).max())
         if difference > LOGITS_ATOL:
             print(f"logits differ by {difference:.2g} at {length} tokens: limit {LOGITS_ATOL}", flush=True)

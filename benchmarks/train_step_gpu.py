@@ -4,17 +4,17 @@
     python benchmarks/train_step_gpu.py --widths nano --sides ours-kernels ours-plain --profile 15
     python benchmarks/train_step_gpu.py --device cpu --tiny    # the same code on small models
 
-Nano's and Super's widths with the first 8 to 12 layers of their patterns (the length whose shares of M, * and
-E are nearest to the published ones), BF16, 8,192 tokens, micro-batch 1, no optimizer. Every side is a process
-of its own with the same weights; they take turns, and hold device memory only in their turn. Before the clock
-runs, logits are compared with the routing pinned (`gpu_weights.fill`), because BF16 rounding otherwise lets
-nearly equal experts change places. Timed steps route by scores alone.
+The models have the widths of Nano and Super and the first 8 to 12 layers of their patterns (the length whose
+shares of M, * and E are closest to the published ones). BF16, 8,192 tokens, micro-batch 1, no optimizer.
+Every side is a process of its own with the same weights. The sides take turns and hold device memory only in
+their turn. Before anything is timed, logits are compared with pinned routing (`gpu_weights.fill`), because
+BF16 rounding could otherwise swap nearly equal experts. Timed steps route by scores alone.
 
-tok/s    tokens over the median step, by CUDA events
-MFU      model FLOPs (`gpu_model.flops_per_token`) over --peak-tflops
-peak     largest allocation in a step over that of the idle model; gradients are in it, weights are not
+tok/s    tokens per second of the median step, by CUDA events
+MFU      model FLOPs (`gpu_model.flops_per_token`) relative to --peak-tflops
+peak     peak allocation of a step minus that of the idle model; includes gradients, but not weights
 waits    how often a step makes the host wait for the device (`gpu_world.host_waits`)
-logits   |difference| / |logits| (norms) from the first transformers side, or from the first side
+logits   |difference| / |logits| (norms) relative to the first transformers side, or to the first side
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from common import Worker, machine, print_table
+from common import Worker, machine, parser, print_table
 from gpu_model import fitting, flops_per_token, stack
 from gpu_side import VOCABULARY_STRIDE
 from gpu_sides import SIDES
@@ -35,12 +35,12 @@ WIDTHS = ("nano", "super")
 #: Dense BF16 peak of an H200 SXM, in TFLOP/s (NVIDIA's data sheet of the H200).
 PEAK_TFLOPS = 989.0
 TOKENS, TINY_TOKENS = 8192, 160
-#: Tokens of the comparison of logits.
+#: Tokens for which logits are compared.
 COMPARED_TOKENS = 1024
-#: Of two sides in BF16, eps = 2^-7. A rounding is off by 0.21 eps in the mean square (eps / sqrt(12) where
-#: the significand is 1, half of it just below 2). A layer rounds about 9 times between its input and the
-#: residual stream, and independent errors add as squares: for 12 layers 0.21 eps * sqrt(9 * 12) = 2.2 eps a
-#: side, 3.1 eps between two.
+#: For two sides in BF16, eps = 2^-7. The root mean square error of one rounding is 0.21 eps (eps / sqrt(12)
+#: where the significand is 1, half of it just below 2). A layer rounds about 9 times between its input and
+#: the residual stream, and squares of independent errors add: for 12 layers 0.21 eps * sqrt(9 * 12) = 2.2 eps
+#: per side, 3.1 eps between two.
 LOGITS_TOLERANCE = 4 * 2.0**-7
 GIB = 2**30
 
@@ -65,20 +65,20 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    arguments = parser(__doc__)
+    arguments.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    arguments.add_argument("--tiny", action="store_true", help="the models' tiny forms at 160 tokens")
+    arguments.add_argument("--widths", nargs="+", choices=WIDTHS, default=WIDTHS)
+    arguments.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=tuple(SIDES))
+    arguments.add_argument("--tokens", type=int, default=None, help=f"default: {TOKENS}")
+    arguments.add_argument("--rounds", type=int, default=2, help="turns of each side (default: 2)")
+    arguments.add_argument("--steps", type=int, default=5, help="timed steps per turn (default: 5)")
+    arguments.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS, help="default: 989 (H200)")
+    arguments.add_argument(
+        "--profile", type=int, default=0, metavar="ROWS", help="print a profile of each side"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="the models' tiny forms at 160 tokens")
-    parser.add_argument("--widths", nargs="+", choices=WIDTHS, default=WIDTHS)
-    parser.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=tuple(SIDES))
-    parser.add_argument("--tokens", type=int, default=None, help=f"default: {TOKENS}")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each side (default: 2)")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps a turn (default: 5)")
-    parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS, help="default: 989 (H200)")
-    parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print a profile of each side")
-    parser.add_argument("--time-limit", type=float, default=540, help="seconds; no turn starts later")
-    args = parser.parse_args()
+    arguments.add_argument("--time-limit", type=float, default=540, help="seconds after which no turn starts")
+    args = arguments.parse_args()
     args.tokens = args.tokens or (TINY_TOKENS if args.tiny else TOKENS)
     return args
 
@@ -96,7 +96,7 @@ def device_name() -> str:
 
 
 def run_width(width: str, workers: dict[str, Worker], args: argparse.Namespace, deadline: float) -> bool:
-    """Measure every side at one width and print the table; False if logits differ or no side ran."""
+    """Measure every side at one width and print the table; return False if logits differ or no side ran."""
     config = stack(width, tiny=args.tiny)
     capacity = next(iter(workers.values())).call("capacity")
     fitted = config if args.tiny else fitting(config, capacity)
@@ -106,7 +106,7 @@ def run_width(width: str, workers: dict[str, Worker], args: argparse.Namespace, 
     failed: dict[str, str] = {}
 
     def attempt(name: str, method: str, *values: Any) -> Any:
-        """The call's result, or None and a note; a side that failed is not asked again."""
+        """Return the call's result, or None after a failure; a failed side is not called again."""
         if name in failed:
             return None
         if time.monotonic() > deadline:
@@ -156,7 +156,7 @@ def run_width(width: str, workers: dict[str, Worker], args: argparse.Namespace, 
 
 
 def headline(fitted: Any, config: Any, args: argparse.Namespace) -> str:
-    """What is run, with its model FLOPs."""
+    """Description of the model, with its model FLOPs."""
     from megatron_nemotron3.models.parameters import count
 
     terms = flops_per_token(fitted, args.tokens)
@@ -166,7 +166,7 @@ def headline(fitted: Any, config: Any, args: argparse.Namespace) -> str:
         experts += f" (published: {config.num_moe_experts}; more do not fit)"
     return (
         f"{fitted.title}: {fitted.pattern}, {experts}, {count(fitted).stored / 1e9:.3g}B parameters, "
-        f"{args.tokens} tokens; {sum(terms.values()) / 1e9:,.3g} GFLOP a token ({parts}); "
+        f"{args.tokens} tokens; {sum(terms.values()) / 1e9:,.3g} GFLOP per token ({parts}); "
         f"logits compared over every {VOCABULARY_STRIDE}th entry of the vocabulary"
     )
 
@@ -188,7 +188,7 @@ def table(
     differences: dict[str, float],
     args: argparse.Namespace,
 ) -> list[list[str]]:
-    """A row for every side that was measured."""
+    """One row per side that was measured."""
     flops = sum(flops_per_token(config, args.tokens).values()) * args.tokens
     rows: list[list[str]] = []
     first = 0.0

@@ -1,16 +1,16 @@
-"""Minitron on a hybrid, on the CPU: train a small teacher, prune it with nvidia-modelopt, distill it back.
+"""Minitron on a hybrid model, on the CPU: train a small teacher, prune it with nvidia-modelopt, distill it.
 
     pip install nvidia-modelopt==0.47.0
     python examples/compress_minitron.py                          # under two minutes on 2 cores
     python examples/compress_minitron.py --model super --seeds 3 --teacher-steps 400 --steps 200
 
-One teacher; for every seed three students with the same number of steps, batches and learning rates:
+There is one teacher, and for every seed three students with the same number of steps and the same batches:
 
-    distilled     pruned, then trained on KL(teacher || student), the teacher's logits
+    distilled     pruned, then trained on KL(teacher || student) of the logits
     trained       pruned, then trained on the text
-    from scratch  the same sizes, random weights, trained on the text
+    from scratch  same sizes, random weights, trained on the text
 
-Text is Python's own sources. A few hundred steps say whether the machinery works, not what holds at scale.
+The text is Python's own sources. A few hundred steps show that the method works, but not its effect at scale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_nemotron3 import compression
 from megatron_nemotron3.models import Nemotron3Config, count, get, tiny
 from megatron_nemotron3.train.data import prepare
 
-#: Share of every dimension that stays; what a model does not have is skipped.
+#: Share of every dimension that is kept; dimensions that a model lacks are skipped.
 KEPT = {
     "mamba_num_heads": 1 / 2,
     "num_attention_heads": 1 / 2,
@@ -43,14 +43,14 @@ KEPT = {
 }
 STUDENTS = ("distilled", "trained", "from scratch")
 BATCH = 4  # sequences
-CALIBRATION = 16  # batches that importance is measured on
+CALIBRATION = 16  # batches for measuring importance
 VALIDATION = 16  # batches
 
 Step = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 
 
 class Text:
-    """Token windows of a Megatron data set; the last twentieth of it is for validation."""
+    """Token windows of a Megatron data set; the last 5 % are for validation."""
 
     def __init__(self, folder: Path, config: Nemotron3Config) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -62,31 +62,31 @@ class Text:
         self.window = config.seq_length + 1
 
     def batches(self, part: str, number: int, seed: int) -> list[torch.Tensor]:
-        """[b, s + 1] each, from places drawn with `seed`."""
+        """Batches [b, s + 1] from random positions."""
         tokens, drawn = self.parts[part], np.random.default_rng(seed)
         starts = drawn.integers(0, len(tokens) - self.window, (number, BATCH))
         return [torch.from_numpy(np.stack([tokens[a : a + self.window] for a in row])) for row in starts]
 
 
 def token_losses(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Cross entropy [b, s] of every next token, nats."""
+    """Cross-entropy [b, s] of every next token in nats."""
     positions = torch.arange(batch.shape[1] - 1).expand(batch.shape[0], -1)
     losses: torch.Tensor = model(batch[:, :-1], positions, None, labels=batch[:, 1:].contiguous())
     return losses
 
 
 def on_text(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Loss against the text."""
+    """Cross-entropy of the text."""
     return token_losses(model, batch).mean()
 
 
 def on_teacher(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Loss against the teacher's logits."""
+    """Distillation loss against the teacher's logits."""
     return compression.distillation_loss(model, token_losses(model, batch))
 
 
 def train(model: torch.nn.Module, batches: list[torch.Tensor], lr: float, loss: Step) -> None:
-    """AdamW, 10% warmup, cosine decay to a tenth, gradients clipped at 1."""
+    """Train with AdamW: 10 % warmup, cosine decay to a tenth, gradients clipped at 1."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
     steps = len(batches)
@@ -106,27 +106,29 @@ def train(model: torch.nn.Module, batches: list[torch.Tensor], lr: float, loss: 
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, batches: list[torch.Tensor]) -> float:
-    """Mean validation loss, nats per token."""
+    """Mean validation loss in nats per token."""
     model.eval()
     return statistics.mean(token_losses(model, batch).mean().item() for batch in batches)
 
 
 def build(config: Nemotron3Config, seed: int) -> torch.nn.Module:
-    """A model of random weights."""
+    """Build a model with random weights."""
     torch.manual_seed(seed)
     return n3.build_model(config, precision="fp32", backend="torch")
 
 
 def main() -> int:
-    """Run and print the table."""
+    """Run the study and print the table."""
     parser = argparse.ArgumentParser(description="Prune and distill a tiny hybrid through nvidia-modelopt.")
     parser.add_argument("--model", default="nano-4b", help="catalog name; its tiny form is the teacher")
     parser.add_argument("--teacher-steps", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=30, help="of every student")
+    parser.add_argument("--steps", type=int, default=30, help="steps of every student (default: 30)")
     parser.add_argument("--layers", type=int, help="decoder layers to keep; default: all")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--lr", type=float, default=4e-3, help="of the teacher and the student from scratch")
-    parser.add_argument("--student-lr", type=float, default=2e-3, help="of the pruned students")
+    parser.add_argument(
+        "--lr", type=float, default=4e-3, help="learning rate of the teacher and the student from scratch"
+    )
+    parser.add_argument("--student-lr", type=float, default=2e-3, help="learning rate of the pruned students")
     parser.add_argument("--output", type=Path, default=Path("runs/compress"))
     parser.add_argument("--save", type=Path, metavar="DIR", help="checkpoint of the last distilled student")
     options = parser.parse_args()
@@ -139,14 +141,14 @@ def main() -> int:
 
 
 def study(options: argparse.Namespace) -> None:
-    """Teacher, pruning, students."""
+    """Train the teacher, prune it, train the students, and print the results."""
     started = time.monotonic()
     config = tiny(get(options.model)).but(mtp_pattern=None, mtp_num_layers=0)
     text = Text(options.output / "data", config)
     validation = text.batches("validation", VALIDATION, seed=0)
     teacher = build(config, seed=0)
     train(teacher, text.batches("train", options.teacher_steps, seed=0), options.lr, on_text)
-    best = evaluate(teacher, validation)  # distillation silences the teacher's own loss
+    best = evaluate(teacher, validation)  # distillation disables the teacher's own loss
     weights = {name: t.clone() for name, t in teacher.state_dict().items() if t is not None}
 
     def calibrate(model: torch.nn.Module) -> None:
@@ -190,7 +192,7 @@ def study(options: argparse.Namespace) -> None:
 
 
 def spread(values: list[float], sign: str = "") -> str:
-    """Mean, and the standard error of the mean where there are several."""
+    """Mean, and the standard error of the mean if there are several values."""
     mean = f"{statistics.mean(values):{sign}.3f}"
     if len(values) < 2:
         return mean

@@ -1,4 +1,4 @@
-"""Ways through cached keys give what each query alone gets: one mask, tiles of it, a sliding mask a row."""
+"""Attention by one mask, by tiles and by row gives the result of each query alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def attention() -> Attention:
-    """Four heads in two groups of eight numbers each."""
+    """An attention layer with four heads in two groups and head dimension 8."""
     config = get("super-tiny").but(
         hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, pattern="M*"
     )
@@ -25,7 +25,7 @@ def attention() -> Attention:
 
 
 def one_by_one(q: Tensor, cache: Tensor, lengths: list[int]) -> Tensor:
-    """[b, n, groups, heads a group, c]: softmax of each query over the keys up to its own."""
+    """[b, n, groups, heads per group, c]: softmax of each query over the keys up to its own."""
     b, groups, per_group, n, c = q.shape
     y = q.new_empty(b, n, groups, per_group, c)
     for row, before in enumerate(lengths):
@@ -42,7 +42,7 @@ def one_by_one(q: Tensor, cache: Tensor, lengths: list[int]) -> Tensor:
     n=st.integers(2, 40),
     seed=st.integers(0, 2**31),
 )
-def test_ways(lengths: list[int], same: bool, n: int, seed: int) -> None:
+def test_masked_forms_equal_single_queries(lengths: list[int], same: bool, n: int, seed: int) -> None:
     lengths = lengths[:1] * len(lengths) if same else lengths
     layer, draw = attention(), torch.Generator().manual_seed(seed)
     q = torch.randn(len(lengths), 2, 2, n, 8, generator=draw)
@@ -59,12 +59,12 @@ def test_ways(lengths: list[int], same: bool, n: int, seed: int) -> None:
 
 @pytest.mark.parametrize("lengths", [[5], [5, 5], [3, 9]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_sliding_mask_is_the_mask_upside_down(lengths: list[int], dtype: torch.dtype) -> None:
+def test_the_reversed_mask_is_the_mask_upside_down(lengths: list[int], dtype: torch.dtype) -> None:
     batch = ForwardBatch(lengths, 4, None, CPU)
     for row, before in enumerate(lengths):
         end = before + 4
         mask = batch.mask((0, 4), batch.end if batch.start is None else end, 1, dtype)
         assert mask is not None
-        sliding = batch.reversed_mask(row, dtype)
-        assert torch.equal(sliding.flip(0), mask[row if batch.start is None else 0, 0, :, :end])
-        assert sliding.untyped_storage().nbytes() == (batch.end + 3) * dtype.itemsize
+        reversed_mask = batch.reversed_mask(row, dtype)
+        assert torch.equal(reversed_mask.flip(0), mask[row if batch.start is None else 0, 0, :, :end])
+        assert reversed_mask.untyped_storage().nbytes() == (batch.end + 3) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""`nemotron3 generate`: what it prints, and one line for whatever cannot work."""
+"""`nemotron3 generate`: its output, and one-line errors for invalid input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPT = "line 7: the naïve"
 
 
 def run(capsys: Capture, *words: object) -> str:
-    """Standard output of a command that works."""
+    """Standard output of a successful command."""
     status = cli.main(["generate", "--device", "cpu", *map(str, words)])
     out, err = capsys.readouterr()
     assert status == 0 and err == ""
@@ -37,7 +37,7 @@ def run(capsys: Capture, *words: object) -> str:
 
 
 def expected(folder: Path, tokenizer: Tokenizer, prompts: list[str], new: int) -> list[list[int]]:
-    """Of plain decoding, without padding."""
+    """Tokens of plain decoding, without padding."""
     engine = Engine(load(folder, vocab_size=TOKENS))
     rows = generate(
         engine, [tokenizer.encode(p) for p in prompts], GenerationOptions(new, stop=tokenizer.stop)
@@ -61,7 +61,7 @@ def test_a_text_and_a_last_line(folders_with_text: Folders, capsys: Capture, wor
 
 
 def test_every_kind_of_folder(folders_with_text: Folders, capsys: Capture, tmp_path: Path) -> None:
-    """Also a checkpoint beside its run, and a run that was moved."""
+    """Also a checkpoint inside its run, and a run that was moved."""
     f = folders_with_text
     moved = tmp_path / "elsewhere"
     shutil.copytree(f.run, moved)
@@ -71,7 +71,7 @@ def test_every_kind_of_folder(folders_with_text: Folders, capsys: Capture, tmp_p
         json.loads(run(capsys, "--checkpoint", place, *asked))["texts"]
         for place in (f.run, f.megatron, iteration, f.hf, moved)
     ]
-    # A Hugging Face folder says how many tokens the model has, so none is taken for padding there.
+    # A Hugging Face folder states the size of the vocabulary, so nothing is taken for padding there.
     del texts[3]
     assert all(found == texts[0] for found in texts)
     again = run(capsys, "--checkpoint", f.hf, "--tokenizer", f.tokenizer, *asked)
@@ -145,7 +145,7 @@ def test_a_prompt_from_a_file(
     assert texts[0] == texts[1] == texts[2]
 
 
-# --- what cannot work ---------------------------------------------------------------------------------
+# --- invalid input ------------------------------------------------------------------------------------
 
 
 def refused(capsys: Capture, *words: object) -> str:
@@ -208,13 +208,13 @@ def test_bad_folders(folders_with_text: Folders, capsys: Capture, tmp_path: Path
     assert f"its {large.vocab_size} tokens are more than the 512 of" in message
 
 
-# --- text as it appears -------------------------------------------------------------------------------
+# --- streaming text -----------------------------------------------------------------------------------
 
 
 @repeatable(60)
 @given(st.lists(st.integers(0, TOKENS - 1), max_size=120))
 def test_pieces_add_up_to_the_text(folders_with_text: Folders, ids: list[int]) -> None:
-    """Any tokens, also such as are no UTF-8."""
+    """Any tokens, including invalid UTF-8."""
     tokenizer = Tokenizer(folders_with_text.tokenizer)
     stream = Detokenizer(tokenizer)
     pieces = [stream.push(token) for token in ids]
@@ -244,7 +244,7 @@ def test_nothing_of_a_stop_text_is_shown(folders_with_text: Folders, text: str, 
             break
     passage.end()
     shown += passage.take()
-    # The text up to the stop text that is complete first.
+    # The text up to the stop text that is completed first.
     ends = [(at + len(s), at) for s in stops if (at := text.find(s)) >= 0]
     first = min((end for end, _ in ends), default=None)
     assert shown == (text if first is None else text[: min(at for end, at in ends if end == first)])
@@ -252,7 +252,7 @@ def test_nothing_of_a_stop_text_is_shown(folders_with_text: Folders, text: str, 
 
 
 def test_the_stream_prints_rows_in_turn(folders_with_text: Folders, capsys: Capture) -> None:
-    """The second row ends first; it is printed when the first has ended."""
+    """The second row ends first; it is printed after the first has ended."""
     tokenizer = Tokenizer(folders_with_text.tokenizer)
     a, b = tokenizer.encode("naïve café"), tokenizer.encode("not")
     stream = OutputStream(["x", "y"], tokenizer, (), live=True)

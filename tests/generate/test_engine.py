@@ -1,4 +1,4 @@
-"""However a text is cut into passes and rows, logits and states are the same."""
+"""Logits and states do not depend on how a text is split into passes and rows."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_a_batch_is_its_rows(name: str, lengths: list[int], chunk: int) -> None:
         assert_states_equal(state.select([row]), single)
 
 
-def test_padding_is_never_seen() -> None:
-    """Other ids behind a row's tokens change no bit of what it gives.
+def test_padding_has_no_effect() -> None:
+    """Other ids in the padding do not change a row's result by one bit.
 
     Dense layers only: with experts, padding is computed beside the row's tokens, and the number of rows of
     a matrix product moves its last bits.
@@ -168,7 +168,7 @@ def test_a_snapshot_is_independent() -> None:
 @repeatable(20)
 @given(st.integers(1, 40), st.integers(0, 1000))
 def test_the_short_scan_is_the_recurrence(n: int, seed: int) -> None:
-    """With decays of every size, in FP64 as the truth."""
+    """With decays of every size, against FP64."""
     g = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -191,15 +191,15 @@ WAYS = ("_gathered", "_dense", "_sorted")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_to_the_same_experts(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implementations_of_experts_agree(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, ids = tiny("super")
     expected = engine.forward(ids, engine.new_state(2)).hidden
     monkeypatch.setattr(MixtureOfExperts, "_implementation", lambda self, tokens, device: getattr(self, way))
     close(engine.forward(ids, engine.new_state(2)).hidden, expected)
 
 
-def test_the_way_depends_on_the_tokens() -> None:
-    """One token, those of a draft, a prefill."""
+def test_the_implementation_depends_on_the_tokens() -> None:
+    """Tokens of plain decoding, of a verification, and of a prefill."""
     layer = next(x for x in tiny("super")[0].weights.layers if isinstance(x, MixtureOfExperts))
     assert tuple(layer._implementation(n, "cpu").__name__ for n in (1, 4, 512)) == WAYS
 
@@ -268,7 +268,7 @@ def test_what_is_refused(message: str) -> None:
 
 
 def test_the_limit_is_not_reached_by_padding() -> None:
-    """A chunk may be longer than what is left of the context; its tokens may not."""
+    """Only tokens count towards the context, not the padding of a chunk."""
     engine = Engine(tiny("super")[0].weights, max_context=10)
     state = engine.new_state(2)
     engine.prefill([[1] * 10, [1] * 3], state, chunk=4)

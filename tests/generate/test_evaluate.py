@@ -33,7 +33,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def test_losses_are_those_of_the_hybrid_model(world: None, tmp_path: Path) -> None:
-    """The loss of each token that Megatron returns, and what its MTP tracker notes for each depth."""
+    """The losses per token that Megatron returns, and those of its MTP tracker for each depth."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     config = get("super-tiny")
@@ -54,7 +54,7 @@ def test_losses_are_those_of_the_hybrid_model(world: None, tmp_path: Path) -> No
         assert found.tokens == per_token.numel() == 3 * 96
         assert found.next_token == pytest.approx(float(per_token.mean()), abs=2e-5)
         assert found.depths == pytest.approx(noted, abs=2e-5)
-    # Deeper ones, by the same block; each has one label fewer.
+    # Deeper depths use the same block; each has one label fewer.
     deeper = losses(engine, ids, 4)
     assert deeper.depths[:2] == pytest.approx(noted, abs=2e-5) and len(deeper.depths) == 4
 
@@ -164,7 +164,7 @@ def test_a_data_set_and_no_drafts(folders_with_text: Folders, capsys: Capture) -
 
 
 def test_the_loss_is_over_the_padded_vocabulary(capsys: Capture, tmp_path: Path) -> None:
-    """As in Megatron, though the checkpoint says how many rows are tokens."""
+    """As in Megatron, although the checkpoint states how many rows are tokens."""
     config = small_config().but(vocab_size=500)
     write_hf(tmp_path / "hf", config, values=agreeing_tensors(config, 0.1), dtype="float32")
     words = ["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "megatron"), "--workers", "1"]
@@ -183,7 +183,7 @@ def test_the_loss_is_over_the_padded_vocabulary(capsys: Capture, tmp_path: Path)
     engine = Engine(load(tmp_path / "hf"))
     logits = engine.forward(ids[None, :-1], engine.new_state()).logits
     assert logits is not None
-    # The converter writes zeros behind the vocabulary: 12 more logits of 0.
+    # The converter pads the vocabulary with zeros: 12 more logits of 0.
     logits = torch.nn.functional.pad(logits, (0, 12))
     padded = torch.nn.functional.cross_entropy(logits[0], ids[1:])
     assert both[1]["loss"] == pytest.approx(float(padded), abs=1e-5)
@@ -234,7 +234,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 def test_the_validation_loss_of_a_run(trained: Path) -> None:
-    """The last validation of Megatron's loop, on the samples it took."""
+    """The last validation of Megatron's loop, on the same samples."""
     log = (trained / "train.log").read_text(errors="replace")
     [logged] = re.findall(r"on validation set \| lm loss value: (\S+)", log)
     samples = _validation_samples(trained, 256)
@@ -252,7 +252,7 @@ def test_drafts_of_a_trained_model_are_accepted(trained: Path, capsys: Capture) 
 
 
 def _validation_samples(folder: Path, s: int) -> Tensor:
-    """[160, s + 1], from the indices that GPTDataset left in the cache."""
+    """[160, s + 1], from the indices that GPTDataset wrote to the cache."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     data = IndexedDataset(str(next(folder.glob("data/*/corpus.idx")).with_suffix("")))

@@ -1,4 +1,4 @@
-"""What follows a text depth by depth: certain tokens in any pieces, and drafts that leave no trace."""
+"""The MTP block depth by depth: final tokens in chunks of any length, drafts that leave no trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEPTHS = 4
 
 
 def by_depth(engine: Engine, ids: Tensor, depths: int) -> tuple[MTP, list[Tensor]]:
-    """Whole text, depth after depth as in training; the state, and h_0 … h_depths of every position."""
+    """A whole text, depth by depth as in training: the states, and h_0 … h_depths of every position."""
     hidden = [engine.forward(ids, engine.new_state(len(ids)), logits="none").hidden]
     state = MTP(engine, len(ids), depths)
     for depth in range(1, depths + 1):
@@ -29,7 +29,7 @@ def by_depth(engine: Engine, ids: Tensor, depths: int) -> tuple[MTP, list[Tensor
 
 @repeatable(10)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8))
-def test_certain_tokens_in_any_pieces(pieces: list[int]) -> None:
+def test_final_tokens_in_any_chunks(pieces: list[int]) -> None:
     engine, ids = tiny("super")
     total = min(sum(pieces), TOKENS)
     hidden = engine.forward(ids, engine.new_state(ROWS), logits="none").hidden
@@ -67,7 +67,7 @@ def test_a_ragged_prefill_is_its_rows(lengths: list[int], chunk: int) -> None:
 
 @pytest.mark.parametrize("pattern", ["*E", "*EM-"])
 def test_drafts_are_those_of_the_whole_text(pattern: str) -> None:
-    """Depth k of the text with the drafts before it appended; Mamba-2 layers in a block come back too."""
+    """Depth k of the text with the previous drafts appended; Mamba-2 layers in a block roll back, too."""
     config = get("super-tiny").but(mtp_pattern=pattern, dense_ffn_hidden_size=64)
     engine = engine_of(config, seed=1)
     ids = text(engine, 1, 30)
@@ -93,7 +93,7 @@ def test_drafts_are_those_of_the_whole_text(pattern: str) -> None:
         assert out.logits is not None
         hidden = out.hidden
         close(seen[depth - 1], out.logits[:, -1])
-    # And the text goes on after a draft as without one.
+    # The text continues after a draft as without one.
     for one in (state, before):
         more = engine.forward(ids, engine.new_state(1), logits="none").hidden[:, :3]
         one.append(ids[:, :3], more)
@@ -110,7 +110,7 @@ def test_drafting_needs_a_text_and_depths() -> None:
         state.draft(torch.tensor([1]), lambda x: x.argmax(-1), count=3)
 
 
-def test_blocks_of_their_own_each() -> None:
+def test_one_block_per_depth() -> None:
     config = get("super-tiny").but(mtp_use_repeated_layer=False)
     engine = engine_of(config, seed=2)
     assert len(engine.weights.mtp) == 2

@@ -1,4 +1,4 @@
-"""Probabilities by their definitions, draws by their frequencies."""
+"""Probabilities against their definitions, draws against their frequencies."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_frequencies() -> None:
 
 
 def test_a_row_draws_its_own_numbers() -> None:
-    """A row gets the same whatever rows are beside it, and another row gets others."""
+    """A row's numbers do not depend on the other rows, and differ between rows."""
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0))
     sampling = Sampling(temperature=1.0, seed=9)
     together = Sampler(sampling, range(3))

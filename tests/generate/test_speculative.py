@@ -1,4 +1,4 @@
-"""Drafts change the speed and nothing else: greedy texts, distributions of sampled ones, states."""
+"""Drafting changes only the speed: greedy texts, distributions of sampled texts, states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from torch import Tensor
 
 from megatron_nemotron3.generate import generate as generate_module
 from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.generate import Decoder, GenerationOptions, Speculation, generate
+from megatron_nemotron3.generate.generate import (
+    Continuation,
+    Decoder,
+    GenerationOptions,
+    Speculation,
+    generate,
+)
 from megatron_nemotron3.generate.mtp import MTP
 from megatron_nemotron3.generate.sampling import Sampling, accept, draw, probabilities
 from megatron_nemotron3.models import get
@@ -30,15 +36,16 @@ from tests.support.engines import (
     routing_margin,
     tiny,
 )
+from tests.support.naive_decoding import naive_continuation
 
-#: Two logits nearer than this may change places between a pass over one token and one over several.
+#: Two logits closer than this may be swapped between a pass over one token and one over several.
 GAP = 1e-3
-#: A correct sampler fails a statistical test as often as this, over seeds; the seed is fixed.
+#: Probability over seeds that a correct sampler fails a statistical test; the seed is fixed.
 FALSE_ALARMS = 1e-6
 
 
 def clear(engine: Engine, prompt: list[int], new: list[int]) -> bool:
-    """Whether no choice of a token or an expert on the way was by a hair."""
+    """Whether no token or expert was chosen by a small margin."""
     ids = torch.tensor([prompt + new])
     logits = engine.forward(ids, engine.new_state(1)).logits
     assert logits is not None
@@ -63,17 +70,21 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     seed=st.integers(0, 50),
     stops=st.lists(st.integers(0, 40), max_size=2),
 )
-def test_greedy_texts_are_those_of_plain_decoding(
+def test_greedy_texts_are_those_of_naive_decoding(
     strength: float, lengths: list[int], draft: int, new: int, seed: int, stops: list[int]
 ) -> None:
     engine = tiny("super")[0] if strength == 1.0 else agreeing(strength)
     ids = prompts(lengths, seed)
-    plain = generate(engine, ids, GenerationOptions(new)).rows
-    for prompt, row in zip(ids, plain, strict=True):
-        assume(clear(engine, prompt, row.tokens))
-    produced = [token for row in plain for token in row.tokens]
+    free = [naive_continuation(engine, prompt, new) for prompt in ids]
+    for prompt, tokens in zip(ids, free, strict=True):
+        assume(clear(engine, prompt, tokens))
+    produced = [token for tokens in free for token in tokens]
     ends = {produced[i % len(produced)] for i in stops}
-    expected = generate(engine, ids, GenerationOptions(new, stop=ends)).rows
+    expected = []
+    for tokens in free:
+        end = next((i + 1 for i, token in enumerate(tokens) if token in ends), None)
+        expected.append(Continuation(tokens[:end], stopped=end is not None))
+    assert generate(engine, ids, GenerationOptions(new, stop=ends)).rows == expected
     seen: list[list[int]] = [[] for _ in ids]
     found = generate(
         engine,
@@ -88,7 +99,7 @@ def test_greedy_texts_are_those_of_plain_decoding(
 
 @pytest.mark.parametrize("draft", [0, 1, 3, 7])
 def test_the_context_may_be_full(draft: int) -> None:
-    """No draft stands beyond the limit, which the last tokens reach."""
+    """The last tokens reach the limit, and no draft exceeds it."""
     whole = agreeing(0.0)
     engine = Engine(whole.weights, max_context=32)
     found = generate(engine, [[1] * 20, [2] * 12], GenerationOptions(12, draft=draft))
@@ -133,7 +144,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=4, seed=2)])
 def test_states_are_those_of_the_text(sampling: Sampling) -> None:
-    """After every step, rows with different acceptances and limits: as if each had been read at once."""
+    """After every step, with different acceptances and limits per row, states equal those of a prefill."""
     engine = agreeing(0.03)
     rows = prompts([3, 9, 1, 30], seed=1)
     decoder = Decoder(engine, rows, GenerationOptions(64, sampling, draft=4))
@@ -161,7 +172,7 @@ def test_states_are_those_of_the_text(sampling: Sampling) -> None:
 
 
 def p_value(observed: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Of Pearson's chi-square test; outcomes expected fewer than 10 times are put together."""
+    """p-value of Pearson's chi-square test; outcomes expected fewer than 10 times are combined."""
     total = sum(observed.values())
     assert set(observed) <= {outcome for outcome, share in expected.items() if share > 0}
     cells: list[tuple[float, float]] = []
@@ -189,7 +200,7 @@ def exact(engine: Engine, prompt: list[int], new: int, sampling: Sampling) -> di
     return dict(zip(texts, shares.tolist(), strict=True))
 
 
-#: Row i has the seed + i, so seeds are far apart.
+#: Row i uses seed + i, so the seeds are far apart.
 SAMPLINGS = (
     Sampling(1.0, seed=100_000),
     Sampling(0.6, top_k=5, seed=200_000),
@@ -199,7 +210,7 @@ SAMPLINGS = (
 
 
 def drawn(sampling: Sampling, rows: int = 3000) -> float:
-    """p-value of continuations by four tokens with two drafts; rows have seeds of their own.
+    """p-value of continuations by four tokens with two drafts; every row has its own seed.
 
     The prefill gives the first token, the first verification up to three more. Of tokens 2 and 3, and of 3
     and 4; twice the smaller one (Bonferroni).
@@ -250,7 +261,7 @@ def test_wrong_rules_are_noticed(mutant: Callable[..., object], monkeypatch: pyt
 @repeatable(20)
 @given(st.integers(0, 10**6), st.floats(0.1, 3.0), st.booleans())
 def test_one_draft_exactly(seed: int, spread: float, sparse: bool) -> None:
-    """The distribution of the first token, summed over a grid of dice in place of drawing them."""
+    """The distribution of the first token, summed over a grid of random numbers instead of drawing them."""
     made, grid = torch.Generator().manual_seed(seed), 150
     p, q = (torch.randn(2, 5, generator=made) * spread).softmax(-1)
     if sparse:  # as top_k leaves them: tokens that only one side can give
@@ -267,7 +278,7 @@ def test_one_draft_exactly(seed: int, spread: float, sparse: bool) -> None:
         )
         first = torch.where(accepted > 0, drafted[:, 0], own)
         found += float(q[token]) * torch.bincount(first, minlength=5) / n
-    # Each boundary of the dice lies between two ticks.
+    # Each decision boundary lies between two grid points.
     torch.testing.assert_close(found, p.double(), rtol=0, atol=2.0 / grid)
 
 
@@ -306,7 +317,7 @@ def test_no_draft_is_accepted_of_a_model_that_disagrees() -> None:
 
 
 def test_a_draft_that_ends_the_row_ends_the_count() -> None:
-    """The third token after the prefill's is a stop token: drafts behind it are neither."""
+    """The third token after the prefill's is a stop token: later drafts are not counted."""
     engine = agreeing(0.0)
     free = generate(engine, [[1]], GenerationOptions(8, draft=4)).rows[0].tokens
     assert len(set(free[:4])) == 4

@@ -19,9 +19,8 @@ from torch import Tensor
 from benchmarks.gpu_world import host_waits, world
 from megatron_nemotron3.layers import experts, mamba
 from megatron_nemotron3.models import Nemotron3Config, get
+from tests.support import parity
 from tests.support.model_mapping import megatron_model, randomize, to_transformers
-
-from ..parity import compare as parity
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,7 +19,7 @@ from tests.support.parity import Comparison, compare, oracle, without_mtp
 
 transformers = pytest.importorskip("transformers")
 
-#: Below 5.15.1 the oracle's scan on the CPU is wrong past the first chunk.
+#: Before 5.15.1 transformers' scan on the CPU is wrong after the first chunk.
 ORACLE_IS_RIGHT = (5, 15, 1)
 
 
@@ -62,7 +62,7 @@ def test_gradients(run: Comparison) -> None:
 
 @pytest.mark.parametrize("name", [name for name in names() if get(name).has_mtp])
 def test_mtp_leaves_the_main_logits_alone(world: None, name: str) -> None:
-    """Bit for bit: the models compared above are those that train with MTP."""
+    """Bit for bit, so that the comparisons above hold for models that train with MTP."""
     model = get(f"{name}-tiny")
     plain, full = (megatron_model(m).eval() for m in (without_mtp(model), model))
     randomize(full, seed=1)
@@ -74,7 +74,7 @@ def test_mtp_leaves_the_main_logits_alone(world: None, name: str) -> None:
         assert torch.equal(parity.forward(full, ids), parity.forward(plain, ids))
 
 
-# --- the tolerance is one that a mistake breaks -------------------------------------------------------
+# --- mistakes exceed the tolerance ---------------------------------------------------------------------
 
 
 def each(theirs: Any, attribute: str, change: Callable[[Any], Any]) -> None:

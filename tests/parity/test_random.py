@@ -1,4 +1,4 @@
-"""Logits of models that hypothesis makes up against transformers' NemotronHForCausalLM.
+"""Logits of random models against transformers' NemotronHForCausalLM.
 
 The default run takes the same few models every time; NEMOTRON3_EXAMPLES=200 takes that many new ones.
 """

@@ -1,4 +1,4 @@
-"""One random tiny model as two checkpoints: tensors under torch_dist keys, and under Hugging Face's names."""
+"""A random tiny model as two checkpoints: under torch_dist keys and under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Pair:
 
 
 def pair(config: Nemotron3Config, folder: Path, seed: int, padded: int = 0) -> Pair:
-    """Inside `world_of_one`: our torch model with random weights, and its tensors on both sides.
+    """Our torch model with random weights, and its tensors on both sides. Needs `world_of_one`.
 
     Args:
         padded: rows of random numbers behind Megatron's vocabulary.
@@ -67,7 +67,7 @@ def pair(config: Nemotron3Config, folder: Path, seed: int, padded: int = 0) -> P
 
 
 def convert(config: Nemotron3Config, megatron: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
-    """The Hugging Face tensors of Megatron's."""
+    """Convert Megatron's tensors to Hugging Face's."""
     result: dict[str, Tensor] = {}
     for mapping in inventory.mappings_of(config, megatron, padded_vocab_size=rows):
         result |= apply(mapping.to_hf(), {t.name: megatron[t.name] for t in mapping.megatron})

@@ -1,4 +1,4 @@
-"""A small model as every kind of folder that `nemotron3 generate` takes, with a tokenizer."""
+"""A small model with a tokenizer, in every kind of folder that `nemotron3 generate` reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_nemotron3.train.data import prepare
 from tests.support.engines import agreeing_tensors
 from tests.support.hf_folders import write_hf
 
-#: Some characters of two, three and four bytes.
+#: Contains characters of two, three and four bytes.
 TEXT = "".join(f"line {i}: the naïve café costs {i * 7 % 23} € – good, 𝄞 or not\n" for i in range(1500))
 VOCABULARY, TOKENS = 512, 320
 
@@ -52,7 +52,7 @@ def make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Folders:
     def as_trained(args: object) -> object:
         vars(args).update(
             vocab_size=None,
-            # Hugging Face knows blocks, a run knows depths.
+            # Hugging Face states the number of blocks, a run the number of depths.
             hybrid_layer_pattern=config.full_pattern,
             mtp_num_layers=config.mtp_num_layers,
             tokenizer_model=prepared.tokenizer.tokenizer_model,

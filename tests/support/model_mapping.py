@@ -1,6 +1,7 @@
-"""One model in three vocabularies: our config, Megatron's module and tensor names, transformers' names.
+"""One model for our config, Megatron and transformers: configs, modules, and tensor names of all three.
 
-Written from the two models' module trees, not from the converter's tables, so that it can check them.
+The names are taken from the module trees of the two models, not from the converter's tables, so that they can
+check those.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _EXPERT = re.compile(_LAYER + r"mlp\.experts\.linear_fc([12])\.weight(\d+)")
 
 
 def transformer_config(model: Nemotron3Config, **changes: Any) -> Any:
-    """Megatron's `TransformerConfig` of a model, FP32, without what needs a GPU."""
+    """Megatron's `TransformerConfig` of a model in FP32, without options that need a GPU."""
     from megatron.core.activations import squared_relu
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -158,6 +159,19 @@ def to_transformers(tensors: dict[str, Tensor], model: Nemotron3Config) -> dict[
     return result
 
 
+def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face checkpoint tensors as transformers' module holds them: a layer's experts in one tensor."""
+    result: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        name = name.replace("backbone.", "model.")
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(up|down)_proj\.weight", name):
+            experts.setdefault(f"{match[1]}.{match[3]}_proj", {})[int(match[2])] = tensor
+        else:
+            result[name] = tensor
+    return result | {n: torch.stack([parts[e] for e in range(len(parts))]) for n, parts in experts.items()}
+
+
 def _same(name: str) -> str:
     targets = [(m, to) for pattern, to in SAME.items() if (m := re.fullmatch(pattern, name))]
     if len(targets) != 1:
@@ -179,7 +193,7 @@ def _split_qkv(weight: Tensor, model: Nemotron3Config) -> Iterator[tuple[str, Te
 
 @torch.no_grad()
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Move everything that initialization leaves at 0 or 1, so that a factor that is missing shows."""
+    """Change everything that initialization sets to 0 or 1, so that a missing factor shows."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(tensor: Tensor, mean: float, std: float) -> None:

@@ -22,10 +22,10 @@ from tests.support.world import world_of_one
 #: More than two chunks of 128 tokens, and not a multiple of one.
 TOKENS, BATCH = 300, 2
 LOGITS_ATOL = 1e-4
-#: Of the norm of each gradient.
+#: Relative to the norm of each gradient.
 GRADIENT_RTOL = 1e-3
-#: A chosen and a rejected expert that are closer than twice the difference of a score between the two sides
-#: may change places. That difference is up to 2e-6 (this module prints it); the bound is twice as wide again.
+#: A selected and a rejected expert may be swapped if they are closer than twice the difference of a score
+#: between the two sides. That difference is up to 2e-6 (this module prints it); the bound is twice as large.
 ROUTING_MARGIN = 1e-5
 #: Weights and tokens of each tiny form. Those with experts were chosen for a routing margin above the bound;
 #: some forms are the same model under two names, so the seeds differ.
@@ -42,14 +42,14 @@ SEEDS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """What both sides made of the same weights and tokens; gradients are named as transformers names them."""
+    """Results of both sides for the same weights and tokens; gradients have transformers' names."""
 
     model: Nemotron3Config
     logits: Tensor
     expected_logits: Tensor
-    #: Smallest gap between the last chosen and the best rejected expert over all tokens; inf without any.
+    #: Smallest gap between the last selected and the best rejected expert; inf without experts.
     routing_margin: float
-    #: Largest absolute difference of a routing score (sigmoid of a router logit); 0 without any.
+    #: Largest absolute difference of a routing score (sigmoid of a router logit); 0 without experts.
     score_difference: float
     loss: float = math.nan
     expected_loss: float = math.nan
@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def gradient_differences(self) -> dict[str, float]:
-        """Norm of the difference over the norm, of each parameter's gradient."""
+        """Relative difference (norms) of each parameter's gradient."""
         return relative_differences(self.gradients, self.expected_gradients)
 
 
@@ -78,7 +78,7 @@ def without_mtp(model: Nemotron3Config) -> Nemotron3Config:
 
 
 def oracle(model: Nemotron3Config, weights: dict[str, Tensor]) -> Any:
-    """transformers' model with `weights`; every one of its tensors is given exactly once."""
+    """transformers' model with `weights`, which must contain each of its tensors exactly once."""
     import transformers
 
     config = transformers_config(model)
@@ -109,7 +109,7 @@ def forward(ours: Any, ids: Tensor, labels: Tensor | None = None) -> Tensor:
 
 
 def loss_and_gradients(theirs: Any, ids: Tensor) -> tuple[Tensor, float, dict[str, Tensor]]:
-    """Logits [b, s, vocabulary] of ids [b, s + 1] but the last, mean loss, gradient of every parameter."""
+    """Logits [b, s, vocabulary] of ids [b, s + 1] without the last, mean loss, parameter gradients."""
     theirs.zero_grad()
     logits = theirs(ids[:, :-1]).logits
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
@@ -119,7 +119,7 @@ def loss_and_gradients(theirs: Any, ids: Tensor) -> tuple[Tensor, float, dict[st
 
 @contextmanager
 def router_logits(ours: torch.nn.Module, theirs: torch.nn.Module) -> Iterator[list[tuple[Any, Tensor]]]:
-    """Collects (router, logits [b * s, N]) of every router call, ours and theirs."""
+    """Collect (router, logits [b * s, N]) of every router call on both sides."""
     calls: list[tuple[Any, Tensor]] = []
     routers = [module for module in ours.modules() if hasattr(module, "expert_bias")]
     gates = [module for module in theirs.modules() if hasattr(module, "e_score_correction_bias")]
@@ -190,7 +190,7 @@ def compare(
 
 
 def rounding_floor(model: Nemotron3Config, *, seed: int = 6) -> tuple[float, float]:
-    """How far transformers moves from itself if every weight moves by half a unit in the last place of FP32.
+    """Change of transformers' results when every weight changes by half a unit in the last place of FP32.
 
     No two implementations that round at different places can be asked to agree better than about this.
 

@@ -1,4 +1,4 @@
-"""A world of one process, on the CPU, in which Megatron can build models."""
+"""Process groups of a single rank on the CPU, in which Megatron can build models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_nemotron3.cpu import cpu_mode
 
 @contextmanager
 def world_of_one(seed: int = 1234) -> Iterator[None]:
-    """`cpu_mode`, a gloo group of this process alone, Megatron's groups and random streams."""
+    """`cpu_mode`, a gloo group of this process, Megatron's groups and random generators."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

@@ -1,4 +1,4 @@
-"""What either side reads, in which spelling, and with which of transformers' functions."""
+"""What each side reads: spellings of keys, dtypes, experts, routing, and transformers' functions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def figures(right: Pair, megatron: dict[str, Tensor], tokens: int = 140) -> list
     return [layer.difference for layer in report.layers] + [logits.difference for logits in report.logits]
 
 
-#: Another way to spell some of the keys: (part of the key, what stands for it).
+#: Another spelling of some keys: (part of the key, its replacement).
 SPELLINGS: dict[str, list[tuple[str, str]]] = {
     "wrapped": [("decoder.", "model.module.decoder."), ("embedding.", "model.module.embedding.")],
     "separate norms": [
@@ -71,7 +71,7 @@ def test_other_spellings(right: Pair, spelling: str) -> None:
 
 
 def test_parameters_instead_of_torch_dist_keys(right: Pair) -> None:
-    """Legacy folders hold them: packed in_proj and conv1d, one tensor for each expert."""
+    """Legacy folders contain packed in_proj and conv1d, and one tensor per expert."""
     parameters = stored_parameters(right.model)
     assert "decoder.layers.0.mixer.in_proj.weight" in parameters
     figures(right, parameters)
@@ -92,7 +92,7 @@ def test_experts_one_by_one(right: Pair, name: str) -> None:
 
 
 def test_bfloat16(right: Pair) -> None:
-    """As released: everything but the expert bias."""
+    """As released: everything except the expert bias."""
 
     def rounded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         keep = ("expert_bias", "e_score_correction_bias")
@@ -100,7 +100,7 @@ def test_bfloat16(right: Pair) -> None:
 
     megatron, hf = (InMemory(rounded(s.content), s.folder) for s in (right.megatron, right.hf))
     assert check_logits(megatron, hf, right.config, QUIET).passed
-    # A conversion that rounds compares rounded with unrounded weights: it is seen.
+    # Comparing rounded with unrounded weights must fail.
     assert not check_logits(right.megatron, hf, right.config, QUIET).passed
 
 
@@ -126,7 +126,7 @@ def test_extra_states_and_optimizer_are_left_alone(right: Pair) -> None:
 
 
 def test_installed_kernels_are_not_used(right: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """mamba-ssm's and causal-conv1d's need a GPU; transformers takes them as soon as they are installed."""
+    """transformers uses mamba-ssm and causal-conv1d if they are installed, but their kernels need a GPU."""
     modeling, _ = hugging_face.transformers_model()
     for name in ("causal_conv1d_fn", "mamba2_chunk_scan"):
 
@@ -153,7 +153,7 @@ def test_old_transformers_is_refused(version: str, right_one: bool, monkeypatch:
 
 
 def test_it_needs_neither_megatron_nor_transformers_to_be_imported() -> None:
-    """`pip install megatron-nemotron3[convert]` has no megatron-core; transformers is for those who ask."""
+    """`pip install megatron-nemotron3[convert]` installs neither megatron-core nor transformers."""
     code = (
         "import sys, megatron_nemotron3.convert.logits.compare; "
         "print([m for m in ('megatron', 'megatron.core', 'transformers', 'triton') if m in sys.modules])"
@@ -179,7 +179,7 @@ def test_near_ties_take_their_experts() -> None:
 
 
 def test_a_model_with_near_ties_passes(right: Pair) -> None:
-    """Two experts with one row of the router: rounding decides which of them is the last chosen."""
+    """Two experts share a row of the router: rounding decides which of them is selected last."""
     megatron, hf = dict(right.megatron.content), dict(right.hf.content)
     sides = (
         (megatron, "decoder.layers.3.mlp.router.{}", "expert_bias", 0),
@@ -214,7 +214,7 @@ def test_other_numbers_of_experts_are_refused() -> None:
         agree(selection(0.9, 0.5, 0.4), selection(0.9, 0.5, 0.4, topk=1))
 
 
-# --- weights ----------------------------------------------------------------------------------------------
+# --- reader -----------------------------------------------------------------------------------------------
 
 
 def test_bands_are_small_and_complete(tmp_path: Path) -> None:

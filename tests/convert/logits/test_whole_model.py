@@ -1,4 +1,4 @@
-"""The walk from layer to layer gives the logits of the whole models: our torch spec's, and transformers'."""
+"""Layer by layer, the check computes the logits of the whole models of our torch spec and transformers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytest.importorskip("transformers")
 #: More than one chunk of 128, and not a multiple of one.
 TOKENS, SEED = 200, 5
 ATOL = 1e-4
-#: Seeds of the weights: without near ties in the routing, because a whole model settles them in its own way.
+#: Seeds of weights without near ties in routing, which a whole model resolves in its own way.
 SEEDS = {"super": 9, "ultra": 22, "nano": 24, "nemotron-h-8b": 10}
 
 
 class Run:
-    """One model, its check, and the logits the check came by."""
+    """A model, its check, and the logits that the check computed."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.pair: Pair = pair(get(f"{name}-tiny"), folder, SEEDS[name], padded=8)
@@ -74,7 +74,7 @@ def test_both_sides_compute_the_same(run: Run) -> None:
 
 
 def test_logits_are_those_of_our_whole_model(run: Run) -> None:
-    """MTP's, too: the output layer makes them before the model's own. (The loss then overwrites them.)"""
+    """Also MTP's: the output layer computes them before the model's own. (The loss then overwrites them.)"""
     seen: list[Tensor] = []
     model, s = run.pair.model, TOKENS
     hook = model.output_layer.register_forward_hook(lambda module, args, out: seen.append(out[0].clone()))

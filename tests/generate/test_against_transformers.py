@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -15,31 +14,19 @@ from megatron_nemotron3.generate.weights import read_weights
 from megatron_nemotron3.models import get
 from tests.support.checkpoint_pair import InMemory
 from tests.support.engines import CONTEXT, MARGIN, routing_margin, tensors
+from tests.support.model_mapping import stack_experts
 from tests.support.parity import oracle, without_mtp
 
 pytest.importorskip("transformers")
 
 NEW = 200
-#: Names with the same layers twice are left to `full`.
+#: Models with the same layer kinds as another one run only with `full`.
 SEED = 4
 FULL = pytest.mark.full
 
 
-def stacked(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As transformers' module holds them: experts in one tensor."""
-    result: dict[str, Tensor] = {}
-    experts: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in weights.items():
-        name = name.replace("backbone.", "model.")
-        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(up|down)_proj\.weight", name):
-            experts.setdefault(f"{match[1]}.{match[3]}_proj", {})[int(match[2])] = tensor
-        else:
-            result[name] = tensor
-    return result | {n: torch.stack([parts[e] for e in range(len(parts))]) for n, parts in experts.items()}
-
-
 def theirs(model: Any, prompt: Tensor) -> tuple[list[int], float]:
-    """New tokens, and the smallest distance between the best and the second logit."""
+    """New tokens, and the smallest gap between the largest and the second largest logit."""
     with torch.no_grad():
         out = model.generate(
             prompt,
@@ -62,11 +49,11 @@ def test_greedy_continuations(name: str) -> None:
     config = without_mtp(get(f"{name}-tiny"))
     weights = tensors(config, SEED)
     prompt = torch.randint(config.vocab_size, (1, 20), generator=torch.Generator().manual_seed(1))
-    expected, gap = theirs(oracle(config, stacked(weights)), prompt)
+    expected, gap = theirs(oracle(config, stack_experts(weights)), prompt)
     engine = Engine(read_weights(InMemory(weights, None), config), max_context=CONTEXT)  # type: ignore[arg-type]
     found = generate(engine, prompt.tolist(), GenerationOptions(NEW)).rows[0].tokens
     assert found == expected
-    # Not by luck: neither a token nor an expert was chosen by less than rounding; and it does not repeat.
+    # The match is no accident: no token or expert was chosen by less than rounding, and the text varies.
     assert gap > 1e-4, f"two logits are {gap:.1e} apart: another seed"
     assert routing_margin(engine, torch.tensor([prompt[0].tolist() + found])) > MARGIN
     assert len(set(found)) > NEW / 3

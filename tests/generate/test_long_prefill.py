@@ -1,4 +1,4 @@
-"""A long text: activations in proportion to the chunk, keys and values to the text, nothing else."""
+"""Memory of a long prefill: activations grow with the chunk, KV caches with the text, nothing else."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_nemotron3.models import get
 from tests.support.engines import close, engine_of
 
 CHUNK = 256
-#: Queries that are handled at once, at least, where a mask is a tensor.
+#: Fewest queries in a tile.
 QUERIES = 8
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest floating-point tensor an operation makes, views and in-place ones aside."""
+    """Elements of the largest floating-point tensor that an operation creates, without views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def ids(tokens: int) -> torch.Tensor:
 
 
 def prefill(engine: Engine, tokens: int) -> tuple[int, int, int]:
-    """Elements of the largest tensor, bytes of keys and values, bytes of the other states."""
+    """Elements of the largest tensor, bytes of KV caches, bytes of the other states."""
     state = engine.new_state(capacity=tokens)
     with Largest() as largest:
         engine.prefill(ids(tokens), state, chunk=CHUNK)
@@ -91,19 +91,19 @@ def test_chunks_are_the_whole(engine: Engine) -> None:
 
 @pytest.mark.parametrize("chunks", [64, pytest.param(256, marks=pytest.mark.full)])
 def test_what_grows_with_the_text(engine: Engine, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16,384 tokens, and 65,536; attention takes time in proportion to the square."""
+    """16,384 and 65,536 tokens; the time of attention grows with the square."""
     monkeypatch.setattr("megatron_nemotron3.generate.batch.MASK_ELEMENTS", 1)
     tokens = chunks * CHUNK
     small, kv, states = prefill(engine, 8 * CHUNK)
     large, kv_large, states_large = prefill(engine, tokens)
-    # Of the long text only the vector behind the masks is larger: one number a token.
+    # Only the vector behind the masks grows with the text: one number per token.
     assert large <= max(small, tokens + CHUNK)
     assert kv_large == chunks // 8 * kv
     assert states_large == states
 
 
 def test_masks_have_a_bound(engine: Engine) -> None:
-    """Whatever the length, up to the fewest queries."""
+    """At any length, down to the smallest tile."""
     for before in (0, 1 << 12, 1 << 16, 1 << 20):
         batch = ForwardBatch([before], 512, None, engine.device)
         tiles = batch.query_tiles(1)

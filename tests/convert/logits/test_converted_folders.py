@@ -1,4 +1,4 @@
-"""From files: what the converter writes computes the same, and what it takes of memory."""
+"""`check_logits` on converted folders, and its memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_conversions_there_and_back(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_memory_at_the_real_widths_of_super() -> None:
-    """One layer of each kind and the MTP block; 512 experts in a layer, 5.6 GB of BF16, are never whole.
+    """One layer of each kind and the MTP block; the 512 experts of a layer (5.6 GB) are never all loaded.
 
     Seen: 1.4 GiB. transformers' own block of one such layer would take 11.3 GB in FP32.
     """

@@ -1,4 +1,4 @@
-"""A conversion with a mistake fails, and the layer it is in is named: that one, and none behind it."""
+"""A wrong conversion fails, and the report names the layer of the mistake and no later one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.world import world_of_one
 
 pytest.importorskip("transformers")
 
-#: Experts are square, so that a transposed one has the right shape.
+#: Experts are square, so that a transposed expert has a valid shape.
 CONFIG = get("super-tiny").but(
     name="mistakes",
     pattern="M-M*E",
@@ -80,7 +80,7 @@ def exchange_bc(weight: Tensor) -> Tensor:
 
 
 def contiguous_qkv(hf: dict[str, Tensor]) -> None:
-    """Megatron's interleaved groups taken for [q, k, v]: what a converter without the group rule does."""
+    """Megatron's interleaved groups read as [q, k, v], as a converter without the group rule does."""
     names = [f"backbone.layers.3.mixer.{p}_proj.weight" for p in "qkv"]
     q, k, v = (hf[n].unflatten(0, (CONFIG.num_query_groups, -1)) for n in names)
     packed = torch.cat([q, k, v], 1).flatten(0, 1)
@@ -90,7 +90,7 @@ def contiguous_qkv(hf: dict[str, Tensor]) -> None:
 
 X, E = "backbone.layers.3.mixer.", "backbone.layers.4.mixer."
 LAYER = "decoder.layers.{n} and backbone.layers.{n} ({kind})"
-#: Mistake -> the change, and what is named.
+#: Mistake -> the change, and what the report names.
 MISTAKES: dict[str, tuple[Callable[[dict[str, Tensor]], None], list[str]]] = {
     "k and v swapped": (swap(X + "k_proj.weight", X + "v_proj.weight"), [LAYER.format(n=3, kind="*")]),
     "qkv not by group": (contiguous_qkv, [LAYER.format(n=3, kind="*")]),
@@ -168,7 +168,7 @@ def test_the_layer_is_named(right: Pair, mistake: str) -> None:
     change, named = MISTAKES[mistake]
     report = run(right, change)
     assert not report.passed and report.exit_status == 1
-    # Logits that differ because of a layer are a problem of their own; NaN spoils all that follows.
+    # Logits that differ because of a layer are reported as well; NaN affects everything after it.
     blamed = [p for p in report.problems if "they differ by" not in p]
     blamed = blamed[: len(named)] if mistake == "NaN" else blamed
     assert len(blamed) == len(named), report.problems
@@ -227,7 +227,7 @@ def test_a_config_that_says_something_else(right: Pair, changes: dict[str, Any])
 
 
 def test_config_json_is_part_of_the_proof(right: Pair, tmp_path: Path) -> None:
-    """transformers builds its side from config.json alone, so what is wrong there shows."""
+    """transformers builds its side only from config.json, so errors in it are found."""
     data = json.loads((right.hf.folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(data | {"routed_scaling_factor": 1.0}))
     with pytest.raises(ValueError, match="moe_router_topk_scaling_factor=1.0"):

@@ -1,4 +1,4 @@
-"""The same weights in Megatron's HybridModel, which knows no states: logits, kept tensors, MTP depths."""
+"""Logits, states and MTP depths against Megatron's HybridModel without inference states, same weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.parity import forward
 
 
 class Model:
-    """A Megatron model, an engine with its weights, and what Megatron computed on the way of a text."""
+    """A Megatron model, an engine with its weights, and Megatron's intermediate results for a text."""
 
     def __init__(self, name: str) -> None:
         self.config = get(f"{name}-tiny")
@@ -53,13 +53,13 @@ class Model:
                 yield module.register_forward_hook(note)
         if self.config.has_mtp:
             depths = 1 + self.config.mtp_num_layers
-            # Hidden states [s, b, d] of the decoder and then of each depth, one behind the other.
+            # Hidden states [s, b, d] of the decoder and then of each depth, concatenated.
             yield self.model.mtp.register_forward_hook(lambda m, a, out: self.mtp.extend(out.chunk(depths)))
 
 
 @pytest.fixture(scope="module")
 def models(world: None) -> Any:
-    """Name -> `Model`, built once."""
+    """Function from a name to its `Model`, which is built once."""
     return functools.cache(Model)
 
 
@@ -67,7 +67,7 @@ def models(world: None) -> Any:
 def test_logits_of_every_position(models: Any, name: str) -> None:
     m = models(name)
     state, found = m.engine.new_state(ROWS), []
-    # A first pass of some length, then token by token.
+    # One long pass, then token by token.
     for start, stop in ((0, 40), *((i, i + 1) for i in range(40, TOKENS))):
         found.append(m.engine.forward(m.ids[:, start:stop], state).logits)
     close(torch.cat(found, 1), m.logits)
@@ -75,8 +75,8 @@ def test_logits_of_every_position(models: Any, name: str) -> None:
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 37, 64, TOKENS])
 @pytest.mark.parametrize("single", [False, True], ids=["one pass", "steps"])
-def test_what_is_kept_of_a_text(models: Any, at: int, single: bool) -> None:
-    """Each kept tensor on its own, from Megatron's projections and the recurrence in its plainest form."""
+def test_states_of_a_text(models: Any, at: int, single: bool) -> None:
+    """Each state tensor separately, computed from Megatron's projections and the plain recurrence."""
     m = models("super")
     c, state = m.config, m.engine.new_state(ROWS, capacity=2)
     for start in range(at) if single else (0,):
@@ -115,7 +115,7 @@ def test_what_is_kept_of_a_text(models: Any, at: int, single: bool) -> None:
 @pytest.mark.parametrize("name", ["super", "lightning"])
 @pytest.mark.parametrize("chunk", [1, 7, TOKENS])
 def test_every_mtp_depth(models: Any, name: str, chunk: int) -> None:
-    """Hidden states and logits of each depth, in pieces of any length, where the text has the tokens."""
+    """Hidden states and logits of each depth, in chunks of any length, where the tokens are known."""
     m = models(name)
     depths = m.config.mtp_num_layers
     assert len(m.mtp) == 1 + depths and depths == 2
@@ -138,7 +138,7 @@ def test_every_mtp_depth(models: Any, name: str, chunk: int) -> None:
 
 
 def test_mtp_attends_to_inputs_of_its_own_depth(models: Any) -> None:
-    """A state shared by the depths would be another model."""
+    """Sharing one state between the depths gives another result."""
     m = models("super")
     hidden = m.engine.forward(m.ids, m.engine.new_state(ROWS), logits="none").hidden
     mtp = MTP(m.engine, ROWS)
