@@ -126,11 +126,6 @@ def crc_problem(descriptor: int, record: Record) -> str | None:
     )
 
 
-def without_crc(found: list[Record]) -> bool:
-    """Whether all CRC32s are 0, as torch.serialization.set_crc32_options(False) writes them."""
-    return all(record.crc == 0 for record in found)
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
     flags: int

@@ -88,8 +88,8 @@ def mappings_of(
     *,
     dtype: str = BF16,
     padded_vocab_size: int | None = None,
-) -> Iterator[TensorMapping]:
-    """Yield the mappings of a model in the spelling of a checkpoint with these weight keys.
+) -> list[TensorMapping]:
+    """Return the mappings of a model in the spelling of a checkpoint with these weight keys.
 
     The checkpoint may mix dialects. The mappings use plain names (`keys.plain_name`).
 
@@ -123,7 +123,7 @@ def mappings_of(
             f"{len(missing)} tensors of {config.name} are missing, the first is {missing[0]!r}"
             + _mtp_hint(config, missing)
         )
-    yield from result
+    return result
 
 
 def hf_tensors(config: Nemotron3Config, *, dtype: str = BF16) -> list[Tensor]:

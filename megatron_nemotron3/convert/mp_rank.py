@@ -25,7 +25,7 @@ from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
 from megatron_nemotron3.checkpoint.read import TensorLayout
 from megatron_nemotron3.convert import transforms
 from megatron_nemotron3.convert.keys import Match, NameLookup
-from megatron_nemotron3.convert.plan import Plan, Slices, extent, whole
+from megatron_nemotron3.convert.plan import Plan, Slices, bands, extent, whole
 from megatron_nemotron3.convert.rank_file import (
     FILE,
     Rank,
@@ -307,11 +307,8 @@ def _compare_copies(name: str, one: _Shard, other: _Shard) -> None:
         slices = whole(held.layout.shape)
         tensor = SourceTensor(held.layout.dtype, held.layout.shape, (_shard_block(held, slices, slices),))
         sources.append(FileSource(held.rank.file.path.parent, {name: tensor}, {}))
-    shape = one.layout.shape
-    rows = max(1, _BLOCK // max(1, prod(shape[1:]) * ITEM_SIZE[one.layout.dtype]))
     try:
-        for start in range(0, shape[0], rows):
-            band = ((start, min(start + rows, shape[0])), *((0, n) for n in shape[1:]))
+        for band in bands(whole(one.layout.shape), _BLOCK // ITEM_SIZE[one.layout.dtype]):
             a, b = (source.read(name, band) for source in sources)
             if not (a == b).all():
                 raise CheckpointError(

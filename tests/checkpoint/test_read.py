@@ -1,4 +1,4 @@
-"""Rows of stored tensors: every type and memory layout, against torch.load, in bounded memory."""
+"""Rows of stored tensors of every type and memory layout equal those of torch.load; memory is bounded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype, rows: slice | None = None) -> torch.Tensor:
-    """A chunk by itself, as if it were the whole tensor."""
+    """Read one chunk as if it were the whole tensor."""
     alone = Chunk(chunk.file, chunk.offset, chunk.length, (0,) * len(chunk.sizes), chunk.sizes)
     tensor = StoredTensor(str(dtype).removeprefix("torch."), chunk.sizes, (alone,))
     return read_rows(CheckpointIndex(folder, {"chunk": tensor}, {}), "chunk", rows)

@@ -1,4 +1,4 @@
-"""Corner counting, against counting every point."""
+"""`tiling_problem` against a count of the boxes at every point."""
 
 from __future__ import annotations
 

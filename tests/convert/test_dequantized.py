@@ -1,4 +1,4 @@
-"""Packed checkpoints of other programs, and damaged ones."""
+"""Reading quantized checkpoints of other programs, and damaged ones."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_configurations_are_modelopts(name: str) -> None:
 
 
 def _compressed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """ModelOpt's tensors of a model as compressed-tensors names and scales them."""
+    """Rename and rescale ModelOpt's tensors to the layout of compressed-tensors."""
     result = dict(tensors)
     for name in tensors:
         module, _, part = name.rpartition(".")

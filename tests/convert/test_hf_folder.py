@@ -1,4 +1,4 @@
-"""The header of a safetensors file, beside the safetensors package: both must take and refuse the same."""
+"""Our reader of safetensors headers accepts and refuses the same files as the safetensors package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The TP split of the table, against what Megatron's ranks hold."""
+"""The table's tensor-parallel split gives the parameters of Megatron's ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_unshard_is_the_inverse_of_shard(row: Row, tp: int) -> None:
 
 
 def ranks_tensors(config: Nemotron3Config, layout: dict[str, int]) -> Any:
-    """(parameters, chunks) of this rank of a model with that layout."""
+    """Return (parameters, chunks) of this rank of a model in a layout."""
     initialize(**layout, seed=7)
     tp = layout.get("tp", 1)
     model = megatron_model(
@@ -78,7 +78,7 @@ def test_more_ranks_than_kv_groups() -> None:
 
 
 def ranks_hold_what_the_table_says(config: Nemotron3Config, layout: dict[str, int]) -> None:
-    """torch_dist chunks of all ranks -> HF -> full parameters -> our shards = the ranks' parameters."""
+    """torch_dist chunks of all ranks -> HF -> full parameters -> our shards, which the ranks hold."""
     tp, ep, etp = (layout.get(key, 1) for key in ("tp", "ep", "etp"))
     ranks = run_distributed(ranks_tensors, max(tp, ep * etp), config, layout)
     tensors = assemble([chunk for _, of_rank in ranks for chunk in of_rank])

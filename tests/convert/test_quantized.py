@@ -1,4 +1,4 @@
-"""Packed checkpoints: which weights, which tensors, which bytes; and which files."""
+"""Quantized checkpoints: which weights are quantized, their tensors, bytes and files."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_scale_files_with_something_else_are_refused(tmp_path: Path, text: str, 
 
 
 def _contract(plan: Quantization, stated: dict[str, Any], stored: Mapping[str, torch.Tensor]) -> None:
-    """What vLLM's ModelOpt loaders allocate for a module (out, in), by the algorithm they find for it."""
+    """Return what vLLM's ModelOpt loaders allocate for a module (out, in) with an algorithm."""
     details = stated["quantization"]
     left = set(stored)
     for weight in plan.weights:
@@ -312,7 +312,7 @@ def test_float32_masters_can_be_quantized_directly() -> None:
 
 
 class Made(TensorSource):
-    """One weight of any size, its elements made when they are read; remembers the largest read."""
+    """One weight of any size, whose elements are made when read; records the largest read."""
 
     def __init__(self, name: str, shape: tuple[int, int]) -> None:
         self.folder, self.files, self.largest, self.total = Path("made"), {}, 0, 0
@@ -340,9 +340,9 @@ def test_weights_are_read_in_bands_small_ones_once(shape, algorithm, largest, pa
     quantized = Quantized(source, Quantization("super-nvfp4", (weight,), False))
     made = 0
     for plan in to_hf.files(quantized.tensors):
-        from megatron_nemotron3.convert.streams import content
+        from megatron_nemotron3.convert.streams import blocks
 
-        made += sum(len(block) for block in content(plan, quantized))
+        made += sum(len(block) for block, _ in blocks(plan, quantized))
         made -= len(plan.parts[0].head)
     assert made == sum(t.nbytes for t in quantized.tensors.values())
     assert source.largest <= largest and source.total == passes * prod(shape) * 2

@@ -1,4 +1,4 @@
-"""Every transform has an inverse, and every plan tiles: no element lost, none used twice."""
+"""Every rule has an inverse, and every plan uses each element exactly once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ small = st.integers(1, 5)
 
 
 def numbered(*shape: int, kind: Any = np.int32) -> Any:
-    """An array whose elements are all different (up to the range of a byte)."""
+    """Return an array whose elements are all different (up to the range of a byte)."""
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     if isinstance(kind, torch.dtype):
         return torch.from_numpy(array % 251).to(torch.uint8).view(torch.uint8).to(kind)

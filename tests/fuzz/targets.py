@@ -1,4 +1,4 @@
-"""The readers, each with valid folders to start from and what is done with a folder."""
+"""The readers to fuzz: valid folders to start from, and the function that reads a folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_nemotron3.convert.hf_folder import read_safetensors_header, safete
 from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.job import JOURNAL, MANIFEST, run
 from megatron_nemotron3.convert.sources import TensorSource
-from megatron_nemotron3.convert.streams import FilePlan, content
+from megatron_nemotron3.convert.streams import FilePlan, blocks
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.models import get, tiny
 from tests.convert.test_dialects import config as golden
@@ -53,7 +53,7 @@ class Target:
 def read_all(files: list[FilePlan], source: TensorSource) -> None:
     """What a conversion would write."""
     for plan in files:
-        assert sum(len(block) for block in content(plan, source, finite=False)) == plan.length
+        assert sum(len(block) for block, _ in blocks(plan, source, finite=False)) == plan.length
 
 
 def read_hf(folder: Path, sample: str) -> None:
@@ -82,7 +82,7 @@ def read_megatron(folder: Path, sample: str) -> None:
 
 
 def read_index(folder: Path, sample: str) -> None:
-    """The index, and where every chunk lies."""
+    """Read the index, and locate every chunk."""
     index = read_metadata(folder)
     describe(index)
     for tensor in index.tensors.values():
@@ -92,7 +92,7 @@ def read_index(folder: Path, sample: str) -> None:
 
 
 def go_on(folder: Path, sample: str) -> None:
-    """Continue an interrupted job; its files must be those of one that was not."""
+    """Continue an interrupted job; its files must equal those of an uninterrupted one."""
     job = counted(folder / "out")
     run(job)
     data = {name: digest(folder / "out")[name] for name in ("sub/file0", "sub/file2", "sub/file4")}
