@@ -1,4 +1,4 @@
-"""What crosses between modules, counted on the wire: our communicator beside upstream's, in one run.
+"""Traffic between modules, counted at the calls of torch.distributed: our communicator beside upstream's.
 
     python benchmarks/boundary.py [--rows 2048] [--hidden 256] [--quick] [--device cuda]
 
@@ -34,7 +34,13 @@ SHAPES = ((1, 4), (2, 2), (4, 1))
 
 
 class Case(NamedTuple):
-    """source, destination: `Layout.parse`; shares: of all rows, of each of 4 samples; kind: for the table."""
+    """One case.
+
+    source, destination: layouts for `Layout.parse`.
+    shares: share of all rows in each of 4 samples.
+    kind: description for the table.
+    sliced: whether ranks of the destination own slices.
+    """
 
     source: str
     destination: str
@@ -44,8 +50,12 @@ class Case(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of one rank and direction: bytes sent, received, entered in collectives; messages with rows; calls for
-    integers; reads of a value by the host; what was wrong."""
+    """Counts of one rank and direction.
+
+    sent, received, inside: bytes of messages, and bytes that entered in collectives.
+    messages, control, waits: messages with rows, calls for integers, reads of a value by the host.
+    wrong: difference to the reference, if any.
+    """
 
     sent: int
     received: int
@@ -93,10 +103,10 @@ def batch(case: Case, rows: int) -> Any:
 
 
 def measure(ours: bool, todo: list[Case], rows: int, hidden: int) -> list[tuple[Measured, Measured]]:
-    """On this rank, for every case: forward and backward."""
+    """Counts of this rank for every case, forward and backward."""
     import logging
 
-    from tests.boundary.upstream.run import gloo_groups
+    from tests.support.boundary_upstream import gloo_groups
 
     logging.disable(logging.INFO)
     if not ours:
@@ -113,7 +123,7 @@ def _one(ours: bool, case: Case, rows: int, hidden: int) -> tuple[Measured, Meas
     from megatron_nemotron3.boundary.edge import Edge
     from megatron_nemotron3.boundary.feed import RowFeed, Stream, tokens
     from megatron_nemotron3.boundary.layout import Layout
-    from tests.boundary.lanes import every_row, lane_of, of_lane, of_rank
+    from tests.support.boundary_reference import every_row, lane_of, of_lane, of_rank
 
     rank = dist.get_rank()
     source, destination = Layout.parse(case.source), Layout.parse(case.destination)
@@ -190,7 +200,7 @@ def _cross(bridge: Any, mine: Any, theirs: Any) -> tuple[Measured, Measured]:
 
 
 def bound_of(case: Case, rows: int, back: bool) -> float:
-    """Least share of V that the busiest rank carries."""
+    """Lower bound for the share of V that the busiest rank sends or receives."""
     from megatron_nemotron3.boundary.bounds import bounds
     from megatron_nemotron3.boundary.feed import describe_ids
     from megatron_nemotron3.boundary.layout import Layout
@@ -206,7 +216,7 @@ def bound_of(case: Case, rows: int, back: bool) -> float:
 
 
 def summary(ranks: list[Measured], total: int) -> dict[str, Any]:
-    """Of all ranks."""
+    """Results of all ranks for one case and direction."""
     return {
         "busiest": max(max(one.sent, one.received) for one in ranks) / total,
         "crossing": sum(one.sent for one in ranks) / total,
@@ -219,7 +229,7 @@ def summary(ranks: list[Measured], total: int) -> dict[str, Any]:
 
 
 def wire_table(rows: int, hidden: int, quick: bool) -> None:
-    """Run both sides and print."""
+    """Run both communicators and print the tables."""
     from tests.support.distributed import run_distributed
 
     todo = cases(quick)
@@ -261,7 +271,7 @@ def wire_table(rows: int, hidden: int, quick: bool) -> None:
 
 
 def gpu_tables(device: str, rows: int, hidden: int, rounds: int) -> None:
-    """What one device does by itself."""
+    """Measure one device."""
     import torch
 
     pack_table(torch.device(device), rows, hidden, rounds)
@@ -303,17 +313,17 @@ def align_table(device: Any, hidden: int, rounds: int, lengths: tuple[int, ...])
     from megatron.core.models.mimo.model.base import MimoModel
 
     from megatron_nemotron3.boundary.partition import positions
-    from megatron_nemotron3.boundary.placement import align, assemble
+    from megatron_nemotron3.boundary.placement import assemble, make_placement
 
     table = []
     for length, (cp, tp) in itertools.product(lengths, ((1, 8), (4, 8))):
         ids = torch.zeros(1, length, dtype=torch.int64)
         ids[:, length // 8 : length // 2] = 1
         owned = [[rows] for rows in positions(length, cp, tp, sequence_parallel=True)]
-        alignment = align((ids == 1).to(torch.int8), ["images"], owned, 0)
-        text = torch.randn(len(alignment.text), hidden, device=device, dtype=torch.bfloat16)
-        rows = torch.randn(len(alignment.rows["images"]), hidden, device=device, dtype=torch.bfloat16)
-        at = (alignment.text.to(device), alignment.rows["images"].to(device))
+        placement = make_placement((ids == 1).to(torch.int8), ["images"], owned, 0)
+        text = torch.randn(len(placement.text), hidden, device=device, dtype=torch.bfloat16)
+        rows = torch.randn(len(placement.rows["images"]), hidden, device=device, dtype=torch.bfloat16)
+        at = (placement.text.to(device), placement.rows["images"].to(device))
         everything = {
             "text": torch.randn(int((ids == 0).sum()), hidden, device=device, dtype=torch.bfloat16),
             "images": torch.randn(int((ids == 1).sum()), hidden, device=device, dtype=torch.bfloat16),
@@ -321,7 +331,7 @@ def align_table(device: Any, hidden: int, rounds: int, lengths: tuple[int, ...])
         on_device = ids.to(device)
         places = torch.cat([torch.arange(a, b) for a, b in owned[0][0]]).to(device)
 
-        def slices(parts: Any = ((at[0], text), (at[1], rows)), way: Any = alignment) -> Any:
+        def slices(parts: Any = ((at[0], text), (at[1], rows)), way: Any = placement) -> Any:
             return assemble(way, parts)
 
         def scatter(parts: Any = everything, where: Any = on_device, mine: Any = places) -> Any:

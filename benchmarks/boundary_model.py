@@ -1,8 +1,8 @@
-"""An alpha-beta model of the boundary, no measurement: upstream's leaders and our plans, up to 1,280 ranks.
+"""An alpha-beta model of upstream's leaders and our plans, for up to 1,280 ranks; not a measurement.
 
     python benchmarks/boundary_model.py [--quick] [--ragged] [--concurrent]
 
-Forward and backward of one microbatch. V is what one data lane of the language model takes in: 44 MB are
+Forward and backward of one microbatch. V is the input of one data lane of the language model: 44 MB are
 8192 rows of 2688 bf16 numbers. Modules are on different nodes, except with "NVLink only".
 
 A message costs alpha + bytes / beta. A rank's messages go one after another, out and in at the same time;
@@ -63,7 +63,7 @@ class Network:
     net_beta: float = 50e3
 
     def messages(self, transfers: Iterable[Transfer], concurrent: bool = False) -> float:
-        """Time until all (sender, receiver, bytes) are there."""
+        """Time until all messages (sender, receiver, bytes) have arrived."""
         ranks: dict[tuple[str, int], float] = defaultdict(float)
         nics: dict[tuple[str, int], float] = defaultdict(float)
         alpha = 0.0
@@ -79,7 +79,7 @@ class Network:
         return max([0.0, *waits, *(time + alpha for time in nics.values())])
 
     def ring(self, ranks: Sequence[int], sent: float, every_step: bool) -> float:
-        """A collective in which each rank passes on `sent` bytes, in k - 1 steps or in one stream."""
+        """Time of a collective in which each rank sends `sent` bytes, in k - 1 steps or in one stream."""
         k, nodes = len(ranks), len({rank // self.ranks_per_node for rank in ranks})
         if k == 1:
             return 0.0
@@ -90,7 +90,7 @@ class Network:
         return BASE_US + (steps if every_step else steps / (k - 1)) + sent / beta
 
     def broadcast(self, ranks: Sequence[int], size: float) -> float:
-        """From one of them to all."""
+        """Time of a broadcast from one rank to all."""
         return self.ring(ranks, size, every_step=False)
 
 
@@ -111,7 +111,7 @@ class Case:
 
     @property
     def layouts(self) -> tuple[Layout, Layout]:
-        """The destination begins on a node of its own."""
+        """Layouts whose destination starts on a new node."""
         source = Layout.of(**self.source)
         return source, Layout.of(
             **self.destination, offset=-(-source.size // 8) * 8, sp=self.sliced and self.destination["tp"] > 1
@@ -124,7 +124,7 @@ class Case:
         return f"{words(self.source)} -> {words(self.destination)}{', slices' * self.sliced}"
 
     def rows(self, v: float, ragged: bool) -> list[int]:
-        """Of each sample, with V bytes per destination lane on average; ragged: 1 to 7 times the least."""
+        """Rows of each sample, on average V bytes per destination lane; ragged: 1 to 7 times the smallest."""
         source, destination = self.layouts
         samples = math.lcm(source.dp, destination.dp)
         weights = [1 + 3 * (i * 7919 % 3) if ragged else 1 for i in range(samples)]
@@ -162,7 +162,7 @@ def forward_plan(case: Case, rows: Sequence[int], leader_bytes: int = LEADER_BYT
 
 
 def plan_time(plan: Plan, network: Network, concurrent: bool) -> float:
-    """Messages, then gathers, which groups do at the same time."""
+    """Time of the messages and then of the gathers, which all groups run at the same time."""
     sent = network.messages(
         ((m.source, m.destination, m.rows * plan.row_bytes) for m in plan.messages), concurrent
     )
@@ -176,7 +176,7 @@ def plan_time(plan: Plan, network: Network, concurrent: bool) -> float:
 
 
 def stock_time(case: Case, rows: Sequence[int], network: Network) -> float:
-    """Forward and backward through leaders; lanes of both sides in blocks, as 0.19 pairs them."""
+    """Time of forward and backward through leaders, with lanes paired in blocks as in 0.19."""
     source, destination = case.layouts
     givers, takers = source.lanes(source.pp - 1), destination.lanes(0)
     share = len(rows) // max(len(givers), len(takers))
@@ -232,7 +232,7 @@ def crossover(case: Case, network: Network, rules: Rules, points: int) -> str:
 
 
 def leaders(rules: Rules) -> list[list[str]]:
-    """From which size of a group's rows equal parts beat one rank and a broadcast."""
+    """Size of a group's rows from which equal parts are faster than a leader and a broadcast."""
     found: list[list[str]] = []
     for tp in (2, 4, 8):
         case = Case({"tp": tp, "dp": 1}, {"tp": tp, "dp": 1})

@@ -1,12 +1,12 @@
-"""Peak memory of one layer of each kind, forward and backward, against sequence length. It must be a line.
+"""Peak memory of forward and backward of one layer of each kind, which must be linear in sequence length.
 
     OMP_NUM_THREADS=2 python benchmarks/memory.py [--quick]
 
-Each kind (M, *, E, -) is a one-layer model without embedding or head, in a process of its own; its peak is
-the rise of resident memory during one forward and backward (FP32, batch 1). The slope of the least-squares
-line is the cost of a token; R^2 says how straight the line is. Workspace of bounded size flattens it a little
-at the long end; something quadratic would bend it up, which fails: one [heads, s, s] attention matrix of 8192
-tokens would be 1 GiB here.
+Each kind (M, *, E, -) is a one-layer model without embedding or head in a separate process. Its peak is the
+growth of resident memory during one forward and backward (FP32, batch 1). The slope of the least-squares line
+is the memory per token; R^2 measures how linear it is. Workspace of bounded size flattens the line slightly
+at long sequences. Quadratic memory would bend it upwards, which fails the benchmark: one [heads, s, s]
+attention matrix of 8192 tokens would take 1 GiB here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common import MIB, Worker, machine, model, peak_memory, print_table, world_
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 KINDS = ("M", "*", "E", "-")
-#: Most by which the last doubling of the length may multiply the peak: 2 for a line, 4 for a square.
+#: Largest factor allowed for the last doubling of the length: linear memory gives 2, quadratic 4.
 LAST_DOUBLING = 2.6
 REPETITIONS = 3
 

@@ -3,13 +3,14 @@
     OMP_NUM_THREADS=2 python benchmarks/monitor.py [--quick] [--interval 10]
 
 A step is forward and backward of `--micro-batches` micro-batches, gradient reduction and Megatron's metric
-report with a TensorBoard writer; FP32, batch 1, on the CPU, no optimizer (with one the shares were smaller).
-Three models with the same weights take turns, each in a process of its own: monitors off, at every step, and
-on but between two measurements. The cost at interval n is (measured + (n - 1) * between) / n.
+report with a TensorBoard writer, in FP32 with batch 1 on the CPU. No optimizer runs; with one the monitors'
+share would be smaller. Three models with the same weights take turns, each in its own process: monitors off,
+measuring at every step, and on but between two measurements. The cost at interval n is
+(measured + (n - 1) * between) / n.
 
-Times are CPU seconds of the process, all threads, so that other work on the machine adds little. Differences
-of 1 % drown in what remains. So the time spent inside the monitors' own code is added up as well ("inside");
-on a CPU nothing of it runs later. That is the figure the limit of 1 % is held against.
+Times are CPU seconds of all threads of the process, so that other work on the machine adds little. The
+remaining noise hides differences of 1 %. So the time inside the monitors' own code is added up as well
+("inside"); on a CPU none of it runs asynchronously. The limit of 1 % applies to this figure.
 """
 
 from __future__ import annotations

@@ -3,20 +3,21 @@
     OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive python benchmarks/nvfp4.py [--quick]
     python benchmarks/nvfp4.py --device cuda
 
-One model with one set of weights, whose linears are switched between plain and emulated products. The cases
-take turns, and the medians of forward and backward are compared. Nothing is reused from step to step (Q(W) is
-made anew, as in a step of one microbatch), and no optimizer runs. Ratios are of time; the goal is 1.8 on a
-CPU and 1.5 on a GPU.
+The linears of one model, with one set of weights, are switched between plain and emulated matmuls. The cases
+take turns, and the median times of forward and backward are compared. Nothing is reused from step to step
+(Q(W) is made anew, as in a step of one microbatch), and no optimizer runs. The goal for the ratio of times is
+1.8 on a CPU and 1.5 on a GPU.
 
-On a CPU: super-tiny (hidden 128) and the benchmarks' Super proportions at hidden 256; the published recipe,
-NVFP4 in every layer, the recipe without single ingredients.
+On a CPU: super-tiny (hidden 128) and the benchmarks' Super proportions at hidden 256, with the published
+recipe, with NVFP4 in every layer, and with the recipe without single ingredients.
 
-On a GPU: Super's widths in BF16, the first 11 layers, none of them kept in BF16 for being among the last, and
-64 routed experts (what a rank has at EP=8; with the tokens of one sequence it computes what that rank does).
-Kernels of the torch backend are on in every case (NEMOTRON3_GPU_KERNELS=1 unless set); the quantizer is torch
-or Triton. peak is the largest allocation of a step beside weights. waits: `gpu_world.host_waits`.
+On a GPU: the first 11 layers of Super at full width in BF16, without a BF16 tail, with 64 routed experts.
+That is what a rank has at EP=8, and with the tokens of one sequence it does the work of such a rank. Kernels
+of the torch backend are on in every case (NEMOTRON3_GPU_KERNELS=1 unless set); torch or Triton quantizes.
+"peak" is the largest allocation of a step without weights, "waits" counts host waits
+(`gpu_world.host_waits`).
 
-One linear alone: its three products plain, and the quantization of each operand.
+Last, one linear alone: its three plain matmuls, and the quantization of each operand.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ CASES = {
     "no 2D": "nvfp4,2d=0",
 }
 SIDES: dict[str, Case] = {"plain": (None, True), "torch": ("nvfp4", False), "Triton": ("nvfp4", True)}
-#: Tokens in, width in, width out of the linears measured alone.
+#: Tokens, input width and output width of the linears that are measured alone.
 SHAPES = ((1024, 256, 1296), (2048, 1024, 2048))
 LINEAR = ["tokens x in x out", "products", "Q(x)", "Q(W)", "Q(dY)", "Q(dY^T)", "Q(X^T)", "products BF16"]
 GIB = 2**30
 
 
 def on_cpu(rounds: int, quick: bool) -> None:
-    """Tables of the ratio of each case, and of single linears."""
+    """Print the ratio of each case, and times of single linears."""
     import torch
 
     from megatron_nemotron3.models import get
@@ -79,7 +80,7 @@ def on_cpu(rounds: int, quick: bool) -> None:
 
 
 def sides(switched: Any, tokens: int, rounds: int, device: str) -> None:
-    """Table: one row for each of `SIDES`."""
+    """Print a row for each of `SIDES`."""
     calls = [partial(switched.step, case, tokens) for case in SIDES.values()]
     medians = dict(zip(SIDES, in_turn(calls, rounds + 1), strict=True))  # compilation takes a step or two
     rows = []
@@ -92,7 +93,7 @@ def sides(switched: Any, tokens: int, rounds: int, device: str) -> None:
 
 
 def at_width(args: argparse.Namespace, rounds: int) -> None:
-    """Tables of plain, emulated by torch, emulated by Triton: a step, and single linears of the model."""
+    """Compare plain, quantized by torch and quantized by Triton: a step, and single linears of the model."""
     import torch
     from gpu_model import stack
 

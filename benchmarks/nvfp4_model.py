@@ -1,4 +1,4 @@
-"""What nvfp4.py measures: a model whose linears are switched between products, and single linears."""
+"""Subjects of nvfp4.py: a model whose linears switch between plain and emulated matmuls; single linears."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from unittest import mock
 
 from common import peak_memory, timed
 
-#: A case: a value of NEMOTRON3_EMULATE (None: the plain products), and whether Triton quantizes.
+#: A case: a value of NEMOTRON3_EMULATE (None for plain matmuls), and whether Triton quantizes.
 Case = tuple[str | None, bool]
 
 
 def seconds(function: Callable[[], Any], device: str) -> float:
-    """Of one call; on a GPU between two events, the queue empty before."""
+    """Time of one call in seconds; on a GPU between two events, after the queue is empty."""
     import torch
 
     if device == "cpu":
@@ -34,7 +34,7 @@ def seconds(function: Callable[[], Any], device: str) -> float:
 
 
 def peak(function: Callable[[], Any], device: str) -> int:
-    """Bytes that `function` needs at most beside what is there before it."""
+    """Peak memory of `function` in bytes, without what is allocated before it."""
     import torch
 
     if device == "cpu":
@@ -51,7 +51,7 @@ def peak(function: Callable[[], Any], device: str) -> int:
 
 @contextmanager
 def quantizing(triton: bool) -> Iterator[None]:
-    """Operands are quantized by Triton, or by torch; other kernels stay as they are."""
+    """Quantize operands by Triton or by torch; other kernels are unaffected."""
     from megatron_nemotron3.precision import quantizer
 
     with nullcontext() if triton else mock.patch.object(quantizer, "_triton_module", lambda x: None):
@@ -59,7 +59,7 @@ def quantizing(triton: bool) -> Iterator[None]:
 
 
 class Switched:
-    """A model with one set of weights whose linears multiply as a case says.
+    """A model with one set of weights whose linears compute as a case says.
 
     Args:
         config: `Nemotron3Config`.
@@ -139,7 +139,7 @@ def three(x: Any, w: Any, dy: Any) -> tuple[Any, Any, Any]:
 
 
 def linear_row(shape: tuple[int, int, int], device: str, dtype: Any, rounds: int, triton: bool) -> list[str]:
-    """Milliseconds of a linear's three products, of the quantization of each operand, and in BF16.
+    """Milliseconds of a linear's three matmuls, of quantizing each operand, and of the matmuls in BF16.
 
     Args:
         shape: tokens, width in, width out.

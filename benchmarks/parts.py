@@ -1,10 +1,10 @@
-"""What a training step of our torch model is made of: CPU time by part, on one thread.
+"""CPU time of a training step of our torch model by part, on one thread.
 
     OMP_NUM_THREADS=1 python benchmarks/parts.py [--lengths 512 8192]
 
-The model and the step of train_step.py. Each hand-written autograd function, router and dispatch are clocked
-as a whole; every other operation of torch by itself, in a second pass, because looking at each costs time.
-One thread and CPU time, so that other work on the machine matters little.
+Model and step are those of train_step.py. Hand-written autograd functions, router and dispatch are timed as a
+whole. All other torch operations are timed individually in a second pass, because that adds overhead. One
+thread and CPU time make the result robust against other load on the machine.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_nemotron3.args import published_layout
+from megatron_nemotron3.args import Launch, TrainingSchedule, published_layout
 from megatron_nemotron3.models import get
 from megatron_nemotron3.plan.hardware import GPUS, RESERVE
 from megatron_nemotron3.plan.memory import memory
@@ -25,7 +25,15 @@ from megatron_nemotron3.plan.search import (
     recomputations,
     search,
 )
-from megatron_nemotron3.plan.timing import ALLTOALL, ASSUMED, HYBRIDEP, Assumptions, step_time, tokens_per_gpu
+from megatron_nemotron3.plan.timing import (
+    ALLTOALL,
+    ASSUMED,
+    HYBRIDEP,
+    Assumptions,
+    Machine,
+    step_time,
+    tokens_per_gpu,
+)
 
 #: Public pre-training launches: model -> (GPU, GPUs, precision, dispatcher, micro batch).
 #: Sequences of 8,192 tokens, 3,072 a step.
@@ -36,25 +44,13 @@ LAUNCHES = {
 }
 
 #: What the published runs of Super and Ultra accumulate gradients in.
-BF16_GRADIENTS = 2
+BF16_GRADIENTS = ("--grad-reduce-in-bf16",)
 
 
 def modelled(run: Run, assumed: Assumptions = ASSUMED) -> float:
-    """Tokens a second and GPU."""
-    layout = run.layout
-    step = step_time(
-        get(run.model),
-        layout,
-        GPUS[run.gpu],
-        seq_length=SEQUENCE,
-        micro_batch_size=run.micro_batch_size,
-        microbatches=run.global_batch_size // run.micro_batch_size // layout.dp,
-        precision=run.precision,
-        recompute=run.recompute,
-        dispatcher=HYBRIDEP,
-        assumed=assumed,
-    )
-    return tokens_per_gpu(step, layout, SEQUENCE, run.global_batch_size)
+    """Tokens per second and GPU."""
+    launch = run.launch()
+    return tokens_per_gpu(launch, step_time(launch, Machine(GPUS[run.gpu], HYBRIDEP, assumed)))
 
 
 def errors(runs: Sequence[Run], assumed: Assumptions = ASSUMED) -> list[float]:
@@ -99,17 +95,7 @@ def show_runs() -> None:
     print("| model | GPUs | precision | layout | micro | published tokens/s/GPU | model | error | GB of |")
     print("|-|-|-|-|-|-|-|-|-|")
     for run, error in zip(RUNS, found, strict=True):
-        held = memory(
-            get(run.model),
-            run.layout,
-            seq_length=SEQUENCE,
-            micro_batch_size=run.micro_batch_size,
-            microbatches=run.global_batch_size // run.micro_batch_size // run.layout.dp,
-            precision=run.precision,
-            recompute=run.recompute,
-            backend="te",
-            gradient_bytes=BF16_GRADIENTS if run.model in ("super", "ultra") else None,
-        ).total
+        held = memory(run.launch(*(BF16_GRADIENTS if run.model in ("super", "ultra") else ()))).total
         print(
             f"| {run.model} | {run.gpus} {run.gpu} | {run.precision} | {run.layout} | "
             f"{run.micro_batch_size} | "
@@ -141,10 +127,12 @@ def show_places() -> None:
         config = get(name)
         layout = published_layout(config)
         assert layout is not None
-        question = Question(config, gpus, GPUS[gpu], SEQUENCE, 3072, precision, dispatcher)
+        schedule = TrainingSchedule(seq_length=SEQUENCE, global_batch_size=3072)
+        launch = Launch(config=config, precision=precision, schedule=schedule)
+        question = Question(launch, gpus, GPUS[gpu], dispatcher)
         best = search(question, best=100000).best
         tried = [
-            candidate(question, layout, size, recompute)
+            candidate(question, question.at(layout, size, recompute))
             for size in MICRO_BATCHES
             for recompute in recomputations(config)
             if 3072 // layout.dp % size == 0
@@ -156,13 +144,13 @@ def show_places() -> None:
             return f"{rank} of {len(best)}, {found.tokens / best[0].tokens:.0%} of the best"  # noqa: B023
 
         own = max(fitting, key=lambda c: c.tokens)
-        launched = next(c for c in fitting if c.micro_batch_size == micro)
+        launched = next(c for c in fitting if c.launch.micro_batch_size == micro)
         spare = (question.limit - launched.memory.total) / 1e9
         print(
             f"{name} on {gpus} {gpu}: {layout}: fits with {spare:.0f} GB to spare "
             f"(reserve {RESERVE / 1e9:.0f}); as launched (micro {micro}) {place(launched)}; "
-            f"its best (micro {own.micro_batch_size}, {own.recompute}) {place(own)}; "
-            f"fastest: {best[0].layout} micro {best[0].micro_batch_size} {best[0].recompute}"
+            f"its best (micro {own.launch.micro_batch_size}, {own.recompute}) {place(own)}; "
+            f"fastest: {best[0].layout} micro {best[0].launch.micro_batch_size} {best[0].recompute}"
         )
 
 

@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=2 python benchmarks/ssd.py [--quick]
 
 FP32, batch 1, the head sizes of the published models (head dimension 64, state 128) with 8 heads in 2 groups.
-The outputs must agree before anything is timed. Time is the median of runs taken in turn; peak memory is the
-rise of resident memory in a process that runs this form alone. The recurrence stops at `REFERENCE_LIMIT`
-tokens: autograd keeps every state, 0.25 MiB each here, and more beside it.
+The outputs are compared before they are timed. Time is the median of alternating runs; peak memory is the
+growth of resident memory in a process that runs one form only. The recurrence is limited to `REFERENCE_LIMIT`
+tokens, because autograd saves every state (0.25 MiB each here) and more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What this process puts on the wire, counted where torch.distributed is called. For benchmarks and tests.
+"""Counts the communication of this process at the calls of torch.distributed. For benchmarks and tests.
 
-Counted are the calls that communicators make: point-to-point messages, broadcasts and all-gathers. Bytes are
-those that must enter or leave the rank: of a broadcast all of it enters every rank but the source and leaves
-that once; of an all-gather everybody's other parts enter and the own part leaves once.
+It counts point-to-point messages, broadcasts and all-gathers. Bytes are those that must enter or leave the
+rank: a broadcast enters every rank but the source and leaves the source once; in an all-gather the parts of
+the other ranks enter and the own part leaves once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 @dataclass
 class Wire:
-    """Of one process.
+    """Counts of one process.
 
     sent, received: bytes of point-to-point messages with rows, by peer.
     shared: bytes that entered in collectives with rows.
     messages: point-to-point messages with rows that were sent.
-    collectives: with rows.
-    control: messages and collectives of integers: shapes and headers.
+    collectives: collectives with rows.
+    control: messages and collectives of integers, which are shapes and headers.
     host_waits: reads of a tensor's value by the host (`.item()`, `.tolist()`).
     """
 
@@ -37,7 +37,7 @@ class Wire:
     host_waits: int = 0
 
     def message(self, tensor: torch.Tensor, peer: int, sends: bool) -> None:
-        """One end of a point-to-point message."""
+        """Count one end of a point-to-point message."""
         if tensor.dtype == torch.int64:
             self.control += sends
             return
@@ -46,7 +46,7 @@ class Wire:
         self.messages += sends
 
     def collective(self, tensor: torch.Tensor, entering: int) -> None:
-        """A collective in which `entering` elements come from others."""
+        """Count a collective in which `entering` elements come from other ranks."""
         if tensor.dtype == torch.int64:
             self.control += 1
             return
@@ -61,7 +61,7 @@ class Wire:
 
 @contextmanager
 def counted() -> Iterator[Wire]:
-    """Count what the block does."""
+    """Count the communication of the block."""
     wire = Wire()
     functions = {
         (dist, "batch_isend_irecv"): _batch,

@@ -1,4 +1,4 @@
-"""The numbers of a model, without torch: parameters, flags, a layout that cannot work and why."""
+"""Print a model's parameter count, its first flags, and why a layout is refused. Imports no torch."""
 
 from megatron_nemotron3.args import Launch, ParallelLayout, RuleError, flags
 from megatron_nemotron3.models import count, get

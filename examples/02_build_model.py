@@ -1,4 +1,4 @@
-"""Build a tiny Super on the CPU and take one training step by hand."""
+"""Build a tiny Super on the CPU and take three training steps."""
 
 import torch
 
@@ -11,7 +11,7 @@ with n3.cpu_mode():  # leave out on a GPU
     tokens = torch.randint(0, 2048, (2, 128))  # [b, s]
     positions = torch.arange(128).expand(2, -1)
     for step in range(3):
-        # With labels a Megatron model returns token losses [b, s]; MTP losses ride along in the backward.
+        # With labels a Megatron model returns token losses [b, s]; backward adds the MTP gradients.
         loss = model(tokens, positions, None, labels=tokens).mean()
         optimizer.zero_grad()
         loss.backward()

@@ -1,10 +1,10 @@
-"""A model of your own in this family: change the dataclass, get flags, counts and a model from it."""
+"""Define a model of your own in this family: its flags, its parameter count, and the model."""
 
 import megatron_nemotron3 as n3
 from megatron_nemotron3.args import Launch, flags
 from megatron_nemotron3.models import count, get, tiny
 
-# Twice the experts at a quarter of the width ("acc" of LatentMoE), one attention layer more, no MTP.
+# Twice the experts at a quarter of the width ("acc" of LatentMoE), one more attention layer, no MTP.
 own = tiny(get("super")).but(
     name="mine",
     title="My hybrid",

@@ -1,8 +1,8 @@
-"""Megatron's own pretrain() with our model provider: what a pipeline with an entry of its own writes.
+"""Call Megatron's pretrain() with our model provider, as a pipeline with its own entry point does.
 
     python -m megatron_nemotron3.run examples/04_pretrain_with_model_provider.py
 
-Real entries parse the command line; this one brings its options, so that it runs as it stands.
+A real entry point parses the command line. This one sets its options itself, so that it runs as it is.
 """
 
 import sys

@@ -2,14 +2,15 @@
 
     python examples/latent_moe_study.py [--steps 250] [--seeds 3] [--output runs/latent_moe_study]
 
-The three differ in their experts alone. With alpha = hidden size / latent size = 4:
+The three models differ only in their experts. With alpha = hidden size / latent size = 4:
 
     baseline   N experts, top-K, width d
     eff        alpha N experts, top-K, latent width d / alpha: routed FLOPs and all-to-all bytes / alpha
     acc        alpha N experts, top-alpha K, latent width d / alpha: both as the baseline's
 
-Same text, order of samples and schedule for all; every seed is one triple, so differences are paired. Half an
-hour of two cores says whether the machinery works and how large the noise is, not what holds at scale.
+All see the same text in the same order with the same schedule; a seed is one triple of runs, so differences
+are paired. Half an hour on two cores shows that the code works and how large the noise is, not what holds at
+scale.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ VARIANTS = {
 
 
 def routed_flops(config: Nemotron3Config) -> int:
-    """Forward FLOPs a token spends in one layer's routed experts, latent projections included."""
+    """Forward FLOPs of a token in the routed experts of one layer, including the latent projections."""
     assert config.moe_router_topk is not None and config.moe_ffn_hidden_size is not None
     experts = config.moe_router_topk * 2 * config.expert_input_size * config.moe_ffn_hidden_size
     projections = 2 * config.hidden_size * config.moe_latent_size if config.moe_latent_size else 0

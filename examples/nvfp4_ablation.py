@@ -2,12 +2,12 @@
 
     python examples/nvfp4_ablation.py [--steps 200] [--seeds 3] [--only "recipe" …] [--output DIR]
 
-All runs of a seed have the same weights to begin with, the same text in the same order and the same schedule;
-they differ in what the linears' products are quantized to (docs/nvfp4.md), so differences are paired. What is
-not quantized is FP32 everywhere: on a CPU three times as fast as BF16. A finished run is read, not repeated.
+All runs of a seed start from the same weights and see the same text in the same order with the same schedule.
+They differ only in how the linears' products are quantized (docs/nvfp4.md), so differences are paired. What
+is not quantized is FP32, which is three times as fast as BF16 on a CPU. A finished run is read, not repeated.
 
-What to expect: a gap of NVFP4 of about half a percent, and single ingredients within the noise. This says
-that the machinery works and how large the noise is, not what the ingredients are worth at scale.
+Expect NVFP4 to cost about half a percent, and single ingredients to make a difference within the noise. The
+example shows that the emulation works and how large the noise is, not what ingredients are worth at scale.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@
     pipelined    the same with two pipeline stages of the language model (forward_backward_colocated)
     disjoint     each module on ranks of its own, stock 1F1B schedule (BoundaryCommunicator)
 
-Same weights at the start, same samples in every step. Pictures and sounds are ragged and some samples have
-none. Two more runs of one process say what the numbers mean: "blind" gets noise in place of pictures and
-sounds, so what it does not learn the others owe to the encoders; "reordered" takes its samples in four
-microbatches, the same sums in another order. That order decides which expert a token near a tie gets: curves
-agree to about 1e-6 for some steps, then part by half a percent or so, "reordered" as well as the others.
-(With moe_router_topk=16 in omni_model.py every token gets all experts, and the difference stays at 1e-5.)
-Exit status 1: a curve leaves that of the single process by more than the tolerances.
+All runs start with the same weights and take the same samples in every step. Pictures and sounds are ragged,
+and some samples have none. Two more runs of a single process help to interpret the losses. "blind" gets noise
+in place of pictures and sounds, so the gap to it shows what the encoders contribute. "reordered" splits its
+samples into four microbatches, which sums in another order. That order decides which expert a token near a
+tie is routed to: curves agree to about 1e-6 for some steps, then differ by about half a percent, also for
+"reordered". (With moe_router_topk=16 in omni_model.py every token gets all experts, and the difference stays
+at 1e-5.) The exit status is 1 if a curve differs from that of the single process by more than the tolerances.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _mode(samples: int, vision: str, audio: str, language: str, stock: bool = Fa
     return Mode({name: Layout.parse(text) for name, text in words.items()}, samples, stock)
 
 
-#: processes -> mode -> where the modules lie, and samples of a microbatch. Encoders have no tensor
+#: processes -> mode -> layouts of the modules, and samples of a microbatch. Encoders have no tensor
 #: parallelism of their own: TP in their layouts means replicas.
 MODES: dict[int, dict[str, Mode]] = {
     4: {
@@ -96,7 +96,7 @@ def spawn(mode: Mode, steps: int, folder: Path, *, save: bool = False, blind: bo
 
 
 def differences(losses: Losses, reference: Losses) -> tuple[float, float]:
-    """Largest relative ones: of loss and gradient norm in the first EARLY steps, of the loss in all."""
+    """Largest relative differences of loss and gradient norm in the first EARLY steps, and of all losses."""
 
     def of(mine: list[float], other: list[float]) -> float:
         gaps = [abs(a - b) / b for a, b in zip(mine, other, strict=True)]
@@ -109,7 +109,7 @@ def differences(losses: Losses, reference: Losses) -> tuple[float, float]:
 
 
 def table(runs: Mapping[str, Losses]) -> str:
-    """Losses by step, a column for each run; the last rows compare."""
+    """Table of losses by step, a column for each run, with the differences in the last rows."""
     lines = ["step" + "".join(f"{name:>13}" for name in runs)]
     for step in range(len(runs["single"].all)):
         lines.append(f"{step + 1:4}" + "".join(f"{losses.all[step]:13.6f}" for losses in runs.values()))
@@ -121,7 +121,7 @@ def table(runs: Mapping[str, Losses]) -> str:
 
 
 def plot(runs: Mapping[str, Losses], path: Path) -> None:
-    """The curves as a picture."""
+    """Plot the loss curves."""
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
@@ -138,7 +138,7 @@ def plot(runs: Mapping[str, Losses], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """See the module's text."""
+    """Run the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -43,7 +43,7 @@ class Sample:
 
 
 def sample(index: int) -> Sample:
-    """The sample of an index, wherever it is asked for."""
+    """The sample of an index, the same on every rank."""
     random = torch.Generator().manual_seed(1_000_003 * index + 7)
 
     def draw(below: int) -> int:
@@ -68,7 +68,7 @@ def sample(index: int) -> Sample:
 
 
 def _picture(color: int, pattern: int, rows: int, columns: int, random: torch.Generator) -> Tensor:
-    """[3, height, width]: bits of the color per channel, dimmed where the pattern says so, and noise."""
+    """[3, height, width]: bits of the color per channel, dimmed by the pattern, plus noise."""
     hue = torch.tensor([color >> bit & 1 for bit in range(3)]).float() * 2 - 1
     y, x = torch.meshgrid(torch.arange(rows * PATCH), torch.arange(columns * PATCH), indexing="ij")
     dim = (torch.zeros_like(x), y % 2, x % 2, (x + y) % 2)[pattern]
@@ -95,7 +95,7 @@ def microbatch(first: int, size: int, blind: bool = False) -> list[Sample]:
 
 
 def language_batch(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Tensors [b, s] of the language model. Captions and text count, placeholders and padding do not."""
+    """Tensors [b, s] of the language model. Placeholders and padding do not count."""
     full = torch.full((len(samples), LENGTH + 1), PAD)
     for row, one in zip(full, samples, strict=True):
         row[: len(one.tokens)] = torch.tensor(one.tokens)

@@ -37,12 +37,12 @@ LANGUAGE = "language"
 WIDTH = 32
 #: Standard deviation of the encoders' weights. The usual 0.02 is for widths of 1000.
 SPREAD = 0.15
-#: Half the layers of the tiny Nano; every kind is there.
+#: Half the layers of the tiny Nano, with every layer kind.
 BACKBONE = tiny(get("nano")).but(pattern="MEM*ME", vocab_size=VOCABULARY, seq_length=LENGTH)
 
 
 def _by_shape(items: list[Tensor], run: Callable[[Tensor], Tensor]) -> Tensor:
-    """Items of one shape as a batch; rows [rows, width] of all items, in their order."""
+    """Run items of the same shape as one batch; return the rows [rows, width] of all items in order."""
     shapes: dict[torch.Size, list[int]] = {}
     for number, item in enumerate(items):
         shapes.setdefault(item.shape, []).append(number)
@@ -106,7 +106,7 @@ class Audio(nn.Module):
         self.conformer = ParakeetEncoder(config)
 
     def train(self, mode: bool = True) -> Audio:
-        """Batch statistics would depend on which clips share a rank: the batch norms keep theirs."""
+        """Keep batch norms in evaluation mode; batch statistics would depend on which clips share a rank."""
         super().train(mode)
         for module in self.modules():
             if isinstance(module, nn.BatchNorm1d):
@@ -125,7 +125,7 @@ ENCODERS: dict[str, tuple[type, str, type]] = {
 
 
 def grid(layout: Layout) -> HyperCommGrid:
-    """Upstream's grid with the groups that models and optimizers ask for. Every rank must call it.
+    """Upstream's grid with the groups that models and optimizers need. Every rank must call it.
 
     Experts are spread over the tensor ranks (EP = TP), each in one piece.
     """
@@ -142,7 +142,7 @@ def grid(layout: Layout) -> HyperCommGrid:
 
 
 def groups(of: HyperCommGrid) -> ProcessGroupCollection:
-    """This rank's groups in a grid, under the names that Megatron's modules read."""
+    """This rank's groups of a grid, as Megatron's modules expect them."""
     dense = {"tp_cp": "tp cp", "dp_cp": "dp cp", "mp": "tp pp", "tp_dp_cp": "tp cp dp"}
     dense |= {"intra_dp_cp": "dp cp", "dp_cp_gtp_remat": "dp cp", "intra_dist_opt": "tp cp dp pp"}
     expert = {"tp_ep": "expt_tp ep", "tp_ep_pp": "expt_tp ep pp", "intra_expt_dp": "expt_dp"}
@@ -154,7 +154,7 @@ def groups(of: HyperCommGrid) -> ProcessGroupCollection:
 
 
 def _language(layout: Layout, at: ProcessGroupCollection | None) -> ModuleSpec:
-    """The backbone. `at`: this rank's groups; None: the rank only reads its config."""
+    """The language model; `at` is this rank's groups, or None on a rank that reads only its config."""
     world = torch.distributed.get_world_size()
     config = model_config(
         Launch.of(
@@ -233,7 +233,7 @@ def build(
 
 
 def _encoder_config() -> TransformerConfig:
-    """What Megatron's gradient sync asks of a module that is none of its own."""
+    """Attributes that Megatron's gradient sync needs on a module of another library."""
     return TransformerConfig(
         num_layers=1, hidden_size=WIDTH, num_attention_heads=1, calculate_per_token_loss=True
     )
@@ -266,7 +266,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 
 def load(model: Any, whole: Mapping[str, Tensor]) -> None:
-    """Put `weights` into a model of any layout.
+    """Load `weights` into a model of any layout.
 
     Raises:
         ValueError: some did not arrive.

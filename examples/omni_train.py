@@ -28,7 +28,7 @@ from megatron_nemotron3.boundary.feed import RowFeed, tokens
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-from megatron_nemotron3.boundary.partition import contiguous
+from megatron_nemotron3.boundary.partition import sample_shares
 from megatron_nemotron3.boundary.training import finalize_model_grads, forward_backward_colocated
 from megatron_nemotron3.cpu import cpu_mode
 
@@ -38,11 +38,11 @@ STEP = 24
 
 @dataclass(frozen=True)
 class Mode:
-    """Where the modules lie.
+    """Layouts of the modules.
 
-    layouts: of "vision", "audio" and "language".
-    samples: of a microbatch, over all data lanes.
-    stock: upstream's own MimoModel: possible where all modules have one layout.
+    layouts: layouts of "vision", "audio" and "language".
+    samples: samples of a microbatch, over all data lanes.
+    stock: whether to use upstream's own MimoModel, which needs one layout for all modules.
     """
 
     layouts: Mapping[str, Layout]
@@ -51,7 +51,7 @@ class Mode:
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return max(layout.ranks.stop for layout in self.layouts.values())
 
     @property
@@ -65,7 +65,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Losses:
-    """Of each step: mean loss of all tokens that count, of the captions' words alone (nats), gradient norm.
+    """Per step: mean loss of all counted tokens, mean loss of the captions' words (nats), gradient norm.
 
     Adam forgives a gradient of the wrong scale; the norm does not.
     """
@@ -85,7 +85,7 @@ def train(
     save: bool = False,
     blind: bool = False,
 ) -> None:
-    """Be one rank: set up gloo, build, load the weights all modes begin with, train, tear down.
+    """Run one rank: set up gloo, build, load the common initial weights, train, tear down.
 
     Args:
         store: file for torch.distributed to meet in.
@@ -179,7 +179,7 @@ def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Ca
     output, mask = model(**batch)
 
     def loss(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """losses: [b, s] -> (sum, tokens, what is told of them)."""
+        """losses [b, s] -> (sum, tokens, values to report)."""
         captions = torch.isin(batch["labels"], torch.tensor(data.CAPTIONS))
         total = (losses * mask).sum()
         told = [total, mask.sum(), (losses * captions).sum(), captions.sum()]
@@ -189,10 +189,10 @@ def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Ca
 
 
 def _batches(mode: Mode, blind: bool) -> Iterator[dict[str, Any]]:
-    """What this rank reads of each microbatch: its lane's share for each module it has, and all token ids."""
+    """This rank's batches: its lane's share of each microbatch for each module, and all token ids."""
     rank, first = dist.get_rank(), 0
     shares = {
-        name: contiguous(mode.samples, layout.dp)[layout.coordinates(rank).get("dp", 0)]
+        name: sample_shares(mode.samples, layout.dp)[layout.coordinates(rank).get("dp", 0)]
         for name, layout in mode.layouts.items()
         if rank in layout.ranks
     }
@@ -210,5 +210,5 @@ def _batches(mode: Mode, blind: bool) -> Iterator[dict[str, Any]]:
 
 
 def read(result: str | Path) -> Losses:
-    """What `train` left."""
+    """Read the result that `train` wrote."""
     return Losses(*torch.load(result))

@@ -1,4 +1,4 @@
-"""Build a Nemotron 3 model inside a Python pipeline: no shell, no global Megatron arguments.
+"""Build a Nemotron 3 model inside a Python program: no shell, no global Megatron arguments.
 
     import megatron_nemotron3 as n3
     with n3.cpu_mode():                                   # on a GPU: leave this line out
@@ -148,15 +148,15 @@ def model_provider(
     config: Any = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> HybridModel:
-    """What `megatron.training.pretrain(model_provider=…)` calls: build from Megatron's global arguments.
+    """Build from Megatron's global arguments, as `megatron.training.pretrain(model_provider=…)` requires.
 
-    The spec is the one `--spec` names; it must be of this package.
+    `--spec` must name a spec of this package.
 
     Args:
         config: a TransformerConfig; None: from the arguments.
 
     Raises:
-        RuntimeError: the stack that got built is not ours.
+        RuntimeError: Megatron built another stack than ours.
     """
     from megatron.training import argument_utils, get_args
 
@@ -167,10 +167,10 @@ def model_provider(
 
 
 def verified(model: HybridModel) -> HybridModel:
-    """The model, if its stack is ours. Megatron-Core 0.19 silently builds its own if a spec fails to import.
+    """Return the model if its stack is ours. Megatron-Core silently builds its own if a spec fails to import.
 
     Raises:
-        RuntimeError: it is not.
+        RuntimeError: the stack is another one.
     """
     if not isinstance(model.decoder, Nemotron3Stack):
         raise RuntimeError(
@@ -181,7 +181,7 @@ def verified(model: HybridModel) -> HybridModel:
 
 
 def _ensure_groups(layout: ParallelLayout, seed: int) -> None:
-    """Use Megatron's groups, or make them for one process."""
+    """Use Megatron's groups, or create them for one process."""
     if parallel_state.model_parallel_is_initialized():
         return
     if not torch.distributed.is_initialized():

@@ -10,10 +10,10 @@
     nemotron3 watch DIR                   plot the monitored series of a run
     nemotron3 boundary --from L --to L    what crosses between two modules' layouts
     nemotron3 plan NAME --gpus N --gpu G  how to lay it out: memory, time, traffic
-    nemotron3 check DIR [--full]          is a checkpoint complete and undamaged
+    nemotron3 check DIR [--full]          check that a checkpoint is complete and undamaged
     nemotron3 doctor [--kernels]          is this environment fit to train
     nemotron3 convert to-hf|from-hf A B   Megatron <-> Hugging Face
-    nemotron3 verify A [B]                are two checkpoints the same, tensor by tensor
+    nemotron3 verify A [B]                compare two checkpoints tensor by tensor
     nemotron3 generate --checkpoint DIR   continue prompts, with MTP as the drafter or without
     nemotron3 evaluate --checkpoint DIR   held-out loss by MTP depth, acceptance by number of drafts
 

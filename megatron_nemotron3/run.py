@@ -4,13 +4,18 @@
     torchrun --nproc-per-node 2 -m megatron_nemotron3.run SCRIPT ARGS…
 
 The script runs as `__main__` with ARGS as its command line and its own folder first on the path, as
-`python SCRIPT ARGS…` would run it. Three things are added: without a GPU (or with `--device cpu`) CUDA
-names mean the CPU (`megatron_nemotron3.cpu`), and if `--spec megatron_nemotron3.specs …` is among ARGS,
-the run stops unless that stack is what gets built; and before it starts the folder of `--load` is made to
-name its last complete checkpoint (`megatron_nemotron3.checkpoint.resume`). `--monitor N` counts before
-NEMOTRON3_MONITOR (docs/monitor.md): stability monitors at every N-th iteration, 0 for none. A script that is
-told `--fp4-format` is stopped if no linear of what gets built computes in NVFP4. Exit code 2: the command
-line is wrong, the checkpoint to load is damaged, or the model is not the one that was asked for.
+`python SCRIPT ARGS…` would run it. The launcher adds:
+
+- Without a GPU (or with `--device cpu`) CUDA names mean the CPU (`megatron_nemotron3.cpu`).
+- With `--spec megatron_nemotron3.specs …` the run stops unless Megatron builds that stack.
+- With `--fp4-format` the run stops if no linear of the model computes in NVFP4.
+- Before the start the tracker of `--load` is made to name the last complete checkpoint
+  (`megatron_nemotron3.checkpoint.resume`).
+- `--monitor N` runs stability monitors at every N-th iteration, 0 for none; it overrides NEMOTRON3_MONITOR
+  (docs/monitor.md).
+
+Exit code 2: the command line is wrong, the version of megatron-core is not supported, the checkpoint to load
+is damaged, or Megatron built another model than requested.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ class Words(NamedTuple):
     """The command line of this launcher."""
 
     device: str
-    #: Interval of the monitors; None: as the environment says.
+    #: Interval of the monitors; None: from the environment.
     monitor: int | None
     script: str
     #: The script's own.
@@ -97,7 +102,7 @@ def resolve_device(device: str) -> str:
 
 
 def single_process_environment() -> None:
-    """Without torchrun: describe a world of one process, on a port that is free."""
+    """Without torchrun, describe a world of one process on a free port."""
     if "RANK" in os.environ:
         return
     with socket.socket() as probe:
@@ -130,8 +135,8 @@ def verify_stack(attribute: str) -> None:
     """Stop unless the stack `--spec` asked for is what Megatron builds.
 
     Megatron-Core 0.19 logs an import error in a spec module and builds its stock stack instead, and
-    `--use-checkpoint-args` replaces `--spec` by the checkpoint's. So: import the module now, and look at
-    the model when its first forward begins (a torch hook, removed once it has looked).
+    `--use-checkpoint-args` replaces `--spec` by the checkpoint's. So import the module now, and inspect the
+    model when its first forward begins (with a torch hook that removes itself).
     """
     import torch
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -161,8 +166,8 @@ def verify_stack(attribute: str) -> None:
 def verify_nvfp4(arguments: list[str]) -> None:
     """Stop a script that is told `--fp4-format` if its hybrid model computes without NVFP4.
 
-    Megatron drops it without a word where layer counts or the precision file leave nothing of it. So look at
-    what was built when its first forward begins (a torch hook, removed once it has looked).
+    Megatron silently drops NVFP4 if layer counts or the precision file leave no linear for it. So inspect the
+    model when its first forward begins (with a torch hook that removes itself).
     """
     recipe = option_value(arguments, "--fp4-recipe") or "nvfp4"
     if option_value(arguments, "--fp4-format") is None or recipe != "nvfp4":
@@ -185,7 +190,7 @@ def verify_nvfp4(arguments: list[str]) -> None:
 
 
 def verify_measurable(attribute: str | None) -> None:
-    """Stop a run that is to measure precision (NEMOTRON3_LOG_PRECISION) on linears that cannot be."""
+    """Stop a run that would measure precision (NEMOTRON3_LOG_PRECISION) on linears that do not support it."""
     from megatron_nemotron3 import specs
 
     if attribute is not None and getattr(specs, attribute) is specs.nemotron3_torch_stack_spec:
@@ -213,7 +218,8 @@ def main(argv: list[str] | None = None) -> None:
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     try:
-        emulated, measured = emulation.emulation(), emulation.logging()
+        emulated = emulation.emulation_in_environment()
+        measured = emulation.logging_in_environment()
     except ValueError as problem:
         fail(str(problem))
     device = resolve_device(device)
@@ -234,7 +240,7 @@ def main(argv: list[str] | None = None) -> None:
 
     with ExitStack() as stack:
         stack.enter_context(cpu_mode(announce) if device == "cpu" else nullcontext())
-        # What the environment says now counts for the whole run.
+        # The environment is read once, for the whole run.
         stack.enter_context(emulation.emulating(emulated))
         stack.enter_context(emulation.logging_precision(measured))
         if monitor is not None:

@@ -1,10 +1,10 @@
-"""What `--spec megatron_nemotron3.specs …` points at. Composition only; the parts are in `layers/`.
+"""Targets of `--spec megatron_nemotron3.specs …`. They compose the layers of `layers/`.
 
-    nemotron3_stack_spec        TE where it is importable and a CUDA device is there, else plain torch
+    nemotron3_stack_spec        TransformerEngine (TE) if it is installed and there is a GPU, else plain torch
     nemotron3_torch_stack_spec  plain torch, on CPU and GPU
-    nemotron3_te_stack_spec     TransformerEngine (TE); without it, building the model is an error
+    nemotron3_te_stack_spec     TE; building the model fails without it
 
-Every name is a plain module attribute, because Megatron reads `vars(module)[name]`.
+The specs are plain module attributes, because Megatron reads `vars(module)[name]`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_nemotron3.layers.stack import MTPLayer, Nemotron3Stack, Nemotron3S
 
 
 def mtp_block_spec(norm: Any, column_parallel_linear: Any) -> ModuleSpec:
-    """The MTP block: its norms and projection; its layers come from the pattern and the stack's specs."""
+    """Norms and projection of the MTP block. Its layers come from the pattern and the stack's specs."""
     layer = ModuleSpec(
         module=MTPLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
@@ -54,7 +54,7 @@ def mtp_block_spec(norm: Any, column_parallel_linear: Any) -> ModuleSpec:
 
 
 def stack_spec(backend: Backend) -> ModuleSpec:
-    """Compose the stack (M, *, -, E and MTP) from one backend's builders."""
+    """Compose the stack (layers M, *, -, E and MTP) from the builders of a backend."""
     mamba = ModuleSpec(
         module=MambaLayer,
         submodules=MambaLayerSubmodules(
@@ -128,7 +128,7 @@ def stack_spec(backend: Backend) -> ModuleSpec:
 
 
 def te_stack_spec() -> ModuleSpec:
-    """Upstream's own TE layers, with our stack around them and our MTP layer among them."""
+    """Upstream's TE layers in our stack, with our MTP layer."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
@@ -145,7 +145,7 @@ def te_stack_spec() -> ModuleSpec:
 
 
 class TransformerEngineMissing:
-    """Stands in for the TE stack where TE is absent: building the model fails and says why."""
+    """Replaces the TE stack if TE is absent: building the model fails with the reason."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ImportError(f"--spec megatron_nemotron3.specs nemotron3_te_stack_spec: {te_problem()}")

@@ -1,18 +1,18 @@
 # shellcheck shell=bash
-# Sourced by every recipe. The command goes to stdout, everything else to stderr; docs/launching.md explains.
+# Sourced by every recipe. The command goes to stdout, everything else to stderr. See docs/launching.md.
 #
 # launch       GPUS (per node) NNODES NODE_RANK MASTER_ADDR MASTER_PORT: recipes/slurm.sh sets them from Slurm.
 #              DRY_RUN=1 prints and stops. NO_DOCTOR=1 skips `nemotron3 doctor`.
-#              MEGATRON_LM_DIR: a checkout of Megatron-LM; without it the entry of this package, which needs none.
-# model        TINY=1: the small form of the same model.
+#              MEGATRON_LM_DIR: a checkout of Megatron-LM; without it, the entry of this package.
+# model        TINY=1: the small form of the model.
 # parallelism  TP PP VPP CP EP ETP; DP follows from the number of GPUs.
 # precision    PRECISION BACKEND TE_PRECISION_CONFIG_FILE
-# schedule     STEPS SEQ (tokens) GBS and MBS (sequences) LR MIN_LR LR_DECAY_STYLE: instead of the published ones.
+# schedule     STEPS SEQ (tokens) GBS and MBS (sequences) LR MIN_LR LR_DECAY_STYLE: replace the published values.
 # memory       RECOMPUTE: full, or modules of Megatron's selective recompute ("moe layernorm"); empty: none.
 # data         DATA_PATH TOKENIZER SPLIT; for fine-tuning PROMPT_FORMAT.
 # checkpoints  OUTPUT (holds checkpoints/ and tensorboard/) SAVE_INTERVAL (steps) EXIT_MINUTES (save and stop).
-#              LOAD: another run's checkpoints folder to start from, while OUTPUT has none of its own.
-# other        EXTRA: more words for Megatron's command line.
+#              LOAD: the checkpoints folder of another run to start from, if OUTPUT has none.
+# other        EXTRA: further words for Megatron's command line.
 
 RECIPE=${0#./}
 fail() { echo "$RECIPE: $*" >&2; exit 2; }
@@ -56,7 +56,7 @@ else
         || fail "python3 has no megatron_nemotron3: pip install megatron-nemotron3, or set PYTHONPATH"
 fi
 
-text_data() { # --data-path takes weights and prefixes in turn, hence words
+text_data() { # --data-path takes alternating weights and prefixes, hence words
     need DATA_PATH "the prefix of a Megatron .bin/.idx, or weights and prefixes in turn"
     need TOKENIZER "a Hugging Face tokenizer folder"
     read -ra DATA <<< "--data-path $DATA_PATH"
@@ -72,31 +72,31 @@ conversation_data() { # stock Megatron's --sft
         --sft-tokenizer-prompt-format "${PROMPT_FORMAT:-default}")
 }
 
-checkpoints() { # [required]: resume from OUTPUT; from LOAD, with a new optimizer, while OUTPUT has nothing
+checkpoints() { # [required]: resume from OUTPUT, or start from LOAD with a new optimizer if OUTPUT has nothing
     local tracker=latest_checkpointed_iteration.txt
     CHECKPOINTS=(--save "$OUTPUT/checkpoints" --load "$OUTPUT/checkpoints" --save-interval "${SAVE_INTERVAL:-200}"
         --tensorboard-dir "$OUTPUT/tensorboard" --exit-signal-handler)
     [ -z "${EXIT_MINUTES:-}" ] || CHECKPOINTS+=(--exit-duration-in-mins "$EXIT_MINUTES")
     if [ ! -e "$OUTPUT/checkpoints/$tracker" ]; then
-        [ -z "${1:-}" ] || need LOAD "the checkpoints folder of the phase before, or of nemotron3 convert from-hf"
+        [ -z "${1:-}" ] || need LOAD "the checkpoints folder of the previous phase, or of nemotron3 convert from-hf"
         [ -z "${LOAD:-}" ] || [ -n "${DRY_RUN:-}" ] || [ -e "$LOAD/$tracker" ] \
             || fail "LOAD=$LOAD has no $tracker: give a folder with a checkpoint"
     fi
     [ -z "${LOAD:-}" ] || CHECKPOINTS+=(--pretrained-checkpoint "$LOAD")
 }
 
-precision_file() { # write the recipe of every linear for MODEL, unless the user has a file
+precision_file() { # write the format of every linear of MODEL, unless the user gives a file
     [ -z "${TE_PRECISION_CONFIG_FILE:-}" ] || return 0
     TE_PRECISION_CONFIG_FILE=$OUTPUT/precision.yaml
     [ -z "${DRY_RUN:-}" ] || return 0
     mkdir -p "$OUTPUT"
     local mine=$TE_PRECISION_CONFIG_FILE
-    [ -e "$mine" ] || mine=$mine.$NODE_RANK.$$ # nodes write at the same time: each its own, then moved
+    [ -e "$mine" ] || mine=$mine.$NODE_RANK.$$ # nodes write at the same time, so each writes its own file and moves it
     python3 -m megatron_nemotron3 precision "$MODEL" ${TINY:+--tiny} --output "$mine" > /dev/null || exit 2
     [ "$mine" = "$TE_PRECISION_CONFIG_FILE" ] || mv -f "$mine" "$TE_PRECISION_CONFIG_FILE"
 }
 
-report() { # what runs here, on stderr
+report() { # print versions, GPUs and environment
     echo "# $RECIPE on ${HOSTNAME:-this host}, node $NODE_RANK of $NNODES, $GPUS processes a node"
     python3 - megatron-nemotron3 megatron-core torch transformer-engine flash-attn mamba-ssm causal-conv1d <<'PYTHON'
 import platform, sys
@@ -134,7 +134,7 @@ launch() {
     fi
     read -ra words <<< "${EXTRA:-}"
     given+=("${DATA[@]}" "${CHECKPOINTS[@]}" "${words[@]}")
-    # On a line of its own: refused flags stop the recipe here.
+    # On its own line, so that refused flags stop the recipe here.
     flags=$(python3 -m megatron_nemotron3 flags "$MODEL" ${TINY:+--tiny} "${layout[@]}" --precision "$PRECISION" \
         ${TE_PRECISION_CONFIG_FILE:+--te-precision-config-file "$TE_PRECISION_CONFIG_FILE"} \
         --backend "${BACKEND:-te}" "${batch[@]}" --shell -- "${given[@]}") || exit 2
@@ -146,6 +146,6 @@ launch() {
     echo
     [ -z "${DRY_RUN:-}" ] || exit 0
     [ -n "${NO_DOCTOR:-}" ] || python3 -m megatron_nemotron3 doctor >&2 \
-        || fail "nemotron3 doctor found what will not work; NO_DOCTOR=1 launches all the same"
+        || fail "nemotron3 doctor found a problem; NO_DOCTOR=1 launches anyway"
     exec "${COMMAND[@]}"
 }

@@ -1,4 +1,4 @@
-"""Pruning and distillation through nvidia-modelopt: what is kept, that it is exact, what is refused.
+"""Pruning and distillation through nvidia-modelopt: kept parts are the right ones and exact.
 
 Most tests need the package (`pip install nvidia-modelopt==0.47.0`) and are skipped without it.
 """
@@ -139,7 +139,7 @@ def test_one_dimension(name: str, dimension: str, new: int) -> None:
 @needs_modelopt
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_ranking_alone_changes_nothing(name: str) -> None:
-    """Pruned to the sizes it has, a model is sorted by importance: other weights, the same function."""
+    """Pruning to the present sizes sorts by importance: the weights change, the function does not."""
     sizes = {dimension: _old(name, dimension) for dimension in EVERYTHING[name]}
     # Where a smaller size is no choice, modelopt does not sort.
     steps = dict.fromkeys(minitron._DIVISORS, 2)
@@ -233,7 +233,7 @@ def test_mtp_block_is_carried_over() -> None:
 
 
 def distill_step() -> dict[str, Any]:
-    """A student unlike its teacher: its loss, the definition's, and who got gradients."""
+    """A student that differs from its teacher: its loss, the definition's, and the gradients."""
     teacher, student = build(DENSE), build(DENSE.but(hidden_size=96, pattern="M-*-"))
     batch = tokens()
     positions = torch.arange(129).expand(2, -1)
@@ -267,7 +267,7 @@ def test_distillation_loss_is_the_divergence_from_the_teacher() -> None:
 
 
 def prune_and_save(folder: Path, name: str) -> None:
-    """A checkpoint of a pruned model; pruning again with its scores measures nothing."""
+    """A checkpoint of a pruned model; pruning again with its scores does not measure again."""
     config, sizes, scores = CONFIGS[name], EVERYTHING[name], str(folder / "scores")
     first, weights = compression.prune(build(config), config, sizes, calibrate, scores=scores)
     student = build(first)

@@ -1,4 +1,4 @@
-"""What pruning refuses, and how it ends without nvidia-modelopt."""
+"""Sizes that pruning refuses, and the error without nvidia-modelopt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU shim: every name it replaces is put back, and nothing happens without being asked for."""
+"""`cpu_mode`: every name it replaces is restored, and importing it changes nothing."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_importing_activates_nothing() -> None:
 
 
 def uneven_collectives(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """All parts gathered, and this rank's sum; rank r has r + 1 rows, rank 2 none."""
+    """All gathered parts, and this rank's reduced part; ranks 0, 1, 2 have 1, 2 and 0 rows."""
     rank, rows = torch.distributed.get_rank(), [1, 2, 0]
     mine = torch.full((rows[rank], 3), float(rank + 1), dtype=dtype)
     gathered = torch.empty(sum(rows), 3, dtype=dtype)
@@ -106,7 +106,7 @@ def uneven_collectives(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_collectives_of_unequal_parts(dtype: torch.dtype) -> None:
-    """Expert TP with EP moves them; gloo alone refuses."""
+    """Expert TP with EP needs them; gloo itself refuses them."""
     ranks = run_distributed(uneven_collectives, 3, dtype)
     for rank, (gathered, summed) in enumerate(ranks):
         assert gathered[:, 0].tolist() == [1, 2, 2]
@@ -114,7 +114,7 @@ def test_collectives_of_unequal_parts(dtype: torch.dtype) -> None:
 
 
 def groups_of_one_rank() -> None:
-    """Runs on two ranks: what is shared, what is not, and that a new world starts anew."""
+    """Runs on two ranks: groups of one rank are shared, others are not."""
     dist = torch.distributed
     rank, other = dist.get_rank(), 1 - dist.get_rank()
     groups = [dist.new_group([r], backend="nccl") for r in (0, 1, 0, 1)]
@@ -146,7 +146,7 @@ def groups_and_threads() -> tuple[Any, int, int]:
 
 
 def test_a_new_world_has_groups_of_its_own() -> None:
-    """And Megatron's sixty groups of one rank cost the threads of one."""
+    """Megatron's sixty groups of one rank need the threads of one group only."""
     ((first, before, after),) = run_distributed(groups_and_threads, 1)
     ((second, _, _),) = run_distributed(groups_and_threads, 1)
     assert first is not second

@@ -30,7 +30,7 @@ METRIC = "seq_load_balancing_loss"
 
 
 class ToldButNotNumbered(MultiTokenPredictionLayer):
-    """The repair that suggests itself, without the layer number: Megatron-LM #7172."""
+    """The obvious repair, without the layer number: Megatron-LM #7172."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -44,7 +44,7 @@ LAYERS = {"ours": MTPLayer, "upstream": MultiTokenPredictionLayer, "told": ToldB
 
 @dataclass(frozen=True)
 class Step:
-    """What one backward of the auxiliary losses alone left behind."""
+    """Results of one backward pass of the auxiliary losses only."""
 
     slots: list[float]  # the tracker's values, one per decoder layer and MTP depth
     gradient: torch.Tensor  # of the MTP router's weight [N, d]
@@ -161,7 +161,7 @@ def test_one_depth_is_logged_in_its_slot(pattern: str) -> None:
 
 @pytest.mark.parametrize("layer,pattern", [("told", "ME/*E"), ("upstream", "M/**E")])
 def test_the_inner_layer_number_overruns_the_tracker(layer: str, pattern: str) -> None:
-    """Why `MTPLayer` renumbers: without it these raise what users see."""
+    """The reason why `MTPLayer` renumbers: without it these raise the errors that users report."""
     with pytest.raises(IndexError):
         run(layer, pattern)
 

@@ -1,4 +1,4 @@
-"""What `--spec megatron_nemotron3.specs …` promises, and how `python -m megatron_nemotron3.run` refuses."""
+"""The specs of `--spec megatron_nemotron3.specs …`, and errors of `python -m megatron_nemotron3.run`."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_refused_before_the_script_runs(case: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("spec", [[], ["--spec", MODULE, SPECS[1]], ["--spec", "some.module", "nothing"]])
 def test_other_command_lines_run_the_script(spec: list[str], folder: Path) -> None:
-    """The refusals above are not because nothing ever runs."""
+    """Valid command lines run, so the refusals above mean something."""
     code, out, err = run_fresh(call_main, ["--device", "cpu", "script.py", *spec], str(folder))
     assert (code, out, err) == (0, " ".join(["THE SCRIPT RAN", *spec]) + "\n", "")
 
@@ -140,7 +140,7 @@ def call_main(arguments: list[str], folder: str) -> tuple[Any, str, str]:
 
 
 def assert_refusal(err: str, expected: tuple[str, ...]) -> None:
-    """One or two lines that name what is wrong."""
+    """The error is one or two lines that name the problem."""
     assert err.startswith("megatron_nemotron3.run: "), err
     assert 1 <= len(err.splitlines()) <= 2, err
     for text in expected:

@@ -1,7 +1,7 @@
-"""Which flag says which number: one row a flag. Standard library only.
+"""The flags that describe a model, one row per flag. Standard library only.
 
-A row's value of None or False emits nothing, True a bare switch, a tuple several words. `origin` is where the
-value comes from: a config field, or "family" for what all models share and the config has no field for.
+A value of None or False emits no flag, True emits a switch, and a tuple emits several words. `origin` says
+where the value comes from: a config field, or "family" for what all models share.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_nemotron3.models import Nemotron3Config
 #: The largest divisor Megatron pads the vocabulary to by default (times TP).
 _VOCAB_DIVISOR = 128
 
-#: The module `--spec` names, and its object for each backend. Exactly two words: Megatron imports the first.
+#: The two words of `--spec`: a module, which Megatron imports, and its object for each backend.
 SPEC_MODULE = "megatron_nemotron3.specs"
 SPECS = {
     "auto": "nemotron3_stack_spec",
@@ -27,7 +27,7 @@ SPECS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One flag and how to compute its value from a config."""
+    """A flag, and how to compute its value from a config."""
 
     flag: str
     value: Callable[[Nemotron3Config], object]
@@ -35,7 +35,7 @@ class Row:
 
 
 def emit(flag: str, value: object, section: str, origin: str) -> list[Flag]:
-    """No flag for None and False, a switch for True, one word for a scalar, several for a tuple."""
+    """Return no flag for None and False, a switch for True, one word for a scalar, several for a tuple."""
     if value is None or value is False:
         return []
     values = value if isinstance(value, tuple) else () if value is True else (value,)
@@ -96,9 +96,9 @@ MTP: tuple[Row, ...] = (
 
 
 def vocab_divisor(config: Nemotron3Config, layout: ParallelLayout) -> int | None:
-    """`--make-vocab-size-divisible-by` that leaves the vocabulary as it is; None where Megatron's 128 does.
+    """Return the `--make-vocab-size-divisible-by` that avoids padding; None if the default of 128 does.
 
-    Megatron pads to a multiple of divisor * TP. A vocabulary that TP does not divide is padded in any case
+    Megatron pads to a multiple of divisor * TP. It pads a vocabulary that TP does not divide in any case
     (rule "vocabulary-tp").
     """
     per_rank, rest = divmod(config.vocab_size, layout.tp)
@@ -110,7 +110,12 @@ def vocab_divisor(config: Nemotron3Config, layout: ParallelLayout) -> int | None
 def architecture_flags(
     config: Nemotron3Config, layout: ParallelLayout, pattern: str, seq_length: int, backend: str
 ) -> list[Flag]:
-    """Section "architecture". `pattern` is the cut one (`pipeline.cut_pattern`), `seq_length` in tokens."""
+    """Return the flags of section "architecture".
+
+    Args:
+        pattern: with pipeline cuts (`layout.cut_pattern`).
+        seq_length: tokens per sequence.
+    """
     head: tuple[tuple[str, object, str], ...] = (
         ("--spec", (SPEC_MODULE, SPECS[backend]), "backend"),
         ("--hybrid-layer-pattern", pattern, "config.pattern, config.mtp_pattern, layout"),
@@ -118,7 +123,7 @@ def architecture_flags(
     tail: tuple[tuple[str, object, str], ...] = (
         ("--make-vocab-size-divisible-by", vocab_divisor(config, layout), "config.vocab_size, layout.tp"),
         ("--seq-length", seq_length, "schedule.seq_length, config.seq_length"),
-        # There are no positions to run out of; Megatron only wants at least the sequence length.
+        # The models have no position embeddings; Megatron only requires at least the sequence length.
         ("--max-position-embeddings", seq_length, "schedule.seq_length, config.seq_length"),
     )
     rows = MODEL + (MOE if config.is_moe else ()) + (MTP if config.has_mtp else ())

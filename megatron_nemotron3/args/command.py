@@ -20,7 +20,7 @@ from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.precision.command import check as check_precision_file
-from megatron_nemotron3.precision.settings import VARIABLE, Emulation, emulation
+from megatron_nemotron3.precision.settings import VARIABLE, Emulation, emulation_in_environment
 from megatron_nemotron3.precision.table import NVFP4
 
 LAYOUT = {
@@ -101,7 +101,7 @@ def chosen_emulation(options: argparse.Namespace) -> Emulation | None:
     Raises:
         ValueError: the variable is set here without --emulate, or it is malformed.
     """
-    given = emulation()
+    given = emulation_in_environment()
     if given is not None and not options.emulate:
         raise ValueError(
             f"{VARIABLE}={os.environ[VARIABLE]} is set: pass --precision nvfp4 --emulate or unset it"

@@ -1,8 +1,8 @@
-"""An existing launch as text -> the options it gives Megatron. Standard library only.
+"""Read the Megatron options out of the text of an existing launch. Standard library only.
 
-Read are: one command (`torchrun … pretrain_hybrid.py --a 1 \\ …`), bare options, and shell scripts that
-collect options in arrays or quoted strings. Variables are filled in where the text assigns them; what stays
-unknown keeps its `$` (`is_known`).
+The text is one command (`torchrun … pretrain_hybrid.py --a 1 \\ …`), options alone, or a shell script that
+collects options in arrays or quoted strings. Variables that the text assigns are replaced by their values;
+others keep their `$` (`is_known`).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _OLD_PATTERN, _OLD_MTP = "--hybrid-override-pattern", "--mtp-hybrid-override-pat
 
 
 def read(text: str) -> list[Flag]:
-    """The options in `text`, each once: of repeated ones the last, as argparse takes it.
+    """Return the options in `text`, each once. The last of several counts, as for argparse.
 
     Raises:
-        ValueError: no option in it, or a quote that is not closed.
+        ValueError: the text has no option, or a quote that is not closed.
     """
     variables: dict[str, str] = {}
     words: list[str] = []
@@ -68,7 +68,7 @@ def read(text: str) -> list[Flag]:
 
 
 def renamed(text: str) -> list[str]:
-    """What to say about options with another name in megatron-core 0.19."""
+    """Return a remark for each option that has another name in megatron-core 0.19."""
     old = {_OLD_PATTERN: _PATTERN, _OLD_MTP: f"the part of {_PATTERN} from the first / on"}
     return [
         f"{name} is deprecated in megatron-core 0.19: now {new}; compared as that"
@@ -78,7 +78,7 @@ def renamed(text: str) -> list[str]:
 
 
 def _rename(options: dict[str, tuple[str, ...]]) -> None:
-    """Layer patterns as older releases wrote them -> `--hybrid-layer-pattern`, as 0.19's parser does."""
+    """Turn layer-pattern options of older releases into `--hybrid-layer-pattern`, as the parser does."""
     if _PATTERN not in options and _OLD_PATTERN in options:
         options[_PATTERN] = options.pop(_OLD_PATTERN)
     depths = "".join(options.get(_DEPTHS, ()))
@@ -88,14 +88,14 @@ def _rename(options: dict[str, tuple[str, ...]]) -> None:
 
 
 def is_known(values: Iterable[str]) -> bool:
-    """Whether no shell variable was left in them."""
+    """Whether no shell variable is left in the values."""
     return not any("$" in value for value in values)
 
 
 def layout_of(options: dict[str, tuple[str, ...]]) -> ParallelLayout | None:
-    """The layout of a command line, with the smallest DP its experts fit in (no option says DP).
+    """Return the layout of a command line, with the smallest DP that its experts allow: no option gives DP.
 
-    None where a size is no positive number.
+    None if a size is not a positive number.
     """
     sizes: dict[str, int] = {}
     for field, name in _SIZES.items():
@@ -112,7 +112,7 @@ def layout_of(options: dict[str, tuple[str, ...]]) -> ParallelLayout | None:
 
 
 def _logical_lines(text: str) -> list[str]:
-    """Lines with continuations, and quotes over several lines, joined."""
+    """Join continued lines, and lines inside one quote."""
     lines: list[str] = []
     pending = ""
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
@@ -133,7 +133,7 @@ def _shell_words(line: str) -> list[str]:
 
 
 def _options_of_line(line: str) -> list[str]:
-    """The words of Megatron's options in one line of a script; none in a line of another command."""
+    """Return the words of Megatron's options in one line of a script; none for a line of another command."""
     if array := _ARRAY.match(line):
         line = line[array.end() :]
     parts: list[str] = []

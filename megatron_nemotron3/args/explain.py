@@ -1,4 +1,4 @@
-"""What a command line sets, where each value comes from, and where it leaves the published recipe.
+"""What a command line sets, where each value comes from, and where it differs from the published recipe.
 
 Standard library only; `explain_text` prints it.
 """
@@ -46,11 +46,11 @@ _TEXTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One option: what holds, who says so, and what was published."""
+    """One option: its value, where the value comes from, and what was published."""
 
-    #: With its dashes; "world size" is the one thing that is no option.
+    #: With its dashes. "world size" is the only one that is not an option.
     name: str
-    #: As typed, "on" for a switch. Where it is not passed: Megatron's default, or "not passed".
+    #: As typed; "on" for a switch. If the option is not passed: Megatron's default, or "not passed".
     value: str
     section: str
     #: One of `ORIGINS`; "default" is Megatron's where `passed` is False.
@@ -58,17 +58,17 @@ class Setting:
     #: What it is set by: "config.hidden_size", "layout.tp"; "command line" for words of the user's own.
     field: str
     passed: bool = True
-    #: "not passed" for what the published run did not have; None: no source states it.
+    #: "not passed" if the published run did not pass it; None if no source states it.
     published: str | None = None
     source: str = ""
-    #: Whether another value makes another model.
+    #: Whether another value describes another model.
     of_model: bool = False
-    #: Why it may matter, where a source says so.
+    #: Why another value may matter, if a source says so.
     why: str = ""
 
     @property
     def differs(self) -> bool:
-        """Whether a published value is known and is another."""
+        """Whether the published value is known and different."""
         if self.published is None or not command_line.is_known((self.value,)):
             return False
         return not _SAME.get(self.name, _same_words)(self.value, self.published)
@@ -79,18 +79,18 @@ class Explanation:
     """Everything `nemotron3 explain` prints."""
 
     config: Nemotron3Config
-    #: What it is compared with, in one line; "" where only the model is known.
+    #: The published launch it is compared with, in one line; "" if only the model is known.
     launch: str
     settings: tuple[Setting, ...]
-    #: Violated rules, warnings and (of a pasted command) errors.
+    #: Violated rules: warnings, and for a pasted command also errors.
     violations: tuple[Violation, ...] = ()
     notes: tuple[str, ...] = ()
-    #: NAME=value of what the public launch exports; nothing here was compared with it.
+    #: NAME=value of the variables that the public launch exports. Nothing is compared with them.
     environment: tuple[str, ...] = ()
 
     @property
     def differences(self) -> tuple[Setting, ...]:
-        """Settings that are not the published ones, the model's first."""
+        """Settings that differ from the published ones; those of the model come first."""
         found = [setting for setting in self.settings if setting.differs]
         return tuple(sorted(found, key=lambda s: (not s.of_model, SECTIONS.index(s.section))))  # stable
 
@@ -137,9 +137,9 @@ def explain(launch: Launch, name: str = "published") -> Explanation:
 
 
 def explain_command(config: Nemotron3Config, text: str, name: str = "published") -> Explanation:
-    """The same for the text of an existing launch (`command_line.read`), compared with `config`.
+    """Explain the text of an existing launch (`command_line.read`), compared with `config`.
 
-    Everything in it is the user's, except where it says what the catalog says of the model.
+    Every value in it is the user's, unless it equals the catalog's value for the model.
 
     Raises:
         ValueError: no option in it, or a phase the model does not have.
@@ -162,7 +162,7 @@ def explain_command(config: Nemotron3Config, text: str, name: str = "published")
 
 
 def with_megatron_defaults(explanation: Explanation) -> Explanation:
-    """With a row for every other option of the installed Megatron's parser, and its default.
+    """Add a row for every other option of the installed Megatron's parser, with its default.
 
     Raises:
         ValueError: megatron-core is not installed.
@@ -210,7 +210,7 @@ def _explanation(
 
 
 def _setting_origin(flag: Flag, schedule: TrainingSchedule | None, of_phase: Sequence[str]) -> str:
-    """One word for where a flag of ours comes from."""
+    """Return the origin of one of our flags in one word."""
     if flag.section == "extra" and flag.name in of_phase and set(flag.values) <= set(of_phase):
         return "schedule"
     if flag.origin.startswith("schedule.seq_length"):  # or else the config's
@@ -240,7 +240,7 @@ def _setting(flag: Flag, known: Mapping[str, Reference], place: Mapping[str, str
 
 
 def _missing_settings(passed: Sequence[Flag], known: Mapping[str, Reference]) -> list[Setting]:
-    """Published options that are not passed, with what Megatron makes of that."""
+    """Return the published options that are not passed, with the value that Megatron then uses."""
     options = {flag.name: flag.values for flag in passed}
     settings = []
     for name, found in known.items():
@@ -267,7 +267,7 @@ def _missing_settings(passed: Sequence[Flag], known: Mapping[str, Reference]) ->
 def _pasted_violations(
     config: Nemotron3Config, pasted: list[Flag], known: Mapping[str, Reference]
 ) -> list[Violation]:
-    """The rules on layout and options; a schedule is compared, not checked."""
+    """Apply the rules on layout and options. A schedule is compared, not checked."""
     options = {flag.name: flag.values for flag in pasted}
     layout = command_line.layout_of(options)
     if layout is None:
@@ -290,7 +290,7 @@ def _pasted_violations(
 
 
 def _sections(config: Nemotron3Config) -> dict[str, str]:
-    """Option -> section, for what a launch of ours can have."""
+    """Return option -> section for every option that `flags` can emit."""
     data = TrainingData(**dict.fromkeys(_TEXTS, "x"), data_path=("x",), mock_data=True, vocab_size=1)
     launch = Launch(config=config, backend="te", data=data, megatron_core=VERSION)
     return {flag.name: flag.section for flag in flags(launch)}
@@ -307,12 +307,12 @@ def _same_words(value: str, published: str) -> bool:
 
 
 def _same_pattern(value: str, published: str) -> bool:
-    """Pipeline cuts make no other model."""
+    """Compare patterns without their pipeline cuts, which do not change the model."""
     return value.replace("|", "") == published.replace("|", "")
 
 
 def _both_or_none(value: str, published: str) -> bool:
-    """A file: its name says nothing."""
+    """Compare whether a file is given; its name does not matter."""
     return (value == NOT_PASSED) == (published == NOT_PASSED)
 
 

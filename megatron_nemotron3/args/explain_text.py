@@ -1,4 +1,4 @@
-"""An explanation as text for people, grouped by section. Standard library only."""
+"""Render an explanation as text, grouped by section. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megatron_nemotron3.args.explain import Explanation, Setting
 from megatron_nemotron3.args.flag import SECTIONS
 from megatron_nemotron3.args.reference import NOT_PASSED
 
-#: Columns of a line, but for values that are longer.
+#: Width of a line; a longer value stays whole.
 WIDTH = 110
 _NAME, _VALUE, _ORIGIN = 41, 20, 10
 
 
 def render(explanation: Explanation) -> str:
-    """Settings by section, then what differs, then warnings and notes."""
+    """Return settings by section, then differences, then warnings and notes."""
     lines = [explanation.config.title, "=" * len(explanation.config.title)]
     lines.append(f"compared with: {explanation.launch or 'the model alone; no public launch is known'}")
     order = {section: number for number, section in enumerate(SECTIONS)}
-    # What is missing and should be there stands below, with the differences.
+    # Published options that are missing come further down, among the differences.
     shown = [setting for setting in explanation.settings if setting.passed or not setting.differs]
     shown.sort(key=lambda setting: order.get(setting.section, len(order)))
     for section, settings in groupby(shown, key=lambda setting: setting.section):
@@ -49,7 +49,7 @@ def _setting_lines(setting: Setting) -> Iterator[str]:
     value = "" if long else setting.value
     tail = f"  published: {setting.published}" if setting.differs else ""
     head = f"{mark} {setting.name:<{_NAME}} {value:<{_VALUE}} {setting.origin:<{_ORIGIN}} {setting.field}"
-    if long:  # a pattern or a path: whole, so that it can be copied
+    if long:  # a pattern or a path stays whole, so that it can be copied
         yield head.rstrip()
         yield f"      {setting.value}"
         if tail:

@@ -1,7 +1,7 @@
-"""One command-line option, and the three ways to write a list of them down. Standard library only.
+"""One command-line option, and three ways to write a list of options. Standard library only.
 
-A layer pattern contains `*`, `|` and `/`: unquoted, a shell globs the first and pipes at the second. The one
-form that is safe in a script, and that also stops when the flags are refused, is
+A layer pattern contains `*`, `|` and `/`. Unquoted, a shell expands the first and pipes at the second. The
+form that is safe in a script, and that also stops if the flags are refused, is
 
     flags=$(nemotron3 flags super --shell) || exit 1
     eval "ARGS=( $flags )"
@@ -23,7 +23,7 @@ SECTIONS = ("architecture", "parallelism", "precision", "optimization", "data", 
 
 @dataclass(frozen=True)
 class Flag:
-    """An option of Megatron's parser with its values as they are typed."""
+    """An option of Megatron's parser, with its values as they are typed."""
 
     #: With its dashes: "--hidden-size".
     name: str
@@ -47,12 +47,15 @@ class Flag:
 
 
 def text(value: object) -> str:
-    """A value as Megatron's parser reads it back exactly: `repr` for floats, `str` otherwise."""
+    """Write a value so that Megatron's parser reads it back exactly: `repr` for floats, else `str`."""
     return repr(value) if isinstance(value, float) else str(value)
 
 
 def parse(words: Sequence[str]) -> list[Flag]:
-    """Words of a command line as flags of section "extra": `["--lr", "1e-3", "--bf16"]`, or `["--lr=1e-3"]`.
+    """Turn words of a command line into flags of section "extra".
+
+    Args:
+        words: such as `["--lr", "1e-3", "--bf16"]` or `["--lr=1e-3"]`.
 
     Raises:
         ValueError: a value before the first option.
@@ -70,12 +73,12 @@ def parse(words: Sequence[str]) -> list[Flag]:
 
 
 def to_argv(flags: Iterable[Flag]) -> list[str]:
-    """The words to pass to a process, unquoted: `["--hidden-size", "4096", ...]`."""
+    """Return the words to pass to a process, unquoted: `["--hidden-size", "4096", ...]`."""
     return [word for flag in flags for word in (flag.name, *flag.values)]
 
 
 def render(flags: Iterable[Flag], shell: bool = False) -> str:
-    """One option a line.
+    """Return text with one option per line.
 
     Args:
         flags: what `flags()` returned.

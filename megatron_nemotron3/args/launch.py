@@ -157,6 +157,17 @@ class Launch:
         return (self.schedule.seq_length if self.schedule else None) or self.config.seq_length
 
     @property
+    def micro_batch_size(self) -> int:
+        """Sequences per rank and microbatch."""
+        return self.schedule.micro_batch_size if self.schedule else 1
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on each data-parallel rank; 1 without a global batch size."""
+        sequences = (self.schedule.global_batch_size if self.schedule else None) or 1
+        return max(1, sequences // self.layout.dp // self.micro_batch_size)
+
+    @property
     def quantized(self) -> bool:
         """Whether GEMMs run below BF16."""
         return self.precision in ("mxfp8", "nvfp4")

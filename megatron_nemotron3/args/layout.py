@@ -18,14 +18,14 @@ class ParallelLayout:
     """Sizes of the parallel dimensions. `world_size` follows from them.
 
     Raises:
-        ValueError: a size that is no positive integer. Whether a model fits a layout: `rules.check`.
+        ValueError: a size is not a positive integer. Whether a model fits a layout: `rules.check`.
     """
 
     #: Tensor parallel (`--tensor-model-parallel-size`).
     tp: int = 1
-    #: Sequence parallel; None: exactly when tp > 1 (mixture of experts refuses TP without it).
+    #: Sequence parallel; None: if and only if tp > 1, because MoE requires it with TP.
     sp: bool | None = None
-    #: Pipeline parallel, and virtual stages a pipeline rank holds (interleaved schedule).
+    #: Pipeline parallel, and virtual stages per pipeline rank (interleaved schedule).
     pp: int = 1
     vpp: int = 1
     #: Expert parallel, and tensor parallel inside an expert. Megatron's default for the latter is tp; every
@@ -84,7 +84,7 @@ _PUBLISHED = {
 
 
 def published_layout(config: Nemotron3Config) -> ParallelLayout | None:
-    """The layout of the model's public pre-training launch script; None where there is none."""
+    """Return the layout of the model's public pre-training launch script; None if there is none."""
     return _PUBLISHED.get(config.name)
 
 
@@ -101,7 +101,7 @@ def last_stage_cost(config: Nemotron3Config, seq_length: int) -> float:
 
 
 def cut_pattern(config: Nemotron3Config, layout: ParallelLayout, seq_length: int | None = None) -> str:
-    """The value of `--hybrid-layer-pattern`: pp * vpp stages of about equal work, then the MTP depths.
+    """Return the value of `--hybrid-layer-pattern`: pp * vpp stages of about equal work, then the MTP depths.
 
     Raises:
         ValueError: fewer layers than stages.

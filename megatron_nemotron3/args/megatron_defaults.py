@@ -1,7 +1,7 @@
-"""Defaults of Megatron's parser for the options that describe a model: what holds when one is not passed.
+"""Defaults of Megatron's parser for the options that describe a model and its training.
 
-Of megatron-core 0.19; a test compares them with the installed parser. `installed` reads that parser, so it
-alone needs megatron-core. Standard library only.
+They are those of megatron-core 0.19; a test compares them with the installed parser. Only `installed`, which
+reads that parser, needs megatron-core. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 Options = Mapping[str, tuple[str, ...]]
 
-#: Option -> its default as typed. Absent here: None, or a switch that is off.
+#: Option -> its default as typed. Options that are missing here default to None or are switches that are off.
 DEFAULTS: dict[str, str] = {
     "--num-query-groups": "1",
     "--mamba-head-dim": "64",
@@ -46,7 +46,7 @@ DEFAULTS: dict[str, str] = {
     "--lr-wsd-decay-style": "exponential",
 }
 
-#: Defaults that hold only where another option is given: they refine it.
+#: Defaults that apply only if another option is given.
 _BELOW = {
     "--moe-flex-dispatcher-backend": (("--moe-token-dispatcher-type", "flex"), "deepep"),
     "--fp4-recipe": (("--fp4-format", "e2m1"), "nvfp4"),
@@ -66,7 +66,7 @@ def _kv_channels(options: Options) -> str | None:
     return str(int(hidden) // int(heads))
 
 
-#: Option -> what Megatron derives it from (validate_args of megatron/training/arguments.py).
+#: Option -> how Megatron derives it from others (validate_args of megatron/training/arguments.py).
 _DERIVED: dict[str, Callable[[Options], str | None]] = {
     "--kv-channels": _kv_channels,
     "--moe-ffn-hidden-size": lambda options: _first_value(options, "--ffn-hidden-size"),
@@ -77,7 +77,7 @@ _DERIVED: dict[str, Callable[[Options], str | None]] = {
 
 
 def default(name: str, options: Options) -> str | None:
-    """What holds for `name` on a command line of `options` that does not have it; None: nothing does."""
+    """Return the value of an option that a command line of `options` does not pass; None if it has none."""
     if name in _BELOW:
         (parent, *values), text = _BELOW[name]
         return text if parent in options and tuple(values) in ((), options[parent]) else None
@@ -85,7 +85,7 @@ def default(name: str, options: Options) -> str | None:
 
 
 def installed() -> tuple[str, list[argparse.Action]]:
-    """(version, options) of the installed Megatron's parser; takes seconds: it imports torch.
+    """Return (version, options) of the installed Megatron's parser. It imports torch, which takes seconds.
 
     Raises:
         ValueError: megatron-core, or what it needs, is not installed.

@@ -1,8 +1,8 @@
-"""What follows pre-training, as published: long-context phases and supervised fine-tuning.
+"""The published phases after pre-training: long context and supervised fine-tuning.
 
 Standard library only. Schedules are those of the technical reports: Nano arXiv 2512.20848 (2.5, 3.1.6), Super
 2604.12374 (2.6, 3.1), Ultra 2606.15007 (2.5, 3.1). A field or layout that is None is UNKNOWN: no source
-states it. docs/launching.md says what of it stock Megatron-LM can do.
+states it. docs/launching.md says which of them stock Megatron-LM can run.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _1M, _512K, _256K, _4K = 1 << 20, 1 << 19, 1 << 18, 1 << 12
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A published phase of training, as one run of one sequence length."""
+    """A published phase of training: one run with one sequence length."""
 
     schedule: TrainingSchedule
     #: With the smallest number of ranks; None: UNKNOWN.
     layout: ParallelLayout | None = None
     #: Conversations instead of text.
     sft: bool = False
-    #: What is known of what the schedule leaves open.
+    #: What sources say about the fields that the schedule leaves open.
     note: str = ""
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Megatron options that `flags` does not make from the schedule; for its `extra`."""
+        """Megatron options that are not part of a schedule, for `Launch.extra`."""
         # The published loss of SFT is the mean over all tokens that count in the global batch.
         return ("--sft", "--calculate-per-token-loss") if self.sft else ()
 
@@ -144,7 +144,7 @@ _GIVE = {
 
 
 def phase(config: Nemotron3Config, name: str) -> Phase:
-    """A published phase by its name, one of `PHASES`.
+    """Return a published phase by its name, one of `PHASES`.
 
     Raises:
         ValueError: the model has no such phase; the message lists those it has.
@@ -162,14 +162,14 @@ def phase(config: Nemotron3Config, name: str) -> Phase:
 def require_known(
     config: Nemotron3Config, name: str, schedule: TrainingSchedule, options: tuple[str, ...] = ()
 ) -> None:
-    """Stop where a phase after pre-training is UNKNOWN in something that training needs.
+    """Raise if something that training needs is UNKNOWN for a phase after pre-training.
 
     Args:
-        schedule: the phase's with what was given in it replaced.
-        options: Megatron's, given beside the schedule.
+        schedule: the phase's schedule, with the given values replaced.
+        options: Megatron options that are given besides the schedule.
 
     Raises:
-        ValueError: names what to give, and what the report says about it.
+        ValueError: the message names what to give, and what the report says about it.
     """
     missing = [field for field in schedule.unknown if field in _GIVE]
     if schedule.global_batch_size is None:

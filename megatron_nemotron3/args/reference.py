@@ -1,6 +1,6 @@
 """What was published of each model's pre-training, option by option, to compare a command line with.
 
-`reference` gives, for every option a source speaks about, its published value. Numbers of the model come from
+`reference` returns the published value of every option that a source states. Numbers of the model come from
 the catalog for every model; layout, schedule and precision for the models whose pre-training has a public
 launch script, and layout and schedule of the phases after it as far as their reports state them. Standard
 library only.
@@ -19,7 +19,7 @@ from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.phases import phase
 from megatron_nemotron3.models import Nemotron3Config
 
-#: Stands for the value of an option that a command line does not hold, and "on" for a switch that it does.
+#: In place of a value: the option is not passed; the switch is passed.
 NOT_PASSED = "not passed"
 ON = "on"
 
@@ -44,23 +44,23 @@ class Reference:
     source: str
     #: Whether another value makes another model, rather than the same one trained in another way.
     of_model: bool = False
-    #: Whether a command line that does not hold the option is worth a line.
+    #: Whether to report a command line that does not pass the option.
     required: bool = True
 
 
 @dataclass(frozen=True)
 class PublicLaunch:
-    """What the public launch of a model had that neither a layout nor a schedule says."""
+    """What the public launch of a model had besides its layout and its schedule."""
 
     #: "3072 H100", in words.
     machines: str
-    #: Of the whole run, by the model's report.
+    #: Precision of the whole run, from the model's report.
     precision: str
     precision_source: str
     report: str
     #: Options in place of those that `flags` emits.
     options: tuple[tuple[str, str], ...] = ()
-    #: What no option says exactly.
+    #: What no option can express.
     notes: tuple[str, ...] = ()
 
 
@@ -93,7 +93,7 @@ LAUNCHES: dict[str, PublicLaunch] = {
     ),
 }
 
-#: Why another value may matter: only where a source says so.
+#: Why another value may matter, for options where a source says so.
 WHY: dict[str, str] = {
     "--fp4-format": "Ultra's loss in NVFP4 was within 0.4 % of BF16's on average (arXiv 2606.15007)",
     _FILE: (
@@ -105,10 +105,10 @@ WHY: dict[str, str] = {
     "--expert-tensor-parallel-size": "Megatron's default is TP (megatron/training/arguments.py)",
 }
 
-# No row of the architecture: how it is trained.
+# Rows of `architecture` that describe training rather than the model.
 _RECIPE = ("--calculate-per-token-loss", "--moe-token-dispatcher-type")
 
-#: Options that make another architecture than this family's: what they would change.
+#: Options that this family does not have, and what it has instead.
 _FOREIGN: dict[str, str] = {
     "--swiglu": "squared ReLU, ungated",
     "--quick-geglu": "squared ReLU, ungated",
@@ -124,7 +124,7 @@ _ONE_GROUP = ("--moe-router-num-groups", "--moe-router-group-topk")
 
 
 def environment(config: Nemotron3Config) -> tuple[str, ...]:
-    """NAME=value of the variables the public launch script exports.
+    """Return NAME=value of the variables that the public launch script exports.
 
     Raises:
         KeyError: no launch script of the model is known.
@@ -134,17 +134,17 @@ def environment(config: Nemotron3Config) -> tuple[str, ...]:
 
 
 def has_launch(config: Nemotron3Config, name: str) -> bool:
-    """Whether a public launch script is known of this phase: of pre-training alone."""
+    """Whether a public launch script of this phase is known; only pre-training has one."""
     return name == "published" and config.name in LAUNCHES
 
 
 def shown(values: tuple[str, ...]) -> str:
-    """Values of an option that is passed, as one text."""
+    """Return the values of a passed option as one text."""
     return " ".join(values) or ON
 
 
 def reference(config: Nemotron3Config, name: str = "published") -> dict[str, Reference]:
-    """Option -> what was published, for the options a source speaks about.
+    """Return option -> published value, for the options that a source states.
 
     Args:
         name: of the phase, one of `phases.PHASES`; "published" is pre-training.
@@ -196,7 +196,7 @@ def _model_references(config: Nemotron3Config) -> Iterator[tuple[str, Reference]
 
 
 def _phase_references(config: Nemotron3Config, name: str) -> Iterator[tuple[str, Reference]]:
-    """Layout, schedule and precision of a published phase, as far as stated."""
+    """Layout, schedule and precision of a published phase, as far as they are stated."""
     launch = LAUNCHES.get(config.name)
     if launch is None:
         return
@@ -263,12 +263,12 @@ _DEFAULTS = (
 
 
 def place_of(flag: Flag) -> str:
-    """Its section; what a phase adds to its schedule is "extra" to `flags`."""
+    """Return the section of a flag; options of a phase are "extra" to `flags` and optimization here."""
     return "optimization" if flag.section == "extra" else flag.section
 
 
 def _precision_options(config: Nemotron3Config) -> set[str]:
-    """Every option that a precision adds."""
+    """Return every option that some precision adds."""
     names = {"--fp16"}
     for precision in ("mxfp8", "nvfp4"):
         launch = Launch(

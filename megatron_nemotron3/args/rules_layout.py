@@ -1,4 +1,4 @@
-"""Divisibility, and which sizes go together. Standard library only."""
+"""Rules on layouts: divisibility, and sizes that exclude each other. Standard library only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _rank_groups(c: Launch) -> int:
 def _mamba_cp_groups(c: Launch) -> bool:
     """Groups are split over CP ranks, or a group's heads are: one count must divide the other."""
     groups, cp = _rank_groups(c), c.layout.cp
-    if "M" not in c.kinds or groups == 0:  # rule mamba-groups-tp speaks
+    if "M" not in c.kinds or groups == 0:  # rule mamba-groups-tp reports it
         return False
     return (cp % groups if groups < cp else groups % cp) != 0
 
@@ -233,6 +233,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 
 
 def _smallest_dp(c: Launch) -> int:
-    """The smallest dp with which the expert grid closes."""
+    """Return the smallest DP at which the expert ranks divide."""
     ranks = c.layout.tp * c.layout.cp
     return next(dp for dp in range(1, c.layout.expert_ranks + 1) if ranks * dp % c.layout.expert_ranks == 0)

@@ -14,12 +14,12 @@ _MTP = "megatron/core/transformer/multi_token_prediction.py"
 
 #: Options under which some tokens of a sequence do not count in the loss.
 _MASKING = ("--sft", "--eod-mask-loss", "--rl-use-sequence-packing")
-#: Share by which the weight of MTP's loss may be off on a rank without a word.
+#: Relative error of MTP's loss weight on a rank that is not worth a warning.
 _TOLERATED = 1e-2
 _PER_TOKEN = "--calculate-per-token-loss"
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 
-#: What the caller says through config, layout, schedule or backend, so that rules can see it.
+#: Options that must be given through config, layout, schedule or backend, so that rules can see them.
 _RESERVED = {
     "--spec": "backend",
     "--hybrid-layer-pattern": "config and layout",
@@ -38,7 +38,7 @@ _RESERVED = {
     "--fp16": "precision",
 }
 
-#: Pipeline options of GPT models, which Megatron refuses or ignores beside a layer pattern.
+#: Pipeline options of GPT models, which Megatron refuses or ignores with a layer pattern.
 _GPT_LAYOUT = (
     "--num-layers",
     "--hybrid-override-pattern",
@@ -52,7 +52,7 @@ _GPT_LAYOUT = (
     "--decoder-last-pipeline-num-layers",
 )
 
-#: Several documents in one row, at borders that are no multiples of 2 * CP. `--sft` pads them.
+#: Options that pack documents into a row at borders that are not multiples of 2 * CP. `--sft` pads them.
 _UNPADDED = ("--dataloader-inter-document-masking", "--rl-use-sequence-packing")
 
 
@@ -78,7 +78,7 @@ def _option(
     when: Callable[[Launch], object] = lambda c: True,
     severity: Severity = "error",
 ) -> Rule:
-    """`flag` is given and `when` holds. The rule has the flag's name."""
+    """A rule, named after the flag, that is violated if `flag` is given and `when` is true."""
     return Rule(
         flag.removeprefix("--"),
         lambda c: flag in c.options and when(c),
@@ -109,7 +109,7 @@ def _recompute_chunk(c: Launch) -> str:
 
 
 def _mtp_error(c: Launch) -> float:
-    """By how much rank 0, which has the end of every sequence, weighs MTP too heavily."""
+    """Relative error of MTP's weight on rank 0, which holds the end of every sequence."""
     held, depth = c.seq_length / c.layout.cp, c.config.mtp_num_layers
     if held <= depth:
         return 1.0
@@ -117,7 +117,7 @@ def _mtp_error(c: Launch) -> float:
 
 
 def _several_buckets(c: Launch) -> str:
-    """Why gradients lie in more than one bucket, or ""."""
+    """Return why gradients are in more than one bucket, or ""."""
     if c.backend != "torch" or "--overlap-grad-reduce" in c.options:
         return "--overlap-grad-reduce"
     if c.config.has_mtp and c.layout.pp > 1:
@@ -258,7 +258,7 @@ OPTION_RULES: tuple[Rule, ...] = (
     ),
 )
 
-#: Options and layouts that work one by one and fail together.
+#: Options and layouts that work separately and fail together.
 COMBINATION_RULES: tuple[Rule, ...] = (
     Rule(
         "mtp-cp",

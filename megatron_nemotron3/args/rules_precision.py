@@ -1,4 +1,4 @@
-"""Number formats: which blocks must be filled, which combinations exist. Standard library only."""
+"""Rules on number formats: block sizes, and supported combinations. Standard library only."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _local_shapes(c: Launch) -> Iterator[tuple[str, tuple[int, ...], int]]:
 
 
 def _misaligned(c: Launch, at_least: int = 1) -> list[str]:
-    """Weights whose local dimensions are no multiples of their block, or of `at_least`."""
+    """Weights whose local dimensions are not multiples of their block size or of `at_least`."""
     return [
         f"{name} {list(shape)} (multiples of {max(block, at_least)})"
         for name, shape, block in _local_shapes(c)

@@ -1,4 +1,4 @@
-"""Batch, length and learning rate. Standard library only."""
+"""Rules on batch size, training length and learning rate. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _schedule(c: Launch) -> TrainingSchedule:
 
 
 def _replicas(c: Launch) -> int:
-    """Sequences of one microbatch over all data-parallel ranks."""
+    """Sequences of one microbatch on all data-parallel ranks."""
     return _schedule(c).micro_batch_size * c.layout.dp
 
 
@@ -29,13 +29,13 @@ def _batch(c: Launch) -> int:
 
 
 def _vpp_group(c: Launch) -> int:
-    """Microbatches a virtual stage runs one after the other."""
+    """Consecutive microbatches of a virtual stage."""
     given = c.options.get("--microbatch-group-size-per-virtual-pipeline-stage")
     return int(given[0]) if given else c.layout.pp
 
 
 def _groups_close(c: Launch) -> bool:
-    """Whether no group of microbatches is smaller than PP."""
+    """Whether every group of microbatches has at least PP."""
     microbatches, group = _batch(c) // _replicas(c), _vpp_group(c)
     rest = microbatches % group
     return c.layout.pp <= group <= microbatches and (rest == 0 or rest >= c.layout.pp)

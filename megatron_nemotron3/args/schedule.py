@@ -75,7 +75,7 @@ class TrainingSchedule:
 
     @property
     def unit(self) -> str:
-        """What lengths are counted in: "iters" or "samples"."""
+        """Unit of the lengths: "iters" or "samples"."""
         return "iters" if any(getattr(self, name) is not None for name in ITERS) else "samples"
 
     def length(self, name: str) -> int | None:
@@ -85,7 +85,7 @@ class TrainingSchedule:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """What has to be given before training can start, but is in no source: `("lr", ...)`."""
+        """Fields that training needs and no source states: `("lr", ...)`."""
         needed = {"train": self.length("train"), "lr": self.lr, "lr_decay_style": self.lr_decay_style}
         if self.lr_decay_style not in (None, "constant"):  # a constant rate has no minimum
             needed["min_lr"] = self.min_lr
@@ -127,7 +127,7 @@ _PUBLISHED = {
 
 
 def published(config: Nemotron3Config) -> TrainingSchedule:
-    """The schedule of the model's public pre-training launch script.
+    """Return the schedule of the model's public pre-training launch script.
 
     For a model without one (Lightning, Nano-4B, Nano 9B v2, Nemotron-H, tiny models) length, learning rate
     and batch are UNKNOWN and stay None; `TrainingSchedule.unknown` names them.
@@ -136,9 +136,9 @@ def published(config: Nemotron3Config) -> TrainingSchedule:
 
 
 def smoke(config: Nemotron3Config, iters: int = 20, global_batch_size: int = 4) -> TrainingSchedule:
-    """A few steps for a tiny model on a laptop: whether it trains, not how well.
+    """Return a schedule of a few steps, which shows whether a tiny model trains on a laptop.
 
-    Warm-up is a tenth of the steps and the decay the last fifth, so every phase of the schedule is met.
+    Warm-up is a tenth of the steps and the decay the last fifth, so the run goes through every phase.
     """
     return TrainingSchedule(
         global_batch_size=global_batch_size,
@@ -165,7 +165,7 @@ def adjusted(
     global_batch_size: int | None = None,
     lr: float | None = None,
 ) -> TrainingSchedule:
-    """`schedule` with what is given replaced; None leaves it.
+    """Replace parts of a schedule; None keeps a part.
 
     Args:
         steps: iterations. Under WSD warm-up becomes the first tenth and the decay the last fifth; otherwise
@@ -186,7 +186,7 @@ def adjusted(
 
 
 def _minimum_rate(schedule: TrainingSchedule, lr: float | None) -> float | None:
-    """The minimum rate that goes with a given peak."""
+    """Return the minimum rate for a given peak rate."""
     if lr is None or schedule.lr_decay_style == "constant":
         return None
     if schedule.lr_decay_style == "WSD" or schedule.lr is None or schedule.min_lr is None:
@@ -195,7 +195,7 @@ def _minimum_rate(schedule: TrainingSchedule, lr: float | None) -> float | None:
 
 
 def _lengths_of(schedule: TrainingSchedule, steps: int) -> dict[str, int | float | None]:
-    """The fields that say how long `steps` iterations are."""
+    """Return the length fields of a run of `steps` iterations."""
     if schedule.lr_decay_style == "WSD":
         return dict.fromkeys(SAMPLES) | {
             "train_iters": steps,

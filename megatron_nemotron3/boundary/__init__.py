@@ -1,1 +1,26 @@
-"""Boundary communicators: rows between modules of different parallel layouts, every byte once."""
+"""Boundary communicators: rows between modules of different parallel layouts, each row sent once.
+
+Data, without torch:
+
+    intervals, layout     sets of rows; the parallel layout of a module
+    partition             samples of a data lane, positions of a rank
+    plan, planner         who sends which rows to whom; made from layouts and row counts
+    bounds, explain       lower bounds and traffic of a plan; a plan as text and JSON
+    command               `nemotron3 boundary`
+
+Communication:
+
+    feed                  row counts that come with the batch
+    groups                process groups, and failing together
+    stages                checks of a topology, pipeline stage of each rank
+    agreement             the header where row counts are not known
+    exchange, all_to_all  execute plans point to point, or on shared ranks
+    edge, coordinator     one edge between two modules; all edges into a module
+
+Upstream's classes over it:
+
+    bridge, multimodule   BridgeCommunicator, MultiModulePipelineCommunicator
+    colocated             ColocatedBridgeCommunicator
+    mimo                  MimoModel, with placement and decoder_input for its language model's input
+    training              a schedule for colocated pipelines, gradient scale
+"""

@@ -23,14 +23,14 @@ def leaves_a_rank(plans: Iterable[Plan]) -> bool:
 
 
 def deliver(plans: Sequence[Plan], held: Sequence[Tensor], groups: Groups) -> list[Tensor]:
-    """Rows of several modalities to those who want them, together.
+    """Run the plans of several modalities in one all-to-all.
 
     Args:
-        held: of each plan, the buffer [rows held, ...] of this rank, contiguous; one dtype and one shape of a
-            row.
+        plans: one for each modality.
+        held: for each plan, the contiguous buffer [rows held, ...] of this rank; one dtype and row shape.
         groups: of all ranks of the plans; used only if a row leaves its rank.
 
-    Returns: of each plan, [rows wanted, ...]; a view of `held` where nothing else is wanted.
+    Returns: for each plan [rows wanted, ...]; a view of `held` if this rank already holds all of them.
     """
     rank = groups.rank
     own = [next((m for m in plan.sends(rank) if m.destination == rank), None) for plan in plans]
@@ -51,7 +51,7 @@ def deliver(plans: Sequence[Plan], held: Sequence[Tensor], groups: Groups) -> li
 
 
 def _view_if_contiguous(message: Message | None, rows: Tensor, wanted: int) -> Tensor | None:
-    """The part of `rows` that is all this rank wants, if it lies together."""
+    """The part of `rows` that is all this rank wants, if it is contiguous."""
     if message and len(message.pieces) == 1 and message.rows == wanted:
         return rows if len(rows) == wanted else rows.narrow(0, message.pieces[0].sent, wanted)
     return None
@@ -86,7 +86,7 @@ def _all_to_all(
 
 
 def _send_buffer(leaving: Sequence[Indexed], held: Sequence[Tensor], total: int) -> Tensor:
-    """All messages one after the other; the buffer itself where they lie so."""
+    """All messages one after the other; a view if they are contiguous in one buffer."""
     blocks = [(index, piece.sent, piece.rows) for index, message in leaving for piece in message.pieces]
     if run := _contiguous_run(blocks):
         index, start = run
@@ -100,7 +100,7 @@ def _send_buffer(leaving: Sequence[Indexed], held: Sequence[Tensor], total: int)
 
 
 def _receive_buffer(coming: Sequence[Indexed], wanted: Sequence[Tensor]) -> Tensor | None:
-    """Where all messages can be received without a copy."""
+    """The part of a buffer into which all messages can be received without a copy, or None."""
     blocks = [(index, piece.received, piece.rows) for index, message in coming for piece in message.pieces]
     if run := _contiguous_run(blocks):
         index, start = run
@@ -109,7 +109,7 @@ def _receive_buffer(coming: Sequence[Indexed], wanted: Sequence[Tensor]) -> Tens
 
 
 def _contiguous_run(blocks: Sequence[tuple[int, int, int]]) -> tuple[int, int] | None:
-    """(buffer, first row) if (buffer, row, rows) follow each other in one buffer."""
+    """(buffer, first row) if the blocks (buffer, row, rows) are contiguous in one buffer, else None."""
     if not blocks:
         return None
     at = blocks[0][:2]

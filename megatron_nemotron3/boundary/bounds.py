@@ -1,18 +1,19 @@
-"""What a crossing must move at least, and what a plan moves. Counted in rows; times `row_bytes` for bytes.
+"""Lower bounds for the traffic between two modules, and the traffic of a plan, counted in rows.
 
-Written from the sides of a plan alone, without looking at its messages, so that the two can be compared:
+The bounds follow from the two sides of a plan alone, not from its messages, so that the two can be compared.
+V is the rows of the microbatch:
 
-crossing    A group (ranks that want the same rows of a lane) can share inside what has come to one of them,
-            but each row that none of them holds has to come to one. In all: V for a replicated destination,
-            the sum of the slices for context and sequence parallelism: V again, as slices are disjoint.
-entering    The rows that enter a group of k ranks enter through k ranks: one of them takes ceil(rows / k) or
-            more. With lanes of equal size that is V / |D|, D the destination's boundary ranks.
-leaving     The same on the other side: rows that leave the holders of a lane leave through k ranks. V / |S|.
-missing     Whatever the way, a rank must receive the rows that it wants and does not hold. What of them did
-            not cross to the rank itself is gathered inside the group: (k - 1) / k of the lane's rows.
+crossing    A group (ranks that want the same rows of a lane) can share what one of its ranks received, but
+            each row that no rank of the group holds has to be sent to one of them. That is V for a replicated
+            destination, and V for context- and sequence-parallel slices, because slices are disjoint.
+entering    The rows that enter a group of k ranks enter through k ranks, so one of them receives at least
+            ceil(rows / k). With lanes of equal size that is V / |D|, D the destination's boundary ranks.
+leaving     The same on the sending side: the rows that leave a group leave through its k ranks. V / |S|.
+missing     A rank must receive the rows that it wants and does not hold. Those that were not sent to the
+            rank itself are gathered inside the group: (k - 1) / k of the lane's rows.
 
-In mode "copies" ranks do not share: what enters a rank is what it misses, and what leaves the holders is
-every copy that they are asked for. (Receivers that pass rows on could take that off them, in a second phase.)
+In mode "copies" ranks do not share: a rank receives all rows that it misses, and the senders send every copy.
+(Receivers that forward rows could relieve the senders, in a second phase.)
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ from megatron_nemotron3.boundary.plan import Plan
 
 @dataclass(frozen=True)
 class Bounds:
-    """Least rows by rank: `leaving` and `entering` for the busiest rank of the rank's group, `missing` for
-    each rank; `crossing` of all together."""
+    """Minimum number of rows.
+
+    leaving, entering: rank -> minimum for the busiest rank of the rank's group.
+    missing: rank -> minimum for the rank itself.
+    crossing: minimum for all ranks together.
+    """
 
     leaving: Mapping[int, int]
     entering: Mapping[int, int]
@@ -37,13 +42,13 @@ class Bounds:
 
     @property
     def busiest(self) -> int:
-        """The rank that must send or receive most between the modules does at least this."""
+        """Minimum for the rank that sends or receives most between the modules."""
         return max([0, *self.leaving.values(), *self.entering.values()])
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rows of a plan by rank. A rank's messages to itself are memory copies and do not count."""
+    """Rows that a plan moves, by rank. A rank's messages to itself are local copies and do not count."""
 
     sent: Mapping[int, int]
     received: Mapping[int, int]
@@ -52,42 +57,45 @@ class Traffic:
 
     @property
     def crossing(self) -> int:
-        """Sent by all together."""
+        """Rows sent by all ranks together."""
         return sum(self.sent.values())
 
     @property
     def busiest(self) -> int:
-        """Most that one rank sends or receives between the modules."""
+        """Maximum that one rank sends or receives between the modules."""
         return max([0, *self.sent.values(), *self.received.values()])
 
 
 def bounds(plan: Plan) -> Bounds:
-    """Lower bounds of a plan's sides (each row of a lane is held by one group, as `sides` makes them)."""
-    asked: dict[tuple[int, ...], int] = defaultdict(int)  # of a group of holders, by outsiders
-    has: dict[int, int] = defaultdict(int)  # rows that a rank wants and holds
-    inside: dict[tuple[int, ...], int] = defaultdict(int)  # rows that a group wants and a member holds
+    """Lower bounds for a plan whose sending groups hold disjoint rows of a lane, as those of `planner` do."""
+    #: Ranks of a sending group -> rows that other ranks want from it.
+    asked: dict[tuple[int, ...], int] = defaultdict(int)
+    #: Rank -> rows that it wants and holds.
+    has: dict[int, int] = defaultdict(int)
+    #: Ranks of a receiving group -> rows that it wants and one of its ranks holds.
+    inside: dict[tuple[int, ...], int] = defaultdict(int)
     for source_lane, source_start, lane, start, rows in plan.segments:
         here = ((source_start, source_start + rows),)
-        for holder in plan.holders[source_lane]:
-            held = intervals.shift(intervals.intersect(holder.rows, here), start - source_start)
-            for wanter in plan.wanters[lane] if held else ():
-                n = intervals.count(intervals.intersect(held, wanter.rows))
-                members = [rank for rank in wanter.ranks if rank in holder.ranks] if n else []
+        for sender in plan.senders[source_lane]:
+            held = intervals.shift(intervals.intersect(sender.rows, here), start - source_start)
+            for receiver in plan.receivers[lane] if held else ():
+                n = intervals.count(intervals.intersect(held, receiver.rows))
+                members = [rank for rank in receiver.ranks if rank in sender.ranks] if n else []
                 for rank in members:
                     has[rank] += n
-                inside[wanter.ranks] += n * bool(members)
-                outsiders = len(wanter.ranks) - len(members) if plan.mode == "copies" else not members
-                asked[holder.ranks] += n * outsiders
+                inside[receiver.ranks] += n * bool(members)
+                outsiders = len(receiver.ranks) - len(members) if plan.mode == "copies" else not members
+                asked[sender.ranks] += n * outsiders
     leaving = {
         rank: -(-asked[group.ranks] // len(group.ranks))
-        for lane in plan.holders
+        for lane in plan.senders
         for group in lane
         for rank in group.ranks
     }
     entering: dict[int, int] = {}
     missing: dict[int, int] = {}
     crossing = 0
-    for groups in plan.wanters:
+    for groups in plan.receivers:
         for ranks, wanted in groups:
             total = intervals.count(wanted)
             missing |= {rank: total - has[rank] for rank in ranks}
@@ -102,9 +110,9 @@ def bounds(plan: Plan) -> Bounds:
 
 
 def traffic(plan: Plan) -> Traffic:
-    """What a plan moves."""
-    sent = {rank: 0 for lane in plan.holders for group in lane for rank in group.ranks}
-    received = {rank: 0 for lane in plan.wanters for group in lane for rank in group.ranks}
+    """Count the rows that a plan moves."""
+    sent = {rank: 0 for lane in plan.senders for group in lane for rank in group.ranks}
+    received = {rank: 0 for lane in plan.receivers for group in lane for rank in group.ranks}
     for message in plan.messages:
         if message.source != message.destination:
             sent[message.source] += message.rows

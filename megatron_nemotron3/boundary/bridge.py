@@ -1,7 +1,7 @@
-"""Upstream's `BridgeCommunicator` over our exchange: one edge between two modules.
+"""Upstream's `BridgeCommunicator` over the exchange of this package: one edge between two modules.
 
-Every boundary rank sends and receives its part; there are no leaders. `comm_map` and the leaders' groups of
-upstream's class do not exist here, `_split_tensor_at_batch_dim` and the enumeration of ranks are inherited.
+Every boundary rank sends and receives its own part, so upstream's `comm_map` and leader groups do not exist
+here. `_split_tensor_at_batch_dim` and the enumeration of ranks are inherited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_nemotron3.boundary.layout import Layout
 
 
 class Bridge(BridgeCommunicator):
-    """Rows from the last stage of one module to the first stage of another, and gradients back.
+    """Sends rows from the last stage of one module to the first stage of another, and gradients back.
 
     Args:
         src_grid, dest_grid, dim_mapping, comm_dtype, src_module_name, dest_module_name, tensor_ndim: as
@@ -33,11 +33,11 @@ class Bridge(BridgeCommunicator):
         timeout: of every wait; None: that of the default process group.
 
     Raises:
-        BoundaryError: ranks construct it differently.
-        ValueError: the source has CP above 1, or other arguments that have no meaning.
+        BoundaryError: ranks construct it with different arguments.
+        ValueError: the source has CP above 1, or another argument is invalid.
     """
 
-    #: Those that have groups, for `destroy_bridge_pgs`.
+    #: Bridges with process groups of their own, for `destroy_bridge_pgs`.
     _alive: weakref.WeakSet[Bridge] = weakref.WeakSet()
 
     def __init__(
@@ -73,25 +73,25 @@ class Bridge(BridgeCommunicator):
         )
         if self.edge.source.cp > 1:
             raise ValueError(
-                f"{self.edge.name}: the source has CP={self.edge.source.cp}: rows of context ranks have no "
-                "order; use CP 1 in modules that send"
+                f"{self.edge.name}: the source has CP={self.edge.source.cp}, whose rows have no order: "
+                "use CP 1 in modules that send"
             )
         self.coordinator = coordinator or Coordinator([self.edge], timeout=timeout)
         if coordinator is None:
             Bridge._alive.add(self)
 
     def close(self) -> None:
-        """Give the process groups back. On every rank, in one order."""
+        """Release the process groups. Call it on every rank, in one order."""
         self.coordinator.close()
         Bridge._alive.discard(self)
 
     @classmethod
     def destroy_broadcast_pgs(cls) -> None:
-        """There are none; see `destroy_bridge_pgs`."""
+        """Do nothing; there are no broadcast groups. See `destroy_bridge_pgs`."""
 
     @classmethod
     def destroy_bridge_pgs(cls) -> None:
-        """Close all that were constructed alone, in the order of their construction."""
+        """Close all bridges that were constructed alone, in the order of construction."""
         for bridge in sorted(cls._alive, key=lambda bridge: bridge.coordinator.number):
             bridge.close()
 
@@ -102,13 +102,13 @@ class Bridge(BridgeCommunicator):
             tensor_to_send: [rows, hidden], or 3-D with samples along `dim_mapping["b"]`.
 
         Raises:
-            ValueError: this rank is not of the source.
+            ValueError: this rank is not in the source grid.
             BoundaryError: as `Coordinator.run`.
         """
         self._exchange("send_forward", sends=tensor_to_send, forward=True)
 
     def recv_forward(self) -> Tensor:
-        """Receive; the tensor requires a gradient. Raises as `send_forward`."""
+        """Receive a tensor that requires a gradient. Raises as `send_forward`."""
         return self._exchange("recv_forward", forward=True)
 
     def send_backward(self, grad_tensor: Tensor) -> None:
@@ -122,13 +122,13 @@ class Bridge(BridgeCommunicator):
     def send_forward_recv_backward(
         self, input_tensor: Tensor, grad_shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        """Both in one exchange. Raises as `send_forward`."""
+        """Send rows and receive a gradient in one exchange. Raises as `send_forward`."""
         return self._exchange("send_forward_recv_backward", sends=input_tensor, forward=True, backward=True)
 
     def send_backward_recv_forward(
         self, grad_tensor: Tensor, forward_shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        """Both in one exchange. Raises as `send_forward`."""
+        """Send a gradient and receive rows in one exchange. Raises as `send_forward`."""
         return self._exchange("send_backward_recv_forward", returns=grad_tensor, forward=True, backward=True)
 
     def _exchange(
@@ -143,14 +143,16 @@ class Bridge(BridgeCommunicator):
         of_source = method.startswith("send_forward") or method == "recv_backward"
         grid, side = (self.src_grid, "source") if of_source else (self.dest_grid, "destination")
         if not self.is_current_rank_in_grid(grid):
-            raise ValueError(f"rank {self.current_rank} is not in the {side} grid: {method} is for its ranks")
+            raise ValueError(
+                f"rank {self.current_rank} is not in the {side} grid: call {method} on its ranks only"
+            )
         if len(self.coordinator.edges) > 1:
             raise BoundaryError(
-                f"{len(self.coordinator.edges)} edges lead to {self.edge.destination_name}, which exchange "
+                f"{len(self.coordinator.edges)} edges lead to {self.edge.destination_name} and exchange "
                 "together: use the methods of BoundaryCommunicator"
             )
         if not self.coordinator.groups.is_member:
-            return None  # a stage in the middle of its module
+            return None  # a middle stage of its module
         name = self.edge.source_name
         inputs, gradients = self.coordinator.run(
             {name: sends} if of_source else {},
@@ -162,10 +164,10 @@ class Bridge(BridgeCommunicator):
 
 
 def dimensions(mapping: dict[str, int] | None, ndim: int) -> dict[str, int]:
-    """Upstream's `dim_mapping` with its default.
+    """Upstream's `dim_mapping`, or its default.
 
     Raises:
-        ValueError: keys other than s, b, h, axes other than 0, 1, 2, or an impossible number of dimensions.
+        ValueError: keys other than s, b, h, axes other than 0, 1, 2, or `ndim` other than 2 or 3.
     """
     if ndim not in (2, 3):
         raise ValueError(f"tensor_ndim={ndim}: use 2 or 3")

@@ -33,7 +33,7 @@ from megatron_nemotron3.boundary.all_to_all import AllToAll
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.groups import Failure, Groups
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.partition import contiguous, lane_rows, segments
+from megatron_nemotron3.boundary.partition import lane_rows, sample_shares, segments
 from megatron_nemotron3.boundary.plan import Group, Plan
 from megatron_nemotron3.boundary.planner import make_plan, sending, slices_of
 
@@ -208,7 +208,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             return make_plan(
                 self.source, self.destination, rows, row_bytes=row_bytes, wants=wants, mode="copies"
             )
-        given, taken = contiguous(len(rows), self.source.dp), contiguous(len(rows), self.destination.dp)
+        given, taken = sample_shares(len(rows), self.source.dp), sample_shares(len(rows), self.destination.dp)
         lanes = zip(self.destination.lanes(0), lane_rows(rows, taken), strict=True)
         return Plan(
             sending(self.source, lane_rows(rows, given)),

@@ -1,4 +1,4 @@
-"""`nemotron3 boundary`: the plan between two layouts, before anything runs."""
+"""`nemotron3 boundary`: print or plot the transfer plan between two layouts. Needs no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megatron_nemotron3.boundary.planner import make_plan, slices_of
 from megatron_nemotron3.checkpoint.files import save_figure
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
-#: Sizes beyond which a table says nothing and takes long.
+#: Limits beyond which a table is unreadable and slow to make.
 MOST_RANKS = 16384
 MOST_SAMPLES = 1_000_000
 ROWS_PER_SAMPLE = 256
-#: Labels on an axis of the picture, at most.
+#: Maximum number of labels on an axis of the plot.
 LABELS = 32
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 boundary`."""
-    command = commands.add_parser("boundary", help="what crosses between two modules' layouts")
+    command = commands.add_parser("boundary", help="plan of the rows between two modules' layouts")
     layout = "tp=,cp=,pp=,dp=,offset= and sp, separated by commas"
     command.add_argument("--from", dest="source", required=True, metavar="LAYOUT", help=f"encoder: {layout}")
     command.add_argument(
@@ -33,42 +33,46 @@ def register(commands: Any) -> None:
         dest="destination",
         required=True,
         metavar="LAYOUT",
-        help="language model, the same way; without offset= behind the encoder; offset=0: on its ranks",
+        help="language model, in the same form; without offset= its ranks follow those of the encoder",
     )
-    command.add_argument("--rows", metavar="N,N,…", help="of each sample of a microbatch, over all lanes")
-    command.add_argument("--samples", type=int, metavar="N", help="or so many samples (default: the fewest)")
     command.add_argument(
-        "--rows-per-sample", type=int, metavar="N", help=f"of so many rows (default {ROWS_PER_SAMPLE})"
+        "--rows", metavar="N,N,…", help="rows of each sample of a microbatch, over all lanes"
+    )
+    command.add_argument(
+        "--samples", type=int, metavar="N", help="number of samples (default: the least possible)"
+    )
+    command.add_argument(
+        "--rows-per-sample", type=int, metavar="N", help=f"rows of each sample ({ROWS_PER_SAMPLE})"
     )
     command.add_argument(
         "--seq-length",
         type=int,
         metavar="N",
-        help="of the language model, where CP or SP cuts it; rows stand at its start (default: the shortest)",
+        help="sequence length if --to has cp= or sp; rows are at its start (default: the shortest possible)",
     )
     command.add_argument("--hidden", type=int, default=2688, metavar="N", help="width of a row (2688)")
-    command.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a row (bf16)")
-    command.add_argument("--backward", action="store_true", help="the way of the gradients")
-    command.add_argument("--lines", type=int, default=LINES, metavar="N", help=f"of a table ({LINES})")
-    command.add_argument("--json", action="store_true", help="machine-readable, and whole")
-    command.add_argument("--plot", type=Path, metavar="PNG", help="write a matrix sender x receiver")
+    command.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of a row (bf16)")
+    command.add_argument("--backward", action="store_true", help="plan of the gradients")
+    command.add_argument("--lines", type=int, default=LINES, metavar="N", help=f"lines of a table ({LINES})")
+    command.add_argument("--json", action="store_true", help="print the whole plan as JSON")
+    command.add_argument("--plot", type=Path, metavar="PNG", help="write a matrix of senders and receivers")
     command.set_defaults(run=boundary)
 
 
 def boundary(options: argparse.Namespace) -> int:
-    """Print the plan, after writing its picture if asked to. Exit status 0.
+    """Print the plan and write its plot if requested. Returns exit status 0.
 
     Raises:
-        ValueError: a layout or a number that cannot be, or numbers that do not go together.
+        ValueError: a layout or number is invalid, or numbers do not fit together.
         OSError: the PNG cannot be written.
         ModuleNotFoundError: matplotlib is not installed (`--plot`).
     """
     for name in ("hidden", "lines", "samples", "seq_length"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give 1 or more")
-    source, destination = _layouts(options)
-    rows = _rows(options, source, destination)
-    plan, length = _plan(options, source, destination, rows)
+    source, destination = _parsed_layouts(options)
+    rows = _sample_rows(options, source, destination)
+    plan, length = _forward_plan(options, source, destination, rows)
     if options.backward:
         plan = plan.transposed()
     way = "backward" if options.backward else "forward"
@@ -86,8 +90,8 @@ def boundary(options: argparse.Namespace) -> int:
         }
         print(json.dumps(given | {"plan": describe(plan)}, indent=2))
         return 0
-    print(f"encoder          {source}: {_where(source, source.pp - 1)}")
-    print(f"language model   {destination}: {_where(destination, 0)}")
+    print(f"encoder          {source}: {_layout_text(source, source.pp - 1)}")
+    print(f"language model   {destination}: {_layout_text(destination, 0)}")
     sizes = f"{min(rows):,}" if min(rows) == max(rows) else f"{min(rows):,} to {max(rows):,}"
     print(
         f"microbatch       {len(rows):,} samples of {sizes} rows of {plan.row_bytes:,} bytes: "
@@ -101,7 +105,7 @@ def boundary(options: argparse.Namespace) -> int:
     return 0
 
 
-def _layouts(options: argparse.Namespace) -> tuple[Layout, Layout]:
+def _parsed_layouts(options: argparse.Namespace) -> tuple[Layout, Layout]:
     source, destination = Layout.parse(options.source), Layout.parse(options.destination)
     for layout in (source, destination):
         if layout.size > MOST_RANKS:
@@ -112,7 +116,7 @@ def _layouts(options: argparse.Namespace) -> tuple[Layout, Layout]:
     return source, destination
 
 
-def _rows(options: argparse.Namespace, source: Layout, destination: Layout) -> list[int]:
+def _sample_rows(options: argparse.Namespace, source: Layout, destination: Layout) -> list[int]:
     if options.rows is None:
         samples = options.samples or math.lcm(source.dp, destination.dp)
         each = ROWS_PER_SAMPLE if options.rows_per_sample is None else options.rows_per_sample
@@ -124,19 +128,19 @@ def _rows(options: argparse.Namespace, source: Layout, destination: Layout) -> l
             )
         return [each] * samples
     if options.samples is not None or options.rows_per_sample is not None:
-        raise ValueError("--rows says it all: leave out --samples and --rows-per-sample")
+        raise ValueError("--rows gives all row counts: leave out --samples and --rows-per-sample")
     words = [word.strip() for word in options.rows.split(",")]
     if wrong := [word for word in words if not (word.isascii() and word.isdecimal())]:
         raise ValueError(
-            f"--rows: {wrong[0]!r} is no number of rows: use numbers from 0, separated by commas"
+            f"--rows: {wrong[0]!r} is not a number of rows: use integers from 0, separated by commas"
         )
     return [int(word) for word in words]
 
 
-def _plan(
+def _forward_plan(
     options: argparse.Namespace, source: Layout, destination: Layout, rows: list[int]
 ) -> tuple[Plan, int | None]:
-    """The forward plan, and the length of a sequence where the destination cuts it."""
+    """The forward plan, and the sequence length if the destination cuts sequences."""
     row_bytes = options.hidden * DTYPES[options.dtype]
     if not destination.sliced:
         if options.seq_length is not None:
@@ -151,7 +155,7 @@ def _plan(
     return make_plan(source, destination, rows, row_bytes=row_bytes, wants=wants), length
 
 
-def _where(layout: Layout, stage: int) -> str:
+def _layout_text(layout: Layout, stage: int) -> str:
     lanes = f"{layout.dp:,} data lane{'s' * (layout.dp > 1)}"
     last = layout.ranks[-1]
     stages = f", at stage {stage} of {layout.pp}" * (layout.pp > 1)
@@ -159,7 +163,7 @@ def _where(layout: Layout, stage: int) -> str:
 
 
 def plot(plan: Plan, path: Path, title: str) -> None:
-    """Matrix sender x receiver as a PNG; ranks lane by lane, with lines between lanes. Whole or not there.
+    """Plot the bytes between senders and receivers as a matrix, ranks lane by lane; write it atomically.
 
     Raises:
         OSError: the file cannot be written.
@@ -172,7 +176,7 @@ def plot(plan: Plan, path: Path, title: str) -> None:
 
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: folder {path.parent} does not exist: create it")
-    senders, receivers = _ranks(plan.holders), _ranks(plan.wanters)
+    senders, receivers = _ranks_of_side(plan.senders), _ranks_of_side(plan.receivers)
     row, column = ({rank: i for i, rank in enumerate(ranks)} for ranks in (senders, receivers))
     table = [[float("nan")] * len(receivers) for _ in senders]
     for message in plan.messages:
@@ -181,12 +185,12 @@ def plot(plan: Plan, path: Path, title: str) -> None:
     image = axes.imshow(table, aspect="auto", interpolation="nearest", vmin=0, cmap="viridis_r")
     figure.colorbar(image, ax=axes, label="MB")
     for side, axis, line in (
-        (plan.holders, axes.yaxis, axes.axhline),
-        (plan.wanters, axes.xaxis, axes.axvline),
+        (plan.senders, axes.yaxis, axes.axhline),
+        (plan.receivers, axes.xaxis, axes.axvline),
     ):
-        places, labels = _labels(side)
+        places, labels = _lane_labels(side)
         axis.set_ticks(places, labels, fontsize=7, rotation=90 if axis is axes.xaxis else 0)
-        for border in _borders(side):
+        for border in _lane_borders(side):
             line(border, color="0.6", lw=0.5)
     axes.set_ylabel("senders")
     axes.set_xlabel("receivers")
@@ -194,25 +198,25 @@ def plot(plan: Plan, path: Path, title: str) -> None:
     save_figure(figure, path)
 
 
-def _ranks(side: Side) -> list[int]:
+def _ranks_of_side(side: Side) -> list[int]:
     return [rank for lane in side for group in lane for rank in group.ranks]
 
 
-def _sizes(side: Side) -> list[int]:
+def _lane_sizes(side: Side) -> list[int]:
     return [sum(len(group.ranks) for group in lane) for lane in side]
 
 
-def _borders(side: Side) -> list[float]:
-    """Between lanes, if there are not too many to see."""
-    sizes = _sizes(side)
+def _lane_borders(side: Side) -> list[float]:
+    """Positions of lines between lanes; none if there are too many lanes."""
+    sizes = _lane_sizes(side)
     return [sum(sizes[:i]) - 0.5 for i in range(1, len(sizes))] if len(sizes) <= 2 * LABELS else []
 
 
-def _labels(side: Side) -> tuple[list[float], list[str]]:
-    """Middle of a lane and its name, for as many lanes as there is room."""
+def _lane_labels(side: Side) -> tuple[list[float], list[str]]:
+    """Position and label of each lane, for as many lanes as there is room."""
     places, names, before = [], [], 0
     step = -(-len(side) // LABELS)
-    for lane, (groups, size) in enumerate(zip(side, _sizes(side))):
+    for lane, (groups, size) in enumerate(zip(side, _lane_sizes(side))):
         if lane % step == 0:
             places.append(before + (size - 1) / 2)
             names.append(f"lane {lane}: {ranks_text([rank for g in groups for rank in g.ranks])}")

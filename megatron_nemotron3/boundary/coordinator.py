@@ -257,7 +257,7 @@ class Coordinator:
         try:
             return stream.next()
         except Exception as error:
-            self.failure.fail(f"microbatch {stream.crossed - 1} has no description: {error!r}", error)
+            self.failure.fail(f"microbatch {stream.exchanged - 1} has no description: {error!r}", error)
 
     def _rows_to_send(self, edge: Edge, outputs: Mapping[str, Tensor | None]) -> Tensor | None:
         if edge.source_name not in outputs:

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.placement import (
-    Local,
-    align,
+    RankShard,
     assemble,
     kinds_of_ids,
     kinds_of_runs,
+    make_placement,
     on_device,
     sum_of_slices,
 )
@@ -31,7 +31,7 @@ from megatron_nemotron3.boundary.placement import (
 
 def build_decoder_input(
     embedding: Any,
-    local: Local,
+    shard: RankShard,
     token_ids: Mapping[str, int],
     input_ids: Tensor,
     position_ids: Tensor | None,
@@ -39,20 +39,20 @@ def build_decoder_input(
     known: Microbatch | None,
     documents: tuple[int, ...] = (),
 ) -> Tensor:
-    """Look text up, and put everything in its place.
+    """Look up text embeddings and write them and the modalities' rows to their places.
 
     Args:
-        embedding: the language model's.
-        local: this rank's place.
-        token_ids: by modality, the id that marks its positions.
-        input_ids: [b, s] of this rank's lane, whole.
+        embedding: the language model's embedding module.
+        shard: this rank's part of the input.
+        token_ids: modality -> token id that marks its positions.
+        input_ids: [b, s], the whole sequences of this rank's lane.
         position_ids: [b, s], or [channels, b, s], or None.
-        rows: by modality, [n, h]: those of this rank's positions if `known` has runs, else the lane's.
-        known: what the feed says of the lane's samples.
-        documents: `cu_seqlens_padded` of every sample, where the feed has none.
+        rows: modality -> [n, h], the rows of this rank's positions if `known` has runs, else of the lane.
+        known: the feed's description of the lane's samples, or None.
+        documents: `cu_seqlens_padded` of every sample, if the feed has none.
 
     Raises:
-        ValueError: positions and rows do not fit together.
+        ValueError: positions and rows do not match.
     """
     batch, length = input_ids.shape
     names, device = list(token_ids), input_ids.device
@@ -65,28 +65,29 @@ def build_decoder_input(
         told = {}
         kinds = kinds_of_ids(input_ids, token_ids)
     cuts = known.documents if known is not None and known.documents else (documents,) * batch
-    at = align(kinds, names, *local.owned(batch, length, cuts))
+    at = make_placement(kinds, names, *shard.owned(batch, length, cuts))
     parts = []
     for number, name in enumerate(names, 1):
         places, given = at.rows[name], rows.get(name)
         if given is None:
             if len(places):
                 raise ValueError(
-                    f"{len(places)} positions are for {name}: the model has no encoder of that name"
+                    f"{len(places)} positions are for {name}, but the model has no encoder of that name: add "
+                    "one, or leave these tokens out"
                 )
             continue
         if name in at.picked and not told:
             _check_rows_fit(name, int((kinds == number).sum()), given)
-            given = sum_of_slices(given, local.groups).index_select(0, at.picked[name])
+            given = sum_of_slices(given, shard.groups).index_select(0, at.picked[name])
         _check_rows_fit(name, len(places), given)
         parts.append((on_device(places, device), given))
     tokens = [on_device(where, device) for where in at.tokens]
     positions: Sequence[Tensor | None] = [None] * len(tokens)
     if position_ids is not None:
-        # Multimodal rotary embedding has several channels: one is the position.
+        # Multimodal rotary embedding has several channels; the first is the position.
         channel = position_ids[0] if position_ids.dim() == 3 else position_ids
         positions = [channel.flatten().index_select(0, where) for where in tokens]
-    own = local.tensor_rank if len(tokens) > 1 else 0
+    own = shard.tensor_rank if len(tokens) > 1 else 0
     text = text_embeddings(
         embedding, [input_ids.flatten().index_select(0, where) for where in tokens], positions, own
     )
@@ -94,7 +95,7 @@ def build_decoder_input(
 
 
 def _check_feed(kinds: Tensor, input_ids: Tensor, token_ids: Mapping[str, int]) -> None:
-    """The feed and input_ids are of the same samples. On a GPU the device asserts it, so nobody waits."""
+    """Check that feed and input_ids agree. On a GPU the device asserts it, so the host does not wait."""
     if kinds.shape != input_ids.shape:
         raise ValueError(
             f"the feed describes {list(kinds.shape)} positions of this lane, input_ids has "
@@ -111,9 +112,9 @@ def _check_feed(kinds: Tensor, input_ids: Tensor, token_ids: Mapping[str, int]) 
 def _check_rows_fit(name: str, positions: int, rows: Tensor) -> None:
     if positions != len(rows):
         raise ValueError(
-            f"{positions} positions of input_ids are for {name}, but {len(rows)} rows are there: encoder "
-            "input, input_ids and what the feed says must be of the same samples, and the communicator must "
-            "know whether the language model is sequence parallel"
+            f"{positions} positions of input_ids are for {name}, but there are {len(rows)} rows: encoder "
+            "input, input_ids and the feed's description must be of the same samples, and the communicator "
+            "must know whether the language model is sequence parallel"
         )
 
 
@@ -124,12 +125,13 @@ def text_embeddings(
 
     Args:
         embedding: Megatron's `LanguageModelEmbedding`.
-        ids: of each tensor rank, [n_rank]; one entry: all ranks need the same tokens.
-        positions: of the same tokens, or None.
-        own: this rank's entry.
+        ids: token ids [n_rank] of each tensor rank; a single entry if all ranks need the same tokens.
+        positions: positions of the same tokens, or None.
+        own: index of this rank.
 
     Raises:
-        ValueError: learned positions under sequence parallelism, whose gradients would stay partial.
+        ValueError: the embedding has learned positions under sequence parallelism; their gradients would be
+            partial.
     """
     if len(ids) == 1:
         at = positions[0]
@@ -141,14 +143,14 @@ def text_embeddings(
             "position_embedding_type='learned_absolute' with sequence parallelism: use 'rope' or 'none', or "
             "no sequence parallelism"
         )
-    for hook in words._forward_pre_hooks.values():  # overlapped parameter gathering waits in one
+    for hook in words._forward_pre_hooks.values():  # one of them waits for overlapped parameter gathering
         hook(words, ())
     rows = _SlicedLookup.apply(words.weight, words.vocab_start_index, tuple(ids), words.tp_group, own)
     if config.use_mup and config.mup_embedding_mult != 1.0:
         rows = rows * config.mup_embedding_mult
     if config.fp32_residual_connection:
         rows = rows.float()
-    with get_cuda_rng_tracker().fork():  # as upstream: tensor ranks drop different places
+    with get_cuda_rng_tracker().fork():  # as upstream: tensor ranks drop different elements
         dropped: Tensor = embedding.embedding_dropout(rows)
     return dropped
 
@@ -159,7 +161,7 @@ class _SlicedLookup(torch.autograd.Function):
         ctx: Any, weight: Tensor, start: int, ids: tuple[Tensor, ...], group: dist.ProcessGroup, own: int
     ) -> Tensor:
         ctx.start, ctx.ids, ctx.group, ctx.own = start, ids, group, own
-        ctx.like = weight.new_empty(0).expand(0), weight.shape
+        ctx.weight_like = weight.new_empty(0).expand(0), weight.shape
         mine = weight.new_empty(0, weight.shape[1])
         for rank, tokens in enumerate(ids):
             if not len(tokens):
@@ -173,8 +175,8 @@ class _SlicedLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        some, shape = ctx.like
-        # In FP32, because tokens repeat: as exact as torch's own backward of an embedding.
+        some, shape = ctx.weight_like
+        # FP32, because tokens repeat: as exact as torch's own backward of an embedding.
         total = torch.zeros(shape, dtype=torch.float32, device=some.device)
         for rank, tokens in enumerate(ctx.ids):
             if not len(tokens):
@@ -187,7 +189,7 @@ class _SlicedLookup(torch.autograd.Function):
 
 
 def _local_vocabulary_rows(tokens: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """(row of this rank's part of the vocabulary, or 0; whether it is another rank's)."""
+    """(row in this rank's part of the vocabulary, or 0; whether the token is in another rank's part)."""
     at = tokens - start
     absent = (at < 0) | (at >= size)
     return at.masked_fill(absent, 0), absent

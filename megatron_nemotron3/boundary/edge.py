@@ -1,4 +1,4 @@
-"""One edge between two modules: its layouts, the tensors that cross it, and its plans."""
+"""One edge between two modules: its layouts, the tensors that it carries, and its plans."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from megatron_nemotron3.boundary.planner import make_plan, slices_of
 
 @dataclass(frozen=True)
 class Edge:
-    """From the last stage of a module to the first stage of another.
+    """The connection from the last stage of one module to the first stage of another.
 
-    source_name, destination_name: of the modules.
-    batch_dimension: along which lanes' tensors are joined: 0 of 2-D tensors [rows, hidden]; of 3-D ones that
-        of the batch. What lies at one index of it is a row here.
-    dtype: of the rows; None: that of the first ones.
-    hidden: width of a 2-D row; None: that of the first ones.
-    frozen: nothing before this edge is trained: no gradient goes back.
+    source_name, destination_name: names of the modules.
+    source, destination: their layouts.
+    ndim: dimensions of a tensor: 2 for [rows, hidden], or 3.
+    batch_dimension: dimension along which the tensors of lanes are concatenated: 0 of a 2-D tensor, the batch
+        dimension of a 3-D tensor. The slice at one of its indices is called a row here.
+    dtype: of the rows; None: that of the first exchange.
+    hidden: width of a 2-D row; None: that of the first exchange.
+    frozen: whether no module before this edge is trained, so that no gradient goes back.
     """
 
     source_name: str
@@ -40,32 +42,32 @@ class Edge:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for error messages."""
         return f"{self.source_name} -> {self.destination_name}"
 
     @property
     def shares(self) -> int:
-        """Shares of the samples that can be dealt to the lanes of both sides."""
+        """Number of equal shares of the samples that divides among the lanes of both sides."""
         return math.lcm(self.source.dp, self.destination.dp)
 
     @property
     def senders(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that give rows, by lane."""
+        """Ranks that send rows, by lane."""
         return self.source.lanes(self.source.pp - 1)
 
     @property
     def receivers(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that take them, by lane."""
+        """Ranks that receive rows, by lane."""
         return self.destination.lanes(0)
 
     @property
     def ranks(self) -> set[int]:
-        """Of both sides."""
+        """Ranks of both sides."""
         return {rank for lane in (*self.senders, *self.receivers) for rank in lane}
 
     @property
     def gathers(self) -> set[tuple[int, ...]]:
-        """Ranks that may gather rows: replicas on each side (`sides.sending`, `sides.receiving`)."""
+        """Groups of ranks that may gather rows: the replicas of each side."""
         found: set[tuple[int, ...]] = set()
         if not self.source.sequence_parallel:
             found |= set(self.senders)
@@ -77,11 +79,11 @@ class Edge:
         return {ranks for ranks in found if len(ranks) > 1}
 
     def to_rows(self, tensor: Tensor) -> Tensor:
-        """A module's tensor -> [rows, ...], contiguous."""
+        """Convert a module's tensor to contiguous rows [rows, ...]."""
         return tensor.detach().movedim(self.batch_dimension, 0).contiguous()
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """[rows, ...] -> a module's tensor."""
+        """Convert rows [rows, ...] to a module's tensor."""
         return rows.movedim(0, self.batch_dimension).contiguous()
 
     def plan(self, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None) -> Plan:
@@ -100,9 +102,9 @@ class Edge:
             runs = microbatch.runs_of(self.source_name) if microbatch is not None else None
             if runs is None or microbatch is None or not microbatch.lengths:
                 raise ValueError(
-                    f"{self.destination_name} ({self.destination}) takes the rows of its own positions, "
-                    "which are not known: set communicator.feed to a RowFeed whose description has runs and "
-                    "lengths"
+                    f"{self.destination_name} ({self.destination}) receives the rows of its own "
+                    "positions, which are not known: set communicator.feed to a RowFeed whose description "
+                    "has runs and lengths"
                 )
         lengths, documents = (microbatch.lengths, microbatch.documents) if runs and microbatch else ((), ())
         return _cached_plan(self, counts, row_bytes, runs, lengths, documents)

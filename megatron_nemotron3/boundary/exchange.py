@@ -53,7 +53,7 @@ class Transfer(NamedTuple):
     def tag(self) -> int:
         """Digest of what a rank believes about the transfer, in 24 bits."""
         plan = self.plan
-        belief = (self.name, self.row, str(self.dtype), plan.segments, plan.holders, plan.wanters)
+        belief = (self.name, self.row, str(self.dtype), plan.segments, plan.senders, plan.receivers)
         return zlib.crc32(repr(belief).encode()) & 0xFFFFFF
 
     def text(self, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""A plan as text and as a dictionary: who sends how much to whom, and how far that is from the bounds."""
+"""A plan as text and as a dictionary: messages, bytes of each rank, and the distance to the lower bounds."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from megatron_nemotron3.boundary.bounds import bounds, traffic
 from megatron_nemotron3.boundary.plan import Gather, Plan, Side
 
 MODES = {
-    "once": "every row crosses once, in equal parts; groups of ranks gather the rest among themselves",
-    "copies": "the modules share ranks: each rank fetches the rows that it wants and does not hold",
+    "once": "every row is sent once, in equal parts; groups of ranks gather the rest among themselves",
+    "copies": "the modules share ranks: each rank receives the rows that it wants and does not hold",
 }
-#: Lines of a table before it is cut.
+#: Default number of lines of a table before it is shortened.
 LINES = 32
-#: Columns to the left.
-WORDS = ("holding ranks", "wanting ranks", "then")
+#: Headers of columns that are aligned to the left.
+LEFT_ALIGNED = ("sending ranks", "receiving ranks", "then")
 
 
 def describe(plan: Plan) -> dict[str, Any]:
-    """Everything `explain` prints, for machines. All sizes in bytes but `rows` and `part`; JSON types only.
+    """What `explain` prints, as JSON types. Sizes are in bytes, except `rows` and `part`, which are in rows.
 
-    sent, received: between modules (between ranks, where they share them); self messages are in `local`.
-    bound: for the busiest rank of the same group, of `bounds`.
+    sent, received: between the modules, or between ranks if the modules share them. Messages of a rank to
+        itself are counted in `local`.
+    *_bound: from `bounds`, for the busiest rank of the same group.
     """
     low, moved = bounds(plan), traffic(plan)
     ranks = sorted({*moved.sent, *moved.received})
@@ -41,8 +42,8 @@ def describe(plan: Plan) -> dict[str, Any]:
         "busiest_bound": size(low.busiest),
         "gathered": size(sum(moved.gathered.values())),
         "local": size(sum(message.rows for message in plan.messages) - moved.crossing),
-        "from": _side(plan.holders),
-        "to": _side(plan.wanters),
+        "from": _side_entries(plan.senders),
+        "to": _side_entries(plan.receivers),
         "messages": [
             {
                 "from": message.source,
@@ -54,7 +55,12 @@ def describe(plan: Plan) -> dict[str, Any]:
             for message in across
         ],
         "gathers": [
-            {"ranks": list(gather.ranks), "rows": gather.rows, "part": gather.part, "kind": _kind(gather)}
+            {
+                "ranks": list(gather.ranks),
+                "rows": gather.rows,
+                "part": gather.part,
+                "kind": _gather_kind(gather),
+            }
             for gather in plan.gathers
         ],
         "ranks": [
@@ -73,10 +79,11 @@ def describe(plan: Plan) -> dict[str, Any]:
 
 
 def explain(plan: Plan, *, lines: int = LINES) -> str:
-    """Tables of a plan, at most 100 columns wide: lanes, messages, bytes by rank. The same text for one plan.
+    """Format a plan as tables of lanes, messages and bytes by rank, at most 100 columns wide.
 
     Args:
-        lines: of each table; longer ones are cut and say so.
+        plan: the plan.
+        lines: maximum number of lines of each table; the middle of longer ones is left out.
     """
     about = describe(plan)
     messages = about["messages"]
@@ -87,33 +94,38 @@ def explain(plan: Plan, *, lines: int = LINES) -> str:
     text = [
         f"{about['mode']}: {MODES[plan.mode]}",
         f"crossing      {about['crossing']:>16,} bytes (bound {about['crossing_bound']:,}) "
-        f"in {_some(len(messages), 'message')}",
+        f"in {_count_text(len(messages), 'message')}",
         f"busiest rank  {about['busiest']:>16,} bytes (bound {about['busiest_bound']:,}): {who}",
-        f"in groups     {about['gathered']:>16,} bytes received from {_some(len(gathers), 'gather')}",
+        f"in groups     {about['gathered']:>16,} bytes received from {_count_text(len(gathers), 'gather')}",
         f"local         {about['local']:>16,} bytes copied within a rank",
         "",
-        *_table(
-            ("lane", "holding ranks", "rows"),
+        *_text_table(
+            ("lane", "sending ranks", "rows"),
             [(g["lane"], ranks_text(g["ranks"]), f"{g['rows']:,}") for g in about["from"]],
             lines,
         ),
         "",
-        *_table(
-            ("lane", "wanting ranks", "rows", "then"),
+        *_text_table(
+            ("lane", "receiving ranks", "rows", "then"),
             [
-                (g["lane"], ranks_text(g["ranks"]), f"{g['rows']:,}", _then(gathers.get(tuple(g["ranks"]))))
+                (
+                    g["lane"],
+                    ranks_text(g["ranks"]),
+                    f"{g['rows']:,}",
+                    _gather_text(gathers.get(tuple(g["ranks"]))),
+                )
                 for g in about["to"]
             ],
             lines,
         ),
         "",
-        *_table(
+        *_text_table(
             ("sender", "receiver", "rows", "bytes", "pieces"),
             [(m["from"], m["to"], f"{m['rows']:,}", f"{m['bytes']:,}", m["pieces"]) for m in messages],
             lines,
         ),
         "",
-        *_table(
+        *_text_table(
             ("rank", "sends", "bound", "receives", "bound", "gathers"),
             [
                 (
@@ -132,7 +144,7 @@ def explain(plan: Plan, *, lines: int = LINES) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """ "0-3,8-11"; shortened where that is long."""
+    """Format ranks as "0-3,8-11", shortened if that is long."""
     runs = intervals.union((rank, rank + 1) for rank in ranks)
     words = [str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in runs]
     if len(words) > 4:
@@ -140,7 +152,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ",".join(words)
 
 
-def _side(side: Side) -> list[dict[str, Any]]:
+def _side_entries(side: Side) -> list[dict[str, Any]]:
     return [
         {"lane": lane, "ranks": list(group.ranks), "rows": intervals.count(group.rows)}
         for lane, groups in enumerate(side)
@@ -148,11 +160,11 @@ def _side(side: Side) -> list[dict[str, Any]]:
     ]
 
 
-def _kind(gather: Gather) -> str:
+def _gather_kind(gather: Gather) -> str:
     return "broadcast" if gather.part == gather.rows else "all-gather"
 
 
-def _then(gather: dict[str, Any] | None) -> str:
+def _gather_text(gather: dict[str, Any] | None) -> str:
     if gather is None:
         return ""
     if gather["kind"] == "broadcast":
@@ -160,12 +172,12 @@ def _then(gather: dict[str, Any] | None) -> str:
     return f"all-gather of {gather['part']:,} rows each"
 
 
-def _some(number: int, name: str) -> str:
+def _count_text(number: int, name: str) -> str:
     return f"{number:,} {name}{'s' * (number != 1)}"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]], lines: int) -> Iterator[str]:
-    """Numbers to the right, words to the left; of a long table the beginning and the end."""
+def _text_table(header: Sequence[str], rows: Sequence[Sequence[object]], lines: int) -> Iterator[str]:
+    """Align words to the left and numbers to the right; show the beginning and the end of a long table."""
     first = -(-lines // 2) if len(rows) > lines else len(rows)
     last = min(len(rows), lines) - first
     shown = [*rows[:first], *rows[len(rows) - last :]]
@@ -175,7 +187,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[object]], lines: int) 
         if number == first + 1 and len(rows) > lines:
             yield f"… {len(rows) - lines:,} more …"
         yield "  ".join(
-            cell.ljust(width) if name in WORDS else cell.rjust(width)
+            cell.ljust(width) if name in LEFT_ALIGNED else cell.rjust(width)
             for cell, width, name in zip(line, widths, header)
         ).rstrip()
     if not last and len(rows) > lines:

@@ -1,14 +1,14 @@
-"""Row counts come with the batch: both sides of a boundary know them, so nobody asks.
+"""Row counts that come with the batch, so that the ranks at a boundary need not exchange them.
 
-`RowFeed` wraps the data iterator that Megatron's schedule is given. The communicator asks it for the
-description of a microbatch before its rows arrive; the forward step then gets the same batch.
+`RowFeed` wraps the data iterator that Megatron's schedule is given. The communicator reads the description of
+a microbatch from it before the rows arrive; the forward step then gets the same batch.
 
     feed = RowFeed(iterator, tokens("input_ids", {"images": IMAGE_TOKEN, "audio": AUDIO_TOKEN}))
     communicator.feed = feed
     pretrain(..., data_iterator=feed)
 
 Every boundary rank, of encoders and of the language model, must describe the same global microbatch: all
-samples of all data lanes. Which samples a lane takes is `samples.contiguous`.
+samples of all data lanes. Which samples a lane takes is `partition.sample_shares`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron_nemotron3.boundary.partition import Runs, rows_of
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What is known of a microbatch before its rows arrive. Hashable, the same on every rank.
+    """Description of a microbatch that is known before its rows arrive. Hashable, the same on every rank.
 
-    rows: encoder -> rows of each sample, over all lanes.
-    runs: encoder -> where each sample's rows stand; needed where the language model owns slices (CP, SP).
-    lengths: of each sample's sequence, padding included; with runs.
-    documents: of each sample, `cu_seqlens_padded` if it is packed, else (); with runs, or none at all.
+    rows: encoder -> number of rows of each sample, over all lanes.
+    runs: encoder -> positions of each sample's rows; needed if the language model uses CP or SP.
+    lengths: length of each sample's sequence, padding included; given with runs.
+    documents: for each sample, `cu_seqlens_padded` if it is packed, else (); empty, or given with runs.
     """
 
     rows: tuple[tuple[str, tuple[int, ...]], ...]
@@ -48,7 +48,7 @@ class Microbatch:
         lengths: Sequence[int] = (),
         documents: Sequence[Sequence[int]] = (),
     ) -> Microbatch:
-        """From mappings; `rows` of an encoder with runs may be left out."""
+        """Make a description from mappings; `rows` of an encoder with runs may be left out."""
         counted = {name: [rows_of(sample) for sample in samples] for name, samples in (runs or {}).items()}
         return cls(
             tuple(sorted((name, tuple(map(int, n))) for name, n in {**counted, **(rows or {})}.items())),
@@ -58,15 +58,15 @@ class Microbatch:
         )
 
     def rows_of(self, name: str) -> tuple[int, ...]:
-        """Rows of each sample from one encoder.
+        """Number of rows of each sample from one encoder.
 
         Raises:
-            KeyError: there is no such encoder.
+            KeyError: the description does not have this encoder.
         """
         return dict(self.rows)[name]
 
     def runs_of(self, name: str) -> tuple[Runs, ...] | None:
-        """Where they stand, if it is known."""
+        """Positions of each sample's rows from one encoder, or None if not known."""
         return dict(self.runs).get(name)
 
 
@@ -75,17 +75,17 @@ Describe = Callable[[Any], Microbatch]
 
 
 class RowFeed(Iterator[Any]):
-    """An iterator over batches whose descriptions can be had before.
+    """Iterator over batches whose descriptions are available ahead of the batches.
 
     Args:
         batches: any iterator of batches.
-        describe: from a batch of `batches`. It should read what is on the CPU: a tensor on a GPU makes the
-            host wait.
+        describe: makes the description of a batch. It should read CPU tensors only, because the host waits
+            for a tensor on a GPU.
         consumed: whether this rank's forward step takes the batches. If not (a pipeline stage in the middle
-            of its module), they are dropped once they are described.
+            of its module), they are dropped after they are described.
     """
 
-    #: Descriptions that are kept behind the newest: more than any pipeline is deep.
+    #: Number of newest descriptions that are kept; larger than any pipeline depth.
     KEPT = 1024
 
     def __init__(self, batches: Iterable[Any], describe: Describe, consumed: bool = True) -> None:
@@ -104,19 +104,19 @@ class RowFeed(Iterator[Any]):
 
     @property
     def current(self) -> Microbatch:
-        """The description of the batch that `next` gave last.
+        """Description of the batch that `next` returned last.
 
         Raises:
-            KeyError: it has given none.
+            KeyError: `next` was not called yet.
         """
         return self._known[self._drawn - 1]
 
     def at(self, number: int) -> Microbatch:
-        """The description of the batch with this number, from 0 on; reads ahead if need be.
+        """Description of the batch with this number, counted from 0; reads ahead if necessary.
 
         Raises:
-            StopIteration: there are not so many batches.
-            KeyError: it was forgotten (KEPT).
+            StopIteration: there are fewer batches.
+            KeyError: the description was dropped (KEPT).
         """
         while self._read <= number:
             self._advance()
@@ -132,28 +132,28 @@ class RowFeed(Iterator[Any]):
 
 
 class Stream:
-    """Microbatches of a feed, in the order in which they cross a boundary."""
+    """Descriptions of a feed's microbatches, in the order in which they are exchanged."""
 
     def __init__(self, feed: RowFeed | None = None) -> None:
         self.feed = feed
-        self.crossed = 0
+        self.exchanged = 0
 
     def next(self) -> Microbatch | None:
-        """The description of the next one; None without a feed.
+        """Description of the next microbatch; None without a feed.
 
         Raises:
-            Exception: whatever the batches or their description raise; StopIteration behind the last.
+            Exception: any error of the batches or of `describe`; StopIteration after the last batch.
         """
-        self.crossed += 1
-        return None if self.feed is None else self.feed.at(self.crossed - 1)
+        self.exchanged += 1
+        return None if self.feed is None else self.feed.at(self.exchanged - 1)
 
 
 def tokens(key: str, special: Mapping[str, int], documents: str | None = None) -> Describe:
-    """A `describe` for batches that are mappings with the global microbatch's token ids.
+    """Make a `describe` for batches that are mappings with the global microbatch's token ids.
 
     Args:
-        key: of the ids [samples, length] (int tensor on the CPU, or an array).
-        special: encoder -> the token id in whose place its rows stand (`special_token_ids` of MIMO).
+        key: key of the ids [samples, length] (int tensor on the CPU, or an array).
+        special: encoder -> token id that marks the positions of its rows (`special_token_ids` of MIMO).
         documents: key of every sample's `cu_seqlens_padded`, for packed sequences.
     """
 
@@ -165,14 +165,14 @@ def tokens(key: str, special: Mapping[str, int], documents: str | None = None) -
 
 
 def describe_ids(ids: Any, special: Mapping[str, int], documents: Sequence[Sequence[int]] = ()) -> Microbatch:
-    """The description of a global microbatch, from its token ids [samples, length]."""
+    """Describe a global microbatch by its token ids [samples, length]."""
     array = ids.numpy() if isinstance(ids, torch.Tensor) else ids
-    runs = {name: [_runs(sample == token) for sample in array] for name, token in special.items()}
+    runs = {name: [_runs_of_mask(sample == token) for sample in array] for name, token in special.items()}
     return Microbatch.of(runs=runs, lengths=[array.shape[1]] * len(array), documents=documents)
 
 
-def _runs(mask: Any) -> Runs:
-    """Runs of ones in an array of booleans [length]."""
+def _runs_of_mask(mask: Any) -> Runs:
+    """Runs of True in an array of booleans [length]."""
     edges = np.diff(mask.astype(np.int8), prepend=0, append=0)
     starts, stops = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
     return tuple(zip(starts.tolist(), (stops - starts).tolist(), strict=True))

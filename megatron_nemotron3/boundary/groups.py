@@ -33,10 +33,10 @@ import torch.distributed as dist
 
 
 class _Shared:
-    """A process group and the number of its users."""
+    """A process group with a reference count."""
 
     def __init__(self, group: Any) -> None:
-        self.group = group  # None: closed, or this rank is no member
+        self.group = group  # None: closed, or this rank is not a member
         self.users = 0
 
     def close(self) -> None:
@@ -45,17 +45,16 @@ class _Shared:
             self.group = None
 
 
-#: By default group: a new `init_process_group` starts with none. Then by ranks, backend and timeout.
+#: Default group -> (ranks, backend, timeout) -> group. A new `init_process_group` starts with no groups.
 _SHARED: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Shared]] = weakref.WeakKeyDictionary()
 
 
 class Groups:
-    """The groups of one communicator.
+    """The process groups of one communicator.
 
     Args:
         ranks: all ranks that exchange rows.
-        gathers: ranks that gather rows, for each group that does (`Plan.gathers`); ascending, because torch
-            numbers them so.
+        gathers: the ranks of each group that gathers rows (`Plan.gathers`), ascending as torch numbers them.
         backend: None: that of the default group.
         timeout: of every wait; None: that of the default group.
     """
@@ -81,7 +80,7 @@ class Groups:
         self._mine = {group: self._get(group, backend) for group in wanted}
         for group, shared in self._mine.items():
             if self.rank in group and shared.users == 1:
-                # NCCL makes its communicator, and gloo is sure that every member has connected.
+                # NCCL creates its communicator here, and gloo ensures that every member has connected.
                 dist.all_reduce(torch.zeros(1, device=self.device), group=shared.group)
 
     def _get(self, ranks: tuple[int, ...], backend: str | None) -> _Shared:
@@ -101,18 +100,18 @@ class Groups:
 
     @property
     def group(self) -> Any:
-        """The group of all ranks. Do not keep it.
+        """The process group of all ranks. Do not keep a reference.
 
         Raises:
-            RuntimeError: closed, or this rank is no member.
+            RuntimeError: it is closed, or this rank is not a member.
         """
         return self.gather(self.ranks)
 
     def gather(self, ranks: Sequence[int]) -> Any:
-        """The group of these ranks. Do not keep it.
+        """The process group of these ranks. Do not keep a reference.
 
         Raises:
-            RuntimeError: closed, or this rank is no member.
+            RuntimeError: it is closed, or this rank is not a member.
         """
         shared = self._mine.get(tuple(ranks))
         if shared is None or shared.group is None:
@@ -122,7 +121,7 @@ class Groups:
         return shared.group
 
     def close(self) -> None:
-        """Give the groups back; what nobody uses ends. Every rank closes in the same order."""
+        """Release the groups; unused ones are destroyed. Every rank closes in the same order."""
         for shared in self._mine.values():
             shared.users -= 1
             if shared.users == 0:
@@ -130,19 +129,19 @@ class Groups:
         self._mine = {}
 
     def abort(self) -> None:
-        """End the groups at once, whoever uses them: waits of the peers end with an error."""
+        """Destroy the groups at once, even if shared, so that waits of the peers end with an error."""
         for shared in self._mine.values():
             shared.close()
 
 
 def default_timeout(device: torch.device) -> timedelta:
-    """How long a wait in the default group lasts."""
+    """Timeout of the default group."""
     world: Any = dist.group.WORLD
     options = world._get_backend(device).options
     return timedelta(seconds=options._timeout.total_seconds())
 
 
-#: Seconds to collect what ranks were waiting for, when none has written a reason.
+#: Seconds to collect what ranks were waiting for, if none has written a reason.
 PATIENCE = 0.5
 _numbers: dict[str, itertools.count[int]] = defaultdict(itertools.count)
 
@@ -152,13 +151,13 @@ class BoundaryError(RuntimeError):
 
 
 class Failure:
-    """The common end of the ranks of one communicator.
+    """Makes all ranks of one communicator fail together.
 
-    Constructed on every rank, in one order: communicators of the same ranks are told apart by their number.
+    Every rank constructs it, in one order, because communicators of the same ranks are numbered.
 
     Args:
-        ranks: of the communicator.
-        abort: ends this rank's process groups (`Groups.abort`).
+        ranks: ranks of the communicator.
+        abort: destroys this rank's process groups (`Groups.abort`).
     """
 
     def __init__(self, ranks: Sequence[int], abort: Callable[[], None]) -> None:
@@ -171,34 +170,34 @@ class Failure:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank has raised."""
+        """Whether this rank has raised the error."""
         return self._reason is not None
 
     def check(self) -> None:
-        """Raise again what this communicator failed of.
+        """Raise the error again if this communicator has failed.
 
         Raises:
-            BoundaryError: it has failed.
+            BoundaryError: the communicator has failed.
         """
         if self._reason is not None:
             raise BoundaryError(self._reason)
 
     def fail(self, reason: str, cause: BaseException | None = None) -> NoReturn:
-        """Fail everywhere, of this reason or of the one another rank has written before.
+        """Fail on all ranks, with this reason or with the one that another rank wrote before.
 
         Raises:
             BoundaryError: always.
         """
-        self._reason = self._agree(f"rank {self.rank}: {reason}")
+        self._reason = self._first_reason(f"rank {self.rank}: {reason}")
         self._abort()
         raise BoundaryError(self._reason) from cause
 
     @contextmanager
     def guarded(self, doing: Callable[[], str]) -> Iterator[None]:
-        """Whatever goes wrong in the block becomes a BoundaryError on every rank.
+        """Turn any error in the block into a BoundaryError on every rank.
 
         Args:
-            doing: what this rank is waiting for, with numbers; called only if it fails.
+            doing: returns what this rank is waiting for, with numbers; called only if the block fails.
 
         Raises:
             BoundaryError: as `fail`.
@@ -209,18 +208,18 @@ class Failure:
         except BoundaryError:
             raise
         except Exception as error:
-            # The frames below hold process groups, and those the connections on which peers wait.
+            # The frames of the traceback hold process groups, whose connections keep the peers waiting.
             traceback.clear_frames(error.__traceback__)
-            self._reason = self._written() or self._agree(self._claims(doing(), error))
+            self._reason = self._written_reason() or self._first_reason(self._collect_waits(doing(), error))
             self._abort()
             raise BoundaryError(self._reason) from error
 
-    def _claims(self, mine: str, error: Exception) -> str:
-        """What the ranks were waiting for; those that say nothing within PATIENCE may be dead."""
+    def _collect_waits(self, mine: str, error: Exception) -> str:
+        """What all ranks were waiting for; ranks without an entry after PATIENCE seconds may be dead."""
         words = str(error).strip().splitlines()
         text = f"{mine} ({type(error).__name__}: {words[0][:160] if words else 'no message'})"
         try:
-            store = _store()
+            store = _default_store()
             store.set(f"{self._key}/{self.rank}", mine)
             time.sleep(PATIENCE)
             others = [
@@ -228,27 +227,27 @@ class Failure:
             ]
             heard = [f"rank {rank}: {store.get(f'{self._key}/{rank}').decode()}" for rank in others[:8]]
             silent = sorted(set(self.ranks) - {self.rank, *others})
-        except RuntimeError:  # the store ended with its host
+        except RuntimeError:  # the process that hosts the store has ended
             heard, silent = [], []
         lines = [f"rank {self.rank}: {text}", *heard]
         if silent:
-            lines.append(f"ranks {silent} say nothing: look for their first error")
+            lines.append(f"ranks {silent} say nothing: look for the first error in their logs")
         lines.append("cure: give both sides the same batches; if a rank died, its own log has the cause")
         return "\n".join(lines)
 
-    def _written(self) -> str | None:
+    def _written_reason(self) -> str | None:
         try:
-            return _store().get(self._key).decode() if _store().check([self._key]) else None
+            return _default_store().get(self._key).decode() if _default_store().check([self._key]) else None
         except RuntimeError:
             return None
 
-    def _agree(self, reason: str) -> str:
-        """The first reason that any rank wrote."""
+    def _first_reason(self, reason: str) -> str:
+        """Write the reason unless a rank has written one before; return the first."""
         try:
-            return str(_store().compare_set(self._key, "", reason).decode())
-        except RuntimeError:  # the store ended with its host
+            return str(_default_store().compare_set(self._key, "", reason).decode())
+        except RuntimeError:  # the process that hosts the store has ended
             return reason
 
 
-def _store() -> Any:
+def _default_store() -> Any:
     return dist.distributed_c10d._get_default_store()

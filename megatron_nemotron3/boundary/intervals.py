@@ -1,7 +1,7 @@
-"""Sets of rows as sorted, disjoint intervals [start, stop). Standard library only; hashable, exact.
+"""Sets of rows as sorted, disjoint intervals [start, stop). Hashable; standard library only.
 
-A row's place in a set is the number of the set's rows before it: where it lies in a buffer that holds just
-these rows, in order.
+The place of a row in a set is the number of rows before it: its index in a buffer that holds exactly the rows
+of the set, in order.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ Intervals = tuple[tuple[int, int], ...]
 
 
 def whole(rows: int) -> Intervals:
-    """Rows 0 to `rows` - 1."""
+    """The rows 0 to `rows` - 1."""
     return ((0, rows),) if rows else ()
 
 
 def count(rows: Intervals) -> int:
-    """How many rows."""
+    """Number of rows."""
     return sum(stop - start for start, stop in rows)
 
 
 def union(pieces: Iterable[tuple[int, int]]) -> Intervals:
-    """Sorted, neighbors and overlaps joined, empty ones dropped."""
+    """Sort intervals, join adjacent and overlapping ones, drop empty ones."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(pieces):
         if start >= stop:
@@ -54,12 +54,12 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
 
 
 def shift(rows: Intervals, by: int) -> Intervals:
-    """Every row number plus `by`."""
+    """Add `by` to every row number."""
     return tuple((start + by, stop + by) for start, stop in rows)
 
 
 def at_places(first: int, last: int, within: Intervals) -> Intervals:
-    """The rows of the set `within` whose places are first to last - 1; places past its end are left out."""
+    """Rows of the set `within` at places first to last - 1; places beyond its end are ignored."""
     found: list[tuple[int, int]] = []
     before = 0
     for start, stop in within:
@@ -73,13 +73,13 @@ def at_places(first: int, last: int, within: Intervals) -> Intervals:
 
 
 def parts(rows: Intervals, number: int) -> tuple[Intervals, ...]:
-    """The set cut in order into `number` parts of ceil(rows / number) rows; the last hold fewer or none."""
+    """Cut the set in order into `number` parts of ceil(rows / number) rows; the last have fewer or none."""
     size = -(-count(rows) // number)
     return tuple(at_places(i * size, (i + 1) * size, rows) for i in range(number))
 
 
 class Places:
-    """Places of a set's rows, for many look-ups: a clip costs what it finds, not what the set holds."""
+    """Index of a set for many look-ups; the cost of `clip` depends on its result, not on the set."""
 
     def __init__(self, rows: Intervals) -> None:
         self._rows = rows
@@ -87,7 +87,7 @@ class Places:
         self._before = list(accumulate((stop - start for start, stop in rows), initial=0))
 
     def clip(self, first: int, last: int) -> list[tuple[int, int, int]]:
-        """The set's rows from `first` to `last` - 1: (place, start, stop) of each interval, ascending."""
+        """Rows of the set from `first` to `last` - 1, as ascending intervals (place, start, stop)."""
         found: list[tuple[int, int, int]] = []
         i = max(bisect_right(self._starts, first) - 1, 0)
         while i < len(self._rows) and self._starts[i] < last:

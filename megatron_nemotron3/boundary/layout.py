@@ -1,9 +1,9 @@
-"""How one module lies on ranks: parallel sizes, first rank, and what its boundary looks like.
+"""The parallel layout of one module: its parallel sizes and its ranks.
 
-The same as upstream's `HyperCommGrid`, as data: any dimension that is not tp, cp or pp makes data lanes
-(dp, and gtp_remat or others of the kind; of several the first varies fastest, as over ranks). Expert
-dimensions live in other views of a grid, which are not read: they split a module's ranks anew, not its batch.
-No process group, no torch.
+A layout holds what upstream's `HyperCommGrid` does, as plain data without process groups or torch. A data
+lane is one data-parallel replica of the module: any dimension that is not tp, cp or pp makes data lanes (dp,
+gtp_remat and others). If there are several such dimensions, the first varies fastest, as over ranks. Expert
+dimensions are in other views of a grid, which are not read, because they do not split the batch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Protocol
 
 #: Dimensions that do not split the batch.
 MODEL_DIMENSIONS = ("tp", "cp", "pp")
+#: Megatron's default order of dimensions; the first varies fastest over ranks.
 ORDER = ("tp", "cp", "pp", "dp")
 
 
 class Grid(Protocol):
-    """What is read of a `megatron.core.hyper_comm_grid.HyperCommGrid`."""
+    """The attributes of `megatron.core.hyper_comm_grid.HyperCommGrid` that are read here."""
 
     shape: list[int]
     dim_names: list[str]
@@ -29,14 +30,14 @@ class Grid(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks [offset, offset + size) of one module.
+    """The ranks [offset, offset + size) of one module.
 
-    dimensions: (name, size), the first varies fastest over ranks (Megatron's `order`).
-    sequence_parallel: at the boundary rows are split over tp: the sequence of a language model that receives
-        (`--sequence-parallel`), the output rows of an encoder that sends.
+    dimensions: (name, size); the first varies fastest over ranks (Megatron's `order`).
+    sequence_parallel: whether rows at the boundary are split over tp: the sequence of a receiving language
+        model (`--sequence-parallel`), or the output rows of a sending encoder.
 
     Raises:
-        ValueError: a size or the offset is too small, or a dimension comes twice.
+        ValueError: a size is below 1, the offset is negative, or a dimension is given twice.
     """
 
     dimensions: tuple[tuple[str, int], ...]
@@ -46,7 +47,7 @@ class Layout:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.dimensions]
         if len(set(names)) != len(names):
-            raise ValueError(f"layout {self}: a dimension comes twice")
+            raise ValueError(f"layout {self}: a dimension is given twice: give each once")
         for name, size in self.dimensions:
             if size < 1:
                 raise ValueError(f"layout {self}: {name}={size}: use sizes from 1")
@@ -65,7 +66,7 @@ class Layout:
         sp: bool = False,
         order: Sequence[str] = ORDER,
     ) -> Layout:
-        """The usual four dimensions, in Megatron's order unless told otherwise.
+        """A layout of the usual four dimensions, by default in Megatron's order.
 
         Raises:
             ValueError: `order` leaves out a dimension, or names one that is not of the four.
@@ -77,18 +78,19 @@ class Layout:
 
     @classmethod
     def from_grid(cls, grid: Grid, sequence_parallel: bool = False) -> Layout:
-        """The layout of upstream's grid (its base view)."""
+        """The layout of the base view of upstream's grid."""
         return cls(tuple(zip(grid.dim_names, grid.shape, strict=True)), grid.rank_offset, sequence_parallel)
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """ "tp=2,dp=4,offset=8,sp" -> a layout; `str` of it gives the same back.
+        """Parse text such as "tp=2,dp=4,offset=8,sp"; `str` is the inverse.
 
-        "order=dp-tp" is for ranks that lie otherwise than tp-cp-pp-dp, the first dimension fastest; only
-        there may other dimensions be named (order=tp-gtp_remat-dp); those it leaves out have size 1.
+        "order=dp-tp" gives an order of dimensions other than tp-cp-pp-dp, the first fastest. Only with it
+        may other dimensions be named (order=tp-gtp_remat-dp); dimensions that it leaves out have size 1.
 
         Raises:
-            ValueError: an unknown word, one given twice, a number that is none, or a size without its place.
+            ValueError: a word is unknown or given twice, a size is not a number, or a dimension is missing
+                in the order.
         """
         given: dict[str, str] = {}
         for word in text.split(","):
@@ -120,7 +122,7 @@ class Layout:
         return ",".join(words)
 
     def size_of(self, name: str) -> int:
-        """Size of a dimension; 1 if there is none of that name."""
+        """Size of a dimension; 1 if the layout does not have it."""
         return dict(self.dimensions).get(name, 1)
 
     @property
@@ -135,34 +137,34 @@ class Layout:
 
     @property
     def pp(self) -> int:
-        """Pipeline stages."""
+        """Pipeline-parallel size."""
         return self.size_of("pp")
 
     @property
     def dp(self) -> int:
-        """Data lanes: the product of all other dimensions."""
+        """Number of data lanes: the product of all other dimensions."""
         return math.prod(size for name, size in self.dimensions if name not in MODEL_DIMENSIONS)
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return math.prod(size for _, size in self.dimensions)
 
     @property
     def ranks(self) -> range:
-        """All ranks."""
+        """The ranks of all stages."""
         return range(self.offset, self.offset + self.size)
 
     @property
     def sliced(self) -> bool:
-        """Whether ranks of one lane need different rows when this layout receives."""
+        """Whether the ranks of a lane own different positions, and so need different rows."""
         return self.cp > 1 or (self.sequence_parallel and self.tp > 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Name of a dimension -> index of the rank in it.
+        """Map each dimension to the index of the rank in it.
 
         Raises:
-            ValueError: the rank is not of this layout.
+            ValueError: the rank is not in this layout.
         """
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} is not in layout {self}, ranks {self.offset}-{self.ranks[-1]}")
@@ -172,14 +174,14 @@ class Layout:
         return found
 
     def lanes(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """Ranks of a pipeline stage by data lane; in a lane, context rank by context rank, tp fastest.
+        """Ranks of a pipeline stage by data lane; within a lane tp varies fastest, then cp.
 
         Raises:
-            ValueError: there is no such stage.
+            ValueError: the layout has no such stage.
         """
         if not 0 <= stage < self.pp:
             raise ValueError(f"layout {self} has no pipeline stage {stage}: use 0 to {self.pp - 1}")
-        return _lanes(self, stage)
+        return _cached_lanes(self, stage)
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """Ranks of a pipeline stage, lane by lane."""
@@ -187,7 +189,7 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=256)
-def _lanes(layout: Layout, stage: int) -> tuple[tuple[int, ...], ...]:
+def _cached_lanes(layout: Layout, stage: int) -> tuple[tuple[int, ...], ...]:
     found: dict[int, dict[int, int]] = {}
     for rank in layout.ranks:
         at = layout.coordinates(rank)

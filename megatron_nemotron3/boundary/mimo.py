@@ -27,21 +27,21 @@ from megatron_nemotron3.boundary.colocated import ColocatedBridge, ModalityRows,
 from megatron_nemotron3.boundary.decoder_input import build_decoder_input
 from megatron_nemotron3.boundary.feed import Microbatch, RowFeed
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.placement import Local
+from megatron_nemotron3.boundary.placement import RankShard
 
 Rows = dict[str, Tensor]
 
 
 class BoundaryMimoModel(MimoModel):
-    """Encoders and a language model, colocated or not.
+    """Encoders and a language model, on shared or on disjoint ranks.
 
     Args:
         mimo_config, cp_group, tp_group: as upstream. Modules that share ranks may differ in TP and DP, and
             the language model may have CP and PP (`training.py`).
-        feed: the data iterator that is given to the schedule, if it is a `RowFeed`: then no counts are asked
-            for, the host never waits for the device, and each rank gets just the rows of its positions. Its
-            encoders are named as the modalities are, and all of them have runs, or none. Without grids it
-            describes this rank's samples alone.
+        feed: the schedule's data iterator, if it is a `RowFeed`. Then row counts need not be exchanged, the
+            host never waits for the device, and each rank receives only the rows of its positions. The
+            encoders of its descriptions have the names of the modalities; runs are given for all or none of
+            them. Without grids it describes only this rank's samples.
         sequence_parallel: encoders on the language model's ranks whose output rows are split over their TP.
         timeout: of exchanges between modules that share ranks; None: that of the default group.
 
@@ -63,18 +63,18 @@ class BoundaryMimoModel(MimoModel):
         super().__init__(mimo_config, cp_group=cp_group, tp_group=tp_group)
         self.feed = feed
         self._microbatch: Microbatch | None = None
-        #: Rows that crossed before this microbatch's forward step (`training.py`).
-        self.crossed: deque[tuple[Microbatch | None, Rows]] = deque()
+        #: Microbatches whose rows were exchanged before their forward step (`training.py`).
+        self.exchanged: deque[tuple[Microbatch | None, Rows]] = deque()
         config = mimo_config.language_model_spec.params["config"]
         partition = self.partition_adapter.cfg if self.partition_adapter is not None else None
         grid = (mimo_config.module_to_grid_map or {}).get(MIMO_LANGUAGE_MODULE_KEY)
         layout = Layout.from_grid(grid, config.sequence_parallel) if grid is not None else None
-        self._local = Local.of(partition, layout)
+        self._shard = RankShard.of(partition, layout)
 
     def _build_colocated_communicators(self) -> None:
         grids = self.mimo_config.module_to_grid_map
         if any({"tp", "dp"} - set(grid.dim_names) for grid in grids.values()):
-            return  # as upstream: every module as the language model
+            return  # as upstream: every module has the layout of the language model
         language = grids[MIMO_LANGUAGE_MODULE_KEY]
         config = self.mimo_config.language_model_spec.params["config"]
         first: ColocatedBridge | None = None
@@ -95,28 +95,29 @@ class BoundaryMimoModel(MimoModel):
         if first is not None:
             layout, rank = first.destination, dist.get_rank()
             stage = layout.coordinates(rank).get("pp", 0) if rank in layout.ranks else 0
-            # Upstream knows one stage only where modules share ranks.
+            # Upstream assumes a single stage where modules share ranks.
             self.role.modules[MIMO_LANGUAGE_MODULE_KEY] = ModuleStageInfo(stage == 0, stage == layout.pp - 1)
 
     def forward(self, *args: Any, microbatch: Microbatch | None = None, **kwargs: Any) -> Any:
-        """As upstream.
+        """Run the model as upstream does.
 
         Args:
-            microbatch: what the feed would say of this one; None: what the feed says of the batch drawn last.
+            args, kwargs: as upstream.
+            microbatch: description of this microbatch; None: that of the batch that the feed returned last.
 
         Raises:
             BoundaryError: rows are not what was agreed; the same on every rank.
-            ValueError: positions and rows do not fit together.
+            ValueError: positions and rows do not match.
         """
         self._microbatch = microbatch
-        if microbatch is None and self.crossed:
-            self._microbatch = self.crossed[0][0]
+        if microbatch is None and self.exchanged:
+            self._microbatch = self.exchanged[0][0]
         elif microbatch is None and self.feed is not None:
             self._microbatch = self.feed.current
         return super().forward(*args, **kwargs)
 
     def encode(self, modality_inputs: Mapping[str, Any] | None) -> Rows:
-        """Rows [n, h] of every modality of this rank's encoder lane; none where it has no input."""
+        """Rows [n, h] of every modality of this rank's encoder lane; n is 0 without input."""
         found = {}
         for name, submodule in self.modality_submodules.items():
             inputs = (modality_inputs or {}).get(name)
@@ -124,13 +125,13 @@ class BoundaryMimoModel(MimoModel):
             found[name] = self._empty_encoder_output(name) if rows is None else rows
         return found
 
-    def cross(
+    def exchange_rows(
         self,
         modality_inputs: Mapping[str, Any] | None,
         microbatch: Microbatch | None,
         input_ids: Tensor | None = None,
     ) -> Rows:
-        """Encode, and exchange rows: those of this rank's part, or of its lane of the language model."""
+        """Encode and exchange rows; return those of this rank's positions, or of its language model lane."""
         rows = self.encode(modality_inputs)
         if not self.colocated_comms:
             return rows
@@ -141,30 +142,30 @@ class BoundaryMimoModel(MimoModel):
             marked = None
             if microbatch is None and input_ids is not None and name in self.special_token_ids:
                 marked = (input_ids == self.special_token_ids[name]).sum(1).tolist()
-            # Decided by what is the same on all ranks: one that had no input takes part in backward, too.
+            # The same on all ranks, so a rank without input takes part in backward, too.
             parts.append(ModalityRows(comm, tensor, trained and torch.is_grad_enabled(), marked))
         return dict(zip(rows, communicate(parts, microbatch), strict=True))
 
     def decoder_input(
         self, input_ids: Tensor, position_ids: Tensor | None, rows: Rows, documents: tuple[int, ...] = ()
     ) -> Tensor:
-        """This rank's part of the decoder input, [s_local, b, h].
+        """This rank's part of the decoder input, [s_shard, b, h].
 
         Args:
-            input_ids: [b, s] of this rank's lane, whole.
+            input_ids: [b, s], the whole sequences of this rank's lane.
             position_ids: as upstream, or None.
-            rows: by modality, those of this rank's positions if the feed tells them, else the lane's.
-            documents: `cu_seqlens_padded` of a packed sequence, where the feed does not tell them.
+            rows: modality -> rows of this rank's positions if the feed has runs, else of the lane.
+            documents: `cu_seqlens_padded` of a packed sequence, if the feed does not have it.
 
         Raises:
-            ValueError: positions and rows do not fit together.
+            ValueError: positions and rows do not match.
         """
         embedding = unwrap_model(self.language_model).embedding
-        known = self._local.lane_of(self._microbatch)
+        known = self._shard.of_lane(self._microbatch)
         try:
             return build_decoder_input(
                 embedding,
-                self._local,
+                self._shard,
                 self.special_token_ids,
                 input_ids,
                 position_ids,
@@ -174,7 +175,7 @@ class BoundaryMimoModel(MimoModel):
             )
         except ValueError as error:
             for comm in self.colocated_comms.values():
-                comm.failure.fail(str(error), error)  # the other lanes learn it in the next exchange
+                comm.failure.fail(str(error), error)  # other lanes raise it in the next exchange
             raise
 
     def _forward_all_modules(
@@ -187,10 +188,10 @@ class BoundaryMimoModel(MimoModel):
         modality_inputs: Mapping[str, Any] | None,
         packing_kwargs: dict[str, Any] | None = None,
     ) -> tuple[Any, Tensor | None]:
-        if self.crossed:
-            _, rows = self.crossed.popleft()
+        if self.exchanged:
+            _, rows = self.exchanged.popleft()
         else:
-            rows = self.cross(modality_inputs, self._microbatch, input_ids)
+            rows = self.exchange_rows(modality_inputs, self._microbatch, input_ids)
         first = self.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY)
         if not first:
             unwrap_model(self.language_model).set_input_tensor(self.input_tensors)
@@ -208,18 +209,18 @@ class BoundaryMimoModel(MimoModel):
         rows: Rows | None,
         packing_kwargs: dict[str, Any] | None,
     ) -> tuple[Any, Tensor | None]:
-        """rows: None on all stages but the first."""
+        """Run the language model; `rows` is None on all stages but the first."""
         packed = self._build_packed_seq_params(packing_kwargs)
-        known = self._local.lane_of(self._microbatch)
+        known = self._shard.of_lane(self._microbatch)
         cuts = known.documents if known is not None else ()
         some = next((t for t in (input_ids, labels, loss_mask) if t is not None), None)
-        if not cuts and some is not None:  # a packed sequence's borders may be on a GPU
-            cuts = (self._local.documents(packed, some.shape[1]),) * len(some)
+        if not cuts and some is not None:  # document borders may be on a GPU
+            cuts = (self._shard.documents(packed, some.shape[1]),) * len(some)
         decoder_input = None
         if rows is not None:
             decoder_input = self.decoder_input(input_ids, position_ids, rows, cuts[0])
         labels, loss_mask = (
-            self._local.of_context(t, cuts) if t is not None else None for t in (labels, loss_mask)
+            self._shard.of_context(t, cuts) if t is not None else None for t in (labels, loss_mask)
         )
         output = self.language_model(
             input_ids=None,
@@ -241,9 +242,9 @@ class BoundaryMimoModel(MimoModel):
         input_tensors: Rows | None,
         packing_kwargs: dict[str, Any] | None = None,
     ) -> tuple[Any, Tensor | None]:
-        if self._local.cp > 1 and attention_mask is not None:
+        if self._shard.cp > 1 and attention_mask is not None:
             raise RuntimeError(
-                "context parallelism takes attention_mask=None: the mask is causal, or of packed documents"
+                "context parallelism needs attention_mask=None: the mask is causal, or of packed documents"
             )
         rows = None
         if self.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY):
@@ -275,7 +276,7 @@ class BoundaryMimoModel(MimoModel):
     def _attach_modality_split_sizes(
         self, output: Tensor, input_ids: Tensor | None, encoder_name: str
     ) -> None:
-        """Rows of each sample, for the header of the communicator; nothing where a feed tells them."""
+        """Attach the rows of each sample for the communicator's header, unless a feed has them."""
         token = self.special_token_ids.get(encoder_name)
         if self._microbatch is not None or token is None or input_ids is None or output.ndim != 2:
             return
@@ -284,16 +285,16 @@ class BoundaryMimoModel(MimoModel):
             output._mimo_bridge_split_sizes = sizes  # type: ignore[attr-defined]
 
     def _empty_encoder_output(self, encoder_name: str) -> Tensor:
-        """No rows, but in the graph: the encoder's parameters get zero gradients, and their hooks run."""
+        """An output of no rows in the graph: the encoder's parameters get zero gradients, and hooks run."""
         config = self.mimo_config.language_model_spec.params["config"]
         parameters = list(self.modality_submodules[encoder_name].parameters())
         return empty_output(config.hidden_size, config.params_dtype or torch.float32, parameters)
 
 
 def empty_output(hidden: int, dtype: torch.dtype, parameters: Sequence[Tensor]) -> Tensor:
-    """Rows [0, hidden] whose backward gives every parameter that is trained a gradient of zeros.
+    """Rows [0, hidden] whose backward gives every trained parameter a gradient of zeros.
 
-    So a rank without input runs the hooks of data parallelism as its siblings do.
+    So a rank without input runs the same data-parallel hooks as the other ranks.
     """
     if not parameters:
         return torch.empty(0, hidden, dtype=dtype, device=torch.get_default_device(), requires_grad=True)

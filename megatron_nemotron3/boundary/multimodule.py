@@ -31,22 +31,22 @@ from megatron_nemotron3.boundary.stages import check_modules, stage_of
 
 
 class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
-    """Rows and gradients between modules, activations and gradients between stages of one module.
+    """Sends rows and gradients between modules, and activations and gradients between stages of one module.
 
     Args:
         module_to_grid_map, topology, config, dim_mapping, module_output_ndim: as upstream, the same on every
             rank. `config.pipeline_dtype` is the dtype of all rows.
-        sequence_parallel: modules whose rows at the boundary are split over TP. A module that sends gives
-            its part of the rows; a module that receives gets the rows of its own positions, for which it
-            needs a feed. A receiving module with CP above 1 gets those in any case.
-        frozen: source modules of which nothing is trained: no gradient goes back to them.
-        hidden_size: width of the rows that language models take, to be checked; None: not checked.
+        sequence_parallel: modules whose rows at the boundary are split over TP. Each rank of a sending module
+            sends its part of the rows; each rank of a receiving module receives the rows of its own
+            positions, which needs a feed. With CP above 1 it does so in any case.
+        frozen: source modules without trained parameters; no gradient goes back to them.
+        hidden_size: expected width of rows; None: not checked.
         timeout: of every wait at a boundary; None: that of the default process group.
 
     Raises:
-        BoundaryError: the same on every rank: layouts that leave ranks out, pipelines that cannot be run by
-            stage numbers, or ranks that were given different arguments.
-        ValueError: an argument without meaning.
+        BoundaryError: the same on every rank: a rank is in no module, the modules cannot run as one pipeline
+            (`stages.check_modules`), or ranks were given different arguments.
+        ValueError: an invalid argument.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         super().__init__(module_to_grid_map, topology, config, dim_mapping, module_output_ndim)
 
     def _build_bridge_comms(self) -> None:
-        self._compare()
+        self._compare_edges()
         for destination in self.module_to_grid_map:
             sources = [name for name in self.module_to_grid_map if destination in self.topology[name]]
             edges = [self._edge(source, destination) for source in sources]
@@ -98,8 +98,8 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
                 for edge in edges
             ]
 
-    def _compare(self) -> None:
-        """Every rank of the world, those without a boundary included, has the same edges."""
+    def _compare_edges(self) -> None:
+        """Check that all ranks of the world, including those without a boundary, have the same edges."""
         edges = [self._edge(name, after) for name in self.module_to_grid_map for after in self.topology[name]]
         said: list[str] = [""] * dist.get_world_size()
         with self._failure.guarded(lambda: "waited for the edges of all ranks"):
@@ -123,7 +123,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
 
     @property
     def feed(self) -> RowFeed | None:
-        """Descriptions of the training batches, on every boundary rank or on none."""
+        """Feed of the training batches; set it on every boundary rank or on none."""
         return next((coordinator.training.feed for coordinator in self._coordinators.values()), None)
 
     @feed.setter
@@ -133,7 +133,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
 
     @property
     def evaluation_feed(self) -> RowFeed | None:
-        """As `feed`, while gradients are disabled."""
+        """Feed of the evaluation batches, used while gradients are disabled."""
         return next((coordinator.evaluation.feed for coordinator in self._coordinators.values()), None)
 
     @evaluation_feed.setter
@@ -143,9 +143,9 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
 
     @property
     def current_stage(self) -> int:
-        """The stage of this rank, counted so that the last stage of every path has one number.
+        """Pipeline stage of this rank, counted from the end of the pipeline (`stages.py`).
 
-        The schedule reads it once before it runs a batch; what ran forward only before is forgotten then.
+        The schedule reads it once before a batch; microbatches that ran forward only are dropped then.
         """
         for coordinator in self._coordinators.values():
             coordinator.forget()
@@ -156,14 +156,14 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
             coordinator.abort()
 
     def close(self) -> None:
-        """Give the process groups back. On every rank."""
+        """Release the process groups. Call it on every rank."""
         for coordinator in self._coordinators.values():
             coordinator.close()
 
     def recv_forward(
         self, tensor_shape: Any = None, is_first_stage: bool = False
     ) -> dict[str, Tensor | list[Tensor]]:
-        """Receive what this stage computes on: source module -> rows, or own module -> activations.
+        """Receive the input of this stage: source module -> rows, or own module -> activations.
 
         Raises:
             BoundaryError: the same on every rank of the coordinator.
@@ -171,7 +171,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         return self._at_input(None, tensor_shape, forward=True)
 
     def send_forward(self, output_dict: dict[str, Tensor], is_last_stage: bool = False) -> None:
-        """Send what this stage computed: own module -> tensor. Raises as `recv_forward`."""
+        """Send the output of this stage: own module -> tensor. Raises as `recv_forward`."""
         self._at_output(output_dict, None, backward=False)
 
     def send_forward_recv_backward(
@@ -195,7 +195,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         self._at_input(grad_dict, None, forward=False)
 
     def _at_input(self, gradients: Mapping[str, Any] | None, shape: Any, *, forward: bool) -> dict[str, Any]:
-        """Before this stage: gradients go out (None: not now), inputs come in (`forward`)."""
+        """Communicate at the stage's input: send gradients unless None, receive inputs if `forward`."""
         self._failure.check()
         found: dict[str, Any] = {}
         for name, module in self.rank_module_map.items():
@@ -218,14 +218,14 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         return found
 
     def _at_output(self, outputs: Any, shape: Any, *, backward: bool) -> dict[str, Any]:
-        """After this stage: outputs go out (None: not now), gradients come in (`backward`)."""
+        """Communicate at the stage's output: send outputs unless None, receive gradients if `backward`."""
         self._failure.check()
         found: dict[str, Any] = {}
         last = set()
-        if isinstance(outputs, Tensor):  # the loss: nobody takes it
+        if isinstance(outputs, Tensor):  # the loss, which is not sent
             outputs = {}
         for name, module in self.rank_module_map.items():
-            output = self._untrained(name, module, (outputs or {}).get(name))
+            output = self._detached_if_frozen(name, module, (outputs or {}).get(name))
             if module.pp_rank == module.pp_size - 1:
                 last.add(name)
                 continue
@@ -244,15 +244,15 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
                 ahead = outputs is not None
                 gradients = coordinator.run(outputs, None, forward=ahead, backward=backward)[1]
                 for name, gradient in gradients.items():
-                    # A module with two consumers gets the sum of their gradients, as in autograd.
+                    # A module that feeds two others gets the sum of their gradients, as in autograd.
                     both = found.get(name) is not None and gradient is not None
                     found[name] = found[name] + gradient if both else gradient
         return found
 
-    def _untrained(self, name: str, module: stock.RankModuleInfo, output: Any) -> Any:
-        """A frozen module's output does not ask for a gradient, which would never come."""
+    def _detached_if_frozen(self, name: str, module: stock.RankModuleInfo, output: Any) -> Any:
+        """Detach the output of a frozen module, whose gradient would never be received."""
         if name in self._frozen and isinstance(output, Tensor) and output.requires_grad:
-            # Behind its first stage it does because the stage's input does: the schedule calls for that.
+            # Later stages require one because the schedule makes their input require a gradient.
             if module.pp_rank == 0 and not module.bridge_comms_as_dest_module:
                 self._failure.fail(
                     f"{name} is frozen, but its output requires a gradient: take it out of frozen=, or run "
@@ -265,7 +265,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
     def _between_stages(
         self, name: str, stages: Any, sends: str, receives: str, tensor: Any, shape: Any
     ) -> Any:
-        """Inside a module, by upstream's communicator; gradients of a frozen module do not exist."""
+        """Communicate inside a module; a frozen module has no gradients."""
         if name in self._frozen:
             sends, receives = (way if way == "forward" else "" for way in (sends, receives))
         if not sends and not receives:
@@ -275,18 +275,19 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
 
 
 def between_stages(stages: Any, sends: str, receives: str, tensor: Any, shape: Any) -> Any:
-    """One call of upstream's `P2PCommunicator`.
+    """Call upstream's `P2PCommunicator` between two pipeline stages of one module.
 
     Args:
+        stages: the communicator.
         sends, receives: "forward", "backward" or "" for nothing.
-        tensor: [rows, hidden] or 3-D, to send.
-        shape: as the schedule gives it; not used with variable_seq_lengths.
+        tensor: the tensor to send, [rows, hidden] or 3-D.
+        shape: as the schedule passes it; not used with variable_seq_lengths.
 
-    Returns: what was received.
+    Returns: the received tensor, or None.
     """
     method = "_".join(f"{verb}_{way}" for verb, way in (("send", sends), ("recv", receives)) if way)
     arguments: dict[str, Any] = {"tensor_shapes": shape} if receives else {}
-    # Upstream asks whether this is the end of the pipeline that such a call has no partner at; it is not.
+    # Upstream skips the call on the first or last stage of a pipeline; this stage always has a neighbor.
     ahead = method in ("send_forward", "recv_backward", "send_forward_recv_backward")
     arguments["is_last_stage" if ahead else "is_first_stage"] = False
     tensors = (stock._prepare_tensor_for_comm(tensor),) if sends else ()

@@ -20,27 +20,32 @@ from typing import NamedTuple
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.intervals import Intervals, Places
 
-#: Where a sample's rows stand: (first position, rows), ascending. One run for each image or clip.
+#: Positions of a sample's rows: (first position, number of rows), ascending. One run for each image or clip.
 Runs = tuple[tuple[int, int], ...]
 
 
-# Few entries: with documents each can hold a megabyte, and no two microbatches are packed alike.
+# A small cache: with documents an entry can hold a megabyte, and every microbatch is packed differently.
 @functools.lru_cache(maxsize=64)
 def positions(
     length: int, cp: int, tp: int, *, sequence_parallel: bool, documents: tuple[int, ...] = ()
 ) -> tuple[Intervals, ...]:
-    """Positions of each rank of a lane; index context_rank * tp + tensor_rank.
+    """Positions of each rank of a lane, at index context_rank * tp + tensor_rank.
 
     Args:
-        length: of the sequence, padding included (packed: of all documents).
-        documents: first positions of packed documents, and `length` (`cu_seqlens_padded`); empty: not packed.
+        length: length of the sequence, padding included (packed: of all documents).
+        cp, tp: context- and tensor-parallel size.
+        sequence_parallel: whether the positions of a context rank are divided among its tensor ranks.
+        documents: first positions of packed documents, then `length` (`cu_seqlens_padded`); empty if not
+            packed.
 
     Raises:
         ValueError: a length does not divide, or the documents do not end where the sequence does.
     """
     bounds = documents or (0, length)
     if bounds[0] != 0 or bounds[-1] != length or list(bounds) != sorted(bounds):
-        raise ValueError(f"documents {bounds[:20]} do not cut a sequence of {length}")
+        raise ValueError(
+            f"documents {bounds[:20]} do not cover a sequence of {length}: start at 0, ascend, and end there"
+        )
     of_context: list[Intervals] = []
     for rank in range(cp):
         pieces: list[tuple[int, int]] = []
@@ -65,14 +70,14 @@ def positions(
 
 
 def wanted(runs: Sequence[Runs], owned: Sequence[Sequence[Intervals]]) -> tuple[Intervals, ...]:
-    """Which of a lane's rows each of its ranks needs.
+    """Rows of a lane that each of its ranks needs.
 
     Args:
-        runs: of each sample of the lane, in order.
-        owned: of each sample, the positions of each rank (`positions`).
+        runs: for each sample of the lane, in order, the positions of its rows.
+        owned: for each sample, the positions of each rank (`positions`).
 
-    Returns: by rank, rows of the lane; a rank's buffer holds them in this order, which is that of its own
-        positions, sample by sample. () if the lane has no sample.
+    Returns: for each rank, rows of the lane, in the order of its own positions, sample by sample; so its
+        buffer holds them. () if the lane has no sample.
 
     Raises:
         ValueError: the runs of a sample overlap or do not ascend.
@@ -80,11 +85,14 @@ def wanted(runs: Sequence[Runs], owned: Sequence[Sequence[Intervals]]) -> tuple[
     found: list[list[tuple[int, int]]] = [[] for _ in owned[0]] if owned else []
     before = 0
     for sample, ranks in zip(runs, owned, strict=True):
-        where = intervals.union((first, first + rows) for first, rows in sample)
+        marked = intervals.union((first, first + rows) for first, rows in sample)
         rows = rows_of(sample)
-        if intervals.count(where) != rows or list(sample) != sorted(sample):
-            raise ValueError(f"runs {list(sample)[:20]} (position, rows) overlap or do not ascend")
-        places = Places(where)
+        if intervals.count(marked) != rows or list(sample) != sorted(sample):
+            raise ValueError(
+                f"runs {list(sample)[:20]} (position, rows) overlap or do not ascend: give each position "
+                "once, in order"
+            )
+        places = Places(marked)
         for mine, ours in zip(found, ranks, strict=True):
             for first, last in ours:
                 for place, start, stop in places.clip(first, last):
@@ -94,7 +102,7 @@ def wanted(runs: Sequence[Runs], owned: Sequence[Sequence[Intervals]]) -> tuple[
 
 
 def runs_of(positions: Sequence[int]) -> Runs:
-    """Ascending positions -> runs."""
+    """Convert ascending positions to runs."""
     found: list[tuple[int, int]] = []
     for position in positions:
         if found and found[-1][0] + found[-1][1] == position:
@@ -105,13 +113,16 @@ def runs_of(positions: Sequence[int]) -> Runs:
 
 
 def rows_of(runs: Runs) -> int:
-    """Rows of one sample."""
+    """Number of rows of one sample."""
     return sum(rows for _, rows in runs)
 
 
 class Segment(NamedTuple):
-    """`rows` rows that lie together on both sides: from row `source_start` of `source_lane` on, and from row
-    `start` of `lane` on, both counted in the lane's rows."""
+    """`rows` rows that are contiguous on both sides.
+
+    They start at row `source_start` of `source_lane` and at row `start` of the receiving `lane`, counted in
+    the rows of each lane.
+    """
 
     source_lane: int
     source_start: int
@@ -120,20 +131,20 @@ class Segment(NamedTuple):
     rows: int
 
     def transposed(self) -> Segment:
-        """The way back."""
+        """The same rows with the sides swapped."""
         return Segment(self.lane, self.start, self.source_lane, self.source_start, self.rows)
 
 
-def contiguous(samples: int, lanes: int) -> tuple[range, ...]:
-    """Equal shares, in order.
+def sample_shares(samples: int, lanes: int) -> tuple[range, ...]:
+    """Equal contiguous shares of the samples, one for each lane.
 
     Raises:
-        ValueError: the samples do not divide.
+        ValueError: the samples do not divide among the lanes.
     """
     if samples % lanes:
         raise ValueError(
             f"{samples} samples of a microbatch do not divide among {lanes} data lanes: use a micro-batch "
-            "size for which they do"
+            f"size that is a multiple of {lanes}"
         )
     share = samples // lanes
     return tuple(range(lane * share, (lane + 1) * share) for lane in range(lanes))
@@ -142,11 +153,11 @@ def contiguous(samples: int, lanes: int) -> tuple[range, ...]:
 def segments(
     rows: Sequence[int], source: Sequence[Sequence[int]], destination: Sequence[Sequence[int]]
 ) -> tuple[Segment, ...]:
-    """Where the rows of every sample lie on both sides.
+    """Contiguous rows that both sides have in common, for all samples.
 
     Args:
-        rows: of each sample; 0 for a sample without this modality.
-        source, destination: samples that each lane owns, in the order of its rows (`contiguous`).
+        rows: number of rows of each sample; 0 for a sample without this modality.
+        source, destination: for each lane, its samples in the order of its rows (`sample_shares`).
 
     Raises:
         ValueError: a sample is owned twice on a side, or not on both, or its row count is negative.
@@ -185,5 +196,5 @@ def segments(
 
 
 def lane_rows(rows: Sequence[int], lanes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Rows that each lane holds."""
+    """Number of rows of each lane."""
     return tuple(sum(rows[sample] for sample in mine) for mine in lanes)

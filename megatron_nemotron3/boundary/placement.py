@@ -20,19 +20,19 @@ from torch import Tensor
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.intervals import Intervals
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.partition import Runs, contiguous, positions
+from megatron_nemotron3.boundary.partition import Runs, positions, sample_shares
 
 
 @dataclass(frozen=True)
-class Alignment:
-    """What goes where in one rank's part.
+class Placement:
+    """Places of all rows in one rank's part of the decoder input.
 
     length, batch: s_local and b.
     text: places [n] of text tokens.
-    tokens: of each tensor rank that owns other positions, where in the flat input_ids [b * s] its text tokens
-        stand; one entry if all own the same.
-    rows: by modality, places of its rows, sample by sample, position by position.
-    picked: by modality, which of the lane's rows these are, if the part is not the whole sequence.
+    tokens: indices of text tokens in the flat input_ids [b * s], for each tensor rank; one entry if all
+        tensor ranks own the same positions.
+    rows: modality -> places of its rows, by sample, then by position.
+    picked: modality -> indices of these rows among the lane's rows, if the part is not the whole sequence.
     """
 
     length: int
@@ -44,26 +44,26 @@ class Alignment:
 
 
 def expand(rows: Intervals) -> Tensor:
-    """The numbers [n] of a set, on the host."""
+    """The row numbers [n] of a set, on the host."""
     return torch.cat([torch.arange(start, stop) for start, stop in rows] or [torch.arange(0)])
 
 
 def on_device(index: Tensor, device: torch.device) -> Tensor:
-    """An index from the host to the device, without waiting."""
+    """Copy an index from the host to the device without waiting."""
     if index.device == device or device.type != "cuda":
         return index.to(device)
     return index.pin_memory().to(device, non_blocking=True)
 
 
 def kinds_of_runs(runs: Mapping[str, Sequence[Runs]], length: int) -> Tensor:
-    """What stands where by the feed, [b, s] on the host: 0 for text, i + 1 for the i-th modality.
+    """Kind of each position by the feed, [b, s] on the host: 0 for text, i + 1 for the i-th modality.
 
     Args:
-        runs: by modality, of each sample of the lane.
-        length: of every sample's sequence.
+        runs: modality -> positions of the rows of each sample of the lane.
+        length: length of every sample's sequence.
 
     Raises:
-        ValueError: two rows claim a position, or a row lies outside.
+        ValueError: two rows have the same position, or a row lies outside the sequence.
     """
     batch = len(next(iter(runs.values())))
     kinds = torch.zeros(batch, length, dtype=torch.int8)
@@ -81,22 +81,24 @@ def kinds_of_runs(runs: Mapping[str, Sequence[Runs]], length: int) -> Tensor:
 
 
 def kinds_of_ids(input_ids: Tensor, token_ids: Mapping[str, int]) -> Tensor:
-    """What stands where by the token ids, [b, s] on their device."""
+    """Kind of each position by the token ids, [b, s] on their device, numbered as in `kinds_of_runs`."""
     kinds = torch.zeros_like(input_ids, dtype=torch.int8)
     for number, token in enumerate(token_ids.values(), 1):
         kinds.masked_fill_(input_ids == token, number)
     return kinds
 
 
-def align(kinds: Tensor, names: Sequence[str], owned: Sequence[Sequence[Intervals]], own: int) -> Alignment:
-    """Places in a rank's part.
+def make_placement(
+    kinds: Tensor, names: Sequence[str], owned: Sequence[Sequence[Intervals]], own: int
+) -> Placement:
+    """Compute the places of a rank's part.
 
     Args:
         kinds: [b, s]; on a GPU the host waits for it.
-        names: of the modalities, in the order of their numbers.
-        owned: of each tensor rank that owns other positions, of each sample, its positions: as many in all
-            samples.
-        own: this rank's entry in `owned`.
+        names: modalities in the order of their numbers.
+        owned: positions of each sample, for each tensor rank that owns other positions; their number is the
+            same in all samples.
+        own: index of this rank in `owned`.
     """
     batch, whole = kinds.shape
     mine = [torch.stack([expand(rows) for rows in samples]).to(kinds.device) for samples in owned]
@@ -114,30 +116,30 @@ def align(kinds: Tensor, names: Sequence[str], owned: Sequence[Sequence[Interval
         if length < whole:
             order = ((kinds == number).flatten().cumsum(0) - 1).view_as(kinds)
             picked[name] = order.gather(1, mine[own])[here]
-    return Alignment(length, batch, place[part == 0], tokens, rows, picked)
+    return Placement(length, batch, place[part == 0], tokens, rows, picked)
 
 
-def assemble(alignment: Alignment, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """[s_local, b, h] from (places [n], rows [n, h]) that fill it; gradients are the rows at the places.
+def assemble(placement: Placement, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Write rows to their places: [s_local, b, h] from parts (places [n], rows [n, h]) that fill it.
 
     Raises:
-        ValueError: the parts' rows are not as many as the places, or differ in dtype or width.
+        ValueError: the number of rows and places differs, or rows differ in dtype or width.
     """
-    total = alignment.length * alignment.batch
+    total = placement.length * placement.batch
     counts = [(len(places), rows.shape[0]) for places, rows in parts]
     if any(a != b for a, b in counts) or sum(a for a, _ in counts) != total:
-        raise ValueError(f"(places, rows) = {counts} for {total} positions: each position takes one row")
+        raise ValueError(f"(places, rows) = {counts} for {total} positions: give one row for each position")
     kinds = {(rows.dtype, rows.shape[1:]) for _, rows in parts}
     if len(kinds) != 1:
         raise ValueError(
             f"rows of text and modalities differ: {sorted(map(str, kinds))}: use one dtype and width"
         )
     out: Tensor = _Assemble.apply(tuple(places for places, _ in parts), *(rows for _, rows in parts))
-    return out.view(alignment.length, alignment.batch, -1)
+    return out.view(placement.length, placement.batch, -1)
 
 
 class _Assemble(torch.autograd.Function):
-    """One buffer, written once; autograd's own index_copy would copy it for every part."""
+    """Writes one buffer once; autograd's own index_copy would copy the buffer for every part."""
 
     @staticmethod
     def forward(ctx: Any, places: tuple[Tensor, ...], *parts: Tensor) -> Tensor:
@@ -156,9 +158,10 @@ class _Assemble(torch.autograd.Function):
 
 
 def sum_of_slices(rows: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """The same rows [n, h]; their gradients, of which each rank of the groups has its slice, become whole.
+    """Return the same rows [n, h]; in backward, sum their gradients over the groups.
 
-    The slices are disjoint: every sum is of one number and zeros, so it is exact.
+    Each rank has the gradients of its own slice. Slices are disjoint, so every sum has one non-zero number at
+    most, and it is exact.
     """
     groups = [group for group in groups if group.size() > 1]
     return _SumOfSlices.apply(rows, groups) if groups else rows
@@ -179,10 +182,13 @@ class _SumOfSlices(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Local:
-    """Sizes and ranks of context and tensor parallelism, as far as they cut the sequence; the data lane.
+class RankShard:
+    """The part of the language model's input that this rank has.
 
-    groups: over which slices of a sequence lie.
+    cp, context_rank, tp, tensor_rank: sizes and ranks of the parallel dimensions that cut the sequence.
+    sequence_parallel: whether tensor parallelism cuts the sequence; if not, tp is 1.
+    groups: process groups of these dimensions.
+    lane, lanes: this rank's data lane, and the number of data lanes.
     """
 
     cp: int = 1
@@ -195,8 +201,8 @@ class Local:
     lanes: int = 1
 
     @classmethod
-    def of(cls, partition: Any, layout: Layout | None) -> Local:
-        """From upstream's `PartitionConfig` (None: nothing is cut) and the grid's layout (None: one lane)."""
+    def of(cls, partition: Any, layout: Layout | None) -> RankShard:
+        """Make it from upstream's `PartitionConfig` (None: not cut) and the layout (None: one lane)."""
         made = cls()
         if partition is not None:
             if partition.use_cp:
@@ -218,12 +224,12 @@ class Local:
             made = replace(made, lane=lane, lanes=layout.dp)
         return made
 
-    def lane_of(self, microbatch: Microbatch | None) -> Microbatch | None:
-        """What is known of this lane's samples."""
+    def of_lane(self, microbatch: Microbatch | None) -> Microbatch | None:
+        """The description of this lane's samples."""
         if microbatch is None or self.lanes == 1:
             return microbatch
         count = len(microbatch.rows[0][1]) if microbatch.rows else len(microbatch.lengths)
-        mine = contiguous(count, self.lanes)[self.lane]
+        mine = sample_shares(count, self.lanes)[self.lane]
         cut = slice(mine.start, mine.stop)
         return Microbatch(
             tuple((name, rows[cut]) for name, rows in microbatch.rows),
@@ -235,13 +241,14 @@ class Local:
     def owned(
         self, batch: int, length: int, documents: Sequence[tuple[int, ...]]
     ) -> tuple[list[list[Intervals]], int]:
-        """(of each tensor rank that owns other positions, of each sample, its positions; this rank's entry).
+        """Positions of each sample for each tensor rank that owns other positions, and this rank's index.
 
         Args:
-            documents: of each sample, its `cu_seqlens_padded`, or ().
+            batch, length: size of input_ids.
+            documents: for each sample, its `cu_seqlens_padded`, or ().
 
         Raises:
-            ValueError: as `slices.positions`.
+            ValueError: as `partition.positions`.
         """
         first = self.context_rank * self.tp
         cut = [
@@ -253,7 +260,7 @@ class Local:
         return [[ranks[first + t] for ranks in cut] for t in range(self.tp)], self.tensor_rank
 
     def of_context(self, values: Tensor, documents: Sequence[tuple[int, ...]]) -> Tensor:
-        """[b, s] -> [b, s / cp]: what stands at the positions of this context rank."""
+        """Values at the positions of this context rank: [b, s] -> [b, s / cp]."""
         if self.cp == 1:
             return values
         cut = [
@@ -264,13 +271,13 @@ class Local:
         return values.gather(1, on_device(at, values.device))
 
     def documents(self, packed: PackedSeqParams | None, length: int) -> tuple[int, ...]:
-        """Borders of the documents of a packed sequence, () if it is none or nothing is cut.
+        """Document borders of a packed sequence; () if it is not packed or the sequence is not cut.
 
-        Documents lie at their padded places; what follows the last one is taken for a document of its own.
-        On a GPU the host waits for them.
+        The borders are those of the padded documents; tokens after the last document are one more document.
+        On a GPU the host waits for the borders.
 
         Raises:
-            ValueError: a layout other than thd, or borders beyond the sequence.
+            ValueError: `qkv_format` is not thd, or a border lies beyond the sequence.
         """
         if packed is None or (self.cp == 1 and not self.sequence_parallel):
             return ()
@@ -283,6 +290,6 @@ class Local:
         found = borders.tolist()
         if found[-1] > length:
             raise ValueError(
-                f"cu_seqlens end at {found[-1]}, but there are {length} tokens: use those of this batch"
+                f"cu_seqlens end at {found[-1]}, but the sequence has {length}: pass those of this batch"
             )
         return tuple(found) if found[-1] == length else (*found, length)

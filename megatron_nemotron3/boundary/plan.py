@@ -1,20 +1,20 @@
-"""Who sends which rows to whom: a plan, made from data alone.
+"""A plan of one transfer between two modules: which rank sends which rows to which rank. Pure data.
 
-Rows cross between two sides. On a side, each data lane has a list of groups: ranks that hold (or want) the
-same rows of the lane. Replicas of a lane are one group; context- and sequence-parallel slices are several.
+A plan has two sides, the senders and the receivers. On each side, every data lane (data-parallel replica of
+the module) has a list of groups: ranks that hold, or want, the same rows of the lane. The tensor-parallel
+replicas of a lane are one group; context- and sequence-parallel slices are several groups.
 
-Two ways to serve a group that wants rows:
+There are two ways to serve a group that wants rows:
 
-    once    every row is sent to one rank of the group, an equal part to each rank, and the group gathers:
-            between the modules each byte goes once. For modules on disjoint ranks, where links are slow.
-    copies  every rank of the group is sent all rows that it does not hold itself: one phase. For modules that
-            share ranks, where a rank often holds what it wants.
+    once    Every row is sent to one rank of the group, an equal part to each rank, and the group gathers.
+            Each byte is sent once between the modules. For modules on disjoint ranks, where links are slow.
+    copies  Every rank of the group is sent all rows that it does not hold itself, in one phase. For modules
+            that share ranks, where a rank often holds what it wants.
 
-On the sending side each replica sends an equal part, so that no rank carries what others could. Where equal
-parts gain nothing, one rank of the group, its leader, sends or receives everything, and a receiving group
-broadcasts: if there is but one rank on the other side, which carries it all anyway, and for a few bytes.
-A plan is the same on every rank, so no rank asks another about shapes. Backward is the plan with the sides
-swapped.
+On the sending side each replica sends an equal part, which balances the load. Where equal parts gain nothing,
+one rank of the group, its leader, sends or receives everything, and a receiving group broadcasts. That is so
+if the other side is a single rank, which handles all rows anyway, and for a few bytes.
+A plan is the same on every rank, so ranks need not exchange shapes. The backward plan has the sides swapped.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from megatron_nemotron3.boundary.partition import Segment
 
 Mode = Literal["once", "copies"]
 Ranks = tuple[int, ...]
-#: Of two groups that exchange with no other, rows up to this many bytes take the leader path: latency is what
-#: counts then. A cautious choice, not a measured one: in the alpha-beta model of benchmarks/boundary_model.py
+#: Two groups that exchange with no other group use their leaders up to this many bytes, because latency then
+#: dominates. The value is cautious, not measured: in the alpha-beta model of benchmarks/boundary_model.py
 #: equal parts begin to pay at 0.4 (4 ranks each) or 1.1 MiB (8) over NICs and at 2 or 6 MiB over NVLink;
 #: below that the two differ by 20 us.
 LEADER_BYTES = 64 * 1024
 
 
 class Group(NamedTuple):
-    """Ranks of one lane with the same rows, in the order in which parts are dealt; rows of the lane."""
+    """Ranks that have the same rows of one lane; equal parts are assigned in the order of `ranks`."""
 
     ranks: tuple[int, ...]
     rows: Intervals
@@ -50,8 +50,10 @@ Side = tuple[tuple[Group, ...], ...]
 
 
 class Piece(NamedTuple):
-    """`rows` rows from place `sent` of the sender's buffer to place `received` of the receiver's. A buffer
-    holds the rows of its rank's group, in order."""
+    """`rows` contiguous rows: from index `sent` of the sender's buffer to index `received` of the receiver's.
+
+    A rank's buffer holds the rows of its group, in order.
+    """
 
     sent: int
     received: int
@@ -59,7 +61,7 @@ class Piece(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Rows from one rank to another, or to itself; ascending in the receiver's buffer."""
+    """Rows from one rank to another, or to itself; the pieces ascend in the receiver's buffer."""
 
     source: int
     destination: int
@@ -67,13 +69,16 @@ class Message(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         return sum(piece.rows for piece in self.pieces)
 
 
 class Gather(NamedTuple):
-    """What a group does after the messages: rank i of `ranks` has the places [i * part, (i + 1) * part) of
-    `rows`, the last ones fewer or none; all want all. part == rows: the first rank has everything."""
+    """The collective of a group after the messages, by which all its ranks get all `rows` rows.
+
+    Before it, rank i of `ranks` has the rows [i * part, (i + 1) * part); the last ranks have fewer or none.
+    If part == rows, the first rank has everything and the collective is a broadcast, else an all-gather.
+    """
 
     ranks: tuple[int, ...]
     rows: int
@@ -82,14 +87,21 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One crossing. `row_bytes` decides about the leader path (with `leader_bytes`) and counts traffic.
+    """The transfer of one modality of one microbatch in one direction.
+
+    Attributes:
+        senders, receivers: groups of ranks with their rows, by lane.
+        segments: which rows of a sending lane are which rows of a receiving lane.
+        row_bytes: bytes of a row.
+        mode: "once" or "copies", see above.
+        leader_bytes: largest transfer for which leaders are used.
 
     Raises:
-        ValueError: at `messages`, if a segment's rows are not held, or not wanted where it says.
+        ValueError: on reading `messages`, if the rows of a segment are not held or wanted on both sides.
     """
 
-    holders: Side
-    wanters: Side
+    senders: Side
+    receivers: Side
     segments: tuple[Segment, ...]
     row_bytes: int
     mode: Mode = "once"
@@ -97,23 +109,23 @@ class Plan:
 
     @functools.cached_property
     def messages(self) -> tuple[Message, ...]:
-        """All of them, by sender and receiver; those of a rank to itself included."""
+        """All messages, sorted by sender and receiver, including those of a rank to itself."""
         found: dict[tuple[int, int], list[Piece]] = defaultdict(list)
-        deal = self._once if self.mode == "once" else self._copies
-        for holder, wanter, pieces in self._meetings:
-            for source, destination, piece in deal(holder, wanter, pieces):
+        deal = self._pieces_once if self.mode == "once" else self._pieces_copies
+        for sender, receiver, pieces in self._group_pairs:
+            for source, destination, piece in deal(sender, receiver, pieces):
                 found[source, destination].append(piece)
-        self._check(found)
-        return tuple(Message(*pair, _joined(pieces)) for pair, pieces in sorted(found.items()))
+        self._check_coverage(found)
+        return tuple(Message(*pair, _merged_pieces(pieces)) for pair, pieces in sorted(found.items()))
 
     @functools.cached_property
     def gathers(self) -> tuple[Gather, ...]:
-        """Of groups of several ranks; none in mode "copies"."""
+        """Gathers of all groups of several ranks; none in mode "copies"."""
         if self.mode == "copies":
             return ()
         return tuple(
             Gather(group.ranks, n, self._parts[1][group.ranks])
-            for lane in self.wanters
+            for lane in self.receivers
             for group in lane
             if len(group.ranks) > 1 and (n := intervals.count(group.rows))
         )
@@ -128,56 +140,56 @@ class Plan:
         return sends, receives, {rank: gather for gather in self.gathers for rank in gather.ranks}
 
     def sends(self, rank: int) -> Sequence[Message]:
-        """Messages of this sender, by receiver."""
+        """Messages that the rank sends, sorted by receiver."""
         return self._by_rank[0].get(rank, ())
 
     def receives(self, rank: int) -> Sequence[Message]:
-        """Messages to this receiver, by sender."""
+        """Messages that the rank receives, sorted by sender."""
         return self._by_rank[1].get(rank, ())
 
     def gather(self, rank: int) -> Gather | None:
-        """What the rank's group does after the messages; None: nothing."""
+        """The gather of the rank's group after the messages, or None."""
         return self._by_rank[2].get(rank)
 
     @functools.cached_property
     def _held(self) -> dict[int, int]:
-        return {rank: intervals.count(g.rows) for lane in self.holders for g in lane for rank in g.ranks}
+        return {rank: intervals.count(g.rows) for lane in self.senders for g in lane for rank in g.ranks}
 
     @functools.cached_property
     def _wanted(self) -> dict[int, int]:
-        return {rank: intervals.count(g.rows) for lane in self.wanters for g in lane for rank in g.ranks}
+        return {rank: intervals.count(g.rows) for lane in self.receivers for g in lane for rank in g.ranks}
 
     def rows_held(self, rank: int) -> int:
-        """Rows of the buffer that the rank sends from."""
+        """Number of rows in the buffer that the rank sends from."""
         return self._held.get(rank, 0)
 
     def rows_wanted(self, rank: int) -> int:
-        """Rows of the buffer that the rank ends up with."""
+        """Number of rows that the rank has in the end."""
         return self._wanted.get(rank, 0)
 
     @functools.cached_property
-    def _meetings(self) -> list[tuple[Group, Group, list[Piece]]]:
-        """Every two groups between which rows cross, and these rows, for each segment."""
+    def _group_pairs(self) -> list[tuple[Group, Group, list[Piece]]]:
+        """All pairs of groups that exchange rows, with these rows, for each segment."""
         found: list[tuple[Group, Group, list[Piece]]] = []
-        held = [[(group, Places(group.rows)) for group in lane] for lane in self.holders]
-        wanted = [[(group, Places(group.rows)) for group in lane] for lane in self.wanters]
+        held = [[(group, Places(group.rows)) for group in lane] for lane in self.senders]
+        wanted = [[(group, Places(group.rows)) for group in lane] for lane in self.receivers]
         for source_lane, source_start, lane, start, rows in self.segments:
             stop = start + rows
             takers = [(group, there) for group, places in wanted[lane] if (there := places.clip(start, stop))]
-            for holder, places in held[source_lane]:
+            for sender, places in held[source_lane]:
                 given = places.clip(source_start, source_start + rows)
-                for wanter, taken in takers if given else ():
-                    if pieces := _common(given, taken, start - source_start):
-                        found.append((holder, wanter, pieces))
+                for receiver, taken in takers if given else ():
+                    if pieces := _common_pieces(given, taken, start - source_start):
+                        found.append((sender, receiver, pieces))
         return found
 
     @functools.cached_property
     def _parts(self) -> tuple[dict[Ranks, int], dict[Ranks, int]]:
-        """Of holders and of wanters: ranks of a group -> rows that its first rank has to itself."""
+        """For senders and for receivers: ranks of a group -> rows in the equal part of its first rank."""
         met: tuple[dict[Ranks, set[Ranks]], dict[Ranks, set[Ranks]]] = (defaultdict(set), defaultdict(set))
-        for holder, wanter, _ in self._meetings:
-            met[0][holder.ranks].add(wanter.ranks)
-            met[1][wanter.ranks].add(holder.ranks)
+        for sender, receiver, _ in self._group_pairs:
+            met[0][sender.ranks].add(receiver.ranks)
+            met[1][receiver.ranks].add(sender.ranks)
 
         def part(group: Group, side: int) -> int:
             rows, others = intervals.count(group.rows), met[side][group.ranks]
@@ -188,46 +200,50 @@ class Plan:
                     return rows
             return -(-rows // len(group.ranks))
 
-        holders, wanters = (
+        senders, receivers = (
             {group.ranks: part(group, side) for lane in lanes for group in lane}
-            for side, lanes in enumerate((self.holders, self.wanters))
+            for side, lanes in enumerate((self.senders, self.receivers))
         )
-        return holders, wanters
+        return senders, receivers
 
-    def _once(self, holder: Group, wanter: Group, pieces: list[Piece]) -> Iterator[tuple[int, int, Piece]]:
-        give, take = self._parts[0][holder.ranks], self._parts[1][wanter.ranks]
+    def _pieces_once(
+        self, sender: Group, receiver: Group, pieces: list[Piece]
+    ) -> Iterator[tuple[int, int, Piece]]:
+        give, take = self._parts[0][sender.ranks], self._parts[1][receiver.ranks]
         for sent, received, rows in pieces:
             while rows:
                 i, j = sent // give, received // take
                 n = min(rows, (i + 1) * give - sent, (j + 1) * take - received)
-                yield holder.ranks[i], wanter.ranks[j], Piece(sent, received, n)
+                yield sender.ranks[i], receiver.ranks[j], Piece(sent, received, n)
                 sent, received, rows = sent + n, received + n, rows - n
 
-    def _copies(self, holder: Group, wanter: Group, pieces: list[Piece]) -> Iterator[tuple[int, int, Piece]]:
-        # The copies for all who lack the rows are one line of rows, cut into equal parts for the holders.
-        needy = [rank for rank in wanter.ranks if rank not in holder.ranks]
+    def _pieces_copies(
+        self, sender: Group, receiver: Group, pieces: list[Piece]
+    ) -> Iterator[tuple[int, int, Piece]]:
+        # All copies in sequence are cut into equal parts, one for each sender.
+        lacking = [rank for rank in receiver.ranks if rank not in sender.ranks]
         rows = sum(piece.rows for piece in pieces)
-        each = -(-rows * len(needy) // len(holder.ranks))
-        if rows * self.row_bytes <= self.leader_bytes:  # small: no copy is cut
-            each = -(-len(needy) // len(holder.ranks)) * rows
-        for rank in wanter.ranks:
-            if rank in holder.ranks:
+        each = -(-rows * len(lacking) // len(sender.ranks))
+        if rows * self.row_bytes <= self.leader_bytes:  # small: whole copies only
+            each = -(-len(lacking) // len(sender.ranks)) * rows
+        for rank in receiver.ranks:
+            if rank in sender.ranks:
                 yield from ((rank, rank, piece) for piece in pieces)
         at = 0
-        for rank in needy:
+        for rank in lacking:
             for sent, received, n in pieces:
                 while n:
                     i = at // each
                     some = min(n, (i + 1) * each - at)
-                    yield holder.ranks[i], rank, Piece(sent, received, some)
+                    yield sender.ranks[i], rank, Piece(sent, received, some)
                     sent, received, n, at = sent + some, received + some, n - some, at + some
 
-    def _check(self, found: dict[tuple[int, int], list[Piece]]) -> None:
-        """Every wanted row arrives once in each group (mode "once") or rank (mode "copies")."""
+    def _check_coverage(self, found: dict[tuple[int, int], list[Piece]]) -> None:
+        """Check that every wanted row arrives once in each group (mode "once") or rank (mode "copies")."""
         arrived: dict[int, int] = defaultdict(int)
         for (_, destination), pieces in found.items():
             arrived[destination] += sum(piece.rows for piece in pieces)
-        for lane, groups in enumerate(self.wanters):
+        for lane, groups in enumerate(self.receivers):
             for ranks, rows in groups:
                 wanted = intervals.count(rows)
                 totals = (
@@ -242,9 +258,9 @@ class Plan:
                     )
 
     def transposed(self) -> Plan:
-        """The way back: gradients of the wanted rows to those who held them."""
+        """The backward plan: gradients of the wanted rows go to the ranks that held them."""
         segments = tuple(segment.transposed() for segment in self.segments)
-        return Plan(self.wanters, self.holders, segments, self.row_bytes, self.mode, self.leader_bytes)
+        return Plan(self.receivers, self.senders, segments, self.row_bytes, self.mode, self.leader_bytes)
 
     @functools.cached_property
     def backward(self) -> Plan:
@@ -252,10 +268,10 @@ class Plan:
         return self.transposed()
 
 
-def _common(
+def _common_pieces(
     given: Sequence[tuple[int, int, int]], taken: Sequence[tuple[int, int, int]], by: int
 ) -> list[Piece]:
-    """Rows in both (`Places.clip` of each side); a wanter's number of a row is the holder's plus `by`."""
+    """Rows in both (`Places.clip` of each side); the receiver numbers a row as the sender does, plus `by`."""
     found: list[Piece] = []
     i = j = 0
     while i < len(given) and j < len(taken):
@@ -272,8 +288,8 @@ def _common(
     return found
 
 
-def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Ascending in the receiver's buffer; neighbors on both sides made one."""
+def _merged_pieces(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """Sort by index in the receiver's buffer; merge pieces that are adjacent on both sides."""
     joined: list[Piece] = []
     for piece in sorted(pieces, key=lambda p: p.received):
         last = joined[-1] if joined else None

@@ -1,4 +1,4 @@
-"""From layouts and row counts to the sides of a plan."""
+"""Make plans from layouts, row counts and positions."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from collections.abc import Sequence
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.intervals import Intervals
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.partition import Runs, contiguous, lane_rows, positions, segments, wanted
+from megatron_nemotron3.boundary.partition import Runs, lane_rows, positions, sample_shares, segments, wanted
 from megatron_nemotron3.boundary.plan import Group, Mode, Plan, Side
 
 
 def sending(layout: Layout, rows: Sequence[int]) -> Side:
-    """The side of a module that gives rows: its last pipeline stage.
+    """The sending side: the last pipeline stage of a module.
 
     Args:
-        rows: of each lane.
+        layout: of the module.
+        rows: number of rows of each lane.
 
     Raises:
-        ValueError: context parallelism, under which rows have no order; or the rows of a lane
-            do not divide among sequence-parallel ranks.
+        ValueError: the module has context parallelism, so its rows have no order; or the rows of a lane do
+            not divide among sequence-parallel ranks.
     """
     if layout.cp > 1:
         raise ValueError(f"the source layout {layout} has CP={layout.cp}: use CP 1 in modules that send")
     return tuple(
-        _sharded(ranks, n)
+        _tp_shards(ranks, n)
         if layout.sequence_parallel and layout.tp > 1
         else (Group(ranks, intervals.whole(n)),)
         for ranks, n in zip(layout.lanes(layout.pp - 1), rows, strict=True)
     )
 
 
-def _sharded(ranks: tuple[int, ...], rows: int) -> tuple[Group, ...]:
+def _tp_shards(ranks: tuple[int, ...], rows: int) -> tuple[Group, ...]:
     if rows % len(ranks):
         raise ValueError(
             f"{rows} rows of a source lane do not divide among TP={len(ranks)} for sequence parallelism: pad "
-            "them, or gather the output"
+            "the rows, or gather the output"
         )
     return tuple(
         Group((rank,), part)
@@ -46,21 +47,22 @@ def _sharded(ranks: tuple[int, ...], rows: int) -> tuple[Group, ...]:
 def receiving(
     layout: Layout, rows: Sequence[int], wants: Sequence[Sequence[Intervals]] | None = None
 ) -> Side:
-    """The side of a module that takes rows: its first pipeline stage.
+    """The receiving side: the first pipeline stage of a module.
 
     Args:
-        rows: of each lane.
-        wants: of each lane, rows by rank (`slices.wanted`); None: every rank wants all rows of its lane.
+        layout: of the module.
+        rows: number of rows of each lane.
+        wants: for each lane, the rows of each rank (`slices_of`); None: every rank wants all rows.
 
     Raises:
-        ValueError: context parallelism without `wants`.
+        ValueError: the module has context parallelism and `wants` is None.
     """
     lanes = layout.lanes(0)
     if wants is None:
         if layout.cp > 1:
             raise ValueError(
-                f"the destination layout {layout} has CP={layout.cp}: which rows a context rank owns "
-                "depends on their positions: give them (RowFeed)"
+                f"the destination layout {layout} has CP={layout.cp}, so the rows of a context rank depend "
+                "on their positions: give them (RowFeed)"
             )
         return tuple((Group(ranks, intervals.whole(n)),) for ranks, n in zip(lanes, rows, strict=True))
     # Without sequence parallelism the tensor ranks of a context rank want the same rows.
@@ -83,15 +85,16 @@ def make_plan(
     """The forward plan of one microbatch and one modality.
 
     Args:
-        rows: of each sample of the microbatch, over all lanes.
+        source, destination: layouts of the sending and the receiving module.
+        rows: number of rows of each sample of the microbatch, over all lanes.
         row_bytes: bytes of a row.
-        wants: see `receiving`; `slices_of` makes them.
-        mode: None: "copies" where the layouts share ranks, "once" where they do not.
+        wants: rows that each rank needs, from `slices_of`; None: all rows of its lane.
+        mode: None: "copies" if the layouts share ranks, else "once".
 
     Raises:
-        ValueError: as `segments`, `contiguous`, `sending`, `receiving`.
+        ValueError: as `segments`, `sample_shares`, `sending`, `receiving`.
     """
-    given, taken = contiguous(len(rows), source.dp), contiguous(len(rows), destination.dp)
+    given, taken = sample_shares(len(rows), source.dp), sample_shares(len(rows), destination.dp)
     if mode is None:
         shared = set(source.stage_ranks(source.pp - 1)) & set(destination.stage_ranks(0))
         mode = "copies" if shared else "once"
@@ -114,15 +117,16 @@ def slices_of(
     """Rows that each rank of a context- or sequence-parallel module needs (`wants` of `make_plan`).
 
     Args:
-        runs: of each sample, where its rows stand (`slices.Runs`).
-        lengths: of each sample's sequence, padding included.
-        samples: of each lane; None: equal shares in order.
-        documents: of each sample, `cu_seqlens_padded` if it is packed, else ().
+        layout: of the module.
+        runs: for each sample, the positions of its rows (`partition.Runs`).
+        lengths: for each sample, the length of its sequence, padding included.
+        samples: for each lane, its samples; None: equal shares in order.
+        documents: for each sample, `cu_seqlens_padded` if it is packed, else ().
 
     Raises:
-        ValueError: as `slices.positions`; or a row stands outside its sequence.
+        ValueError: as `partition.positions`; or a row lies outside its sequence.
     """
-    taken = contiguous(len(runs), layout.dp) if samples is None else samples
+    taken = sample_shares(len(runs), layout.dp) if samples is None else samples
     cuts = documents or [()] * len(runs)
     for sample, (mine, length) in enumerate(zip(runs, lengths, strict=True)):
         if mine and sum(mine[-1]) > length:

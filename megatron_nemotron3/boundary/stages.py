@@ -1,8 +1,8 @@
-"""Whether modules can run as one pipeline, and which stage of it each rank is.
+"""Checks that modules can run as one pipeline, and the pipeline stage of each rank.
 
-A stage is counted from the end of the pipeline: the last stage of every module before a common one has the
-same number, however deep the modules are. Upstream counts from the start, which gives a shallow encoder one
-warm-up microbatch more than its consumer has room for: 1F1B then waits forever.
+Stages are counted from the end of the pipeline: the last stages of all modules that feed the same module have
+the same number, whatever the depth of the modules. Upstream counts from the start, which gives a shallow
+encoder one warm-up microbatch more than the next module can take, and 1F1B hangs.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from megatron_nemotron3.boundary.groups import BoundaryError
 from megatron_nemotron3.boundary.layout import Layout
 
 Layouts = Mapping[str, Layout]
-#: module -> modules that take its output.
+#: module -> modules that receive its output.
 Topology = Mapping[str, Sequence[str]]
 
 
 def check_modules(
     layouts: Layouts, topology: Topology, world_size: int, frozen: Collection[str] = ()
 ) -> None:
-    """Refuse what would hang later. From the arguments alone, so every rank comes to the same verdict.
+    """Refuse modules that would hang later. Only arguments are read, so all ranks raise the same error.
 
     Raises:
-        BoundaryError: modules without layout, a cycle, ranks in no module or beyond the world, an edge that
-            skips stages, a rank whose modules are at different stages, an encoder and its consumer on one
-            rank, or a frozen module that receives from one that is trained.
+        BoundaryError: a module has no layout, the topology has a cycle, a rank is in no module or beyond the
+            world, an edge skips stages, the modules of a rank are at different stages, a module and the next
+            one share ranks, or a frozen module receives from a trained one.
     """
     for name, destinations in topology.items():
         if unknown := {name, *destinations} - layouts.keys():
-            raise BoundaryError(f"modules {sorted(unknown)} have no grid: grids are of {sorted(layouts)}")
+            raise BoundaryError(f"modules {sorted(unknown)} have no grid, only {sorted(layouts)} have")
     if missing := layouts.keys() - topology.keys():
         raise BoundaryError(
-            f"modules {sorted(missing)} are not in the topology: give each a list, if an empty one"
+            f"modules {sorted(missing)} are not in the topology: add a list for each, possibly empty"
         )
-    of: dict[int, list[str]] = {}
+    modules_of: dict[int, list[str]] = {}
     for name, layout in layouts.items():
         for rank in layout.ranks:
-            of.setdefault(rank, []).append(name)
-    if beyond := sorted(rank for rank in of if rank >= world_size):
+            modules_of.setdefault(rank, []).append(name)
+    if beyond := sorted(rank for rank in modules_of if rank >= world_size):
         raise BoundaryError(f"ranks {beyond} of the layouts do not exist: the world has {world_size}")
-    if idle := sorted(set(range(world_size)) - of.keys()):
+    if idle := sorted(set(range(world_size)) - modules_of.keys()):
         raise BoundaryError(
-            f"ranks {idle} of {world_size} are in no module ({_listed(layouts)}): give every rank one, or "
-            f"start {len(of)} processes"
+            f"ranks {idle} of {world_size} are in no module ({_layouts_text(layouts)}): use them in one, or "
+            f"start {len(modules_of)} processes"
         )
     for name, destinations in topology.items():
         for destination in destinations:
@@ -60,10 +60,10 @@ def check_modules(
                 )
             if destination in frozen and name not in frozen:
                 raise BoundaryError(
-                    f"{destination} is frozen, {name} before it is not: its gradients need both"
+                    f"{destination} is frozen, but {name} before it is trained: freeze both, or train both"
                 )
-    for rank, names in sorted(of.items()):
-        stages = {name: _stage(rank, name, layouts, topology) for name in names}
+    for rank, names in sorted(modules_of.items()):
+        stages = {name: _module_stage(rank, name, layouts, topology) for name in names}
         if len(set(stages.values())) > 1:
             raise BoundaryError(
                 f"rank {rank} is at different stages of the pipeline with its modules {stages}: give modules "
@@ -72,10 +72,10 @@ def check_modules(
 
 
 def remaining(module: str, layouts: Layouts, topology: Topology, above: tuple[str, ...] = ()) -> int:
-    """Stages from the first one of a module to the end.
+    """Number of stages from the first one of a module to the end of the pipeline.
 
     Raises:
-        BoundaryError: a cycle.
+        BoundaryError: the topology has a cycle.
     """
     if module in above:
         raise BoundaryError(f"modules feed each other in a circle: {' -> '.join([*above, module])}")
@@ -84,17 +84,19 @@ def remaining(module: str, layouts: Layouts, topology: Topology, above: tuple[st
 
 
 def stage_of(rank: int, layouts: Layouts, topology: Topology) -> int:
-    """The stage of a rank, 0 at the start of the longest path."""
-    return next(_stage(rank, name, layouts, topology) for name in layouts if rank in layouts[name].ranks)
+    """Pipeline stage of a rank; 0 is the start of the longest path."""
+    return next(
+        _module_stage(rank, name, layouts, topology) for name in layouts if rank in layouts[name].ranks
+    )
 
 
-def _stage(rank: int, module: str, layouts: Layouts, topology: Topology) -> int:
+def _module_stage(rank: int, module: str, layouts: Layouts, topology: Topology) -> int:
     total = max(remaining(name, layouts, topology) for name in layouts)
     left = remaining(module, layouts, topology) - layouts[module].coordinates(rank).get("pp", 0)
     return total - left
 
 
-def _listed(layouts: Layouts) -> str:
+def _layouts_text(layouts: Layouts) -> str:
     return ", ".join(
         f"{name}: ranks {layout.ranks[0]}-{layout.ranks[-1]}" for name, layout in layouts.items()
     )

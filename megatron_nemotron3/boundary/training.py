@@ -48,12 +48,12 @@ from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.mimo import BoundaryMimoModel, Rows
 
-#: batch -> what `BoundaryMimoModel.forward` takes as (modality_inputs, input_ids).
+#: batch -> the arguments (modality_inputs, input_ids) of `BoundaryMimoModel.forward`.
 Inputs = Callable[[Any], tuple[Mapping[str, Any] | None, Tensor | None]]
 
 
 def inputs_of(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Tensor | None]:
-    """For batches that are the keyword arguments of the model's forward."""
+    """Read batches that are the keyword arguments of the model's forward."""
     return batch.get("modality_inputs"), batch.get("input_ids")
 
 
@@ -68,18 +68,18 @@ def forward_backward_colocated(
     pipeline: Callable[..., Any] = forward_backward_pipelining_without_interleaving,
     **options: Any,
 ) -> Any:
-    """What Megatron calls as `forward_backward_func`; every rank of all modules does.
+    """Run a training or evaluation step; Megatron calls it as `forward_backward_func` on every rank.
 
     Args:
-        forward_step_func, model, num_microbatches, forward_only, options: as the stock schedule takes them;
+        forward_step_func, model, num_microbatches, forward_only, options: as for the stock schedule;
             `p2p_communicator` and `pg_collection` are those of the language model.
-        data_iterator: on every rank, of batches with the input of this rank's encoders; a `RowFeed` if the
-            model's `feed` is one.
-        inputs: reads them. Where batches are moved to the device in `forward_step_func`, it must move
+        data_iterator: on every rank, iterates over batches with the input of this rank's encoders; it is the
+            model's `feed` if the model has one.
+        inputs: reads a batch. If `forward_step_func` moves batches to the device, `inputs` must move
             `modality_inputs`, too.
         pipeline: the schedule of the language model.
 
-    Returns: what the stock schedule returns.
+    Returns: the return value of the stock schedule.
 
     Raises:
         BoundaryError: as `ColocatedBridge.communicate`.
@@ -87,24 +87,24 @@ def forward_backward_colocated(
     wrapped = model[0] if isinstance(model, list) else model
     mimo = unwrap_model(wrapped)
     batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-    drawn, crossed = [], []
+    drawn, exchanged = [], []
     for _ in range(num_microbatches):
         batch = next(batches)
         modality_inputs, input_ids = inputs(batch)
         known = mimo.feed.current if mimo.feed is not None else None
         drawn.append(batch)
-        crossed.append((known, mimo.cross(modality_inputs, known, input_ids)))
-    leaves = [_detached(rows) for _, rows in crossed]
+        exchanged.append((known, mimo.exchange_rows(modality_inputs, known, input_ids)))
+    leaves = [_detached_rows(rows) for _, rows in exchanged]
     if forward_only:
-        crossed = [(known, {}) for known, _ in crossed]
-    mimo.crossed.extend((known, rows) for (known, _), rows in zip(crossed, leaves, strict=True))
+        exchanged = [(known, {}) for known, _ in exchanged]
+    mimo.exchanged.extend((known, rows) for (known, _), rows in zip(exchanged, leaves, strict=True))
 
     config = get_model_config(wrapped)
     finalize, grad_sync = config.finalize_model_grads_func, config.grad_sync_func
     finalized: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     if finalize is not None:
         config.finalize_model_grads_func = lambda *args, **kwargs: finalized.append((args, kwargs))
-    config.grad_sync_func = None  # it would reduce the encoders' gradients before there are any
+    config.grad_sync_func = None  # it would reduce the encoders' gradients before they exist
     try:
         result = pipeline(
             forward_step_func=forward_step_func,
@@ -116,35 +116,35 @@ def forward_backward_colocated(
         )
     finally:
         config.finalize_model_grads_func, config.grad_sync_func = finalize, grad_sync
-        mimo.crossed.clear()
+        mimo.exchanged.clear()
     if not forward_only:
-        _encoders_backward(mimo, crossed, leaves)
+        _encoders_backward(mimo, exchanged, leaves)
     for args, kwargs in finalized:
         finalize(*args, **kwargs)
     return result
 
 
-def _detached(rows: Rows) -> Rows:
+def _detached_rows(rows: Rows) -> Rows:
     return {name: t.detach().requires_grad_(t.requires_grad) for name, t in rows.items()}
 
 
 def _encoders_backward(
-    mimo: BoundaryMimoModel, crossed: list[tuple[Microbatch | None, Rows]], leaves: list[Rows]
+    mimo: BoundaryMimoModel, exchanged: list[tuple[Microbatch | None, Rows]], leaves: list[Rows]
 ) -> None:
-    """Microbatch by microbatch, each freed when it is done; gradient sync may start in the last one."""
-    for number in range(len(crossed)):
-        rows, given = crossed[number][1], leaves[number]
-        crossed[number], leaves[number] = (None, {}), {}
+    """Run backward for each microbatch and free it; gradient sync may start in the last one."""
+    for number in range(len(exchanged)):
+        rows, given = exchanged[number][1], leaves[number]
+        exchanged[number], leaves[number] = (None, {}), {}
         outputs = [t for t in rows.values() if t.requires_grad]
-        # Where a stage had no use for rows, it has none, and takes part.
-        grads = [_gradient(given[name]) for name, t in rows.items() if t.requires_grad]
-        last = number == len(crossed) - 1
+        # Rows of later stages were not used and have no gradient; these ranks take part with zeros.
+        grads = [_gradient_or_zeros(given[name]) for name, t in rows.items() if t.requires_grad]
+        last = number == len(exchanged) - 1
         with nullcontext() if last else mimo.no_sync():
             if outputs:
                 torch.autograd.backward(outputs, grads)
 
 
-def _gradient(leaf: Tensor) -> Tensor:
+def _gradient_or_zeros(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
@@ -155,13 +155,13 @@ def gradient_scale(
     module_per_token: bool,
     tokens: torch.Tensor | None,
 ) -> torch.Tensor | float:
-    """The factor for a module's gradients after its own gradient sync. The table above.
+    """Factor for a module's gradients after its own gradient sync, from the table above.
 
     Args:
         language_ranks, module_ranks: DP * CP of the language model and of the module.
-        module_per_token: `calculate_per_token_loss` of the module's config: its DDP sums, and averages else.
-        tokens: [], those of the global batch, if the language model's loss is a sum over tokens; None: it is
-            the mean over a rank's tokens. A batch without any counts as one token, as upstream has it.
+        module_per_token: `calculate_per_token_loss` of the module's config: whether its DDP sums or averages.
+        tokens: [], tokens of the global batch if the language model's loss is a sum over tokens; None if it
+            is the mean over a rank's tokens. As in upstream, a batch without tokens counts as one token.
     """
     averaged = 1 if module_per_token else module_ranks
     if tokens is None:
@@ -174,21 +174,21 @@ def global_tokens(
     language: ProcessGroupCollection | None,
     world: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Tokens of the global batch, on every rank: one all-reduce of eight bytes, no host synchronization.
+    """Tokens of the global batch, on every rank: one all-reduce of 8 bytes without host synchronization.
 
     Args:
-        num_tokens: [], this rank's count as the schedule sums it up: its data lane and context slice.
-        language: this rank's groups of the language model; None: it has no part in it.
+        num_tokens: [], this rank's count as the schedule sums it, for its data lane and context slice.
+        language: this rank's groups of the language model; None if the rank is not in the language model.
         world: all ranks of all modules; None: the default group.
     """
-    # One rank of each data lane and context slice counts: the first tensor rank of the last stage.
-    counts = language is not None and language.tp.rank() == 0 and _is_last(language.pp)
+    # Count one rank of each data lane and context slice: the first tensor rank of the last stage.
+    counts = language is not None and language.tp.rank() == 0 and _is_last_rank(language.pp)
     total = num_tokens.detach().reshape(()).long() * int(counts)
     dist.all_reduce(total, group=world)
     return total
 
 
-def _is_last(group: dist.ProcessGroup) -> bool:
+def _is_last_rank(group: dist.ProcessGroup) -> bool:
     return group.rank() == group.size() - 1
 
 
@@ -201,32 +201,35 @@ def finalize_model_grads(
     groups: Mapping[str, ProcessGroupCollection] | None = None,
     world: dist.ProcessGroup | None = None,
 ) -> None:
-    """For `config.finalize_model_grads_func` of a MimoModel whose modules have layouts of their own.
+    """Finalize and scale the gradients of a MimoModel whose modules have layouts of their own.
 
-    Each module of this rank goes through upstream's `finalize_model_grads` with its own groups (gradient
-    sync, layer norms under sequence parallelism, tied embeddings, expert bias), then gets its factor.
+    Use it as `config.finalize_model_grads_func`. Upstream's `finalize_model_grads` runs for each module of
+    this rank with the module's groups (gradient sync, layer norms under sequence parallelism, tied
+    embeddings, expert bias); then the module's gradients are multiplied by `gradient_scale`.
 
     Args:
-        model: the MimoModel alone, its modules each in a DistributedDataParallel.
-        num_tokens: as the schedule gives it; None with a mean loss.
-        pg_collection: the schedule's. With `MultiModuleProcessGroupCollection`, nothing else is needed.
-        groups: name of each module of this rank -> its groups, where the schedule has but one collection
+        model: a list of the MimoModel, whose modules are each in a DistributedDataParallel.
+        num_tokens: as the schedule passes it; None with a mean loss.
+        pg_collection: the schedule's. `MultiModuleProcessGroupCollection` has the groups of all modules.
+        force_all_reduce: as upstream.
+        groups: name of each module of this rank -> its groups, if the schedule has a single collection
             (colocated modules): `functools.partial(finalize_model_grads, groups=…)`.
-        world: all ranks of all modules; None: the default group.
+        world: group of all ranks of all modules; None: the default group.
 
     Raises:
-        ValueError: no groups; or a module with trainable parameters is not in a DistributedDataParallel.
+        ValueError: no groups are given, or a module with trainable parameters is not in a
+            DistributedDataParallel.
     """
     mimo: Any = unwrap_model(model[0])
     if groups is None:
         if not isinstance(pg_collection, MultiModuleProcessGroupCollection):
             raise ValueError(
-                "finalize_model_grads knows no groups of the modules: give groups={name: collection} where "
+                "finalize_model_grads has no groups of the modules: give groups={name: collection}, because "
                 f"the schedule's pg_collection is a {type(pg_collection).__name__}"
             )
         groups = pg_collection.module_pgs
     tokens = None if num_tokens is None else global_tokens(num_tokens, groups.get(LANGUAGE), world)
-    ranks = {name: _data_ranks(grid) for name, grid in mimo.mimo_config.module_to_grid_map.items()}
+    ranks = {name: _data_parallel_ranks(grid) for name, grid in mimo.mimo_config.module_to_grid_map.items()}
     for name, module in {LANGUAGE: mimo.language_model, **dict(mimo.modality_submodules.items())}.items():
         if module is None:
             continue
@@ -247,6 +250,6 @@ def finalize_model_grads(
         module.scale_gradients(factor)
 
 
-def _data_ranks(grid: Any) -> int:
+def _data_parallel_ranks(grid: Any) -> int:
     layout = Layout.from_grid(grid)
     return layout.dp * layout.cp

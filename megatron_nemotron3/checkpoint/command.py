@@ -39,7 +39,7 @@ _LAYOUT = {
 
 def register(commands: Any) -> None:
     """Add `nemotron3 check`."""
-    command = commands.add_parser("check", help="is a checkpoint complete and undamaged")
+    command = commands.add_parser("check", help="check that a checkpoint is complete and undamaged")
     command.add_argument(
         "folder", type=Path, metavar="DIR", help="one checkpoint, or the folder with the tracker"
     )

@@ -215,7 +215,7 @@ def _skip_tensor(pid: Any) -> None:
     """Tensors in the common state (random number states) are not read."""
 
 
-def _arguments(*args: Any) -> tuple[Any, ...]:
+def _call_arguments(*args: Any) -> tuple[Any, ...]:
     return args
 
 
@@ -224,10 +224,14 @@ DATA_TABLE: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): inert("Namespace"),
     ("types", "SimpleNamespace"): inert("SimpleNamespace"),
     ("collections", "OrderedDict"): dict,
-    ("signal", "Signals"): _arguments,
-    ("pathlib", "PosixPath"): _arguments,
-    ("_codecs", "encode"): _arguments,
-    **{(module, name): _arguments for module in ("builtins", "__builtin__") for name in ("getattr", "set")},
-    ("datetime", "timedelta"): _arguments,
+    ("signal", "Signals"): _call_arguments,
+    ("pathlib", "PosixPath"): _call_arguments,
+    ("_codecs", "encode"): _call_arguments,
+    **{
+        (module, name): _call_arguments
+        for module in ("builtins", "__builtin__")
+        for name in ("getattr", "set")
+    },
+    ("datetime", "timedelta"): _call_arguments,
 }
 DATA_STUBS = ("megatron.", "nvidia_resiliency_ext.", "torch.", "numpy.", "transformer_engine.")

@@ -5,9 +5,9 @@ A .distcp file is a row of archives, one per chunk. Each is written in order, so
     archive = tensor_archive("bfloat16", (4096, 2688))
     write(archive.head); write(data); write(archive.tail(zlib.crc32(data)))
 
-The CRC32 of the data stands behind the data and in the archive's directory; both are in the tail. Nothing
-else depends on values or names, so all experts share one archive. Data begins at a multiple of 64 bytes, and
-the length of the archive is such a multiple, so that all archives in a file stay aligned.
+The CRC32 follows the data and is repeated in the archive's directory; both are in the tail. Nothing else
+depends on values or names, so all experts share one archive. Data begins at a multiple of 64 bytes, and the
+length of the archive is such a multiple, so that all archives in a file stay aligned.
 
 What is not a tensor ("args", "iteration", "checkpoint_version") is stored twice. megatron-core 0.16 to 0.18
 read only the file common.pt. 0.19 reads common.pt if it exists, warns that this will end, and otherwise reads

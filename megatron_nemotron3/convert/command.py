@@ -19,8 +19,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def register(commands: Any) -> None:
     """Add `nemotron3 convert` and `nemotron3 verify`."""
-    _add_convert(commands.add_parser("convert", help="a checkpoint from Megatron to Hugging Face or back"))
-    _add_verify(commands.add_parser("verify", help="are two checkpoints the same, tensor by tensor"))
+    _add_convert(
+        commands.add_parser("convert", help="convert a checkpoint between Megatron and Hugging Face")
+    )
+    _add_verify(commands.add_parser("verify", help="compare two checkpoints tensor by tensor"))
 
 
 def _add_convert(command: argparse.ArgumentParser) -> None:
@@ -28,30 +30,48 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
     ways = command.add_subparsers(
         dest="direction", required=True, metavar="to-hf|from-hf", parser_class=type(command)
     )
-    export = ways.add_parser("to-hf", help="a Megatron checkpoint becomes a Hugging Face folder")
+    export = ways.add_parser("to-hf", help="convert a Megatron checkpoint to a Hugging Face folder")
     export.add_argument(
-        "source", type=Path, metavar="MEGATRON_DIR", help="of --save, or one iteration's folder"
+        "source", type=Path, metavar="MEGATRON_DIR", help="folder of --save, or of one iteration"
     )
     export.add_argument("target", type=Path, metavar="HF_DIR", help="a new folder")
-    export.add_argument("--iteration", type=int, metavar="N", help="default: the one the tracker names")
-    export.add_argument("--vocab-size", type=int, metavar="N", help="tokens; default: as stored")
     export.add_argument(
-        "--reference", type=Path, metavar="DIR", help="tokenizer and generation files are copied"
+        "--iteration", type=int, metavar="N", help="default: the iteration that the tracker names"
     )
     export.add_argument(
-        "--from-optimizer-master", action="store_true", help="FP32 masters instead of the weights"
+        "--vocab-size", type=int, metavar="N", help="tokens in the vocabulary (default: as stored)"
     )
     export.add_argument(
-        "--quantize", metavar="RECIPE", help=f"nvfp4, fp8, or one of {', '.join(RECIPES)}: packed for engines"
+        "--reference",
+        type=Path,
+        metavar="DIR",
+        help="HF folder whose tokenizer and generation files are copied",
     )
     export.add_argument(
-        "--input-scales", type=Path, metavar="PATH", help="scales of activations, for --quantize"
+        "--from-optimizer-master",
+        action="store_true",
+        help="convert the FP32 masters of the optimizer, not the weights",
     )
-    load = ways.add_parser("from-hf", help="a Hugging Face folder becomes a Megatron checkpoint")
+    export.add_argument(
+        "--quantize",
+        metavar="RECIPE",
+        help=f"pack the weights for inference engines: nvfp4, fp8, or one of {', '.join(RECIPES)}",
+    )
+    export.add_argument(
+        "--input-scales",
+        type=Path,
+        metavar="PATH",
+        help="scales of activations for --quantize: JSON, safetensors, or a quantized folder",
+    )
+    load = ways.add_parser("from-hf", help="convert a Hugging Face folder to a Megatron checkpoint")
     load.add_argument("source", type=Path, metavar="HF_DIR")
     load.add_argument("target", type=Path, metavar="MEGATRON_DIR", help="a new folder, for --load")
     load.add_argument(
-        "--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help="times TP (default 128)"
+        "--make-vocab-size-divisible-by",
+        type=int,
+        default=128,
+        metavar="N",
+        help="pad the vocabulary to a multiple of N: Megatron's option times TP (default 128)",
     )
     _add_dequantize(load)
     for way in (export, load):
@@ -60,22 +80,24 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
             "--check-logits",
             type=int,
             metavar="N",
-            help="compare both sides' logits of N tokens, layer by layer",
+            help="afterwards, compare the logits of both sides on N tokens, layer by layer",
         )
-        way.add_argument("--dtype", choices=DTYPES, help="default: as stored")
+        way.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: as stored)")
         way.add_argument(
-            "--shard-size", default="5GB", metavar="SIZE", help="of a file, at most (default 5GB)"
+            "--shard-size", default="5GB", metavar="SIZE", help="largest size of a file (default 5GB)"
         )
         way.add_argument("--allow-nonfinite", action="store_true", help="copy NaN and infinities")
-        way.add_argument("--dry-run", action="store_true", help="print the plan and what it needs")
+        way.add_argument("--dry-run", action="store_true", help="print the plan and its size, and stop")
         _add_workers(way)
 
 
 def _add_verify(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=verify)
-    command.add_argument("a", type=Path, metavar="A", help="Megatron or Hugging Face")
+    command.add_argument("a", type=Path, metavar="A", help="Megatron or Hugging Face checkpoint")
     command.add_argument("b", type=Path, nargs="?", metavar="B", help="default: the manifest of A")
-    command.add_argument("--vocab-size", type=int, metavar="N", help="tokens; default: as stored")
+    command.add_argument(
+        "--vocab-size", type=int, metavar="N", help="tokens in the vocabulary (default: as stored)"
+    )
     _add_dequantize(command)
     _add_stored(command)
     _add_workers(command)

@@ -1,4 +1,4 @@
-"""Run Megatron-Core and Megatron's training loop without CUDA: the only patches in this package.
+"""Run Megatron-Core and Megatron's training loop without CUDA, by patches that `cpu_mode` makes and removes.
 
     with cpu_mode():
         ...  # anything of megatron.core or megatron.training, on CPU tensors and gloo

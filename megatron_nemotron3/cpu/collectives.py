@@ -1,4 +1,4 @@
-"""`torch.distributed` on gloo: nccl's names mean gloo, and what gloo lacks is added.
+"""`torch.distributed` on gloo: nccl's names mean gloo, and collectives that gloo lacks are added.
 
 Groups of one rank. Megatron makes a group for every kind of parallelism, most of them of one rank on a small
 machine. Each gloo group polls its sockets a hundred times a second in a thread of its own, and these threads
@@ -27,7 +27,7 @@ _groups: dict[int, Any] = {}
 
 
 def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`torch.distributed.new_group`; groups of one rank are shared. Every rank calls it, as torch asks."""
+    """`torch.distributed.new_group`; groups of one rank are shared. As in torch, all ranks must call it."""
     global _world
     members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
     # With local synchronization (the fifth argument) other ranks do not call and would not know it.

@@ -1,4 +1,4 @@
-"""Names that Megatron binds at import, and arguments of its training loop: what they become on a CPU."""
+"""Replacements on a CPU for names that Megatron binds at import and for arguments of its training loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-#: Megatron arguments that cannot hold on a CPU, and what they become (applied after parsing).
+#: Megatron arguments that are invalid on a CPU -> their values there, set after parsing.
 ARGUMENTS: dict[str, Any] = {
     "distributed_backend": "gloo",
     "use_cpu_initialization": True,
@@ -25,7 +25,7 @@ ARGUMENTS: dict[str, Any] = {
     "moe_permute_fusion": False,  # TE
     "moe_router_fusion": False,  # TE
     "cross_entropy_loss_fusion": False,
-    "num_workers": 0,  # DataLoader workers ask for an accelerator
+    "num_workers": 0,  # DataLoader workers need an accelerator
     "async_save": False,
 }
 
@@ -111,7 +111,7 @@ def _optimizer_table() -> list[tuple[Any, str, Any]]:
 
 
 def table(announce: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
-    """(object, attribute, replacement) for what Megatron bound before torch's names were replaced."""
+    """(object, attribute, replacement) for names that Megatron bound before torch's were replaced."""
     import torch
 
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -122,13 +122,13 @@ def table(announce: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
         (rng, "device_ctx_manager", lambda *_: nullcontext()),
         (rng, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (rng, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
-        # Kept by the class for all models: a stand-in must not outlive the block.
+        # The class keeps it for all models, so a placeholder must not outlive the block.
         (dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None),
     ]
     try:
         arguments = importlib.import_module("megatron.training.arguments")
         datasets = importlib.import_module("megatron.core.datasets.utils")
-    except ImportError:  # megatron.core alone: scripts without the training loop
+    except ImportError:  # megatron.core without the training loop
         return found
     found += [*_fallback_table(), *_optimizer_table()]
 
@@ -154,7 +154,8 @@ def table(announce: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
         if not have_helper:
             compile_helpers()
 
-    # main asks here whether MTP's projection is an inference linear, which raises without TransformerEngine.
+    # main checks here whether MTP's projection is an inference linear, which raises without
+    # TransformerEngine.
     mtp = importlib.import_module("megatron.core.transformer.multi_token_prediction")
     question = "is_inference_column_parallel_linear"
     if hasattr(mtp, question) and importlib.util.find_spec("transformer_engine") is None:

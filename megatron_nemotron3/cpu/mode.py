@@ -1,4 +1,4 @@
-"""`cpu_mode` and what it applies: the tables of `torch_names`, `collectives` and `megatron`."""
+"""`cpu_mode`, which applies the tables of `torch_names`, `collectives` and `megatron`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _about_cpu_rng(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def cpu_mode(announce: Callable[[str], None] = lambda message: None) -> Iterator[None]:
-    """Make CUDA names mean the CPU for the duration of the block. Re-entrant.
+    """Make CUDA names mean the CPU inside the block. Re-entrant.
 
     Args:
         announce: called with one line that lists the Megatron arguments that had to be changed.

@@ -1,6 +1,6 @@
-"""Names of `torch.cuda`, and of torch where a device is given, and what they mean on a CPU.
+"""Replacements on a CPU for names of `torch.cuda` and for torch functions that take a device.
 
-`table` lists the replacements; the classes stand in for CUDA's streams, events and devices.
+`table` lists them; the classes replace CUDA's streams, events and devices.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Stream:
-    """A stream on a machine where everything happens in order."""
+    """A stream on a machine that runs everything in order."""
 
     cuda_stream = 0
 
@@ -37,7 +37,7 @@ class Stream:
 
 
 class Event:
-    """An event that has always happened; its clock is the host's."""
+    """An event that is always complete; times are those of the host."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._time = 0.0
@@ -69,7 +69,7 @@ class Device(nullcontext):
 
 
 class Properties:
-    """`torch.cuda.get_device_properties`: an Ampere in name, so that --moe-grouped-gemm is accepted."""
+    """`torch.cuda.get_device_properties`: compute capability 8.0, so that --moe-grouped-gemm is accepted."""
 
     name, major, minor = "cpu", 8, 0
     multi_processor_count, total_memory = 1, 0
@@ -88,7 +88,7 @@ class Generators:
 
 
 class Zeros(dict):
-    """Memory statistics of a device without memory."""
+    """Memory statistics of a device without memory: every value is 0."""
 
     def __missing__(self, key: str) -> int:
         return 0
@@ -128,7 +128,7 @@ def table() -> list[tuple[Any, str, Any]]:
         return 0
 
     def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # Optimizers and clip_grads decide by the name "torch.cuda.FloatTensor".
+        # Optimizers and clip_grads test for the name "torch.cuda.FloatTensor".
         if dtype is None:
             return original_type(self).replace("torch.", "torch.cuda.", 1)
         if isinstance(dtype, str):

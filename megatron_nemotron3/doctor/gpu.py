@@ -49,7 +49,7 @@ PRECISIONS: dict[str, tuple[Callable[[tuple[int, ...]], bool], str]] = {
 }
 
 
-def ask(timeout: float = 180) -> dict[str, Any]:
+def query_cuda(timeout: float = 180) -> dict[str, Any]:
     """Query torch about CUDA on this machine.
 
     Raises:
@@ -68,7 +68,7 @@ def ask(timeout: float = 180) -> dict[str, Any]:
 
 
 def judge(found: dict[str, Any]) -> Iterator[Finding]:
-    """Findings from the result of `ask`."""
+    """Findings from the result of `query_cuda`."""
     if not found["built"]:
         yield Finding("gpu", "warning", "torch was built without CUDA: CPU runs only")
         return
@@ -116,6 +116,6 @@ def _has_kernels_for(capability: tuple[int, ...], architectures: list[str]) -> b
 def findings() -> list[Finding]:
     """Findings about the GPU of this machine."""
     try:
-        return list(judge(ask()))
+        return list(judge(query_cuda()))
     except RuntimeError as problem:
         return [Finding("gpu", "error", str(problem))]

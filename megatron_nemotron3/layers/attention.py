@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_nemotron3.layers.context import document_borders, gathered_positions, zigzag
+from megatron_nemotron3.layers.context_parallel import document_borders, gathered_positions, zigzag
 
 #: Mask types with which each token sees itself and the tokens before it.
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)

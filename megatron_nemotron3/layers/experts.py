@@ -100,7 +100,7 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
         self, weight: torch.nn.Parameter, shape: list[int], init_method: Callable[[torch.Tensor], Any]
     ) -> None:
         if self.config.use_cpu_initialization:
-            # Draws the whole master weight and takes this rank's part: weights do not depend on expert TP.
+            # Draws the full master weight and takes this rank's part: weights do not depend on expert TP.
             _initialize_affine_weight_cpu(
                 weight,
                 shape[0],

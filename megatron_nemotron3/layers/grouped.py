@@ -65,7 +65,9 @@ def _expert_products(x: Tensor, weights: Any, ranges: _ExpertRanges, out: Tensor
     return y
 
 
-def _input_gradient(grad: Tensor, weights: Any, ranges: _ExpertRanges, out: Tensor | None = None) -> Tensor:
+def _grouped_input_gradient(
+    grad: Tensor, weights: Any, ranges: _ExpertRanges, out: Tensor | None = None
+) -> Tensor:
     """[t, out] -> [t, in]."""
     dx = grad.new_empty(grad.shape[0], weights[0].shape[1]) if out is None else out
     for e, a, b in ranges:
@@ -73,7 +75,9 @@ def _input_gradient(grad: Tensor, weights: Any, ranges: _ExpertRanges, out: Tens
     return dx
 
 
-def _weight_gradients(grad: Tensor, x: Tensor, ranges: _ExpertRanges, out: tuple[Tensor, ...]) -> None:
+def _grouped_weight_gradients(
+    grad: Tensor, x: Tensor, ranges: _ExpertRanges, out: tuple[Tensor, ...]
+) -> None:
     """Write the gradient [out, in] of each expert that has rows."""
     for e, a, b in ranges:
         torch.mm(grad[a:b].t(), x[a:b], out=out[e])
@@ -100,11 +104,11 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         grad = grad.contiguous()
-        dx = _input_gradient(grad, weights, ctx.ranges) if ctx.needs_input_grad[0] else None
+        dx = _grouped_input_gradient(grad, weights, ctx.ranges) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return (dx, None, *(None for _ in weights))
         dw = _new_gradients(weights, ctx.ranges)
-        _weight_gradients(grad, x, ctx.ranges, dw)
+        _grouped_weight_gradients(grad, x, ctx.ranges, dw)
         return (dx, None, *dw)
 
 
@@ -200,12 +204,12 @@ class _Experts(torch.autograd.Function):
         for rows, ranges in ctx.blocks:
             h = _expert_products(x[rows], fc1, ranges) if hidden is None else hidden[rows]
             positive, activation, weight = _weighted_activation(h, probs[rows])
-            _weight_gradients(dy[rows], activation, ranges, dfc2)
-            along = _input_gradient(dy[rows], fc2, ranges) * positive
+            _grouped_weight_gradients(dy[rows], activation, ranges, dfc2)
+            along = _grouped_input_gradient(dy[rows], fc2, ranges) * positive
             dprobs[rows] = (along * positive).sum(-1)
             dh = along.mul_(2 * weight).to(x.dtype)
-            _weight_gradients(dh, x[rows], ranges, dfc1)
-            _input_gradient(dh, fc1, ranges, dx[rows])
+            _grouped_weight_gradients(dh, x[rows], ranges, dfc1)
+            _grouped_input_gradient(dh, fc1, ranges, dx[rows])
         return dx, dprobs, None, None, *dfc1, *dfc2
 
 

@@ -29,7 +29,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_nemotron3.layers.context import PackedContextParallel, cu_seqlens
+from megatron_nemotron3.layers.context_parallel import PackedContextParallel, cu_seqlens
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.norm import GatedGroupRMSNorm
 from megatron_nemotron3.layers.scan_kernels import TORCH, select_scan

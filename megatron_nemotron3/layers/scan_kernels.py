@@ -50,10 +50,10 @@ def select_scan(x: Tensor) -> Scan:
 @cache
 def cuda_scans() -> tuple[Scan, ...]:
     """The scans that can run on CUDA here, fastest first; the last is plain torch."""
-    return tuple(scan for scan in (_mamba_ssm(), _triton(), TORCH) if scan is not None)
+    return tuple(scan for scan in (_installed_mamba_ssm(), _installed_triton(), TORCH) if scan is not None)
 
 
-def _mamba_ssm() -> Scan | None:
+def _installed_mamba_ssm() -> Scan | None:
     try:
         module = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
     # A package built for another torch fails with any of these.
@@ -62,7 +62,7 @@ def _mamba_ssm() -> Scan | None:
     return mamba_ssm_scan(module)
 
 
-def _triton() -> Scan | None:
+def _installed_triton() -> Scan | None:
     try:
         from megatron_nemotron3.layers.triton_scan import ssd_triton, unsupported
     except ImportError:

@@ -21,7 +21,7 @@ FLOOR: tl.constexpr = tl.constexpr(LOG_DECAY_FLOOR[torch.float32])
 
 
 @triton.jit
-def _tile(pointer, batch, first, stride_b, stride_s, column, s, width, L: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_tile(pointer, batch, first, stride_b, stride_s, column, s, width, L: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows [L, W] of a [b, s, k, width] tensor from token `first`, with `column` = head offset."""
     row = first + tl.arange(0, L)
     col = tl.arange(0, W)
@@ -30,7 +30,7 @@ def _tile(pointer, batch, first, stride_b, stride_s, column, s, width, L: tl.con
 
 
 @triton.jit
-def _state_tile(pointer, cell_head, p, n, P: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_state_tile(pointer, cell_head, p, n, P: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
     """[P, N] of a contiguous [cells, h, p, n] tensor."""
     i, j = tl.arange(0, P)[:, None], tl.arange(0, N)[None, :]
     return tl.load(pointer + cell_head * p * n + i * n + j, mask=(i < p) & (j < n), other=0.0)
@@ -64,8 +64,8 @@ def cell_states(  # type: ignore[no-untyped-def]
     nc = tl.cdiv(s, L)
     batch, first = cell // nc, (cell % nc).to(tl.int32) * L
     w = tl.load(weight + (cell * h + head) * L + tl.arange(0, L))
-    v_ = _tile(v, batch, first, v_b, v_s, head * v_h, s, p, L, P).to(DOT)
-    M_ = _tile(M, batch, first, M_b, M_s, head // per_group * M_g, s, n, L, N)
+    v_ = _load_tile(v, batch, first, v_b, v_s, head * v_h, s, p, L, P).to(DOT)
+    M_ = _load_tile(M, batch, first, M_b, M_s, head // per_group * M_g, s, n, L, N)
     added = _dot(tl.trans(v_), (M_ * w[:, None]).to(DOT))
     i, j = tl.arange(0, P)[:, None], tl.arange(0, N)[None, :]
     tl.store(out + (cell * h + head) * p * n + i * n + j, added, mask=(i < p) & (j < n))
@@ -100,14 +100,14 @@ def outputs(  # type: ignore[no-untyped-def]
     group = head // per_group
     token = (cell * h + head) * L + tl.arange(0, L)
 
-    C_ = _tile(C, batch, first, C_b, C_s, group * C_g, s, n, L, N).to(DOT)
-    H = _state_tile(entering, cell * h + head, p, n, P, N).to(DOT)
+    C_ = _load_tile(C, batch, first, C_b, C_s, group * C_g, s, n, L, N).to(DOT)
+    H = _load_state_tile(entering, cell * h + head, p, n, P, N).to(DOT)
     out = _dot(C_, tl.trans(H)) * tl.load(enter + token)[:, None]
 
-    B_ = _tile(B, batch, first, B_b, B_s, group * B_g, s, n, L, N).to(DOT)
+    B_ = _load_tile(B, batch, first, B_b, B_s, group * B_g, s, n, L, N).to(DOT)
     mixing = _dot(C_, tl.trans(B_)) * _between(hi, lo, document, token, cell, L)
     mixing = mixing * tl.load(dt + token)[None, :]
-    x_ = _tile(x, batch, first, x_b, x_s, head * x_h, s, p, L, P)
+    x_ = _load_tile(x, batch, first, x_b, x_s, head * x_h, s, p, L, P)
     out += _dot(mixing.to(DOT), x_.to(DOT))
     if D is not None:
         out += x_ * tl.load(D + head).to(tl.float32)
@@ -131,14 +131,14 @@ def head_gradients(  # type: ignore[no-untyped-def]
     token = cell_head * L + tl.arange(0, L)
     dt_ = tl.load(dt + token)
 
-    x_ = _tile(x, batch, first, x_b, x_s, head * x_h, s, p, L, P)
-    dy_ = _tile(dy, batch, first, dy_b, dy_s, head * dy_h, s, p, L, P)
-    B_ = _tile(B, batch, first, B_b, B_s, group * B_g, s, n, L, N).to(DOT)
-    C_ = _tile(C, batch, first, C_b, C_s, group * C_g, s, n, L, N).to(DOT)
+    x_ = _load_tile(x, batch, first, x_b, x_s, head * x_h, s, p, L, P)
+    dy_ = _load_tile(dy, batch, first, dy_b, dy_s, head * dy_h, s, p, L, P)
+    B_ = _load_tile(B, batch, first, B_b, B_s, group * B_g, s, n, L, N).to(DOT)
+    C_ = _load_tile(C, batch, first, C_b, C_s, group * C_g, s, n, L, N).to(DOT)
 
     # Through the states: out = enter * C H^T, added = (leave * u)^T B with u = dt * x.
-    H = _state_tile(entering, cell_head, p, n, P, N)
-    G = _state_tile(leaving, cell_head, p, n, P, N)
+    H = _load_state_tile(entering, cell_head, p, n, P, N)
+    G = _load_state_tile(leaving, cell_head, p, n, P, N)
     tl.store(dcarry + cell_head, tl.sum(tl.sum(G * H, 1), 0) * tl.load(enter + cell_head * L + L - 1))
     off = _dot(C_, tl.trans(H.to(DOT))) * tl.load(enter + token)[:, None]
     tl.store(denter + token, tl.sum(off * dy_, 1))
@@ -181,18 +181,18 @@ def group_gradients(  # type: ignore[no-untyped-def]
     for head in range(group * per_group, (group + 1) * per_group):
         token = (cell * h + head) * L + tl.arange(0, L)
         dt_ = tl.load(dt + token)
-        x_ = _tile(x, batch, first, x_b, x_s, head * x_h, s, p, L, P).to(DOT)
-        dy_ = _tile(dy, batch, first, dy_b, dy_s, head * dy_h, s, p, L, P).to(DOT)
+        x_ = _load_tile(x, batch, first, x_b, x_s, head * x_h, s, p, L, P).to(DOT)
+        dy_ = _load_tile(dy, batch, first, dy_b, dy_s, head * dy_h, s, p, L, P).to(DOT)
         between = _between(hi, lo, document, token, cell, L)
         dscores += _dot(dy_, tl.trans(x_)) * dt_[None, :] * between
-        H = _state_tile(entering, cell * h + head, p, n, P, N).to(DOT)
+        H = _load_state_tile(entering, cell * h + head, p, n, P, N).to(DOT)
         dC_ += _dot(dy_, H) * tl.load(enter + token)[:, None]
-        G = _state_tile(leaving, cell * h + head, p, n, P, N).to(DOT)
+        G = _load_state_tile(leaving, cell * h + head, p, n, P, N).to(DOT)
         dB_ += _dot(x_, G) * (tl.load(leave + token) * dt_)[:, None]
     dscores_ = dscores.to(DOT)
-    B_ = _tile(B, batch, first, B_b, B_s, group * B_g, s, n, L, N).to(DOT)
+    B_ = _load_tile(B, batch, first, B_b, B_s, group * B_g, s, n, L, N).to(DOT)
     dC_ += _dot(dscores_, B_)
-    C_ = _tile(C, batch, first, C_b, C_s, group * C_g, s, n, L, N).to(DOT)
+    C_ = _load_tile(C, batch, first, C_b, C_s, group * C_g, s, n, L, N).to(DOT)
     dB_ += _dot(tl.trans(dscores_), C_)
     row, col = first + tl.arange(0, L)[:, None], tl.arange(0, N)[None, :]
     at = ((batch * s + row) * (h // per_group) + group) * n + col

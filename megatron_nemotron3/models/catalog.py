@@ -1,6 +1,6 @@
-"""The models of the family, one constant each. Every number has a source, named in `source`.
+"""The models of the family, one constant each. `source` names where the numbers come from.
 
-`get("super")` finds one by name. What no source states is None, or said so beside it.
+`get("super")` returns one by name. Numbers that no source states are None, or a comment says so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NANO = Nemotron3Config(
     ),
 )
 
-# Nano's geometry with MTP. Its initialization is in no source; the value is Nano's.
+# Nano's sizes with MTP. No source states its initialization; the value is Nano's.
 LIGHTNING = NANO.but(
     name="lightning",
     title="Nemotron 3.5 Lightning 30B-A3B",

@@ -1,8 +1,8 @@
-"""One frozen dataclass holds everything that defines a Nemotron 3 model. Standard library only.
+"""One frozen dataclass that holds everything that defines a Nemotron 3 model. Standard library only.
 
-Field names are Megatron-Core's (`TransformerConfig`, `--hybrid-layer-pattern`), so a reader who knows
-the flags knows the fields. Everything else in this package (flags, parameter counts, specs, checkpoint
-names, documentation tables) is derived from an instance of this class and from nothing else.
+Fields have the names of Megatron-Core (`TransformerConfig`, `--hybrid-layer-pattern`). Everything else in
+this package (flags, parameter counts, specs, checkpoint names, documentation tables) is derived from an
+instance of this class.
 
 Every layer is one residual block with one mixer, `x <- x + mixer(RMSNorm(x))`:
 
@@ -31,25 +31,25 @@ GATED_NORM_EPSILON = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Nemotron3Config:
-    """The numbers of one model. Sizes are in elements, `None` means the part does not exist.
+    """The numbers of one model. Sizes are in elements; None means that the model lacks the part.
 
     Raises:
-        ValueError: a pattern that is not valid, or a layer kind in it whose sizes are missing or
+        ValueError: the pattern is invalid, or the sizes of one of its layer kinds are missing or
             inconsistent. The message names the field, the numbers and the cure.
     """
 
     #: Catalog key, lower case with dashes: "super".
     name: str
-    #: The name people know it by: "Nemotron 3 Super 120B-A12B".
+    #: Full name: "Nemotron 3 Super 120B-A12B".
     title: str
-    #: Layer kinds of the decoder, one character a layer, without pipeline cuts or MTP.
+    #: Layer kinds of the decoder, one character per layer, without pipeline cuts or MTP.
     pattern: str
 
     hidden_size: int
     vocab_size: int = 131072
     #: Training sequence length of the published recipe, in tokens.
     seq_length: int = 8192
-    #: Longest position the published model states.
+    #: Longest position that the published model supports.
     max_position_embeddings: int = 262144
 
     # Attention (*)
@@ -77,7 +77,7 @@ class Nemotron3Config:
     moe_ffn_hidden_size: int | None = None
     #: FFN width of the one fused shared expert.
     moe_shared_expert_intermediate_size: int | None = None
-    #: Width the routed experts work at (LatentMoE); None: the hidden size.
+    #: Input and output width of the routed experts (LatentMoE); None: the hidden size.
     moe_latent_size: int | None = None
     moe_router_topk_scaling_factor: float | None = None
     moe_aux_loss_coeff: float = 1e-4
@@ -98,7 +98,7 @@ class Nemotron3Config:
     #: hybrid models). The published values all equal sqrt(0.8 / hidden_size) to the digits given.
     init_method_std: float
 
-    # What was published, for tests and documentation: None where no source states it.
+    # Published figures, for tests and documentation; None where no source states them.
     published_total: str | None = None
     published_active: str | None = None
     source: str | None = None
@@ -173,15 +173,15 @@ class Nemotron3Config:
 
     @property
     def ffn_hidden_size(self) -> int:
-        """What `--ffn-hidden-size` gets: the dense MLP width, or the expert width if there is none."""
+        """The value of `--ffn-hidden-size`: the dense MLP width, or the expert width if there is none."""
         size = self.dense_ffn_hidden_size or self.moe_ffn_hidden_size
-        if size is None:  # a pattern of M and * only: Megatron still wants a number
+        if size is None:  # a pattern of M and * only: Megatron still requires a number
             size = 4 * self.hidden_size
         return size
 
     @property
     def expert_input_size(self) -> int:
-        """Width a routed expert reads and writes: the latent size, or the hidden size without one."""
+        """Input and output width of a routed expert: the latent size, or the hidden size without one."""
         return self.moe_latent_size or self.hidden_size
 
     @property

@@ -7,7 +7,7 @@ from megatron_nemotron3.models.parameters import active_layer_parameters
 
 
 def weightless_flops(config: Nemotron3Config, kind: str, seq_length: int) -> float:
-    """What a layer of kind "M", "*", "E" or "-" computes without weights.
+    """FLOPs of a layer of kind "M", "*", "E" or "-" that involve no weights.
 
     Causal attention sees half the sequence on average. The SSD scan costs a chunk-sized attention (half of
     it causal) and two passes over the state.
@@ -24,5 +24,5 @@ def weightless_flops(config: Nemotron3Config, kind: str, seq_length: int) -> flo
 
 
 def layer_flops(config: Nemotron3Config, kind: str, seq_length: int) -> float:
-    """Forward FLOPs of one layer: two a parameter the token meets, and what has no parameters."""
+    """Forward FLOPs of one layer: two for each active parameter, plus `weightless_flops`."""
     return 2.0 * active_layer_parameters(config, kind) + weightless_flops(config, kind, seq_length)

@@ -1,13 +1,13 @@
-"""The layer-pattern language: one character a layer, `|` a pipeline cut, `/` one MTP depth.
+"""The layer-pattern language: one character per layer, `|` for a pipeline cut, `/` before each MTP depth.
 
     MEM*E|MEM*E/*E/*E
     ----- ----- -- --
     stage stage MTP depths 1 and 2 (the same layers at every depth)
 
-The language is that of Megatron's `--hybrid-layer-pattern`, restricted to the four layer kinds of this
-family, and stricter in one respect: Megatron lets any stage or MTP depth be empty, this parser only a last
-stage that holds MTP and the loss alone. With virtual pipelining the pattern has pp * vpp stages, where
-stage i belongs to pipeline rank i mod pp.
+This is the language of Megatron's `--hybrid-layer-pattern`, restricted to the four layer kinds of this
+family. It is stricter in one respect: Megatron allows any stage or MTP depth to be empty, while this parser
+allows only a last stage that holds just MTP and the loss. With virtual pipelining the pattern has pp * vpp
+stages, and stage i belongs to pipeline rank i mod pp.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-#: What each character stands for.
+#: Character -> layer kind.
 KINDS: dict[str, str] = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 
 PIPE = "|"
@@ -24,7 +24,7 @@ MTP_SEPARATOR = "/"
 # (first layer, one past the last) -> cost of a stage of these layers.
 _StageCost = Callable[[int, int], float]
 
-# Two maxima closer than this are the same: the costs are sums of floats.
+# Maxima that differ by less count as equal, because costs are sums of floats.
 _RELATIVE_TOLERANCE = 1e-9
 
 
@@ -42,7 +42,7 @@ def validate(pattern: str) -> None:
     """Check a pattern of layers alone: no `|`, no `/`.
 
     Raises:
-        ValueError: an empty pattern, or a character that is no layer kind (named with its 0-based position).
+        ValueError: the pattern is empty, or has a character that is no layer kind (named with its position).
     """
     if not pattern:
         raise ValueError(f"empty layer pattern: give at least one of {' '.join(KINDS)}")
@@ -50,9 +50,9 @@ def validate(pattern: str) -> None:
 
 
 def count(pattern: str) -> dict[str, int]:
-    """Number of layers of each kind, every kind present: `count("MEM") == {"M": 2, "*": 0, "E": 1, "-": 0}`.
+    """Number of layers of each kind: `count("MEM") == {"M": 2, "*": 0, "E": 1, "-": 0}`.
 
-    Accepts pipeline cuts (which do not count) and MTP depths (each of which does).
+    Pipeline cuts are ignored; the layers of every MTP depth count.
 
     Raises:
         ValueError: a pattern that `parse` refuses.
@@ -64,7 +64,7 @@ def count(pattern: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class HybridPattern:
-    """A parsed `--hybrid-layer-pattern`. `str()` gives back the text it was parsed from."""
+    """A parsed `--hybrid-layer-pattern`. `str()` returns the text that it was parsed from."""
 
     #: Layers of each pipeline stage (of each virtual stage with virtual pipelining), in order.
     stages: tuple[str, ...]
@@ -78,12 +78,12 @@ class HybridPattern:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, MTP not counted (what Megatron derives `num_layers` from)."""
+        """Number of decoder layers without MTP, from which Megatron derives `num_layers`."""
         return len(self.main)
 
     @property
     def mtp_pattern(self) -> str | None:
-        """Layers of one MTP depth, None without MTP."""
+        """Layers of one MTP depth; None without MTP."""
         return self.mtp[0] if self.mtp else None
 
     @property
@@ -99,9 +99,9 @@ def parse(full: str) -> HybridPattern:
     """Parse a full pattern: stages cut by `|`, then MTP depths each opened by `/`.
 
     Raises:
-        ValueError: a character that is not allowed at its place (`|` inside MTP included), no decoder layer
-            at all, an empty stage other than a last one that MTP follows, an empty MTP depth, or MTP depths
-            that differ.
+        ValueError: a character that is not allowed in its place (such as `|` inside MTP), no decoder layer,
+            an empty stage other than a last one that MTP follows, an empty MTP depth, or MTP depths that
+            differ.
     """
     main, *mtp = full.split(MTP_SEPARATOR)
     _check_characters(main, "".join(KINDS) + PIPE, full)
@@ -133,7 +133,7 @@ def join_stages(stages: tuple[str, ...] | list[str], mtp: tuple[str, ...] | list
     """The pattern text of stages and MTP depths: `join_stages(["MEM", "*E"], ["*E"]) == "MEM|*E/*E"`.
 
     Raises:
-        ValueError: parts that do not make a pattern `parse` accepts.
+        ValueError: the parts do not form a pattern that `parse` accepts.
     """
     text = str(HybridPattern(tuple(stages), tuple(mtp)))
     parse(text)
@@ -148,17 +148,18 @@ def cut(
     last_stage_extra: float = 0.0,
     first_stage_extra: float = 0.0,
 ) -> tuple[str, ...]:
-    """Cut a decoder pattern into `stages` contiguous, non-empty stages whose most expensive one is cheapest.
+    """Cut a decoder pattern into contiguous, non-empty stages, so that the most expensive stage is cheapest.
 
-    Exact: dynamic programming. Among the cuts with the least maximum the one with the most equal layer counts
-    (least sum of squares) wins, and among those the one whose longer stages come first.
+    The result is exact (dynamic programming). Among the cuts with the least maximum it is the one with the
+    most equal layer counts (least sum of squares), and among those the one whose longer stages come first.
 
     Args:
         pattern: decoder layers, without cuts or MTP.
         stages: number of stages, pp * vpp with virtual pipelining.
-        cost: cost of one layer of each kind in any unit; default: every layer costs 1.
-        last_stage_extra: what the last stage does besides its layers (MTP, output layer, loss), same unit.
-        first_stage_extra: the same for the first stage (embedding).
+        cost: cost of one layer of each kind, in any unit; default: every layer costs 1.
+        last_stage_extra: cost of the last stage besides its layers (MTP, output layer, loss), in the same
+            unit.
+        first_stage_extra: cost of the first stage besides its layers (embedding).
 
     Raises:
         ValueError: an invalid pattern, `stages` below 1 or above the number of layers, a kind without a cost,
@@ -192,8 +193,9 @@ def cut(
 def _least_maximum(layers: int, stages: int, stage_cost: _StageCost) -> float:
     """The cost of the most expensive stage in the best cut.
 
-    It is the cost of some run of layers. Whether no stage need cost more than a number is found by filling
-    stages one after the other: a stage that is cut further never costs more, so fewer stages are no obstacle.
+    It equals the cost of some run of layers. Whether all stages can stay below a bound is found by filling
+    one stage after the other; using fewer stages is no obstacle, because cutting a stage further never costs
+    more.
     """
     costs = sorted({stage_cost(i, j) for i in range(layers) for j in range(i + 1, layers + 1)})
     low, high = 0, len(costs) - 1
@@ -207,7 +209,7 @@ def _least_maximum(layers: int, stages: int, stage_cost: _StageCost) -> float:
 
 
 def _stages_needed(layers: int, stage_cost: _StageCost, bound: float) -> float:
-    """The fewest stages of which none costs more than `bound`; infinite if a layer alone does."""
+    """The smallest number of stages that cost at most `bound` each; infinite if a single layer costs more."""
     needed, begin = 0, 0
     while begin < layers:
         end = begin
@@ -220,7 +222,7 @@ def _stages_needed(layers: int, stage_cost: _StageCost, bound: float) -> float:
 
 
 def _most_equal(layers: int, stages: int, stage_cost: _StageCost, bound: float) -> list[int]:
-    """Where the stages end in the cut of least sum of squared lengths, no stage above `bound`."""
+    """Ends of the stages in the cut with the least sum of squared lengths and no stage above `bound`."""
     infeasible = layers * layers + 1
     # squares[k][i]: the least sum for the layers from i on in k + 1 stages.
     squares = [[(layers - i) ** 2 if stage_cost(i, layers) <= bound else infeasible for i in range(layers)]]

@@ -1,4 +1,4 @@
-"""A model's numbers for people (`render`) and programs (`describe`): what `nemotron3 show NAME` prints."""
+"""The output of `nemotron3 show NAME`: a model's numbers as text (`render`) and as data (`describe`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_nemotron3.models.parameters import ParameterCount, count, layer_pa
 WIDTH = 100
 _LABEL = 34
 
-# Heading, and the fields of the config below it with what to call them. Fields that are None are left out.
+# Heading -> the fields of the config below it, each with its label. Fields that are None are left out.
 _SIZES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (
         "model",
@@ -78,14 +78,14 @@ _PARTS = (
 
 
 def _headings(config: Nemotron3Config) -> set[str]:
-    """The groups of sizes that the model has."""
+    """The headings of the sizes that the model has."""
     kinds = set(config.pattern + (config.mtp_pattern or ""))
     by_kind = {"M": "Mamba-2 (M)", "*": "attention (*)", "E": "mixture of experts (E)", "-": "dense MLP (-)"}
     headings = {"model"} | {by_kind[kind] for kind in kinds}
     return headings | {"multi-token prediction"} if config.has_mtp else headings
 
 
-def _sizes(config: Nemotron3Config) -> dict[str, dict[str, Any]]:
+def _model_sizes(config: Nemotron3Config) -> dict[str, dict[str, Any]]:
     present = _headings(config)
     return {
         heading: {field: getattr(config, field) for field, _ in rows if getattr(config, field) is not None}
@@ -94,7 +94,7 @@ def _sizes(config: Nemotron3Config) -> dict[str, dict[str, Any]]:
     }
 
 
-def _parameters(number: ParameterCount, tensors: int) -> dict[str, int]:
+def _parameter_facts(number: ParameterCount, tensors: int) -> dict[str, int]:
     return {
         "stored": number.stored,
         "trainable": number.trainable,
@@ -107,8 +107,8 @@ def _parameters(number: ParameterCount, tensors: int) -> dict[str, int]:
 def describe(config: Nemotron3Config) -> dict[str, Any]:
     """Everything `render` shows, ready for `json.dumps`. Sizes carry the config's field names.
 
-    `parameters.checkpoint` counts what a released checkpoint stores (MTP blocks included),
-    `parameters.without_mtp` the decoder alone; both are equal for a model without MTP.
+    `parameters.checkpoint` counts what a released checkpoint stores, MTP blocks included;
+    `parameters.without_mtp` counts the decoder alone. Both are equal for a model without MTP.
     """
     whole, decoder = count(config), count(config, mtp=False)
     layers = {kind: number for kind, number in _pattern.count(config.pattern).items() if number}
@@ -127,10 +127,10 @@ def describe(config: Nemotron3Config) -> dict[str, Any]:
             }
             for kind, number in layers.items()
         },
-        "sizes": _sizes(config),
+        "sizes": _model_sizes(config),
         "parameters": {
-            "checkpoint": _parameters(whole, stored_tensors(config)),
-            "without_mtp": _parameters(decoder, stored_tensors(config, mtp=False)),
+            "checkpoint": _parameter_facts(whole, stored_tensors(config)),
+            "without_mtp": _parameter_facts(decoder, stored_tensors(config, mtp=False)),
             "embedding": whole.embedding,
             "output_layer": whole.output_layer,
             "final_norm": whole.final_norm,
@@ -142,13 +142,13 @@ def describe(config: Nemotron3Config) -> dict[str, Any]:
     }
 
 
-def _row(label: str, value: Any) -> str:
+def _labeled_number(label: str, value: Any) -> str:
     text = f"{value:,}" if isinstance(value, int) else str(value)
     return f"  {label:<{_LABEL}}{text:>24}"
 
 
-def _wrapped(label: str, text: str) -> list[str]:
-    """A label and a text of any length, broken where it must be (a pattern has no blanks)."""
+def _labeled_text(label: str, text: str) -> list[str]:
+    """A label and a text of any length, wrapped also where it has no blanks, as in a pattern."""
     indent = " " * 11
     return textwrap.wrap(
         text, WIDTH, initial_indent=f"{label:<11}", subsequent_indent=indent, break_on_hyphens=False
@@ -159,7 +159,7 @@ def render(config: Nemotron3Config) -> str:
     """The model's numbers as a plain-text table of at most `WIDTH` columns."""
     facts = describe(config)
     lines = [config.title, "=" * len(config.title), ""]
-    lines += _wrapped("pattern", facts["hybrid_layer_pattern"])
+    lines += _labeled_text("pattern", facts["hybrid_layer_pattern"])
     lines += ["", f"{'layers':<14}{'number':>8}{'parameters each':>22}{'parameters':>22}"]
     for name, layer in facts["layers"].items():
         number, each, total = layer["layers"], layer["parameters_each"], layer["parameters"]
@@ -169,24 +169,32 @@ def render(config: Nemotron3Config) -> str:
     for heading, rows in _SIZES:
         if heading in facts["sizes"]:
             values = facts["sizes"][heading]
-            lines += ["", heading, *(_row(label, values[field]) for field, label in rows if field in values)]
+            lines += [
+                "",
+                heading,
+                *(_labeled_number(label, values[field]) for field, label in rows if field in values),
+            ]
     parameters = facts["parameters"]
     lines += ["", "parameters"]
     for part, label in _PARTS:
         if parameters[part]:
-            lines.append(_row(label, parameters[part]))
-    lines.append(_row("stored in a checkpoint", parameters["checkpoint"]["stored"]))
+            lines.append(_labeled_number(label, parameters[part]))
+    lines.append(_labeled_number("stored in a checkpoint", parameters["checkpoint"]["stored"]))
     if config.has_mtp:
-        lines.append(_row("  of it without MTP", parameters["without_mtp"]["stored"]))
-    lines.append(_row("trainable", parameters["checkpoint"]["trainable"]))
+        lines.append(_labeled_number("  of it without MTP", parameters["without_mtp"]["stored"]))
+    lines.append(_labeled_number("trainable", parameters["checkpoint"]["trainable"]))
     if parameters["checkpoint"]["expert_bias"]:
-        lines.append(_row("expert bias (FP32, not trained)", parameters["checkpoint"]["expert_bias"]))
-    lines.append(_row("checkpoint tensors", parameters["checkpoint"]["tensors"]))
-    lines.append(_row("checkpoint bytes", parameters["checkpoint"]["bytes_bf16"]))
+        lines.append(
+            _labeled_number("expert bias (FP32, not trained)", parameters["checkpoint"]["expert_bias"])
+        )
+    lines.append(_labeled_number("checkpoint tensors", parameters["checkpoint"]["tensors"]))
+    lines.append(_labeled_number("checkpoint bytes", parameters["checkpoint"]["bytes_bf16"]))
     lines += ["", "active parameters per token, without MTP"]
-    lines += [_row(name.replace("_", " "), value) for name, value in facts["active_parameters"].items()]
+    lines += [
+        _labeled_number(name.replace("_", " "), value) for name, value in facts["active_parameters"].items()
+    ]
     lines.append("")
     published = [f"{key} {value}" for key, value in facts["published"].items() if value]
-    lines += _wrapped("published", "; ".join(published) or "UNKNOWN")
-    lines += _wrapped("source", facts["source"] or "UNKNOWN")
+    lines += _labeled_text("published", "; ".join(published) or "UNKNOWN")
+    lines += _labeled_text("source", facts["source"] or "UNKNOWN")
     return "\n".join(lines)

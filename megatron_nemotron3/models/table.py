@@ -1,4 +1,4 @@
-"""The catalog as a Markdown page: docs/reference/models.md is this text, and a test holds it.
+"""The catalog as a Markdown page, docs/reference/models.md. A test compares the two.
 
 python -m megatron_nemotron3.models.table > docs/reference/models.md
 """
@@ -46,7 +46,7 @@ _ROWS: list[tuple[str, Callable[[Nemotron3Config], object]]] = [
 ]
 
 
-def _cell(value: object) -> str:
+def _table_cell(value: object) -> str:
     if value is None:
         return "none"
     return f"{value:,}" if isinstance(value, int) else str(value)
@@ -64,7 +64,9 @@ def markdown() -> str:
         "| | " + " | ".join(f"`{c.name}`" for c in configs) + " |",
         "|-|" + "-|" * len(configs),
     ]
-    lines += [f"| {title} | " + " | ".join(_cell(value(c)) for c in configs) + " |" for title, value in _ROWS]
+    lines += [
+        f"| {title} | " + " | ".join(_table_cell(value(c)) for c in configs) + " |" for title, value in _ROWS
+    ]
     lines += ["", "Patterns (one character a layer; `/` opens an MTP depth):", ""]
     lines += [f"- `{c.name}` ({c.title}): `{c.full_pattern}`" for c in configs]
     return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
-"""A model of the same family that trains on two CPU cores: every feature of the original, small sizes.
+"""Small forms of the models that train on two CPU cores and keep every feature of the original.
 
-For tests, examples and smoke runs. What makes the original hard to get right is kept: every layer kind, the
-latent space at the same ratio, the shared expert twice a routed one, MTP with its depths, head dimensions
-that are not hidden_size / heads, eight Mamba groups, two KV groups, and a sequence longer than one SSD chunk.
+They are for tests, examples and smoke runs. They keep what is easy to get wrong: every layer kind, the ratio
+of the latent space, a shared expert twice as wide as a routed one, MTP with its depths, head dimensions that
+are not hidden_size / heads, eight Mamba groups, two KV groups, and a sequence longer than one SSD chunk.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from megatron_nemotron3.models.config import Nemotron3Config
 
 TINY_SUFFIX = "-tiny"
 
-# F stands for the feed-forward kinds of the original, taken in turn. As in the originals an attention layer
-# stands between a Mamba and a feed-forward layer, and the last layer is a feed-forward one.
+# F stands for the feed-forward kinds of the original, in turn. As in the originals, an attention layer stands
+# between a Mamba and a feed-forward layer, and the last layer is a feed-forward layer.
 _TEMPLATE = "MFM*FMFM*FMF"
 
 _HIDDEN_SIZE = 128
@@ -20,16 +20,16 @@ _EXPERT_FFN_SIZE = 96  # 0.75 d, between Nano's 0.69 and Super's 0.66 rounded up
 
 
 def tiny(config: Nemotron3Config) -> Nemotron3Config:
-    """`config` shrunk to 2 to 5 million parameters, named "<name>-tiny".
+    """Return `config` shrunk to 2 to 5 million parameters, named "<name>-tiny".
 
-    It splits over TP 2 and 4 (attention: 2, with KV heads replicated beyond), EP up to 16 and PP up to 4.
-    The routed experts number 32 with top-6 in a latent space and 16 with top-4 without one, as LatentMoE
-    gives both at equal cost. The chunk of the scan stays 128, since Megatron has no flag for it; the
-    sequence is two chunks.
+    It can be split over TP 2 and 4 (attention: 2, with KV heads replicated beyond), EP up to 16 and PP up to
+    4. There are 32 routed experts with top-6 in a latent space, and 16 with top-4 without one; LatentMoE
+    gives both at equal cost. The scan chunk stays 128, because Megatron has no flag for it; the sequence is
+    two chunks long.
 
-    `init_method_std` is sqrt(0.8 / hidden_size), the rule the published values obey: it keeps the size of the
-    logits and of each layer's output at initialization independent of the width. Megatron's default of 0.02
-    would start this narrow model with almost no signal.
+    `init_method_std` is sqrt(0.8 / hidden_size), which the published values follow, too. It keeps the size of
+    the logits and of each layer's output at initialization independent of the width. Megatron's default of
+    0.02 would start this narrow model with almost no signal.
     """
     feed_forward = [kind for kind in "E-" if kind in config.pattern]
     experts, topk = (None, None) if not config.is_moe else (32, 6) if config.moe_latent_size else (16, 4)
@@ -37,7 +37,7 @@ def tiny(config: Nemotron3Config) -> Nemotron3Config:
     return config.but(
         name=config.name + TINY_SUFFIX,
         title=f"{config.title}, tiny",
-        pattern=_pattern(set(config.pattern), feed_forward),
+        pattern=_tiny_pattern(set(config.pattern), feed_forward),
         hidden_size=_HIDDEN_SIZE,
         vocab_size=2048,
         seq_length=256,
@@ -62,7 +62,7 @@ def tiny(config: Nemotron3Config) -> Nemotron3Config:
     )
 
 
-def _pattern(kinds: set[str], feed_forward: list[str]) -> str:
+def _tiny_pattern(kinds: set[str], feed_forward: list[str]) -> str:
     layers, turn = [], 0
     for kind in _TEMPLATE:
         if kind == "F" and feed_forward:

@@ -1,11 +1,12 @@
-"""What one layer keeps for backward, by module: one closed form a layer kind. Standard library only.
+"""What one layer keeps for backward, by module: one closed form for each layer kind. Standard library only.
 
-Counted are bytes of storages that autograd holds, each once and whole (a view keeps its base). A tensor that
-several modules hold stands under the first of them. Masks, states and indices count; scalars do not.
+The forms count the bytes of the storages that autograd holds, each storage once and whole (a view keeps its
+base). A tensor that several modules hold is listed under the first of them. Masks, states and indices count;
+scalars do not.
 
 The forms of backend "torch" are compared with what autograd saves on a CPU (tests/plan/test_activations.py).
-"auto" is the torch spec with its GPU kernels, "te" Transformer Engine: both are derived from what the
-functions are written to save, and not measured. What differs from "torch":
+"auto" is the torch spec with its GPU kernels, "te" is Transformer Engine. Both are derived from what the
+functions are written to save, and are not measured. They differ from "torch" as follows:
 
 | kind | module | auto | te |
 |-|-|-|-|
@@ -13,30 +14,43 @@ functions are written to save, and not measured. What differs from "torch":
 | * | core_attn with CP | | a rank's own keys and values twice, instead of all ranks' and a mask |
 | E | activation | FC2's input | FC2's input |
 | E | dispatch | | INT32 row maps instead of INT64 indices |
+
+With MXFP8 or NVFP4, Transformer Engine keeps the input of a quantized linear packed (one copy, along the
+other axis) in place of BF16. Layers of the BF16 tail keep BF16; all layers of a kind count at their mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
+from megatron_nemotron3.args import Launch
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.plan.recompute import Recompute
+from megatron_nemotron3.plan.state import padded_vocab_size
+from megatron_nemotron3.precision.table import BF16, LINEARS, MXFP8, NVFP4, tail
 
-#: Bytes of an FP32 number, of an index, of an entry of a row map.
+#: Bytes of an FP32 number, of an index, and of an entry of a row map.
 FLOAT, INDEX, ROW = 4, 8, 4
 #: The torch scan on a CPU keeps a state every so many chunks of so many tokens (`layers/chunked_scan.py`).
 _CHUNK, _LEAST_CHUNKS, _BLOCK_ELEMENTS = 64, 4, 2**19
 
+#: Bytes of an element with its share of the block's scale (32 elements to an E8M0, 16 to an E4M3).
+PACKED = {BF16: 2.0, MXFP8: 1 + 1 / 32, NVFP4: 1 / 2 + 1 / 16}
+
+#: Module -> bytes.
 Form = dict[str, int]
 
 
 @dataclass(frozen=True)
 class Share:
-    """What of a microbatch one rank computes, and how.
+    """The part of a microbatch that one rank computes, and how it computes it.
 
     seq_length: tokens of a sequence before context parallelism cuts it.
     element: bytes of an activation.
     imbalance: routed tokens of this rank over their mean.
+    padded_vocab: rows of the embedding table over all tensor ranks.
     """
 
     seq_length: int
@@ -48,13 +62,41 @@ class Share:
     element: int
     backend: str
     imbalance: float
-    #: Names of `recompute.MODULES` that are computed again.
-    recomputed: tuple[str, ...] = ()
-    precision: str = "bf16"
+    recompute: Recompute
+    precision: str
+    padded_vocab: int
+
+    @classmethod
+    def of(cls, launch: Launch, imbalance: float = 1.0) -> Share:
+        """The share of one rank of a launch.
+
+        Args:
+            imbalance: routed tokens of the busiest rank over the mean.
+
+        Raises:
+            ValueError: an imbalance below 1.
+        """
+        if imbalance < 1:
+            raise ValueError(f"imbalance={imbalance}: the busiest rank has at least the mean, use 1 or more")
+        layout = launch.layout
+        return cls(
+            seq_length=launch.seq_length,
+            micro_batch_size=launch.micro_batch_size,
+            tp=layout.tp,
+            cp=layout.cp,
+            etp=layout.etp,
+            sequence_parallel=layout.sequence_parallel,
+            element=4 if launch.precision == "fp32" else 2,
+            backend=launch.backend,
+            imbalance=imbalance,
+            recompute=Recompute.of(tuple(launch.extra)),
+            precision=launch.precision,
+            padded_vocab=padded_vocab_size(launch.config, layout),
+        )
 
     @property
     def te(self) -> bool:
-        """Whether Transformer Engine computes."""
+        """Whether the backend is Transformer Engine."""
         return self.backend == "te"
 
     @property
@@ -64,7 +106,7 @@ class Share:
 
     @property
     def shard(self) -> int:
-        """Tokens of the residual stream: a part of `tokens` under sequence parallelism."""
+        """Tokens of the residual stream, which sequence parallelism divides over the tensor ranks."""
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
     def stream(self, width: int) -> int:
@@ -77,13 +119,13 @@ class Share:
 
 
 def norm(c: Nemotron3Config, at: Share) -> int:
-    """An RMSNorm's input and its FP32 reciprocal per token."""
+    """The input of an RMSNorm and its FP32 reciprocal for each token."""
     return at.stream(c.hidden_size) + at.shard * FLOAT
 
 
 def mamba(c: Nemotron3Config, at: Share) -> Form:
-    """M."""
-    split = at.tp * at.cp  # the exchange gives a rank all tokens and some heads
+    """The form of an M layer."""
+    split = at.tp * at.cp  # after the exchange of context parallelism a rank has all tokens of some heads
     heads, inner = c.mamba_num_heads // split, c.mamba_inner_size // split
     groups = max(1, c.mamba_num_groups // split)
     conv = inner + 2 * groups * c.mamba_state_dim
@@ -92,9 +134,9 @@ def mamba(c: Nemotron3Config, at: Share) -> Form:
     form = {
         "norm": norm(c, at),
         "in_proj": at.stream(c.hidden_size),
-        "conv1d": tokens * (inner + conv + heads) * at.element,  # in_proj's output z x B C dt
+        "conv1d": tokens * (inner + conv + heads) * at.element,  # the output of in_proj: z, x, B, C, dt
         "scan": 0,
-        # Input, FP32 reciprocal per group.
+        # The input, and an FP32 reciprocal for each group.
         "gated norm": rank_inner + at.tokens * (c.mamba_num_groups // at.tp) * FLOAT,
         "out_proj": rank_inner,
     }
@@ -104,15 +146,15 @@ def mamba(c: Nemotron3Config, at: Share) -> Form:
     form["scan"] = tokens * (conv * at.element + 2 * heads * FLOAT)
     if at.backend == "torch":
         states = heads * c.mamba_head_dim * c.mamba_state_dim * FLOAT
-        form["scan"] += at.micro_batch_size * _blocks(at.seq_length, heads) * states
+        form["scan"] += at.micro_batch_size * _scan_states(at.seq_length, heads) * states
     if at.cp > 1:
-        form["gated norm"] += rank_inner  # z after the exchange is no view of in_proj's output
+        form["gated norm"] += rank_inner  # after the exchange, z is no longer a view of in_proj's output
         form["conv1d"] += conv * (c.mamba_conv_kernel + 1) * at.element
     return form
 
 
-def _blocks(seq_length: int, heads: int) -> int:
-    """States the torch scan keeps of one sequence."""
+def _scan_states(seq_length: int, heads: int) -> int:
+    """Number of states that the torch scan keeps of one sequence."""
     length = min(seq_length, _CHUNK)
     whole, rest = divmod(seq_length, length)
     chunks = min(whole, max(_LEAST_CHUNKS, _BLOCK_ELEMENTS // (heads * length * length)))
@@ -120,15 +162,15 @@ def _blocks(seq_length: int, heads: int) -> int:
 
 
 def attention(c: Nemotron3Config, at: Share) -> Form:
-    """*."""
+    """The form of a * layer."""
     q, kv = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
     groups = c.num_query_groups / at.tp
-    # Queries, keys and values are views of linear_qkv's output. With fewer groups than ranks that output is
-    # gathered, and all of it stays; with several groups a rank the queries of a view are copied.
+    # Queries, keys and values are views of the output of linear_qkv. With fewer groups than ranks that output
+    # is gathered, and all of it is kept; with several groups on a rank the queries are copied.
     mixed = at.inner((q + 2 * kv) // at.tp if groups >= 1 else q + 2 * kv)
     queries = at.inner(q // at.tp) if groups > 1 else 0
     core = mixed + queries
-    if at.cp > 1 and "core_attn" not in at.recomputed:
+    if at.cp > 1 and "core_attn" not in at.recompute.modules:
         keys_values = at.inner(max(2 * kv // at.tp, 2 * c.kv_channels))
         mask = at.seq_length // at.cp * at.seq_length * at.element
         core = core + keys_values if at.te else (queries or mixed) + at.cp * keys_values + mask
@@ -142,12 +184,13 @@ def attention(c: Nemotron3Config, at: Share) -> Form:
 
 
 def moe(c: Nemotron3Config, at: Share) -> Form:
-    """E."""
+    """The form of an E layer."""
     experts, topk, ffn = c.num_moe_experts or 0, c.moe_router_topk or 0, c.moe_ffn_hidden_size or 0
     width, shared = c.expert_input_size, c.moe_shared_expert_intermediate_size or 0
     rows = round(at.shard * topk * at.etp * at.imbalance)
     hidden = rows * (ffn // at.etp) * at.element
-    # Scores, their sums and the choice, once for routing and once for the balancing loss; the chosen scores.
+    # Scores, their sums and the chosen experts, once for routing and once for the balancing loss; then the
+    # scores of the chosen experts.
     router = at.shard * (2 * (experts * FLOAT + topk * INDEX + FLOAT) + topk * FLOAT)
     indices = at.shard * (experts + topk) * INDEX
     row_maps = (at.shard * (2 * experts + 1) + 2 * rows) * ROW
@@ -164,11 +207,11 @@ def moe(c: Nemotron3Config, at: Share) -> Form:
 
 
 def moe_backward(c: Nemotron3Config, at: Share, ep: int) -> int:
-    """Bytes that exist beside all that while an E layer's experts go backward.
+    """Bytes that exist besides the saved tensors during the backward of an E layer's experts.
 
-    Gradients of what they read and wrote; on a GPU, which takes all experts at once, of what lies between.
-    Without gradient accumulation fusion (torch, auto) also the gradients of all their weights, which Megatron
-    adds up afterwards.
+    These are the gradients of the experts' inputs and outputs, and on a GPU, which computes all experts at
+    once, of the tensor between the two linears. Without gradient accumulation fusion (torch, auto) the
+    gradients of all their weights exist, too, before Megatron accumulates them.
     """
     ffn = (c.moe_ffn_hidden_size or 0) // at.etp
     rows = round(at.shard * (c.moe_router_topk or 0) * at.etp * at.imbalance)
@@ -178,42 +221,43 @@ def moe_backward(c: Nemotron3Config, at: Share, ep: int) -> int:
 
 
 def mlp(c: Nemotron3Config, at: Share) -> Form:
-    """-."""
+    """The form of a - layer."""
     hidden = at.inner((c.dense_ffn_hidden_size or 0) // at.tp)
     form = {"norm": norm(c, at), "linear_fc1": at.stream(c.hidden_size), "activation": hidden}
     return form | {"linear_fc2": hidden}
 
 
 def mtp(c: Nemotron3Config, at: Share) -> Form:
-    """What one prediction depth keeps beside its layers."""
+    """The form of one MTP depth without its layers."""
     d = c.hidden_size
     return {
         "embedding": embedding(c, at)["word_embeddings"],
         "enorm": norm(c, at),
         "hnorm": norm(c, at),
         "eh_proj": at.stream(2 * d),
-        # Its output is gathered over the ranks and cut again, and the cut is a view of the whole.
+        # The output is gathered over the ranks and then sliced; the slice is a view that keeps the whole.
         "eh_proj output": at.inner(d) - at.stream(d),
         "final_layernorm": norm(c, at),
     }
 
 
 def embedding(c: Nemotron3Config, at: Share) -> Form:
-    """Token indices; with TP also which of them are another rank's."""
+    """The token indices; with TP also the mask of those whose rows are on another rank."""
     return {"word_embeddings": at.tokens * (INDEX + (at.tp > 1))}
 
 
-def output(c: Nemotron3Config, at: Share, padded_vocab: int, depths: int) -> Form:
-    """Final norm, output layer and loss, of the next token and of `depths` MTP depths.
+def output(c: Nemotron3Config, at: Share) -> Form:
+    """Final norm, output layer and loss, of the next token and of all MTP depths.
 
     The softmax over a rank's part of the vocabulary is FP32, and each depth keeps its own until its backward.
     """
+    depths = c.mtp_num_layers
     heads = 1 + depths
-    softmax = at.tokens * (padded_vocab // at.tp) * FLOAT
+    softmax = at.tokens * (at.padded_vocab // at.tp) * FLOAT
     return {
         "final_norm": norm(c, at),
         "output_layer": heads * at.stream(c.hidden_size),
-        # Target, whether it is another rank's; a depth's loss and mask.
+        # The target, and whether it is on another rank; the loss and the mask of each depth.
         "loss": heads * (softmax + at.tokens * (INDEX + 1)) + depths * at.tokens * 2 * FLOAT,
     }
 
@@ -226,6 +270,7 @@ FORMS: dict[str, Callable[[Nemotron3Config, Share], Form]] = {
     "-": mlp,
     "mtp": mtp,
     "embedding": embedding,
+    "output": output,
 }
 
 #: Module of `--recompute-modules` -> parts of its layer that are then not kept.
@@ -237,3 +282,63 @@ DROPPED: dict[str, tuple[str, ...]] = {
     "moe_act": ("activation",),
     "layernorm": ("norm output",),
 }
+
+
+@lru_cache(maxsize=1024)
+def quantized_share(config: Nemotron3Config, layer: str) -> float:
+    """The share of the decoder's layers of kind `layer` that is outside the BF16 tail, from 0 to 1."""
+    layers = config.pattern.count(layer)
+    body = config.pattern[: config.num_layers - tail(config).layers]
+    return body.count(layer) / layers if layers else 0.0
+
+
+@lru_cache(maxsize=1024)
+def bytes_by_linear(config: Nemotron3Config, precision: str) -> dict[str, float]:
+    """Linear of the precision table -> mean bytes of a packed element, over the decoder's layers."""
+    if precision not in (MXFP8, NVFP4):
+        return {}
+    found = {}
+    for kind in LINEARS:
+        format = kind.format(precision)
+        if kind.layer and kind.layer in config.pattern and format != BF16:
+            share = quantized_share(config, kind.layer)
+            found[kind.name] = share * PACKED[format] + (1 - share) * PACKED[BF16]
+    return found
+
+
+def packing_saves(config: Nemotron3Config, at: Share, kind: str) -> Form:
+    """Part of a layer's form -> bytes that packing saves (negative: adds)."""
+    if not at.te or at.element != PACKED[BF16]:
+        return {}
+    sizes = bytes_by_linear(config, at.precision)
+    found: Form = {}
+    for part, linear, bf16, kept in _linear_inputs(config, at, kind):
+        if linear in sizes:
+            packed = bf16 * sizes[linear] / PACKED[BF16]
+            # Where another module keeps the BF16 tensor anyway, the packed copy comes on top.
+            found[part] = found.get(part, 0) + round((0 if kept else bf16) - packed)
+    return found
+
+
+def _linear_inputs(config: Nemotron3Config, at: Share, kind: str) -> tuple[tuple[str, str, int, bool], ...]:
+    """(part of the form, linear, bytes of its input in BF16, whether another module keeps that input)."""
+    stream = at.stream(config.hidden_size)
+    if kind == "M":
+        inner = at.inner(config.mamba_inner_size // at.tp)
+        return (("in_proj", "mamba_in", stream, False), ("out_proj", "mamba_out", inner, False))
+    if kind == "*":
+        heads = at.inner(config.num_attention_heads * config.kv_channels // at.tp)
+        return (("linear_qkv", "attention", stream, False), ("linear_proj", "attention", heads, False))
+    if kind == "-":
+        hidden = at.inner((config.dense_ffn_hidden_size or 0) // at.tp)
+        return (("linear_fc1", "mlp", stream, False), ("linear_fc2", "mlp", hidden, False))
+    if kind == "E":
+        rows = round(at.shard * (config.moe_router_topk or 0) * at.etp * at.imbalance) * at.element
+        shared = at.inner((config.moe_shared_expert_intermediate_size or 0) // at.tp)
+        return (
+            ("experts", "experts", rows * config.expert_input_size, False),
+            ("activation", "experts", rows * (config.moe_ffn_hidden_size or 0) // at.etp, False),
+            ("shared_experts", "shared_experts", stream, True),  # the router keeps the norm's output
+            ("shared_experts", "shared_experts", shared, False),
+        )
+    return ()

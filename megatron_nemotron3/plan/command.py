@@ -1,4 +1,4 @@
-"""`nemotron3 plan`: how to lay a model out on some GPUs."""
+"""`nemotron3 plan`: the fastest layouts of a model on a number of GPUs."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.args import PRECISIONS, published
+from megatron_nemotron3.args import PRECISIONS, Launch, TrainingSchedule, published
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.plan.hardware import GPUS, gpu_named
-from megatron_nemotron3.plan.report import describe, render
+from megatron_nemotron3.plan.report import describe, memory_bars, render
 from megatron_nemotron3.plan.search import Question, remedies, search
 from megatron_nemotron3.plan.timing import ALLTOALL, HYBRIDEP
 
-#: Sequences a step where neither the user nor a published schedule says it: 3072 of all three reports.
+#: Default sequences of a step where no schedule was published; all three reports have 3072.
 BATCH = 3072
-#: A search above this is not what anyone has, and takes long.
+#: No one has more GPUs, and the search would take long.
 MOST_GPUS = 131072
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 plan`."""
-    command = commands.add_parser("plan", help="how to lay a model out on some GPUs")
+    command = commands.add_parser("plan", help="the fastest layouts of a model on a number of GPUs")
     add_model(command)
     command.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the whole job")
-    command.add_argument("--gpu", choices=GPUS, required=True, help="which")
+    command.add_argument("--gpu", choices=GPUS, required=True, help="type of GPU")
     command.add_argument(
         "--nvlink-domain", type=int, metavar="N", help="GPUs that NVLink joins (default: its)"
     )
@@ -39,21 +39,28 @@ def register(commands: Any) -> None:
         metavar="N",
         help=f"sequences per step (default: as published, or {BATCH})",
     )
-    command.add_argument("--precision", choices=PRECISIONS, default="bf16", help="bf16")
     command.add_argument(
-        "--dispatcher", choices=(ALLTOALL, HYBRIDEP), default=ALLTOALL, help="of tokens to experts (alltoall)"
+        "--precision", choices=PRECISIONS, default="bf16", help="precision of training (bf16)"
+    )
+    command.add_argument(
+        "--dispatcher",
+        choices=(ALLTOALL, HYBRIDEP),
+        default=ALLTOALL,
+        help="how tokens are sent to experts (alltoall)",
     )
     command.add_argument("--best", type=int, default=5, metavar="N", help="layouts to print (5)")
     command.add_argument("--json", action="store_true", help="machine-readable")
-    command.add_argument("--plot", type=Path, metavar="PNG", help="write memory bars of the best layouts")
+    command.add_argument(
+        "--plot", type=Path, metavar="PNG", help="write a bar chart of the memory of the best layouts"
+    )
     command.set_defaults(run=plan)
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print the best layouts. Exit status 0; 1 if nothing fits.
+    """Print the best layouts. Exit status 0, or 1 if nothing fits.
 
     Raises:
-        ValueError: a number that cannot be, or a precision the GPU has no units for.
+        ValueError: a number out of range, or a precision that the GPU has no units for.
         OSError: the PNG cannot be written.
         ModuleNotFoundError: matplotlib is not installed (`--plot`).
     """
@@ -61,20 +68,19 @@ def plan(options: argparse.Namespace) -> int:
     for name, most in (("gpus", MOST_GPUS), ("best", 1000)):
         if not 1 <= (value := getattr(options, name)) <= most:
             raise ValueError(f"--{name} {value}: give 1 to {most}")
-    question = Question(
-        config=config,
-        gpus=options.gpus,
-        gpu=gpu_named(options.gpu, options.nvlink_domain),
+    schedule = TrainingSchedule(
         seq_length=options.seq_length or config.seq_length,
         global_batch_size=options.global_batch_size or published(config).global_batch_size or BATCH,
-        precision=options.precision,
+    )
+    question = Question(
+        launch=Launch(config=config, precision=options.precision, backend="te", schedule=schedule),
+        gpus=options.gpus,
+        gpu=gpu_named(options.gpu, options.nvlink_domain),
         dispatcher=options.dispatcher,
     )
     answer = search(question, options.best)
     cures = [] if answer.best else remedies(question)
     if options.plot is not None:
-        from megatron_nemotron3.plan.plot import memory_bars
-
         memory_bars(answer, options.plot)
     print(json.dumps(describe(answer, cures), indent=2) if options.json else render(answer, cures))
     if options.plot is not None and not options.json:

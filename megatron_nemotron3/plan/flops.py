@@ -1,11 +1,11 @@
-"""Floating-point operations of a training step, by layer kind and module. Closed forms, standard
-library only.
+"""Floating-point operations of a training step, by layer kind and module, in closed form.
 
-Model FLOPs: two for each multiplication of a product, forward; twice that in backward (gradients of the input
-and of the weight); recomputing counts nothing. Causal scores count half the square. Element-wise
-work (norms, activations, gates) is not counted, as in Megatron's throughput line.
+Standard library only. These are model FLOPs: two for each multiplication of a matrix product in forward, and
+twice that in backward (gradients of the input and of the weight). Recomputation does not count. Causal scores
+count half the square. Element-wise work (norms, activations, gates) does not count, as in Megatron's
+throughput.
 
-Where Megatron's own count (`num_floating_point_operations`, 0.19) differs, `stock_differences` says by what.
+`stock_differences` explains where Megatron's own count (`num_floating_point_operations`, 0.19) differs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_nemotron3.models.flops import weightless_flops
 from megatron_nemotron3.models.parameters import elements_outside_layers, layer_tensors
 from megatron_nemotron3.models.tensors import ROWS, Row
 
-#: Backward of a product costs two products.
+#: The backward pass of a matrix product takes two products.
 BACKWARD = 2
 _LABELS = {
     "mamba_in": "in_proj",
@@ -41,9 +41,9 @@ def module_of(row: Row) -> str | None:
 class Operations:
     """Operations of one module.
 
-    kind: layer kind "M", "*", "E", "-", "mtp" for what an MTP depth has beside its layers, or "output".
+    kind: layer kind "M", "*", "E", "-", "mtp" for the part of an MTP depth outside its layers, or "output".
     forward: FLOPs of one token's forward pass, summed over the layers.
-    layers: how often the module is applied: MTP layers once for each depth.
+    layers: how often the module is applied; MTP layers once for each depth.
     """
 
     kind: str
@@ -85,7 +85,7 @@ def _layer_operations(config: Nemotron3Config, kind: str, seq_length: int) -> di
 
 
 def model_operations(config: Nemotron3Config, seq_length: int | None = None) -> list[Operations]:
-    """Every module of a model that multiplies, MTP at every depth included.
+    """All modules of a model with matrix products, MTP at every depth included.
 
     Args:
         seq_length: None: `config.seq_length`.
@@ -109,14 +109,14 @@ def _operations(config: Nemotron3Config, seq_length: int) -> Iterator[Operations
 
 
 def step_flops(config: Nemotron3Config, tokens: int, seq_length: int | None = None) -> float:
-    """Forward and backward of a step of so many tokens."""
+    """FLOPs of forward and backward for a number of tokens."""
     return tokens * (1 + BACKWARD) * sum(line.forward for line in model_operations(config, seq_length))
 
 
 def stock_differences(config: Nemotron3Config, seq_length: int | None = None) -> dict[str, float]:
-    """What Megatron 0.19's count has more (negative: less) than ours, forward FLOPs of one token, by cause.
+    """Forward FLOPs of one token that Megatron 0.19 counts in addition to ours (negative: fewer), by cause.
 
-    Layers of all MTP depths are in both counts.
+    Both counts include the layers of all MTP depths.
     """
     length = seq_length or config.seq_length
     depths = config.mtp_num_layers if config.has_mtp else 0
@@ -125,7 +125,7 @@ def stock_differences(config: Nemotron3Config, seq_length: int | None = None) ->
     inner, stock_inner = config.mamba_inner_size, 2 * config.hidden_size
     state = config.mamba_state_dim
     found = {
-        # It takes expand 2 for granted: in_proj's z and x, and out_proj.
+        # It assumes an expansion of 2, for z and x of in_proj and for out_proj.
         "Mamba's inner size taken as 2 * hidden": mamba * 6.0 * config.hidden_size * (stock_inner - inner),
         "7 * inner * state for the scan": mamba
         * (7.0 * stock_inner * state - weightless_flops(config, "M", length)),

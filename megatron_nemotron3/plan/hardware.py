@@ -1,7 +1,7 @@
-"""GPUs as their data sheets give them. Standard library only.
+"""GPUs with the numbers of their data sheets. Standard library only.
 
-Peaks are dense (without sparsity). Bandwidths are of one direction. Memory is what the data sheet of the
-system divides to, in bytes; what a process can allocate is less (`RESERVE`).
+Peaks are dense (without sparsity). Bandwidths are of one direction. Memory is the data sheet's figure for the
+system divided by its GPUs, in bytes; a process can allocate less (`RESERVE`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 TERA, GIGA = 1e12, 1e9
-#: CUDA context, NCCL's buffers, cuBLAS workspaces and what the allocator leaves unused: an assumption, not a
-#: measurement.
+#: Bytes for the CUDA context, NCCL's buffers, cuBLAS workspaces and memory that the allocator leaves unused:
+#: an assumption, not a measurement.
 RESERVE = 6 * GIGA
 
 
@@ -18,15 +18,15 @@ RESERVE = 6 * GIGA
 class GPU:
     """One GPU in its system.
 
-    memory: bytes. flops: operations a second by format. hbm: bytes a second. nvlink, network: bytes a second
-    that one GPU sends. nvlink_domain: GPUs that reach each other over NVLink. capability: CUDA's.
+    memory: bytes. bf16, fp8, fp4: operations per second. hbm: bytes per second. nvlink, network: bytes per
+    second that one GPU sends. nvlink_domain: GPUs connected by NVLink. capability: CUDA compute capability.
     """
 
     name: str
     memory: float
     bf16: float
     fp8: float
-    #: None: no FP4 units.
+    #: None for a GPU without FP4 units.
     fp4: float | None
     hbm: float
     nvlink: float
@@ -36,9 +36,9 @@ class GPU:
     source: str
 
     def flops(self, format: str) -> float:
-        """Peak of a product in "bf16", "fp32", "mxfp8" or "nvfp4", operations a second.
+        """Peak operations per second of matrix products in "bf16", "fp32", "mxfp8" or "nvfp4".
 
-        FP32 products are taken to run as TF32, at half of BF16.
+        FP32 products are assumed to run as TF32, at half the rate of BF16.
 
         Raises:
             ValueError: the GPU has no such units.
@@ -138,7 +138,7 @@ GPUS: dict[str, GPU] = {
 
 
 def gpu_named(name: str, nvlink_domain: int | None = None) -> GPU:
-    """A GPU of the table, with another NVLink domain if given.
+    """Return a GPU of the table, with another NVLink domain if one is given.
 
     Raises:
         ValueError: no such GPU, or a domain below 1.

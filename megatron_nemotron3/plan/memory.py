@@ -1,23 +1,28 @@
-"""All that one rank holds at the worst moment of a step, in closed form. Standard library only.
+"""Everything that one rank holds at the worst moment of a step, in closed form. Standard library only.
 
 What is counted and what is not, term by term: docs/plan.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.plan.activation_forms import FLOAT, Share, moe_backward
-from megatron_nemotron3.plan.activations import share, stage_bytes
-from megatron_nemotron3.plan.elements import approximate_state, cut
-from megatron_nemotron3.plan.inflight import in_flight
-from megatron_nemotron3.plan.packed import weight_copies
-from megatron_nemotron3.plan.recompute import NONE, Recompute
-from megatron_nemotron3.plan.state import BF16, FP32, padded_vocab_size, state
-
-__all__ = ["Memory", "approximate_state", "buffers", "in_flight", "memory"]
+from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
+from megatron_nemotron3.plan.activation_forms import (
+    FLOAT,
+    PACKED,
+    Share,
+    bytes_by_linear,
+    moe_backward,
+    quantized_share,
+)
+from megatron_nemotron3.plan.activations import stage_bytes
+from megatron_nemotron3.plan.state import approximate_state, held_elements, stage_patterns, state
+from megatron_nemotron3.precision.table import kind_named
 
 
 @dataclass(frozen=True)
@@ -26,12 +31,12 @@ class Memory:
 
     weights, gradients, optimizer: as `state.State`.
     activations: by layer kind, of all microbatches in flight.
-    recompute_peak: what recomputing one module or run of layers adds to that, where it does: by then the loss
-        and the layers behind it have gone backward, and what they held is free.
+    recompute_peak: what recomputing one module or run of layers adds to that. By then the backward of the
+        loss and of the later layers is over, and what they held is free.
     buffers: the sum of `buffers`, and what the backward of routed experts adds (`activation_forms`).
 
-    Not in it: the CUDA context, communicators, workspaces of kernels, other gradients of activations, other
-    gradients of weights before they are added up, fragmentation.
+    Not included: the CUDA context, communicators, workspaces of kernels, other gradients of activations,
+    other gradients of weights before they are accumulated, fragmentation.
     """
 
     weights: int
@@ -44,7 +49,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all terms."""
         state = self.weights + self.gradients + self.optimizer
         return (
             state + sum(self.activations.values()) + self.recompute_peak + self.buffers + self.packed_weights
@@ -52,97 +57,80 @@ class Memory:
 
 
 def memory(
-    config: Nemotron3Config,
-    layout: ParallelLayout,
-    *,
-    pp_rank: int = 0,
-    dp_rank: int = 0,
-    edp_rank: int = 0,
-    seq_length: int | None = None,
-    micro_batch_size: int = 1,
-    microbatches: int = 1,
-    precision: str = "bf16",
-    recompute: Recompute = NONE,
-    distributed_optimizer: bool = True,
-    backend: str = "torch",
-    imbalance: float = 1.0,
-    exact: bool = False,
-    gradient_bytes: int | None = None,
+    launch: Launch, pp_rank: int = 0, *, imbalance: float = 1.0, exact: tuple[int, int] | None = None
 ) -> Memory:
-    """What one rank holds at the worst moment.
+    """What one rank holds at the worst moment of a step.
 
     Args:
-        pp_rank, dp_rank, edp_rank: as for `state.state`; the last two matter with `exact` only.
-        seq_length: None: the config's.
-        microbatches: of one step, for each data-parallel rank.
-        recompute, backend, imbalance: as for `activations.layer_activations`.
-        exact: weights, gradients and optimizer to the byte, padding included: `state`, which is slow.
-
-        gradient_bytes: of an accumulated gradient; None: 4, our flags' (2: `--grad-reduce-in-bf16`).
+        launch: recomputation and the type of gradients come from its `extra`.
+        imbalance: as for `activations.layer_activations`.
+        exact: data-parallel and expert-data-parallel rank whose weights, gradients and optimizer are counted
+            to the byte, padding included (`state.state`, which is slow); None: a mean rank.
 
     Raises:
         ValueError: an unknown precision or backend, no such rank, or fewer layers than stages.
     """
-    length = seq_length or config.seq_length
-    sizes = FP32 if precision == "fp32" else BF16
-    if gradient_bytes is not None:
-        sizes = replace(sizes, gradient=gradient_bytes)
-    at = share(layout, length, micro_batch_size, precision, recompute, backend, imbalance)
-    vocab = padded_vocab_size(config, layout)
-    patterns = cut(config, layout.stages, length)
+    config, layout = launch.config, launch.layout
+    at = Share.of(launch, imbalance)
+    patterns = stage_patterns(config, layout.stages, launch.seq_length)
     work = moe_backward(config, at, layout.ep) if config.is_moe else 0
     chunks = [
-        stage_bytes(config, at, recompute, patterns, stage, vocab, work)
-        for stage in range(pp_rank, layout.stages, layout.pp)
+        stage_bytes(config, at, patterns, stage, work) for stage in range(pp_rank, layout.stages, layout.pp)
     ]
     weights = [sum(kinds.values()) for kinds, *_ in chunks] if layout.vpp > 1 else ()
     activations: dict[str, int] = {}
-    for times, (kinds, *_) in zip(in_flight(layout, pp_rank, microbatches, weights), chunks, strict=True):
+    held_at_once = in_flight(layout, pp_rank, launch.microbatches, weights)
+    for times, (kinds, *_) in zip(held_at_once, chunks, strict=True):
         for kind, number in kinds.items():
             activations[kind] = activations.get(kind, 0) + times * number
-    options = {"sizes": sizes, "distributed_optimizer": distributed_optimizer, "seq_length": length}
-    if exact:
-        held = state(config, layout, pp_rank=pp_rank, dp_rank=dp_rank, edp_rank=edp_rank, **options)  # type: ignore[arg-type]
+    if exact is None:
+        held = approximate_state(launch, pp_rank)
     else:
-        held = approximate_state(config, layout, pp_rank, **options)  # type: ignore[arg-type]
+        held = state(launch, pp_rank=pp_rank, dp_rank=exact[0], edp_rank=exact[1])
+    pattern = "".join(patterns[pp_rank :: layout.pp])
+    packed_weights = 0
+    for kind in set(pattern) if at.te else ():
+        copies = weight_copies(config, kind, launch.precision, layout.tp, layout.etp, layout.ep)
+        packed_weights += pattern.count(kind) * copies
     return Memory(
         weights=held.weights,
         gradients=held.gradients,
         optimizer=held.optimizer,
         activations=activations,
         recompute_peak=max(again for _, again, _ in chunks),
-        buffers=max(more for _, _, more in chunks)
-        + sum(buffers(config, layout, at, patterns, pp_rank, vocab).values()),
-        packed_weights=_packed(config, layout, at, "".join(patterns[pp_rank :: layout.pp])),
+        buffers=max(more for _, _, more in chunks) + sum(buffers(launch, at, pp_rank).values()),
+        packed_weights=packed_weights,
     )
 
 
-def _packed(config: Nemotron3Config, layout: ParallelLayout, at: Share, pattern: str) -> int:
-    """Bytes of packed copies of the weights of a pipeline rank's decoder layers."""
-    if not at.te:
-        return 0
-    return sum(
-        pattern.count(kind) * weight_copies(config, kind, at.precision, at.tp, at.etp, layout.ep)
-        for kind in dict.fromkeys(pattern)
-    )
+@lru_cache(maxsize=4096)
+def weight_copies(config: Nemotron3Config, kind: str, precision: str, tp: int, etp: int, ep: int) -> int:
+    """Mean bytes of the packed copies of a decoder layer's weights on a rank.
 
-
-def buffers(
-    config: Nemotron3Config,
-    layout: ParallelLayout,
-    at: Share,
-    patterns: tuple[str, ...],
-    pp_rank: int,
-    vocab: int,
-) -> dict[str, int]:
-    """Bytes that no saved tensor holds and that exist while a microbatch is computed, by purpose.
-
-    sequence gather: input of a column-parallel linear of all TP ranks, in one buffer that Megatron keeps.
-    expert exchange: rows that a rank sends to experts, and those that it receives before it sorts them.
-    routing: probabilities and map [tokens, experts] of the last microbatch, which every dispatcher refers to.
-    pipeline: a received and a sent tensor each way; interleaved one more that has arrived early.
-    logits: in the model's precision beside the FP32 softmax made from them.
+    Transformer Engine packs the weight of a quantized linear along both axes, and keeps the copies from the
+    first microbatch of a step to the next step. Derived from its modules, not measured.
     """
+    sizes, layout = bytes_by_linear(config, precision), ParallelLayout(tp=tp, etp=etp, ep=ep)
+    total = 0.0
+    for row in rows_of(config, kind):
+        linear = kind_named(row.linear)
+        if linear is not None and linear.name in sizes:
+            elements, copies, _ = held_elements(row, layout, symbol_sizes(config))
+            total += 2 * PACKED[linear.format(precision)] * elements * copies
+    return round(total * quantized_share(config, kind))
+
+
+def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:
+    """Bytes that exist while a microbatch is computed and that no saved tensor holds, by purpose.
+
+    sequence gather: the input of a column-parallel linear, gathered from all TP ranks in Megatron's buffer.
+    expert exchange: the rows that a rank sends to experts, and those that it receives before it sorts them.
+    routing: probabilities and map [tokens, experts] of the last microbatch, which every dispatcher keeps.
+    pipeline: one tensor received and one sent in each direction; interleaved, twice as many.
+    logits: in the model's precision, besides the FP32 softmax made from them.
+    """
+    config, layout = launch.config, launch.layout
+    patterns = stage_patterns(config, layout.stages, launch.seq_length)
     kinds = "".join(patterns[pp_rank :: layout.pp])
     last = pp_rank == layout.pp - 1
     if last:
@@ -160,5 +148,72 @@ def buffers(
     if layout.pp > 1:
         found["pipeline"] = (4 if layout.vpp > 1 else 2) * at.stream(d)
     if last and at.element == 2:
-        found["logits"] = at.inner(vocab // layout.tp)
+        found["logits"] = at.inner(at.padded_vocab // layout.tp)
     return found
+
+
+def in_flight(
+    layout: ParallelLayout, pp_rank: int, microbatches: int, weights: Sequence[float] = ()
+) -> tuple[int, ...]:
+    """Microbatches whose activations a pipeline rank holds at the worst moment, for each of its vpp chunks.
+
+    1F1B: a rank first runs pp - rank - 1 forward passes, then alternates forward and backward. So it holds
+    pp - rank microbatches. Interleaved (vpp > 1): the unit is one microbatch in one of the rank's vpp chunks.
+    The rank first runs 2 * (pp - rank - 1) + (vpp - 1) * pp of them; forward takes pp microbatches through a
+    chunk before the next chunk, and backward does so from the last chunk on. These are Megatron 0.19's
+    schedules.
+
+    Args:
+        microbatches: of one step.
+        weights: bytes of one microbatch in each chunk, which decide the worst moment; empty: equal.
+
+    Raises:
+        ValueError: no such rank, or no microbatch.
+    """
+    if not 0 <= pp_rank < layout.pp or microbatches < 1:
+        raise ValueError(
+            f"pp_rank={pp_rank} of PP={layout.pp}, microbatches={microbatches}: use 0 to {layout.pp - 1}, "
+            "and 1 microbatch or more"
+        )
+    if layout.pp == 1:
+        return (1,)
+    if layout.vpp == 1:
+        return (min(layout.pp - pp_rank, microbatches),)
+    # With more microbatches than this the schedule repeats itself.
+    enough = 4 * layout.pp
+    if microbatches > enough:
+        microbatches = enough + microbatches % layout.pp
+    moments = _held_states(layout.pp, layout.vpp, pp_rank, microbatches)
+    if not weights:
+        return max(moments, key=sum)
+    return max(moments, key=lambda counts: sum(n * w for n, w in zip(counts, weights, strict=True)))
+
+
+@lru_cache(maxsize=4096)
+def _held_states(pp: int, vpp: int, rank: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """Microbatches held after each forward pass: the distinct states that no other state exceeds."""
+    total = microbatches * vpp
+    first = min(2 * (pp - rank - 1) + (vpp - 1) * pp, total)
+    order = _chunk_order(pp, vpp, microbatches)
+    held = [0] * vpp
+    found: dict[tuple[int, ...], None] = {}
+    for step, chunk in enumerate(order):
+        held[chunk] += 1
+        found[tuple(held)] = None
+        if step >= first:
+            held[vpp - 1 - order[step - first]] -= 1
+    return tuple(
+        counts
+        for counts in found
+        if not any(other != counts and all(map(int.__ge__, other, counts)) for other in found)
+    )
+
+
+def _chunk_order(pp: int, vpp: int, microbatches: int) -> list[int]:
+    """The chunk of each forward pass, in order."""
+    order: list[int] = []
+    for start in range(0, microbatches, pp):
+        group = min(pp, microbatches - start)
+        for chunk in range(vpp):
+            order += [chunk] * group
+    return order

@@ -1,16 +1,17 @@
-"""Published throughput of Nemotron 3 pre-training: what the time model is fitted to and measured against.
+"""Published throughput of Nemotron 3 pre-training, to which the time model is fitted and compared.
 
 Source: Megatron-Bridge, docs/performance-summary.md and performance-summary-archive.md (state of 2026-08-22),
 newest container in which the row appears. 8,192 tokens a sequence, balanced routing forced, PP 1, CP 1.
-The measured runs use what our flags do not: CUDA graphs, HybridEP's dispatch, fused kernels; Ultra also
-offloads activations. Standard library only.
+The measured runs use CUDA graphs, HybridEP's dispatch and fused kernels, which our flags do not set; Ultra's
+also offload activations. Standard library only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule
+from megatron_nemotron3.models import get
 from megatron_nemotron3.plan.recompute import NONE, Recompute
 
 SEQUENCE = 8192
@@ -18,7 +19,7 @@ SEQUENCE = 8192
 
 @dataclass(frozen=True)
 class Run:
-    """One row: model, GPU, number of GPUs, precision, batch, layout, tokens a second and GPU."""
+    """One row: model, GPU, number of GPUs, precision, batch, layout, tokens per second and GPU."""
 
     model: str
     gpu: str
@@ -29,15 +30,30 @@ class Run:
     tp: int
     ep: int
     tokens: int
-    #: Model TFLOP/s a GPU, by their count.
+    #: Model TFLOP/s per GPU, by the source's count.
     tflops: int
     container: str
     recompute: Recompute = NONE
 
     @property
     def layout(self) -> ParallelLayout:
-        """Its layout, ETP 1."""
+        """The layout, with ETP 1."""
         return ParallelLayout(tp=self.tp, ep=self.ep, dp=self.gpus // self.tp)
+
+    def launch(self, *extra: str) -> Launch:
+        """The run as a launch on Transformer Engine, with more of Megatron's options."""
+        return Launch(
+            config=get(self.model),
+            layout=self.layout,
+            precision=self.precision,
+            backend="te",
+            schedule=TrainingSchedule(
+                seq_length=SEQUENCE,
+                global_batch_size=self.global_batch_size,
+                micro_batch_size=self.micro_batch_size,
+            ),
+            extra=(*self.recompute.flags(), *extra),
+        )
 
 
 _NORM = Recompute("selective", ("layernorm",))

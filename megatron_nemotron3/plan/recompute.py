@@ -1,22 +1,25 @@
-"""What is computed again in backward instead of being kept: Megatron's options. Standard library only.
+"""Activation recomputation: what Megatron's options keep for backward. Standard library only.
 
 none        everything that backward reads is kept
-selective   of the named modules only their input is kept (`--recompute-modules`)
-full        of each run of layers only its input is kept (`--recompute-method`, `--recompute-num-layers`)
+selective   the named modules keep only their input (`--recompute-modules`)
+full        each run of layers keeps only its input (`--recompute-method`, `--recompute-num-layers`)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.models import Nemotron3Config
 
 GRANULARITIES = ("none", "selective", "full")
 METHODS = ("uniform", "block")
 
-#: Module of `--recompute-modules` -> (layer kind it is part of, backends that run it). Megatron 0.19.2 also
-#: knows `mla_up_proj` and `gdn_norm_out`, of parts that this family lacks. `layernorm` and `moe_act` need
-#: Transformer Engine (`args.rules`); in the torch spec the norms of M, * and - are parts of their linears.
+#: Module of `--recompute-modules` -> (layer kind it is part of, backends that support it). Megatron 0.19.2
+#: also has `mla_up_proj` and `gdn_norm_out`, which belong to parts that this family lacks. `layernorm` and
+#: `moe_act` need Transformer Engine (`args.rules`); in the torch spec the norms of M, * and - are parts of
+#: their linears.
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "core_attn": ("*", ("te", "torch")),
     "mlp": ("-", ("te", "torch")),
@@ -29,7 +32,7 @@ MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Recompute:
-    """A choice of recomputation, as Megatron's flags say it.
+    """A choice of recomputation, in the terms of Megatron's flags.
 
     Args:
         granularity: "none", "selective" or "full" (`--recompute-granularity`).
@@ -40,7 +43,7 @@ class Recompute:
         num_layers: with "full".
 
     Raises:
-        ValueError: a name Megatron does not know here, or fields that do not go together.
+        ValueError: a name that Megatron does not accept here, or fields that contradict each other.
     """
 
     granularity: str = "none"
@@ -63,13 +66,25 @@ class Recompute:
                 "'selective', and only then"
             )
 
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(extra: tuple[str, ...]) -> Recompute:
+        """What the additional options of a launch (`Launch.extra`) ask for; nothing without such options."""
+        options = {flag.name: flag.values for flag in parse(extra)}
+        (granularity,) = options.get("--recompute-granularity", ("none",))
+        if granularity == "selective":
+            return Recompute(granularity, options.get("--recompute-modules", ("core_attn",)))
+        (method,) = options.get("--recompute-method", ("uniform",))
+        (num_layers,) = options.get("--recompute-num-layers", ("1",))
+        return Recompute(granularity, method=method, num_layers=int(num_layers))
+
     @property
     def full(self) -> bool:
-        """Whether whole layers are computed again."""
+        """Whether whole layers are recomputed."""
         return self.granularity == "full"
 
     def flags(self) -> list[str]:
-        """Words of Megatron's command line; none for "none"."""
+        """The options of Megatron's command line; empty for "none"."""
         if self.granularity == "none":
             return []
         words = ["--recompute-granularity", self.granularity]
@@ -87,13 +102,13 @@ NONE = Recompute()
 
 
 def modules(config: Nemotron3Config, backend: str) -> tuple[str, ...]:
-    """Modules that this model has and that this backend ("te" or "torch") can recompute."""
+    """The modules of this model that this backend ("te" or "torch") can recompute."""
     kinds = config.pattern + (config.mtp_pattern or "")
     return tuple(name for name, (kind, by) in MODULES.items() if kind in kinds and backend in by)
 
 
 def runs(pattern: str, recompute: Recompute) -> tuple[tuple[str, ...], str]:
-    """(runs of layers of which only the input is kept, layers that are kept whole), of one stage's layers."""
+    """Split a stage's layers into (runs that keep only their input, layers that keep everything)."""
     n = recompute.num_layers
     if not recompute.full:
         return (), pattern

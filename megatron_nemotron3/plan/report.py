@@ -1,18 +1,18 @@
-"""What a search found, for people and for programs. Standard library only."""
+"""The result of a search as text, JSON and bars. Standard library only, matplotlib for the bars."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.plan.flops import step_flops
 from megatron_nemotron3.plan.hardware import RESERVE
-from megatron_nemotron3.plan.links import split, usable_domain
 from megatron_nemotron3.plan.memory import Memory
 from megatron_nemotron3.plan.published import RUNS, SEQUENCE
 from megatron_nemotron3.plan.search import Answer, Candidate, Question
 from megatron_nemotron3.plan.timing import HYBRIDEP
-from megatron_nemotron3.plan.traffic import Transfer, step_traffic
+from megatron_nemotron3.plan.traffic import split, step_traffic, usable_domain
 
 GB = 1e9
 KINDS = {
@@ -36,12 +36,12 @@ CAUSES = {
     "dp": "exposed data-parallel traffic",
     "optimizer": "optimizer",
 }
-#: Causes below this share of a step are not worth a word.
+#: Causes below this share of a step are not mentioned.
 _NOTABLE = 0.005
 
 
 def memory_classes(memory: Memory) -> dict[str, float]:
-    """Bytes by class, in the order they are printed; nothing that is zero."""
+    """Bytes by class, in the order of printing; classes below 5 MB are left out."""
     found = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
     for kind, size in memory.activations.items():
         found[f"activations of {KINDS[kind]}"] = size
@@ -70,13 +70,13 @@ def command(question: Question, found: Candidate) -> str:
     layout = " ".join(f"--{name} {sizes[name]}" for name in sizes if name != "sp" and sizes[name] > 1)
     words = [
         f"nemotron3 flags {question.config.name} {layout}".rstrip(),
-        f"--precision {question.precision} --backend te",
-        f"--seq-length {question.seq_length} --global-batch-size {question.global_batch_size}",
-        f"--micro-batch-size {found.micro_batch_size}",
+        f"--precision {found.launch.precision} --backend te",
+        f"--seq-length {found.launch.seq_length} --global-batch-size {question.global_batch_size}",
+        f"--micro-batch-size {found.launch.micro_batch_size}",
     ]
-    if question.precision == "nvfp4":
+    if found.launch.precision == "nvfp4":
         words.append("--te-precision-config-file precision.yaml")
-    extra = list(found.recompute.flags())
+    extra = list(found.launch.extra)
     if question.dispatcher == HYBRIDEP:
         extra += ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
     if extra:
@@ -84,24 +84,13 @@ def command(question: Question, found: Candidate) -> str:
     return " ".join(words)
 
 
-def traffic(question: Question, found: Candidate) -> list[Transfer]:
-    """Of one rank of the first stage in a step."""
-    return step_traffic(
-        question.config,
-        found.layout,
-        seq_length=question.seq_length,
-        micro_batch_size=found.micro_batch_size,
-        microbatches=found.microbatches,
-    )
-
-
 def _traffic_lines(question: Question, found: Candidate) -> list[str]:
     links: dict[str, list[float]] = {}
-    for transfer in traffic(question, found):
-        bytes_ = split(transfer, found.layout, question.gpu)
+    for transfer in step_traffic(found.launch):
+        sent = split(transfer, found.layout, question.gpu)
         sums = links.setdefault(transfer.link, [0.0, 0.0, transfer.ranks])
-        sums[0] += bytes_.nvlink
-        sums[1] += bytes_.network
+        sums[0] += sent.nvlink
+        sums[1] += sent.network
     lines = [
         f"  {link:10} {int(ranks):>6} ranks {nvlink / GB:>10.2f} {network / GB:>10.2f}"
         for link, (nvlink, network, ranks) in links.items()
@@ -116,25 +105,25 @@ def _traffic_lines(question: Question, found: Candidate) -> list[str]:
 
 def render(answer: Answer, remedies: list[str] | None = None) -> str:
     """The answer as text."""
-    question, gpu = answer.question, answer.question.gpu
+    question, gpu, launch = answer.question, answer.question.gpu, answer.question.launch
     lines = [
         f"{question.config.name} on {question.gpus:,} {gpu.name} ({gpu.memory / GB:.0f} GB, NVLink domain "
-        f"{gpu.nvlink_domain}, {usable_domain(gpu)} used), {question.precision}, sequences of "
-        f"{question.seq_length:,}, global batch {question.global_batch_size:,}, {question.dispatcher}",
+        f"{gpu.nvlink_domain}, {usable_domain(gpu)} used), {launch.precision}, sequences of "
+        f"{launch.seq_length:,}, global batch {question.global_batch_size:,}, {question.dispatcher}",
         f"{answer.legal:,} layouts are legal, {answer.fitting:,} fit {question.limit / GB:.0f} GB "
         f"({RESERVE / GB:.0f} GB kept for CUDA, NCCL and fragments)",
     ]
     if not answer.best:
-        return "\n".join(lines + _nothing(answer, remedies or []))
+        return "\n".join(lines + _nothing_fits(answer, remedies or []))
     lines += [
         "",
         f"  {'layout':32} {'micro':>5} {'recompute':28} {'GB':>6} {'tok/s/GPU':>9} {'TFLOP/s':>7} "
         f"{'s/step':>7}",
     ]
-    flops = step_flops(question.config, 1, question.seq_length)
+    flops = step_flops(question.config, 1, launch.seq_length)
     for place, found in enumerate(answer.best, 1):
         lines.append(
-            f"{place} {str(found.layout):32} {found.micro_batch_size:>5} {str(found.recompute):28} "
+            f"{place} {str(found.layout):32} {found.launch.micro_batch_size:>5} {str(found.recompute):28} "
             f"{found.memory.total / GB:>6.1f} {found.tokens:>9,.0f} {found.tokens * flops / 1e12:>7.0f} "
             f"{found.step.total:>7.2f}"
         )
@@ -157,17 +146,17 @@ def render(answer: Answer, remedies: list[str] | None = None) -> str:
 
 
 def measured(question: Question) -> list[str]:
-    """Published runs of this model on this GPU."""
+    """Lines with the published runs of this model on this GPU."""
     return [
         f"published ({run.container}): {run.gpus} {run.gpu}, {run.precision}, {run.layout}, "
         f"micro batch {run.micro_batch_size}: {run.tokens:,} tokens/s/GPU"
         for run in RUNS
         if (run.model, run.gpu) == (question.config.name, question.gpu.name)
-        and question.seq_length == SEQUENCE
+        and question.launch.seq_length == SEQUENCE
     ]
 
 
-def _nothing(answer: Answer, remedies: list[str]) -> list[str]:
+def _nothing_fits(answer: Answer, remedies: list[str]) -> list[str]:
     question, least = answer.question, answer.smallest
     if least is None:
         return [
@@ -188,29 +177,31 @@ def _nothing(answer: Answer, remedies: list[str]) -> list[str]:
 
 
 def describe(answer: Answer, remedies: list[str] | None = None) -> dict[str, Any]:
-    """The answer for JSON. Bytes and seconds."""
+    """The answer for JSON, in bytes and seconds."""
     question = answer.question
 
     def one(found: Candidate) -> dict[str, Any]:
         return {
             "layout": {name: size for name, size in vars(found.layout).items() if name != "sp"},
-            "micro_batch_size": found.micro_batch_size,
-            "microbatches": found.microbatches,
+            "micro_batch_size": found.launch.micro_batch_size,
+            "microbatches": found.launch.microbatches,
             "recompute": found.recompute.flags(),
             "memory": memory_classes(found.memory) | {"total": found.memory.total},
             "seconds": vars(found.step) | {"total": found.step.total},
             "tokens_per_second_per_gpu": found.tokens,
             "flags": command(question, found),
-            "traffic": [asdict(transfer) | {"sent": transfer.sent} for transfer in traffic(question, found)],
+            "traffic": [
+                asdict(transfer) | {"sent": transfer.sent} for transfer in step_traffic(found.launch)
+            ],
         }
 
     return {
         "model": question.config.name,
         "gpus": question.gpus,
         "gpu": asdict(question.gpu),
-        "seq_length": question.seq_length,
+        "seq_length": question.launch.seq_length,
         "global_batch_size": question.global_batch_size,
-        "precision": question.precision,
+        "precision": question.launch.precision,
         "dispatcher": question.dispatcher,
         "legal": answer.legal,
         "fitting": answer.fitting,
@@ -218,3 +209,43 @@ def describe(answer: Answer, remedies: list[str] | None = None) -> dict[str, Any
         "smallest": one(answer.smallest) if answer.smallest else None,
         "remedies": remedies or [],
     }
+
+
+def memory_bars(answer: Answer, path: Path) -> None:
+    """Draw the memory of each layout as a stacked bar, with a line at the limit.
+
+    Raises:
+        ValueError: no layout to show.
+        OSError: the file cannot be written.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from megatron_nemotron3.checkpoint.files import save_figure
+
+    shown = answer.best or ((answer.smallest,) if answer.smallest else ())
+    if not shown:
+        raise ValueError("no layout to plot: nothing is legal")
+    question = answer.question
+    bars = [memory_classes(found.memory) for found in shown]
+    classes = list(dict.fromkeys(name for bar in bars for name in bar))
+    labels = [f"{found.layout}\nmicro {found.launch.micro_batch_size}, {found.recompute}" for found in shown]
+    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.7 * len(shown)), layout="constrained")
+    left = [0.0] * len(shown)
+    colors = plt.get_cmap("tab20").colors
+    for number, name in enumerate(classes):
+        sizes = [bar.get(name, 0.0) / GB for bar in bars]
+        axes.barh(labels, sizes, left=left, label=name, color=colors[number % len(colors)])
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.axvline(question.limit / GB, color="black", linestyle="--", linewidth=1, label="fits")
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=7)
+    axes.set_xlabel("GB on the fullest rank")
+    axes.set_title(
+        f"{question.config.name} on {question.gpus:,} {question.gpu.name}, {question.launch.precision}"
+    )
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""Every legal layout of a model on some GPUs: which fit, and which is fastest by the time model.
+"""Every legal layout of a model on a number of GPUs: which fit, and which is fastest by the time model.
 
 Standard library only.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, check
 from megatron_nemotron3.args.versions import DEFAULT
@@ -16,10 +17,10 @@ from megatron_nemotron3.plan.memory import Memory, memory
 from megatron_nemotron3.plan.recompute import NONE, Recompute, modules
 from megatron_nemotron3.plan.timing import (
     ALLTOALL,
-    ASSUMED,
+    Machine,
     Step,
-    cell,
     layer_times,
+    one_replica,
     step_time,
     tokens_per_gpu,
 )
@@ -28,57 +29,117 @@ MICRO_BATCHES = (1, 2, 4, 8)
 VIRTUAL_STAGES = (1, 2, 4)
 _TP = (1, 2, 4, 8, 16)
 _CP = tuple(2**n for n in range(9))
-#: A pipeline longer than this is never what one wants of 42 to 108 layers.
+#: No one wants a longer pipeline for 42 to 108 layers.
 _MOST_STAGES = 32
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. dispatcher: `timing.ALLTOALL` or `timing.HYBRIDEP`.
+    """A launch whose layout is wanted: its model, batch, sequence length and precision are given.
+
+    The backend is Transformer Engine, whatever the launch says.
+
+    Args:
+        launch: its schedule holds the global batch size.
+        gpus: GPUs of the whole job.
+        gpu: their type.
+        dispatcher: `timing.ALLTOALL` or `timing.HYBRIDEP`.
 
     Raises:
-        ValueError: a size below 1, or a precision the GPU has no units for.
+        ValueError: no GPU, no global batch size, or a precision that the GPU has no units for.
     """
 
-    config: Nemotron3Config
+    launch: Launch
     gpus: int
     gpu: GPU
-    seq_length: int
-    global_batch_size: int
-    precision: str = "bf16"
     dispatcher: str = ALLTOALL
-    megatron_core: str = DEFAULT
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "seq_length", "global_batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give 1 or more")
-        self.gpu.flops(self.precision)
+        if self.gpus < 1:
+            raise ValueError(f"gpus={self.gpus}: give 1 or more")
+        if not self._schedule.global_batch_size:
+            raise ValueError("a launch without a global batch size: give it a schedule that has one")
+        self.gpu.flops(self.launch.precision)
+
+    @property
+    def _schedule(self) -> TrainingSchedule:
+        return self.launch.schedule or TrainingSchedule()
+
+    @property
+    def config(self) -> Nemotron3Config:
+        """The model."""
+        return self.launch.config
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of a step."""
+        return self._schedule.global_batch_size or 0
+
+    @property
+    def machine(self) -> Machine:
+        """The GPU and the dispatcher, with the time model's assumptions."""
+        return Machine(self.gpu, self.dispatcher)
 
     @property
     def limit(self) -> float:
-        """Bytes a rank may fill."""
+        """Bytes that a rank may fill."""
         return self.gpu.memory - RESERVE
+
+    def at(self, layout: ParallelLayout, micro_batch_size: int = 1, recompute: Recompute = NONE) -> Launch:
+        """The launch in this layout, with this micro batch and recomputation."""
+        return replace(
+            self.launch,
+            layout=layout,
+            backend="te",
+            schedule=_with_micro_batch(self._schedule, micro_batch_size),
+            extra=(*self.launch.extra, *recompute.flags()),
+            te_precision_config_file="precision.yaml" if self.launch.precision == "nvfp4" else None,
+            compute_capability=self.gpu.capability,
+            megatron_core=self.launch.megatron_core or DEFAULT,
+        )
+
+    def but(self, *, seq_length: int | None = None, global_batch_size: int | None = None) -> Question:
+        """The same question for another sequence length or global batch."""
+        schedule = replace(
+            self._schedule,
+            seq_length=seq_length or self.launch.seq_length,
+            global_batch_size=global_batch_size or self.global_batch_size,
+        )
+        return replace(self, launch=replace(self.launch, schedule=schedule))
+
+
+@lru_cache(maxsize=64)
+def _with_micro_batch(schedule: TrainingSchedule, size: int) -> TrainingSchedule:
+    return replace(schedule, micro_batch_size=size)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its batch and recomputation, and what it costs."""
+    """A launch with what it costs: `memory` of the fullest rank, `step` time, `tokens` per second and GPU."""
 
-    layout: ParallelLayout
-    micro_batch_size: int
-    microbatches: int
-    recompute: Recompute
+    launch: Launch
     memory: Memory
     step: Step
-    #: Tokens a second and GPU.
     tokens: float
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The layout of the launch."""
+        return self.launch.layout
+
+    @property
+    def recompute(self) -> Recompute:
+        """The recomputation of the launch."""
+        return Recompute.of(self.launch.extra)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """best: distinct layouts, fastest first. legal: layouts that the rules allow. fitting: those that fit.
-    smallest: if nothing fits, the layout that needs least, with everything recomputed."""
+    """The result of a search.
+
+    best: distinct layouts, fastest first. legal: number of layouts that the rules allow. fitting: number of
+    those that fit. smallest: if nothing fits, the layout that needs least memory, with everything recomputed.
+    """
 
     question: Question
     best: tuple[Candidate, ...]
@@ -87,19 +148,18 @@ class Answer:
     smallest: Candidate | None
 
 
-def layouts(
-    config: Nemotron3Config, gpus: int, seq_length: int, global_batch_size: int
-) -> Iterator[ParallelLayout]:
-    """All cuts of so many GPUs that divide, before the rules are asked; one virtual stage."""
+def layouts(question: Question) -> Iterator[ParallelLayout]:
+    """All divisions of the GPUs, before the rules are checked, with one virtual stage."""
+    config, gpus = question.config, question.gpus
     experts = config.num_moe_experts or 1
     shares = [n for n in range(1, experts + 1) if experts % n == 0]
     for tp in _TP:
         for cp in _CP:
-            if cp > 1 and seq_length % (2 * cp):
+            if cp > 1 and question.launch.seq_length % (2 * cp):
                 continue
             for pp in range(1, min(_MOST_STAGES, config.num_layers) + 1):
                 dp, left = divmod(gpus, tp * cp * pp)
-                if left or not dp or global_batch_size % dp:
+                if left or not dp or question.global_batch_size % dp:
                     continue
                 for etp in sorted({1, tp}) if config.is_moe else (1,):
                     for ep in shares:
@@ -108,40 +168,25 @@ def layouts(
 
 
 def legal(question: Question) -> list[ParallelLayout]:
-    """Layouts that divide, that the batch fills, and that the rules allow on the Transformer Engine backend.
+    """The layouts that divide the GPUs and the batch, and that the rules allow.
 
-    Rules see sizes inside a stage, and pp against the number of layers: each way to cut a stage is asked
-    once.
+    Rules depend on the sizes inside a stage, and on pp only against the number of layers, so each way to
+    divide a stage is checked once.
     """
-    asked: dict[tuple[int, ...], bool] = {}
+    checked: dict[tuple[int, ...], bool] = {}
     found = []
-    for layout in layouts(question.config, question.gpus, question.seq_length, question.global_batch_size):
+    for layout in layouts(question):
         key = (layout.tp, layout.cp, layout.ep, layout.etp, min(layout.pp, 2))
-        if key not in asked:
-            asked[key] = not _refused(question, layout)
-        if asked[key]:
+        if key not in checked:
+            violations = check(question.at(layout))
+            checked[key] = not any(violation.severity == "error" for violation in violations)
+        if checked[key]:
             found.append(layout)
     return found
 
 
-def _refused(question: Question, layout: ParallelLayout) -> bool:
-    launch = Launch(
-        config=question.config,
-        layout=layout,
-        precision=question.precision,
-        backend="te",
-        schedule=TrainingSchedule(
-            global_batch_size=question.global_batch_size, seq_length=question.seq_length, micro_batch_size=1
-        ),
-        te_precision_config_file="precision.yaml" if question.precision == "nvfp4" else None,
-        compute_capability=question.gpu.capability,
-        megatron_core=question.megatron_core,
-    )
-    return any(violation.severity == "error" for violation in check(launch))
-
-
 def recomputations(config: Nemotron3Config) -> tuple[Recompute, ...]:
-    """From nothing to everything: cheapest in time first."""
+    """Choices from recomputing nothing to recomputing everything, the cheapest in time first."""
     known = modules(config, "te")
     light = tuple(name for name in ("layernorm", "moe_act", "core_attn") if name in known)
     heavy = tuple(name for name in ("layernorm", "core_attn", "moe", "mlp") if name in known)
@@ -153,62 +198,27 @@ def recomputations(config: Nemotron3Config) -> tuple[Recompute, ...]:
     return (*choices, Recompute("full"))
 
 
-def rank_memories(
-    question: Question, layout: ParallelLayout, micro_batch_size: int, recompute: Recompute
-) -> Iterator[Memory]:
-    """Of the pipeline ranks that may hold most: the first two (in flight), the last (output, MTP)."""
-    microbatches = question.global_batch_size // layout.dp // micro_batch_size
-    for rank in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
-        yield memory(
-            question.config,
-            layout,
-            pp_rank=rank,
-            seq_length=question.seq_length,
-            micro_batch_size=micro_batch_size,
-            microbatches=microbatches,
-            precision=question.precision,
-            recompute=recompute,
-            backend="te",
-        )
+def rank_memories(launch: Launch) -> Iterator[Memory]:
+    """Memory of the pipeline ranks that may hold most: the first two (microbatches in flight) and the last
+    (output layer, MTP)."""
+    last = launch.layout.pp - 1
+    for rank in sorted({0, min(1, last), last}):
+        yield memory(launch, rank)
 
 
-def worst_memory(
-    question: Question, layout: ParallelLayout, micro_batch_size: int, recompute: Recompute
-) -> Memory:
-    """Of the pipeline rank that holds most."""
-    ranks = rank_memories(question, layout, micro_batch_size, recompute)
-    return max(ranks, key=lambda found: found.total)
+def worst_memory(launch: Launch) -> Memory:
+    """Memory of the pipeline rank that holds most."""
+    return max(rank_memories(launch), key=lambda found: found.total)
 
 
-def candidate(
-    question: Question, layout: ParallelLayout, micro_batch_size: int, recompute: Recompute
-) -> Candidate:
-    """A layout with everything that is known of it."""
-    microbatches = question.global_batch_size // layout.dp // micro_batch_size
-    step = step_time(
-        question.config,
-        layout,
-        question.gpu,
-        seq_length=question.seq_length,
-        micro_batch_size=micro_batch_size,
-        microbatches=microbatches,
-        precision=question.precision,
-        recompute=recompute,
-        dispatcher=question.dispatcher,
-    )
-    return Candidate(
-        layout,
-        micro_batch_size,
-        microbatches,
-        recompute,
-        worst_memory(question, layout, micro_batch_size, recompute),
-        step,
-        tokens_per_gpu(step, layout, question.seq_length, question.global_batch_size),
-    )
+def candidate(question: Question, launch: Launch) -> Candidate:
+    """A launch of `question.at` with its memory and time."""
+    step = step_time(launch, question.machine)
+    return Candidate(launch, worst_memory(launch), step, tokens_per_gpu(launch, step))
 
 
 def _variants(question: Question, layout: ParallelLayout) -> Iterator[tuple[int, int]]:
-    """(virtual stages, micro batch size)."""
+    """(virtual stages, micro batch size) that a layout allows."""
     share = question.global_batch_size // layout.dp
     for vpp in VIRTUAL_STAGES if layout.pp > 1 else (1,):
         if layout.pp * vpp > question.config.num_layers:
@@ -219,15 +229,15 @@ def _variants(question: Question, layout: ParallelLayout) -> Iterator[tuple[int,
 
 
 def search(question: Question, best: int = 5) -> Answer:
-    """The fastest layouts, and how many there were. Exact: nothing that could be among them is left out.
+    """Find the fastest layouts. The search is exact: it skips only candidates that cannot be among them.
 
-    For each layout and micro batch the cheapest recomputation that fits is taken. Candidates are tried in the
-    order of a lower bound of their time, until the bound exceeds what has been found.
+    For each layout and micro batch it takes the cheapest recomputation that fits. It tries candidates in the
+    order of a lower bound of their time, until the bound exceeds the times that it has found.
     """
     allowed = legal(question)
     choices = recomputations(question.config)
-    fitting = [layout for layout in allowed if _fits(question, layout, choices[-1])]
-    floor = _Floor(question)
+    fitting = [layout for layout in allowed if _fits_somehow(question, layout, choices[-1])]
+    floor = _TimeBound(question)
     bounds = sorted(
         (floor(layout, vpp, size), number, vpp, size)
         for number, layout in enumerate(fitting)
@@ -241,8 +251,9 @@ def search(question: Question, best: int = 5) -> Answer:
         layout = fitting[number]
         variant = replace(layout, vpp=vpp)
         for recompute in choices:
-            if _holds(question, variant, size, recompute):
-                here = candidate(question, variant, size, recompute)
+            launch = question.at(variant, size, recompute)
+            if _all_ranks_fit(question, launch):
+                here = candidate(question, launch)
                 if layout not in found or here.tokens > found[layout].tokens:
                     found[layout] = here
                 break
@@ -251,25 +262,24 @@ def search(question: Question, best: int = 5) -> Answer:
     ranked = sorted(found.values(), key=lambda c: -c.tokens)
     smallest = None
     if allowed and not fitting:
-        layout = min(allowed, key=lambda layout: worst_memory(question, layout, 1, choices[-1]).total)
-        smallest = candidate(question, layout, 1, choices[-1])
+        launches = (question.at(layout, recompute=choices[-1]) for layout in allowed)
+        smallest = candidate(question, min(launches, key=lambda launch: worst_memory(launch).total))
     return Answer(question, tuple(ranked[:best]), len(allowed), len(fitting), smallest)
 
 
-def _holds(question: Question, layout: ParallelLayout, micro_batch_size: int, recompute: Recompute) -> bool:
-    """Whether every rank's memory is within the limit."""
-    ranks = rank_memories(question, layout, micro_batch_size, recompute)
-    return all(found.total <= question.limit for found in ranks)
+def _all_ranks_fit(question: Question, launch: Launch) -> bool:
+    """Whether the memory of every rank is within the limit."""
+    return all(found.total <= question.limit for found in rank_memories(launch))
 
 
-def _fits(question: Question, layout: ParallelLayout, recompute: Recompute) -> bool:
-    """Whether one sequence a microbatch fits, the stages cut in one way or another."""
+def _fits_somehow(question: Question, layout: ParallelLayout, recompute: Recompute) -> bool:
+    """Whether one sequence a microbatch fits with some number of virtual stages."""
     cuts = (vpp for vpp, size in _variants(question, layout) if size == 1)
-    return any(_holds(question, replace(layout, vpp=vpp), 1, recompute) for vpp in cuts)
+    return any(_all_ranks_fit(question, question.at(replace(layout, vpp=vpp), 1, recompute)) for vpp in cuts)
 
 
-class _Floor:
-    """Seconds that a step takes at least: all its layers, spread evenly over the pipeline, nothing else."""
+class _TimeBound:
+    """Lower bound of a step's seconds: all its layers, spread evenly over the pipeline, and nothing else."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
@@ -288,29 +298,18 @@ class _Floor:
         return self.passes[key] / layout.pp * (microbatches + (layout.pp - 1) / vpp)
 
     def _microbatch(self, layout: ParallelLayout, micro_batch_size: int) -> float:
-        question = self.question
-        layers = layer_times(
-            question.config,
-            question.gpu,
-            cell(layout),
-            question.seq_length,
-            micro_batch_size,
-            question.precision,
-            NONE,
-            question.dispatcher,
-            ASSUMED,
-        )
+        launch = one_replica(self.question.at(layout, micro_batch_size))
+        layers = layer_times(launch, self.question.machine)
         return sum(layers[kind].total * times for kind, times in self.times.items() if times)
 
 
 def remedies(question: Question, most: int = 1 << 15) -> list[str]:
-    """What would make it fit where nothing does: other sizes of the same question, one changed at a time."""
+    """Changes that would make the model fit where nothing does, one size of the question at a time."""
     found = []
     gpus = question.gpus * 2
     while gpus <= most:
-        if search(
-            replace(question, gpus=gpus, global_batch_size=max(question.global_batch_size, gpus)), 1
-        ).fitting:
+        batch = max(question.global_batch_size, gpus)
+        if search(replace(question.but(global_batch_size=batch), gpus=gpus), 1).fitting:
             found.append(f"{gpus} GPUs instead of {question.gpus}")
             break
         gpus *= 2
@@ -318,10 +317,10 @@ def remedies(question: Question, most: int = 1 << 15) -> list[str]:
         if gpu.memory > question.gpu.memory and search(replace(question, gpu=gpu), 1).fitting:
             found.append(f"{gpu.name} ({gpu.memory / 1e9:.0f} GB) instead of {question.gpu.name}")
             break
-    length = question.seq_length // 2
+    length = question.launch.seq_length // 2
     while length >= 1024:
-        if search(replace(question, seq_length=length), 1).fitting:
-            found.append(f"sequences of {length} instead of {question.seq_length}")
+        if search(question.but(seq_length=length), 1).fitting:
+            found.append(f"sequences of {length} instead of {question.launch.seq_length}")
             break
         length //= 2
     return found

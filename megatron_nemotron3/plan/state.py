@@ -1,16 +1,19 @@
 """Bytes of weights, gradients and optimizer on each rank, in closed form. Standard library only.
 
-A projection of the table of tensors (`models.tensors`), in the order in which the torch spec registers
-parameters: with the distributed optimizer, padding and a rank's share depend on that order.
+A projection of the table of tensors (`models.tensors`). `state` is exact: it goes through the parameters in
+the order in which the torch spec registers them, because padding and a rank's share of the distributed
+optimizer depend on that order. `approximate_state` counts by layer kind, so that thousands of layouts can be
+compared; it leaves out less than 64 elements a parameter and the padding at the end of a bucket.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.args.architecture import vocab_divisor
 from megatron_nemotron3.args.layout import cut_pattern
 from megatron_nemotron3.models import Nemotron3Config
@@ -33,78 +36,64 @@ class Parameter:
 
 
 def padded_vocab_size(config: Nemotron3Config, layout: ParallelLayout) -> int:
-    """Rows of the embedding table over all tensor ranks, with the divisor our flags give."""
+    """Rows of the embedding table over all tensor ranks, with the divisor that our flags give."""
     multiple = (vocab_divisor(config, layout) or _VOCAB_DIVISOR) * layout.tp
     return -(-config.vocab_size // multiple) * multiple
 
 
-def stage_patterns(
-    config: Nemotron3Config, layout: ParallelLayout, seq_length: int | None = None
-) -> list[str]:
-    """Layers of each of the pp * vpp stages, as our flags cut them."""
-    return list(_pattern.parse(cut_pattern(config, layout, seq_length)).stages)
+@lru_cache(maxsize=65536)
+def stage_patterns(config: Nemotron3Config, stages: int, seq_length: int) -> tuple[str, ...]:
+    """The layers of each stage, as our flags cut the pattern for sequences of this length."""
+    return tuple(_pattern.parse(cut_pattern(config, ParallelLayout(pp=stages), seq_length)).stages)
 
 
-def parameters(
-    config: Nemotron3Config, layout: ParallelLayout, stage: int, seq_length: int | None = None
-) -> list[Parameter]:
-    """A stage's parameters on one rank, in the order of registration.
+def parameters(launch: Launch, stage: int) -> list[Parameter]:
+    """The parameters of a stage on one rank, in the order of registration.
 
     Args:
         stage: pipeline stage, 0 to pp * vpp - 1.
-        seq_length: on which the cut into stages depends; None: the config's.
     """
-    return list(_parameters(config, layout, stage, seq_length))
+    return list(_stage_parameters(launch, stage))
 
 
-def _parameters(
-    config: Nemotron3Config, layout: ParallelLayout, stage: int, seq_length: int | None
-) -> Iterator[Parameter]:
-    stages = stage_patterns(config, layout, seq_length)
-    first, last = stage == 0, stage == len(stages) - 1
-    model = {row.hf[0].name: row for row in rows_of(config, "model")}
-    table = symbol_sizes(config, padded_vocab_size(config, layout))
-    # MTP embeds the next tokens by itself, so its stage holds the table, too.
-    if first or (last and config.has_mtp):
-        yield from _of(model["backbone.embeddings.weight"], layout, table)
-    for kind in stages[stage]:
-        yield from _layer(config, layout, kind, table)
+def _stage_parameters(launch: Launch, stage: int) -> Iterator[Parameter]:
+    config, layout = launch.config, launch.layout
+    stages = stage_patterns(config, layout.stages, launch.seq_length)
+    last = stage == len(stages) - 1
+    sizes = symbol_sizes(config, padded_vocab_size(config, layout))
+    # MTP embeds the next tokens itself, so its stage holds the embedding table, too.
+    parts = ["embedding"] if stage == 0 or (last and config.has_mtp) else []
+    parts += stages[stage]
     if last:
-        yield from _of(model["backbone.norm_f.weight"], layout, table)
-        for _ in range(config.mtp_num_blocks if config.has_mtp else 0):
-            for row in rows_of(config, "mtp_in"):
-                yield from _of(row, layout, table)
-            for kind in config.mtp_pattern or "":
-                yield from _layer(config, layout, kind, table)
-            for row in rows_of(config, "mtp_out"):
-                yield from _of(row, layout, table)
-        yield from _of(model["lm_head.weight"], layout, table)
+        block = ["mtp_in", *(config.mtp_pattern or ""), "mtp_out"]
+        parts += ["final_norm", *block * config.mtp_num_blocks, "output_layer"]
+    for part in parts:
+        for row in registered(_part_rows(config, part)):
+            elements, copies, expert = held_elements(row, layout, sizes)
+            name = row.spelling(PARAMETER).tensors[0].name
+            yield from [Parameter(name, elements, expert)] * copies
 
 
-def _layer(
-    config: Nemotron3Config, layout: ParallelLayout, kind: str, table: dict[str, int]
-) -> Iterator[Parameter]:
-    for row in registered(rows_of(config, kind)):
-        yield from _of(row, layout, table)
+def _part_rows(config: Nemotron3Config, part: str) -> tuple[Row, ...]:
+    """The rows of a part of the table of tensors, the "model" part divided into its three tensors."""
+    model = dict(zip(("embedding", "final_norm", "output_layer"), rows_of(config, "model"), strict=True))
+    return (model[part],) if part in model else rows_of(config, part)
 
 
-def _of(row: Row, layout: ParallelLayout, table: dict[str, int]) -> Iterator[Parameter]:
-    elements, copies, expert = held_elements(row, layout, table)
-    name = row.spelling(PARAMETER).tensors[0].name
-    for _ in range(copies):
-        yield Parameter(name, elements, expert)
+def held_elements(row: Row, layout: ParallelLayout, sizes: dict[str, int]) -> tuple[int, int, bool]:
+    """(elements of one parameter of a row on a rank, number of such parameters, `Parameter.expert`).
 
-
-def held_elements(row: Row, layout: ParallelLayout, table: dict[str, int]) -> tuple[int, int, bool]:
-    """(elements of one of its parameters on a rank, number of them, `Parameter.expert`)."""
+    Args:
+        sizes: of the table's symbols, from `symbol_sizes`.
+    """
     if not row.trainable:
         return 0, 0, False  # a buffer that no optimizer sees
     ranks = layout.etp if row.routed else layout.tp
     shape = row.spelling(PARAMETER).tensors[0].shape
-    elements = math.prod(table[symbol] for symbol in shape) // (1 if row.tp == "replicated" else ranks)
+    elements = math.prod(sizes[symbol] for symbol in shape) // (1 if row.tp == "replicated" else ranks)
     # Experts on another grid than everything else are reduced over groups of their own.
     own_groups = row.routed and (layout.ep > 1 or layout.etp != layout.tp)
-    return elements, table["experts"] // layout.ep if row.routed else 1, own_groups
+    return elements, sizes["experts"] // layout.ep if row.routed else 1, own_groups
 
 
 @dataclass(frozen=True)
@@ -139,47 +128,43 @@ class State:
         return self.weights + self.gradients + self.optimizer
 
 
-def state(
-    config: Nemotron3Config,
-    layout: ParallelLayout,
-    *,
-    pp_rank: int = 0,
-    dp_rank: int = 0,
-    edp_rank: int = 0,
-    sizes: Bytes = BF16,
-    distributed_optimizer: bool = True,
-    seq_length: int | None = None,
-) -> State:
+def bytes_of(launch: Launch) -> Bytes:
+    """The bytes of a launch's precision; gradients take 2 with `--grad-reduce-in-bf16` in `extra`."""
+    sizes = FP32 if launch.precision == "fp32" else BF16
+    return replace(sizes, gradient=2) if "--grad-reduce-in-bf16" in launch.extra else sizes
+
+
+def state(launch: Launch, *, pp_rank: int = 0, dp_rank: int = 0, edp_rank: int = 0) -> State:
     """What one rank holds between steps, padding included, gradients in one bucket.
 
     With overlapped gradient reduction there are several buckets, each padded by less than
     lcm(ranks, 128) elements.
 
     Args:
+        launch: its precision and `distributed_optimizer` matter besides model and layout.
         pp_rank, dp_rank, edp_rank: the rank in its pipeline, data (context ranks included) and expert-data
             groups; the last two choose its share of the optimizer.
-        distributed_optimizer: `--use-distributed-optimizer`.
-        seq_length: on which the cut into stages depends; None: the config's.
     """
+    layout, sizes = launch.layout, bytes_of(launch)
     weights = gradients = optimizer = 0
     for stage in range(pp_rank, layout.stages, layout.pp):
-        mine = parameters(config, layout, stage, seq_length)
+        mine = parameters(launch, stage)
         groups = ((False, layout.dp * layout.cp, dp_rank), (True, layout.edp, edp_rank))
         for expert, ranks, rank in groups:
             elements = [p.elements for p in mine if p.expert is expert]
             if not elements:
                 continue
             held, owned = sum(elements), sum(elements)
-            if distributed_optimizer:
-                held, owned = _shared(elements, ranks, rank)
+            if launch.distributed_optimizer:
+                held, owned = _optimizer_share(elements, ranks, rank)
             weights += held * sizes.weight
             gradients += held * sizes.gradient
             optimizer += owned * (sizes.master + sizes.moments)
     return State(weights, gradients, optimizer)
 
 
-def _shared(elements: list[int], ranks: int, rank: int) -> tuple[int, int]:
-    """(elements of the buffer, elements that this rank's share of it has of parameters)."""
+def _optimizer_share(elements: list[int], ranks: int, rank: int) -> tuple[int, int]:
+    """(elements of the buffer, elements of parameters in this rank's share of it)."""
     spans, end = [], 0
     for number in reversed(elements):  # Megatron fills buffers from the last parameter on
         start = -(-end // PARAMETER_START) * PARAMETER_START
@@ -190,3 +175,84 @@ def _shared(elements: list[int], ranks: int, rank: int) -> tuple[int, int]:
     share = held // ranks
     low, high = rank * share, (rank + 1) * share
     return held, sum(max(0, min(b, high) - max(a, low)) for a, b in spans)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements of a rank's parameters.
+
+    dense: reduced over data ranks. expert: reduced over the copies of the experts. replicated: the part of
+    dense that every tensor rank holds whole.
+    """
+
+    dense: int = 0
+    expert: int = 0
+    replicated: int = 0
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(
+            self.dense + other.dense, self.expert + other.expert, self.replicated + other.replicated
+        )
+
+    def __mul__(self, times: int) -> Elements:
+        return Elements(self.dense * times, self.expert * times, self.replicated * times)
+
+
+@lru_cache(maxsize=4096)
+def kind_elements(config: Nemotron3Config, kind: str, tp: int, etp: int, ep: int) -> Elements:
+    """Elements of one layer of a kind, or of "embedding", "output" (with the final norm) or "mtp" (one stored
+    block without its layers)."""
+    layout = ParallelLayout(tp=tp, etp=etp, ep=ep)
+    sizes = symbol_sizes(config, padded_vocab_size(config, layout))
+    parts = {"output": ("final_norm", "output_layer"), "mtp": ("mtp_in", "mtp_out")}.get(kind, (kind,))
+    total = Elements()
+    for row in (row for part in parts for row in _part_rows(config, part)):
+        each, copies, expert = held_elements(row, layout, sizes)
+        held = each * copies
+        if expert:
+            total += Elements(expert=held)
+        else:
+            total += Elements(dense=held, replicated=held if row.tp == "replicated" else 0)
+    return total
+
+
+@lru_cache(maxsize=65536)
+def _rank_elements(
+    config: Nemotron3Config, grid: tuple[int, int, int], pipeline: tuple[int, int, int], seq_length: int
+) -> Elements:
+    """`stage_elements` for a grid (tp, etp, ep) and a place in the pipeline (pp, vpp, pp_rank)."""
+    pp, vpp, pp_rank = pipeline
+    total = Elements()
+    pattern = "".join(stage_patterns(config, pp * vpp, seq_length)[pp_rank::pp])
+    first, last = pp_rank == 0, pp_rank == pp - 1
+    times = {kind: pattern.count(kind) for kind in dict.fromkeys(pattern)}
+    # MTP embeds the next tokens itself, so its stage holds the embedding table, too.
+    times["embedding"] = int(first or (last and config.has_mtp))
+    times["output"] = int(last)
+    for kind in (*(config.mtp_pattern or ""), "mtp") if last and config.has_mtp else ():
+        times[kind] = times.get(kind, 0) + config.mtp_num_blocks
+    for kind, number in times.items():
+        if number:
+            total += kind_elements(config, kind, *grid) * number
+    return total
+
+
+def stage_elements(launch: Launch, pp_rank: int) -> Elements:
+    """Elements that one rank holds of all stages of a pipeline rank."""
+    layout = launch.layout
+    grid, pipeline = (layout.tp, layout.etp, layout.ep), (layout.pp, layout.vpp, pp_rank)
+    return _rank_elements(launch.config, grid, pipeline, launch.seq_length)
+
+
+def approximate_state(launch: Launch, pp_rank: int = 0) -> State:
+    """The same as `state`, for a mean rank of its data-parallel groups and without padding."""
+    layout, sizes = launch.layout, bytes_of(launch)
+    held = stage_elements(launch, pp_rank)
+    whole, owned = held.dense + held.expert, float(held.dense + held.expert)
+    if launch.distributed_optimizer:
+        owned = held.dense / (layout.dp * layout.cp) + held.expert / layout.edp
+    return State(
+        weights=whole * sizes.weight,
+        gradients=whole * sizes.gradient,
+        optimizer=round(owned * (sizes.master + sizes.moments)),
+    )

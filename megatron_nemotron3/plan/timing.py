@@ -1,11 +1,11 @@
 """Time of a training step: a model, with its assumptions in one place. Standard library only.
 
-A microbatch on a pipeline rank takes the sum, over its layers, of
-products at a share of the GPU's peak in their format, saved activations read and written a number of times
-(norms, convolutions, permutations, quantization are bound by memory), weights read and gradients added,
-a fixed cost a layer (launches, host), and collectives, none of them hidden: what the stock schedule does with
-a hybrid. A step is microbatches and pipeline bubble, data-parallel traffic that backward does not cover, and
-the optimizer. How far it is from published runs: docs/measurements.md.
+The time of a microbatch on a pipeline rank is a sum over its layers: matrix products at a share of the GPU's
+peak in their format; saved activations read and written a number of times (norms, convolutions, permutations
+and quantization are bound by memory); weights read and gradients accumulated; a fixed cost for each layer
+(kernel launches, host); and collectives, none of them hidden, as in the stock schedule of a hybrid model. A
+step adds the pipeline bubble, the data-parallel traffic that backward does not cover, and the optimizer.
+docs/measurements.md compares the model with published runs.
 """
 
 from __future__ import annotations
@@ -13,36 +13,39 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.parameters import elements_outside_layers
 from megatron_nemotron3.models.tensors import ROWS
+from megatron_nemotron3.plan.activation_forms import quantized_share
 from megatron_nemotron3.plan.activations import layer_activations
-from megatron_nemotron3.plan.elements import kind_elements, stage_elements
 from megatron_nemotron3.plan.flops import BACKWARD, layer_operations, module_of
 from megatron_nemotron3.plan.hardware import GPU
-from megatron_nemotron3.plan.links import deduplicated, neighbors, split, strides, usable_domain
-from megatron_nemotron3.plan.packed import quantized_share
-from megatron_nemotron3.plan.recompute import MODULES as RECOMPUTED
-from megatron_nemotron3.plan.recompute import NONE, Recompute
+from megatron_nemotron3.plan.recompute import MODULES, Recompute
+from megatron_nemotron3.plan.state import kind_elements, stage_elements
 from megatron_nemotron3.plan.traffic import (
     ALL_TO_ALL,
     REDUCE_SCATTER,
     Transfer,
+    deduplicated,
     layer_transfers,
+    neighbors,
     outer_traffic,
+    split,
     stage_kinds,
+    strides,
+    usable_domain,
 )
 from megatron_nemotron3.precision.table import kind_named
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no data sheet says.
+    """Numbers that no data sheet gives.
 
-    products: share of the peak a product attains, by format. passes: times a saved activation crosses memory
-    in forward and backward. memory, nvlink, network: attained share of their bandwidth. layer: seconds of a
-    layer and microbatch that no size explains. latency: seconds of a collective.
+    products: share of the peak that a matrix product attains, by format. passes: how often a saved activation
+    crosses memory in forward and backward. memory, nvlink, network: attained share of their bandwidth. layer:
+    seconds that each layer takes for a microbatch whatever its size. latency: seconds of a collective.
     """
 
     products: dict[str, float] = field(hash=False)
@@ -73,12 +76,13 @@ _OPTIMIZER_BYTES = 4 + 8 + 16 + 2
 #: What sends tokens to experts: every copy (`--moe-token-dispatcher-type alltoall`, what our flags emit), or
 #: one a rank (flex with HybridEP, what published runs use).
 ALLTOALL, HYBRIDEP = "alltoall", "hybridep"
-_FORMATLESS = {"conv1d": "bf16", "scan": "bf16", "scores": "bf16", "router": "fp32"}
+#: Module that the precision recipe does not cover -> its format.
+_FIXED_FORMAT = {"conv1d": "bf16", "scan": "bf16", "scores": "bf16", "router": "fp32"}
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Seconds of a layer and a microbatch, forward and backward, by cause."""
+class LayerTime:
+    """Seconds of one layer for one microbatch, forward and backward, by cause."""
 
     products: float
     memory: float
@@ -89,13 +93,13 @@ class Layer:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all causes."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
-class Step(Layer):
-    """Seconds of a step on the slowest pipeline rank: its layers, and what comes once a step."""
+class Step(LayerTime):
+    """Seconds of a step on the slowest pipeline rank: those of its layers, and those spent once a step."""
 
     pp: float
     bubble: float
@@ -103,24 +107,33 @@ class Step(Layer):
     optimizer: float
 
 
-def seconds(
-    transfer: Transfer,
-    layout: ParallelLayout,
-    gpu: GPU,
-    assumed: Assumptions = ASSUMED,
-    copies: int | None = None,
-) -> float:
+@dataclass(frozen=True)
+class Machine:
+    """What a launch runs on. dispatcher: of tokens to experts, `ALLTOALL` or `HYBRIDEP`."""
+
+    gpu: GPU
+    dispatcher: str = ALLTOALL
+    assumed: Assumptions = ASSUMED
+
+    @property
+    def bandwidth(self) -> float:
+        """Attained bytes a second of the GPU's memory."""
+        return self.gpu.hbm * self.assumed.memory
+
+
+def seconds(transfer: Transfer, layout: ParallelLayout, machine: Machine, copies: int | None = None) -> float:
     """Time of a transfer. NVLink and network work at the same time.
 
     Args:
-        copies: top-k, if the dispatcher sends a token to a rank once; None: all-to-all.
+        copies: top-k, if the dispatcher sends a token to a rank only once; None: all-to-all.
     """
-    bytes_ = split(transfer, layout, gpu)
+    gpu, assumed = machine.gpu, machine.assumed
+    sent = split(transfer, layout, gpu)
     if copies and transfer.collective == ALL_TO_ALL and transfer.link == "ep":
         local = neighbors(transfer.ranks, strides(layout)["ep"], usable_domain(gpu))
-        bytes_ = deduplicated(bytes_, copies, transfer.ranks, local)
+        sent = deduplicated(sent, copies, transfer.ranks, local)
     return transfer.calls * assumed.latency + max(
-        bytes_.nvlink / (gpu.nvlink * assumed.nvlink), bytes_.network / (gpu.network * assumed.network)
+        sent.nvlink / (gpu.nvlink * assumed.nvlink), sent.network / (gpu.network * assumed.network)
     )
 
 
@@ -139,74 +152,51 @@ def module_formats(config: Nemotron3Config, precision: str) -> dict[tuple[str, s
     return found
 
 
-def _product_seconds(
-    config: Nemotron3Config,
-    gpu: GPU,
-    precision: str,
-    kind: str,
-    seq_length: int,
-    assumed: Assumptions,
-) -> float:
-    """Of one token's forward pass through a layer on one GPU."""
+def _product_seconds(launch: Launch, machine: Machine, kind: str) -> float:
+    """Seconds of the matrix products of one token's forward pass through a layer, on one GPU."""
     if kind == "embedding":
         return 0.0
+    config, precision = launch.config, launch.precision
     plain = "fp32" if precision == "fp32" else "bf16"
 
-    def at(format: str) -> float:
-        return gpu.flops(format) * assumed.products[format]
+    def rate(format: str) -> float:
+        return machine.gpu.flops(format) * machine.assumed.products[format]
 
     outside = elements_outside_layers(config)
     if kind == "output":
-        return 2.0 * outside["output_layer"] / at(plain)
+        return 2.0 * outside["output_layer"] / rate(plain)
     if kind == "mtp":
-        return 2.0 * (outside["mtp"] + outside["output_layer"]) / at(plain)
+        return 2.0 * (outside["mtp"] + outside["output_layer"]) / rate(plain)
     formats = module_formats(config, precision)
     total = 0.0
-    for module, flops in layer_operations(config, kind, seq_length).items():
-        shares = formats.get((kind, module)) or {_FORMATLESS.get(module, plain): 1.0}
-        total += sum(flops * share / at(format) for format, share in shares.items())
+    for module, flops in layer_operations(config, kind, launch.seq_length).items():
+        shares = formats.get((kind, module)) or {_FIXED_FORMAT.get(module, plain): 1.0}
+        total += sum(flops * share / rate(format) for format, share in shares.items())
     return total
 
 
 @lru_cache(maxsize=65536)
-def _layer(
-    config: Nemotron3Config,
-    gpu: GPU,
-    layout: ParallelLayout,
-    kind: str,
-    seq_length: int,
-    micro_batch_size: int,
-    precision: str,
-    recompute: Recompute,
-    dispatcher: str,
-    assumed: Assumptions,
-) -> Layer:
-    tokens = seq_length * micro_batch_size
-    forward = _product_seconds(config, gpu, precision, kind, seq_length, assumed)
-    forward *= tokens / (layout.tp * layout.cp)
-    # The backend is TransformerEngine on a GPU; what it keeps is what crosses memory.
+def _layer_time(launch: Launch, machine: Machine, kind: str) -> LayerTime:
+    config, layout, assumed = launch.config, launch.layout, machine.assumed
+    tokens = launch.seq_length * launch.micro_batch_size
+    forward = _product_seconds(launch, machine, kind) * tokens / (layout.tp * layout.cp)
+    # The backend is Transformer Engine on a GPU: what it keeps is what crosses memory. Quantizing reads and
+    # writes what packing saves.
     saved = layer_activations(
-        config,
-        layout,
+        replace(launch, backend="te", precision="fp32" if launch.precision == "fp32" else "bf16", extra=()),
         kind,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        # Packing spares what quantizing reads and writes.
-        precision="fp32" if precision == "fp32" else "bf16",
-        backend="te",
     )
     held = kind_elements(config, kind, layout.tp, layout.etp, layout.ep)
-    bandwidth = gpu.hbm * assumed.memory
-    moved = sum(saved.values()) * assumed.passes / bandwidth
-    weights = (held.dense + held.expert) * _WEIGHT_PASSES / bandwidth
-    again = _again(kind, recompute)
-    copies = config.moe_router_topk if dispatcher == HYBRIDEP else None
+    moved = sum(saved.values()) * assumed.passes / machine.bandwidth
+    weights = (held.dense + held.expert) * _WEIGHT_PASSES / machine.bandwidth
+    again = _recomputed_share(kind, Recompute.of(launch.extra))
+    copies = config.moe_router_topk if machine.dispatcher == HYBRIDEP else None
     comm = {"tp": 0.0, "ep": 0.0, "cp": 0.0}
-    for transfer in layer_transfers(config, layout, kind, seq_length, micro_batch_size):
+    for transfer in layer_transfers(config, layout, kind, launch.seq_length, launch.micro_batch_size):
         link = "ep" if transfer.link == "etp" else transfer.link
-        comm[link] += seconds(transfer, layout, gpu, assumed, copies)
-    # Forward is a third of products and memory traffic, 2 of 5 or 2 of 4 collectives.
-    return Layer(
+        comm[link] += seconds(transfer, layout, machine, copies)
+    # Forward is a third of products and memory traffic, and 2 of 5 or 2 of 4 collectives.
+    return LayerTime(
         forward * (1 + BACKWARD + again),
         moved * (1 + again / 3) + weights * (1 + again / 6),
         assumed.layer * (1 + again / 3) if kind in "M*E-" else 0.0,
@@ -216,7 +206,7 @@ def _layer(
     )
 
 
-#: Share of a layer's forward pass that a recomputed module is: an estimate; "moe" and "mlp" are all of it.
+#: Recomputed module -> its share of the layer's forward pass. An estimate, but for the whole layers.
 _MODULE_SHARE = {
     "moe": 1.0,
     "mlp": 1.0,
@@ -227,124 +217,77 @@ _MODULE_SHARE = {
 }
 
 
-def _again(kind: str, recompute: Recompute) -> float:
-    """How much of a layer's forward pass runs a second time."""
+def _recomputed_share(kind: str, recompute: Recompute) -> float:
+    """The share of a layer's forward pass that runs a second time."""
     if kind not in "M*E-":
         return 0.0
     if recompute.full:
         return 1.0
-    return min(1.0, sum(_MODULE_SHARE[name] for name in recompute.modules if RECOMPUTED[name][0] == kind))
+    return min(1.0, sum(_MODULE_SHARE[name] for name in recompute.modules if MODULES[name][0] == kind))
+
+
+def one_replica(launch: Launch) -> Launch:
+    """What the time of a layer depends on: a launch without dp, pp and number of microbatches, so that one
+    entry of a cache serves all of them."""
+    layout = launch.layout
+    return replace(
+        launch,
+        layout=ParallelLayout(tp=layout.tp, sp=layout.sp, cp=layout.cp, ep=layout.ep, etp=layout.etp),
+        schedule=TrainingSchedule(seq_length=launch.seq_length, micro_batch_size=launch.micro_batch_size),
+    )
 
 
 @lru_cache(maxsize=16384)
-def layer_times(
-    config: Nemotron3Config,
-    gpu: GPU,
-    layout: ParallelLayout,
-    seq_length: int,
-    micro_batch_size: int,
-    precision: str,
-    recompute: Recompute,
-    dispatcher: str,
-    assumed: Assumptions,
-) -> dict[str, Layer]:
-    """Kind -> its time for a microbatch. `layout` is a `cell`: dp and pp are not looked at."""
+def layer_times(launch: Launch, machine: Machine) -> dict[str, LayerTime]:
+    """Kind -> its time for a microbatch. `launch` is a result of `one_replica`."""
+    config = launch.config
     kinds = dict.fromkeys((*config.pattern, *(config.mtp_pattern or ""), "embedding", "output", "mtp"))
-    dense = replace(layout, ep=1, etp=1)  # only experts know of the others
+    dense = replace(launch, layout=replace(launch.layout, ep=1, etp=1))  # only E layers depend on ep and etp
     return {
-        kind: _layer(
-            config,
-            gpu,
-            layout if kind == "E" else dense,
-            kind,
-            seq_length,
-            micro_batch_size,
-            precision,
-            recompute,
-            dispatcher,
-            assumed,
-        )
+        kind: _layer_time(launch if kind == "E" else dense, machine, kind)
         for kind in kinds
         if kind != "mtp" or config.has_mtp
     }
 
 
-def cell(layout: ParallelLayout) -> ParallelLayout:
-    """What a layer's time depends on: without dp and pp, so that one entry serves all of them."""
-    return ParallelLayout(tp=layout.tp, sp=layout.sp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
-
-
-def step_time(
-    config: Nemotron3Config,
-    layout: ParallelLayout,
-    gpu: GPU,
-    *,
-    seq_length: int | None = None,
-    micro_batch_size: int = 1,
-    microbatches: int = 1,
-    precision: str = "bf16",
-    recompute: Recompute = NONE,
-    dispatcher: str = ALLTOALL,
-    assumed: Assumptions = ASSUMED,
-    layers: dict[str, Layer] | None = None,
-) -> Step:
-    """A step of `microbatches` microbatches on every data-parallel rank.
-
-    Args:
-        dispatcher: `ALLTOALL` or `HYBRIDEP`.
-        layers: `layer_times` of the same arguments, if at hand.
+def step_time(launch: Launch, machine: Machine) -> Step:
+    """Time of a step of `launch.microbatches` microbatches on every data-parallel rank.
 
     Raises:
         ValueError: the GPU has no units for the precision.
     """
-    length = seq_length or config.seq_length
-    if layers is None:
-        layers = layer_times(
-            config, gpu, cell(layout), length, micro_batch_size, precision, recompute, dispatcher, assumed
-        )
-    loads = [
-        (sum(layers[kind].total * times for kind, times in kinds.items()), rank, kinds)
-        for rank, kinds in enumerate(stages(config, layout.pp, layout.vpp, length))
-    ]
+    config, layout = launch.config, launch.layout
+    layers = layer_times(one_replica(launch), machine)
+    loads = []
+    for rank in range(layout.pp):
+        kinds = stage_kinds(config, layout.pp, layout.vpp, rank, launch.seq_length)
+        loads.append((sum(layers[kind].total * times for kind, times in kinds.items()), rank, kinds))
     slowest, rank, kinds = max(loads, key=lambda load: load[0])
     sums = {
-        name: microbatches * sum(getattr(layers[kind], name) * times for kind, times in kinds.items())
-        for name in (part.name for part in fields(Layer))
+        name: launch.microbatches * sum(getattr(layers[kind], name) * n for kind, n in kinds.items())
+        for name in (part.name for part in fields(LayerTime))
     }
     pp = dp = 0.0
-    for transfer in outer_traffic(
-        config,
-        layout,
-        pp_rank=rank,
-        seq_length=length,
-        micro_batch_size=micro_batch_size,
-        microbatches=microbatches,
-    ):
-        time = seconds(transfer, layout, gpu, assumed)
+    for transfer in outer_traffic(launch, rank):
+        time = seconds(transfer, layout, machine)
         if transfer.link == "pp":
             pp += time
-        elif transfer.overlaps:  # gradients behind the last backward, weights behind the first forward
+        elif transfer.overlaps:  # gradients with the last backward, weights with the first forward
             dp += max(0.0, time - slowest * (2 / 3 if transfer.collective == REDUCE_SCATTER else 1 / 3))
         else:
             dp += time
-    held = stage_elements(config, layout, rank, length)
+    held = stage_elements(launch, rank)
     owned = held.dense / (layout.dp * layout.cp) + held.expert / layout.edp
     return Step(
         **sums,
         pp=pp,
         bubble=slowest * (layout.pp - 1) / layout.vpp,
         dp=dp,
-        optimizer=owned * _OPTIMIZER_BYTES / (gpu.hbm * assumed.memory),
+        optimizer=owned * _OPTIMIZER_BYTES / machine.bandwidth,
     )
 
 
-@lru_cache(maxsize=65536)
-def stages(config: Nemotron3Config, pp: int, vpp: int, seq_length: int) -> tuple[dict[str, int], ...]:
-    """`stage_kinds` of every pipeline rank."""
-    layout = ParallelLayout(pp=pp, vpp=vpp)
-    return tuple(stage_kinds(config, layout, rank, seq_length) for rank in range(pp))
-
-
-def tokens_per_gpu(step: Step, layout: ParallelLayout, seq_length: int, global_batch_size: int) -> float:
-    """Tokens a second and GPU."""
-    return seq_length * global_batch_size / step.total / layout.world_size
+def tokens_per_gpu(launch: Launch, step: Step) -> float:
+    """Tokens per second and GPU."""
+    sequences = launch.microbatches * launch.micro_batch_size * launch.layout.dp
+    return launch.seq_length * sequences / step.total / launch.layout.world_size

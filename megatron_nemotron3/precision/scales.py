@@ -78,7 +78,7 @@ def nvfp4_steps(block: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
 
 
 def product_scale(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """What a product of two operands in units (q * s_b) is multiplied by: amax_a * amax_b * (1 / 2688^2).
+    """Scale of a matmul of two operands in units (q * s_b): amax_a * amax_b * (1 / 2688^2).
 
     Args:
         a, b: amax of the operands, float32, shapes that broadcast.

@@ -1,8 +1,6 @@
 """Whether and how NVFP4 is emulated, and whether quantization errors are logged. Standard library only.
 
-Environment variables, each read once in a process:
-
-    NEMOTRON3_GPU_KERNELS=1                  the torch backend uses its CUDA kernels
+Environment variables; a process reads the first two once:
 
     NEMOTRON3_EMULATE=nvfp4                  the published recipe
     NEMOTRON3_EMULATE=nvfp4,rht=0,sr=0       without single ingredients
@@ -12,6 +10,8 @@ Environment variables, each read once in a process:
     NEMOTRON3_LOG_PRECISION=100:runs/mine    every 100 iterations, into runs/mine/precision.csv
     NEMOTRON3_LOG_PRECISION=100              into the working directory
     NEMOTRON3_LOG_PRECISION=0, or not set    off
+
+    NEMOTRON3_GPU_KERNELS=1                  the torch backend uses its CUDA kernels
 
 Inside a process, callers use `emulating` and `logging_precision` instead: linears that are built inside these
 contexts take their settings from them.
@@ -102,12 +102,12 @@ emulating = _EMULATION.using
 #: `Emulation` of linears that are built now, or None: from `emulating`, else NEMOTRON3_EMULATE.
 current = _EMULATION.current
 #: Value of NEMOTRON3_EMULATE as it is now, for entry points. Raises ValueError as `parse` does.
-emulation = _EMULATION.read
+emulation_in_environment = _EMULATION.read
 
 
 @dataclass(frozen=True)
 class Logging:
-    """Measure every so many iterations, and append to `precision.csv` in a folder."""
+    """Interval in iterations between measurements, and the folder of `precision.csv`."""
 
     interval: int
     folder: str = "."
@@ -128,19 +128,19 @@ def parse_logging(text: str) -> Logging | None:
         return None
     if not (interval.isascii() and interval.isdigit() and int(interval)) or (colon and not folder):
         raise ValueError(
-            f"{LOG_VARIABLE}={text!r}: give an interval in iterations from 1 on, then a folder if you like, "
+            f"{LOG_VARIABLE}={text!r}: give an interval of 1 or more iterations, then optionally a folder, "
             f"as in {LOG_DEFAULT} or {LOG_DEFAULT}:runs/mine; 0 is off"
         )
     return Logging(int(interval), folder or ".")
 
 
 _LOGGING = EnvironmentSetting(LOG_VARIABLE, parse_logging)
-#: Context manager: errors of linears built inside it are logged as this `Logging` says; None for not.
+#: Context manager: quantization errors of linears built inside it are logged with this `Logging`; None: not.
 logging_precision = _LOGGING.using
 #: `Logging` of linears that are built now, or None: from `logging_precision`, else NEMOTRON3_LOG_PRECISION.
 current_logging = _LOGGING.current
 #: Value of NEMOTRON3_LOG_PRECISION as it is now, for entry points. Raises ValueError as `parse_logging` does.
-logging = _LOGGING.read
+logging_in_environment = _LOGGING.read
 
 
 def gpu_kernels_enabled() -> bool:

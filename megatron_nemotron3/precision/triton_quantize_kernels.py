@@ -1,4 +1,4 @@
-"""Triton kernels of fake quantization. `triton_quantize` launches them and says what each is for.
+"""Triton kernels of fake quantization. `triton_quantize` launches them and explains them.
 
 Every value goes through the operations of `quantizer` in their order, each rounded to FP32. So kernels are
 launched without the contraction of products and sums (`enable_fp_fusion=False`), quotients are `div_rn`, and
@@ -46,7 +46,7 @@ _H: tl.constexpr = tl.constexpr(tuple(hadamard_matrix(torch.device("cpu")).flatt
 
 @triton.jit
 def _bits(value):  # type: ignore[no-untyped-def]
-    """Of the magnitude, int32: ordered as the values are, NaN last."""
+    """Bits of the magnitude as int32, which has the order of the values, NaN last."""
     return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 

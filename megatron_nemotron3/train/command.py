@@ -93,7 +93,7 @@ def _log_interval(options: argparse.Namespace) -> int | None:
     """Interval of --log-precision (0: the default one), else of NEMOTRON3_LOG_PRECISION; None: off."""
     given = options.log_precision
     if given is None:
-        chosen = emulation.logging()
+        chosen = emulation.logging_in_environment()
         return None if chosen is None else chosen.interval
     if given and not (given.isascii() and given.isdigit() and int(given)):
         raise ValueError(

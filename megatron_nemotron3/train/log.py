@@ -47,14 +47,14 @@ class Validation:
 
 @dataclass
 class Curve:
-    """Everything a log says, one entry per iteration; of a step trained twice the later one counts."""
+    """All losses of a log, one entry per iteration. If a step was trained twice, the later one counts."""
 
     steps: dict[int, Step] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
     test: dict[int, float] = field(default_factory=dict)
 
     def add(self, line: str) -> Step | Validation | None:
-        """Take in one line; what it held, if anything."""
+        """Add one line; return what was read from it, if anything."""
         item = parse(line)
         if isinstance(item, Step):
             self.steps[item.iteration] = item
@@ -64,7 +64,7 @@ class Curve:
 
 
 def parse(line: str) -> Step | Validation | None:
-    """A line of Megatron's log, if it is one with losses."""
+    """Read a line of Megatron's log; None if it has no losses."""
     if (found := _VALID.search(line)) is not None:
         return Validation(int(found[1]), found[2] or "validation", float(found[3]))
     if (found := _STEP.search(line)) is not None and "lm loss" in line:
@@ -74,7 +74,7 @@ def parse(line: str) -> Step | Validation | None:
 
 
 def read(path: str) -> Curve:
-    """The curve of a log file; empty if there is none."""
+    """Return the curve of a log file; empty if there is no file."""
     curve = Curve()
     try:
         with open(path, encoding="utf-8", errors="replace") as lines:

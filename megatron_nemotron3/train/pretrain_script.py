@@ -34,10 +34,10 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron_nemotron3.build import model_provider
 
-#: Options whose batches carry document borders or teacher data: the stock script's business.
+#: Options whose batches carry document borders or teacher data. Only the stock script supports them.
 UNSUPPORTED = ("sft", "dataloader_inter_document_masking", "hybrid_context_parallel", "logits_load_dir")
 
-#: What the model takes; all but the mask of attention [b, s / cp].
+#: Inputs of the model; each is [b, s / cp], but for the attention mask.
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 _Batch = dict[str, "torch.Tensor | None"]
@@ -57,7 +57,7 @@ def get_batch(data_iterator: Iterator[_Batch], vp_stage: int | None) -> _Batch:
 
 
 def _drawn_batch(data_iterator: Iterator[_Batch], mtp_here: bool) -> _Batch:
-    """Rank 0 of each TP group draws; Megatron hands round what it is told the ranks need."""
+    """Rank 0 of each TP group draws a batch; Megatron broadcasts the parts that the ranks need."""
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     batch: _Batch = {}
     if tp_rank == 0:

@@ -1,4 +1,4 @@
-"""Start the training processes, follow their log, and pass an interrupt on so that they save first."""
+"""Start the training processes, follow their log, and pass on interrupts so that they save first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENTRY = Path(__file__).parent / "pretrain_script.py"
 
 
 def command(argv: Sequence[str], world_size: int, device: str) -> list[str]:
-    """The command line: our launcher, under torchrun if there is more than one rank."""
+    """Return the command line: our launcher, under torchrun if there are several ranks."""
     start = [sys.executable]
     if world_size > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
@@ -22,7 +22,7 @@ def command(argv: Sequence[str], world_size: int, device: str) -> list[str]:
 
 
 def environment(world_size: int, device: str) -> dict[str, str]:
-    """The caller's environment; on a CPU the cores are shared out among the ranks."""
+    """Return the caller's environment; on a CPU each rank gets its share of the cores."""
     result = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if device == "cpu":
         result.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
@@ -40,7 +40,7 @@ def follow(
     on_line: Callable[[str], None],
     on_interrupt: Callable[[], None],
 ) -> int:
-    """Run a command, append its output to `log`, hand over each line, return the exit status.
+    """Run a command, append its output to `log`, call `on_line` for each line; return the exit status.
 
     The first interrupt (Ctrl-C or SIGTERM) asks the processes to save and leave (`--exit-signal-handler`),
     a second one kills them. They run in a session of their own, so the terminal's signal does not reach them.

@@ -1,4 +1,4 @@
-"""What a run came to: a line, and a plot of its losses."""
+"""Report a run: lines on its losses, and a plot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plot(curve: Curve, path: Path, title: str, baseline: float | None) -> None:
 
 
 def verdict(curve: Curve, baseline: float | None) -> list[str]:
-    """Lines on the losses: first and last of training, validation against the baseline."""
+    """Return lines on the losses: training at first and last, and validation against the baseline."""
     if not curve.steps:
         return ["no step was logged"]
     first, last = curve.steps[min(curve.steps)], curve.steps[max(curve.steps)]

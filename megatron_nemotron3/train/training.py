@@ -97,10 +97,10 @@ def schedule_of(config: Nemotron3Config, layout: ParallelLayout, **given: Any) -
 
 
 def train(request: Request) -> int:
-    """Train, following the log; returns the exit status. A second call resumes from the last checkpoint.
+    """Train, and follow the log; return the exit status. A second call resumes from the last checkpoint.
 
     Raises:
-        ValueError: something that can be known beforehand is wrong; nothing was written but prepared data.
+        ValueError: the request cannot work (nothing but prepared data was written then), or training failed.
     """
     started = time.monotonic()
     given = request.launch
@@ -187,9 +187,9 @@ def _measurement(request: Request) -> emulation.Logging | None:
 
 
 def _cause_of_stop(request: Request, progress: _Progress, status: int) -> str:
-    """One sentence on why training stopped."""
+    """Return one sentence on why training stopped."""
     if "CheckpointException" in progress.last_error or "No space left" in progress.last_error:
-        # Megatron's writer processes keep the reason to themselves; a full disk is the usual one.
+        # Megatron's writer processes do not report the reason; usually the disk is full.
         free = shutil.disk_usage(request.output).free / 1e6
         return (
             f"saving a checkpoint below {request.checkpoints} failed; {free:,.0f} MB are free there: "
@@ -199,7 +199,7 @@ def _cause_of_stop(request: Request, progress: _Progress, status: int) -> str:
 
 
 def _prepared_data(request: Request) -> tuple[TrainingData, float | None]:
-    """Data set, tokenizer and folders for the flags; and the unigram baseline of the same text."""
+    """Return data set, tokenizer and folders for the flags, and the unigram baseline of the same text."""
     from megatron_nemotron3.train.data import prepare, unigram_baseline
     from megatron_nemotron3.train.data.prepare import MAX_BYTES
 
@@ -257,7 +257,7 @@ def _print_report(request: Request, curve: log.Curve, baseline: float | None, st
 
 
 class _Progress:
-    """Prints one line per logged step, and keeps what an error message needs."""
+    """Print one line per logged step, and keep what an error message needs."""
 
     def __init__(self, verbose: bool) -> None:
         self.verbose = verbose
@@ -267,7 +267,7 @@ class _Progress:
         self._printed = 0
 
     def line(self, text: str) -> None:
-        """Take in one line of the training log."""
+        """Process one line of the training log."""
         if self.verbose:
             print(text, end="", flush=True)
         item = log.parse(text)
@@ -302,7 +302,7 @@ class _Progress:
 
 
 def _event_files(request: Request) -> tuple[str, ...]:
-    """Write TensorBoard's event files below the output, for `nemotron3 watch`, where its package is."""
+    """Options that write TensorBoard event files below the output, if the package is installed."""
     if (
         option_values(request.launch.extra, "--tensorboard-dir") is not None
         or importlib.util.find_spec("tensorboard") is None

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Long-context phase of Nemotron 3 Nano: constant rate 1e-5, 48 x 512K a step, 121B tokens at 512K and 4K together.
-# How the tokens divide between the lengths is UNKNOWN, so STEPS is needed (4808: all of them at 512K).
+# The share of each length is UNKNOWN, so STEPS is needed (4808: all tokens at 512K).
 #   PHASE=1 (default)  512K
-#   PHASE=4k           4K; its batch is UNKNOWN, so GBS is needed, too
-# A run has one length, so published mixtures are runs after one another: docs/launching.md.
-# Needed: DATA_PATH, TOKENIZER, and LOAD: checkpoints of the phase before. SEQ sets another length.
-# Optional: what stands below with :- and the launch (GPUS NNODES ... DRY_RUN=1): recipes/common.sh.
+#   PHASE=4k           4K; its batch is UNKNOWN, so GBS is needed as well
+# A run has one length, so a published mixture becomes several runs: docs/launching.md.
+# Needed: DATA_PATH, TOKENIZER, and LOAD: checkpoints of the previous phase. SEQ sets another length.
+# Optional: variables below with :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
 . "$(dirname "$0")/../common.sh"
@@ -13,7 +13,7 @@ set -euo pipefail
 # architecture: every number comes from the catalog (nemotron3 show nano)
 MODEL=nano
 
-# parallelism: the published layout is TP8 CP8 EP8 PP4 on H100; at 4K that of pre-training
+# parallelism: the published layout is TP8 CP8 EP8 PP4 on H100; at 4K the layout of pre-training
 PHASE=${PHASE:-1}
 case $PHASE in
     1) SCHEDULE=long-context TP=${TP:-8} CP=${CP:-8} EP=${EP:-8} PP=${PP:-4} ;;
@@ -21,10 +21,10 @@ case $PHASE in
     *) fail "PHASE=$PHASE: use 1 or 4k" ;;
 esac
 
-# precision: of this phase not published
+# precision: not published for this phase
 PRECISION=${PRECISION:-bf16}
 
-# memory: no recompute is published
+# memory: no recomputation is published
 RECOMPUTE=${RECOMPUTE-}
 
 # data

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Pre-train Nemotron 3 Nano 30B-A3B with the published schedule: 25T tokens, 3072 x 8192 a step, WSD.
+# Pre-train Nemotron 3 Nano 30B-A3B with the published schedule: 25T tokens, 3072 x 8192 per step, WSD.
 # Needed: DATA_PATH (prefix of a Megatron .bin/.idx, or weights and prefixes in turn), TOKENIZER (Hugging Face folder).
-# Optional: what stands below with := or :-, and the launch (GPUS NNODES ... DRY_RUN=1): recipes/common.sh.
+# Optional: variables below with := or :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
 . "$(dirname "$0")/../common.sh"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Nemotron 3 Nano 30B-A3B on the GPUs there are: every GPU does what it did in the published launch.
-# The batch is weak-scaled: as many tokens per GPU and step. The learning rate stays the published one: no report says
-# how to scale it; LR sets another. TINY=1 takes the small form instead of the whole model.
+# Nemotron 3 Nano 30B-A3B on the GPUs you have: every GPU does what it did in the published launch.
+# The batch is scaled with the GPUs: the same tokens per GPU and step. The learning rate stays the published one, since
+# no report says how to scale it; LR sets another. TINY=1 selects the small form of the model.
 # Needed: DATA_PATH (prefix of a Megatron .bin/.idx, or weights and prefixes in turn), TOKENIZER (Hugging Face folder).
-# Optional: STEPS (1000), what stands below with :-, and the launch (GPUS NNODES ... DRY_RUN=1): recipes/common.sh.
+# Optional: STEPS (1000), variables below with :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
 . "$(dirname "$0")/../common.sh"
@@ -11,7 +11,7 @@ set -euo pipefail
 # architecture: every number comes from the catalog (nemotron3 show nano)
 MODEL=nano
 SCHEDULE=published
-if [ -n "${TINY:-}" ]; then # nothing published
+if [ -n "${TINY:-}" ]; then # no published layout
     SCHEDULE=none TP=${TP:-1} EP=${EP:-1} GBS=${GBS:-$WORLD} LR=${LR:-1e-3}
 fi
 

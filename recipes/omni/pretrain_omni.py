@@ -1,9 +1,9 @@
-"""The MIMO entry of a Megatron-LM checkout (examples/mimo, tag core_v0.19.0) with this package's boundaries.
+"""The MIMO entry of a Megatron-LM checkout (examples/mimo, tag core_v0.19.0) with this package's model.
 
     PYTHONPATH=$MEGATRON_LM_DIR torchrun … -m megatron_nemotron3.run recipes/omni/pretrain_omni.py ARGS…
 
-Arguments, topology, mock data, forward step and training loop are the checkout's. Its entry takes no other
-model, communicator or builder, so this one takes their place and calls the same functions. What is new:
+Arguments, topology, mock data, forward step and training loop are the checkout's. Its entry cannot be given
+another model, communicator or builder, so this script replaces the entry and calls the same functions. New:
 
     layers of --spec             the checkout's provider always takes upstream's TE stack
     BoundaryMimoModel,           any DP ratio, ragged rows; the same process groups as the checkout's
@@ -53,7 +53,7 @@ from megatron_nemotron3.boundary.training import finalize_model_grads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The checkout's arguments and ours."""
+    """Add the checkout's arguments and ours."""
     parser = stock.extra_args_provider(parser)
     group = parser.add_argument_group("boundaries of megatron_nemotron3")
     group.add_argument("--colocated", action="store_true", help="all modules on all ranks")
@@ -103,7 +103,7 @@ def _check_colocated(args: argparse.Namespace) -> None:
 
 
 def _language_spec(args: argparse.Namespace, pg_collection: Any, grid: Any) -> ModuleSpec:
-    """The checkout's, with the layers of --spec."""
+    """The checkout's language model with the layers of --spec."""
     spec = nemotron_provider().language_spec(args, pg_collection, grid)
     params = {name: value for name, value in spec.params.items() if name != "mamba_stack_spec"}
     return ModuleSpec(
@@ -112,7 +112,7 @@ def _language_spec(args: argparse.Namespace, pg_collection: Any, grid: Any) -> M
 
 
 def _encoder_spec(name: str, args: argparse.Namespace, pg_collection: Any, grid: Any) -> ModuleSpec:
-    """The checkout's; fewer layers or without TE if the arguments say so."""
+    """The checkout's vision encoder, with fewer layers or without TE if the arguments say so."""
     spec = nemotron_provider().encoder_specs[name](args, pg_collection, grid)
     params = spec.submodules["encoders"][name].params
     if args.vision_num_layers:
@@ -123,7 +123,7 @@ def _encoder_spec(name: str, args: argparse.Namespace, pg_collection: Any, grid:
 
 
 class OneStage(MultiModulePipelineCommunicator):
-    """For modules on the same ranks, whose rows cross inside the model: a pipeline of one stage.
+    """Communicator of a one-stage pipeline, for modules on the same ranks, which exchange rows in the model.
 
     With several modules Megatron's loop always takes the pipeline schedule.
     """
@@ -135,11 +135,11 @@ class OneStage(MultiModulePipelineCommunicator):
         self.config = config
 
     def recv_forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Nothing comes in."""
+        """Return no input."""
         return {}
 
     def send_forward_recv_backward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Nothing comes back: the output is the loss."""
+        """Return no gradient, because the output is the loss."""
         return {}
 
     send_forward = send_backward = send_backward_recv_forward = recv_backward = recv_forward
@@ -178,7 +178,7 @@ class OmniBuilder(stock_builder.MimoModelBuilder):
     def build_distributed_models(
         self, pg_collection: Any, *unused: Any, data_parallel_random_init: bool = False, **also_unused: Any
     ) -> list[BoundaryMimoModel]:
-        """As the checkout's, for any number of modules on this rank."""
+        """Do what the checkout's builder does, for any number of modules on this rank."""
         args, topology, ours = get_args(), self._topology, provider()
         mine = {n: pg for n, pg in topology.module_pgs.items() if topology.grids[n].is_current_rank_in_grid()}
         names = [name for name in topology.grids if name != LANGUAGE]
@@ -233,10 +233,10 @@ class OmniBuilder(stock_builder.MimoModelBuilder):
 
 @dataclass(kw_only=True)
 class OmniBuildConfig(stock_builder.MimoBuildConfig):
-    """Leads Megatron's loop to `OmniBuilder`."""
+    """Configuration that makes Megatron's loop use `OmniBuilder`."""
 
     def get_builder_cls(self) -> type:
-        """The class, without a detour over its name."""
+        """Return the class instead of its import path."""
         return OmniBuilder
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Supervised fine-tuning of Nemotron 3 Super, constant rate 1e-5. How many steps is UNKNOWN: STEPS is needed.
+# Supervised fine-tuning of Nemotron 3 Super, constant rate 1e-5. The number of steps is UNKNOWN, so STEPS is needed.
 #   PHASE=1 (default)  64 x 256K packed tokens a step, 30,000 samples of warm-up
 #   PHASE=2            32 x 512K; the published loss is a mean over conversations, stock Megatron's over tokens
 # Needed: DATA_PATH (.jsonl of conversations), TOKENIZER, MEGATRON_LM_DIR, STEPS, and LOAD: checkpoints
-# of the phase before, or what nemotron3 convert from-hf wrote. SEQ sets another length, PROMPT_FORMAT the template.
-# Optional: what stands below with :- and the launch (GPUS NNODES ... DRY_RUN=1): recipes/common.sh.
+# of the previous phase, or what nemotron3 convert from-hf wrote. SEQ sets another length, PROMPT_FORMAT the template.
+# Optional: variables below with :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
 . "$(dirname "$0")/../common.sh"
@@ -12,7 +12,7 @@ set -euo pipefail
 # architecture: every number comes from the catalog (nemotron3 show super)
 MODEL=super
 
-# parallelism: not published; with MTP CP above 1 is refused (rule masked-mtp-cp). Nobody has run this layout
+# parallelism: not published; with MTP, CP above 1 is refused (rule masked-mtp-cp). Nobody has run this layout
 PHASE=${PHASE:-1} TP=${TP:-8} EP=${EP:-64}
 case $PHASE in
     1) SCHEDULE=sft ;;

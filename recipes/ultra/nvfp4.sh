@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Pre-train Nemotron 3 Ultra 550B-A55B in NVFP4 with the published schedule; needs Blackwell and TransformerEngine.
 # Needed: DATA_PATH (prefix of a Megatron .bin/.idx, or weights and prefixes in turn), TOKENIZER (Hugging Face folder).
-# Optional: TE_PRECISION_CONFIG_FILE (a table of your own; nemotron3 precision ultra shows the default), what stands
-# below with :-, and the launch (GPUS NNODES ... DRY_RUN=1): recipes/common.sh.
+# Optional: TE_PRECISION_CONFIG_FILE (a table of your own; nemotron3 precision ultra shows the default), variables
+# below with :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
 . "$(dirname "$0")/../common.sh"

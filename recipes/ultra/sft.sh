@@ -3,8 +3,8 @@
 #   PHASE=1 (default)  204,800 samples of 294,912 packed tokens, 64 a step, rate 1.5e-5 to 1e-6
 #   PHASE=2            19,200 samples of 515,000, rate 1e-5 to 2e-6
 # Needed: DATA_PATH (.jsonl of conversations), TOKENIZER, MEGATRON_LM_DIR, and LOAD: checkpoints
-# of the phase before, or what nemotron3 convert from-hf wrote. SEQ sets another length, PROMPT_FORMAT the template.
-# Optional: what stands below with :- and the launch (GPUS NNODES ... DRY_RUN=1): recipes/common.sh.
+# of the previous phase, or what nemotron3 convert from-hf wrote. SEQ sets another length, PROMPT_FORMAT the template.
+# Optional: variables below with :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
 . "$(dirname "$0")/../common.sh"
@@ -12,7 +12,7 @@ set -euo pipefail
 # architecture: every number comes from the catalog (nemotron3 show ultra)
 MODEL=ultra
 
-# parallelism: NVIDIA's configuration is TP2 PP6 CP8 EP32; with MTP CP is refused (masked-mtp-cp), so TP8
+# parallelism: NVIDIA's configuration is TP2 PP6 CP8 EP32; with MTP, CP is refused (rule masked-mtp-cp), so TP8
 PHASE=${PHASE:-1} TP=${TP:-8} PP=${PP:-6} EP=${EP:-32}
 case $PHASE in
     1) SCHEDULE=sft ;;

@@ -1,4 +1,4 @@
-"""Counts of shares, and the verdicts that all ranks come to alike."""
+"""Row counts of shares, and the errors that all ranks derive from the same headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans against the lower bounds, which are written from the sides alone."""
+"""Plans against the lower bounds, which are computed from the two sides alone."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from megatron_nemotron3.boundary.bounds import bounds, traffic
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.plan import Plan
 from megatron_nemotron3.boundary.planner import make_plan, slices_of
-from tests.boundary.test_plans import cases
+from tests.boundary.test_plan import cases
 
 
 def without_leaders(plan: Plan) -> Plan:
-    return Plan(plan.holders, plan.wanters, plan.segments, plan.row_bytes, plan.mode, leader_bytes=0)
+    return Plan(plan.senders, plan.receivers, plan.segments, plan.row_bytes, plan.mode, leader_bytes=0)
 
 
 def held_by(plan: Plan) -> dict[int, set[tuple[int, int]]]:
-    """Rank -> rows as (sample segment, row in it), told from the holders. Slow and plain."""
-    return _rows(plan, plan.holders, lambda s: (s.source_lane, s.source_start))
+    """Rank -> rows as (sample segment, row in it), computed from the senders in the simplest way."""
+    return _rows(plan, plan.senders, lambda s: (s.source_lane, s.source_start))
 
 
 def wanted_by(plan: Plan) -> dict[int, set[tuple[int, int]]]:
-    return _rows(plan, plan.wanters, lambda s: (s.lane, s.start))
+    return _rows(plan, plan.receivers, lambda s: (s.lane, s.start))
 
 
 def _rows(plan: Plan, side, of) -> dict[int, set[tuple[int, int]]]:
@@ -68,7 +68,7 @@ def test_plans_meet_the_bounds(case) -> None:
         if plan.mode == "once":
             assert moved.busiest <= low.busiest
         else:  # every meeting of groups is cut by itself: a row more for each
-            meetings = len(direction.segments) * max(len(lane) for lane in direction.wanters)
+            meetings = len(direction.segments) * max(len(lane) for lane in direction.receivers)
             assert all(moved.sent[rank] <= rows + meetings for rank, rows in low.leaving.items())
 
 
@@ -100,7 +100,7 @@ def test_a_few_bytes_go_from_leader_to_leader() -> None:
 
 
 def test_one_sender_needs_one_receiver() -> None:
-    """A rank that carries everything anyway sends it in one message, whatever the size; so back."""
+    """A single rank sends everything in one message, whatever the size, and receives it so in backward."""
     plan = make_plan(Layout.of(), Layout.of(tp=8, offset=1), [10_000], row_bytes=5376)
     for way in (plan, plan.transposed()):
         assert len(way.messages) == 1
@@ -150,7 +150,7 @@ def test_shared_ranks_fetch_what_they_lack() -> None:
 
 
 def test_groups_share_what_a_member_holds() -> None:
-    """Mode "once" on shared ranks: halves are there already, nothing has to cross, the group gathers."""
+    """Mode "once" on shared ranks: each rank already holds its half, nothing is sent, the group gathers."""
     plan = make_plan(Layout.of(dp=2), Layout.of(tp=2), [10, 10], row_bytes=2, mode="once")
     low, moved = bounds(plan), traffic(plan)
     assert low.crossing == moved.crossing == low.busiest == 0
@@ -164,7 +164,7 @@ def test_groups_share_what_a_member_holds() -> None:
 
 
 def test_three_who_lack_a_row_are_served_evenly_by_two() -> None:
-    """Copies are cut where that makes the holders equal."""
+    """Copies are cut if that balances the senders."""
     plan = replace(make_plan(Layout.of(tp=2), Layout.of(tp=5), [60], row_bytes=2), leader_bytes=0)
     assert traffic(plan).sent == {0: 90, 1: 90}
     assert bounds(plan).leaving == {0: 90, 1: 90}
@@ -184,4 +184,4 @@ def test_a_thousand_ranks_meet_the_bounds(source: Layout, destination: Layout) -
         low, moved = bounds(direction), traffic(direction)
         assert moved.crossing == low.crossing
         assert moved.busiest <= low.busiest
-    assert intervals.count(plan.wanters[0][0].rows) == sum(rows[: source.dp // 128])
+    assert intervals.count(plan.receivers[0][0].rows) == sum(rows[: source.dp // 128])

@@ -1,4 +1,4 @@
-"""One edge over every relation of layouts: rows and gradients bit for bit, against plain concatenation."""
+"""One edge for all relations of layouts: rows and gradients equal plain concatenation bit for bit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _relations(relations: list[tuple[str, str]]) -> list[str]:
     from megatron_nemotron3.boundary.agreement import SPLIT_SIZES
     from megatron_nemotron3.boundary.bridge import Bridge
     from megatron_nemotron3.boundary.feed import Microbatch, RowFeed, Stream
-    from tests.boundary.lanes import every_row, lane_of, of_lane
+    from tests.support.boundary_reference import every_row, lane_of, of_lane
 
     rank, wrong = dist.get_rank(), []
     for number, (a, b) in enumerate(relations):
@@ -116,7 +116,7 @@ def _slices() -> list[str]:
     import torch.distributed as dist
 
     from megatron_nemotron3.boundary.feed import RowFeed, Stream, describe_ids
-    from tests.boundary.lanes import every_row, lane_of, of_lane, of_rank
+    from tests.support.boundary_reference import every_row, lane_of, of_lane, of_rank
 
     rank, wrong, random = dist.get_rank(), [], np.random.default_rng(0)
     for a, b in SLICED:
@@ -148,7 +148,7 @@ def _slices() -> list[str]:
 
 
 def _three_dimensions() -> list[str]:
-    """[b, s, h] tensors cross by sample; the length may change between microbatches."""
+    """[b, s, h] tensors are exchanged by sample; the length may change between microbatches."""
     import torch
     import torch.distributed as dist
 

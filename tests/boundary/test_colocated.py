@@ -1,4 +1,4 @@
-"""Modules that share ranks: rows equal the concatenation bit for bit, gradients the way back."""
+"""Modules that share ranks: rows equal the concatenation bit for bit, gradients, too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from tests.boundary.test_plans import expected
+from tests.boundary.test_plan import expected
 from tests.support.distributed import run_distributed
 
 HIDDEN = 5
@@ -72,7 +72,7 @@ def communicator(source: str, destination: str, **options: Any) -> Any:
 
 
 def images(samples: int, length: int, seed: int) -> np.ndarray:
-    """[samples, length] of bool: where image rows stand; some samples have none."""
+    """[samples, length] of bool: positions of image rows; some samples have none."""
     random = np.random.default_rng(seed)
     image = random.random((samples, length)) < random.choice([0.0, 0.3, 0.9], size=(samples, 1))
     image[0] = seed % 2 == 0
@@ -97,7 +97,7 @@ def values(rows: list[int], salt: int = 0) -> torch.Tensor:
 
 
 def sides(comm: Any, image: np.ndarray) -> tuple[list[int], list[int]]:
-    """(row numbers this rank gives, row numbers it takes)."""
+    """(row numbers that this rank sends, row numbers that it receives)."""
     number = np.where(image, image.cumsum().reshape(image.shape) - 1, -1)
     share = len(image) // comm.source.dp
     lane, at = comm.rank_to_src_pos[dist.get_rank()]

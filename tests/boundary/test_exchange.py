@@ -1,4 +1,4 @@
-"""What an exchange puts on the wire: the bound in bytes, few messages, and nothing but rows."""
+"""Communication of an exchange: bytes at the lower bound, few messages, and only rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _counted(rows_of_samples: tuple[int, ...], leader_bytes: int) -> list[dict[s
             make_plan(source, destination, rows_of_samples, row_bytes=4 * HIDDEN), leader_bytes=leader_bytes
         )
         for plan in (forward, forward.transposed()):
-            gives = any(rank in g.ranks for lane in plan.holders for g in lane)
+            gives = any(rank in g.ranks for lane in plan.senders for g in lane)
             rows = torch.ones(plan.rows_held(rank), HIDDEN) if gives else None
             transfer = Transfer(plan, rows, not gives, (HIDDEN,), torch.float32, "test")
             with counted() as wire:
@@ -60,7 +60,7 @@ def wires() -> Any:
 
 
 def test_bytes_are_the_bound(wires):
-    """Between modules V crosses; the busiest rank carries max(V/S, V/D); a group gathers the rest."""
+    """V is sent between the modules, max(V/S, V/D) by the busiest rank; a group gathers the rest."""
     rows, ranks = MANY, [many for many, _ in wires]
     for number, (source, destination) in enumerate(RELATIONS):
         forward = replace(make_plan(source, destination, rows, row_bytes=4 * HIDDEN), leader_bytes=0)
@@ -82,7 +82,7 @@ def test_bytes_are_the_bound(wires):
 
 
 def test_messages_are_those_of_the_plan(wires):
-    """Few rows between lanes that meet one to one cross as one message, whatever the tensor ranks."""
+    """Few rows between lanes that correspond one to one are one message, whatever the tensor ranks."""
     rows, ranks = FEW, [few for _, few in wires]
     for number, (source, destination) in enumerate(RELATIONS):
         forward = replace(
@@ -132,7 +132,7 @@ def _two_edges(fed: bool) -> list[tuple[int, int, int, int]]:
 
 def test_a_feed_leaves_nothing_but_rows():
     """With a feed only the first exchange has a header; without one every forward exchange has one, and only
-    there the host waits. Small messages of two modalities between two ranks cross as one."""
+    there the host waits. Small messages of two modalities between two ranks are coalesced."""
     for rank, found in enumerate(run_distributed(_two_edges, 3, True, timeout=60)):
         assert found[0][0] == 1
         assert [(control, waits) for control, _, waits, _ in found[1:]] == [(0, 0)] * 3
@@ -142,7 +142,7 @@ def test_a_feed_leaves_nothing_but_rows():
         assert all(waits > 0 for _, _, waits, _ in found)
 
 
-def test_leg_tags_tell_beliefs_apart():
+def test_transfer_tags_tell_beliefs_apart():
     """The same name with other counts, shapes or segments has another tag."""
     a, b = RELATIONS[0]
     transfers = [

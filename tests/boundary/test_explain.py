@@ -10,23 +10,23 @@ from megatron_nemotron3.boundary.bounds import bounds, traffic
 from megatron_nemotron3.boundary.explain import describe, explain, ranks_text
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.planner import make_plan
-from tests.boundary.test_plans import cases
+from tests.boundary.test_plan import cases
 
 TEXT = """\
-once: every row crosses once, in equal parts; groups of ranks gather the rest among themselves
+once: every row is sent once, in equal parts; groups of ranks gather the rest among themselves
 crossing                   160 bytes (bound 160) in 5 messages
 busiest rank                80 bytes (bound 80): rank 3
 in groups                  480 bytes received from 1 gather
 local                        0 bytes copied within a rank
 
-lane  holding ranks  rows
+lane  sending ranks  rows
    0  0                 7
    1  1                 1
    2  2                 0
    3  3                 8
 
-lane  wanting ranks  rows  then
-   0  4-7              16  all-gather of 4 rows each
+lane  receiving ranks  rows  then
+   0  4-7                16  all-gather of 4 rows each
 
 sender  receiver  rows  bytes  pieces
      0         4     4     40       1

@@ -1,4 +1,4 @@
-"""Whatever is wrong, every rank raises the same BoundaryError within the timeout, also those in between."""
+"""Every error becomes the same BoundaryError on every rank within the timeout, also in middle stages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron_nemotron3.boundary.groups import BoundaryError
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
 from megatron_nemotron3.boundary.stages import check_modules, stage_of
-from tests.boundary.apart import NOTHING, run_apart
-from tests.boundary.pipeline import Runner, Stages, World, microbatches
+from tests.support.boundary_pipeline import Runner, Stages, World, microbatches
+from tests.support.boundary_processes import NOTHING, run_apart
 
 #: Two encoders and a language model of two stages, the second of which has no boundary.
 WORLD = World({"images": "tp=1", "audio": "offset=1", "language": "pp=2,offset=2"})
@@ -62,7 +62,7 @@ def _honest(rank: int, step: int, outputs: Any) -> Any:
 
 
 def _other_batches(first: int) -> Any:
-    """From a microbatch on, one side counts other rows."""
+    """One side counts other rows, from microbatch `first` on."""
 
     def change(rank: int, batches: list[Any]) -> list[Any]:
         other = microbatches(WORLD, STEPS, seed=1)
@@ -100,7 +100,7 @@ def _train(case: str) -> str:
     "case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.full]) for c in CASES]
 )
 def test_one_error_everywhere(case):
-    """The same words on every rank that lives, with numbers and what to do."""
+    """The same text on every living rank, with numbers and a cure."""
     begun = time.monotonic()
     found = run_apart(_train, 4, case, wait=20.0, timeout=60)
     took = time.monotonic() - begun
@@ -122,7 +122,7 @@ def _construct() -> str:
 
 
 def test_other_arguments_on_a_rank():
-    """Also ranks without a boundary hear of it."""
+    """Ranks without a boundary raise it, too."""
     found = run_apart(_construct, 4, wait=20.0, timeout=60)
     assert len(set(found)) == 1, found
     for words in ("BoundaryError: ", "connect modules differently", "frozen=True", "frozen=False"):
@@ -159,7 +159,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_when_constructed(case):
-    """What would hang is refused from the arguments alone: every rank comes to the same verdict."""
+    """Modules that would hang are refused by their arguments alone, with the same error on every rank."""
     texts, topology, words = REFUSED[case]
     layouts = {name: Layout.parse(text) for name, text in texts.items()}
     default = {name: [] if name == "language" else ["language"] for name in layouts}
@@ -168,7 +168,7 @@ def test_refused_when_constructed(case):
 
 
 def test_stages_are_counted_from_the_end():
-    """Both encoders stand right before the language model, however deep they are."""
+    """Both encoders are directly before the language model, whatever their depth."""
     layouts = {name: Layout.parse(text) for name, text in WORLD.layouts.items()}
     deeper = {
         **layouts,
@@ -181,7 +181,7 @@ def test_stages_are_counted_from_the_end():
 
 
 def test_nothing_to_checkpoint():
-    """A communicator has no state: it is no module, and what it holds is made again from its arguments."""
+    """A communicator is no module and has no state to save; it is rebuilt from its arguments."""
     for kind in (BoundaryCommunicator, Bridge, Coordinator, RowFeed):
         assert not issubclass(kind, torch.nn.Module)
         assert not {"state_dict", "sharded_state_dict", "load_state_dict"} & set(dir(kind))

@@ -1,4 +1,4 @@
-"""A feed tells what comes without taking it away."""
+"""A feed describes batches ahead without consuming them."""
 
 from __future__ import annotations
 

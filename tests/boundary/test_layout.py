@@ -1,4 +1,4 @@
-"""Layouts: the ranks of lanes against upstream's grid, and text there and back."""
+"""Layouts: the ranks of lanes against upstream's grid, and conversion to text and back."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_wrong_text(text: str, message: str) -> None:
 
 
 def test_wrong_layouts() -> None:
-    with pytest.raises(ValueError, match="a dimension comes twice"):
+    with pytest.raises(ValueError, match="a dimension is given twice"):
         Layout((("tp", 1), ("tp", 2)))
     with pytest.raises(ValueError, match="offset=-1: use an offset from 0"):
         Layout.of(offset=-1)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.boundary.test_plans import zigzag
+from tests.boundary.test_plan import zigzag
 from tests.support.distributed import run_distributed
 
 LENGTH = 16
@@ -43,7 +43,8 @@ def beside_upstream(tp: int, cp: int, sp: bool, feed: bool) -> dict[str, Any]:
 
     from megatron_nemotron3.boundary.feed import describe_ids
     from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
-    from tests.boundary import batches, omni
+    from tests.support import boundary_batches as batches
+    from tests.support import boundary_omni as omni
 
     rank, world = dist.get_rank(), dist.get_world_size()
     lanes = world // (tp * cp)
@@ -91,7 +92,7 @@ def beside_upstream(tp: int, cp: int, sp: bool, feed: bool) -> dict[str, Any]:
     weights = {p.shape for p in ours.parameters()}
     ours._microbatch = known
     with torch.no_grad():
-        rows = ours.cross(given, known, mine)
+        rows = ours.exchange_rows(given, known, mine)
         with Widest(omni.HIDDEN, weights) if feed else nullcontext() as seen:
             part = ours.decoder_input(mine, None, rows)
     share = mine.numel() // (cp * tp if sp else cp)
@@ -129,7 +130,8 @@ def check_packed() -> None:
 
     from megatron_nemotron3.boundary.feed import describe_ids
     from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
-    from tests.boundary import batches, omni
+    from tests.support import boundary_batches as batches
+    from tests.support import boundary_omni as omni
 
     rank = dist.get_rank()
     one_lane, alone = omni.grid(tp=2), omni.grid(dp=2)
@@ -172,8 +174,9 @@ def check_single() -> None:
 
     from megatron_nemotron3.boundary.feed import describe_ids
     from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
-    from megatron_nemotron3.boundary.placement import Local
-    from tests.boundary import batches, omni
+    from megatron_nemotron3.boundary.placement import RankShard
+    from tests.support import boundary_batches as batches
+    from tests.support import boundary_omni as omni
 
     grids = dict.fromkeys(("vision", "audio", "language"), omni.grid())
     theirs = omni.build(MimoModel, grids, on_grids=False)
@@ -198,7 +201,7 @@ def check_single() -> None:
     }
     ours._microbatch = known
     assert ours.decoder_input(ids.to("meta"), None, rows).shape == (LENGTH, 3, omni.HIDDEN)
-    ours._local = Local(cp=2, context_rank=1)
+    ours._shard = RankShard(cp=2, context_rank=1)
     mine = zigzag(LENGTH, 2, 1)
     rows = {n: r[: int((ids[:, mine] == omni.SPECIAL[n]).sum())] for n, r in rows.items()}
     assert ours.decoder_input(ids.to("meta"), None, rows).shape == (LENGTH // 2, 3, omni.HIDDEN)
@@ -216,7 +219,8 @@ def failing(kind: str) -> str:
     from megatron_nemotron3.boundary.feed import describe_ids
     from megatron_nemotron3.boundary.groups import BoundaryError
     from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
-    from tests.boundary import batches, omni
+    from tests.support import boundary_batches as batches
+    from tests.support import boundary_omni as omni
 
     rank, own = dist.get_rank(), omni.grid(dp=2)
     model = omni.build(BoundaryMimoModel, dict.fromkeys(("vision", "audio", "language"), own))
@@ -242,7 +246,8 @@ def check_overlap() -> float:
 
     from megatron_nemotron3.boundary.feed import describe_ids
     from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
-    from tests.boundary import batches, omni
+    from tests.support import boundary_batches as batches
+    from tests.support import boundary_omni as omni
 
     rank, own = dist.get_rank(), omni.grid(dp=2)
     grids = dict.fromkeys(("vision", "audio", "language"), own)

@@ -1,4 +1,4 @@
-"""`BoundaryMimoModel` with modules on ranks of their own, in the stock 1F1B schedule, equals one process."""
+"""`BoundaryMimoModel` on disjoint ranks with the stock 1F1B schedule equals one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.boundary import test_colocated_schedule as colocated
+from tests.boundary import test_training_schedule as colocated
 from tests.support.distributed import run_distributed
 
 SAMPLES, LENGTH, MICROBATCHES = colocated.SAMPLES, colocated.LENGTH, colocated.MICROBATCHES
@@ -25,7 +25,7 @@ def disjoint(
     from megatron_nemotron3.boundary.feed import RowFeed
     from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
     from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-    from tests.boundary import omni
+    from tests.support import boundary_omni as omni
 
     rank = dist.get_rank()
     grids = {

@@ -1,4 +1,4 @@
-"""The communicator without a schedule: two consumers of a module, a chain, one rank by itself."""
+"""The communicator without a schedule: two receivers of a module, a chain, a single rank."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _both() -> dict[str, Any]:
 
 
 def test_chain_and_two_consumers():
-    """Every module gets its rows; the gradients of two consumers are added."""
+    """Every module gets its rows; the gradients of two receivers are added."""
     found = run_distributed(_both, 4, timeout=60)
     total = torch.arange(9.0).view(3, 3) * 11
     assert torch.equal(found[0]["images"], total[:1])
@@ -127,7 +127,7 @@ def test_one_rank_by_itself():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_no_synchronization_on_a_gpu(tmp_path):
-    """From the second microbatch on the host waits for nothing."""
+    """From the second microbatch on the host does not wait."""
     torch.distributed.init_process_group(
         "nccl",
         init_method=f"file://{tmp_path}/store",

@@ -14,8 +14,7 @@ from megatron_nemotron3.models.tensors import DIALECTS
 from tests.support.convert_models import DISTINCT, random_config
 
 LIGHT = (
-    "import sys; from megatron_nemotron3.convert import config_json, inventory, prefixes, plan, "
-    "sharding, table, transforms; "
+    "import sys; from megatron_nemotron3.convert import config_json, inventory, keys, plan, transforms; "
     "print([m for m in ('torch', 'megatron.core', 'numpy', 'transformers') if m in sys.modules])"
 )
 
@@ -120,7 +119,7 @@ def test_missing_surplus_and_misshapen_tensors_are_counted_together() -> None:
     shapes["backbone.norm_f.weight"] = (87,)
     with pytest.raises(
         ValueError,
-        match=r"1 of \d+ tensors are missing, first 'lm_head.weight'; 1 tensors are not the model's, "
+        match=r"1 of \d+ tensors are missing, first 'lm_head.weight'; 1 tensors do not belong to the model, "
         r"first 'lm_head.bias'; 1 tensors have another shape, first 'backbone.norm_f.weight': "
         r"\[87\] instead of \[88\]",
     ):

@@ -20,20 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = (
-    "README.md",
-    "docs/index.md",
-    "docs/environment.md",
-    "docs/launching.md",
-    "docs/nvfp4.md",
-    "docs/plan.md",
-    "docs/parity.md",
-    "docs/monitor.md",
-    "docs/conversion.md",
-)
+PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 
 _BLOCK = re.compile(
-    r"(?:^<!-- (?P<mark>.*?) -->\n)?^```(?P<language>bash|sh|python)\n(?P<text>.*?)^```$", re.M | re.S
+    r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>bash|sh|python)\n(?P<text>.*?)^```$", re.M | re.S
 )
 
 #: Stand-ins in front of the PATH. `nemotron3` is this checkout's and trains for two steps; launchers of other

@@ -1,4 +1,4 @@
-"""The fast paths on a real device: the comparisons of tests/layers/test_triton.py, also at model sizes."""
+"""The kernels on a GPU: the comparisons of tests/layers/test_triton.py, also at model sizes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_scan(shape, dtype, strided):
 
 
 def test_our_scan_is_there_and_deterministic():
-    """Twice the same bits: no sum depends on the order in which programs finish."""
+    """Repeated runs are bitwise equal: no sum depends on the order in which programs finish."""
     form = next(form for form in scan_kernels.cuda_scans() if form.name == "Triton chunked SSD")
     inputs = make_inputs(2, 300, 8, 64, 2, 128, dtype=torch.bfloat16)
     inputs = {k: v.detach().cuda().requires_grad_() for k, v in inputs.items()}
@@ -80,7 +80,7 @@ def test_activation(rows, width, dtype):
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_grouped(together, as_tensor):
-    """Counts that are multiples of nothing, empty experts first, last and between; model widths."""
+    """Odd counts; empty experts first, last and in between; model widths."""
     for counts in ([3, 0, 5, 1], [0, 7, 0, 130, 0], [1000, 3, 257]):
         check_grouped(counts, 1856, 1024, device="cuda", together=together, as_tensor=as_tensor)
     check_grouped([3, 4], 12, 8, device="cuda", together=together, as_tensor=as_tensor)

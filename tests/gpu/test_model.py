@@ -1,4 +1,4 @@
-"""Whole models: against transformers, kernels on and off, recomputation, waits of the host.
+"""Whole models: against transformers, kernels on and off, recomputation, host synchronization.
 
 Every test runs on the CPU in `cpu_mode`, where it shows that the comparison itself holds, and on a GPU where
 one is there. Weights are random (`randomize`); the oracle is transformers' torch path in FP32.
@@ -95,7 +95,7 @@ def build(model: Nemotron3Config, device: str, dtype: torch.dtype, kernels: str 
 
 @torch.no_grad()
 def pin_routing(ours: Any) -> None:
-    """Expert biases far apart: rounding then changes no choice, and scores still weight the experts."""
+    """Expert biases far apart, so that rounding changes no choice; scores still weight the experts."""
     generator = torch.Generator().manual_seed(1)
     for name, bias in ours.named_buffers():
         if name.endswith("expert_bias"):

@@ -124,7 +124,7 @@ def test_mixer_is_fp32_inside(model: Any) -> None:
 
 @pytest.mark.parametrize("part", [*((part,) for part in INTERNALS), INTERNALS], ids=" ".join)
 def test_rounding_inside_would_show(model: Any, part: tuple[str, ...]) -> None:
-    """Every one of the internals, kept in bfloat16, leaves the bound; all of them together by far."""
+    """Each internal value, if kept in bfloat16, exceeds the bound; all of them together exceed it by far."""
     module, x = model.decoder.layers[MAMBA].mixer, random(TOKENS, MODEL.hidden_size)
     found = module(x.unsqueeze(1))[0].squeeze(1)
     d = distance(found, mixer(module, x.float(), narrow=part))
@@ -133,7 +133,7 @@ def test_rounding_inside_would_show(model: Any, part: tuple[str, ...]) -> None:
 
 
 def test_mixer_gradients(model: Any) -> None:
-    """Backward rounds where forward does; parameters in FP32 have FP32 gradients."""
+    """Backward rounds where forward rounds; FP32 parameters get FP32 gradients."""
     module, x = model.decoder.layers[MAMBA].mixer, random(TOKENS, MODEL.hidden_size).requires_grad_()
     dy = random(TOKENS, MODEL.hidden_size, seed=2)
     names, parameters = zip(*module.named_parameters(), strict=True)
@@ -155,7 +155,7 @@ def narrow_rms(x: Tensor, gain: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["norm", "gated norm"])
 def test_norms_round_once(model: Any, kind: str) -> None:
-    """To the bit the FP64 result rounded, but for what errors of a few 2^-24 push over one of 2^8 borders."""
+    """Bitwise the rounded FP64 result, except where an error of a few 2^-24 crosses a rounding border."""
     if kind == "norm":
         norm: Any = model.decoder.layers[MOE].pre_mlp_layernorm
         assert isinstance(norm, RMSNorm)
@@ -200,7 +200,7 @@ def test_router_is_fp32(model: Any) -> None:
 
 
 def test_without_the_option_logits_are_bfloat16(world: None) -> None:
-    """`--moe-router-dtype fp32`, which our flags carry, is what makes the difference."""
+    """`--moe-router-dtype fp32`, which our flags contain, makes the difference."""
     changes = {"moe_router_dtype": None, "bf16": True, "params_dtype": torch.bfloat16}
     layer = megatron_model(MODEL.but(pattern="E"), **changes).decoder.layers[0]
     assert layer.mlp.router.gating(random(3, 1, MODEL.hidden_size)).dtype == torch.bfloat16
@@ -224,7 +224,7 @@ def routers(model: Any) -> list[Any]:
 
 
 def test_wrapping_rounds_every_parameter(wrapped: Any) -> None:
-    """A_log and D too: upstream's `Float16Module` knows no exception. Our scan widens them again."""
+    """A_log and D, too: upstream's `Float16Module` casts everything. Our scan casts them back to FP32."""
     assert {p.dtype for p in wrapped.parameters()} == {torch.bfloat16}
 
 
@@ -240,7 +240,7 @@ def test_expert_bias_is_fp32_after_wrapping(wrapped: Any) -> None:
 
 
 def test_token_counts_are_exact(wrapped: Any) -> None:
-    """The load counts that move the expert bias, of 16 microbatches: bfloat16 has 8 bits for them."""
+    """The load counts behind the expert bias, over 16 microbatches, exceed the 8 bits of bfloat16."""
     (router, *_) = routers(wrapped)
     router._maintain_float32_expert_bias()  # as every forward does; upstream's leaves this buffer narrow
     router.local_tokens_per_expert.zero_()

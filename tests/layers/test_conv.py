@@ -127,7 +127,7 @@ def test_formula_written_out():
 
 
 def test_against_torch_conv1d():
-    """An implementation not ours: grouped conv1d with padding on the left."""
+    """An independent implementation: grouped conv1d with padding on the left."""
     inputs = make_inputs(2, 50, 8, 4, with_state=False)
     got = convolve(conv.causal_conv1d, inputs)
     padded = torch.nn.functional.pad(inputs["x"].transpose(1, 2), (3, 0))
@@ -137,7 +137,7 @@ def test_against_torch_conv1d():
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 10, 19])
 def test_state_carries_over(cut):
-    """Two halves, and single steps, give the whole sequence; also from a part shorter than the state."""
+    """Two halves, or single steps, give the whole sequence, even if a part is shorter than the state."""
     inputs = {n: v.detach() for n, v in make_inputs(2, 20, 5, 4, dtype=torch.float64).items()}
     whole, last = convolve(conv.causal_conv1d, inputs, return_final_state=True)
     start = inputs | {"x": inputs["x"][:, :cut]}
@@ -151,7 +151,7 @@ def test_state_carries_over(cut):
 
 
 def test_documents_do_not_leak():
-    """Not even a NaN of another document arrives, and no gradient goes there."""
+    """Not even a NaN of another document has an effect, and no gradient reaches it."""
     inputs = make_inputs(1, 12, 3, 4)
     seq_idx = make_documents(1, 12, [(0, 4), (0, 5), (0, 9)])
     clean = convolve(conv.causal_conv1d, inputs, seq_idx=seq_idx)

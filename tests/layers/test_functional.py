@@ -235,7 +235,7 @@ def test_saved_memory():
     seed=st.integers(0, 2**16),
 )
 def test_experts_are_three_steps(counts, sizes, block, recompute, seed):
-    """FC1, activation, FC2 apart, by autograd: values and every gradient, whatever is done at once."""
+    """Against separate FC1, activation and FC2 by autograd: values and all gradients, for any block size."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -260,7 +260,7 @@ def test_experts_are_three_steps(counts, sizes, block, recompute, seed):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_experts_in_bfloat16(recompute):
-    """BF16 between the products, FP32 in the activation: as near to FP32 as the three steps apart."""
+    """BF16 between the products, FP32 in the activation: as accurate as three separate steps."""
     counts = [30, 0, 50]
     torch.manual_seed(0)
     shapes = [(80, 16), (80,), *[(8, 16)] * 3, *[(16, 8)] * 3]

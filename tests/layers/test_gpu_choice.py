@@ -1,4 +1,4 @@
-"""Which kernel the torch backend takes on CUDA, mamba-ssm behind our signature, and grouped products."""
+"""The torch backend's choice of kernels on CUDA, mamba-ssm with our signature, and grouped products."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def reference_mamba_ssm(seen):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mamba_ssm_adapter(dtype):
-    """Same result as the reference, with documents that do not start at 0; what reaches the kernel."""
+    """Same result as the reference, with documents that do not start at 0; and the kernel's arguments."""
     seen = []
     form = scan_kernels.mamba_ssm_scan(reference_mamba_ssm(seen))
     for shape in SCANS:
@@ -78,7 +78,7 @@ def test_mamba_ssm_adapter(dtype):
 
 
 def test_mamba_ssm_signature():
-    """Against the installed package, where there is one."""
+    """Against the installed package, if there is one."""
     module = pytest.importorskip("mamba_ssm.ops.triton.ssd_combined", reason="mamba-ssm is not installed")
     fake = inspect.signature(reference_mamba_ssm([]).mamba_chunk_scan_combined)
     real = inspect.signature(module.mamba_chunk_scan_combined)
@@ -86,7 +86,7 @@ def test_mamba_ssm_signature():
 
 
 def test_choice(monkeypatch):
-    """By device and dtype, from what can be imported; the last resort is plain torch."""
+    """By device and dtype, among the scans that can be imported; plain torch is the last choice."""
     fake = scan_kernels.mamba_ssm_scan(reference_mamba_ssm([]))
     own = scan_kernels.Scan("Triton chunked SSD", ssd.ssd_chunked, scan_kernels.HALF | {torch.float32})
     for mamba, triton, names in (
@@ -95,8 +95,8 @@ def test_choice(monkeypatch):
         (fake, None, ["mamba-ssm Triton SSD", "torch chunked SSD", "torch chunked SSD"]),
         (None, None, ["torch chunked SSD"] * 3),
     ):
-        monkeypatch.setattr(scan_kernels, "_mamba_ssm", lambda mamba=mamba: mamba)
-        monkeypatch.setattr(scan_kernels, "_triton", lambda triton=triton: triton)
+        monkeypatch.setattr(scan_kernels, "_installed_mamba_ssm", lambda mamba=mamba: mamba)
+        monkeypatch.setattr(scan_kernels, "_installed_triton", lambda triton=triton: triton)
         scan_kernels.cuda_scans.cache_clear()
         dtypes = (torch.bfloat16, torch.float32, torch.float64)
         on_gpu = [SimpleNamespace(is_cuda=True, dtype=dtype) for dtype in dtypes]
@@ -110,13 +110,13 @@ def test_broken_mamba_ssm_is_passed_over(monkeypatch):
         raise OSError("undefined symbol")
 
     monkeypatch.setattr(scan_kernels.importlib, "import_module", broken)
-    assert scan_kernels._mamba_ssm() is None
+    assert scan_kernels._installed_mamba_ssm() is None
 
 
 @with_triton
 def test_too_wide_goes_to_torch():
-    """The Triton choice runs plain torch where its kernels cannot: a state size over their limit."""
-    choice = scan_kernels._triton()
+    """The Triton scan runs plain torch if the state size exceeds its kernels' limit."""
+    choice = scan_kernels._installed_triton()
     inputs = make_inputs(1, 3, 1, 2, 1, 300)
     torch.testing.assert_close(scan(choice, inputs), scan(ssd.ssd_chunked, inputs))
 
@@ -134,7 +134,7 @@ def test_grouped_linear(together, as_tensor):
 
 @pytest.mark.parametrize("counts, out, width", [([2, 3], 12, 8), ([2, 3], 8, 9), ([0, 0], 8, 8)])
 def test_grouped_falls_back(counts, out, width, monkeypatch):
-    """Widths that break alignment, no rows at all: the loop over experts computes, also in FP32."""
+    """For unaligned widths, FP32 and inputs without rows, the loop over experts computes the result."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("torch's grouped product must not be called")

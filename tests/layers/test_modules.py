@@ -1,4 +1,4 @@
-"""Every module of the torch backend against its definition, written out in plain torch below.
+"""Every module of the torch backend against its definition in plain torch below.
 
 Values and gradients, of whole layers inside stock `HybridModel`; packed documents against separate ones;
 multi-token prediction against its recursion and its losses; what the modules refuse.
@@ -130,12 +130,12 @@ def per_sequence(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def gradients(out: Tensor, inputs: Sequence[Tensor], cotangent: Tensor | None = None) -> list[Tensor]:
-    """Of every input, zero where the output does not depend on it. The graph is kept."""
+    """Gradient of every input, zero where the output does not depend on it. Keeps the graph."""
     return list(torch.autograd.grad(out, inputs, cotangent, retain_graph=True, materialize_grads=True))
 
 
 def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    """To 1e-5 of the largest element, or of 1."""
+    """Equal to 1e-5 of the largest element, or of 1."""
     scale = max(float(theirs.detach().abs().max()), 1.0)
     torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=1e-5 * scale)
 
@@ -342,7 +342,7 @@ def test_mtp_is_its_definition(model: Any) -> None:
 
 
 def groups(**sizes: int) -> Any:
-    """Process groups of which only the sizes are asked."""
+    """Process groups of which only the sizes are used."""
     sizes = dict.fromkeys(("tp", "cp", "ep", "expt_tp", "expt_dp"), 1) | sizes
     return SimpleNamespace(**{name: SimpleNamespace(size=lambda n=n: n) for name, n in sizes.items()})
 

@@ -39,7 +39,7 @@ RTOL = 1e-5
 
 @dataclass(frozen=True)
 class Step:
-    """What one training step left behind."""
+    """Results of one training step."""
 
     losses: Tensor  # [b, s]
     gradients: dict[str, Tensor]
@@ -159,7 +159,7 @@ def test_fewer_bytes_are_saved(unchanged: dict[str, Step], case: str) -> None:
 
 
 def test_values_are_the_same_to_the_bit(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What differs above is the order in which the router adds k scores, and nothing else.
+    """The differences above come only from the order in which the router adds k scores.
 
     Upstream asks top-k for sorted scores only while gradients are recorded, which the first of two forward
     passes does not.

@@ -164,7 +164,7 @@ def test_recurrence_written_out():
 
 @pytest.mark.parametrize("chunked_prefix", [1, 64, 100])
 def test_state_carries_over(chunked_prefix):
-    """A scan cut in two, and one continued by single steps, give the whole scan."""
+    """A scan in two parts, or continued by single steps, equals the whole scan."""
     inputs = {k: v.detach() for k, v in make_inputs(2, 130, 4, 3, 2, 5, dtype=torch.float64).items()}
     whole, last = scan(ssd.ssd_chunked, inputs, return_final_state=True)
     in_time = ("x", "dt", "B", "C")
@@ -186,7 +186,7 @@ def test_state_carries_over(chunked_prefix):
     seed=st.integers(0, 2**20),
 )
 def test_documents_do_not_leak(lengths, seed):
-    """Packed documents equal documents alone, and no gradient crosses a border."""
+    """Packed documents equal separate documents, and no gradient crosses a border."""
     total = sum(lengths)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     seq_idx = ssd.seq_idx_from_cu_seqlens(cu_seqlens, total)
@@ -222,7 +222,7 @@ def test_gradcheck(monkeypatch, with_documents):
 @pytest.mark.parametrize("dt_times_a", [59.0, 61.0, 120.0, 1e4, 1e30])
 @pytest.mark.parametrize("every", [1, 7])
 def test_decays_that_underflow(dt_times_a, every):
-    """Single or all steps forget everything: finite, and equal to the recurrence."""
+    """One step or all steps forget the whole state: results are finite and equal the recurrence."""
     inputs = make_inputs(1, 150, 2, 3, 1, 4)
     with torch.no_grad():
         inputs["A"].fill_(-dt_times_a)

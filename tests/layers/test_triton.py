@@ -205,7 +205,7 @@ if INTERPRETED:
         torch.testing.assert_close(got, want)
 
     def test_interpreted_gradient_of_one_result(short_cells):
-        """The final state alone, or y alone, in a loss; and no gradient where none is asked for."""
+        """Losses of only the final state or only y; and no gradient where none is required."""
         for result in (0, 1):
             gradients = []
             for form in (ssd.ssd_chunked, triton_scan.ssd_triton):

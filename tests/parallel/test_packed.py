@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.layers.context import document_borders, gathered_positions, zigzag
+from megatron_nemotron3.layers.context_parallel import document_borders, gathered_positions, zigzag
 from megatron_nemotron3.layers.stack import MTPLayer, check_borders
 from tests.parallel.case import Case
 from tests.parallel.compare import check
@@ -77,7 +77,7 @@ def test_borders() -> None:
     assert document_borders(padded, 16).tolist() == [0, 8, 12, 16]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="end at 12, but there are 8 tokens"):
         document_borders(padded, 8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="takes 'thd'"):
+    with pytest.raises(ValueError, match="supports 'thd'"):
         document_borders(_Packed([0, 8], layout="sbhd"), 8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"10 tokens is not divisible by 2\*CP=4: pad"):
         zigzag(torch.tensor([0, 10]), 2, 0)

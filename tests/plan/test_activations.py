@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from megatron_nemotron3.plan.activations import KINDS, layer_activations, stage_
 from megatron_nemotron3.plan.recompute import MODULES, NONE, Recompute, modules
 from tests.parallel.case import Case
 from tests.support.distributed import run_distributed
+from tests.support.launches import launch
 
 SUPER, NANO, DENSE = (tiny(get(name)) for name in ("super", "nano", "nano-9b-v2"))
 TOLERANCE = 0.01
@@ -106,7 +107,7 @@ def _measured(case: Case) -> list[Saved]:
     from tests.parallel.world import build
 
     layout, found = case.layout, []
-    patterns = stage_patterns(case.config, layout, case.seq_length)
+    patterns = stage_patterns(case.config, layout.stages, case.seq_length)
     for index, chunk in enumerate(build(case)[0]):
         stage = groups.get_pipeline_model_parallel_rank() + index * layout.pp
         batch = {key: tensor.clone() for key, tensor in next(batches(case)(0))[0].items()}
@@ -148,16 +149,15 @@ def case(
 
 def expected(case: Case, recompute: Recompute, stage: int, imbalance: float = 1.0) -> dict[str, int]:
     """The closed form."""
-    found = stage_activations(
+    what = launch(
         case.config,
         case.layout,
-        stage,
         seq_length=case.seq_length,
         micro_batch_size=case.micro_batch_size,
         precision=case.precision,
         recompute=recompute,
-        imbalance=imbalance,
     )
+    found = stage_activations(what, stage, imbalance=imbalance)
     return merged(found) if as_one(recompute) else found
 
 
@@ -276,16 +276,15 @@ def test_layers_of_real_width(name: str) -> None:
 
 
 def test_refused() -> None:
-    sizes = {"seq_length": 64, "micro_batch_size": 1}
-    wrong: list[tuple[dict, str]] = [
-        ({"kind": "X"}, "kind='X': use one of M"),
-        ({"precision": "fp7"}, "unknown precision 'fp7'"),
-        ({"backend": "jax"}, "unknown backend 'jax'"),
-        ({"imbalance": 0.5}, "imbalance=0.5"),
+    wrong: list[tuple[dict, dict, str]] = [
+        ({}, {"kind": "X"}, "kind='X': use one of M"),
+        ({"precision": "fp7"}, {}, "unknown precision 'fp7'"),
+        ({"backend": "jax"}, {}, "unknown backend 'jax'"),
+        ({}, {"imbalance": 0.5}, "imbalance=0.5"),
     ]
-    for options, message in wrong:
-        with pytest.raises(ValueError, match=message.replace("*", r"\*")):
-            layer_activations(SUPER, ParallelLayout(), **{"kind": "E", **sizes, **options})
+    for fields, options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            layer_activations(launch(SUPER, seq_length=64, **fields), **{"kind": "E", **options})
     for fields, message in (
         ({"granularity": "half"}, "granularity='half'"),
         ({"granularity": "selective"}, "name modules"),
@@ -305,22 +304,17 @@ def test_layers_add_up_to_stages(name: str) -> None:
     layout = ParallelLayout(tp=2, pp=2, dp=2)
     for backend in ("te", "torch"):
         for module in modules(config, backend):
-            options: dict[str, Any] = {
-                "seq_length": 4096,
-                "micro_batch_size": 1,
-                "recompute": Recompute("selective", (module,)),
-                "backend": backend,
-            }
-            whole = [stage_activations(config, layout, stage, **options) for stage in range(2)]
+            plain = launch(config, layout, seq_length=4096, backend=backend)
+            what = replace(plain, extra=tuple(Recompute("selective", (module,)).flags()))
+            whole = [stage_activations(what, stage) for stage in range(2)]
             every = config.pattern + (config.mtp_pattern or "") * config.mtp_num_layers
             for kind in KINDS:
-                one = layer_activations(config, layout, kind, **options)
+                one = layer_activations(what, kind)
                 times = {"mtp": config.mtp_num_layers, "embedding": 1, "output": 1}.get(
                     kind, every.count(kind)
                 )
                 if times:
                     assert sum(stage.get(kind, 0) for stage in whole) == times * sum(one.values())
             kind = MODULES[module][0]
-            kept = layer_activations(config, layout, kind, **options)
-            everything = layer_activations(config, layout, kind, **{**options, "recompute": NONE})
+            kept, everything = layer_activations(what, kind), layer_activations(plain, kind)
             assert sum(kept.values()) < sum(everything.values()), f"{module} saves nothing"

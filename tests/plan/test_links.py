@@ -6,8 +6,19 @@ import pytest
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.plan.hardware import GPUS, gpu_named
-from megatron_nemotron3.plan.links import Split, deduplicated, neighbors, split, strides, usable_domain
-from megatron_nemotron3.plan.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, SEND, Transfer
+from megatron_nemotron3.plan.traffic import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    SEND,
+    Split,
+    Transfer,
+    deduplicated,
+    neighbors,
+    split,
+    strides,
+    usable_domain,
+)
 
 H100 = GPUS["h100"]
 LAYOUT = ParallelLayout(tp=2, pp=2, ep=16, dp=16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -16,15 +15,25 @@ import pytest
 
 from megatron_nemotron3.args import ParallelLayout, published_layout
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from megatron_nemotron3.plan.activations import share
-from megatron_nemotron3.plan.elements import cut
-from megatron_nemotron3.plan.inflight import in_flight
-from megatron_nemotron3.plan.memory import approximate_state, buffers, memory
+from megatron_nemotron3.plan import activations
+from megatron_nemotron3.plan import state as state_module
+from megatron_nemotron3.plan.activation_forms import Share
+from megatron_nemotron3.plan.memory import buffers, in_flight, memory
 from megatron_nemotron3.plan.recompute import NONE, Recompute
-from megatron_nemotron3.plan.state import BF16, FP32, State, padded_vocab_size, state
+from megatron_nemotron3.plan.state import (
+    BF16,
+    FP32,
+    State,
+    approximate_state,
+    bytes_of,
+    kind_elements,
+    stage_patterns,
+    state,
+)
 from tests.parallel.case import Case
 from tests.parallel.world import Run
 from tests.support.distributed import run_distributed
+from tests.support.launches import launch
 
 SUPER = tiny(get("super"))
 TOLERANCE = 0.05
@@ -175,14 +184,8 @@ PEAKS = [
 @pytest.mark.parametrize(("layout", "recompute", "microbatches"), PEAKS)
 def test_peak_of_a_step(layout: ParallelLayout, recompute: Recompute, microbatches: int) -> None:
     for found in stepped(layout, recompute, microbatches):
-        form = memory(
-            SUPER,
-            layout,
-            pp_rank=found["pp_rank"],
-            seq_length=128,
-            microbatches=microbatches,
-            recompute=recompute,
-        )
+        what = launch(SUPER, layout, seq_length=128, microbatches=microbatches, recompute=recompute)
+        form = memory(what, found["pp_rank"])
         assert found["left"] < 0.01 * found["peak"], "something is held after the step"
         assert sum(form.activations.values()) + form.recompute_peak == pytest.approx(
             found["peak"], rel=TOLERANCE
@@ -258,16 +261,15 @@ def test_all_tensors_of_a_step(config: Nemotron3Config, recompute: Recompute, to
         mask="none",
     )
     (found,) = run_distributed(everything, 1, case, apart=True, timeout=280)
-    form = memory(config, ParallelLayout(), seq_length=512, recompute=recompute)
+    form = memory(launch(config, seq_length=512, recompute=recompute))
     assert sum(form.activations.values()) + form.recompute_peak + form.buffers == pytest.approx(
         found, rel=tolerance
     )
 
 
 def expected_buffers(layout: ParallelLayout, pp_rank: int = 0) -> dict[str, int]:
-    at = share(layout, 128, 1, "bf16", NONE, "torch", 1.0)
-    patterns = cut(SUPER, layout.stages, 128)
-    return buffers(SUPER, layout, at, patterns, pp_rank, padded_vocab_size(SUPER, layout))
+    what = launch(SUPER, layout, seq_length=128)
+    return buffers(what, Share.of(what), pp_rank)
 
 
 def test_buffers_of_tensor_and_expert_ranks() -> None:
@@ -301,12 +303,12 @@ def test_approximate_state_is_near_the_exact_one(name: str) -> None:
         ParallelLayout(pp=2, vpp=2, dp=2, cp=2),
     ):
         for pp_rank in range(layout.pp):
-            found = approximate_state(config, layout, pp_rank)
-            exact = state(config, layout, pp_rank=pp_rank)
+            found = approximate_state(launch(config, layout), pp_rank)
+            exact = state(launch(config, layout), pp_rank=pp_rank)
             assert found.weights == pytest.approx(exact.weights, rel=1e-3)
             assert found.gradients == pytest.approx(exact.gradients, rel=1e-3)
-            plain = state(config, layout, pp_rank=pp_rank, distributed_optimizer=False)
-            assert approximate_state(config, layout, pp_rank, distributed_optimizer=False) == plain
+            alone = launch(config, layout, distributed_optimizer=False)
+            assert approximate_state(alone, pp_rank) == state(alone, pp_rank=pp_rank)
             # A rank's share of the buffer has more or less padding in it; the mean of all ranks is meant.
             assert found.optimizer == pytest.approx(exact.optimizer, rel=1e-3)
 
@@ -314,9 +316,10 @@ def test_approximate_state_is_near_the_exact_one(name: str) -> None:
 def test_exact_memory_has_the_exact_state() -> None:
     layout = ParallelLayout(tp=2, pp=2, ep=2, dp=2)
     for precision, sizes in (("bf16", BF16), ("fp32", FP32)):
-        found = memory(SUPER, layout, pp_rank=1, dp_rank=1, edp_rank=1, precision=precision, exact=True)
-        near = memory(SUPER, layout, pp_rank=1, precision=precision)
-        exact = state(SUPER, layout, pp_rank=1, dp_rank=1, edp_rank=1, sizes=sizes)
+        what = launch(SUPER, layout, precision=precision)
+        assert bytes_of(what) == sizes
+        found, near = memory(what, 1, exact=(1, 1)), memory(what, 1)
+        exact = state(what, pp_rank=1, dp_rank=1, edp_rank=1)
         assert State(found.weights, found.gradients, found.optimizer) == exact
         assert found.activations == near.activations
         assert found.total == exact.total + sum(near.activations.values()) + near.buffers
@@ -328,7 +331,7 @@ def test_each_choice_of_recomputation_saves_memory() -> None:
 
     def total(recompute: Recompute, pp_rank: int) -> int:
         return memory(
-            config, layout, pp_rank=pp_rank, microbatches=16, recompute=recompute, backend="te"
+            launch(config, layout, microbatches=16, recompute=recompute, backend="te"), pp_rank
         ).total
 
     for pp_rank in range(layout.pp):
@@ -346,7 +349,8 @@ def test_each_choice_of_recomputation_saves_memory() -> None:
         assert len(set(totals)) == len(totals)
 
 
-def test_thousands_of_layouts_in_a_moment() -> None:
+def test_thousands_of_layouts_share_their_work() -> None:
+    """Activations are computed once for each tp, cp and recomputation; elements for each tp, etp and ep."""
     config = get("ultra")
     layouts = [
         ParallelLayout(tp=tp, pp=pp, ep=ep, cp=cp, dp=dp)
@@ -356,13 +360,12 @@ def test_thousands_of_layouts_in_a_moment() -> None:
         for cp in (1, 2, 4)
         for dp in (64, 128, 256)
     ]
-    start = time.process_time()
+    for cached in (activations._kind_bytes, state_module._rank_elements, stage_patterns, kind_elements):
+        cached.cache_clear()
     for layout in layouts:
         for recompute in (NONE, Recompute("full"), Recompute("selective", ("moe",))):
-            memory(config, layout, microbatches=16, recompute=recompute)
-    calls = 3 * len(layouts)
-    assert time.process_time() - start < 2.0, f"{calls} calls"
-    start = time.process_time()
-    for layout in layouts:
-        approximate_state(config, layout)
-    assert time.process_time() - start < 200e-6 * len(layouts)
+            memory(launch(config, layout, microbatches=16, recompute=recompute))
+    assert activations._kind_bytes.cache_info().misses == 4 * 3 * 3
+    assert stage_patterns.cache_info().misses == 5
+    kinds = {*config.pattern, *(config.mtp_pattern or ""), "mtp", "embedding", "output"}
+    assert kind_elements.cache_info().misses == 4 * 7 * len(kinds)

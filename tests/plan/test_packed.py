@@ -7,21 +7,21 @@ import torch
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get
+from megatron_nemotron3.plan.activation_forms import PACKED, bytes_by_linear
 from megatron_nemotron3.plan.activations import layer_activations
-from megatron_nemotron3.plan.memory import memory
-from megatron_nemotron3.plan.packed import PACKED, bytes_by_linear, weight_copies
+from megatron_nemotron3.plan.memory import memory, weight_copies
 from megatron_nemotron3.precision.quantizer import quantize
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.table import MXFP8, NVFP4
+from tests.support.launches import launch
 
 SUPER = get("super")
 LAYOUT = ParallelLayout(tp=2, ep=64, dp=32)
 
 
 def kept(kind: str, precision: str, backend: str = "te") -> dict[str, int]:
-    return layer_activations(
-        SUPER, LAYOUT, kind, seq_length=8192, micro_batch_size=1, precision=precision, backend=backend
-    )
+    what = launch(SUPER, LAYOUT, seq_length=8192, precision=precision, backend=backend)
+    return layer_activations(what, kind)
 
 
 def test_an_element_is_as_large_as_packed() -> None:
@@ -50,17 +50,19 @@ def test_only_inputs_of_quantized_linears_shrink() -> None:
 
 
 def test_copies_of_weights() -> None:
+    packing = launch(SUPER, LAYOUT, precision=NVFP4, backend="te")
     experts = 512 // 64 * 2 * 2688 * 1024
     shared = 2 * 4096 * 5376 // 2
     body = SUPER.pattern[:-14].count("E") / SUPER.pattern.count("E")
     expected = 2 * PACKED[NVFP4] * body * (experts + shared)
     assert weight_copies(SUPER, "E", NVFP4, 2, 1, 64) == pytest.approx(expected, rel=1e-6)
-    held = memory(SUPER, LAYOUT, precision=NVFP4, backend="te")
+    held, plain = memory(packing), memory(launch(SUPER, LAYOUT, backend="te"))
     assert held.packed_weights > 40 * expected * 0.9
-    assert memory(SUPER, LAYOUT, backend="te").packed_weights == 0
-    assert held.total < memory(SUPER, LAYOUT, backend="te").total
+    assert plain.packed_weights == 0
+    assert held.total < plain.total
 
 
 def test_gradients_in_bf16() -> None:
-    plain, small = memory(SUPER, LAYOUT), memory(SUPER, LAYOUT, gradient_bytes=2)
+    plain = memory(launch(SUPER, LAYOUT))
+    small = memory(launch(SUPER, LAYOUT, extra=("--grad-reduce-in-bf16",)))
     assert small.gradients * 2 == plain.gradients and small.weights == plain.weights

@@ -24,11 +24,17 @@ from megatron_nemotron3.plan.search import (
     worst_memory,
 )
 
+
+def asked(name: str, seq_length: int, global_batch_size: int, precision: str = "bf16") -> Launch:
+    schedule = TrainingSchedule(seq_length=seq_length, global_batch_size=global_batch_size)
+    return Launch(config=get(name), precision=precision, backend="te", schedule=schedule)
+
+
 QUESTIONS = {
-    "nano": Question(get("nano"), 16, GPUS["h100"], 8192, 64),
-    "super": Question(get("super"), 32, GPUS["b200"], 8192, 96, "nvfp4"),
-    "dense": Question(get("nano-4b"), 8, GPUS["h100"], 4096, 32, "mxfp8"),
-    "long": Question(get("nano"), 64, GPUS["h200"], 131072, 16),
+    "nano": Question(asked("nano", 8192, 64), 16, GPUS["h100"]),
+    "super": Question(asked("super", 8192, 96, "nvfp4"), 32, GPUS["b200"]),
+    "dense": Question(asked("nano-4b", 4096, 32, "mxfp8"), 8, GPUS["h100"]),
+    "long": Question(asked("nano", 131072, 16), 64, GPUS["h200"]),
 }
 #: Public launches: GPU, GPUs, precision, dispatcher, micro batch.
 LAUNCHES: dict[str, tuple[str, int, str, str, int]] = {
@@ -41,21 +47,9 @@ LAUNCHES: dict[str, tuple[str, int, str, str, int]] = {
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_legal_is_what_the_rules_allow(name: str) -> None:
     question = QUESTIONS[name]
-    schedule = TrainingSchedule(global_batch_size=question.global_batch_size, seq_length=question.seq_length)
     allowed = []
-    for layout in layouts(question.config, question.gpus, question.seq_length, question.global_batch_size):
-        violations = rules.check(
-            Launch.of(
-                question.config,
-                layout,
-                precision=question.precision,
-                backend="te",
-                schedule=schedule,
-                te_precision_config_file="precision.yaml",
-                compute_capability=question.gpu.capability,
-                megatron_core=question.megatron_core,
-            )
-        )
+    for layout in layouts(question):
+        violations = rules.check(question.at(layout))
         if not any(violation.severity == "error" for violation in violations):
             allowed.append(layout)
     assert legal(question) == allowed
@@ -73,8 +67,9 @@ def test_best_is_what_trying_everything_finds(name: str) -> None:
                 continue
             for recompute in recomputations(question.config):
                 variant = replace(layout, vpp=vpp)
-                if worst_memory(question, variant, size, recompute).total <= question.limit:
-                    total = candidate(question, variant, size, recompute).step.total
+                launch = question.at(variant, size, recompute)
+                if worst_memory(launch).total <= question.limit:
+                    total = candidate(question, launch).step.total
                     times[layout] = min(total, times.get(layout, total))
                     break
     answer = search(question, best=7)
@@ -89,9 +84,10 @@ def test_published_launches_are_feasible_and_near_the_top(name: str) -> None:
     gpu, gpus, precision, dispatcher, micro = LAUNCHES[name]
     config, layout = get(name), published_layout(get(name))
     assert layout is not None
-    question = Question(config, gpus, GPUS[gpu], 8192, 3072, precision, dispatcher)
+    question = Question(asked(name, 8192, 3072, precision), gpus, GPUS[gpu], dispatcher)
     # Ultra's launch offloads what experts keep; here it is computed again.
-    tried = [candidate(question, layout, micro, choice) for choice in recomputations(config)]
+    launches = (question.at(layout, micro, choice) for choice in recomputations(config))
+    tried = [candidate(question, launch) for launch in launches]
     launched = next(found for found in tried if found.memory.total <= question.limit)
     answer = search(question, best=100_000)
     place = sum(other.tokens > launched.tokens for other in answer.best)
@@ -101,13 +97,15 @@ def test_published_launches_are_feasible_and_near_the_top(name: str) -> None:
 
 def test_bad_questions() -> None:
     with pytest.raises(ValueError, match="h100 has no FP4 units"):
-        Question(get("super"), 8, GPUS["h100"], 8192, 8, "nvfp4")
+        Question(asked("super", 8192, 8, "nvfp4"), 8, GPUS["h100"])
     with pytest.raises(ValueError, match="gpus=0: give 1 or more"):
-        Question(get("super"), 0, GPUS["h100"], 8192, 8)
+        Question(asked("super", 8192, 8), 0, GPUS["h100"])
+    with pytest.raises(ValueError, match="without a global batch size"):
+        Question(Launch(config=get("super")), 8, GPUS["h100"])
 
 
 def test_says_what_would_make_it_fit() -> None:
-    question = Question(get("super"), 16, GPUS["h100"], 8192, 64)
+    question = Question(asked("super", 8192, 64), 16, GPUS["h100"])
     assert search(question).fitting == 0
     cures = remedies(question)
     assert cures
@@ -118,14 +116,14 @@ def test_says_what_would_make_it_fit() -> None:
 
 
 def test_nothing_divides() -> None:
-    answer = search(Question(get("super"), 101, GPUS["h100"], 8192, 3))
+    answer = search(Question(asked("super", 8192, 3), 101, GPUS["h100"]))
     assert (answer.legal, answer.best, answer.smallest) == (0, (), None)
 
 
-def _seconds(**changes: Any) -> float:
+def _seconds(precision: str = "bf16", **changes: Any) -> float:
     layout = ParallelLayout(tp=2, ep=8, pp=4, dp=16)
-    question = replace(QUESTIONS["nano"], gpus=128, global_batch_size=256, **changes)
-    return candidate(question, layout, 1, recomputations(question.config)[0]).step.total
+    question = Question(asked("nano", 8192, 256, precision), 128, **{"gpu": GPUS["h100"], **changes})
+    return candidate(question, question.at(layout)).step.total
 
 
 def test_time_goes_the_right_way() -> None:

@@ -8,10 +8,11 @@ import pytest
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import count, get, names, tiny
-from megatron_nemotron3.plan.state import BF16, FP32, State, parameters, state
+from megatron_nemotron3.plan.state import State, parameters, state
 from tests.parallel.case import Case
 from tests.parallel.world import Run
 from tests.support.distributed import run_distributed
+from tests.support.launches import launch
 
 CONFIG = tiny(get("super")).but(pattern="MEM*EME*")
 DISTRIBUTED = ("--use-distributed-optimizer",)
@@ -72,13 +73,12 @@ def test_equal_to_a_built_model_to_the_byte(
     case = Case(config=CONFIG, layout=layout, extra=extra, precision=precision, steps=1, mask="none")
     distributed = "--use-distributed-optimizer" in case.argv()
     for at, found in run_distributed(held, layout.world_size, case, apart=True, timeout=200):
-        sizes = BF16 if precision == "bf16" else FP32
-        expected = state(CONFIG, layout, **at, sizes=sizes, distributed_optimizer=distributed)
-        assert found == expected, at
+        what = launch(CONFIG, layout, precision=precision, distributed_optimizer=distributed)
+        assert found == state(what, **at), at
 
 
 def test_one_rank_holds_the_whole_model() -> None:
     for name in names():
         config = get(name)
-        elements = sum(p.elements for p in parameters(config, ParallelLayout(), 0))
+        elements = sum(p.elements for p in parameters(launch(config), 0))
         assert elements == count(config).trainable

@@ -9,12 +9,12 @@ import pytest
 
 from megatron_nemotron3.args import ParallelLayout, published_layout
 from megatron_nemotron3.models import get, tiny
-from megatron_nemotron3.plan.elements import stage_elements
-from megatron_nemotron3.plan.state import parameters
+from megatron_nemotron3.plan.state import parameters, stage_elements
 from megatron_nemotron3.plan.traffic import ALL_TO_ALL, step_traffic
 from tests.parallel.case import Case
 from tests.parallel.world import Run
 from tests.support.distributed import run_distributed
+from tests.support.launches import launch
 
 CONFIG = tiny(get("super")).but(pattern="MEM*E")
 DENSE = tiny(get("nano-4b"))
@@ -39,7 +39,7 @@ def counted(case: Case) -> tuple[dict[Any, int], dict[str, tuple[int, ...]], int
     from megatron.core import parallel_state as groups
     from torch.distributed import get_process_group_ranks
 
-    from tests.plan.collectives import Collectives
+    from tests.support.collectives import Collectives
 
     run = Run(case, None)
     with Collectives() as found:
@@ -84,15 +84,8 @@ def test_equals_counted_bytes(name: str, config: Any) -> None:
     measured: Counter[Any] = Counter()
     modelled: Counter[Any] = Counter()
     for found, groups, pp_rank in run_distributed(counted, layout.world_size, case, apart=True, timeout=280):
-        traffic = step_traffic(
-            config,
-            layout,
-            pp_rank=pp_rank,
-            seq_length=LENGTH,
-            microbatches=SEQUENCES // layout.dp,
-            overlap=False,
-        )
-        for transfer in traffic:
+        what = launch(config, layout, seq_length=LENGTH, microbatches=SEQUENCES // layout.dp)
+        for transfer in step_traffic(what, pp_rank, overlap=False):
             ranks = groups[transfer.link]
             assert len(ranks) == transfer.ranks, transfer
             modelled[ranks, transfer.collective] += transfer.buffer
@@ -114,8 +107,8 @@ def test_elements_equal_the_parameters_one_by_one(name: str) -> None:
     for layout in layouts:
         assert layout is not None
         for rank in (0, layout.pp - 1):
-            held = parameters(config, layout, rank)
-            found = stage_elements(config, layout, rank)
+            held = parameters(launch(config, layout), rank)
+            found = stage_elements(launch(config, layout), rank)
             assert found.dense == sum(p.elements for p in held if not p.expert)
             assert found.expert == sum(p.elements for p in held if p.expert)
 
@@ -126,7 +119,7 @@ def test_latent_experts_send_a_quarter() -> None:
     def exchanged(config: Any) -> float:
         return sum(
             t.sent
-            for t in step_traffic(config, layout)
+            for t in step_traffic(launch(config, layout))
             if t.collective == ALL_TO_ALL and t.module == "experts"
         )
 

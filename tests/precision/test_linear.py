@@ -63,7 +63,7 @@ def away(a: Tensor, b: Tensor) -> float:
 )
 def test_settings(text: str, meaning: Emulation | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.VARIABLE, text)
-    assert settings.emulation() == meaning
+    assert settings.emulation_in_environment() == meaning
     if meaning is not None:
         assert settings.parse(meaning.text()) == meaning
 

@@ -19,7 +19,7 @@ from megatron_nemotron3.precision.report import GRADIENT, Row
 from megatron_nemotron3.precision.settings import (
     LOG_VARIABLE,
     Logging,
-    logging,
+    logging_in_environment,
     logging_precision,
     parse_logging,
 )
@@ -221,7 +221,7 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=f"{LOG_VARIABLE}='{text}'.*100:runs/mine; 0 is off"):
             parse_logging(text)
     monkeypatch.setenv(LOG_VARIABLE, "20:/data/a:b")
-    chosen = logging()
+    chosen = logging_in_environment()
     assert chosen is not None and (chosen.interval, chosen.folder) == (20, "/data/a:b")
     assert parse_logging(chosen.text()) == chosen and parse_logging("0") is None
     linear = torch.nn.Linear(2, 2)

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.precision.settings import SWITCHES, VARIABLE, Emulation, emulation, parse
+from megatron_nemotron3.precision.settings import (
+    SWITCHES,
+    VARIABLE,
+    Emulation,
+    emulation_in_environment,
+    parse,
+)
 from megatron_nemotron3.run import main
 
 
@@ -25,7 +31,7 @@ def test_the_launcher_refuses_a_bad_value(
     script.write_text("raise RuntimeError('started')")
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ValueError, match=VARIABLE):
-        emulation()
+        emulation_in_environment()
     with pytest.raises(SystemExit) as stopped:
         main([str(script)])
     assert stopped.value.code == 2 and VARIABLE in capsys.readouterr().err

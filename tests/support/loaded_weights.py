@@ -65,7 +65,7 @@ def _load_spec(spec: list[str], name: str, sizes: dict[str, int], folder: Path) 
     from tests.parallel.tensors import pieces
     from tests.support.distributed import initialize
     from tests.support.models import GOLDEN_MODELS, build_hybrid
-    from tests.te.interchange import state
+    from tests.support.te_interchange import state
 
     initialize(**sizes)
     pattern, fields = GOLDEN_MODELS[name]

@@ -100,7 +100,7 @@ print("RESULT", json.dumps(runs))
 
 
 def run_with_te(code: str) -> Any:
-    """What `code` printed behind RESULT in the TE environment."""
+    """The output of `code` after RESULT in the TE environment."""
     python = os.environ["TE_PYTHON"]
     te_env = Path(python).absolute().parents[1] / "te_env.sh"  # not resolve(): a venv's python is a link
     source = f". {shlex.quote(str(te_env))}; " if te_env.is_file() else ""
@@ -161,7 +161,7 @@ def test_torch_stack_has_the_te_stacks_keys(model: str, described: dict[str, Any
 INTERCHANGE = f"""
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
-from tests.te.interchange import exchange
+from tests.support.te_interchange import exchange
 
 specs = {SPECS!r}
 print("RESULT", json.dumps({{f"{{a}} to {{b}}": exchange(specs[a], specs[b]) for a, b in [
@@ -171,7 +171,7 @@ print("RESULT", json.dumps({{f"{{a}} to {{b}}": exchange(specs[a], specs[b]) for
 
 
 def test_checkpoints_move_between_the_specs() -> None:
-    """Strictness on (`raise_all`): nothing missing, nothing left over, every weight the same to the bit."""
+    """With strictness `raise_all`: no missing or unexpected keys, and all weights are bitwise equal."""
     pairs = run_with_te(INTERCHANGE)
     tensors = len(without_extra_state(GOLDEN["super_like"]["checkpoint"]))
     assert len(pairs) == 4

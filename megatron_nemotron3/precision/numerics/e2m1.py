@@ -3,8 +3,8 @@
     code   0   1   2    3    4   5   6   7      + 8: the same, negative (8 is -0)
     value  0   .5  1    1.5  2   3   4   6
 
-There is no infinity and no NaN. Codes are uint8 tensors with one code an element; packed, a byte holds two,
-the element of even index in its low half.
+There is no infinity and no NaN. Codes are uint8 tensors with one code per element. Packed, a byte holds two
+codes, that of even index in its low half.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ MAX = 6.0
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:
-    """Codes of the nearest values, halfway cases to the even mantissa, magnitudes above 6 to 6.
+    """Round to the nearest values, ties to the even mantissa, magnitudes above 6 to 6; return codes.
 
     Args:
-        x: any shape; float32, float16 or bfloat16. A NaN has no code and gets any: exclude it before.
+        x: any shape; float32, float16 or bfloat16. The code of a NaN is undefined: exclude NaN before.
 
     Returns: uint8 of the same shape, 0 to 15. The sign is that of the comparison `x < 0`: -0.0 becomes 0,
         a negative value that rounds to zero becomes 8.
     """
     magnitude = x.abs().clamp_(max=MAX)
     # Values are multiples of 1/2 up to 2, of 1 up to 4, of 2 up to 6. On each of these grids `round` takes
-    # halfway cases to the even multiple, which has the even mantissa. The code is the position on the grid
-    # that is coarse enough: the least of the three. (Faster than comparing with seven thresholds.)
+    # ties to the even multiple, which has the even mantissa. The code is the smallest of the three positions.
+    # (Faster than comparing with seven thresholds.)
     codes = (magnitude * 2).round_()
     codes = torch.minimum(codes, magnitude.round().add_(2))
     codes = torch.minimum(codes, magnitude.mul_(0.5).round_().add_(4))

@@ -1,7 +1,7 @@
 """E4M3, the 8-bit element of FP8 and the block scale of NVFP4: float8_e4m3fn of torch, as bits.
 
-Largest value 448, smallest normal one 2^-6, smallest at all 2^-9. No infinity; 0x7f and 0xff are NaN.
-Bits are uint8 tensors, which every device and `torch.save` of every version can move.
+The largest value is 448, the smallest normal one 2^-6, the smallest positive one 2^-9. There is no infinity;
+0x7f and 0xff are NaN. Bits are uint8 tensors, which every device and every version of `torch.save` supports.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ ONE = 0x38
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:
-    """Bits of the nearest values, halfway cases to the even mantissa, magnitudes above 448 to 448.
+    """Round to the nearest values, ties to the even mantissa, magnitudes above 448 to 448; return bits.
 
     Args:
         x: any shape; float32, float16 or bfloat16.
 
     Returns: uint8 of the same shape. A NaN stays a NaN.
     """
-    # torch's own cast makes NaN of what is too large.
+    # torch's cast turns values that are too large into NaN.
     return x.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 

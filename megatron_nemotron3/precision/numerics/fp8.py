@@ -1,10 +1,10 @@
-"""FP8 weights, as inference engines read them: E4M3 elements with an FP32 scale, value = element * scale.
+"""FP8 weights for inference engines: E4M3 elements with an FP32 scale, value = element * scale.
 
     scale = amax / 448        of the whole tensor
 
-Each element is divided in FP32 and rounded once. ModelOpt divides a BF16 weight in BF16, which rounds twice:
-its elements differ from these by one step where the BF16 quotient falls on a halfway point, and are then
-farther from the weight.
+Each element is divided in FP32 and rounded once. ModelOpt divides a BF16 weight in BF16 and so rounds twice.
+Its elements differ from these by one step where the BF16 quotient is a tie, and are then farther from the
+weight.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from megatron_nemotron3.precision.numerics.nvfp4 import amax
 
 __all__ = ["MIN_AMAX", "amax", "dequantize", "quantize", "tensor_scale"]
 
-#: Below, the scale would be a subnormal FP32 number or 0.
+#: For a smaller amax the scale would be a subnormal FP32 number or 0.
 MIN_AMAX = e4m3.MAX * torch.finfo(torch.float32).tiny
 
 
 def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The scale of a tensor, float32 [].
+    """Scale of a tensor, float32 [].
 
     Args:
         amax: of the whole tensor, float32 []. 0 counts as 1.
 
     Raises:
-        ValueError: not a finite number of at least 0, or above 0 and less than `MIN_AMAX`.
+        ValueError: the amax is negative, not finite, or between 0 and `MIN_AMAX`.
     """
     value = amax.item()
     if not 0 <= value < float("inf") or 0 < value < MIN_AMAX:

@@ -1,13 +1,12 @@
-"""Rounding FP32 tensors to the values of a small floating-point format, in place and in few passes.
+"""Round FP32 tensors to the values of a small floating-point format, in place and in few passes.
 
-`e2m1.encode` and `e4m3.encode` give codes. Emulation needs values, and needs them fast: every operation here
-is one vectorized pass, there is no comparison, no table and no allocation.
+`e2m1.encode` and `e4m3.encode` give codes. Emulation needs values, fast. So every operation here is one
+vectorized pass, without comparisons, tables or allocations.
 
-How: between two powers of two the values of a format are equally spaced. Let p be the power of two at or
-below |x|, held within the format's normal range. The spacing there is p / 2^mantissa. Adding 1.5 * 2^23
-spacings pushes everything finer out of an FP32 mantissa, rounding to nearest and ties to the even multiple,
-and subtracting them again leaves the rounded value. Stochastic rounding first adds a random part of a
-spacing.
+Between two powers of two the values of a format are equally spaced. Let p be the power of two at or below
+|x|, clamped to the format's normal range. The spacing there is p / 2^mantissa. Adding 1.5 * 2^23 spacings
+pushes all finer bits out of an FP32 mantissa, which rounds to nearest, ties to the even multiple. Subtracting
+them again leaves the rounded value. Stochastic rounding first adds a random fraction of a spacing.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _ODD = 0x0001_0001_0001_0001
 class Grid:
     """The values of a format.
 
-    mantissa: explicit mantissa bits.
-    smallest: the smallest normal value; below, the spacing stays the same.
+    mantissa: number of explicit mantissa bits.
+    smallest: the smallest normal value; below it the spacing stays the same.
     largest: the power of two at or below `max`.
-    max: the largest value. Larger magnitudes become it.
+    max: the largest value, to which larger magnitudes are clamped.
     """
 
     mantissa: int
@@ -46,7 +45,7 @@ class Grid:
         return x.add_(powers, alpha=push).sub_(powers, alpha=push).clamp_(-self.max, self.max)
 
     def round_(self, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """Replace x by the nearest values, halfway cases to the even mantissa; NaN stays NaN, -0.0 becomes 0.
+        """Replace x by the nearest values, ties to the even mantissa; NaN stays NaN, -0.0 becomes 0.
 
         Args:
             x: float32, contiguous.
@@ -62,19 +61,19 @@ class Grid:
         noise: torch.Tensor,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Replace x by one of its two neighbors, the upper one with the probability (x - lower) / spacing.
+        """Replace x by one of its two neighbors, the upper one with probability (x - lower) / spacing.
 
         The expected value is x wherever |x| <= max. Probabilities have 15 bits. Values of the format stay.
 
         Args:
             x: float32, contiguous, a number of elements divisible by 4.
             scratch, noise: float32 of the same shape, contiguous, 8-byte aligned; overwritten.
-            generator: of the device of x; None means torch's own.
+            generator: of the device of x; None for torch's default.
         """
-        # One 64-bit draw serves four elements: the generator is the expensive part on a CPU.
+        # One 64-bit draw serves four elements, because the generator is the expensive part on a CPU.
         bits = scratch.view(-1)[: x.numel() // 2].view(torch.int64)
         bits.random_(-(2**63), None, generator=generator)
-        # Odd numbers: never exactly half a spacing, which would move values that need no rounding.
+        # Odd numbers are never exactly half a spacing, which would move values that need no rounding.
         noise.view(-1).copy_(bits.bitwise_or_(_ODD).view(torch.int16))
         self._powers(x, scratch)
         x.addcmul_(scratch, noise, value=2.0 ** -(16 + self.mantissa))

@@ -1,24 +1,24 @@
-"""NVFP4 weights, as inference engines read them: E2M1 elements with scales on two levels.
+"""NVFP4 weights for inference engines: E2M1 elements with scales on two levels.
 
-Along the last axis every 16 elements share an E4M3 scale, and the whole tensor has one in FP32:
+Along the last axis every 16 elements share an E4M3 scale, and the whole tensor has an FP32 scale:
 
     value = E2M1 code * block scale * tensor scale
 
-Scales come from the largest magnitudes ("max calibration"), in FP32 and in this order of operations, which is
-that of NVIDIA ModelOpt 0.47 (`NVFP4QTensor`), so that bytes are equal:
+Scales come from the largest magnitudes ("max calibration"). They are computed in FP32, in the order of NVIDIA
+ModelOpt 0.47 (`NVFP4QTensor`), so that bytes are equal:
 
     tensor scale = amax / 2688                          2688 = 6 * 448
     block scale  = e4m3(amax of the block / (6 * tensor scale)), from 2^-9 to 448
     code         = e2m1(x / (block scale * tensor scale))
 
-Training quantizes otherwise (TransformerEngine multiplies by reciprocals and lets block scales underflow);
-the elements are the same, see `e2m1` and `e4m3`.
+Training computes scales differently, see `precision.scales`: TransformerEngine multiplies by reciprocals and
+lets block scales underflow.
 
-What has no obvious answer: a block of zeros has scale 1, as in ModelOpt. A tensor of zeros is scaled as if
-amax were 1, where ModelOpt writes NaN. Blocks below 2^-9 / 448 of the largest keep the scale 2^-9 and round
-to zero. Infinity and NaN are refused, and so is an amax whose tensor scale is no normal FP32 number.
+Corner cases: a block of zeros has scale 1, as in ModelOpt. A tensor of zeros is scaled as if its amax were 1,
+where ModelOpt writes NaN. Blocks below 2^-9 / 448 of the largest keep the scale 2^-9 and round to zero.
+Infinity and NaN are refused, and so is an amax whose tensor scale is not a normal FP32 number.
 
-Everything is row by row: quantizing bands of rows with the same tensor scale gives the bytes of the whole.
+All functions work row by row: bands of rows with the same tensor scale give the bytes of the whole weight.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import torch
 from megatron_nemotron3.precision.numerics import NVFP4_BLOCK as BLOCK
 from megatron_nemotron3.precision.numerics import e2m1, e4m3
 
-#: The largest value a tensor scale of 1 can hold.
+#: The largest value that a tensor scale of 1 can represent.
 MAX = e2m1.MAX * e4m3.MAX
-#: Below, the tensor scale would be a subnormal FP32 number or 0.
+#: For a smaller amax the tensor scale would be a subnormal FP32 number or 0.
 MIN_AMAX = MAX * torch.finfo(torch.float32).tiny
 
 
@@ -47,25 +47,25 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The scale of a tensor (`weight_scale_2`, and `input_scale` likewise), float32 [].
+    """Scale of a tensor (`weight_scale_2`, and likewise `input_scale`), float32 [].
 
     Args:
         amax: of the whole tensor, float32 []. 0 counts as 1: then all codes are 0, whatever the scale.
 
     Raises:
-        ValueError: not a finite number of at least 0, or above 0 and less than `MIN_AMAX`.
+        ValueError: the amax is negative, not finite, or between 0 and `MIN_AMAX`.
     """
     value = amax.item()
     if not 0 <= value < float("inf") or 0 < value < MIN_AMAX:
         raise ValueError(
             f"a largest magnitude of {value:g} cannot be scaled: expected 0, or {MIN_AMAX:.3g} and more"
         )
-    # A tensor as divisor: torch would multiply by the reciprocal of a Python number on some devices.
+    # The divisor is a tensor: on some devices torch multiplies by the reciprocal of a Python number.
     return (amax if value else torch.ones_like(amax)) / torch.tensor(MAX, device=amax.device)
 
 
 def block_scales(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The E4M3 scales of the blocks.
+    """E4M3 scales of the blocks.
 
     Args:
         x: [..., n], n a multiple of 16; float32, float16 or bfloat16.
@@ -74,7 +74,7 @@ def block_scales(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     Returns: bits, uint8 [..., n / 16].
 
     Raises:
-        ValueError: n is no multiple of 16.
+        ValueError: n is not a multiple of 16.
     """
     if x.shape[-1] % BLOCK:
         raise ValueError(f"{x.shape[-1]} columns are not divisible by the NVFP4 block of {BLOCK}")
@@ -95,7 +95,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.
         Packed codes, uint8 [..., n / 2], and the bits of the block scales, uint8 [..., n / 16].
 
     Raises:
-        ValueError: n is no multiple of 16.
+        ValueError: n is not a multiple of 16.
     """
     bits = block_scales(x, scale)
     steps = e4m3.decode(bits) * scale
@@ -106,7 +106,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.
 def dequantize(
     packed: torch.Tensor, bits: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """The values of a quantized weight or of a band of its rows.
+    """Values of a quantized weight or of a band of its rows.
 
     Args:
         packed: uint8 [..., n / 2].
@@ -116,7 +116,7 @@ def dequantize(
     Returns: [..., n] in `dtype`, rounded once from the FP32 product.
 
     Raises:
-        ValueError: the shapes do not belong together.
+        ValueError: the two shapes do not fit each other.
     """
     if packed.shape[:-1] != bits.shape[:-1] or packed.shape[-1] * 2 != bits.shape[-1] * BLOCK:
         raise ValueError(

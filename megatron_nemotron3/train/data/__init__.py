@@ -1,4 +1,4 @@
-"""Raw text on this machine -> what stock Megatron trains on. Nothing is downloaded.
+"""Turn text on this machine into a data set for stock Megatron. Nothing is downloaded.
 
     prepared = prepare(None, "build/data")          # Python's own sources, about 6 MB
     subprocess.run([..., "pretrain_hybrid.py", *flags, *prepared.flags])

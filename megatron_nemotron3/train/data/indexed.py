@@ -1,4 +1,4 @@
-"""Documents -> Megatron's .bin and .idx, through Megatron's own IndexedDatasetBuilder."""
+"""Write documents as Megatron's .bin and .idx, with Megatron's own IndexedDatasetBuilder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from megatron_nemotron3.checkpoint.files import atomic_group
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo
 
-#: Documents encoded at once: enough for every core, little enough to hold in memory.
+#: Documents encoded at once: enough for every core, few enough for memory.
 _BATCH = 128
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What lies under `prefix`.bin and `prefix`.idx."""
+    """The data set in `prefix`.bin and `prefix`.idx."""
 
     prefix: str
     documents: int
@@ -31,11 +31,11 @@ class DatasetInfo:
 def write_dataset(
     docs: Iterable[str], tokenizer: TokenizerInfo, prefix: str | os.PathLike[str]
 ) -> DatasetInfo:
-    """Write `docs` to `prefix`.bin and `prefix`.idx: one sequence a document, each ended by `eod`.
+    """Write `docs` to `prefix`.bin and `prefix`.idx: one sequence per document, each ended by `eod`.
 
     Tokens are uint16 where the vocabulary allows (< 65500, Megatron's DType.optimal_dtype), else int32.
-    Both files are built elsewhere in the same folder and moved, the .idx last. Documents without a token
-    are left out.
+    Both files are built under other names in the same folder and then renamed, the .idx last. Documents
+    without a token are left out.
 
     Raises ValueError if no document is left or a token is outside the vocabulary, OSError if the disk is
     full (no incomplete file is left, and an older data set under `prefix` stays).
@@ -50,7 +50,7 @@ def write_dataset(
         builder = IndexedDatasetBuilder(str(bin_path), dtype=dtype)
         try:
             for ids in _encoded(docs, tokenizer):
-                # numpy would wrap an id that does not fit, silently.
+                # numpy would silently wrap an id that does not fit.
                 if not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
                     raise ValueError(
                         f"document {documents} has a token outside 0 .. {tokenizer.vocab_size - 1} "
@@ -63,7 +63,7 @@ def write_dataset(
                 raise ValueError(f"no document with a token for {prefix}: collect some text first")
             builder.finalize(str(idx_path))
         finally:
-            # Closing writes what is still buffered, which fails again on a full disk.
+            # Closing flushes the buffer, which fails again on a full disk.
             with contextlib.suppress(OSError):
                 builder.data_file.close()
     return DatasetInfo(prefix, documents, tokens, np.dtype(dtype).name)

@@ -1,4 +1,4 @@
-"""Text -> tokenizer, data set and the flags that name them, once per input."""
+"""Build tokenizer and data set from text, once per input, and the flags that name them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_nemotron3.train.data.splits import default_split, split_documents
 from megatron_nemotron3.train.data.text import Texts, read_texts
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo, byte_tokenizer, train_tokenizer
 
-#: Counts changes of what this module writes: an older folder is not reused.
+#: Version of what this module writes; folders of an older version are not reused.
 FORMAT = 1
 MAX_BYTES = 6_000_000
 VOCAB_SIZE = 2048
@@ -32,7 +32,7 @@ _MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A data set and its tokenizer on disk, as Megatron is told about them."""
+    """A data set and its tokenizer on disk, and the Megatron flags for them."""
 
     #: Holds everything below: PREFIX.bin, PREFIX.idx, tokenizer/, cache/, manifest.json.
     folder: str
@@ -79,15 +79,15 @@ def prepare(
 ) -> Prepared:
     """Turn the text at `path` (None: Python's own sources, see read_texts) into data for stock Megatron.
 
-    Writes FOLDER/<digest of the documents and settings>/ and says which flags name it. The same input finds
-    its folder again and nothing is rebuilt; other input gets another folder. That is needed: Megatron names
-    the sample indices it caches by the path of a data set, not by its content.
+    Writes FOLDER/<digest of the documents and settings>/ and returns the flags that name it. The same input
+    reuses its folder; other input gets another folder, because Megatron names the sample indices that it
+    caches by the path of a data set, not by its content.
 
     vocab_size: of the "bpe" tokenizer; "bytes" has 257 tokens and ignores it.
     split: --split; None: `default_split`.
     The documents must fit in memory. Call it in one process, not on every rank.
 
-    Raises what read_texts, train_tokenizer, write_dataset and split_documents raise.
+    Raises the errors of read_texts, train_tokenizer, write_dataset and split_documents.
     """
     texts = read_texts(path, pattern=pattern, max_bytes=max_bytes)
     digest = _digest(texts.documents, tokenizer, vocab_size)
@@ -137,7 +137,7 @@ def _build(root: Path, digest: str, documents: Sequence[str], kind: str, vocab_s
 
 
 def _read_manifest(root: Path, digest: str) -> dict[str, Any] | None:
-    """The manifest, if it is of this input and every file still has the size it names; else None."""
+    """Return the manifest if it belongs to this input and every file has the size it names; else None."""
     try:
         manifest: dict[str, Any] = json.loads((root / _MANIFEST).read_text(encoding="utf-8"))
         whole = manifest["digest"] == digest and all(
@@ -149,7 +149,7 @@ def _read_manifest(root: Path, digest: str) -> dict[str, Any] | None:
 
 
 def _digest(documents: Sequence[str], kind: str, vocab_size: int) -> str:
-    """SHA-256 of the documents and of all else that decides what is written."""
+    """SHA-256 of the documents and of everything else that determines what is written."""
     library = importlib.metadata.version("tokenizers") if kind == "bpe" else None
     vocabulary = vocab_size if kind == "bpe" else None
     digest = hashlib.sha256(json.dumps([FORMAT, kind, vocabulary, library]).encode())

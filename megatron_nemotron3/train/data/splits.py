@@ -1,4 +1,4 @@
-"""Which documents Megatron's --split gives to training, validation and test."""
+"""Which documents Megatron's --split assigns to training, validation and test."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def split_documents(split: str, documents: int) -> list[range | None]:
     of the n documents, a_i the running sum of the normalized weights (Megatron's
     BlendedMegatronDatasetBuilder._build_megatron_dataset_splits).
 
-    Raises ValueError if a split with a weight gets no document: Megatron then counts epochs of 0 tokens
-    for ever.
+    Raises ValueError if a split with a weight gets no document: Megatron would then loop forever over epochs
+    of 0 tokens.
     """
     from megatron.core.datasets.blended_megatron_dataset_config import (
         convert_split_vector_to_split_matrix,
@@ -45,7 +45,7 @@ def split_documents(split: str, documents: int) -> list[range | None]:
 
 
 def default_split(lengths: Sequence[int]) -> str:
-    """The first of SPLITS that holds out at least 1% of the text; `lengths` of documents, in any unit.
+    """Return the first of SPLITS that holds out at least 1% of the text; `lengths` of documents, in any unit.
 
     Without such a split, the first that holds out any document. Raises ValueError if there is none.
     """

@@ -1,4 +1,4 @@
-"""Collect documents: strings, from files of this machine. Standard library only."""
+"""Collect documents (strings) from files on this machine. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Folders that hold no text of their own. Folders and files that start with "." are left out too.
+#: Folders without text of their own. Folders and files that start with "." are skipped, too.
 _NEVER = frozenset({"__pycache__", "node_modules"})
 _NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages"})
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
@@ -23,14 +23,14 @@ PIECE = 8192
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents and what was met on the way to them."""
+    """Documents, and counts of the files they come from."""
 
     documents: tuple[str, ...]
     #: Files opened (lines of a .jsonl are not counted here).
     files: int
-    #: Files, or records of a .jsonl, left out: they hold a NUL byte or are not UTF-8.
+    #: Files, or records of a .jsonl, that were skipped: they contain a NUL byte or are not UTF-8.
     skipped: int
-    #: Files, or records, left out: nothing but white space.
+    #: Files, or records, that were skipped because they contain only white space.
     empty: int
     #: UTF-8 bytes of the documents.
     size: int
@@ -54,7 +54,7 @@ def read_texts(
     max_bytes: stop after this many UTF-8 bytes; the last document is cut, at a line end if it has one.
 
     Files of a folder come in the order of a hash of their relative path. Megatron's --split holds out the
-    last documents and max_bytes keeps the first, so both are then a fair sample and not the letters W to Z.
+    last documents and max_bytes keeps the first, so both are fair samples, not the end of the alphabet.
     Documents of a single file or a .jsonl keep their order.
 
     Raises FileNotFoundError if `path` does not exist, ValueError if it holds no text, if a line of a .jsonl
@@ -103,7 +103,7 @@ def read_texts(
 
 
 def _files(root: Path, pattern: str, excluded: frozenset[str]) -> list[Path]:
-    """Regular files below `root`, in the order of a hash of their relative path. Links are not descended."""
+    """Regular files below `root`, ordered by a hash of their relative path. Linked folders are skipped."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
@@ -116,7 +116,7 @@ def _files(root: Path, pattern: str, excluded: frozenset[str]) -> list[Path]:
 
 
 class _Collector:
-    """Documents so far, and how many more bytes are wanted."""
+    """The documents so far, and the bytes that remain."""
 
     def __init__(self, max_bytes: int | None) -> None:
         self.max_bytes = max_bytes
@@ -133,7 +133,7 @@ class _Collector:
                 self._add(record, None)
             return
         with file.open("rb") as stream:
-            # One byte more than wanted tells a file that fits from one that must be cut.
+            # One byte more than the limit distinguishes a file that fits from one that must be cut.
             limit = -1 if self.max_bytes is None else self.max_bytes - self.size + 1
             self._add(stream.read(limit), piece)
 

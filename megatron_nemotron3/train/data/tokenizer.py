@@ -1,12 +1,12 @@
-"""A byte-level BPE trained on the spot, in a form stock Megatron loads by flags; and plain bytes.
+"""A byte-level BPE that is trained here and that stock Megatron loads by flags; and plain bytes.
 
-Of Megatron 0.19's --tokenizer-type choices two need no network, no GPU and no file that is not here:
+Two of Megatron 0.19's --tokenizer-type choices need no network, no GPU and no file from elsewhere:
 
 - HuggingFaceTokenizer with --tokenizer-model FOLDER: AutoTokenizer reads tokenizer.json and
   tokenizer_config.json from the folder. Needs transformers, which megatron-core[training] requires.
   Megatron's `eod` is the folder's eos_token.
-- NullTokenizer with --vocab-size 257: knows no text, but training needs only the size and `eod`, the last
-  id. Tokens 0 to 255 are then bytes. Needs nothing. Megatron cannot print its samples as text.
+- NullTokenizer with --vocab-size 257: it cannot encode text, but training needs only the size and `eod`,
+  the last id. Tokens 0 to 255 are then bytes. Needs nothing. Megatron cannot print its samples as text.
 
 GPT2BPETokenizer asks huggingface.co for the configuration of "gpt2" even with local vocabulary files, and
 ByteLevelTokenizer is a class of the library that no --tokenizer-type can build.

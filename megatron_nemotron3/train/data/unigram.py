@@ -1,7 +1,7 @@
 """The loss of a model that knows only how often each token occurs: what training must beat.
 
 A language model that ignores its context can do no better than predict every token with its frequency. Its
-loss is a line to print beside the final loss: above it, the model has learnt nothing about order.
+loss is a reference for the final loss: a model above it has learnt nothing about order.
 
     uniform        log V                           a model that knows nothing: the loss at step 0
     cross entropy  -sum_t q(t) log p(t)            p: training split, smoothed; q: validation split

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.boundary.upstream.run import run_file
+from tests.support.boundary_upstream import run_file
 from tests.support.distributed import run_distributed
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")

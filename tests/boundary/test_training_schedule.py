@@ -29,7 +29,7 @@ def forward_step(batches: Any, model: Any) -> Any:
 
 def batches_of(encoder_lane: tuple[int, int], language_lane: tuple[int, int]) -> list[dict[str, Any]]:
     """Keyword arguments of the model's forward, for each microbatch."""
-    from tests.boundary import batches
+    from tests.support import boundary_batches as batches
 
     made = []
     for number in range(MICROBATCHES):
@@ -48,7 +48,8 @@ def batches_of(encoder_lane: tuple[int, int], language_lane: tuple[int, int]) ->
 
 def descriptions() -> list[Any]:
     from megatron_nemotron3.boundary.feed import describe_ids
-    from tests.boundary import batches, omni
+    from tests.support import boundary_batches as batches
+    from tests.support import boundary_omni as omni
 
     return [describe_ids(batches.tokens(SAMPLES, LENGTH, seed=n), omni.SPECIAL) for n in range(MICROBATCHES)]
 
@@ -57,7 +58,7 @@ def whole() -> tuple[dict[str, Any], dict[str, Any], float]:
     """(parameters, gradients, loss) of a step of upstream's model in one process."""
     from megatron.core.models.mimo.model.base import MimoModel
 
-    from tests.boundary import omni
+    from tests.support import boundary_omni as omni
 
     grid = omni.grid()
     model = omni.build(
@@ -83,7 +84,7 @@ def staged(
     from megatron_nemotron3.boundary.feed import RowFeed
     from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
     from megatron_nemotron3.boundary.training import forward_backward_colocated
-    from tests.boundary import omni
+    from tests.support import boundary_omni as omni
 
     rank, world = dist.get_rank(), dist.get_world_size()
     grids = {"vision": omni.grid(dp=world), "audio": omni.grid(dp=world), "language": omni.grid(pp=pp, dp=dp)}

@@ -1,4 +1,4 @@
-"""One optimizer step of an encoder and a language model of any data-parallel sizes is that of one process."""
+"""An optimizer step of encoder and language model with any data-parallel sizes equals that of one process."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _step(sizes: tuple[int, int], per_token: tuple[bool, bool], alone: Any, grou
 def _microbatch(
     module: Any, batch: Any, first: int, sizes: tuple[int, int], per_token: tuple[bool, bool], world: Any
 ) -> Any:
-    """Forward and backward; the boundary is the plainest there is: everybody gets everything, as objects."""
+    """Forward and backward; in place of a boundary all ranks gather everything as objects."""
     e, d = sizes
     rank = dist.get_rank()
     lanes, lane = (e, rank) if rank < e else (d, rank - e)

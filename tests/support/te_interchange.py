@@ -39,7 +39,7 @@ def exchange(saved_by: list[str], loaded_by: list[str]) -> dict[str, int]:
 
 
 def save(spec: list[str], sizes: dict[str, int], folder: Path) -> Any:
-    """Build, give every weight a value of its own, save, and return the pieces."""
+    """Build, give each weight a distinct value, save, and return the pieces."""
     import torch
     from megatron.core import dist_checkpointing
 
@@ -79,7 +79,7 @@ def build(spec: list[str], sizes: dict[str, int]) -> Any:
 
 
 def state(model: Any) -> dict[str, Any]:
-    """What is saved or asked for."""
+    """The sharded state dict to save or load."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -1,4 +1,4 @@
-"""The alpha-beta model of benchmarks/boundary_model.py: its arithmetic by hand. It measures nothing."""
+"""The alpha-beta model of benchmarks/boundary_model.py: its arithmetic, checked by hand."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def deliver(plan: Plan, held: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
         held: buffer of each sender, [rows, ...].
     """
     some = next(iter(held.values()))
-    wanting = {rank for lane in plan.wanters for group in lane for rank in group.ranks}
+    wanting = {rank for lane in plan.receivers for group in lane for rank in group.ranks}
     buffers = {rank: np.zeros((plan.rows_wanted(rank), *some.shape[1:]), some.dtype) for rank in wanting}
     filled = {rank: np.zeros(len(buffer), bool) for rank, buffer in buffers.items()}
     for message in plan.messages:

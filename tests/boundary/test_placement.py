@@ -7,7 +7,7 @@ import torch
 
 from megatron_nemotron3.boundary.feed import describe_ids
 from megatron_nemotron3.boundary.partition import positions
-from megatron_nemotron3.boundary.placement import align, assemble, kinds_of_ids, kinds_of_runs
+from megatron_nemotron3.boundary.placement import assemble, kinds_of_ids, kinds_of_runs, make_placement
 
 TOKENS = {"vision": 98, "audio": 99}
 
@@ -50,7 +50,7 @@ def test_every_rank_builds_its_slice_of_what_one_rank_builds(
     for rank, mine in enumerate(owners):
         first, own = (rank // tp * tp, rank % tp) if sp else (rank, 0)
         owned = [[owners[first + t]] * batch for t in range(tp if sp else 1)]
-        placed = align(kinds, list(TOKENS), owned, own)
+        placed = make_placement(kinds, list(TOKENS), owned, own)
         text = table[tokens.flatten()[placed.tokens[own]]]
         parts = [(placed.rows[n], rows[n][placed.picked[n]] if placed.picked else rows[n]) for n in TOKENS]
         built = assemble(placed, [(placed.text, text), *parts])
@@ -60,13 +60,13 @@ def test_every_rank_builds_its_slice_of_what_one_rank_builds(
 def test_packed_documents_are_cut_one_by_one() -> None:
     tokens = torch.arange(24)[None]
     owners = positions(24, 2, 1, sequence_parallel=False, documents=(0, 8, 24))
-    parts = [align(kinds_of_ids(tokens, {}), [], [[mine]], 0).tokens[0].tolist() for mine in owners]
+    parts = [make_placement(kinds_of_ids(tokens, {}), [], [[mine]], 0).tokens[0].tolist() for mine in owners]
     assert parts == [[0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23], [2, 3, 4, 5, *range(12, 20)]]
 
 
 def test_gradients_are_the_rows_at_the_places() -> None:
     kinds = kinds_of_ids(ids(), TOKENS)
-    placed = align(kinds, list(TOKENS), [[((0, 16),)] * 3], 0)
+    placed = make_placement(kinds, list(TOKENS), [[((0, 16),)] * 3], 0)
     parts = [
         (places, torch.randn(len(places), 2, requires_grad=True))
         for places in (placed.text, *placed.rows.values())
@@ -93,7 +93,7 @@ def test_runs_that_overlap_or_leave_the_sequence(runs: dict, words: str) -> None
 
 
 def test_rows_that_do_not_fill_the_places() -> None:
-    placed = align(kinds_of_ids(ids(), TOKENS), list(TOKENS), [[((0, 16),)] * 3], 0)
+    placed = make_placement(kinds_of_ids(ids(), TOKENS), list(TOKENS), [[((0, 16),)] * 3], 0)
     text = placed.text, torch.zeros(len(placed.text), 2)
     with pytest.raises(ValueError, match="for 48 positions"):
         assemble(placed, [text])

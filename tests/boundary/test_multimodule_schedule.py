@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.boundary.apart import run_apart
-from tests.boundary.pipeline import Result, Runner, World, compare, microbatches
+from tests.support.boundary_pipeline import Result, Runner, World, compare, microbatches
+from tests.support.boundary_processes import run_apart
 from tests.support.distributed import run_distributed
 
 UNEQUAL = {"images": "pp=2", "audio": "tp=1,offset=2", "language": "tp=1,offset=3"}
@@ -109,7 +109,7 @@ def _watched(world: World, seconds: float) -> str:
     if ended == ["done"]:
         return "done"
     stack = ended[0] if ended else traceback.extract_stack(sys._current_frames()[running.ident or 0])
-    calls = [frame.name for frame in stack if "multimodule" in frame.filename]
+    calls = [frame.name for frame in stack if "multimodule_communicator" in frame.filename]
     return f"waits in {calls[0]}" if calls else "has not begun"
 
 

@@ -1,4 +1,4 @@
-"""Ranks that may end on their own, one before the other, as in real life: no barrier, no common end."""
+"""Run ranks that may end independently of each other, without a barrier at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random layouts and ragged rows, without processes: every row reaches exactly its owners, and back."""
+"""Random layouts and ragged rows, without processes: every row reaches exactly its owners."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.partition import contiguous, lane_rows, runs_of, segments
+from megatron_nemotron3.boundary.partition import lane_rows, runs_of, sample_shares, segments
 from megatron_nemotron3.boundary.plan import Plan
 from megatron_nemotron3.boundary.planner import make_plan, receiving, sending, slices_of
-from tests.boundary.simulated import deliver
+from tests.support.boundary_simulation import deliver
 
 SIZES = st.sampled_from([1, 2, 3, 4])
 
@@ -54,7 +54,7 @@ def cases(draw):
 
 
 def zigzag(length: int, cp: int, rank: int) -> list[int]:
-    """Positions of a context rank, written down anew."""
+    """Positions of a context rank, by a second implementation."""
     if cp == 1:
         return list(range(length))
     chunks = np.arange(length).reshape(2 * cp, -1)
@@ -64,7 +64,7 @@ def zigzag(length: int, cp: int, rank: int) -> list[int]:
 def expected(layout: Layout, image: np.ndarray, number: np.ndarray) -> dict[int, list[int]]:
     """Row numbers that each first-stage rank must have, sample by sample, position by position."""
     found = {}
-    samples = contiguous(len(image), layout.dp)
+    samples = sample_shares(len(image), layout.dp)
     for lane, ranks in enumerate(layout.lanes(0)):
         for index, rank in enumerate(ranks):
             c, t = divmod(index, layout.tp)
@@ -82,7 +82,7 @@ def test_every_row_reaches_exactly_its_owners_and_gradients_come_back(case) -> N
     source, destination, image, plan = case
     number = np.where(image, image.cumsum().reshape(image.shape) - 1, -1)  # sample-major, position order
     held = {}
-    samples = contiguous(len(image), source.dp)
+    samples = sample_shares(len(image), source.dp)
     for lane, ranks in enumerate(source.lanes(source.pp - 1)):
         rows = number[list(samples[lane])][image[list(samples[lane])]]
         for t, rank in enumerate(ranks):
@@ -103,14 +103,14 @@ def test_between_disjoint_modules_each_row_goes_once_and_no_rank_carries_more_th
     source, destination, image, plan = case
     if plan.mode != "once":
         return
-    plan = Plan(plan.holders, plan.wanters, plan.segments, plan.row_bytes, "once", leader_bytes=0)
+    plan = Plan(plan.senders, plan.receivers, plan.segments, plan.row_bytes, "once", leader_bytes=0)
     for direction in (plan, plan.transposed()):
-        groups = [g for side in (direction.holders, direction.wanters) for lane in side for g in lane]
+        groups = [g for side in (direction.senders, direction.receivers) for lane in side for g in lane]
         part = max(math.ceil(intervals.count(group.rows) / len(group.ranks)) for group in groups)
         for rank in {rank for group in groups for rank in group.ranks}:
             for messages in (direction.sends(rank), direction.receives(rank)):
                 assert sum(message.rows for message in messages) <= part
-        wanted = sum(intervals.count(group.rows) for lane in direction.wanters for group in lane)
+        wanted = sum(intervals.count(group.rows) for lane in direction.receivers for group in lane)
         assert sum(message.rows for message in direction.messages) == wanted
     if not destination.sliced or destination.sequence_parallel:
         assert sum(message.rows for message in plan.messages) == image.sum()
@@ -130,7 +130,7 @@ def test_a_thousand_ranks(source, destination) -> None:
     def of(layout: Layout) -> dict[int, list[int]]:
         return {
             rank: number[ends[mine[0]] : ends[mine[-1] + 1]].tolist()
-            for mine, ranks in zip(contiguous(samples, layout.dp), layout.lanes(0), strict=True)
+            for mine, ranks in zip(sample_shares(samples, layout.dp), layout.lanes(0), strict=True)
             for rank in ranks
         }
 
@@ -168,7 +168,7 @@ def places_held(source: Layout, image: np.ndarray) -> dict[int, np.ndarray]:
     """Row numbers that each last-stage rank has."""
     ends = np.cumsum([0, *image.sum(1)])
     found = {}
-    for mine, ranks in zip(contiguous(len(image), source.dp), source.lanes(source.pp - 1), strict=True):
+    for mine, ranks in zip(sample_shares(len(image), source.dp), source.lanes(source.pp - 1), strict=True):
         rows = np.arange(ends[mine[0]], ends[mine[-1] + 1])
         parts = np.split(rows, len(ranks)) if source.sequence_parallel else [rows] * len(ranks)
         found |= dict(zip(ranks, parts, strict=True))
@@ -269,7 +269,7 @@ def test_sides_that_disagree_are_refused() -> None:
     ("source", "destination", "rows", "message"),
     [
         ("cp=2", "offset=2,dp=1", [1], "CP=2: use CP 1 in modules that send"),
-        ("dp=2", "offset=2,cp=2", [1, 1], "depends on their positions"),
+        ("dp=2", "offset=2,cp=2", [1, 1], "depend on their positions"),
         ("dp=2", "offset=2,dp=3", [1] * 4, "4 samples of a microbatch do not divide among 3 data lanes"),
         ("tp=2,sp", "offset=2,dp=1", [3], "3 rows of a source lane do not divide among TP=2"),
         ("dp=1", "offset=1,dp=1", [-1], "counts start at 0"),
@@ -282,7 +282,7 @@ def test_what_cannot_cross(source: str, destination: str, rows: list[int], messa
 
 def test_samples_need_not_lie_in_equal_shares() -> None:
     """Two lanes own samples (0, 3, 1) and (2); the other side 0 to 3 in order."""
-    rows, sent, taken = [1, 2, 3, 4], [(0, 3, 1), (2,)], contiguous(4, 1)
+    rows, sent, taken = [1, 2, 3, 4], [(0, 3, 1), (2,)], sample_shares(4, 1)
     plan = Plan(
         sending(Layout.of(dp=2), lane_rows(rows, sent)),
         receiving(Layout.of(offset=2), lane_rows(rows, taken)),
@@ -293,4 +293,4 @@ def test_samples_need_not_lie_in_equal_shares() -> None:
     with pytest.raises(
         ValueError, match=r"source lanes own samples \[0, 0\]: each of 0..1 must be owned once"
     ):
-        segments([1, 1], [(0,), (0,)], contiguous(2, 1))
+        segments([1, 1], [(0,), (0,)], sample_shares(2, 1))

@@ -1,4 +1,4 @@
-"""The concatenation reference: whose rows are whose, computed the plain way."""
+"""Reference for the rows of each lane and rank, by plain concatenation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def every_row(rows: Sequence[int], hidden: int, dtype: torch.dtype, seed: int = 
 
 
 def lane_of(layout: Layout, stage: int, rank: int) -> int | None:
-    """The data lane of a rank of a stage; None: it is not of the stage."""
+    """The data lane of a rank of a stage; None if the rank is not in the stage."""
     return next((i for i, ranks in enumerate(layout.lanes(stage)) if rank in ranks), None)
 
 
@@ -30,7 +30,7 @@ def of_lane(samples: list[torch.Tensor], lanes: int, lane: int) -> torch.Tensor:
 def of_rank(
     samples: list[torch.Tensor], marks: list[list[bool]], layout: Layout, lane: int, rank: int
 ) -> torch.Tensor:
-    """Rows that stand at the positions that a context- or sequence-parallel rank owns.
+    """Rows at the positions that a context- or sequence-parallel rank owns.
 
     Args:
         marks: of each sample, whether a position holds a row.

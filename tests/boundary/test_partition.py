@@ -1,4 +1,4 @@
-"""Owner slices against Megatron's own cuts, and packed documents against a cut written anew."""
+"""Positions of ranks against Megatron's functions, and packed documents against a second implementation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.partition import contiguous, positions, runs_of, wanted
+from megatron_nemotron3.boundary.partition import positions, runs_of, sample_shares, wanted
 from megatron_nemotron3.boundary.planner import make_plan, slices_of
-from tests.boundary.simulated import deliver
+from tests.support.boundary_simulation import deliver
 
 
 def flat(rows: intervals.Intervals) -> list[int]:
@@ -25,7 +25,7 @@ def flat(rows: intervals.Intervals) -> list[int]:
 
 
 class Place:
-    """What the cuts ask of a process group."""
+    """A stand-in for a process group."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size, self._rank = size, rank
@@ -38,7 +38,7 @@ class Place:
 
 
 def megatrons(length: int, cp: int, tp: int, c: int, t: int, sequence_parallel: bool) -> list[int]:
-    """Positions that Megatron's own functions leave to a rank."""
+    """Positions that Megatron's own functions give to a rank."""
     group = Place(cp, c)
     with (
         mock.patch("torch.distributed.get_world_size", lambda g=None: g.size()),
@@ -119,11 +119,11 @@ def test_rows_of_packed_documents_reach_their_owners(data) -> None:
     )
     held = {
         rank: np.concatenate([number[s] for s in mine])
-        for mine, ranks in zip(contiguous(samples, source.dp), source.lanes(0))
+        for mine, ranks in zip(sample_shares(samples, source.dp), source.lanes(0))
         for rank in ranks
     }
     arrived = deliver(plan, held)
-    for mine, ranks in zip(contiguous(samples, destination.dp), destination.lanes(0)):
+    for mine, ranks in zip(sample_shares(samples, destination.dp), destination.lanes(0)):
         for index, rank in enumerate(ranks):
             c, t = divmod(index, destination.tp)
             want = []
@@ -174,7 +174,7 @@ def test_lengths_that_do_not_divide(arguments: tuple[int, int, int], message: st
 
 def test_wrong_documents_and_runs() -> None:
     for documents in ((0, 4), (4, 8), (0, 6, 4, 8)):
-        with pytest.raises(ValueError, match="do not cut a sequence of 8"):
+        with pytest.raises(ValueError, match="do not cover a sequence of 8"):
             positions(8, 1, 1, sequence_parallel=False, documents=documents)
     layout = Layout.of(cp=2)
     for runs in (((0, 3), (2, 2)), ((4, 2), (0, 2))):

@@ -1,4 +1,4 @@
-"""Batches of the small omni model (`omni.py`): token ids with runs of special tokens, and the rows' input."""
+"""Batches of the small omni model (`boundary_omni.py`): token ids with runs of special tokens, and inputs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.boundary.partition import contiguous
-from tests.boundary.omni import FEATURES, SPECIAL
+from megatron_nemotron3.boundary.partition import sample_shares
+from tests.support.boundary_omni import FEATURES, SPECIAL
 
 
 def tokens(samples: int, length: int, seed: int) -> Tensor:
@@ -30,14 +30,14 @@ def tokens(samples: int, length: int, seed: int) -> Tensor:
 
 def share(ids: Tensor, lane: int, lanes: int) -> Tensor:
     """[samples / lanes, length] of a lane."""
-    mine = contiguous(len(ids), lanes)[lane]
+    mine = sample_shares(len(ids), lanes)[lane]
     return ids[mine.start : mine.stop]
 
 
 def inputs(ids: Tensor, lane: int, lanes: int) -> dict[str, Any]:
     """`modality_inputs` of a lane; a modality that its samples lack is None."""
     found: dict[str, Any] = {}
-    mine = contiguous(len(ids), lanes)[lane]
+    mine = sample_shares(len(ids), lanes)[lane]
     for number, (name, token) in enumerate(SPECIAL.items()):
         counts = (ids == token).sum(1)
         generator = torch.Generator().manual_seed(number)

@@ -65,7 +65,7 @@ def grid(*, tp: int = 1, cp: int = 1, pp: int = 1, dp: int = 1, offset: int = 0)
 
 
 def groups(of: HyperCommGrid) -> ProcessGroupCollection:
-    """This rank's groups in a grid, under the names that Megatron's modules read."""
+    """This rank's groups of a grid, as Megatron's modules expect them."""
     return ProcessGroupCollection(
         tp=of.get_pg("tp"),
         cp=of.get_pg("cp"),
@@ -194,7 +194,7 @@ def build(
 
 
 def _bare_config() -> TransformerConfig:
-    """What a rank without the language model reads of it."""
+    """Stand-in for the language model on a rank without it."""
     return TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,

@@ -76,7 +76,7 @@ def _replace(classes: dict[str, str]) -> None:
 
 
 def gloo_groups() -> None:
-    """As `cpu_mode` does for torch.distributed, for the module behind it."""
+    """Replace nccl by gloo in `distributed_c10d`, as `cpu_mode` does in torch.distributed."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.boundary.upstream.run import gloo_groups
+from tests.support.boundary_upstream import gloo_groups
 
 #: Token ids in whose place rows stand.
 TOKENS = {"images": 1, "audio": 2}
@@ -19,7 +19,7 @@ HIDDEN = 4
 
 
 class World(NamedTuple):
-    """What runs where.
+    """Layouts and options of one run.
 
     layouts: module -> `Layout.parse` text; "language" is the last.
     samples, length: of a global microbatch.
@@ -179,7 +179,7 @@ class Stages:
         return scattered(ids, self.inputs)
 
     def _positions(self) -> list[int]:
-        """That this rank of the language model computes."""
+        """Positions that this rank of the language model computes."""
         from megatron_nemotron3.boundary.partition import positions
 
         layout, at = self.layouts["language"], self.at["language"]
@@ -298,7 +298,7 @@ def _forward_step(batches: Any, model: Stages) -> Any:
 
 
 def compare(world: World, results: list[Result], batches: list[dict[str, Any]]) -> None:
-    """Assert that the ranks together have what a single process has."""
+    """Assert that the ranks together have the values of a single process."""
     expected = reference(world, batches)
     for at, gradient in expected.gradients.items():
         found = sum(result.gradients[at] for result in results if at in result.gradients)

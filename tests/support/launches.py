@@ -1,0 +1,31 @@
+"""Launches as the tests of plan write them: microbatches per rank in place of a global batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.plan.recompute import NONE, Recompute
+
+ONE_RANK = ParallelLayout()
+
+
+def launch(
+    config: Nemotron3Config,
+    layout: ParallelLayout = ONE_RANK,
+    *,
+    seq_length: int | None = None,
+    micro_batch_size: int = 1,
+    microbatches: int = 1,
+    recompute: Recompute = NONE,
+    **fields: Any,
+) -> Launch:
+    """A launch on the torch backend, unless `fields` say otherwise."""
+    schedule = TrainingSchedule(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=microbatches * micro_batch_size * layout.dp,
+    )
+    fields = {"backend": "torch", "extra": tuple(recompute.flags()), **fields}
+    return Launch(config=config, layout=layout, schedule=schedule, **fields)
