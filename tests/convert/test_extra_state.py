@@ -81,7 +81,7 @@ def test_every_part_has_its_modules_and_every_module_has_a_weight() -> None:
 
 
 def test_number_for_the_largest_model() -> None:
-    """Ultra: 48 layers and an MTP layer of 512 experts with two matrices each; one object per other module."""
+    """Ultra: 48 layers and an MTP layer of 512 experts with two matrices each; one per other module."""
     keys = list(extra_state_keys(get("ultra")))
     assert sum(".experts.experts." in key for key in keys) == 49 * 512 * 2
     assert len(keys) - 49 * 512 * 2 == 48 * 2 + 13 * 2 + 49 * 5 + 4 + 2
