@@ -280,12 +280,10 @@ def _require_loadable(folder: Path, step: int) -> None:
 
 
 def _other_complete(folder: Path, than: int | str) -> int | None:
-    complete = (
-        i
-        for i in iterations(folder)
-        if i != than and check_structure(checkpoint_path(folder, i)).state == "complete"
-    )
-    return next(complete, None)
+    for iteration in iterations(folder):
+        if iteration != than and check_structure(checkpoint_path(folder, iteration)).state == "complete":
+            return iteration
+    return None
 
 
 def _damaged_message(source: LoadFolder, named: int | str, verdict: Verdict) -> str:

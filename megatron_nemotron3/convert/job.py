@@ -138,7 +138,9 @@ def run(
         journal = stack.enter_context(open(partial / JOURNAL, "ab"))
         for name, entry in _write_files(todo, job, partial, workers, report):
             done[name] = entry
-            _append_line(journal, {"file": name, **entry})
+            journal.write(_journal_line({"file": name, **entry}))
+            journal.flush()
+            os.fsync(journal.fileno())
         manifest = {
             "format": 1,
             "made_by": "megatron-nemotron3",
@@ -257,12 +259,6 @@ def _remove_leftovers(partial: Path, keep: set[str]) -> None:
                 path.rmdir()
         elif name not in keep and name != JOURNAL:
             path.unlink()
-
-
-def _append_line(journal: Any, entry: Mapping[str, Any]) -> None:
-    journal.write(_journal_line(entry))
-    journal.flush()
-    os.fsync(journal.fileno())
 
 
 def _journal_line(entry: Mapping[str, Any]) -> bytes:
