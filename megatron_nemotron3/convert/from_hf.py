@@ -10,9 +10,9 @@ FP8 scaling state. Without these objects, a load fails at the default strictness
     decoder.layers.0.mixer.in_proj._extra_state/shard_0_1
     decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_3_8         expert 3 of 8
 
-A converted checkpoint has no such state, so every object is None, at which TE and Megatron's own linears keep
-their state. Modules that are not TE modules have no object: the embedding, the router, Mamba's convolution
-and its gated norm.
+A converted checkpoint has no such state, so every object is None: TE and Megatron's own linears then keep
+their initial state. Modules that are not TE modules have no object: the embedding, the router, Mamba's
+convolution and its gated norm.
 """
 
 from __future__ import annotations

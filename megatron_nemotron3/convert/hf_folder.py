@@ -178,7 +178,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, HeaderEntry], dict[st
             size = os.fstat(file.fileno()).st_size
             start = file.read(_HEADER_LENGTH.size)
             if len(start) < _HEADER_LENGTH.size:
-                raise CheckpointError(f"{path}: {size} bytes are no safetensors file")
+                raise CheckpointError(f"{path}: {size} bytes are too few for a safetensors file")
             (length,) = _HEADER_LENGTH.unpack(start)
             if length > min(HEADER_LIMIT, size - _HEADER_LENGTH.size):
                 raise CheckpointError(

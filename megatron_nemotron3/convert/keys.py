@@ -2,7 +2,7 @@
 
 Megatron numbers MTP blocks and the layers in each block; Hugging Face numbers all MTP layers consecutively:
 
-    mtp.layers.o.mtp_model_layer.layers.i.…   <->   mtp.layers.{o * P + i}.…     P layers a block
+    mtp.layers.o.mtp_model_layer.layers.i.…   <->   mtp.layers.{o * P + i}.…     P layers per block
     mtp.layers.o.enorm.weight                 <->   mtp.layers.{o * P}.enorm.weight
     mtp.layers.o.final_layernorm.weight       <->   mtp.layers.{o * P + P - 1}.final_layernorm.weight
 

@@ -120,7 +120,7 @@ class _Merger:
                 if match.expert >= experts:
                     raise CheckpointError(
                         f"{rank.file.path}: {name} is expert {match.expert} of a rank, but "
-                        f"num_moe_experts={self.config.num_moe_experts} are {experts} a rank at EP={self.ep}"
+                        f"num_moe_experts={self.config.num_moe_experts} is {experts} per rank at EP={self.ep}"
                     )
                 name = match.prefix.megatron + match.tensor.name.replace(
                     "{e}", str(rank.ep * experts + match.expert)
@@ -313,8 +313,8 @@ def _compare_copies(name: str, one: _Shard, other: _Shard) -> None:
             if not (a == b).all():
                 raise CheckpointError(
                     f"{other.rank.file.path}: {name} differs from its copy in {one.rank.file.path}, although "
-                    "it is replicated: the ranks had diverged; without the check the first rank's copy is "
-                    "taken"
+                    "it is replicated, so the ranks had diverged. Without this check, the first rank's copy "
+                    "is taken"
                 )
     finally:
         for source in sources:

@@ -100,7 +100,7 @@ def read_scales(path: Path) -> dict[str, float]:
     finally:
         source.close()
     if not result:
-        raise CheckpointError(f"{path}: no tensor's name ends in {', '.join(SCALES)}")
+        raise CheckpointError(f"{path}: no tensor has a name that ends in {', '.join(SCALES)}")
     return result
 
 

@@ -110,7 +110,7 @@ def recipe_of(config: Nemotron3Config, name: str) -> tuple[str, Recipe]:
     full = name if name in RECIPES else f"{config.name.removesuffix('-tiny')}-{name}"
     if full not in RECIPES:
         raise ValueError(
-            f"no published recipe {name!r} of {config.name} is known: give one by its full name, of "
+            f"no published recipe {name!r} of {config.name} is known: use the full name of one of "
             + ", ".join(RECIPES)
         )
     return full, RECIPES[full]
@@ -139,7 +139,7 @@ def formats(config: Nemotron3Config, recipe: str) -> dict[str, str]:
         for tensor in mapping.hf:
             if kind == NVFP4 and tensor.shape[-1] % BLOCK:
                 raise ValueError(
-                    f"{tensor.name} has {tensor.shape[-1]} columns, no multiple of the NVFP4 block of "
+                    f"{tensor.name} has {tensor.shape[-1]} columns, not a multiple of the NVFP4 block of "
                     f"{BLOCK}: {config.name} cannot have recipe {recipe!r}"
                 )
             result[tensor.name] = kind

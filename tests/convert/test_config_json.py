@@ -279,7 +279,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"hybrid_override_pattern": "M|E", "num_hidden_layers": 3},
         r"'\|' at position 1",
     ),
-    ({"hybrid_override_pattern": None}, "layers unknown"),
+    ({"hybrid_override_pattern": None}, "its layers are unknown"),
     ({"hybrid_override_pattern": 7}, "hybrid_override_pattern is a int, expected a string"),
     ({"layers_block_type": "mamba"}, "layers_block_type is a str, expected a list"),
     ({"layers_block_type": ["mamba", "mamba2"]}, r"layers_block_type\[1\] is 'mamba2': known block types"),

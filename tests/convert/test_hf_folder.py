@@ -137,7 +137,7 @@ def test_a_huge_header_is_not_read(tmp_path: Path, length: int) -> None:
 
 def test_short_or_missing(tmp_path: Path) -> None:
     (tmp_path / "short.safetensors").write_bytes(b"1234567")
-    with pytest.raises(CheckpointError, match="7 bytes are no safetensors file"):
+    with pytest.raises(CheckpointError, match="7 bytes are too few for a safetensors file"):
         read_safetensors_header(tmp_path / "short.safetensors")
     with pytest.raises(CheckpointError, match="No such file"):
         read_safetensors_header(tmp_path / "none.safetensors")

@@ -100,7 +100,7 @@ def test_another_models_recipe_can_be_taken_by_its_full_name() -> None:
 def test_columns_that_are_no_multiple_of_the_block_are_refused() -> None:
     config = get("super-tiny").but(moe_latent_size=24)
     with pytest.raises(
-        ValueError, match="up_proj.weight has 24 columns, no multiple of the NVFP4 block of 16"
+        ValueError, match="up_proj.weight has 24 columns, not a multiple of the NVFP4 block of 16"
     ):
         formats(config, "nvfp4")
 
@@ -189,7 +189,10 @@ def test_scale_files_with_something_else_are_refused(tmp_path: Path, text: str, 
         read_scales(tmp_path / "scales.json")
     save_file({"a.weight": torch.ones(2)}, tmp_path / "no.safetensors")
     save_file({"a.input_scale": torch.ones(2)}, tmp_path / "two.safetensors")
-    for name, found in (("no", "no tensor's name ends in"), ("two", r"float32 \[2\], expected one float32")):
+    for name, found in (
+        ("no", "no tensor has a name that ends in"),
+        ("two", r"float32 \[2\], expected one float32"),
+    ):
         with pytest.raises(CheckpointError, match=found):
             read_scales(tmp_path / f"{name}.safetensors")
 
