@@ -31,7 +31,7 @@ def watch_stack(stack: Any) -> None:
     if not torch.distributed.is_initialized():
         return
     interval = settings.interval()
-    agree_on_interval("monitor/interval", interval, settings.VARIABLE)
+    agree_on_interval(settings.VARIABLE, interval)
     if interval == 0 or _reason_against(stack.config):
         return
     monitor = _install_monitor(interval, stack.pg_collection)

@@ -27,11 +27,12 @@ from megatron.core.tensor_parallel.random import (
 )
 
 from megatron_nemotron3.models import get, names
+from megatron_nemotron3.monitor.hooks import agree_on_interval, until_first_forward
 from megatron_nemotron3.monitor.series import decoder_row, mtp_row, shared_mtp_row
 from megatron_nemotron3.precision import settings
 from megatron_nemotron3.precision.census import Ambient, require_nvfp4
 from megatron_nemotron3.precision.linear import Emulated
-from megatron_nemotron3.precision.observe import Observed, Observer, agree
+from megatron_nemotron3.precision.observe import Observed, Observer
 from megatron_nemotron3.precision.recipe import BLOCK, recipe
 from megatron_nemotron3.precision.schema import Setting, read_config
 from megatron_nemotron3.precision.settings import Emulation
@@ -112,7 +113,9 @@ def emulate_stack(stack: Any) -> None:
     """
     global _latest_observer
     observer, log = None, settings.current_logging()
-    agree(log)
+    if torch.distributed.is_initialized():
+        interval = 0 if log is None else log.interval
+        agree_on_interval(f"the interval of {settings.LOG_VARIABLE}", interval)
     if log is not None:
         if not any(hasattr(module, "products") for module in stack.modules()) and len(stack.layers):
             raise ValueError(
@@ -274,16 +277,13 @@ def _check_at_first_forward(stack: Any, ambient: Ambient, chosen: Emulation) -> 
     """At the model's first forward print what is emulated, and raise if no linear computes in NVFP4."""
     wanted = weakref.ref(stack)
 
-    def look(module: torch.nn.Module, _inputs: Any) -> None:
-        if wanted() is None:
-            handle.remove()
-        elif getattr(module, "decoder", None) is wanted():
-            handle.remove()
+    def look(module: torch.nn.Module) -> None:
+        if getattr(module, "decoder", None) is wanted():
             if not chosen.every_layer:
                 require_nvfp4(module, ambient)
             _announce_emulation(module, chosen)
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    until_first_forward(stack, look)
 
 
 def _announce_emulation(model: torch.nn.Module, chosen: Emulation) -> None:
