@@ -34,9 +34,9 @@ from megatron_nemotron3.precision.census import Ambient, require_nvfp4
 from megatron_nemotron3.precision.linear import Emulated
 from megatron_nemotron3.precision.observe import Observed, Observer
 from megatron_nemotron3.precision.recipe import BLOCK, recipe
-from megatron_nemotron3.precision.schema import Setting, read_config
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.table import BF16, NVFP4, kind_of, tail
+from megatron_nemotron3.precision.yaml_file import read_config
 
 _MODEL_PARALLEL = "model-parallel-rng"
 
@@ -231,16 +231,11 @@ def _chosen_formats(ambient: str, chosen: Emulation, quant_config: Any) -> tuple
     """Formats in training and evaluation."""
     if quant_config is None or chosen.every_layer:
         return ambient, ambient
-    training, evaluation = _file_settings(quant_config)
-    return training.applied(ambient), evaluation.applied(ambient)
-
-
-def _file_settings(quant_config: Any) -> tuple[Setting, Setting]:
     problems: list[str] = []
-    found = read_config(problems, f"configs.{quant_config.config_key}", quant_config.config)
-    if problems or found is None:
+    training, evaluation = read_config(problems, f"configs.{quant_config.config_key}", quant_config.config)
+    if problems:
         raise ValueError("\n".join(problems))
-    return found
+    return training.applied(ambient), evaluation.applied(ambient)
 
 
 def _require_whole_blocks(module: Any, where: str, fmt: str) -> None:
