@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.random import (
 
 from megatron_nemotron3.models import get, names
 from megatron_nemotron3.monitor.hooks import agree_on_interval, until_first_forward
-from megatron_nemotron3.monitor.series import decoder_row, mtp_row, shared_mtp_row
+from megatron_nemotron3.monitor.series import decoder_row, mtp_row
 from megatron_nemotron3.precision import settings
 from megatron_nemotron3.precision.census import Ambient, require_nvfp4
 from megatron_nemotron3.precision.linear import Emulated
@@ -144,12 +144,12 @@ def emulate_mtp(mtp_layer: Any) -> None:
     plan = _Plan.of(mtp_layer.config, None if _latest_observer is None else _latest_observer())
     if plan is None:
         return
-    shared, depth = mtp_layer.config.mtp_use_repeated_layer, mtp_layer.layer_number
+    depth = None if mtp_layer.config.mtp_use_repeated_layer else mtp_layer.layer_number
     for layer in mtp_layer.mtp_model_layer.layers:
         number = layer.layer_number
-        row = shared_mtp_row(number) if shared else mtp_row(depth, number)
-        _prepare_linears(layer, f"MTP layer {number}", row, plan.ambient.of_layer(number - 1), plan, "mtp.")
-    row = "mtp" if shared else f"mtp_{depth}"
+        row, ambient = mtp_row(depth, number), plan.ambient.of_layer(number - 1)
+        _prepare_linears(layer, f"MTP layer {number}", row, ambient, plan, "mtp.")
+    row = "mtp" if depth is None else f"mtp_{depth}"
     _prepare_linears(mtp_layer.eh_proj, "MTP eh_proj", row, BF16, plan, "mtp.")
 
 
