@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_nemotron3.args import ParallelLayout, check
+from megatron_nemotron3.args import Launch, check
 from megatron_nemotron3.models import get
 
 LOCAL = "--ddp-param-name-patterns-for-fp32-local-accumulation"
@@ -12,7 +12,7 @@ FSDP = "--megatron-fsdp-main-grads-dtype"
 
 
 def warned(extra: tuple[str, ...], name: str = "super") -> list[str]:
-    violations = check(get(name), ParallelLayout(), extra=extra)
+    violations = check(Launch(config=get(name), extra=extra))
     return [str(v) for v in violations if v.rule == "grad-reduce-in-bf16"]
 
 
