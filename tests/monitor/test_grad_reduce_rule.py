@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megatron_nemotron3.args import Launch, check
-from megatron_nemotron3.models import get
 
 LOCAL = "--ddp-param-name-patterns-for-fp32-local-accumulation"
 FSDP = "--megatron-fsdp-main-grads-dtype"
 
 
 def warned(extra: tuple[str, ...], name: str = "super") -> list[str]:
-    violations = check(Launch(config=get(name), extra=extra))
+    violations = check(Launch.of(name, extra=extra))
     return [str(v) for v in violations if v.rule == "grad-reduce-in-bf16"]
 
 
