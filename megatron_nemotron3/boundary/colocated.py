@@ -138,12 +138,13 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
     ) -> tuple[tuple[int, ...], bool]:
         """Exchange headers: rows of each share of the samples, and whether any rank requires a gradient."""
         name, sizes = self.src_module_name, getattr(modality.tensor, SPLIT_SIZES, None)
-        lanes = math.lcm(self.source.dp, self.destination.dp)
-        given, taken = lanes // self.source.dp, lanes // self.destination.dp
+        total_shares = math.lcm(self.source.dp, self.destination.dp)
+        source_shares, shares = total_shares // self.source.dp, total_shares // self.destination.dp
+        sharded = self.source.sequence_parallel and self.source.tp > 1
         described = None
         if microbatch is not None:
             described = dict(microbatch.rows).get(name, ()), microbatch
-        elif self.source.sequence_parallel and self.source.tp > 1:
+        elif sharded:
             raise RowsError(
                 f"rows of {name} are split over TP={self.source.tp}: give the row counts (RowFeed)"
             )
@@ -152,21 +153,21 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         marked = modality.marked
         announcement = Announcement(
             name,
-            self.source.lanes(0),
-            given,
-            rows,
-            _share_counts_if_known(len(rows), given, sizes),
-            self.source.sequence_parallel and self.source.tp > 1,
-            described,
-            needs_gradient,
-            self.destination.lanes(0),
-            None if marked is None else _share_counts_if_known(sum(marked), taken, marked),
-            taken,
+            senders=self.source.lanes(0),
+            shares=source_shares,
+            rows=rows,
+            counts=_share_counts_if_known(len(rows), source_shares, sizes),
+            sharded=sharded,
+            described=described,
+            needs_gradient=needs_gradient,
+            receivers=self.destination.lanes(0),
+            expected=None if marked is None else _share_counts_if_known(sum(marked), shares, marked),
+            expected_shares=shares,
         )
         (found,) = agree([announcement], self.groups, self.failure)
         counts: list[int] = []
         for lane, total in enumerate(found.lane_rows if microbatch is None else ()):
-            own = slice(lane * given, (lane + 1) * given)
+            own = slice(lane * source_shares, (lane + 1) * source_shares)
             if UNKNOWN not in found.expected:
                 if sum(found.expected[own]) != total:
                     raise RowsError(
@@ -178,8 +179,8 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             elif UNKNOWN in found.counts[own]:
                 raise RowsError(
                     f"lane {lane} of {name}: its batch dim size {total} is not divisible by "
-                    f"{self.direction.value} scale={given}: give the rows of each sample (a Microbatch, or "
-                    f"{SPLIT_SIZES})"
+                    f"{self.direction.value} scale={source_shares}: give the rows of each sample (a "
+                    f"Microbatch, or {SPLIT_SIZES})"
                 )
             else:
                 counts += found.counts[own]

@@ -50,10 +50,10 @@ def place_rows(
     """
     batch, length = input_ids.shape
     runs = {name: known.runs_of(name) for name in token_ids} if known is not None else {}
-    given = {name: samples for name, samples in runs.items() if samples is not None}
-    by_feed = bool(given) and len(given) == len(token_ids)
+    known_runs = {name: samples for name, samples in runs.items() if samples is not None}
+    by_feed = bool(known_runs) and len(known_runs) == len(token_ids)
     if by_feed:
-        kinds = kinds_of_runs(given, length)
+        kinds = kinds_of_runs(known_runs, length)
         _check_feed(kinds, input_ids, token_ids)
     else:
         kinds = kinds_of_ids(input_ids, token_ids)
@@ -87,8 +87,8 @@ def build_decoder_input(
     device = input_ids.device
     parts = []
     for name, places in at.rows.items():
-        given = rows.get(name)
-        if given is None:
+        part = rows.get(name)
+        if part is None:
             if len(places):
                 raise ValueError(
                     f"{len(places)} positions are for {name}, but the model has no encoder of that name: add "
@@ -96,10 +96,10 @@ def build_decoder_input(
                 )
             continue
         if name in at.picked:
-            _check_rows_fit(name, at.lane_rows[name], given)
-            given = sum_of_slices(given, shard.groups).index_select(0, at.picked[name])
-        _check_rows_fit(name, len(places), given)
-        parts.append((on_device(places, device), given))
+            _check_rows_fit(name, at.lane_rows[name], part)
+            part = sum_of_slices(part, shard.groups).index_select(0, at.picked[name])
+        _check_rows_fit(name, len(places), part)
+        parts.append((on_device(places, device), part))
     tokens = [on_device(where, device) for where in at.tokens]
     positions: Sequence[Tensor | None] = [None] * len(tokens)
     if position_ids is not None:
