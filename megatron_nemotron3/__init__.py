@@ -54,7 +54,13 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+        try:
+            value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+        except ImportError:
+            from megatron_nemotron3.args.versions import require_supported
+
+            require_supported()  # an old megatron-core lacks modules: name the version, not the module
+            raise
         globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

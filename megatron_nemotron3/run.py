@@ -27,7 +27,7 @@ import sys
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_nemotron3.args.versions import minor
+from megatron_nemotron3.args.versions import require_supported
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
@@ -122,11 +122,7 @@ def requested_spec(argv: list[str]) -> str | None:
 def require_supported_megatron() -> None:
     """Stop unless the megatron-core that would be imported is a supported version."""
     try:
-        from megatron.core import __version__
-
-        minor(__version__)
-    except ModuleNotFoundError:  # the script says what it needs
-        return
+        require_supported()
     except ValueError as problem:
         fail(str(problem))
 
@@ -147,7 +143,7 @@ def verify_stack(attribute: str) -> None:
 
     known = [name for name in vars(specs) if name.startswith("nemotron3") and name.endswith("_stack_spec")]
     if attribute not in known:
-        fail(f"--spec {SPEC_MODULE} {attribute}: no such spec; there are {', '.join(sorted(known))}")
+        fail(f"--spec {SPEC_MODULE} {attribute}: unknown spec; use one of {', '.join(sorted(known))}")
     if attribute == "nemotron3_te_stack_spec" and (problem := te_problem()):
         fail(f"--spec {SPEC_MODULE} {attribute}: {problem}")
 

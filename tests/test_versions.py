@@ -12,7 +12,9 @@ import io
 import itertools
 import json
 import os
+import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 import pytest
 
+import megatron_nemotron3
 from megatron_nemotron3 import cli, models
 from megatron_nemotron3 import run as launcher
 from megatron_nemotron3.args import (
@@ -137,6 +140,28 @@ def test_an_installed_version_that_is_not_supported(
     monkeypatch.setattr(metadata, "version", lambda name: "0.18.2")
     assert cli.main(["flags", "super"]) == 2
     assert "nemotron3 flags: megatron-core 0.18.2 is not supported" in capsys.readouterr().err
+
+
+def test_train_and_build_model_name_an_unsupported_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import megatron.core
+
+    monkeypatch.setattr(metadata, "version", lambda name: "0.17.1")
+    said = "megatron-core 0.17.1 is not supported: use 0.19 (pip install 'megatron-core[training]==0.19.2')"
+    output = tmp_path / "run"
+    assert cli.main(["train", "super", "--tiny", "--device", "cpu", "--output", str(output)]) == 2
+    assert f"nemotron3 train: {said}" in capsys.readouterr().err and not output.exists()
+    with pytest.raises(ValueError, match=re.escape(said)):
+        megatron_nemotron3.build_model("super", tiny=True)
+
+    # 0.17 has no module of hybrid models, so importing ours fails first.
+    monkeypatch.setattr(megatron.core, "__version__", "0.17.1")
+    monkeypatch.setitem(sys.modules, "megatron.core.models.hybrid.hybrid_model", None)
+    monkeypatch.delitem(sys.modules, "megatron_nemotron3.build")
+    monkeypatch.delitem(vars(megatron_nemotron3), "build_model")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        megatron_nemotron3.build_model("super", tiny=True)
 
 
 # From here on the installed megatron-core is asked.

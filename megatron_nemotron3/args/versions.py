@@ -6,6 +6,7 @@ was run on each.
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterable
 from importlib import metadata
@@ -67,6 +68,19 @@ def chosen(version: str | None = None) -> str:
         ValueError: it is not supported.
     """
     return minor(version or installed() or DEFAULT)
+
+
+def require_supported() -> None:
+    """Check the version of the megatron-core that Python imports; without one there is nothing to check.
+
+    Raises:
+        ValueError: it is not supported.
+    """
+    try:
+        version = importlib.import_module("megatron.core").__version__
+    except ModuleNotFoundError:
+        return
+    minor(version)
 
 
 def unknown_options(options: Iterable[str], version: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ from megatron_nemotron3.generate.weights import load
 from megatron_nemotron3.models import get
 from tests.support.engines import CONTEXT, tensors, tiny
 from tests.support.hf_folders import write_hf
+from tests.support.naive_decoding import naive_continuation
 
 LENGTHS = (5, 40, 1)
 
@@ -42,6 +43,26 @@ def test_a_batch_continues_as_its_rows(sampling: Sampling) -> None:
         assert [token for place, token in seen if place == row] == together.rows[row].tokens
     assert together.new_tokens == 36 and together.passes == 11 and together.prompt_tokens == sum(LENGTHS)
     assert together.tokens_per_second > 0 and together.prefill_seconds > 0
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        None,
+        Sampling(1.0, seed=1),
+        Sampling(0.7, top_k=40, seed=5),
+        Sampling(1.2, top_p=0.9, seed=9),
+        Sampling(1.0, top_k=30, top_p=0.6, seed=13),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["super", "nano-4b"])
+def test_plain_decoding_is_naive_decoding(name: str, sampling: Sampling | None) -> None:
+    """Prompts of unequal lengths with states, against full passes over each growing text without any."""
+    engine, _ = tiny(name)
+    found = generate(engine, prompts(), GenerationOptions(12, sampling or Sampling(), chunk=7)).rows
+    for row, prompt in enumerate(prompts()):
+        assert found[row].tokens == naive_continuation(engine, prompt, 12, sampling, row)
 
 
 def test_a_stop_token_ends_its_row_alone() -> None:

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from megatron_nemotron3.generate import generate as generate_module
 from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.generate import Decoder, GenerationOptions, Speculation, generate
+from megatron_nemotron3.generate.generate import (
+    Continuation,
+    Decoder,
+    GenerationOptions,
+    Speculation,
+    generate,
+)
 from megatron_nemotron3.generate.mtp import MTP
 from megatron_nemotron3.generate.sampling import Sampling, accept, draw, probabilities
 from megatron_nemotron3.models import get
@@ -30,6 +36,7 @@ from tests.support.engines import (
     routing_margin,
     tiny,
 )
+from tests.support.naive_decoding import naive_continuation
 
 #: Two logits closer than this may be swapped between a pass over one token and one over several.
 GAP = 1e-3
@@ -63,17 +70,21 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     seed=st.integers(0, 50),
     stops=st.lists(st.integers(0, 40), max_size=2),
 )
-def test_greedy_texts_are_those_of_plain_decoding(
+def test_greedy_texts_are_those_of_naive_decoding(
     strength: float, lengths: list[int], draft: int, new: int, seed: int, stops: list[int]
 ) -> None:
     engine = tiny("super")[0] if strength == 1.0 else agreeing(strength)
     ids = prompts(lengths, seed)
-    plain = generate(engine, ids, GenerationOptions(new)).rows
-    for prompt, row in zip(ids, plain, strict=True):
-        assume(clear(engine, prompt, row.tokens))
-    produced = [token for row in plain for token in row.tokens]
+    free = [naive_continuation(engine, prompt, new) for prompt in ids]
+    for prompt, tokens in zip(ids, free, strict=True):
+        assume(clear(engine, prompt, tokens))
+    produced = [token for tokens in free for token in tokens]
     ends = {produced[i % len(produced)] for i in stops}
-    expected = generate(engine, ids, GenerationOptions(new, stop=ends)).rows
+    expected = []
+    for tokens in free:
+        end = next((i + 1 for i, token in enumerate(tokens) if token in ends), None)
+        expected.append(Continuation(tokens[:end], stopped=end is not None))
+    assert generate(engine, ids, GenerationOptions(new, stop=ends)).rows == expected
     seen: list[list[int]] = [[] for _ in ids]
     found = generate(
         engine,
