@@ -172,7 +172,7 @@ def verify_nvfp4(arguments: list[str]) -> None:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     from megatron_nemotron3.precision.census import CensusError, require_nvfp4
-    from megatron_nemotron3.precision.schema import PrecisionFileError
+    from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
     def look(module: torch.nn.Module, _inputs: object) -> None:
         if isinstance(module, HybridModel):
