@@ -178,7 +178,7 @@ def verify_nvfp4(arguments: list[str]) -> None:
     if option_value(arguments, "--fp4-format") is None or recipe != "nvfp4":
         return
     from megatron_nemotron3.precision.census import CensusError, require_nvfp4
-    from megatron_nemotron3.precision.schema import PrecisionFileError
+    from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
     def require_nvfp4_linears(model: Any) -> None:
         try:
