@@ -141,12 +141,8 @@ def installed() -> dict[str, str]:
     return found
 
 
-def check(have: Mapping[str, str]) -> list[Finding]:
-    """One or more findings for each package of the table; `have` is the result of `installed`."""
-    return list(_version_findings(have))
-
-
-def _version_findings(have: Mapping[str, str]) -> Iterator[Finding]:
+def check(have: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield one or more findings for each package of the table; `have` is the result of `installed`."""
     versions = {name: parse(text) for name, text in have.items()}
     for name in ("python", *PURPOSE):
         broken = [rule for rule in RULES if rule.subject == name and rule.applies(versions)]
