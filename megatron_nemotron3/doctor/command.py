@@ -44,7 +44,7 @@ def doctor_command(options: argparse.Namespace) -> int:
     if options.step is not None:
         get(options.step)  # reports a wrong name before the checks start
     sections: list[tuple[str, Sequence[Finding]]] = [
-        ("packages", list(packages.check(packages.installed()))),
+        ("packages", packages.check(packages.installed())),
         ("imports", loading.load_all()),
         ("gpu", gpu.findings()),
     ]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -29,11 +30,8 @@ class KVCache:
         if length > capacity:
             while capacity < length:
                 capacity = max(64, 2 * capacity)
-            old = self.cache
-            self.cache = old.new_empty(*old.shape[:3], capacity, old.shape[4])
             # Masked positions must still be finite: a score of -inf gives weight 0, and 0 * nan is nan.
-            self.cache[:, :, :, old.shape[3] :] = 0
-            self.cache[:, :, :, : old.shape[3]] = old
+            self.cache = F.pad(self.cache, (0, 0, 0, capacity - self.cache.shape[3]))
         return self.cache
 
     def select(self, rows: list[int]) -> KVCache:

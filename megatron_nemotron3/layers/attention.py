@@ -136,14 +136,10 @@ class TorchCoreAttention(MegatronModule):
             q, k, v = (
                 t.transpose(0, 1).unsqueeze(0) for t in (query[mine], key[start:end], value[start:end])
             )
-            mask = None if held is None else self._seen(held[mine], start, end)
+            # Causal: positions of the keys against those of this rank's queries.
+            mask = None if held is None else torch.arange(start, end, device=k.device) <= held[mine, None]
             pieces.append(self._attend(q, k, v, mask).squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
-
-    @staticmethod
-    def _seen(held: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """Causal mask [queries, end - start] for queries at positions `held` and keys start .. end - 1."""
-        return torch.arange(start, end, device=held.device)[None, :] <= held[:, None]
 
     def _gather(self, t: torch.Tensor) -> torch.Tensor:
         """[s / cp, ...] -> [s, ...] in order of ranks; backward sums the gradients."""
