@@ -57,7 +57,7 @@ def megatron_args(argv: Sequence[str], world_size: int) -> Namespace:
 
     with redirect_stdout(io.StringIO()):  # a thousand lines of defaults
         args = arguments.parse_args(reading_argv)
-        # Megatron reads both from the environment; a running process group knows better.
+        # Megatron reads both from the environment, which a running process group overrides.
         args.rank, args.world_size = 0, world_size
         if torch.distributed.is_initialized():
             args.rank, args.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -108,7 +108,7 @@ def build(
         RuleError: the launch violates a rule.
     """
     if not torch.cuda.is_available() and not cpu.is_active():
-        raise RuntimeError("no GPU here: build inside `with megatron_nemotron3.cpu_mode():`")
+        raise RuntimeError("no GPU found: build inside `with megatron_nemotron3.cpu_mode():`")
     _ensure_groups(launch.layout, seed)
     config = model_config(launch)
     builder = config.get_builder_cls()(config)
@@ -187,7 +187,7 @@ def _ensure_groups(layout: ParallelLayout, seed: int) -> None:
     if not torch.distributed.is_initialized():
         if layout.world_size != 1:
             raise RuntimeError(
-                f"layout {layout} wants {layout.world_size} ranks, but torch.distributed is not initialized: "
+                f"layout {layout} needs {layout.world_size} ranks, but torch.distributed is not initialized: "
                 "start with torchrun and call torch.distributed.init_process_group first"
             )
         store = torch.distributed.HashStore()

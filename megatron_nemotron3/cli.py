@@ -1,6 +1,6 @@
 """The `nemotron3` command. Every package that has a command registers it; this file collects them.
 
-    nemotron3 show NAME [--json]          the numbers of a model
+    nemotron3 show NAME [--json]          the sizes of a model
     nemotron3 flags NAME [--tp …]         Megatron's options for it
     nemotron3 explain NAME [--tp …]       where every option comes from, and what was published
     nemotron3 precision NAME [--output F] the format of every linear, and Megatron's precision file
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     extra = words[cut + 1 :]
     try:
         if extra and not hasattr(options, "extra"):
-            raise ValueError(f"it takes no words after --: drop {' '.join(extra)}")
+            raise ValueError(f"no arguments are allowed after --: drop {' '.join(extra)}")
         options.extra = extra
         status: int = options.run(options)
         sys.stdout.flush()

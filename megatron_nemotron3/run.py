@@ -143,7 +143,7 @@ def verify_stack(attribute: str) -> None:
 
     known = [name for name in vars(specs) if name.startswith("nemotron3") and name.endswith("_stack_spec")]
     if attribute not in known:
-        fail(f"--spec {SPEC_MODULE} {attribute}: no such spec; there are {', '.join(sorted(known))}")
+        fail(f"--spec {SPEC_MODULE} {attribute}: unknown spec; use one of {', '.join(sorted(known))}")
     if attribute == "nemotron3_te_stack_spec" and (problem := te_problem()):
         fail(f"--spec {SPEC_MODULE} {attribute}: {problem}")
 

@@ -84,7 +84,10 @@ def test_warnings_go_beside_the_flags(capsys: pytest.CaptureFixture[str]) -> Non
     """They are no part of what a script reads."""
     assert cli.main(["flags", "nano", "--", "--use-checkpoint-args"]) == 0
     warned = capsys.readouterr()
-    assert "warning: --use-checkpoint-args: replaces --spec" in warned.err and "warning" not in warned.out
+    assert (
+        "warning: --use-checkpoint-args: the checkpoint's --spec and architecture replace" in warned.err
+        and "warning" not in warned.out
+    )
     assert cli.main(["flags", "nano", "--schedule", "none"]) == 0
     assert capsys.readouterr().err == ""
 
@@ -97,7 +100,7 @@ def test_warnings_go_beside_the_flags(capsys: pytest.CaptureFixture[str]) -> Non
         (["flags", "super", "--precision", "nvfp4", "--backend", "te"], "--te-precision-config-file"),
         (["flags", "super", "--backend", "cuda"], "invalid choice"),
         (["flags", "super", "--", "lonely"], "lonely"),
-        (["show", "super", "--", "--lr", "1"], "it takes no words after --: drop --lr 1"),
+        (["show", "super", "--", "--lr", "1"], "no arguments are allowed after --: drop --lr 1"),
         (["nothing"], "invalid choice"),
         ([], "COMMAND"),
     ],

@@ -34,7 +34,7 @@ LAYOUT = {
 }
 
 SCHEDULE: dict[str, tuple[type, str]] = {
-    "steps": (int, "iterations; warm-up and decay follow"),
+    "steps": (int, "training iterations; warm-up and decay are scaled to them"),
     "seq_length": (int, "tokens per sequence"),
     "micro_batch_size": (int, "sequences per rank and microbatch"),
     "global_batch_size": (int, "sequences per step"),
@@ -47,18 +47,20 @@ _BESIDE_ARGV = ("argv", "all", "json", "tiny", "schedule", "name", "command", "r
 
 def register(commands: Any) -> None:
     """Add `nemotron3 flags` and `nemotron3 explain`."""
-    emit = commands.add_parser("flags", help="Megatron's options for a model")
-    why = commands.add_parser("explain", help="where every option comes from, and what was published")
+    emit = commands.add_parser("flags", help="print Megatron's options for a model")
+    why = commands.add_parser("explain", help="show where every option comes from, and what was published")
     for command in (emit, why):
         add_model(command)
         add_launch(command, precision="bf16")
         phases = ["none", *PHASES]
-        command.add_argument("--schedule", choices=phases, default="none", help="batch and rates of a phase")
-    emit.add_argument("--shell", action="store_true", help="quoted for eval in a shell script")
-    emit.add_argument("--megatron-core", metavar="VERSION", help="0.19, 0.20 or main; default: installed")
+        command.add_argument(
+            "--schedule", choices=phases, default="none", help="batch size and rates of a phase"
+        )
+    emit.add_argument("--shell", action="store_true", help="quote for eval in a shell script")
+    emit.add_argument("--megatron-core", metavar="VERSION", help="0.19, 0.20 or main; default: as installed")
     emit.set_defaults(run=flags_command)
-    why.add_argument("--argv", metavar="FILE", help="explain this script or command instead; -: stdin")
-    why.add_argument("--all", action="store_true", help="and the defaults of the installed Megatron")
+    why.add_argument("--argv", metavar="FILE", help="explain this script or command; -: stdin")
+    why.add_argument("--all", action="store_true", help="also list defaults of the installed Megatron")
     why.add_argument("--json", action="store_true", help="machine-readable")
     why.set_defaults(run=lambda options: explain_launch(options, why))
 
@@ -74,10 +76,10 @@ def add_launch(command: argparse.ArgumentParser, *, precision: str | None) -> No
     for option, (kind, text) in SCHEDULE.items():
         command.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
     command.add_argument("--precision", choices=PRECISIONS, default=precision)
-    command.add_argument("--te-precision-config-file", metavar="FILE", help="per-module formats (nvfp4)")
-    command.add_argument("--emulate", action="store_true", help="compute nvfp4 without FP4 hardware")
+    command.add_argument("--te-precision-config-file", metavar="FILE", help="format of each module (nvfp4)")
+    command.add_argument("--emulate", action="store_true", help="emulate nvfp4 without FP4 hardware")
     command.add_argument("--backend", choices=BACKENDS, default="auto")
-    command.epilog = "After a lone -- more Megatron options may follow; one given there replaces ours."
+    command.epilog = "More Megatron options may follow a lone --; each replaces the option of the same name."
     command.set_defaults(extra=())
 
 
@@ -168,7 +170,9 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
         told = [key for key, value in given.items() if value != command.get_default(key)]
         if told or options.extra:
             words = [*(f"--{key.replace('_', '-')}" for key in told), *options.extra]
-            raise ValueError(f"--argv explains a launch as it is: drop {' '.join(words)}")
+            raise ValueError(
+                f"--argv explains an existing launch, which options cannot change: drop {' '.join(words)}"
+            )
         found = explain_command(chosen_model(options), _text_of(options.argv), name)
     if options.all:
         found = with_megatron_defaults(found)
@@ -182,7 +186,7 @@ def _text_of(file: str) -> str:
     try:
         return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"--argv {file} is no text: give a script or a command") from None
+        raise ValueError(f"--argv {file} is not a text file: give a script or a command") from None
 
 
 def _print_remarks(launch: Launch) -> None:

@@ -22,10 +22,10 @@ _STRING = re.compile(r"\w+\+?=.*--", re.DOTALL)
 #: Words that stand for options collected elsewhere in the script: "${MODEL_ARGS[@]}", $MODEL_ARGS, "$@".
 _COLLECTED = re.compile(r"\$\{\w+\[[@*]\]\}|\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\w*\}?|\$[@*]")
 _REDIRECTION = re.compile(r"[12&]?>")
-#: After these a shell command is over.
+#: Words that end a shell command.
 _ENDS = (")", ";", "|", "&&", "||", "&")
 
-#: Options of torchrun, which stand in arrays of their own in scripts.
+#: Options of torchrun, which scripts often keep in an array of their own.
 _LAUNCHER = re.compile(
     r"--(nproc[-_]per[-_]node|nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_]\w+|standalone|max[-_]restarts)$"
 )
@@ -69,9 +69,9 @@ def read(text: str) -> list[Flag]:
 
 def renamed(text: str) -> list[str]:
     """Return a remark for each option that has another name in megatron-core 0.19."""
-    old = {_OLD_PATTERN: _PATTERN, _OLD_MTP: f"the part of {_PATTERN} from the first / on"}
+    old = {_OLD_PATTERN: _PATTERN, _OLD_MTP: f"the part of {_PATTERN} after the first /"}
     return [
-        f"{name} is deprecated in megatron-core 0.19: now {new}; compared as that"
+        f"{name} is deprecated in megatron-core 0.19 and is compared as {new}"
         for name, new in old.items()
         if re.search(rf"(?<!\S){name}(?!\S)", text)
     ]

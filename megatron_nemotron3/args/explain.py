@@ -155,7 +155,7 @@ def explain_command(config: Nemotron3Config, text: str, name: str = "published")
     unknown = [s.name for s in settings if not command_line.is_known((s.value,))]
     notes = [
         *command_line.renamed(text),
-        *([f"not compared, a shell variable is left in it: {', '.join(unknown)}"] if unknown else []),
+        *([f"not compared, because a shell variable is unresolved: {', '.join(unknown)}"] if unknown else []),
     ]
     rules = _pasted_violations(config, pasted, known)
     return _explanation(config, name, [*settings, *_missing_settings(pasted, known)], rules, notes)

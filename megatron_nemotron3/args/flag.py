@@ -36,11 +36,13 @@ class Flag:
 
     def __post_init__(self) -> None:
         if not self.name.startswith("--"):
-            raise ValueError(f"{self.name!r} is no option: it must start with '--'")
+            raise ValueError(f"{self.name!r} is not an option: it must start with '--'")
         if self.section not in SECTIONS:
-            raise ValueError(f"{self.name}: section {self.section!r} is none of {', '.join(SECTIONS)}")
+            raise ValueError(f"{self.name}: section {self.section!r} is not one of {', '.join(SECTIONS)}")
         if broken := [word for word in (self.name, *self.values) if "\n" in word]:
-            raise ValueError(f"{self.name}: the line break in {broken[0]!r} cannot be written on one line")
+            raise ValueError(
+                f"{self.name}: {broken[0]!r} has a line break, but an option must fit on one line"
+            )
 
     def __str__(self) -> str:
         return " ".join((self.name, *self.values))

@@ -4,11 +4,11 @@ Standard library only. Megatron's parser refuses unknown options; `versions` kno
 
 The backends:
 
-auto   for a GPU with or without Transformer Engine: requires nothing of it. The spec chooses per module.
+auto   for a GPU with or without Transformer Engine. The spec chooses an implementation per module.
        Slower than te: no fused permutation, no fused gradient accumulation.
-te     for a GPU with Transformer Engine: every fused path. Without the package it ends in an error.
-torch  neither Transformer Engine nor Apex, any device. The launcher decides about gloo, CPU
-       initialization and worker processes.
+te     for a GPU with Transformer Engine: every fused path. Without the package the run fails.
+torch  for any device, without Transformer Engine and Apex. The launcher sets gloo, CPU initialization and
+       worker processes.
 
 The parser of Megatron 0.19 (run on a machine without GPU and Transformer Engine) accepts `--moe-latent-size`
 with `--transformer-impl local`. `--moe-grouped-gemm` asks CUDA for its compute capability and raises without
@@ -16,8 +16,8 @@ a GPU. `--moe-permute-fusion`, `--fp8-format` with MoE, and `--fp4-format` raise
 
 The router computes in FP32 in every precision (`--moe-router-dtype fp32` for every MoE model). Flags alone
 cannot describe nvfp4, the table of `precision.table`: attention projections, latent projections and MTP stay
-in BF16 and Mamba's output projection is in MXFP8. That is said per module in a `--te-precision-config-file`,
-which `nemotron3 precision NAME --output FILE` writes. Without the file Megatron silently quantizes all of
+in BF16 and Mamba's output projection is in MXFP8. A `--te-precision-config-file` states that per module;
+`nemotron3 precision NAME --output FILE` writes it. Without the file Megatron silently quantizes all of
 them to NVFP4. So a rule requires the file, unless `allow_plain_nvfp4=True` asks for exactly that. With
 `emulate` Megatron is asked for BF16, and linears of the torch backend compute NVFP4 by the same file and the
 same BF16 layers: Megatron refuses `--fp4-format` without Transformer Engine.
@@ -162,7 +162,7 @@ def _optimization_items(launch: Launch, schedule: TrainingSchedule) -> _Items:
         yield f"--{name.replace('_', '-')}", getattr(schedule, name), f"schedule.{name}"
     fields = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
     wsd = schedule.lr_decay_style == "WSD"
-    # Warmup-stable-decay without the length of its decay is no schedule yet: the caller completes it.
+    # A warmup-stable-decay schedule needs the length of its decay; without it the caller completes the flags.
     styles = () if wsd and not schedule.length("lr_wsd_decay") else ("lr_decay_style",)
     for field in (*fields, *styles, *(("lr_wsd_decay_style",) if wsd and styles else ())):
         yield f"--{field.replace('_', '-')}", getattr(schedule, field), f"schedule.{field}"

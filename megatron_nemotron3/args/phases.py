@@ -24,7 +24,7 @@ class Phase:
     """A published phase of training: one run with one sequence length."""
 
     schedule: TrainingSchedule
-    #: With the smallest number of ranks; None: UNKNOWN.
+    #: The one with the fewest ranks; None: UNKNOWN.
     layout: ParallelLayout | None = None
     #: Conversations instead of text.
     sft: bool = False
@@ -34,7 +34,7 @@ class Phase:
     @property
     def options(self) -> tuple[str, ...]:
         """Megatron options that are not part of a schedule, for `Launch.extra`."""
-        # The published loss of SFT is the mean over all tokens that count in the global batch.
+        # The published SFT loss is the mean over all unmasked tokens of the global batch.
         return ("--sft", "--calculate-per-token-loss") if self.sft else ()
 
 
@@ -65,7 +65,7 @@ _PUBLISHED: dict[str, dict[str, Phase]] = {
                 lr_decay_style=None,
             ),
             sft=True,
-            note="no decay is mentioned; Super's rate is constant, Ultra's a cosine",
+            note="the report mentions no decay; Super's rate is constant, Ultra's follows a cosine",
         ),
     },
     "super": {
@@ -162,10 +162,10 @@ def phase(config: Nemotron3Config, name: str) -> Phase:
 def require_known(
     config: Nemotron3Config, name: str, schedule: TrainingSchedule, options: tuple[str, ...] = ()
 ) -> None:
-    """Raise if something that training needs is UNKNOWN for a phase after pre-training.
+    """Raise if a value that training needs is UNKNOWN for a phase after pre-training.
 
     Args:
-        schedule: the phase's schedule, with the given values replaced.
+        schedule: the phase's schedule, with the values that the caller gives.
         options: Megatron options that are given besides the schedule.
 
     Raises:

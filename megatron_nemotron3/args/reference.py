@@ -88,7 +88,7 @@ LAUNCHES: dict[str, PublicLaunch] = {
         _HYBRID_EP,
         (
             "the launch offloaded expert activations; no source states the modules",
-            "the run stopped at 20T of the script's 25T tokens; no source states when in samples it decayed",
+            "the run stopped at 20T of the script's 25T tokens; no source states when it decayed, in samples",
         ),
     ),
 }
@@ -97,8 +97,8 @@ LAUNCHES: dict[str, PublicLaunch] = {
 WHY: dict[str, str] = {
     "--fp4-format": "Ultra's loss in NVFP4 was within 0.4 % of BF16's on average (arXiv 2606.15007)",
     _FILE: (
-        "nemotron3 precision NAME --output FILE writes it; with --fp4-format and no file attention and "
-        "latent projections, MTP and Mamba's out_proj become NVFP4 too (Super report, table 3)"
+        "nemotron3 precision NAME --output FILE writes it; with --fp4-format but without the file, attention "
+        "and latent projections, MTP and Mamba's out_proj become NVFP4, too (Super report, table 3)"
     ),
     "--num-layers-at-end-in-bf16": "needed for stable training in NVFP4 (arXiv 2509.25149, E)",
     "--mtp-use-repeated-layer": "without it every depth has its own block; released checkpoints store one",

@@ -40,7 +40,7 @@ def _rank_groups(c: Launch) -> int:
 
 
 def _mamba_cp_groups(c: Launch) -> bool:
-    """Groups are split over CP ranks, or a group's heads are: one count must divide the other."""
+    """Whether neither count divides the other: CP splits the groups, or the heads of a group."""
     groups, cp = _rank_groups(c), c.layout.cp
     if "M" not in c.kinds or groups == 0:  # rule mamba-groups-tp reports it
         return False
@@ -48,8 +48,8 @@ def _mamba_cp_groups(c: Launch) -> bool:
 
 
 def _kv_groups(c: Launch) -> bool:
-    # With fewer groups than ranks Megatron gathers the QKV activations and every rank keeps the group its
-    # query heads need: allowed, and how Ultra ran (2 groups at TP 8).
+    # With fewer groups than ranks Megatron gathers the QKV activations, and every rank keeps the group that
+    # its query heads need. Ultra ran this way (2 groups at TP 8).
     groups, tp = c.config.num_query_groups, c.layout.tp
     return groups % tp != 0 and tp % groups != 0
 
@@ -72,8 +72,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         # A dash alone is a value to argparse.
         lambda c: c.config.pattern.startswith("-") and c.config.full_pattern != "-",
         lambda c: (
-            f"pattern={c.config.pattern!r} starts with '-', so Megatron's parser takes it for an option: "
-            "start with M, * or E"
+            f"pattern={c.config.pattern!r} starts with '-', so Megatron's parser reads it as an option: "
+            "start the pattern with M, * or E"
         ),
         _ARGUMENTS,
     ),
@@ -97,7 +97,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "qkv-tp",
-        # With a whole number of groups a rank the rows are whole too.
+        # If each rank has a whole number of groups, TP also divides the rows.
         lambda c: (
             "*" in c.kinds
             and not c.config.num_attention_heads % c.layout.tp
@@ -105,8 +105,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
             and _qkv_rows(c) % c.layout.tp
         ),
         lambda c: (
-            f"num_attention_heads={c.config.num_attention_heads} and twice num_query_groups="
-            f"{c.config.num_query_groups} of kv_channels={c.config.kv_channels} are {_qkv_rows(c)} rows, not "
+            f"the QKV projection (num_attention_heads={c.config.num_attention_heads}, num_query_groups="
+            f"{c.config.num_query_groups}, kv_channels={c.config.kv_channels}) has {_qkv_rows(c)} rows, not "
             f"divisible by TP={c.layout.tp}: use TP {divisors(c.config.num_query_groups)}"
         ),
         _LINEAR,
@@ -121,8 +121,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "mtp-hidden-tp",
         lambda c: c.config.has_mtp and c.config.hidden_size % c.layout.tp,
         lambda c: (
-            f"hidden_size={c.config.hidden_size} is not divisible by TP={c.layout.tp}, over which MTP's "
-            f"eh_proj splits its output: use TP {divisors(c.config.hidden_size, 64)}"
+            f"hidden_size={c.config.hidden_size} is not divisible by TP={c.layout.tp}, but MTP's "
+            f"eh_proj splits its output over TP ranks: use TP {divisors(c.config.hidden_size, 64)}"
         ),
         "megatron/core/transformer/multi_token_prediction.py",
     ),
@@ -130,8 +130,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "vocabulary-tp",
         lambda c: c.config.vocab_size % c.layout.tp,
         lambda c: (
-            f"vocab_size={c.config.vocab_size} is not divisible by TP={c.layout.tp}: Megatron pads it, and "
-            "the padding must be trimmed on export"
+            f"vocab_size={c.config.vocab_size} is not divisible by TP={c.layout.tp}: Megatron pads the "
+            "vocabulary, and an export must trim the padding"
         ),
         "megatron/training/vocab_utils.py",
         "warning",
@@ -141,7 +141,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         lambda c: "M" in c.kinds and c.config.mamba_num_heads // c.layout.tp % c.layout.cp,
         lambda c: (
             f"mamba_num_heads={c.config.mamba_num_heads} at TP={c.layout.tp} leaves "
-            f"{c.config.mamba_num_heads // c.layout.tp} heads a rank, not divisible by CP={c.layout.cp}: "
+            f"{c.config.mamba_num_heads // c.layout.tp} heads per rank, not divisible by CP={c.layout.cp}: "
             f"use CP {divisors(max(1, c.config.mamba_num_heads // c.layout.tp))}"
         ),
         _MAMBA_CP,
@@ -151,7 +151,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         _mamba_cp_groups,
         lambda c: (
             f"mamba_num_groups={c.config.mamba_num_groups} at TP={c.layout.tp} leaves {_rank_groups(c)} "
-            f"groups a rank; with CP={c.layout.cp} neither divides the other: use CP "
+            f"groups per rank; neither that number nor CP={c.layout.cp} divides the other: use CP "
             f"{divisors(_rank_groups(c))} or a multiple of {_rank_groups(c)}"
         ),
         _MAMBA_CP,
@@ -160,8 +160,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "experts-without-moe",
         lambda c: not c.config.is_moe and c.layout.expert_ranks > 1,
         lambda c: (
-            f"{c.config.name} has no E layer, so EP={c.layout.ep} ETP={c.layout.etp} has nothing to split: "
-            "use ep=1, etp=1"
+            f"{c.config.name} has no MoE layers (E), so EP={c.layout.ep} ETP={c.layout.etp} have no experts "
+            "to split: use ep=1, etp=1"
         ),
         _ARGUMENTS,
     ),
@@ -169,7 +169,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "expert-grid",
         lambda c: c.config.is_moe and _dense_ranks(c) % c.layout.expert_ranks,
         lambda c: (
-            f"TP*CP*DP={_dense_ranks(c)} ranks of a pipeline stage are not divisible by "
+            f"TP*CP*DP={_dense_ranks(c)} ranks per pipeline stage are not divisible by "
             f"ETP*EP={c.layout.expert_ranks}: raise DP to a multiple of "
             f"{_smallest_dp(c)} or lower EP"
         ),
@@ -193,7 +193,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     Rule(
         "moe-tp-without-sp",
         lambda c: c.config.is_moe and c.layout.tp > 1 and not c.layout.sequence_parallel,
-        lambda c: f"MoE at TP={c.layout.tp} trains only with sequence parallelism: drop sp=False",
+        lambda c: f"MoE layers at TP={c.layout.tp} require sequence parallelism: drop sp=False",
         "megatron/core/transformer/moe/moe_layer.py",
     ),
     Rule(
@@ -206,7 +206,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "sequence-cp",
         lambda c: c.layout.cp > 1 and c.seq_length % (2 * c.layout.cp),
         lambda c: (
-            f"seq_length={c.seq_length} is not divisible by 2*CP={2 * c.layout.cp} (two chunks a rank): "
+            f"seq_length={c.seq_length} is not divisible by 2*CP={2 * c.layout.cp} (two chunks per rank): "
             f"use a multiple of {2 * c.layout.cp}"
         ),
         _ARGUMENTS,
@@ -215,8 +215,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "sequence-sp",
         lambda c: c.layout.sequence_parallel and c.seq_length % (c.layout.cp * c.layout.tp),
         lambda c: (
-            f"seq_length={c.seq_length} is not divisible by CP*TP={c.layout.cp * c.layout.tp}, over which "
-            f"sequence parallelism splits it: use a multiple of {c.layout.cp * c.layout.tp}"
+            f"seq_length={c.seq_length} is not divisible by CP*TP={c.layout.cp * c.layout.tp}, but "
+            f"sequence parallelism splits it over these ranks: use a multiple of {c.layout.cp * c.layout.tp}"
         ),
         "megatron/core/tensor_parallel/mappings.py",
     ),
@@ -224,8 +224,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "conv-kernel",
         lambda c: "M" in c.kinds and c.config.mamba_conv_kernel != MAMBA_CONV_KERNEL,
         lambda c: (
-            f"mamba_conv_kernel={c.config.mamba_conv_kernel}: Megatron has no flag for it and builds "
-            f"{MAMBA_CONV_KERNEL}; use {MAMBA_CONV_KERNEL}"
+            f"mamba_conv_kernel={c.config.mamba_conv_kernel}: Megatron has no option for it and always "
+            f"builds {MAMBA_CONV_KERNEL}: use {MAMBA_CONV_KERNEL}"
         ),
         _MIXER,
     ),

@@ -14,7 +14,7 @@ _MTP = "megatron/core/transformer/multi_token_prediction.py"
 
 #: Options under which some tokens of a sequence do not count in the loss.
 _MASKING = ("--sft", "--eod-mask-loss", "--rl-use-sequence-packing")
-#: Relative error of MTP's loss weight on a rank that is not worth a warning.
+#: Relative error of a rank's MTP loss up to which there is no warning.
 _TOLERATED = 1e-2
 _PER_TOKEN = "--calculate-per-token-loss"
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
@@ -52,17 +52,17 @@ _GPT_LAYOUT = (
     "--decoder-last-pipeline-num-layers",
 )
 
-#: Options that pack documents into a row at borders that are not multiples of 2 * CP. `--sft` pads them.
+#: Options that pack documents into a row at boundaries that are not multiples of 2 * CP. `--sft` pads them.
 _UNPADDED = ("--dataloader-inter-document-masking", "--rl-use-sequence-packing")
 
 
-#: Patterns of names of parameters whose gradients accumulate in FP32 all the same.
+#: Its values are name patterns of parameters whose local gradients accumulate in FP32 regardless.
 _FP32_LOCAL = "--ddp-param-name-patterns-for-fp32-local-accumulation"
 _OUTPUT_LAYER = "module.output_layer.weight"
 
 
 def _bf16_gradients(c: Launch) -> str:
-    """The option that makes the output layer accumulate its gradient in BF16, or ""."""
+    """Return the option that makes the output layer accumulate its gradient in BF16, or ""."""
     if any(p == "all" or fnmatchcase(_OUTPUT_LAYER, p) for p in c.options.get(_FP32_LOCAL, ())):
         return ""
     if "--grad-reduce-in-bf16" in c.options:
@@ -93,12 +93,12 @@ def _dispatcher(c: Launch) -> str:
 
 
 def _recomputed(c: Launch) -> tuple[str, ...]:
-    """Modules of `--recompute-modules`."""
+    """Return the values of `--recompute-modules`."""
     return c.options.get("--recompute-modules") or ()
 
 
 def _recompute(c: Launch) -> tuple[str, str]:
-    """Granularity and method, "" where not given."""
+    """Return granularity and method; "" for one that is not given."""
     given = (c.options.get(f"--recompute-{name}") or ("",) for name in ("granularity", "method"))
     granularity, method = (values[0] for values in given)
     return granularity, method
@@ -109,7 +109,7 @@ def _recompute_chunk(c: Launch) -> str:
 
 
 def _mtp_error(c: Launch) -> float:
-    """Relative error of MTP's weight on rank 0, which holds the end of every sequence."""
+    """Return the relative error of the MTP loss on rank 0, which has the end of every sequence."""
     held, depth = c.seq_length / c.layout.cp, c.config.mtp_num_layers
     if held <= depth:
         return 1.0
@@ -121,7 +121,7 @@ def _several_buckets(c: Launch) -> str:
     if c.backend != "torch" or "--overlap-grad-reduce" in c.options:
         return "--overlap-grad-reduce"
     if c.config.has_mtp and c.layout.pp > 1:
-        return f"the embedding that MTP shares over PP={c.layout.pp}"
+        return f"the embedding that MTP shares at PP={c.layout.pp}"
     return ""
 
 
@@ -130,7 +130,7 @@ OPTION_RULES: tuple[Rule, ...] = (
         "reserved-option",
         lambda c: c.first_of(*_RESERVED),
         lambda c: "; ".join(
-            f"{flag} in extra would contradict what the rules checked: set it through {where}"
+            f"{flag} in extra would override a value that the rules checked: set {where} instead"
             for flag, where in _RESERVED.items()
             if flag in c.options
         ),
@@ -140,8 +140,8 @@ OPTION_RULES: tuple[Rule, ...] = (
         "gpt-pipeline-option",
         lambda c: c.first_of(*_GPT_LAYOUT),
         lambda c: (
-            f"{c.first_of(*_GPT_LAYOUT)} does not go with --hybrid-layer-pattern, whose cuts say where "
-            "stages end: drop it"
+            f"{c.first_of(*_GPT_LAYOUT)} cannot be combined with --hybrid-layer-pattern, which already sets "
+            "the pipeline stages: drop it"
         ),
         _ARGUMENTS,
     ),
@@ -149,8 +149,9 @@ OPTION_RULES: tuple[Rule, ...] = (
         "documents-cp",
         lambda c: c.first_of(*_UNPADDED) and c.layout.cp > 1 and ("M" in c.kinds or c.config.has_mtp),
         lambda c: (
-            f"{c.first_of(*_UNPADDED)} with CP={c.layout.cp}: a row is cut whatever documents it holds, but "
-            "Mamba and MTP take each for cut on its own; use cp=1, or --sft, which pads documents"
+            f"{c.first_of(*_UNPADDED)} with CP={c.layout.cp}: Megatron splits a row over CP ranks "
+            "regardless of document boundaries, but Mamba and MTP assume that each document is split by "
+            "itself: use cp=1, or --sft, which pads documents"
         ),
         "megatron/core/ssm/mamba_context_parallel.py; Megatron-LM #6205, #4495",
     ),
@@ -158,18 +159,18 @@ OPTION_RULES: tuple[Rule, ...] = (
         "packed-cp-torch",
         lambda c: "--sft" in c.options and c.layout.cp > 1 and c.backend == "torch",
         lambda c: (
-            f"--sft with CP={c.layout.cp}: Megatron cuts packed documents with Transformer Engine's CUDA "
-            "library; use cp=1 or backend te"
+            f"--sft with CP={c.layout.cp}: Megatron splits packed documents with Transformer Engine's CUDA "
+            "library: use cp=1 or backend te"
         ),
         "megatron/core/utils.py",
     ),
     Rule(
         "recompute-layernorm-torch",
-        # The norms of the other layers are part of their linears, and never recomputed.
+        # In other layers the norm is part of a linear and is never recomputed.
         lambda c: c.backend == "torch" and c.config.is_moe and "layernorm" in _recomputed(c),
         lambda c: (
-            "--recompute-modules layernorm raises NameError in E layers without TransformerEngine: drop it, "
-            "or use backend te"
+            "--recompute-modules layernorm raises NameError in MoE layers without Transformer Engine: "
+            "drop it, or use backend te"
         ),
         "megatron/core/tensor_parallel/random.py",
     ),
@@ -177,8 +178,8 @@ OPTION_RULES: tuple[Rule, ...] = (
         "recompute-moe-act",
         lambda c: "moe_act" in _recomputed(c) and not (c.backend == "te" and c.config.is_moe),
         lambda c: (
-            "--recompute-modules moe_act goes with --moe-grouped-gemm, which needs Transformer Engine and E "
-            "layers: drop it, or use backend te"
+            "--recompute-modules moe_act requires --moe-grouped-gemm, which requires Transformer Engine "
+            "and MoE layers: drop it, or use backend te"
         ),
         "megatron/core/transformer/transformer_config.py",
     ),
@@ -187,7 +188,7 @@ OPTION_RULES: tuple[Rule, ...] = (
         lambda c: c.config.has_mtp and _recompute(c) == ("full", "uniform") and _recompute_chunk(c) != "1",
         lambda c: (
             f"full uniform recompute in chunks of {_recompute_chunk(c)} layers does not cover an MTP block, "
-            "which counts as one: use --recompute-num-layers 1"
+            "which counts as one layer: use --recompute-num-layers 1"
         ),
         "megatron/core/transformer/multi_token_prediction.py",
     ),
@@ -195,21 +196,21 @@ OPTION_RULES: tuple[Rule, ...] = (
         "padding-allgather",
         lambda c: c.quantized and not c.emulate and c.config.is_moe and _dispatcher(c) == "allgather",
         lambda c: (
-            f"{c.precision} pads each expert's tokens, which the allgather dispatcher cannot: "
+            f"{c.precision} pads each expert's tokens, which the allgather dispatcher does not support: "
             "use --moe-token-dispatcher-type alltoall or flex"
         ),
         "megatron/core/transformer/transformer_config.py",
     ),
     _option(
         "--moe-shared-expert-overlap",
-        "not supported in training together with latent experts; drop it",
+        "Megatron does not support it for training with latent experts; drop it",
         "megatron/core/transformer/moe/moe_layer.py",
         # Our torch backend overlaps it itself (layers/latent_moe.py).
         lambda c: c.config.moe_latent_size and c.backend != "torch",
     ),
     _option(
         "--overlap-moe-expert-parallel-comm",
-        "only GPT models implement its schedule, a hybrid fails in the first step; drop it",
+        "only GPT models implement its schedule, and a hybrid model fails in the first step; drop it",
         "megatron/core/pipeline_parallel/combined_1f1b.py",
     ),
     _option(
@@ -220,34 +221,36 @@ OPTION_RULES: tuple[Rule, ...] = (
     ),
     _option(
         "--fp4-param-gather",
-        "made before the precision file is matched, so what it keeps BF16 becomes FP4 too; drop it",
+        "it converts parameters before the precision file is applied, so modules kept in BF16 become FP4 "
+        "too; drop it",
         "Megatron-LM #2284, #5174",
     ),
     _option(
         "--yaml-cfg",
-        "broken in megatron-core 0.19, it does not reach the hybrid; use flags",
+        "it is broken in megatron-core 0.19 and does not configure hybrid models; use flags",
         "megatron/training/yaml_arguments.py",
     ),
     Rule(
         "grad-reduce-in-bf16",
         lambda c: c.config.has_mtp and _bf16_gradients(c),
         lambda c: (
-            f"{_bf16_gradients(c)}: BF16 accumulation of the output layer's gradient, which MTP shares, lost "
-            "MTP's small share of it in Ultra at about 8T tokens and the MTP loss spiked; FP32 reduction "
-            f"cured it. Drop it, or at least keep local sums in FP32: {_FP32_LOCAL} all"
+            f"{_bf16_gradients(c)} accumulates the gradient of the output layer, which MTP shares, in BF16. "
+            "When Ultra trained, this lost MTP's small contribution at about 8T tokens, and the MTP loss "
+            "spiked until reduction was in FP32. Drop it, or at least accumulate locally in FP32: "
+            f"{_FP32_LOCAL} all"
         ),
         "Ultra report (arXiv 2606.15007)",
         "warning",
     ),
     _option(
         "--use-checkpoint-args",
-        "replaces --spec and the architecture with the checkpoint's",
+        "the checkpoint's --spec and architecture replace the given ones; drop it to keep yours",
         "megatron/training/checkpointing.py",
         severity="warning",
     ),
     _option(
         "--moe-per-layer-logging",
-        "the router of an MTP block that repeats is logged whole under depth 1, as zero under the others",
+        "Megatron logs all depths of a repeated MTP block's router under depth 1, and zero under the others",
         "megatron_nemotron3/layers/stack.py; Megatron-LM #7172",
         lambda c: (
             "E" in (c.config.mtp_pattern or "")
@@ -264,9 +267,9 @@ COMBINATION_RULES: tuple[Rule, ...] = (
         "mtp-cp",
         lambda c: c.config.has_mtp and c.layout.cp > 1 and _mtp_error(c) > _TOLERATED,
         lambda c: (
-            f"MTP with CP={c.layout.cp}: Megatron weighs the MTP loss by each rank's own tokens; its "
-            f"gradients are off by up to {_mtp_error(c):.1g} at seq_length={c.seq_length}. Use cp=1 to have "
-            "them right"
+            f"MTP with CP={c.layout.cp}: each rank normalizes the MTP loss by its own tokens, so the "
+            f"relative error of its gradients is up to {_mtp_error(c):.1g} at seq_length={c.seq_length}: use "
+            "cp=1 for exact gradients"
         ),
         _MTP,
         "warning",
@@ -275,8 +278,8 @@ COMBINATION_RULES: tuple[Rule, ...] = (
         "masked-mtp-cp",
         lambda c: c.config.has_mtp and c.layout.cp > 1 and c.first_of(*_MASKING),
         lambda c: (
-            f"{c.first_of(*_MASKING)} with MTP and CP={c.layout.cp}: ranks hold different numbers of tokens "
-            "that count, and Megatron weighs the MTP loss by each rank's own: use cp=1"
+            f"{c.first_of(*_MASKING)} with MTP and CP={c.layout.cp}: CP ranks have different numbers of "
+            "unmasked tokens, and each normalizes the MTP loss by its own: use cp=1"
         ),
         _MTP,
     ),
@@ -286,8 +289,8 @@ COMBINATION_RULES: tuple[Rule, ...] = (
             c.layout.cp > 1 and c.first_of(*_MASKING) and not c.config.has_mtp and _PER_TOKEN not in c.options
         ),
         lambda c: (
-            f"{c.first_of(*_MASKING)} with CP={c.layout.cp}: ranks hold different numbers of tokens that "
-            f"count, and each takes the mean of its own: add {_PER_TOKEN}"
+            f"{c.first_of(*_MASKING)} with CP={c.layout.cp}: CP ranks have different numbers of unmasked "
+            f"tokens, and each averages the loss over its own: add {_PER_TOKEN}"
         ),
         "megatron/core/pipeline_parallel/schedules.py",
     ),
@@ -296,8 +299,8 @@ COMBINATION_RULES: tuple[Rule, ...] = (
         lambda c: _RESHARDABLE in c.options and _several_buckets(c),
         lambda c: (
             f"{_RESHARDABLE} with gradients in several buckets ({_several_buckets(c)}): megatron-core 0.19 "
-            "saves an optimizer state shifted by the padding between them; drop it and resume at the same "
-            "TP and PP, or keep one bucket"
+            "saves an optimizer state that is shifted by the padding between buckets: drop it and resume at "
+            "the same TP and PP, or keep one bucket"
         ),
         "megatron/core/optimizer/distrib_optimizer.py; Megatron-LM #5077",
     ),
@@ -309,9 +312,9 @@ VERSION_RULES: tuple[Rule, ...] = (
         "option-of-another-version",
         lambda c: unknown_options(c.options, c.version),
         lambda c: (
-            f"the parser of megatron-core {c.version} stops at "
+            f"the parser of megatron-core {c.version} does not accept "
             + ", ".join(f"{name} ({why})" for name, why in unknown_options(c.options, c.version).items())
-            + ": drop it, or use a version that has it"
+            + ": drop it, or use a version that accepts it"
         ),
         _ARGUMENTS,
     ),
@@ -320,7 +323,7 @@ VERSION_RULES: tuple[Rule, ...] = (
         lambda c: c.version == "0.20" and c.config.has_mtp and c.backend != "te",
         lambda c: (
             f"MTP on megatron-core {c.version} raises TypeError when it is built on a GPU without "
-            f"TransformerEngine: install it, or use megatron-core {DEFAULT}; cpu_mode avoids it on a CPU"
+            f"Transformer Engine: install it, or use megatron-core {DEFAULT}; cpu_mode avoids it on a CPU"
         ),
         "megatron/core/tensor_parallel/inference_layers.py",
         "warning",

@@ -15,10 +15,11 @@ _CONFIG = "megatron/core/transformer/transformer_config.py"
 _TE = "Transformer Engine's quantizers; megatron/core/fp4_utils.py"
 
 #: CUDA compute capabilities that Transformer Engine's documentation names for training in NVFP4. Its code
-#: lets every GPU from 10.0 pass; from 12.0 MXFP8 is refused and stochastic rounding gave zeros (TE #3281).
+#: accepts every GPU from 10.0 on, but from 12.0 on it refuses MXFP8, and stochastic rounding returned zeros
+#: (TE #3281).
 FP4_CAPABILITIES = ((10, 0), (10, 3))
 
-#: Elements FP4 needs per row for a 16-byte aligned address.
+#: Elements per FP4 row that keep every row at a 16-byte aligned address.
 _FP4_ROW = 32
 
 
@@ -27,14 +28,14 @@ def _has_file(c: Launch) -> bool:
 
 
 def _local_shapes(c: Launch) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Weights of the decoder's quantized GEMMs as one rank holds them: (name, [output, input], block)."""
+    """Yield the weights of the decoder's quantized GEMMs on one rank: (name, [output, input], block)."""
     sizes = symbol_sizes(c.config)
     for symbol in sorted(set(c.config.pattern)):
         for row in rows_of(c.config, symbol):
             kind = kind_named(row.linear)
             if kind is None or not kind.quantizable:
                 continue
-            # Without a file every linear has the format of its layer.
+            # Without a precision file every linear has the format of its layer.
             by_recipe = c.precision == NVFP4 and _has_file(c)
             number_format = kind.format(c.precision) if by_recipe else c.precision
             if number_format == BF16:
@@ -47,7 +48,7 @@ def _local_shapes(c: Launch) -> Iterator[tuple[str, tuple[int, ...], int]]:
 
 
 def _misaligned(c: Launch, at_least: int = 1) -> list[str]:
-    """Weights whose local dimensions are not multiples of their block size or of `at_least`."""
+    """Return weights whose local dimensions are not multiples of their block size or of `at_least`."""
     return [
         f"{name} {list(shape)} (multiples of {max(block, at_least)})"
         for name, shape, block in _local_shapes(c)
@@ -57,13 +58,13 @@ def _misaligned(c: Launch, at_least: int = 1) -> list[str]:
 
 def _alignment_message(c: Launch) -> str:
     return (
-        f"{c.precision} quantizes in blocks that weights at TP={c.layout.tp} ETP={c.layout.etp} do "
-        f"not fill: {', '.join(_misaligned(c))}. Use another TP or bf16"
+        f"{c.precision} quantizes in blocks, and at TP={c.layout.tp} ETP={c.layout.etp} the sizes of these "
+        f"weights are not multiples of a block: {', '.join(_misaligned(c))}. Use another TP or bf16"
     )
 
 
 def _tokens(c: Launch) -> int:
-    """Tokens of a microbatch on one rank's GEMMs (sequence parallelism gathers them)."""
+    """Return the tokens of a microbatch in one rank's GEMMs (sequence parallelism gathers them)."""
     micro = c.schedule.micro_batch_size if c.schedule else 1
     return micro * c.seq_length // c.layout.cp
 
@@ -84,7 +85,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
             "nvfp4 without --te-precision-config-file: Megatron would also quantize attention and latent "
             "projections, MTP and Mamba's out_proj, against the published recipe. Give "
             f"te_precision_config_file=PATH (nemotron3 precision {c.config.name} --output PATH writes it), "
-            "or allow_plain_nvfp4=True to mean it"
+            "or allow_plain_nvfp4=True to accept that"
         ),
         "Super report, table 3",
     ),
@@ -92,7 +93,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
         "precision-file-unused",
         lambda c: _has_file(c) and not c.quantized,
         lambda c: (
-            f"a precision file has no effect on {c.precision} but for entries that set "
+            f"a precision file affects {c.precision} only through entries that set "
             "override_nonquantized_autocast: drop it or use nvfp4"
         ),
         "megatron/core/extensions/transformer_engine.py",
@@ -109,7 +110,8 @@ PRECISION_RULES: tuple[Rule, ...] = (
         ),
         lambda c: (
             f"{c.bf16_at_start} BF16 layers at the start and {c.bf16_at_end} at the end of "
-            f"{c.config.num_layers}: use counts from 0 that fit (Megatron does not check them for FP4)"
+            f"{c.config.num_layers} layers: use counts from 0 whose sum is at most {c.config.num_layers} "
+            "(Megatron does not check them for FP4)"
         ),
         _CONFIG,
     ),
@@ -121,7 +123,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
         ),
         lambda c: (
             f"mxfp8 keeps {max(c.bf16_at_start, c.bf16_at_end)} BF16 layers at one end; Megatron allows "
-            f"layers/PP={c.config.num_layers // c.layout.pp}: lower PP, or pass "
+            f"at most layers/PP={c.config.num_layers // c.layout.pp}: lower PP, or pass "
             f"--num-layers-at-end-in-bf16 {c.config.num_layers // c.layout.pp}"
         ),
         _CONFIG,
@@ -136,8 +138,8 @@ PRECISION_RULES: tuple[Rule, ...] = (
         "nvfp4-torch",
         lambda c: c.precision == "nvfp4" and c.backend == "torch" and not c.emulate,
         lambda c: (
-            "FP4 GEMMs exist only in Transformer Engine, without which Megatron's parser refuses "
-            "--fp4-format: use backend te, or emulate=True"
+            "FP4 GEMMs exist only in Transformer Engine, and Megatron's parser refuses --fp4-format "
+            "without it: use backend te, or emulate=True"
         ),
         _ARGUMENTS,
     ),
@@ -145,8 +147,8 @@ PRECISION_RULES: tuple[Rule, ...] = (
         "quantized-hardware",
         lambda c: c.quantized and not c.emulate and c.compute_capability not in (None, *FP4_CAPABILITIES),
         lambda c: (
-            f"{c.precision} GEMMs train on GPUs of compute capability "
-            f"{' and '.join(map(_capability, FP4_CAPABILITIES))}; this one has "
+            f"{c.precision} training requires a GPU of compute capability "
+            f"{' or '.join(map(_capability, FP4_CAPABILITIES))}; this one has "
             f"{_capability(c.compute_capability or (0, 0))}: use precision bf16"
             + (", or emulate=True with backend torch" if c.precision == "nvfp4" else "")
         ),
@@ -156,7 +158,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
         "emulate-other",
         lambda c: c.emulate and (c.precision, c.backend) != ("nvfp4", "torch"),
         lambda c: (
-            f"emulation is of nvfp4 by the torch backend's linears, not of {c.precision} on backend "
+            f"emulation supports only precision nvfp4 on backend torch, not {c.precision} on backend "
             f"{c.backend}: use precision nvfp4 and backend torch, or emulate=False"
         ),
         "this package",
@@ -168,8 +170,9 @@ PRECISION_RULES: tuple[Rule, ...] = (
             c.precision == "nvfp4" and not c.emulate and not _misaligned(c) and _misaligned(c, _FP4_ROW)
         ),
         lambda c: (
-            f"FP4 GEMMs read rows in multiples of {_FP4_ROW}; at TP={c.layout.tp} ETP={c.layout.etp} these "
-            f"are not, and no source tried it: {', '.join(_misaligned(c, _FP4_ROW))}"
+            f"FP4 GEMMs read rows in multiples of {_FP4_ROW} elements; at TP={c.layout.tp} "
+            f"ETP={c.layout.etp} these weights have other sizes, which no source reports as tested: "
+            f"{', '.join(_misaligned(c, _FP4_ROW))}"
         ),
         "megatron/core/fp4_utils.py",
         "warning",
@@ -178,8 +181,8 @@ PRECISION_RULES: tuple[Rule, ...] = (
         "token-alignment",
         lambda c: c.quantized and _tokens(c) % _block_size(c),
         lambda c: (
-            f"{c.precision} needs the {_tokens(c)} tokens of a microbatch (micro_batch_size*seq_length/CP) "
-            f"to be a multiple of {_block_size(c)}: use seq_length a multiple of "
+            f"the {_tokens(c)} tokens of a microbatch (micro_batch_size*seq_length/CP) are not a multiple of "
+            f"{_block_size(c)}, as {c.precision} requires: use a seq_length that is a multiple of "
             f"{_block_size(c) * c.layout.cp}"
         ),
         _TE,

@@ -29,7 +29,7 @@ def _batch(c: Launch) -> int:
 
 
 def _vpp_group(c: Launch) -> int:
-    """Consecutive microbatches of a virtual stage."""
+    """Return the number of consecutive microbatches of a virtual stage."""
     given = c.options.get("--microbatch-group-size-per-virtual-pipeline-stage")
     return int(given[0]) if given else c.layout.pp
 
@@ -51,7 +51,7 @@ def _warmup(c: Launch) -> int:
     return _schedule(c).length("lr_warmup") or 0
 
 
-#: Option in `extra` -> what is then known.
+#: Option in `extra` -> the field of the schedule that it supplies.
 _SUPPLIES = {"--train-iters": "train", "--train-samples": "train", "--lr": "lr", "--min-lr": "min_lr"}
 
 
@@ -75,8 +75,8 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         lambda c: _has_batch(c) and c.layout.vpp > 1 and not _groups_close(c),
         lambda c: (
             f"VPP={c.layout.vpp} runs microbatches in groups of {_vpp_group(c)}, each of at least "
-            f"PP={c.layout.pp}, but a step has {_batch(c) // _replicas(c)}: use groups of {c.layout.pp} and "
-            f"global_batch_size a multiple of {c.layout.pp * _replicas(c)}"
+            f"PP={c.layout.pp} microbatches, but a step has {_batch(c) // _replicas(c)}: use groups "
+            f"of {c.layout.pp} and a global_batch_size that is a multiple of {c.layout.pp * _replicas(c)}"
         ),
         "megatron/core/pipeline_parallel/schedules.py",
     ),
@@ -95,7 +95,7 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         "warmup-length",
         lambda c: (end := _decay_end(c)) is not None and _warmup(c) >= end,
         lambda c: (
-            f"lr_warmup_{_schedule(c).unit}={_warmup(c)} does not end before the decay at {_decay_end(c)}: "
+            f"lr_warmup_{_schedule(c).unit}={_warmup(c)} is not below {_decay_end(c)}, where the decay ends: "
             "shorten the warm-up"
         ),
         _SCHEDULER,
@@ -110,7 +110,7 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
             and c.first_of("--lr-decay-style", "--lr-wsd-decay-samples", "--lr-wsd-decay-iters") is None
         ),
         lambda c: (
-            f"lr_decay_style=WSD with lr={_schedule(c).lr} needs the length of the last phase: "
+            f"lr_decay_style=WSD with lr={_schedule(c).lr} needs the length of the decay phase: "
             f"set lr_wsd_decay_{_schedule(c).unit}"
         ),
         _SCHEDULER,
@@ -119,8 +119,8 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         "schedule-unknown",
         lambda c: c.schedule is not None and _unknown(c),
         lambda c: (
-            f"{c.config.name}: no source states {', '.join(_unknown(c))}, so no flag says it: "
-            "set it in the schedule or append Megatron's options"
+            f"{c.config.name}: no source states {', '.join(_unknown(c))}, so no such option is emitted: "
+            "set the values in the schedule or append Megatron's options"
         ),
         "schedule.published",
         "warning",

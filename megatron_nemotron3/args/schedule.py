@@ -1,4 +1,4 @@
-"""How long and how fast to train: `TrainingSchedule`, the published ones, and changes. Standard library only.
+"""Batch size, length and learning rate of a run: `TrainingSchedule`. Standard library only.
 
 Fields have the names of Megatron's options; None means that no source states the value, and then no flag is
 emitted. The phases after pre-training (long context, fine-tuning) are in `phases.py`.
@@ -64,7 +64,7 @@ class TrainingSchedule:
         if samples and iters:
             raise ValueError(
                 f"{samples[0]}={getattr(self, samples[0])} and {iters[0]}={getattr(self, iters[0])} use two "
-                "units: Megatron wants all lengths in samples or all in iterations"
+                "units: give all lengths in samples or all in iterations, as Megatron requires"
             )
         # A warm-up may be 0 long, and eval_iters=0 turns evaluation off.
         may_be_zero = {"eval_iters", "lr_warmup_samples", "lr_warmup_iters"}

@@ -13,7 +13,9 @@ from megatron_nemotron3.models.tiny import tiny
 
 def register(commands: Any) -> None:
     """Add `nemotron3 show`."""
-    show = commands.add_parser("show", help="the numbers of a model", description="The numbers of a model.")
+    show = commands.add_parser(
+        "show", help="print the sizes of a model", description="Print the sizes of a model."
+    )
     add_model(show)
     show.add_argument("--json", action="store_true", help="machine-readable")
     show.set_defaults(run=show_command)
@@ -22,7 +24,7 @@ def register(commands: Any) -> None:
 def add_model(command: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add NAME and --tiny, which `chosen_model` reads."""
     command.add_argument("name", metavar="NAME", nargs=None if required else "?", help=", ".join(names()))
-    command.add_argument("--tiny", action="store_true", help="the small form of the same model")
+    command.add_argument("--tiny", action="store_true", help="use the small form of the model")
 
 
 def chosen_model(options: argparse.Namespace) -> Nemotron3Config:
@@ -40,7 +42,7 @@ def add_stored_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model", metavar="NAME", help=f"{', '.join(names())}; default: as the checkpoint says"
     )
-    command.add_argument("--tiny", action="store_true", help="the small form of --model")
+    command.add_argument("--tiny", action="store_true", help="use the small form of --model")
 
 
 def stored_model(options: argparse.Namespace) -> Nemotron3Config | None:
@@ -51,7 +53,7 @@ def stored_model(options: argparse.Namespace) -> Nemotron3Config | None:
     """
     if options.model is None:
         if options.tiny:
-            raise ValueError("--tiny: it needs --model NAME")
+            raise ValueError("--tiny requires --model NAME")
         return None
     config = get(options.model)
     return tiny(config) if options.tiny else config

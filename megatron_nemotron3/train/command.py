@@ -17,18 +17,20 @@ from megatron_nemotron3.precision import settings as emulation
 
 def register(commands: Any) -> None:
     """Add `nemotron3 train`."""
-    train = commands.add_parser("train", help="prepare text, train with Megatron's loop, report")
+    train = commands.add_parser("train", help="prepare text, train with Megatron's loop, and report")
     add_model(train)
     add_launch(train, precision=None)
     train.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    train.add_argument("--output", type=Path, metavar="DIR", help="default: runs/NAME")
-    train.add_argument("--text", metavar="PATH", help="file, .jsonl or folder; default: Python's sources")
-    train.add_argument("--max-bytes", type=int, metavar="N", help="of text, at most")
+    train.add_argument("--output", type=Path, metavar="DIR", help="folder to write; default: runs/NAME")
     train.add_argument(
-        "--data-path", nargs="+", default=[], metavar="PREFIX", help="Megatron data sets instead"
+        "--text", metavar="PATH", help="text file, .jsonl or folder; default: Python's sources"
+    )
+    train.add_argument("--max-bytes", type=int, metavar="N", help="use at most N bytes of text")
+    train.add_argument(
+        "--data-path", nargs="+", default=[], metavar="PREFIX", help="use Megatron data sets instead of text"
     )
     train.add_argument("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer for --data-path")
-    train.add_argument("--monitor", type=int, metavar="N", help="iterations between measurements, 0: off")
+    train.add_argument("--monitor", type=int, metavar="N", help="iterations between measurements; 0: off")
     train.add_argument(
         "--log-precision",
         nargs="?",
@@ -96,7 +98,5 @@ def _log_interval(options: argparse.Namespace) -> int | None:
         chosen = emulation.logging_in_environment()
         return None if chosen is None else chosen.interval
     if given and not (given.isascii() and given.isdigit() and int(given)):
-        raise ValueError(
-            f"--log-precision {given}: give an interval in iterations from 1 on, or leave it out"
-        )
+        raise ValueError(f"--log-precision {given}: give at least 1 iteration, or the option without a value")
     return int(given or 0)

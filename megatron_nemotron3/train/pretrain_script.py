@@ -63,7 +63,7 @@ def _drawn_batch(data_iterator: Iterator[_Batch], mtp_here: bool) -> _Batch:
     if tp_rank == 0:
         drawn = next(data_iterator)
         batch = {k: v.cuda(non_blocking=True) if v is not None else None for k, v in drawn.items()}
-    no_documents, no_hybrid_cp = False, False  # the first has another name in each version
+    no_documents, no_hybrid_cp = False, False  # by position: the first is renamed in each version
     batch = get_batch_on_this_tp_rank(
         batch,
         no_documents,
@@ -165,7 +165,7 @@ def main() -> None:
     if given := [name for name in UNSUPPORTED if getattr(args, name, None)]:
         option = "--" + given[0].replace("_", "-")
         raise SystemExit(
-            f"{option} is not part of this entry: run the stock pretrain_hybrid.py with our flags"
+            f"{option} is not supported by this script: run the stock pretrain_hybrid.py with the same flags"
         )
     pretrain(
         pretrain_cfg_container_from_args(args),

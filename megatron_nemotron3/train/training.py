@@ -34,7 +34,7 @@ from megatron_nemotron3.train import log, processes, report
 class Request:
     """What to train, on what text, and where to write."""
 
-    #: With a schedule (`schedule_of`). Its data and its precision file are filled in here.
+    #: Its schedule is `schedule_of`; `train` fills in its data and its precision file.
     launch: Launch
     #: "cpu" or "cuda".
     device: str
@@ -51,7 +51,7 @@ class Request:
 
     @property
     def precision_file(self) -> str | None:
-        """The file of `--te-precision-config-file`, if there is one; by default written to `output`."""
+        """File for `--te-precision-config-file`; for nvfp4 the default is one written to `output`."""
         own = str(self.output / "precision.yaml") if self.launch.precision == "nvfp4" else None
         return self.launch.te_precision_config_file or own
 
@@ -67,7 +67,7 @@ class Request:
 
 
 def schedule_of(config: Nemotron3Config, layout: ParallelLayout, **given: Any) -> TrainingSchedule:
-    """Return a schedule for minutes on a CPU for tiny models, and the published one for others.
+    """Return a schedule that trains a tiny model on a CPU in minutes; for other models the published one.
 
     Args:
         given: arguments of `adjusted` that replace parts of it: `steps`, `seq_length`, `micro_batch_size`,
@@ -100,7 +100,7 @@ def train(request: Request) -> int:
     """Train, and follow the log; return the exit status. A second call resumes from the last checkpoint.
 
     Raises:
-        ValueError: the request cannot work (nothing but prepared data was written then), or training failed.
+        ValueError: the request is invalid (at most prepared data was written), or training failed.
     """
     started = time.monotonic()
     given = request.launch
@@ -125,7 +125,7 @@ def train(request: Request) -> int:
     for line in resume.before_start(["--load", str(request.checkpoints), *given.extra], rank=0):
         print(line)
     for leftover in resume.remove_incomplete(request.checkpoints):
-        print(f"removed {leftover}: its save had been interrupted")
+        print(f"removed {leftover}: its save was interrupted")
 
     begun = folders.latest_iteration(request.checkpoints)
     log_file = request.output / "train.log"
@@ -160,7 +160,9 @@ def train(request: Request) -> int:
     _print_report(request, curve, baseline, started)
     if progress.was_interrupted:
         where = (
-            f"step {saved} is saved; the same command goes on from there" if saved else "no checkpoint yet"
+            f"step {saved} is saved; the same command resumes from there"
+            if saved
+            else "no checkpoint was saved"
         )
         print(f"interrupted: {where}")
         return 130
@@ -168,7 +170,7 @@ def train(request: Request) -> int:
 
 
 def _measurement(request: Request) -> emulation.Logging | None:
-    """Where and when to measure precision. A run shorter than the default interval measures its last step.
+    """Return where and when to measure precision. Short runs measure their last step.
 
     Raises:
         ValueError: the backend's linears cannot be measured.
@@ -178,8 +180,8 @@ def _measurement(request: Request) -> emulation.Logging | None:
     launch = request.launch
     if launch.backend != "torch":
         raise ValueError(
-            f"--log-precision measures linears of the torch backend, not of {launch.backend}: use --backend "
-            "torch"
+            f"--log-precision measures only linears of the torch backend, not of {launch.backend}: use "
+            "--backend torch"
         )
     steps = (launch.schedule and launch.schedule.train_iters) or emulation.LOG_DEFAULT
     interval = request.log_precision or min(emulation.LOG_DEFAULT, steps)
@@ -187,13 +189,13 @@ def _measurement(request: Request) -> emulation.Logging | None:
 
 
 def _cause_of_stop(request: Request, progress: _Progress, status: int) -> str:
-    """Return one sentence on why training stopped."""
+    """Return why training stopped, in one sentence."""
     if "CheckpointException" in progress.last_error or "No space left" in progress.last_error:
-        # Megatron's writer processes do not report the reason; usually the disk is full.
+        # Megatron's writer processes do not report the cause, which is usually a full disk.
         free = shutil.disk_usage(request.output).free / 1e6
         return (
-            f"saving a checkpoint below {request.checkpoints} failed; {free:,.0f} MB are free there: "
-            "make room or choose another --output, the same command goes on from the last checkpoint"
+            f"saving a checkpoint in {request.checkpoints} failed; {free:,.0f} MB are free there: "
+            "free disk space or choose another --output; the same command resumes from the last checkpoint"
         )
     return progress.last_error or f"training ended with status {status}"
 
@@ -282,7 +284,7 @@ class _Progress:
             print(f"step {item.iteration:5d}  validation loss {item.loss:.3f}", flush=True)
 
     def _step(self, step: log.Step) -> None:
-        # On a terminal one line is rewritten; in a file about twenty lines remain.
+        # A terminal shows one line that is rewritten; a file gets about twenty lines.
         mtp = " ".join(f"{loss:.3f}" for loss in step.mtp)
         text = f"step {step.iteration:5d}/{step.total}  loss {step.loss:.3f}" + (
             f"  MTP {mtp}" if mtp else ""
@@ -296,9 +298,13 @@ class _Progress:
             print(text, flush=True)
 
     def interrupted(self) -> None:
-        """Called at every interrupt."""
+        """Handle an interrupt; called for each one."""
         first, self.was_interrupted = not self.was_interrupted, True
-        print("\ninterrupted: saving a checkpoint first; again to stop at once" if first else "\nstopping")
+        print(
+            "\ninterrupted: saving a checkpoint first; interrupt again to stop at once"
+            if first
+            else "\nstopping"
+        )
 
 
 def _event_files(request: Request) -> tuple[str, ...]:

@@ -326,7 +326,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--argv", "x.sh", "--", "--lr", "1"], "drop --lr 1"),
         (["--argv", "/no/such.sh"], "/no/such.sh"),
         (["--tp", "16"], "mamba_num_groups=8"),
-        (["--argv", sys.executable], "no text"),
+        (["--argv", sys.executable], "not a text file"),
     ],
 )
 def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

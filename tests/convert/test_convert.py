@@ -268,7 +268,7 @@ def test_too_little_space(
             "neither model.safetensors nor model.safetensors.index.json: is it a Megatron checkpoint?",
         ),
         (["from-hf", "{hf}", "{out}", "--make-vocab-size-divisible-by", "0"], "use 1 or more"),
-        (["from-hf", "{hf}", "{out}", "--tiny"], "it needs --model"),
+        (["from-hf", "{hf}", "{out}", "--tiny"], "--tiny requires --model"),
     ],
 )
 def test_bad_input(

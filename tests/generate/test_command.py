@@ -173,7 +173,7 @@ def refused(capsys: Capture, *words: object) -> str:
         (["--prompt", "a", "--temperature", 1, "--top-p", 0], "top_p=0.0"),
         (["--prompt", "a", "--top-k", 3], "give --temperature T"),
         (["--prompt", "a", "--stop", ""], "--stop ''"),
-        (["--prompt", "a", "--tiny"], "--tiny: it needs --model NAME"),
+        (["--prompt", "a", "--tiny"], "--tiny requires --model NAME"),
         (["--prompt", "a", "--model", "supper"], "did you mean 'super'"),
         (["--prompt", "a", "--tokenizer", "/nowhere"], "/nowhere: there is no tokenizer.json"),
         (["--prompt-file", "/nowhere/prompt"], "/nowhere/prompt"),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_nemotron3.args import ParallelLayout, check
-from megatron_nemotron3.models import get
+from megatron_nemotron3.args import Launch, check
 
 LOCAL = "--ddp-param-name-patterns-for-fp32-local-accumulation"
 FSDP = "--megatron-fsdp-main-grads-dtype"
 
 
 def warned(extra: tuple[str, ...], name: str = "super") -> list[str]:
-    violations = check(get(name), ParallelLayout(), extra=extra)
+    violations = check(Launch.of(name, extra=extra))
     return [str(v) for v in violations if v.rule == "grad-reduce-in-bf16"]
 
 

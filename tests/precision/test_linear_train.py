@@ -35,7 +35,11 @@ def test_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
         ("nvfp4,st=0", [*FLAGS, "--backend", "torch", "--emulate"], "'st' is no switch: use rht, sr"),
         ("nvfp4", FLAGS, "is set: pass --precision nvfp4 --emulate or unset it"),
         ("nvfp4", ["train", "super", "--tiny", "--device", "cpu"], "pass --precision nvfp4 --emulate"),
-        (None, ["train", "super", "--tiny", "--device", "cpu", "--emulate"], "emulation is of nvfp4"),
+        (
+            None,
+            ["train", "super", "--tiny", "--device", "cpu", "--emulate"],
+            "emulation supports only precision nvfp4",
+        ),
     ],
 )
 def test_refused(

@@ -24,9 +24,9 @@ SPEC = ["--spec", "megatron_nemotron3.specs"]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--log-precision", "0"], "--log-precision 0: give an interval in iterations from 1 on"),
-        (["--log-precision", "-3"], "--log-precision -3: give an interval in iterations from 1 on"),
-        (["--log-precision=often"], "--log-precision often: give an interval in iterations from 1 on"),
+        (["--log-precision", "0"], "--log-precision 0: give at least 1 iteration"),
+        (["--log-precision", "-3"], "--log-precision -3: give at least 1 iteration"),
+        (["--log-precision=often"], "--log-precision often: give at least 1 iteration"),
         (
             ["--log-precision", "--backend", "auto", "--precision", "mxfp8"],
             "use backend te, or precision bf16",

@@ -88,7 +88,7 @@ def test_an_interrupt_saves_first_and_the_same_command_goes_on(text: Path, tmp_p
     assert process.returncode == 130, out
     saved = folders.latest_iteration(output / "checkpoints")
     assert saved is not None and saved < steps
-    assert f"step {saved} is saved; the same command goes on from there" in out
+    assert f"step {saved} is saved; the same command resumes from there" in out
     assert [p.name for p in (output / "checkpoints").glob("iter_*")] == [f"iter_{saved:07d}"]
 
     begun = log.read(str(output / "train.log")).steps
