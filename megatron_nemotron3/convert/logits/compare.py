@@ -135,6 +135,7 @@ class _Comparison:
     def run(self, ids: Tensor) -> None:
         table = list(prefixes(self.config))
         self.report.experts = sum(p.part == "E" for p in table) * (self.config.num_moe_experts or 0)
+        self.total = sum(p.part in self.config.full_pattern for p in table)
         x, y = self.ours.embed(ids), self.theirs.embed(ids).unsqueeze(0)
         rows = torch.stack([x, x, x])
         self.record(Layer("embedding", *self.compare(x, y[0], rows[OWN], y[0])))
@@ -149,9 +150,9 @@ class _Comparison:
                 rows = self.ours.norm(rows, prefix.megatron + "final_layernorm.weight")
                 y = self.theirs.norm(y, prefix.hf + "final_layernorm.weight")
                 self.compare_logits(f"logits of MTP depth {depth}", rows, y)
+                rows[THEIRS] = y[0]
             else:
                 rows, y = self.layer(prefix, rows, y)
-            rows[THEIRS] = y[0]
             if prefix.megatron.startswith("decoder.") and (following is None or following.part == "mtp_in"):
                 rows, y = self.ours.final_norm(rows), self.theirs.final_norm(y)
                 self.compare_logits("logits", rows, y)
@@ -169,6 +170,7 @@ class _Comparison:
         else:
             own, used = agreements[OWN], step.selection.experts.unique().numel()
             self.record(Layer(name, *figures, agreements[THEIRS].scores, own.ties, own.others, used))
+        rows[THEIRS] = step.stream[0]
         return rows, step.stream
 
     def enter_mtp(self, prefix: Prefix, ids: Tensor, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,6 +180,7 @@ class _Comparison:
         self.perturb(rows, rows[THEIRS] - y[0])
         name = f"{prefix.megatron}eh_proj and {prefix.hf}eh_proj"
         self.record(Layer(name, *self.compare(rows[THEIRS], y[0], rows[OWN], y[0])))
+        rows[THEIRS] = y[0]
         return rows, y
 
     def perturb(self, rows: Tensor, difference: Tensor) -> None:
