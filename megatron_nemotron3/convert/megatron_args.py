@@ -153,7 +153,7 @@ def args_of(config: Nemotron3Config, *, padded_vocab_size: int, dtype: str = "bf
 
 
 def common_state(args: Namespace) -> dict[str, Any]:
-    """Return what a checkpoint stores beside its tensors, in common.pt and in the `common_state` object.
+    """Return the state that a checkpoint stores in common.pt and in the `common_state` object.
 
     The iteration is 0: the weights are a starting point. `content_metadata` states that experts are stacked.
     """
@@ -251,9 +251,7 @@ def _check_family(name: str, values: dict[str, Any], moe: bool) -> None:
     if moe and groups not in (None, 1):
         wrong.append(f"moe_router_num_groups={groups!r} (experts chosen by groups)")
     if wrong:
-        raise ValueError(
-            f"{name}: it is not a Nemotron-H model, whose family has none of: " + ", ".join(wrong)
-        )
+        raise ValueError(f"{name}: it is not a Nemotron-H model: no such model has " + ", ".join(wrong))
 
 
 def _stored_number(name: str, values: dict[str, Any], field: str, names: tuple[str, ...]) -> Any:
