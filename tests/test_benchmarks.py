@@ -21,6 +21,7 @@ from megatron_nemotron3.cpu import cpu_mode
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.parameters import count
 from tests.support.model_mapping import megatron_model, to_transformers, transformers_config
+from tests.support.programs import run_python
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 #: Files that are run; the others are imported by them.
@@ -72,7 +73,7 @@ def test_every_script_is_known() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help(script: str) -> None:
-    done = run(script, "--help")
+    done = run_python([str(BENCHMARKS / script), "--help"], BENCHMARKS.parent)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage:")
 
