@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import subprocess
-import sys
 import warnings
 from argparse import Namespace
 from dataclasses import dataclass
@@ -30,14 +28,8 @@ TINY_GPU = ("--device", "cpu", "--tiny", "--rounds", "1", "--steps", "1")
 
 
 def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    return subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**os.environ, **quiet, **environment},
-    )
+    """Run a benchmark in a process forked with Megatron imported."""
+    return run_python([str(BENCHMARKS / script), *arguments], Path.cwd(), timeout=900, **environment)
 
 
 def tables(output: str) -> list[list[list[str]]]:
@@ -73,7 +65,7 @@ def test_every_script_is_known() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help(script: str) -> None:
-    done = run_python([str(BENCHMARKS / script), "--help"], BENCHMARKS.parent)
+    done = run(script, "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage:")
 
