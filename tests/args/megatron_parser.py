@@ -41,6 +41,7 @@ def _answers(jobs: list[dict[str, Any]]) -> list[str]:
 
     import argparse
 
+    import torch
     from megatron.core.transformer import transformer_config
     from megatron.core.transformer.moe import moe_utils
     from megatron.training import arguments
@@ -89,7 +90,11 @@ def _answers(jobs: list[dict[str, Any]]) -> list[str]:
         return stack
 
     answers = []
-    with mock.patch.object(arguments, "_print_args", lambda *_: None):  # 800 lines a set
+    with (
+        mock.patch.object(arguments, "_print_args", lambda *_: None),  # 800 lines a set
+        # Forked or not, torch says what it says on a machine without a GPU.
+        mock.patch.object(torch.cuda, "_is_in_bad_fork", lambda: False),
+    ):
         for job in jobs:
             log = io.StringIO()
             try:

@@ -20,9 +20,9 @@ def run_python(words: Sequence[str], folder: Path, timeout: float = 240, **env: 
     """Run `python WORDS…` in a folder, in a process forked from one that has imported Megatron.
 
     WORDS is `-c CODE`, `-m MODULE ARGS…` or `SCRIPT ARGS…`. Output of the program's own child processes is
-    captured, too.
+    captured, too. It sees no GPU, which a forked process could not use.
     """
-    with mock.patch.dict(os.environ, env):
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "", **env}):
         status, out, err = run_fresh(_program, list(words), str(folder), timeout=timeout)
     return CompletedProcess(["python", *words], status, out, err)
 
