@@ -207,12 +207,12 @@ def bound_of(case: Case, rows: int, back: bool) -> float:
     from megatron_nemotron3.boundary.planner import make_plan, slices_of
 
     source, destination = Layout.parse(case.source), Layout.parse(case.destination)
-    counts, wants = rows_of(case, rows), None
+    counts, slices = rows_of(case, rows), None
     if case.sliced:
         known = describe_ids(batch(case, rows), {"images": 1})
-        wants = slices_of(destination, known.runs_of("images") or (), known.lengths)
-    plan = make_plan(source, destination, counts, row_bytes=1, wants=wants)
-    return bounds(plan.transposed() if back else plan).busiest / sum(counts)
+        slices = slices_of(destination, known.runs_of("images") or (), known.lengths)
+    plan = make_plan(source, destination, counts, row_bytes=1, slices=slices)
+    return bounds(plan.backward if back else plan).busiest / sum(counts)
 
 
 def summary(ranks: list[Measured], total: int) -> dict[str, Any]:

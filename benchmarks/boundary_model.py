@@ -151,13 +151,13 @@ QUICK = (CASES[1], CASES[8])
 def forward_plan(case: Case, rows: Sequence[int], leader_bytes: int = LEADER_BYTES) -> Plan:
     """The plan of a case; with slices every position of a sequence is an image row."""
     source, destination = case.layouts
-    wants = None
+    slices = None
     if case.sliced:
         multiple = 2 * destination.tp * destination.cp
         lengths = [-(-n // multiple) * multiple for n in rows]
-        wants = slices_of(destination, [((0, n),) for n in rows], lengths)
+        slices = slices_of(destination, [((0, n),) for n in rows], lengths)
     return replace(
-        make_plan(source, destination, rows, row_bytes=ROW_BYTES, wants=wants), leader_bytes=leader_bytes
+        make_plan(source, destination, rows, row_bytes=ROW_BYTES, slices=slices), leader_bytes=leader_bytes
     )
 
 
@@ -211,7 +211,7 @@ class Rules:
 
 def there_and_back(plan: Plan, network: Network, rules: Rules) -> float:
     """Microseconds of forward and backward."""
-    ways = (plan, plan.transposed())
+    ways = (plan, plan.backward)
     return sum(plan_time(way, network, rules.concurrent) for way in ways)
 
 

@@ -24,6 +24,7 @@ import os
 import runpy
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
@@ -127,16 +128,26 @@ def require_supported_megatron() -> None:
         fail(str(problem))
 
 
-def verify_stack(attribute: str) -> None:
-    """Stop unless the stack `--spec` asked for is what Megatron builds.
-
-    Megatron-Core 0.19 logs an import error in a spec module and builds its stock stack instead, and
-    `--use-checkpoint-args` replaces `--spec` by the checkpoint's. So import the module now, and inspect the
-    model when its first forward begins (with a torch hook that removes itself).
-    """
+def at_first_forward(inspect: Callable[[Any], None]) -> None:
+    """Call `inspect` with the hybrid model when its first forward begins; the torch hook removes itself."""
     import torch
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
+    def look(module: torch.nn.Module, _inputs: object) -> None:
+        if isinstance(module, HybridModel):
+            handle.remove()
+            inspect(module)
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+
+
+def verify_stack(attribute: str) -> None:
+    """Stop unless Megatron builds the stack that `--spec` asks for.
+
+    Megatron-Core 0.19 logs an import error in a spec module and builds its stock stack instead, and
+    `--use-checkpoint-args` replaces `--spec` by the checkpoint's. So import the module now, and inspect the
+    model when its first forward begins.
+    """
     from megatron_nemotron3 import specs
     from megatron_nemotron3.layers.backend import te_problem
     from megatron_nemotron3.layers.stack import Nemotron3Stack
@@ -147,42 +158,35 @@ def verify_stack(attribute: str) -> None:
     if attribute == "nemotron3_te_stack_spec" and (problem := te_problem()):
         fail(f"--spec {SPEC_MODULE} {attribute}: {problem}")
 
-    def look(module: torch.nn.Module, _inputs: object) -> None:
-        if isinstance(module, HybridModel):
-            handle.remove()
-            if not isinstance(module.decoder, Nemotron3Stack):
-                fail(
-                    f"--spec {SPEC_MODULE} {attribute} was given, but Megatron built "
-                    f"{type(module.decoder).__name__} (does --use-checkpoint-args override --spec?)"
-                )
+    def require_our_stack(model: Any) -> None:
+        if not isinstance(model.decoder, Nemotron3Stack):
+            fail(
+                f"--spec {SPEC_MODULE} {attribute} was given, but Megatron built "
+                f"{type(model.decoder).__name__} (does --use-checkpoint-args override --spec?)"
+            )
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    at_first_forward(require_our_stack)
 
 
 def verify_nvfp4(arguments: list[str]) -> None:
     """Stop a script that is told `--fp4-format` if its hybrid model computes without NVFP4.
 
     Megatron silently drops NVFP4 if layer counts or the precision file leave no linear for it. So inspect the
-    model when its first forward begins (with a torch hook that removes itself).
+    model when its first forward begins.
     """
     recipe = option_value(arguments, "--fp4-recipe") or "nvfp4"
     if option_value(arguments, "--fp4-format") is None or recipe != "nvfp4":
         return
-    import torch
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
     from megatron_nemotron3.precision.census import CensusError, require_nvfp4
-    from megatron_nemotron3.precision.schema import PrecisionFileError
+    from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
-    def look(module: torch.nn.Module, _inputs: object) -> None:
-        if isinstance(module, HybridModel):
-            handle.remove()
-            try:
-                require_nvfp4(module)
-            except (CensusError, PrecisionFileError) as problem:
-                fail(str(problem))
+    def require_nvfp4_linears(model: Any) -> None:
+        try:
+            require_nvfp4(model)
+        except (CensusError, PrecisionFileError) as problem:
+            fail(str(problem))
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    at_first_forward(require_nvfp4_linears)
 
 
 def verify_measurable(attribute: str | None) -> None:

@@ -6,7 +6,7 @@ Standard library only; `explain_text` prints it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_nemotron3.args import command_line
@@ -39,9 +39,6 @@ WORLD_SIZE = "world size"
 
 _ORIGIN_OF = {"config": "model", "distributed_optimizer": "default", "extra": "user"}
 _FILE = "--te-precision-config-file"
-_TEXTS = (
-    "split", "data_cache_path", "tokenizer_type", "tokenizer_model", "save", "load", "tensorboard_dir"
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,23 +217,14 @@ def _setting_origin(flag: Flag, schedule: TrainingSchedule | None, of_phase: Seq
 
 
 def _setting(flag: Flag, known: Mapping[str, Reference], place: Mapping[str, str], origin: str) -> Setting:
-    found = known.get(flag.name)
-    value = shown(flag.values)
-    if found is None:
-        field = "command line" if origin == "user" else flag.origin
-        section = place.get(flag.name, flag.section)
-        return Setting(name=flag.name, value=value, section=section, origin=origin, field=field)
-    return Setting(
-        name=flag.name,
-        value=value,
-        section=found.section,
-        origin=origin,
-        field=found.field if flag.origin == "extra" else flag.origin,
-        published=found.value,
-        source=found.source,
-        of_model=found.of_model,
-        why=WHY.get(flag.name, ""),
-    )
+    """Return the setting of an option that is passed."""
+    found, field, section = known.get(flag.name), flag.origin, place.get(flag.name, flag.section)
+    if found is not None:
+        field, section = found.field if field == "extra" else field, found.section
+    elif origin == "user":
+        field = "command line"
+    setting = Setting(name=flag.name, value=shown(flag.values), section=section, origin=origin, field=field)
+    return _with_published(setting, found)
 
 
 def _missing_settings(passed: Sequence[Flag], known: Mapping[str, Reference]) -> list[Setting]:
@@ -244,24 +232,21 @@ def _missing_settings(passed: Sequence[Flag], known: Mapping[str, Reference]) ->
     options = {flag.name: flag.values for flag in passed}
     settings = []
     for name, found in known.items():
-        if name in options or not found.required or found.value == NOT_PASSED:
-            continue
-        effective = default(name, options)
-        settings.append(
-            Setting(
-                name=name,
-                value=NOT_PASSED if effective is None else effective,
-                section=found.section,
-                origin="default",
-                field=found.field,
-                passed=False,
-                published=found.value,
-                source=found.source,
-                of_model=found.of_model,
-                why=WHY.get(name, ""),
+        if name not in options and found.required and found.value != NOT_PASSED:
+            value = default(name, options) or NOT_PASSED
+            setting = Setting(
+                name=name, value=value, section=found.section, origin="default", field=found.field
             )
-        )
+            settings.append(_with_published(replace(setting, passed=False), found))
     return settings
+
+
+def _with_published(setting: Setting, found: Reference | None) -> Setting:
+    """Add what was published of an option, if anything was."""
+    if found is None:
+        return setting
+    why = WHY.get(setting.name, "")
+    return replace(setting, published=found.value, source=found.source, of_model=found.of_model, why=why)
 
 
 def _pasted_violations(
@@ -291,8 +276,8 @@ def _pasted_violations(
 
 def _sections(config: Nemotron3Config) -> dict[str, str]:
     """Return option -> section for every option that `flags` can emit."""
-    data = TrainingData(**dict.fromkeys(_TEXTS, "x"), data_path=("x",), mock_data=True, vocab_size=1)
-    launch = Launch(config=config, backend="te", data=data, megatron_core=VERSION)
+    everything: dict[str, Any] = dict.fromkeys((field.name for field in fields(TrainingData)), "x")
+    launch = Launch(config=config, backend="te", data=TrainingData(**everything), megatron_core=VERSION)
     return {flag.name: flag.section for flag in flags(launch)}
 
 

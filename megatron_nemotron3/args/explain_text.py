@@ -32,11 +32,9 @@ def render(explanation: Explanation) -> str:
         for violation in explanation.violations:
             lines += _wrapped_lines(str(violation), "  ", "    ")
     if explanation.notes:
-        lines += [
-            "",
-            "notes",
-            *(line for note in explanation.notes for line in _wrapped_lines(note, "  ", "  ")),
-        ]
+        lines += ["", "notes"]
+        for note in explanation.notes:
+            lines += _wrapped_lines(note, "  ", "  ")
     if explanation.environment:
         lines += ["", "environment of the published launch"]
         lines += _wrapped_lines(" ".join(explanation.environment), "  ", "  ")

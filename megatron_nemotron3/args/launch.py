@@ -175,14 +175,16 @@ class Launch:
     @property
     def bf16_at_end(self) -> int:
         """Layers at the end that stay in BF16, with `extra` taken into account."""
-        given = self.options.get("--num-layers-at-end-in-bf16")
-        return int(given[0]) if given else bf16_tail(self.config)
+        return int(self.option("--num-layers-at-end-in-bf16", str(bf16_tail(self.config))))
 
     @property
     def bf16_at_start(self) -> int:
         """Layers at the start that stay in BF16, with `extra` taken into account."""
-        given = self.options.get("--num-layers-at-start-in-bf16")
-        return int(given[0]) if given else 0
+        return int(self.option("--num-layers-at-start-in-bf16", "0"))
+
+    def option(self, name: str, default: str) -> str:
+        """Return the first value of an option in `extra`, or `default` if it is not there or has no value."""
+        return (self.options.get(name) or (default,))[0]
 
     def first_of(self, *names: str) -> str | None:
         """Return the first of these options that is in `extra`, or None."""

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_nemotron3.args.architecture import MODEL, MOE, MTP, emit
-from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.args.flags import flags
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.layout import ParallelLayout
@@ -216,11 +215,11 @@ def _phase_references(config: Nemotron3Config, name: str) -> Iterator[tuple[str,
     if not launched:
         words -= {"precision", "distributed_optimizer"} | (set() if described.layout else {"layout"})
     options = dict(launch.options) if launched else {}
-    ours = _OURS if launched else _OURS + _DEFAULTS
+    unstated = _UNSTATED if launched else _UNSTATED + _PRETRAINING
     for flag in emitted:
-        word = flag.origin.partition(".")[0]
+        word, _, field = flag.origin.partition(".")
         sequence = flag.name == "--seq-length" and described.schedule.seq_length
-        stated = word in words and flag.section != "architecture" and flag.origin not in ours
+        stated = word in words and flag.section != "architecture" and field not in unstated
         if not (stated or sequence or (launched and flag.name in _RECIPE[1:])):
             continue
         source = launch.precision_source if word == "precision" else SCRIPT if launched else launch.report
@@ -228,7 +227,8 @@ def _phase_references(config: Nemotron3Config, name: str) -> Iterator[tuple[str,
             flag.name,
             Reference(
                 value=options.pop(flag.name, shown(flag.values)),
-                section=place_of(flag),
+                # Options of a phase are "extra" to `flags`.
+                section="optimization" if flag.section == "extra" else flag.section,
                 origin={"distributed_optimizer": "layout", "extra": "schedule"}.get(word, word),
                 field="schedule" if word == "extra" else flag.origin,
                 source=source,
@@ -237,34 +237,18 @@ def _phase_references(config: Nemotron3Config, name: str) -> Iterator[tuple[str,
     for option, value in options.items():
         row = Reference(value=value, section="parallelism", origin="family", field="launch", source=SCRIPT)
         yield option, row
-    passed = {flag.name for flag in emitted}
-    for option in _precision_options(config) - passed if launched else ():
-        absent = Reference(
-            value=NOT_PASSED,
-            section="precision",
-            origin="precision",
-            field="precision",
-            source=launch.precision_source,
-            required=False,
+    if launched:
+        passed, source = {flag.name for flag in emitted}, launch.precision_source
+        row = Reference(
+            value=NOT_PASSED, section="precision", origin="precision", field="precision", source=source
         )
-        yield option, absent
+        yield from dict.fromkeys(_precision_options(config) - passed, replace(row, required=False)).items()
 
 
 #: Fields of a schedule that no launch script or report states (schedule.py) ...
-_OURS = ("schedule.eval_interval", "schedule.eval_iters", "schedule.save_interval", "schedule.log_interval")
-#: ... and those that are stated of pre-training alone.
-_DEFAULTS = (
-    "schedule.micro_batch_size",
-    "schedule.weight_decay",
-    "schedule.adam_beta1",
-    "schedule.adam_beta2",
-    "schedule.clip_grad",
-)
-
-
-def place_of(flag: Flag) -> str:
-    """Return the section of a flag; options of a phase are "extra" to `flags` and optimization here."""
-    return "optimization" if flag.section == "extra" else flag.section
+_UNSTATED = ("eval_interval", "eval_iters", "save_interval", "log_interval")
+#: ... and those that are stated for pre-training only.
+_PRETRAINING = ("micro_batch_size", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
 
 
 def _precision_options(config: Nemotron3Config) -> set[str]:

@@ -16,15 +16,15 @@ _LINEAR = "megatron/core/tensor_parallel/layers.py"
 _STATE = "megatron/core/parallel_state.py"
 
 
-def _split_rule(name: str, field: str, size: str, kind: str, source: str) -> Rule:
-    """`config.field` must be divisible by `layout.size` if the model has layers of that kind."""
+def _split_rule(name: str, field: str, size: str, kind: str | None, source: str) -> Rule:
+    """`config.field` must be divisible by `layout.size` in a model with layers of that kind (None: any)."""
 
     def whole(c: Launch) -> int | None:
         value: int | None = getattr(c.config, field)
         return value
 
     def violated(c: Launch) -> bool:
-        return kind in c.kinds and (whole(c) or 0) % getattr(c.layout, size) != 0
+        return (kind is None or kind in c.kinds) and (whole(c) or 0) % getattr(c.layout, size) != 0
 
     def message(c: Launch) -> str:
         return (
@@ -77,15 +77,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         ),
         _ARGUMENTS,
     ),
-    Rule(
-        "heads-tp",
-        lambda c: c.config.num_attention_heads % c.layout.tp,
-        lambda c: (
-            f"num_attention_heads={c.config.num_attention_heads} is not divisible by TP={c.layout.tp}: "
-            f"use TP {divisors(c.config.num_attention_heads, 64)}"
-        ),
-        _CONFIG,
-    ),
+    _split_rule("heads-tp", "num_attention_heads", "tp", None, _CONFIG),
     Rule(
         "query-groups-tp",
         _kv_groups,

@@ -88,10 +88,6 @@ def _option(
     )
 
 
-def _dispatcher(c: Launch) -> str:
-    return (c.options.get("--moe-token-dispatcher-type") or ("alltoall",))[0]
-
-
 def _recomputed(c: Launch) -> tuple[str, ...]:
     """Return the values of `--recompute-modules`."""
     return c.options.get("--recompute-modules") or ()
@@ -99,13 +95,11 @@ def _recomputed(c: Launch) -> tuple[str, ...]:
 
 def _recompute(c: Launch) -> tuple[str, str]:
     """Return granularity and method; "" for one that is not given."""
-    given = (c.options.get(f"--recompute-{name}") or ("",) for name in ("granularity", "method"))
-    granularity, method = (values[0] for values in given)
-    return granularity, method
+    return c.option("--recompute-granularity", ""), c.option("--recompute-method", "")
 
 
 def _recompute_chunk(c: Launch) -> str:
-    return (c.options.get("--recompute-num-layers") or ("1",))[0]
+    return c.option("--recompute-num-layers", "1")
 
 
 def _mtp_error(c: Launch) -> float:
@@ -194,7 +188,12 @@ OPTION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "padding-allgather",
-        lambda c: c.quantized and not c.emulate and c.config.is_moe and _dispatcher(c) == "allgather",
+        lambda c: (
+            c.quantized
+            and not c.emulate
+            and c.config.is_moe
+            and c.option("--moe-token-dispatcher-type", "alltoall") == "allgather"
+        ),
         lambda c: (
             f"{c.precision} pads each expert's tokens, which the allgather dispatcher does not support: "
             "use --moe-token-dispatcher-type alltoall or flex"

@@ -30,8 +30,7 @@ def _batch(c: Launch) -> int:
 
 def _vpp_group(c: Launch) -> int:
     """Return the number of consecutive microbatches of a virtual stage."""
-    given = c.options.get("--microbatch-group-size-per-virtual-pipeline-stage")
-    return int(given[0]) if given else c.layout.pp
+    return int(c.option("--microbatch-group-size-per-virtual-pipeline-stage", str(c.layout.pp)))
 
 
 def _groups_close(c: Launch) -> bool:

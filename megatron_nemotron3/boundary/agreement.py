@@ -1,12 +1,11 @@
-"""The header that ranks at a boundary exchange where row counts are not known: one fixed-size all-gather.
+"""The header that ranks exchange when row counts are not known: one fixed-size all-gather.
 
 It runs before the first exchange of an edge, which compares dtype and width once, and before every forward
 exchange without a `RowFeed`. Every rank sees every header, so all ranks come to the same verdict. The host
 waits for the result; a feed avoids that.
 
-The ranks of a source lane announce their rows for each of `shares` equal shares of the lane's samples. With
-the least common multiple of both lane counts, the shares of all source lanes, in order, can be dealt to the
-destination lanes.
+The ranks of a source lane announce their rows for each of `shares` equal shares of the lane's samples. If the
+number of all shares is a multiple of both lane counts, each destination lane takes whole shares, in order.
 """
 
 from __future__ import annotations
@@ -43,27 +42,27 @@ class Announcement(NamedTuple):
     """What this rank knows about the rows of one edge.
 
     name: of the edge, for error messages.
-    lanes: ranks that send rows, by data lane.
+    senders: ranks that send rows, by data lane.
     shares: number of equal shares into which a lane's samples are cut.
     rows: [n, ...] that this rank sends; None if it sends none.
     counts: rows of each share; None if this rank cannot tell them.
     sharded: each rank of a lane holds a part of its rows; otherwise all hold the same rows.
     described: row counts and description of the microbatch by the feed; None without a feed.
     needs_gradient: whether `rows` require a gradient.
-    takers: ranks that receive rows, by data lane, if they announce what they expect.
+    receivers: ranks that receive rows, by data lane, if they announce what they expect.
     expected: rows that each share of the samples of this rank's receiving lane expects; None if not known.
     expected_shares: number of these shares.
     """
 
     name: str
-    lanes: tuple[tuple[int, ...], ...]
+    senders: tuple[tuple[int, ...], ...]
     shares: int
     rows: Tensor | None
     counts: tuple[int, ...] | None
     sharded: bool = False
     described: tuple[tuple[int, ...], object] | None = None
     needs_gradient: bool = False
-    takers: tuple[tuple[int, ...], ...] = ()
+    receivers: tuple[tuple[int, ...], ...] = ()
     expected: tuple[int, ...] | None = None
     expected_shares: int = 0
 
@@ -74,7 +73,7 @@ class Agreement(NamedTuple):
     counts: rows of each share over all source lanes, or UNKNOWN.
     row, dtype: shape and dtype of a row; None if no rank has rows.
     lane_rows: rows of each source lane.
-    expected: rows that each share over all receiving lanes expects, or UNKNOWN; empty without takers.
+    expected: rows that each share over all receiving lanes expects, or UNKNOWN; empty without receivers.
     needs_gradient: whether the rows of any rank require a gradient.
     """
 
@@ -200,12 +199,12 @@ def _agreement(announcement: Announcement, headers: dict[int, _Header]) -> Agree
     """Raises ValueError if the ranks differ."""
     described = {rank: (h.digest, h.total) for rank, h in headers.items()}
     _require_equal(described, _feed_text, "describe the microbatch")
-    sending = {rank: headers[rank] for lane in announcement.lanes for rank in lane if headers[rank].present}
+    sending = {rank: headers[rank] for lane in announcement.senders for rank in lane if headers[rank].present}
     _require_equal({rank: h.dtype for rank, h in sending.items()}, lambda d: str(DTYPES[d]), "have the dtype")
     _require_equal({rank: h.row for rank, h in sending.items()}, str, "have rows of the shape")
     counts: list[int] = []
     lane_rows: list[int] = []
-    for lane in announcement.lanes:
+    for lane in announcement.senders:
         if announcement.sharded:
             columns = zip(*(headers[rank].counts for rank in lane), strict=True)
             counts += [UNKNOWN if UNKNOWN in column else sum(column) for column in columns]
@@ -221,7 +220,7 @@ def _agreement(announcement: Announcement, headers: dict[int, _Header]) -> Agree
         some and some.row,
         DTYPES[some.dtype] if some else None,
         tuple(lane_rows),
-        tuple(rows for lane in announcement.takers for rows in headers[lane[0]].expected),
+        tuple(rows for lane in announcement.receivers for rows in headers[lane[0]].expected),
         any(h.needs_gradient for h in headers.values()),
     )
 

@@ -1,25 +1,20 @@
 """Executes the plans of modules that share ranks: local copies, and one all-to-all for the rest.
 
-The plans have mode "copies". `AllToAll` is the same in autograd: gradients go back by the transposed plans.
+The plans have mode "copies". `AllToAll` does this in autograd: gradients go back by the backward plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nemotron3.boundary.exchange import Indexed, copy, pack, unpack
+from megatron_nemotron3.boundary.exchange import Indexed, copy, messages_by_peer, pack, unpack
 from megatron_nemotron3.boundary.groups import Failure, Groups
 from megatron_nemotron3.boundary.plan import Message, Plan
-
-
-def leaves_a_rank(plans: Iterable[Plan]) -> bool:
-    """Whether any row leaves its rank; the same on all ranks, because plans are."""
-    return any(message.source != message.destination for plan in plans for message in plan.messages)
 
 
 def deliver(plans: Sequence[Plan], held: Sequence[Tensor], groups: Groups) -> list[Tensor]:
@@ -45,7 +40,8 @@ def deliver(plans: Sequence[Plan], held: Sequence[Tensor], groups: Groups) -> li
     for view, message, rows, out in zip(views, own, held, wanted, strict=True):
         if view is None and message:
             copy(message.pieces, rows, out)
-    if leaves_a_rank(plans):
+    # Plans are the same on all ranks, so all ranks skip the collective or none.
+    if any(message.source != message.destination for plan in plans for message in plan.messages):
         _all_to_all(plans, held, wanted, groups)
     return wanted
 
@@ -60,20 +56,11 @@ def _view_if_contiguous(message: Message | None, rows: Tensor, wanted: int) -> T
 def _all_to_all(
     plans: Sequence[Plan], held: Sequence[Tensor], wanted: Sequence[Tensor], groups: Groups
 ) -> None:
-    rank, peers = groups.rank, groups.ranks
-    sends: dict[int, list[Indexed]] = {peer: [] for peer in peers}
-    receives: dict[int, list[Indexed]] = {peer: [] for peer in peers}
-    for index, plan in enumerate(plans):
-        for message in plan.sends(rank):
-            if message.destination != rank:
-                sends[message.destination].append((index, message))
-        for message in plan.receives(rank):
-            if message.source != rank:
-                receives[message.source].append((index, message))
-    out_splits = [sum(message.rows for _, message in sends[peer]) for peer in peers]
-    in_splits = [sum(message.rows for _, message in receives[peer]) for peer in peers]
-    leaving = [entry for peer in peers for entry in sends[peer]]
-    coming = [entry for peer in peers for entry in receives[peer]]
+    sends, receives, _ = messages_by_peer(plans, groups.rank)
+    out_splits = [sum(message.rows for _, message in sends.get(peer, ())) for peer in groups.ranks]
+    in_splits = [sum(message.rows for _, message in receives.get(peer, ())) for peer in groups.ranks]
+    leaving = [entry for peer in groups.ranks for entry in sends.get(peer, ())]
+    coming = [entry for peer in groups.ranks for entry in receives.get(peer, ())]
     outgoing = _send_buffer(leaving, held, sum(out_splits))
     direct = _receive_buffer(coming, wanted)
     incoming = outgoing.new_empty(sum(in_splits), *outgoing.shape[1:]) if direct is None else direct

@@ -105,41 +105,34 @@ class Bridge(BridgeCommunicator):
             ValueError: this rank is not in the source grid.
             BoundaryError: as `Coordinator.run`.
         """
-        self._exchange("send_forward", sends=tensor_to_send, forward=True)
+        self._exchange("send_forward", tensor_to_send)
 
     def recv_forward(self) -> Tensor:
         """Receive a tensor that requires a gradient. Raises as `send_forward`."""
-        return self._exchange("recv_forward", forward=True)
+        return self._exchange("recv_forward")
 
     def send_backward(self, grad_tensor: Tensor) -> None:
         """Send the gradient of the oldest received tensor. Raises as `send_forward`."""
-        self._exchange("send_backward", returns=grad_tensor, backward=True)
+        self._exchange("send_backward", grad_tensor)
 
     def recv_backward(self) -> Tensor:
         """Receive the gradient of the oldest sent tensor. Raises as `send_forward`."""
-        return self._exchange("recv_backward", backward=True)
+        return self._exchange("recv_backward")
 
     def send_forward_recv_backward(
         self, input_tensor: Tensor, grad_shape: tuple[int, ...] | None = None
     ) -> Tensor:
         """Send rows and receive a gradient in one exchange. Raises as `send_forward`."""
-        return self._exchange("send_forward_recv_backward", sends=input_tensor, forward=True, backward=True)
+        return self._exchange("send_forward_recv_backward", input_tensor)
 
     def send_backward_recv_forward(
         self, grad_tensor: Tensor, forward_shape: tuple[int, ...] | None = None
     ) -> Tensor:
         """Send a gradient and receive rows in one exchange. Raises as `send_forward`."""
-        return self._exchange("send_backward_recv_forward", returns=grad_tensor, forward=True, backward=True)
+        return self._exchange("send_backward_recv_forward", grad_tensor)
 
-    def _exchange(
-        self,
-        method: str,
-        *,
-        sends: Tensor | None = None,
-        returns: Tensor | None = None,
-        forward: bool = False,
-        backward: bool = False,
-    ) -> Any:
+    def _exchange(self, method: str, tensor: Tensor | None = None) -> Any:
+        """Run the exchange whose directions the name of upstream's method says."""
         of_source = method.startswith("send_forward") or method == "recv_backward"
         grid, side = (self.src_grid, "source") if of_source else (self.dest_grid, "destination")
         if not self.is_current_rank_in_grid(grid):
@@ -155,10 +148,10 @@ class Bridge(BridgeCommunicator):
             return None  # a middle stage of its module
         name = self.edge.source_name
         inputs, gradients = self.coordinator.run(
-            {name: sends} if of_source else {},
-            {} if of_source else {name: returns},
-            forward=forward,
-            backward=backward,
+            {name: tensor} if of_source else {},
+            {} if of_source else {name: tensor},
+            forward="forward" in method,
+            backward="backward" in method,
         )
         return gradients.get(name) if of_source else inputs.get(name)
 

@@ -20,7 +20,6 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.comm.colocated_communicator import BridgeDirection, ColocatedBridgeCommunicator
 from torch import Tensor
 
-from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.agreement import (
     SPLIT_SIZES,
     UNKNOWN,
@@ -30,15 +29,12 @@ from megatron_nemotron3.boundary.agreement import (
     share_counts,
 )
 from megatron_nemotron3.boundary.all_to_all import AllToAll
+from megatron_nemotron3.boundary.exchange import RowKind
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.groups import Failure, Groups
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.partition import lane_rows, sample_shares, segments
-from megatron_nemotron3.boundary.plan import Group, Plan
-from megatron_nemotron3.boundary.planner import make_plan, sending, slices_of
-
-#: (dtype, shape of a row).
-RowKind = tuple[torch.dtype, tuple[int, ...]]
+from megatron_nemotron3.boundary.plan import Plan
+from megatron_nemotron3.boundary.planner import make_plan
 
 
 class ColocatedBridge(ColocatedBridgeCommunicator):
@@ -81,7 +77,9 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         self.destination = Layout.from_grid(dest_grid, sequence_parallel)
         self._validate_grids()
         self._extract_parallelism_info()
-        self._build_rank_mappings()
+        # Upstream's attributes: rank -> (data lane, tp index).
+        self.rank_to_src_pos = _lane_and_tp(self.source)
+        self.rank_to_dest_pos = _lane_and_tp(self.destination)
         self._set_direction()
         self._gather_pg: Any = None
         self._destroyed = False
@@ -93,11 +91,6 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         else:
             self.groups, self.failure = shares.groups, shares.failure
         self._cached_plan = functools.lru_cache(maxsize=32)(self._make_plan)
-
-    def delivers_slices(self, microbatch: Microbatch | None) -> bool:
-        """Whether ranks of the destination receive only the rows of their own positions."""
-        known = microbatch is not None and microbatch.runs_of(self.src_module_name) is not None
-        return self.destination.sliced and known
 
     def communicate(
         self, tensor: Tensor, microbatch: Microbatch | None = None, *, backward: bool | None = None
@@ -122,7 +115,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         tensor, backward = modality.tensor, modality.backward
         batch = self.dim_mapping["b"] if tensor.ndim != 2 else 0
         rows = tensor.movedim(batch, 0).contiguous()
-        kind = rows.dtype, tuple(rows.shape[1:])
+        kind = RowKind(tuple(rows.shape[1:]), rows.dtype)
         needs_gradient = tensor.requires_grad if backward is None else backward
         if microbatch is None or self._kind is None:
             counts, any_needs = self._agree(modality, rows, needs_gradient, microbatch)
@@ -130,7 +123,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             needs_gradient = any_needs if backward is None else backward
             if microbatch is None:
                 microbatch = Microbatch.of({self.src_module_name: counts})
-        plan = self._cached_plan(microbatch, kind[0].itemsize * math.prod(kind[1]))
+        plan = self._cached_plan(microbatch, kind.row_bytes)
         expected = plan.rows_held(self.current_rank)
         if (len(rows), kind) != (expected, self._kind):
             self.failure.fail(
@@ -145,12 +138,13 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
     ) -> tuple[tuple[int, ...], bool]:
         """Exchange headers: rows of each share of the samples, and whether any rank requires a gradient."""
         name, sizes = self.src_module_name, getattr(modality.tensor, SPLIT_SIZES, None)
-        lanes = math.lcm(self.source.dp, self.destination.dp)
-        given, taken = lanes // self.source.dp, lanes // self.destination.dp
+        total_shares = math.lcm(self.source.dp, self.destination.dp)
+        source_shares, shares = total_shares // self.source.dp, total_shares // self.destination.dp
+        sharded = self.source.sequence_parallel and self.source.tp > 1
         described = None
         if microbatch is not None:
             described = dict(microbatch.rows).get(name, ()), microbatch
-        elif self.source.sequence_parallel and self.source.tp > 1:
+        elif sharded:
             raise RowsError(
                 f"rows of {name} are split over TP={self.source.tp}: give the row counts (RowFeed)"
             )
@@ -159,21 +153,21 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         marked = modality.marked
         announcement = Announcement(
             name,
-            self.source.lanes(0),
-            given,
-            rows,
-            _share_counts_if_known(len(rows), given, sizes),
-            self.source.sequence_parallel and self.source.tp > 1,
-            described,
-            needs_gradient,
-            self.destination.lanes(0),
-            None if marked is None else _share_counts_if_known(sum(marked), taken, marked),
-            taken,
+            senders=self.source.lanes(0),
+            shares=source_shares,
+            rows=rows,
+            counts=_share_counts_if_known(len(rows), source_shares, sizes),
+            sharded=sharded,
+            described=described,
+            needs_gradient=needs_gradient,
+            receivers=self.destination.lanes(0),
+            expected=None if marked is None else _share_counts_if_known(sum(marked), shares, marked),
+            expected_shares=shares,
         )
         (found,) = agree([announcement], self.groups, self.failure)
         counts: list[int] = []
         for lane, total in enumerate(found.lane_rows if microbatch is None else ()):
-            own = slice(lane * given, (lane + 1) * given)
+            own = slice(lane * source_shares, (lane + 1) * source_shares)
             if UNKNOWN not in found.expected:
                 if sum(found.expected[own]) != total:
                     raise RowsError(
@@ -185,37 +179,22 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             elif UNKNOWN in found.counts[own]:
                 raise RowsError(
                     f"lane {lane} of {name}: its batch dim size {total} is not divisible by "
-                    f"{self.direction.value} scale={given}: give the rows of each sample (a Microbatch, or "
-                    f"{SPLIT_SIZES})"
+                    f"{self.direction.value} scale={source_shares}: give the rows of each sample (a "
+                    f"Microbatch, or {SPLIT_SIZES})"
                 )
             else:
                 counts += found.counts[own]
         return tuple(counts), found.needs_gradient
 
     def _make_plan(self, microbatch: Microbatch, row_bytes: int) -> Plan:
-        name = self.src_module_name
-        known = dict(microbatch.rows)
+        name, known = self.src_module_name, dict(microbatch.rows)
         if name not in known:
             raise ValueError(
                 f"the feed describes {sorted(known)}, but not {name!r}: its `describe` must include it"
             )
-        rows = known[name]
-        if self.delivers_slices(microbatch):
-            runs = microbatch.runs_of(name)
-            assert runs is not None
-            documents = microbatch.documents or None
-            wants = slices_of(self.destination, runs, microbatch.lengths, documents=documents)
-            return make_plan(
-                self.source, self.destination, rows, row_bytes=row_bytes, wants=wants, mode="copies"
-            )
-        given, taken = sample_shares(len(rows), self.source.dp), sample_shares(len(rows), self.destination.dp)
-        lanes = zip(self.destination.lanes(0), lane_rows(rows, taken), strict=True)
-        return Plan(
-            sending(self.source, lane_rows(rows, given)),
-            tuple((Group(ranks, intervals.whole(n)),) for ranks, n in lanes),
-            segments(rows, given, taken),
-            row_bytes,
-            "copies",
+        slices = microbatch.slices_of(name, self.destination)
+        return make_plan(
+            self.source, self.destination, known[name], row_bytes=row_bytes, slices=slices, mode="copies"
         )
 
     def _validate_grids(self) -> None:
@@ -232,11 +211,6 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             if size != 1:
                 raise ValueError(f"src {name} must be 1 for modules that share ranks, got {size}")
 
-    def _build_rank_mappings(self) -> None:
-        """Set upstream's attributes rank -> (data lane, tp index)."""
-        self.rank_to_src_pos = _lane_and_tp(self.source)
-        self.rank_to_dest_pos = _lane_and_tp(self.destination)
-
     def _set_direction(self) -> None:
         """Set upstream's attributes, which other code and upstream's tests read; nothing here uses them."""
         src, dest = self.source.dp, self.destination.dp
@@ -249,11 +223,9 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             self.direction = BridgeDirection.FAN_OUT
         plain = self.destination.cp == self.destination.pp == 1
         if src != dest and max(src, dest) % min(src, dest) == 0 and plain:
-            finer, positions = (
-                (self.source, self.rank_to_src_pos)
-                if src > dest
-                else (self.destination, self.rank_to_dest_pos)
-            )
+            finer, positions = self.destination, self.rank_to_dest_pos
+            if src > dest:
+                finer, positions = self.source, self.rank_to_src_pos
             self.gather_group_ranks = self._build_gather_groups(
                 min(src, dest), finer.tp, self.scale, positions
             )
@@ -325,7 +297,7 @@ def _share_counts_if_known(rows: int, shares: int, sizes: Sequence[int] | None) 
 
 def _kind_text(rows: int, kind: RowKind | None) -> str:
     assert kind is not None
-    return f"{rows} rows of {list(kind[1])} in {kind[0]}"
+    return f"{rows} rows of {list(kind.row)} in {kind.dtype}"
 
 
 def _lane_and_tp(layout: Layout) -> dict[int, tuple[int, int]]:

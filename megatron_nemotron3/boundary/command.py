@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from pathlib import Path
@@ -74,7 +75,7 @@ def boundary(options: argparse.Namespace) -> int:
     rows = _sample_rows(options, source, destination)
     plan, length = _forward_plan(options, source, destination, rows)
     if options.backward:
-        plan = plan.transposed()
+        plan = plan.backward
     way = "backward" if options.backward else "forward"
     if options.plot is not None:
         plot(plan, options.plot, f"{way}: {source} and {destination}, {sum(rows):,} rows, mode {plan.mode}")
@@ -90,8 +91,10 @@ def boundary(options: argparse.Namespace) -> int:
         }
         print(json.dumps(given | {"plan": describe(plan)}, indent=2))
         return 0
-    print(f"encoder          {source}: {_layout_text(source, source.pp - 1)}")
-    print(f"language model   {destination}: {_layout_text(destination, 0)}")
+    for module, layout, stage in (("encoder", source, source.pp - 1), ("language model", destination, 0)):
+        lanes = f"{layout.dp:,} data lane{'s' * (layout.dp > 1)}"
+        stages = f", at stage {stage} of {layout.pp}" * (layout.pp > 1)
+        print(f"{module:<17}{layout}: ranks {layout.offset}-{layout.ranks[-1]}, {lanes}{stages}")
     sizes = f"{min(rows):,}" if min(rows) == max(rows) else f"{min(rows):,} to {max(rows):,}"
     print(
         f"microbatch       {len(rows):,} samples of {sizes} rows of {plan.row_bytes:,} bytes: "
@@ -151,15 +154,8 @@ def _forward_plan(
         return make_plan(source, destination, rows, row_bytes=row_bytes), None
     multiple = 2 * destination.cp * destination.tp
     length = options.seq_length or max(-(-max(rows) // multiple), 1) * multiple
-    wants = slices_of(destination, [((0, n),) if n else () for n in rows], [length] * len(rows))
-    return make_plan(source, destination, rows, row_bytes=row_bytes, wants=wants), length
-
-
-def _layout_text(layout: Layout, stage: int) -> str:
-    lanes = f"{layout.dp:,} data lane{'s' * (layout.dp > 1)}"
-    last = layout.ranks[-1]
-    stages = f", at stage {stage} of {layout.pp}" * (layout.pp > 1)
-    return f"ranks {layout.offset}-{last}, {lanes}{stages}"
+    slices = slices_of(destination, [((0, n),) if n else () for n in rows], [length] * len(rows))
+    return make_plan(source, destination, rows, row_bytes=row_bytes, slices=slices), length
 
 
 def plot(plan: Plan, path: Path, title: str) -> None:
@@ -176,49 +172,33 @@ def plot(plan: Plan, path: Path, title: str) -> None:
 
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: folder {path.parent} does not exist: create it")
-    senders, receivers = _ranks_of_side(plan.senders), _ranks_of_side(plan.receivers)
-    row, column = ({rank: i for i, rank in enumerate(ranks)} for ranks in (senders, receivers))
-    table = [[float("nan")] * len(receivers) for _ in senders]
+    senders, receivers = _ranks_by_lane(plan.senders), _ranks_by_lane(plan.receivers)
+    row, column = (
+        {rank: i for i, rank in enumerate(itertools.chain.from_iterable(lanes))}
+        for lanes in (senders, receivers)
+    )
+    table = [[float("nan")] * len(column) for _ in row]
     for message in plan.messages:
         table[row[message.source]][column[message.destination]] = message.rows * plan.row_bytes / 1e6
     figure, axes = plt.subplots(figsize=(8, 6), dpi=110, layout="constrained")
     image = axes.imshow(table, aspect="auto", interpolation="nearest", vmin=0, cmap="viridis_r")
     figure.colorbar(image, ax=axes, label="MB")
-    for side, axis, line in (
-        (plan.senders, axes.yaxis, axes.axhline),
-        (plan.receivers, axes.xaxis, axes.axvline),
-    ):
-        places, labels = _lane_labels(side)
-        axis.set_ticks(places, labels, fontsize=7, rotation=90 if axis is axes.xaxis else 0)
-        for border in _lane_borders(side):
-            line(border, color="0.6", lw=0.5)
+    for lanes, axis, line in ((senders, axes.yaxis, axes.axhline), (receivers, axes.xaxis, axes.axvline)):
+        starts = [0, *itertools.accumulate(map(len, lanes))]
+        labelled = range(0, len(lanes), -(-len(lanes) // LABELS))  # as many lanes as there is room for
+        axis.set_ticks(
+            [(starts[lane] + starts[lane + 1] - 1) / 2 for lane in labelled],
+            [f"lane {lane}: {ranks_text(lanes[lane])}" for lane in labelled],
+            fontsize=7,
+            rotation=90 if axis is axes.xaxis else 0,
+        )
+        for start in starts[1:-1] if len(lanes) <= 2 * LABELS else ():
+            line(start - 0.5, color="0.6", lw=0.5)
     axes.set_ylabel("senders")
     axes.set_xlabel("receivers")
     axes.set_title(title, fontsize=9)
     save_figure(figure, path)
 
 
-def _ranks_of_side(side: Side) -> list[int]:
-    return [rank for lane in side for group in lane for rank in group.ranks]
-
-
-def _lane_sizes(side: Side) -> list[int]:
-    return [sum(len(group.ranks) for group in lane) for lane in side]
-
-
-def _lane_borders(side: Side) -> list[float]:
-    """Positions of lines between lanes; none if there are too many lanes."""
-    sizes = _lane_sizes(side)
-    return [sum(sizes[:i]) - 0.5 for i in range(1, len(sizes))] if len(sizes) <= 2 * LABELS else []
-
-
-def _lane_labels(side: Side) -> tuple[list[float], list[str]]:
-    """Position and label of each lane, for as many lanes as there is room."""
-    places, names, before = [], [], 0
-    step = -(-len(side) // LABELS)
-    for lane, (groups, size) in enumerate(zip(side, _lane_sizes(side))):
-        if lane % step == 0:
-            places.append(before + (size - 1) / 2)
-            names.append(f"lane {lane}: {ranks_text([rank for g in groups for rank in g.ranks])}")
-        before += size
-    return places, names
+def _ranks_by_lane(side: Side) -> list[list[int]]:
+    return [[rank for group in lane for rank in group.ranks] for lane in side]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,31 +20,12 @@ from megatron_nemotron3.boundary.agreement import (
     share_counts,
 )
 from megatron_nemotron3.boundary.edge import Edge
-from megatron_nemotron3.boundary.exchange import Pending, Transfer, exchange
+from megatron_nemotron3.boundary.exchange import Pending, RowKind, Transfer, exchange
 from megatron_nemotron3.boundary.feed import Microbatch, Stream
 from megatron_nemotron3.boundary.groups import Failure, Groups
 from megatron_nemotron3.boundary.plan import Plan
 
 _numbers = itertools.count()
-
-
-class RowKind(NamedTuple):
-    """Shape and dtype of a row, as both sides of an edge agreed."""
-
-    row: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return math.prod(self.row) * self.dtype.itemsize
-
-
-class _Outstanding(NamedTuple):
-    """A microbatch whose gradients have not come back."""
-
-    plan: Plan
-    kind: RowKind
 
 
 class Coordinator:
@@ -82,8 +61,9 @@ class Coordinator:
         self.failure = failure or Failure(ranks, self.abort)
         self.training, self.evaluation = Stream(), Stream()
         self._kinds: dict[Edge, RowKind] = {}
-        self._outstanding: dict[Edge, deque[_Outstanding]] = {edge: deque() for edge in edges}
-        self._exchanges = {"forward": 0, "backward": 0}
+        #: Microbatches whose gradients have not come back.
+        self._outstanding: dict[Edge, deque[tuple[Plan, RowKind]]] = {edge: deque() for edge in edges}
+        self._forwards = self._backwards = 0
         if failure is None and self.groups.is_member:
             with self.failure.guarded(lambda: f"waited for the edges of ranks {ranks}"):
                 said: list[str] = [""] * len(ranks)
@@ -166,8 +146,18 @@ class Coordinator:
         for edge in self.edges:
             if edge not in counts or edge not in self._kinds:
                 described = (counts[edge], microbatch) if edge in counts else None
-                sizes = getattr(outputs.get(edge.source_name), SPLIT_SIZES, None)
-                announcements[edge] = self._forward_announcement(edge, rows.get(edge), sizes, described)
+                # With a feed, rows are checked against its counts later.
+                sizes = None if described else getattr(outputs.get(edge.source_name), SPLIT_SIZES, None)
+                shares = edge.shares // edge.source.dp
+                announcements[edge] = Announcement(
+                    edge.name,
+                    edge.senders,
+                    shares,
+                    rows.get(edge),
+                    self._share_counts(edge, rows.get(edge), shares, sizes, uneven=described is not None),
+                    edge.source.sequence_parallel,
+                    described,
+                )
         for edge, answer in self._agree(announcements).items():
             if edge.ndim == 2 and answer.row is not None and edge.hidden not in (None, *answer.row):
                 self.failure.fail(
@@ -177,13 +167,17 @@ class Coordinator:
             if answer.row is not None and answer.dtype is not None:
                 self._kinds[edge] = RowKind(answer.row, answer.dtype)
             counts.setdefault(edge, answer.counts)
-        self._exchanges["forward"] += 1
+        self._forwards += 1
         transfers = []
         for edge in self.edges:
-            outstanding = self._plan(edge, counts[edge], microbatch)
+            plan, kind = planned = self._plan(edge, counts[edge], microbatch)
             if torch.is_grad_enabled() and not edge.frozen:
-                self._outstanding[edge].append(outstanding)
-            transfers.append((edge, self._transfer(edge, "forward", outstanding, rows.get(edge))))
+                self._outstanding[edge].append(planned)
+            tensor = rows.get(edge)
+            if tensor is None and self.sends(edge):  # an absent output has no rows
+                tensor = torch.zeros(0, *kind.row, dtype=kind.dtype, device=self.groups.device)
+            name = f"{edge.name}, forward {self._forwards}"
+            transfers.append((edge, Transfer(plan, tensor, self.receives(edge), kind, name)))
         return transfers
 
     def _backward(self, gradients: Mapping[str, Tensor | None]) -> list[tuple[Edge, Transfer]]:
@@ -192,52 +186,44 @@ class Coordinator:
         for edge in edges:
             if self.receives(edge) and (gradient := gradients.get(edge.source_name)) is not None:
                 rows[edge] = edge.to_rows(gradient)
-        announcements = {
-            edge: self._backward_announcement(edge, rows.get(edge))
-            for edge in edges
-            if not self._outstanding[edge]
-        }
+        announcements = {}
+        for edge in edges:
+            if not self._outstanding[edge]:  # gradients of rows that were never exchanged
+                if edge.destination.sliced:
+                    self.failure.fail(
+                        f"{edge.name}: a gradient without a forward exchange: send the rows first"
+                    )
+                shares, tensor = edge.shares // edge.destination.dp, rows.get(edge)
+                counts = self._share_counts(edge, tensor, shares, None)
+                announcements[edge] = Announcement(edge.name, edge.receivers, shares, tensor, counts)
         for edge, answer in self._agree(announcements).items():
             if answer.row is not None and answer.dtype is not None:
                 self._kinds.setdefault(edge, RowKind(answer.row, answer.dtype))
             self._outstanding[edge].append(self._plan(edge, answer.counts, None))
-        self._exchanges["backward"] += 1
-        return [
-            (edge, self._transfer(edge, "backward", self._outstanding[edge].popleft(), rows.get(edge)))
-            for edge in edges
-        ]
+        self._backwards += 1
+        transfers = []
+        for edge in edges:
+            plan, kind = self._outstanding[edge].popleft()
+            plan, tensor = plan.backward, rows.get(edge)
+            if tensor is None and self.receives(edge):  # an absent gradient is zero
+                held = plan.rows_held(self.groups.rank)
+                tensor = torch.zeros(held, *kind.row, dtype=kind.dtype, device=self.groups.device)
+            name = f"{edge.name}, backward {self._backwards}"
+            transfers.append((edge, Transfer(plan, tensor, self.sends(edge), kind, name)))
+        return transfers
 
-    def _forward_announcement(
+    def _share_counts(
         self,
         edge: Edge,
         rows: Tensor | None,
+        shares: int,
         sizes: Sequence[int] | None,
-        described: tuple[tuple[int, ...], object] | None,
-    ) -> Announcement:
-        """What this rank announces about rows. With a feed, rows are checked against its counts later."""
-        shares = edge.shares // edge.source.dp
-        counts: tuple[int, ...] | None = None
-        if rows is not None:
-            uneven = described is not None or edge.shares in (edge.source.dp, edge.destination.dp)
-            sizes = None if described else sizes
-            counts = self._share_counts(edge, rows, shares, sizes, uneven)
-        sharded = edge.source.sequence_parallel
-        return Announcement(edge.name, edge.senders, shares, rows, counts, sharded, described)
-
-    def _backward_announcement(self, edge: Edge, rows: Tensor | None) -> Announcement:
-        """What this rank announces about gradients of rows that were never exchanged."""
-        if edge.destination.sliced:
-            self.failure.fail(f"{edge.name}: a gradient without a forward exchange: send the rows first")
-        shares = edge.shares // edge.destination.dp
-        counts: tuple[int, ...] | None = None
-        if rows is not None:
-            uneven = edge.shares in (edge.source.dp, edge.destination.dp)
-            counts = self._share_counts(edge, rows, shares, None, uneven)
-        return Announcement(edge.name, edge.receivers, shares, rows, counts)
-
-    def _share_counts(
-        self, edge: Edge, rows: Tensor, shares: int, sizes: Sequence[int] | None, uneven: bool
-    ) -> tuple[int, ...]:
+        uneven: bool = False,
+    ) -> tuple[int, ...] | None:
+        """Rows of each share of the samples that this rank announces; None if it sends none."""
+        if rows is None:
+            return None
+        uneven = uneven or edge.shares in (edge.source.dp, edge.destination.dp)
         try:
             return share_counts(rows.shape[0], shares, sizes, uneven)
         except ValueError as error:
@@ -282,28 +268,16 @@ class Coordinator:
             )
         return edge.to_rows(tensor)
 
-    def _plan(self, edge: Edge, counts: tuple[int, ...], microbatch: Microbatch | None) -> _Outstanding:
+    def _plan(
+        self, edge: Edge, counts: tuple[int, ...], microbatch: Microbatch | None
+    ) -> tuple[Plan, RowKind]:
         kind = self._kinds.get(edge)
         if kind is None:  # no rank has had a row so far
             kind = RowKind((edge.hidden or 0,) * (edge.ndim - 1), edge.dtype or torch.get_default_dtype())
         try:
-            return _Outstanding(edge.plan(counts, kind.row_bytes, microbatch), kind)
+            return edge.plan(counts, kind.row_bytes, microbatch), kind
         except ValueError as error:
             self.failure.fail(f"{edge.name}: {error}", error)
-
-    def _transfer(
-        self, edge: Edge, direction: str, outstanding: _Outstanding, rows: Tensor | None
-    ) -> Transfer:
-        (plan, kind), ahead = outstanding, direction == "forward"
-        gives, takes = self.sends(edge), self.receives(edge)
-        if not ahead:
-            gives, takes = takes, gives
-        plan = plan if ahead else plan.backward
-        if rows is None and gives:  # an absent output has no rows, an absent gradient is zero
-            held = 0 if ahead else plan.rows_held(self.groups.rank)
-            rows = torch.zeros(held, *kind.row, dtype=kind.dtype, device=self.groups.device)
-        name = f"{edge.name}, {direction} {self._exchanges[direction]}"
-        return Transfer(plan, rows, takes, kind.row, kind.dtype, name)
 
 
 def require_same_edges(said: Sequence[str], ranks: Sequence[int], failure: Failure) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.placement import (
+    Placement,
     RankShard,
     assemble,
     kinds_of_ids,
@@ -29,68 +30,84 @@ from megatron_nemotron3.boundary.placement import (
 )
 
 
-def build_decoder_input(
-    embedding: Any,
+def place_rows(
     shard: RankShard,
     token_ids: Mapping[str, int],
     input_ids: Tensor,
+    known: Microbatch | None,
+    documents: Sequence[tuple[int, ...]] = (),
+) -> Placement:
+    """Compute the places of rows in this rank's part of the input, from the feed's runs or the token ids.
+
+    Args:
+        token_ids: modality -> token id that marks its positions.
+        input_ids: [b, s], the whole sequences of this rank's lane.
+        known: the feed's description of the lane's samples, or None.
+        documents: for each sample, `cu_seqlens_padded` if it is packed, else (); used if the feed has none.
+
+    Raises:
+        ValueError: the feed and input_ids differ; or as `RankShard.owned`.
+    """
+    batch, length = input_ids.shape
+    runs = {name: known.runs_of(name) for name in token_ids} if known is not None else {}
+    known_runs = {name: samples for name, samples in runs.items() if samples is not None}
+    by_feed = bool(known_runs) and len(known_runs) == len(token_ids)
+    if by_feed:
+        kinds = kinds_of_runs(known_runs, length)
+        _check_feed(kinds, input_ids, token_ids)
+    else:
+        kinds = kinds_of_ids(input_ids, token_ids)
+    cuts = known.documents if known is not None and known.documents else documents or [()] * batch
+    # With the feed's runs a rank receives only the rows of its own positions.
+    return make_placement(kinds, list(token_ids), *shard.owned(length, cuts), pick=not by_feed)
+
+
+def build_decoder_input(
+    embedding: Any,
+    shard: RankShard,
+    at: Placement,
+    input_ids: Tensor,
     position_ids: Tensor | None,
     rows: Mapping[str, Tensor],
-    known: Microbatch | None,
-    documents: tuple[int, ...] = (),
 ) -> Tensor:
     """Look up text embeddings and write them and the modalities' rows to their places.
 
     Args:
         embedding: the language model's embedding module.
         shard: this rank's part of the input.
-        token_ids: modality -> token id that marks its positions.
+        at: places from `place_rows`.
         input_ids: [b, s], the whole sequences of this rank's lane.
         position_ids: [b, s], or [channels, b, s], or None.
-        rows: modality -> [n, h], the rows of this rank's positions if `known` has runs, else of the lane.
-        known: the feed's description of the lane's samples, or None.
-        documents: `cu_seqlens_padded` of every sample, if the feed has none.
+        rows: modality -> [n, h], the lane's rows if `at.picked` has the modality, else those of this rank's
+            positions.
 
     Raises:
         ValueError: positions and rows do not match.
     """
-    batch, length = input_ids.shape
-    names, device = list(token_ids), input_ids.device
-    runs = {name: known.runs_of(name) for name in names} if known is not None else {}
-    told = {name: samples for name, samples in runs.items() if samples is not None}
-    if told and len(told) == len(names):
-        kinds = kinds_of_runs(told, length)
-        _check_feed(kinds, input_ids, token_ids)
-    else:
-        told = {}
-        kinds = kinds_of_ids(input_ids, token_ids)
-    cuts = known.documents if known is not None and known.documents else (documents,) * batch
-    at = make_placement(kinds, names, *shard.owned(batch, length, cuts))
+    device = input_ids.device
     parts = []
-    for number, name in enumerate(names, 1):
-        places, given = at.rows[name], rows.get(name)
-        if given is None:
+    for name, places in at.rows.items():
+        part = rows.get(name)
+        if part is None:
             if len(places):
                 raise ValueError(
                     f"{len(places)} positions are for {name}, but the model has no encoder of that name: add "
                     "one, or leave these tokens out"
                 )
             continue
-        if name in at.picked and not told:
-            _check_rows_fit(name, int((kinds == number).sum()), given)
-            given = sum_of_slices(given, shard.groups).index_select(0, at.picked[name])
-        _check_rows_fit(name, len(places), given)
-        parts.append((on_device(places, device), given))
+        if name in at.picked:
+            _check_rows_fit(name, at.lane_rows[name], part)
+            part = sum_of_slices(part, shard.groups).index_select(0, at.picked[name])
+        _check_rows_fit(name, len(places), part)
+        parts.append((on_device(places, device), part))
     tokens = [on_device(where, device) for where in at.tokens]
     positions: Sequence[Tensor | None] = [None] * len(tokens)
     if position_ids is not None:
         # Multimodal rotary embedding has several channels; the first is the position.
         channel = position_ids[0] if position_ids.dim() == 3 else position_ids
         positions = [channel.flatten().index_select(0, where) for where in tokens]
-    own = shard.tensor_rank if len(tokens) > 1 else 0
-    text = text_embeddings(
-        embedding, [input_ids.flatten().index_select(0, where) for where in tokens], positions, own
-    )
+    ids = [input_ids.flatten().index_select(0, where) for where in tokens]
+    text = text_embeddings(embedding, ids, positions, shard.tensor_rank)
     return assemble(at, [(on_device(at.text, device), text), *parts])
 
 

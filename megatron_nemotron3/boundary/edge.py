@@ -11,9 +11,8 @@ from torch import Tensor
 
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.partition import Runs
 from megatron_nemotron3.boundary.plan import Plan
-from megatron_nemotron3.boundary.planner import make_plan, slices_of
+from megatron_nemotron3.boundary.planner import make_plan
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Edge:
 
     @property
     def gathers(self) -> set[tuple[int, ...]]:
-        """Groups of ranks that may gather rows: the replicas of each side."""
+        """Groups of ranks that may gather rows: the ranks of a lane that have the same rows."""
         found: set[tuple[int, ...]] = set()
         if not self.source.sequence_parallel:
             found |= set(self.senders)
@@ -97,27 +96,17 @@ class Edge:
         Raises:
             ValueError: as `make_plan`; or the destination takes slices and positions are not known.
         """
-        runs = None
-        if self.destination.sliced:
-            runs = microbatch.runs_of(self.source_name) if microbatch is not None else None
-            if runs is None or microbatch is None or not microbatch.lengths:
-                raise ValueError(
-                    f"{self.destination_name} ({self.destination}) receives the rows of its own "
-                    "positions, which are not known: set communicator.feed to a RowFeed whose description "
-                    "has runs and lengths"
-                )
-        lengths, documents = (microbatch.lengths, microbatch.documents) if runs and microbatch else ((), ())
-        return _cached_plan(self, counts, row_bytes, runs, lengths, documents)
+        if not self.destination.sliced:
+            microbatch = None  # plans of equal counts are equal
+        elif microbatch is None or not microbatch.lengths or microbatch.runs_of(self.source_name) is None:
+            raise ValueError(
+                f"{self.destination_name} ({self.destination}) receives the rows of its own positions, which "
+                "are not known: set communicator.feed to a RowFeed whose description has runs and lengths"
+            )
+        return _cached_plan(self, counts, row_bytes, microbatch)
 
 
 @functools.lru_cache(maxsize=128)
-def _cached_plan(
-    edge: Edge,
-    counts: tuple[int, ...],
-    row_bytes: int,
-    runs: tuple[Runs, ...] | None,
-    lengths: tuple[int, ...],
-    documents: tuple[tuple[int, ...], ...],
-) -> Plan:
-    wants = None if runs is None else slices_of(edge.destination, runs, lengths, documents=documents or None)
-    return make_plan(edge.source, edge.destination, counts, row_bytes=row_bytes, wants=wants, mode="once")
+def _cached_plan(edge: Edge, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None) -> Plan:
+    slices = None if microbatch is None else microbatch.slices_of(edge.source_name, edge.destination)
+    return make_plan(edge.source, edge.destination, counts, row_bytes=row_bytes, slices=slices, mode="once")

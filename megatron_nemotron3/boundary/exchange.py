@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,12 +20,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nemotron3.boundary.groups import Failure, Groups
-from megatron_nemotron3.boundary.plan import Gather, Message, Piece, Plan
+from megatron_nemotron3.boundary.plan import Message, Piece, Plan
 
 #: Messages between two ranks are sent as one buffer if they are at most this long together.
 COALESCE_BYTES = 64 * 1024
 #: Alignment of each message in a coalesced buffer, in bytes.
 _ALIGNMENT = 16
+
+
+class RowKind(NamedTuple):
+    """Shape and dtype of a row, as both sides of an edge agreed."""
+
+    row: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return math.prod(self.row) * self.dtype.itemsize
 
 
 class Transfer(NamedTuple):
@@ -33,27 +46,21 @@ class Transfer(NamedTuple):
     plan: which rows go where.
     rows: [plan.rows_held(rank), *row], contiguous, on a rank of the sending side; else None.
     receives: whether the rank is of the receiving side, even if it receives no rows.
-    row: shape of a row.
-    dtype: of the rows.
+    kind: shape and dtype of a row.
     name: for error messages: "images -> language, forward 3".
     """
 
     plan: Plan
     rows: Tensor | None
     receives: bool
-    row: tuple[int, ...]
-    dtype: torch.dtype
+    kind: RowKind
     name: str
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return math.prod(self.row) * self.dtype.itemsize
 
     def tag(self) -> int:
         """Digest of what a rank believes about the transfer, in 24 bits."""
         plan = self.plan
-        belief = (self.name, self.row, str(self.dtype), plan.segments, plan.senders, plan.receivers)
+        row, dtype = self.kind
+        belief = (self.name, row, str(dtype), plan.segments, plan.senders, plan.receivers)
         return zlib.crc32(repr(belief).encode()) & 0xFFFFFF
 
     def text(self, rank: int) -> str:
@@ -81,10 +88,10 @@ class Payload(NamedTuple):
             return
         start = 0
         for index, message in self.messages:
-            transfer = transfers[index]
-            size = message.rows * transfer.row_bytes
-            flat = self.buffer.narrow(0, start, size).view(transfer.dtype)
-            yield index, message, flat.view(message.rows, *transfer.row)
+            kind = transfers[index].kind
+            size = message.rows * kind.row_bytes
+            flat = self.buffer.narrow(0, start, size).view(kind.dtype)
+            yield index, message, flat.view(message.rows, *kind.row)
             start += _aligned(size)
 
     def tag(self, tags: Sequence[int]) -> int:
@@ -119,14 +126,12 @@ def exchange(
     groups: Groups,
     failure: Failure,
     pending: Pending | None = None,
-    device: torch.device | None = None,
 ) -> list[Tensor | None]:
     """Run the plans of all transfers.
 
     Args:
         transfers: the same ones in the same order on every rank of `groups`.
         pending: holds the sends of an exchange in which this rank receives nothing; None: wait for them.
-        device: of received rows; None: the groups' device.
 
     Returns: for each transfer [plan.rows_wanted(rank), *row], or None on a rank that does not receive.
 
@@ -140,25 +145,26 @@ def exchange(
     with failure.guarded(lambda: f"waited for {', '.join(transfer.text(rank) for transfer in transfers)}"):
         if pending is not None:
             pending.wait()
-        buffers = [_allocate(transfer, rank, device or groups.device) for transfer in transfers]
+        buffers = [_allocate(transfer, rank, groups.device) for transfer in transfers]
         _send_and_receive(transfers, buffers, groups, pending)
         return [_gather_rows(t, buffer, groups) for t, buffer in zip(transfers, buffers, strict=True)]
 
 
 def _check_rows(transfer: Transfer, rank: int, failure: Failure) -> None:
-    name, rows, held = transfer.name, transfer.rows, transfer.plan.rows_held(rank)
+    name, rows, kind = transfer.name, transfer.rows, transfer.kind
+    held = transfer.plan.rows_held(rank)
     if rows is None:
         if held:
             failure.fail(f"{name}: the plan has {held} rows of this rank, which gives none")
         return
-    if rows.dtype != transfer.dtype:
+    if rows.dtype != kind.dtype:
         failure.fail(
-            f"{name}: rows are {rows.dtype}, agreed is {transfer.dtype}: set config.pipeline_dtype to the "
+            f"{name}: rows are {rows.dtype}, agreed is {kind.dtype}: set config.pipeline_dtype to the "
             "dtype of the encoders' output, or cast it"
         )
-    if rows.shape[1:] != transfer.row:
+    if rows.shape[1:] != kind.row:
         failure.fail(
-            f"{name}: rows of shape {tuple(rows.shape[1:])}, agreed is {transfer.row}: encoders must project "
+            f"{name}: rows of shape {tuple(rows.shape[1:])}, agreed is {kind.row}: encoders must project "
             "to the language model's hidden size"
         )
     if rows.shape[0] != held:
@@ -177,23 +183,16 @@ def _allocate(transfer: Transfer, rank: int, device: torch.device) -> Tensor | N
     if gather is not None:
         equal_parts = gather.part * len(gather.ranks) if gather.part != gather.rows else 0
         rows = max(gather.rows, equal_parts)
-    return torch.empty(rows, *transfer.row, dtype=transfer.dtype, device=device)
+    return torch.empty(rows, *transfer.kind.row, dtype=transfer.kind.dtype, device=device)
 
 
 def _send_and_receive(
     transfers: Sequence[Transfer], buffers: list[Tensor | None], groups: Groups, pending: Pending | None
 ) -> None:
     rank = groups.rank
-    sent: dict[int, list[Indexed]] = {}
-    received: dict[int, list[Indexed]] = {}
-    for index, transfer in enumerate(transfers):
-        for message in transfer.plan.sends(rank):
-            sent.setdefault(message.destination, []).append((index, message))
-        for message in transfer.plan.receives(rank):
-            received.setdefault(message.source, []).append((index, message))
-    for index, message in sent.pop(rank, ()):
+    sent, received, own = messages_by_peer([transfer.plan for transfer in transfers], rank)
+    for index, message in own:
         copy(message.pieces, _present(transfers[index].rows), _present(buffers[index]))
-    received.pop(rank, None)
     tags = [transfer.tag() for transfer in transfers]
     outgoing = {peer: _outgoing(transfers, messages, groups.device) for peer, messages in sent.items()}
     incoming = {
@@ -224,6 +223,22 @@ def _send_and_receive(
                 unpack(rows, message.pieces, target)
 
 
+def messages_by_peer(
+    plans: Sequence[Plan], rank: int
+) -> tuple[dict[int, list[Indexed]], dict[int, list[Indexed]], list[Indexed]]:
+    """Messages of several plans that a rank sends and receives, by peer, and those to itself."""
+    sent: dict[int, list[Indexed]] = defaultdict(list)
+    received: dict[int, list[Indexed]] = defaultdict(list)
+    for index, plan in enumerate(plans):
+        for message in plan.sends(rank):
+            sent[message.destination].append((index, message))
+        for message in plan.receives(rank):
+            received[message.source].append((index, message))
+    received.pop(rank, None)
+    own = sent.pop(rank, [])
+    return dict(sent), dict(received), own
+
+
 def _outgoing(transfers: Sequence[Transfer], messages: list[Indexed], device: torch.device) -> list[Payload]:
     """Payloads to one peer."""
     if (payload := _coalesced(transfers, messages, device)) is not None:
@@ -249,7 +264,7 @@ def _incoming(
     for index, message in messages:
         target = _present(buffers[index])
         view = view_of(message.pieces, target)
-        received = target.new_empty(message.rows, *transfers[index].row) if view is None else view
+        received = target.new_empty(message.rows, *target.shape[1:]) if view is None else view
         found.append(Payload(((index, message),), received, False))
     return found
 
@@ -257,7 +272,7 @@ def _incoming(
 def _coalesced(
     transfers: Sequence[Transfer], messages: list[Indexed], device: torch.device
 ) -> Payload | None:
-    size = sum(_aligned(message.rows * transfers[index].row_bytes) for index, message in messages)
+    size = sum(_aligned(message.rows * transfers[index].kind.row_bytes) for index, message in messages)
     if len(messages) == 1 or size > COALESCE_BYTES:
         return None
     return Payload(tuple(messages), torch.empty(size, dtype=torch.uint8, device=device), True)
@@ -273,7 +288,7 @@ def _present(tensor: Tensor | None) -> Tensor:
 
 
 def _gather_rows(transfer: Transfer, buffer: Tensor | None, groups: Groups) -> Tensor | None:
-    gather: Gather | None = transfer.plan.gather(groups.rank)
+    gather = transfer.plan.gather(groups.rank)
     if buffer is None or gather is None:
         return buffer
     ranks, rows, part = gather

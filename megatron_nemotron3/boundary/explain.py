@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.bounds import bounds, traffic
-from megatron_nemotron3.boundary.plan import Gather, Plan, Side
+from megatron_nemotron3.boundary.plan import Plan, Side
 
 MODES = {
     "once": "every row is sent once, in equal parts; groups of ranks gather the rest among themselves",
@@ -59,7 +59,7 @@ def describe(plan: Plan) -> dict[str, Any]:
                 "ranks": list(gather.ranks),
                 "rows": gather.rows,
                 "part": gather.part,
-                "kind": _gather_kind(gather),
+                "kind": "broadcast" if gather.part == gather.rows else "all-gather",
             }
             for gather in plan.gathers
         ],
@@ -90,7 +90,8 @@ def explain(plan: Plan, *, lines: int = LINES) -> str:
     per_rank = about["ranks"]
     busy = [r["rank"] for r in per_rank if max(r["sent"], r["received"]) == about["busiest"]]
     who = f"rank {busy[0]}" + (f" and {len(busy) - 1:,} more" if len(busy) > 1 else "")
-    gathers = {tuple(gather["ranks"]): gather for gather in about["gathers"]}
+    gathers = {tuple(gather["ranks"]): _gather_text(gather) for gather in about["gathers"]}
+    columns = ("sent", "sent_bound", "received", "received_bound", "gathered")
     text = [
         f"{about['mode']}: {MODES[plan.mode]}",
         f"crossing      {about['crossing']:>16,} bytes (bound {about['crossing_bound']:,}) "
@@ -108,12 +109,7 @@ def explain(plan: Plan, *, lines: int = LINES) -> str:
         *_text_table(
             ("lane", "receiving ranks", "rows", "then"),
             [
-                (
-                    g["lane"],
-                    ranks_text(g["ranks"]),
-                    f"{g['rows']:,}",
-                    _gather_text(gathers.get(tuple(g["ranks"]))),
-                )
+                (g["lane"], ranks_text(g["ranks"]), f"{g['rows']:,}", gathers.get(tuple(g["ranks"]), ""))
                 for g in about["to"]
             ],
             lines,
@@ -127,16 +123,7 @@ def explain(plan: Plan, *, lines: int = LINES) -> str:
         "",
         *_text_table(
             ("rank", "sends", "bound", "receives", "bound", "gathers"),
-            [
-                (
-                    r["rank"],
-                    *(
-                        f"{r[name]:,}"
-                        for name in ("sent", "sent_bound", "received", "received_bound", "gathered")
-                    ),
-                )
-                for r in per_rank
-            ],
+            [(r["rank"], *(f"{r[name]:,}" for name in columns)) for r in per_rank],
             lines,
         ),
     ]
@@ -160,13 +147,7 @@ def _side_entries(side: Side) -> list[dict[str, Any]]:
     ]
 
 
-def _gather_kind(gather: Gather) -> str:
-    return "broadcast" if gather.part == gather.rows else "all-gather"
-
-
-def _gather_text(gather: dict[str, Any] | None) -> str:
-    if gather is None:
-        return ""
+def _gather_text(gather: dict[str, Any]) -> str:
     if gather["kind"] == "broadcast":
         return f"broadcast from {gather['ranks'][0]}"
     return f"all-gather of {gather['part']:,} rows each"

@@ -21,7 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_nemotron3.boundary.intervals import Intervals
+from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.partition import Runs, rows_of
+from megatron_nemotron3.boundary.planner import slices_of
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,16 @@ class Microbatch:
     def runs_of(self, name: str) -> tuple[Runs, ...] | None:
         """Positions of each sample's rows from one encoder, or None if not known."""
         return dict(self.runs).get(name)
+
+    def slices_of(self, name: str, layout: Layout) -> tuple[tuple[Intervals, ...], ...] | None:
+        """Rows from one encoder that each rank of a module wants, by lane (`planner.slices_of`).
+
+        Returns: None if ranks do not own different positions, or if the positions of rows are not known.
+        """
+        runs = self.runs_of(name)
+        if runs is None or not layout.sliced:
+            return None
+        return slices_of(layout, runs, self.lengths, self.documents)
 
 
 #: batch -> its description.

@@ -72,12 +72,15 @@ class Groups:
         configuration = str(dist.get_backend_config() if backend is None else backend)
         on_cuda = "nccl" in configuration and torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-        self.timeout = timeout or default_timeout(self.device)
+        default: Any = dist.group.WORLD
+        self.timeout = timeout or timedelta(
+            seconds=default._get_backend(self.device).options._timeout.total_seconds()
+        )
         for group in gathers:
             if list(group) != sorted(group):
                 raise ValueError(f"ranks {group} of a group: give them in ascending order")
-        wanted = [self.ranks, *sorted({tuple(group) for group in gathers if len(group) > 1} - {self.ranks})]
-        self._mine = {group: self._get(group, backend) for group in wanted}
+        others = {tuple(group) for group in gathers if len(group) > 1} - {self.ranks}
+        self._mine = {group: self._get(group, backend) for group in (self.ranks, *sorted(others))}
         for group, shared in self._mine.items():
             if self.rank in group and shared.users == 1:
                 # NCCL creates its communicator here, and gloo ensures that every member has connected.
@@ -87,7 +90,7 @@ class Groups:
         known = _SHARED.setdefault(dist.group.WORLD, {})
         key = (ranks, backend, self.timeout)
         shared = known.get(key)
-        if shared is None or (shared.users == 0):
+        if shared is None or shared.users == 0:
             group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
             shared = known[key] = _Shared(group if self.rank in ranks else None)
         shared.users += 1
@@ -132,13 +135,6 @@ class Groups:
         """Destroy the groups at once, even if shared, so that waits of the peers end with an error."""
         for shared in self._mine.values():
             shared.close()
-
-
-def default_timeout(device: torch.device) -> timedelta:
-    """Timeout of the default group."""
-    world: Any = dist.group.WORLD
-    options = world._get_backend(device).options
-    return timedelta(seconds=options._timeout.total_seconds())
 
 
 #: Seconds to collect what ranks were waiting for, if none has written a reason.

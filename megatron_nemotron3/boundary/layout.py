@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,17 +63,9 @@ class Layout:
         dp: int = 1,
         offset: int = 0,
         sp: bool = False,
-        order: Sequence[str] = ORDER,
     ) -> Layout:
-        """A layout of the usual four dimensions, by default in Megatron's order.
-
-        Raises:
-            ValueError: `order` leaves out a dimension, or names one that is not of the four.
-        """
-        sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
-        if sorted(order) != sorted(sizes):
-            raise ValueError(f"order {'-'.join(order)}: use each of {', '.join(ORDER)} once")
-        return cls(tuple((name, sizes[name]) for name in order), offset, sp)
+        """A layout of the usual four dimensions in Megatron's order; sp: `sequence_parallel`."""
+        return cls((("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp)), offset, sp)
 
     @classmethod
     def from_grid(cls, grid: Grid, sequence_parallel: bool = False) -> Layout:
@@ -182,10 +173,6 @@ class Layout:
         if not 0 <= stage < self.pp:
             raise ValueError(f"layout {self} has no pipeline stage {stage}: use 0 to {self.pp - 1}")
         return _cached_lanes(self, stage)
-
-    def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """Ranks of a pipeline stage, lane by lane."""
-        return tuple(rank for lane in self.lanes(stage) for rank in lane)
 
 
 @functools.lru_cache(maxsize=256)

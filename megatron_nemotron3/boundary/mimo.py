@@ -24,7 +24,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_nemotron3.boundary.colocated import ColocatedBridge, ModalityRows, communicate
-from megatron_nemotron3.boundary.decoder_input import build_decoder_input
+from megatron_nemotron3.boundary.decoder_input import build_decoder_input, place_rows
 from megatron_nemotron3.boundary.feed import Microbatch, RowFeed
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.placement import RankShard
@@ -116,23 +116,21 @@ class BoundaryMimoModel(MimoModel):
             self._microbatch = self.feed.current
         return super().forward(*args, **kwargs)
 
-    def encode(self, modality_inputs: Mapping[str, Any] | None) -> Rows:
-        """Rows [n, h] of every modality of this rank's encoder lane; n is 0 without input."""
-        found = {}
-        for name, submodule in self.modality_submodules.items():
-            inputs = (modality_inputs or {}).get(name)
-            rows = submodule.forward(encoder_inputs=inputs) if inputs is not None else None
-            found[name] = self._empty_encoder_output(name) if rows is None else rows
-        return found
-
     def exchange_rows(
         self,
         modality_inputs: Mapping[str, Any] | None,
         microbatch: Microbatch | None,
         input_ids: Tensor | None = None,
     ) -> Rows:
-        """Encode and exchange rows; return those of this rank's positions, or of its language model lane."""
-        rows = self.encode(modality_inputs)
+        """Encode and exchange rows [n, h]; n is 0 for a modality without input.
+
+        Returns: modality -> rows of this rank's positions, or of its language model lane.
+        """
+        rows: Rows = {}
+        for name, submodule in self.modality_submodules.items():
+            inputs = (modality_inputs or {}).get(name)
+            output = submodule.forward(encoder_inputs=inputs) if inputs is not None else None
+            rows[name] = self._empty_encoder_output(name) if output is None else output
         if not self.colocated_comms:
             return rows
         parts = []
@@ -147,15 +145,20 @@ class BoundaryMimoModel(MimoModel):
         return dict(zip(rows, communicate(parts, microbatch), strict=True))
 
     def decoder_input(
-        self, input_ids: Tensor, position_ids: Tensor | None, rows: Rows, documents: tuple[int, ...] = ()
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        rows: Rows,
+        documents: Sequence[tuple[int, ...]] = (),
     ) -> Tensor:
-        """This rank's part of the decoder input, [s_shard, b, h].
+        """This rank's part of the decoder input, [s_local, b, h].
 
         Args:
             input_ids: [b, s], the whole sequences of this rank's lane.
             position_ids: as upstream, or None.
             rows: modality -> rows of this rank's positions if the feed has runs, else of the lane.
-            documents: `cu_seqlens_padded` of a packed sequence, if the feed does not have it.
+            documents: for each sample of the lane, `cu_seqlens_padded` if it is packed, else (); empty: that
+                of the feed, or no sample is packed.
 
         Raises:
             ValueError: positions and rows do not match.
@@ -163,16 +166,8 @@ class BoundaryMimoModel(MimoModel):
         embedding = unwrap_model(self.language_model).embedding
         known = self._shard.of_lane(self._microbatch)
         try:
-            return build_decoder_input(
-                embedding,
-                self._shard,
-                self.special_token_ids,
-                input_ids,
-                position_ids,
-                rows,
-                known,
-                documents,
-            )
+            placement = place_rows(self._shard, self.special_token_ids, input_ids, known, documents)
+            return build_decoder_input(embedding, self._shard, placement, input_ids, position_ids, rows)
         except ValueError as error:
             for comm in self.colocated_comms.values():
                 comm.failure.fail(str(error), error)  # other lanes raise it in the next exchange
@@ -192,44 +187,13 @@ class BoundaryMimoModel(MimoModel):
             _, rows = self.exchanged.popleft()
         else:
             rows = self.exchange_rows(modality_inputs, self._microbatch, input_ids)
-        first = self.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY)
-        if not first:
-            unwrap_model(self.language_model).set_input_tensor(self.input_tensors)
-        return self._run_language_model(
-            input_ids, position_ids, None, loss_mask, labels, rows if first else None, packing_kwargs
+        if not self.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY):
+            rows = {MIMO_LANGUAGE_MODULE_KEY: self.input_tensors}
+        output, loss_mask = self._forward_language_module(
+            input_ids, position_ids, None, loss_mask, labels, rows, packing_kwargs
         )
-
-    def _run_language_model(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        loss_mask: Tensor | None,
-        labels: Tensor | None,
-        rows: Rows | None,
-        packing_kwargs: dict[str, Any] | None,
-    ) -> tuple[Any, Tensor | None]:
-        """Run the language model; `rows` is None on all stages but the first."""
-        packed = self._build_packed_seq_params(packing_kwargs)
-        known = self._shard.of_lane(self._microbatch)
-        cuts = known.documents if known is not None else ()
-        some = next((t for t in (input_ids, labels, loss_mask) if t is not None), None)
-        if not cuts and some is not None:  # document borders may be on a GPU
-            cuts = (self._shard.documents(packed, some.shape[1]),) * len(some)
-        decoder_input = None
-        if rows is not None:
-            decoder_input = self.decoder_input(input_ids, position_ids, rows, cuts[0])
-        labels, loss_mask = (
-            self._shard.of_context(t, cuts) if t is not None else None for t in (labels, loss_mask)
-        )
-        output = self.language_model(
-            input_ids=None,
-            position_ids=position_ids,
-            decoder_input=decoder_input,
-            labels=labels,
-            attention_mask=attention_mask,
-            packed_seq_params=packed,
-        )
+        if not self.role.is_last_stage(MIMO_LANGUAGE_MODULE_KEY):
+            output = output[MIMO_LANGUAGE_MODULE_KEY]  # the schedule of one module sends a tensor
         return output, loss_mask
 
     def _forward_language_module(
@@ -246,13 +210,28 @@ class BoundaryMimoModel(MimoModel):
             raise RuntimeError(
                 "context parallelism needs attention_mask=None: the mask is causal, or of packed documents"
             )
-        rows = None
+        packed = self._build_packed_seq_params(packing_kwargs)
+        known = self._shard.of_lane(self._microbatch)
+        cuts = known.documents if known is not None else ()
+        some = next((t for t in (input_ids, labels, loss_mask) if t is not None), None)
+        if not cuts and some is not None:  # document borders may be on a GPU
+            cuts = (self._shard.documents(packed, some.shape[1]),) * len(some)
+        decoder_input = None
         if self.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY):
             rows = {name: t for name, t in (input_tensors or {}).items() if name != MIMO_LANGUAGE_MODULE_KEY}
+            decoder_input = self.decoder_input(input_ids, position_ids, rows, cuts)
         elif input_tensors and MIMO_LANGUAGE_MODULE_KEY in input_tensors:
             unwrap_model(self.language_model).set_input_tensor(input_tensors[MIMO_LANGUAGE_MODULE_KEY])
-        output, loss_mask = self._run_language_model(
-            input_ids, position_ids, attention_mask, loss_mask, labels, rows, packing_kwargs
+        labels, loss_mask = (
+            self._shard.of_context(t, cuts) if t is not None else None for t in (labels, loss_mask)
+        )
+        output = self.language_model(
+            input_ids=None,
+            position_ids=position_ids,
+            decoder_input=decoder_input,
+            labels=labels,
+            attention_mask=attention_mask,
+            packed_seq_params=packed,
         )
         if not self.role.is_last_stage(MIMO_LANGUAGE_MODULE_KEY):
             return {MIMO_LANGUAGE_MODULE_KEY: output}, loss_mask
@@ -287,22 +266,20 @@ class BoundaryMimoModel(MimoModel):
     def _empty_encoder_output(self, encoder_name: str) -> Tensor:
         """An output of no rows in the graph: the encoder's parameters get zero gradients, and hooks run."""
         config = self.mimo_config.language_model_spec.params["config"]
+        hidden, dtype = config.hidden_size, config.params_dtype or torch.float32
         parameters = list(self.modality_submodules[encoder_name].parameters())
-        return empty_output(config.hidden_size, config.params_dtype or torch.float32, parameters)
+        if not parameters:
+            return torch.empty(0, hidden, dtype=dtype, device=torch.get_default_device(), requires_grad=True)
+        out: Tensor = _EmptyOutput.apply(hidden, dtype, *parameters)
+        return out
 
 
-def empty_output(hidden: int, dtype: torch.dtype, parameters: Sequence[Tensor]) -> Tensor:
+class _EmptyOutput(torch.autograd.Function):
     """Rows [0, hidden] whose backward gives every trained parameter a gradient of zeros.
 
     So a rank without input runs the same data-parallel hooks as the other ranks.
     """
-    if not parameters:
-        return torch.empty(0, hidden, dtype=dtype, device=torch.get_default_device(), requires_grad=True)
-    out: Tensor = _EmptyOutput.apply(hidden, dtype, *parameters)
-    return out
 
-
-class _EmptyOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: int, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
         ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]

@@ -200,14 +200,10 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         found: dict[str, Any] = {}
         for name, module in self.rank_module_map.items():
             if module.pp_rank > 0:
-                received = self._between_stages(
-                    name,
-                    module.p2p_communicator,
-                    "backward" if gradients is not None else "",
-                    "forward" if forward else "",
-                    (gradients or {}).get(name),
-                    shape,
-                )
+                sends = "backward" if gradients is not None else ""
+                receives = "forward" if forward else ""
+                tensor = (gradients or {}).get(name)
+                received = self._between_stages(name, sends, receives, tensor, shape)
                 if forward:
                     found[name] = received
         for name, coordinator in self._coordinators.items():
@@ -229,14 +225,8 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
             if module.pp_rank == module.pp_size - 1:
                 last.add(name)
                 continue
-            received = self._between_stages(
-                name,
-                module.p2p_communicator,
-                "forward" if outputs is not None else "",
-                "backward" if backward else "",
-                output,
-                shape,
-            )
+            sends, receives = "forward" if outputs is not None else "", "backward" if backward else ""
+            received = self._between_stages(name, sends, receives, output, shape)
             if backward:
                 found[name] = received
         for coordinator in self._coordinators.values():
@@ -262,34 +252,28 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
                 output.detach_()
         return output
 
-    def _between_stages(
-        self, name: str, stages: Any, sends: str, receives: str, tensor: Any, shape: Any
-    ) -> Any:
-        """Communicate inside a module; a frozen module has no gradients."""
+    def _between_stages(self, name: str, sends: str, receives: str, tensor: Any, shape: Any) -> Any:
+        """Call upstream's `P2PCommunicator` between two pipeline stages of one module.
+
+        Args:
+            name: of the module; a frozen one has no gradients.
+            sends, receives: "forward", "backward" or "" for nothing.
+            tensor: the tensor to send, [rows, hidden] or 3-D.
+            shape: as the schedule passes it; not used with variable_seq_lengths.
+
+        Returns: the received tensor, or None.
+        """
         if name in self._frozen:
             sends, receives = (way if way == "forward" else "" for way in (sends, receives))
         if not sends and not receives:
             return None
+        method = "_".join(f"{verb}_{way}" for verb, way in (("send", sends), ("recv", receives)) if way)
+        arguments: dict[str, Any] = {"tensor_shapes": shape} if receives else {}
+        # Upstream skips the call on the first or last stage of a pipeline; this stage always has a neighbor.
+        ahead = method in ("send_forward", "recv_backward", "send_forward_recv_backward")
+        arguments["is_last_stage" if ahead else "is_first_stage"] = False
+        call = getattr(self.rank_module_map[name].p2p_communicator, method)
         with self._failure.guarded(lambda: f"{name}: waited for the next stage ({sends}, {receives})"):
-            return between_stages(stages, sends, receives, tensor, shape)
-
-
-def between_stages(stages: Any, sends: str, receives: str, tensor: Any, shape: Any) -> Any:
-    """Call upstream's `P2PCommunicator` between two pipeline stages of one module.
-
-    Args:
-        stages: the communicator.
-        sends, receives: "forward", "backward" or "" for nothing.
-        tensor: the tensor to send, [rows, hidden] or 3-D.
-        shape: as the schedule passes it; not used with variable_seq_lengths.
-
-    Returns: the received tensor, or None.
-    """
-    method = "_".join(f"{verb}_{way}" for verb, way in (("send", sends), ("recv", receives)) if way)
-    arguments: dict[str, Any] = {"tensor_shapes": shape} if receives else {}
-    # Upstream skips the call on the first or last stage of a pipeline; this stage always has a neighbor.
-    ahead = method in ("send_forward", "recv_backward", "send_forward_recv_backward")
-    arguments["is_last_stage" if ahead else "is_first_stage"] = False
-    tensors = (stock._prepare_tensor_for_comm(tensor),) if sends else ()
-    received = getattr(stages, method)(*tensors, **arguments)
-    return stock._restore_tensor_from_comm(received) if receives else None
+            tensors = (stock._prepare_tensor_for_comm(tensor),) if sends else ()
+            received = call(*tensors, **arguments)
+            return stock._restore_tensor_from_comm(received) if receives else None

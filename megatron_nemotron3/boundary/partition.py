@@ -69,15 +69,15 @@ def positions(
     return tuple(part for rows in of_context for part in intervals.parts(rows, tp))
 
 
-def wanted(runs: Sequence[Runs], owned: Sequence[Sequence[Intervals]]) -> tuple[Intervals, ...]:
-    """Rows of a lane that each of its ranks needs.
+def rows_at(runs: Sequence[Runs], owned: Sequence[Sequence[Intervals]]) -> tuple[Intervals, ...]:
+    """Rows of a lane that lie at the positions of each of its ranks.
 
     Args:
         runs: for each sample of the lane, in order, the positions of its rows.
         owned: for each sample, the positions of each rank (`positions`).
 
-    Returns: for each rank, rows of the lane, in the order of its own positions, sample by sample; so its
-        buffer holds them. () if the lane has no sample.
+    Returns: for each rank, its rows, numbered within the lane, sample by sample in the order of its
+        positions; () if the lane has no sample.
 
     Raises:
         ValueError: the runs of a sample overlap or do not ascend.
@@ -130,10 +130,6 @@ class Segment(NamedTuple):
     start: int
     rows: int
 
-    def transposed(self) -> Segment:
-        """The same rows with the sides swapped."""
-        return Segment(self.lane, self.start, self.source_lane, self.source_start, self.rows)
-
 
 def sample_shares(samples: int, lanes: int) -> tuple[range, ...]:
     """Equal contiguous shares of the samples, one for each lane.
@@ -153,7 +149,7 @@ def sample_shares(samples: int, lanes: int) -> tuple[range, ...]:
 def segments(
     rows: Sequence[int], source: Sequence[Sequence[int]], destination: Sequence[Sequence[int]]
 ) -> tuple[Segment, ...]:
-    """Contiguous rows that both sides have in common, for all samples.
+    """Blocks of rows that are contiguous on both sides, over all samples.
 
     Args:
         rows: number of rows of each sample; 0 for a sample without this modality.

@@ -33,6 +33,7 @@ class Placement:
         tensor ranks own the same positions.
     rows: modality -> places of its rows, by sample, then by position.
     picked: modality -> indices of these rows among the lane's rows, if the part is not the whole sequence.
+    lane_rows: modality -> number of the lane's rows, for the modalities in `picked`.
     """
 
     length: int
@@ -41,6 +42,7 @@ class Placement:
     tokens: tuple[Tensor, ...]
     rows: dict[str, Tensor]
     picked: dict[str, Tensor]
+    lane_rows: dict[str, int]
 
 
 def expand(rows: Intervals) -> Tensor:
@@ -89,7 +91,11 @@ def kinds_of_ids(input_ids: Tensor, token_ids: Mapping[str, int]) -> Tensor:
 
 
 def make_placement(
-    kinds: Tensor, names: Sequence[str], owned: Sequence[Sequence[Intervals]], own: int
+    kinds: Tensor,
+    names: Sequence[str],
+    owned: Sequence[Sequence[Intervals]],
+    own: int,
+    pick: bool = True,
 ) -> Placement:
     """Compute the places of a rank's part.
 
@@ -99,6 +105,7 @@ def make_placement(
         owned: positions of each sample, for each tensor rank that owns other positions; their number is the
             same in all samples.
         own: index of this rank in `owned`.
+        pick: whether the rank has all rows of its lane and picks those of its positions.
     """
     batch, whole = kinds.shape
     mine = [torch.stack([expand(rows) for rows in samples]).to(kinds.device) for samples in owned]
@@ -109,14 +116,15 @@ def make_placement(
     place = (
         torch.arange(length, device=kinds.device) * batch + torch.arange(batch, device=kinds.device)[:, None]
     )
-    rows, picked = {}, {}
+    rows, picked, lane_rows = {}, {}, {}
     for number, name in enumerate(names, 1):
         here = part == number
         rows[name] = place[here]
-        if length < whole:
+        if pick and length < whole:
             order = ((kinds == number).flatten().cumsum(0) - 1).view_as(kinds)
+            lane_rows[name] = int((kinds == number).sum())
             picked[name] = order.gather(1, mine[own])[here]
-    return Placement(length, batch, place[part == 0], tokens, rows, picked)
+    return Placement(length, batch, place[part == 0], tokens, rows, picked, lane_rows)
 
 
 def assemble(placement: Placement, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -185,8 +193,8 @@ class _SumOfSlices(torch.autograd.Function):
 class RankShard:
     """The part of the language model's input that this rank has.
 
-    cp, context_rank, tp, tensor_rank: sizes and ranks of the parallel dimensions that cut the sequence.
-    sequence_parallel: whether tensor parallelism cuts the sequence; if not, tp is 1.
+    cp, context_rank, tp, tensor_rank: sizes and ranks of the parallel dimensions that cut the sequence; tp
+        is 1 without sequence parallelism.
     groups: process groups of these dimensions.
     lane, lanes: this rank's data lane, and the number of data lanes.
     """
@@ -195,7 +203,6 @@ class RankShard:
     context_rank: int = 0
     tp: int = 1
     tensor_rank: int = 0
-    sequence_parallel: bool = False
     groups: tuple[Any, ...] = ()
     lane: int = 0
     lanes: int = 1
@@ -204,19 +211,13 @@ class RankShard:
     def of(cls, partition: Any, layout: Layout | None) -> RankShard:
         """Make it from upstream's `PartitionConfig` (None: not cut) and the layout (None: one lane)."""
         made = cls()
-        if partition is not None:
-            if partition.use_cp:
-                group = partition.cp_group
-                made = replace(made, cp=group.size(), context_rank=group.rank(), groups=(group,))
-            if partition.seq_parallel and partition.tp_group.size() > 1:
-                group = partition.tp_group
-                made = replace(
-                    made,
-                    tp=group.size(),
-                    tensor_rank=group.rank(),
-                    sequence_parallel=True,
-                    groups=(*made.groups, group),
-                )
+        if partition is not None and partition.use_cp:
+            group = partition.cp_group
+            made = replace(made, cp=group.size(), context_rank=group.rank(), groups=(group,))
+        if partition is not None and partition.seq_parallel and partition.tp_group.size() > 1:
+            group = partition.tp_group
+            groups = (*made.groups, group)
+            made = replace(made, tp=group.size(), tensor_rank=group.rank(), groups=groups)
         if layout is not None and dist.get_rank() in layout.ranks:
             rank = dist.get_rank()
             stage = layout.coordinates(rank).get("pp", 0)
@@ -238,13 +239,11 @@ class RankShard:
             microbatch.documents[cut],
         )
 
-    def owned(
-        self, batch: int, length: int, documents: Sequence[tuple[int, ...]]
-    ) -> tuple[list[list[Intervals]], int]:
+    def owned(self, length: int, documents: Sequence[tuple[int, ...]]) -> tuple[list[list[Intervals]], int]:
         """Positions of each sample for each tensor rank that owns other positions, and this rank's index.
 
         Args:
-            batch, length: size of input_ids.
+            length: of the sequences.
             documents: for each sample, its `cu_seqlens_padded`, or ().
 
         Raises:
@@ -252,9 +251,7 @@ class RankShard:
         """
         first = self.context_rank * self.tp
         cut = [
-            positions(
-                length, self.cp, self.tp, sequence_parallel=self.sequence_parallel, documents=tuple(bounds)
-            )
+            positions(length, self.cp, self.tp, sequence_parallel=self.tp > 1, documents=tuple(bounds))
             for bounds in documents
         ]
         return [[ranks[first + t] for ranks in cut] for t in range(self.tp)], self.tensor_rank
@@ -279,7 +276,7 @@ class RankShard:
         Raises:
             ValueError: `qkv_format` is not thd, or a border lies beyond the sequence.
         """
-        if packed is None or (self.cp == 1 and not self.sequence_parallel):
+        if packed is None or self.cp == self.tp == 1:
             return ()
         padded = packed.cu_seqlens_q_padded
         borders = packed.cu_seqlens_q if padded is None else padded

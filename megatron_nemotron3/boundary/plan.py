@@ -4,7 +4,7 @@ A plan has two sides, the senders and the receivers. On each side, every data la
 the module) has a list of groups: ranks that hold, or want, the same rows of the lane. The tensor-parallel
 replicas of a lane are one group; context- and sequence-parallel slices are several groups.
 
-There are two ways to serve a group that wants rows:
+There are two ways to bring rows to a group that wants them:
 
     once    Every row is sent to one rank of the group, an equal part to each rank, and the group gathers.
             Each byte is sent once between the modules. For modules on disjoint ranks, where links are slow.
@@ -111,9 +111,9 @@ class Plan:
     def messages(self) -> tuple[Message, ...]:
         """All messages, sorted by sender and receiver, including those of a rank to itself."""
         found: dict[tuple[int, int], list[Piece]] = defaultdict(list)
-        deal = self._pieces_once if self.mode == "once" else self._pieces_copies
+        assign = self._pieces_once if self.mode == "once" else self._pieces_copies
         for sender, receiver, pieces in self._group_pairs:
-            for source, destination, piece in deal(sender, receiver, pieces):
+            for source, destination, piece in assign(sender, receiver, pieces):
                 found[source, destination].append(piece)
         self._check_coverage(found)
         return tuple(Message(*pair, _merged_pieces(pieces)) for pair, pieces in sorted(found.items()))
@@ -175,27 +175,29 @@ class Plan:
         wanted = [[(group, Places(group.rows)) for group in lane] for lane in self.receivers]
         for source_lane, source_start, lane, start, rows in self.segments:
             stop = start + rows
-            takers = [(group, there) for group, places in wanted[lane] if (there := places.clip(start, stop))]
+            matches = [
+                (group, there) for group, places in wanted[lane] if (there := places.clip(start, stop))
+            ]
             for sender, places in held[source_lane]:
-                given = places.clip(source_start, source_start + rows)
-                for receiver, taken in takers if given else ():
-                    if pieces := _common_pieces(given, taken, start - source_start):
+                held_here = places.clip(source_start, source_start + rows)
+                for receiver, wanted_here in matches if held_here else ():
+                    if pieces := _common_pieces(held_here, wanted_here, start - source_start):
                         found.append((sender, receiver, pieces))
         return found
 
     @functools.cached_property
     def _parts(self) -> tuple[dict[Ranks, int], dict[Ranks, int]]:
         """For senders and for receivers: ranks of a group -> rows in the equal part of its first rank."""
-        met: tuple[dict[Ranks, set[Ranks]], dict[Ranks, set[Ranks]]] = (defaultdict(set), defaultdict(set))
+        peers: tuple[dict[Ranks, set[Ranks]], dict[Ranks, set[Ranks]]] = (defaultdict(set), defaultdict(set))
         for sender, receiver, _ in self._group_pairs:
-            met[0][sender.ranks].add(receiver.ranks)
-            met[1][receiver.ranks].add(sender.ranks)
+            peers[0][sender.ranks].add(receiver.ranks)
+            peers[1][receiver.ranks].add(sender.ranks)
 
         def part(group: Group, side: int) -> int:
-            rows, others = intervals.count(group.rows), met[side][group.ranks]
+            rows, others = intervals.count(group.rows), peers[side][group.ranks]
             if len(others) == 1:
                 (other,) = others
-                mutual = len(met[1 - side][other]) == 1
+                mutual = len(peers[1 - side][other]) == 1
                 if len(other) == 1 or (mutual and rows * self.row_bytes <= self.leader_bytes):
                     return rows
             return -(-rows // len(group.ranks))
@@ -209,11 +211,11 @@ class Plan:
     def _pieces_once(
         self, sender: Group, receiver: Group, pieces: list[Piece]
     ) -> Iterator[tuple[int, int, Piece]]:
-        give, take = self._parts[0][sender.ranks], self._parts[1][receiver.ranks]
+        sent_part, received_part = self._parts[0][sender.ranks], self._parts[1][receiver.ranks]
         for sent, received, rows in pieces:
             while rows:
-                i, j = sent // give, received // take
-                n = min(rows, (i + 1) * give - sent, (j + 1) * take - received)
+                i, j = sent // sent_part, received // received_part
+                n = min(rows, (i + 1) * sent_part - sent, (j + 1) * received_part - received)
                 yield sender.ranks[i], receiver.ranks[j], Piece(sent, received, n)
                 sent, received, rows = sent + n, received + n, rows - n
 
@@ -246,37 +248,33 @@ class Plan:
         for lane, groups in enumerate(self.receivers):
             for ranks, rows in groups:
                 wanted = intervals.count(rows)
-                totals = (
-                    {sum(arrived[rank] for rank in ranks)}
-                    if self.mode == "once"
-                    else {arrived[rank] for rank in ranks}
-                )
+                totals = {arrived[rank] for rank in ranks}
+                if self.mode == "once":
+                    totals = {sum(arrived[rank] for rank in ranks)}
                 if totals != {wanted}:
                     raise ValueError(
                         f"destination lane {lane}, ranks {ranks}: {wanted} rows wanted, {sorted(totals)} "
                         "arrive: both sides must count the rows of every sample alike"
                     )
 
-    def transposed(self) -> Plan:
-        """The backward plan: gradients of the wanted rows go to the ranks that held them."""
-        segments = tuple(segment.transposed() for segment in self.segments)
-        return Plan(self.receivers, self.senders, segments, self.row_bytes, self.mode, self.leader_bytes)
-
     @functools.cached_property
     def backward(self) -> Plan:
-        """The transposed plan, made once."""
-        return self.transposed()
+        """The plan with the sides swapped: gradients of rows go to the ranks that sent the rows."""
+        segments = tuple(
+            Segment(s.lane, s.start, s.source_lane, s.source_start, s.rows) for s in self.segments
+        )
+        return Plan(self.receivers, self.senders, segments, self.row_bytes, self.mode, self.leader_bytes)
 
 
 def _common_pieces(
-    given: Sequence[tuple[int, int, int]], taken: Sequence[tuple[int, int, int]], by: int
+    held: Sequence[tuple[int, int, int]], wanted: Sequence[tuple[int, int, int]], by: int
 ) -> list[Piece]:
     """Rows in both (`Places.clip` of each side); the receiver numbers a row as the sender does, plus `by`."""
     found: list[Piece] = []
     i = j = 0
-    while i < len(given) and j < len(taken):
-        sent, a, b = given[i]
-        received, c, d = taken[j]
+    while i < len(held) and j < len(wanted):
+        sent, a, b = held[i]
+        received, c, d = wanted[j]
         a, b = a + by, b + by
         start, stop = max(a, c), min(b, d)
         if start < stop:

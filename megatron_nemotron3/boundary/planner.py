@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.intervals import Intervals
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.partition import Runs, lane_rows, positions, sample_shares, segments, wanted
+from megatron_nemotron3.boundary.partition import Runs, lane_rows, positions, rows_at, sample_shares, segments
 from megatron_nemotron3.boundary.plan import Group, Mode, Plan, Side
 
 
-def sending(layout: Layout, rows: Sequence[int]) -> Side:
-    """The sending side: the last pipeline stage of a module.
+def sender_groups(layout: Layout, rows: Sequence[int]) -> Side:
+    """Groups of ranks of a module's last pipeline stage, with the rows that they hold, by lane.
 
     Args:
-        layout: of the module.
         rows: number of rows of each lane.
 
     Raises:
@@ -24,52 +23,38 @@ def sending(layout: Layout, rows: Sequence[int]) -> Side:
     """
     if layout.cp > 1:
         raise ValueError(f"the source layout {layout} has CP={layout.cp}: use CP 1 in modules that send")
-    return tuple(
-        _tp_shards(ranks, n)
-        if layout.sequence_parallel and layout.tp > 1
-        else (Group(ranks, intervals.whole(n)),)
-        for ranks, n in zip(layout.lanes(layout.pp - 1), rows, strict=True)
-    )
+    groups: list[tuple[Group, ...]] = []
+    for ranks, n in zip(layout.lanes(layout.pp - 1), rows, strict=True):
+        if not layout.sequence_parallel:
+            groups.append((Group(ranks, intervals.whole(n)),))
+            continue
+        if n % layout.tp:
+            raise ValueError(
+                f"{n} rows of a source lane do not divide among TP={layout.tp} for sequence parallelism: pad "
+                "the rows, or gather the output"
+            )
+        parts = intervals.parts(intervals.whole(n), layout.tp)
+        groups.append(tuple(Group((rank,), part) for rank, part in zip(ranks, parts, strict=True)))
+    return tuple(groups)
 
 
-def _tp_shards(ranks: tuple[int, ...], rows: int) -> tuple[Group, ...]:
-    if rows % len(ranks):
-        raise ValueError(
-            f"{rows} rows of a source lane do not divide among TP={len(ranks)} for sequence parallelism: pad "
-            "the rows, or gather the output"
-        )
-    return tuple(
-        Group((rank,), part)
-        for rank, part in zip(ranks, intervals.parts(intervals.whole(rows), len(ranks)), strict=True)
-    )
-
-
-def receiving(
-    layout: Layout, rows: Sequence[int], wants: Sequence[Sequence[Intervals]] | None = None
+def receiver_groups(
+    layout: Layout, rows: Sequence[int], slices: Sequence[Sequence[Intervals]] | None = None
 ) -> Side:
-    """The receiving side: the first pipeline stage of a module.
+    """Groups of ranks of a module's first pipeline stage, with the rows that they want, by lane.
 
     Args:
-        layout: of the module.
         rows: number of rows of each lane.
-        wants: for each lane, the rows of each rank (`slices_of`); None: every rank wants all rows.
-
-    Raises:
-        ValueError: the module has context parallelism and `wants` is None.
+        slices: for each lane, the rows of each rank (`slices_of`); None: every rank wants all rows.
     """
     lanes = layout.lanes(0)
-    if wants is None:
-        if layout.cp > 1:
-            raise ValueError(
-                f"the destination layout {layout} has CP={layout.cp}, so the rows of a context rank depend "
-                "on their positions: give them (RowFeed)"
-            )
+    if slices is None:
         return tuple((Group(ranks, intervals.whole(n)),) for ranks, n in zip(lanes, rows, strict=True))
     # Without sequence parallelism the tensor ranks of a context rank want the same rows.
     share = 1 if layout.sequence_parallel else layout.tp
     return tuple(
         tuple(Group(ranks[i : i + share], mine[i]) for i in range(0, len(ranks), share))
-        for ranks, mine in zip(lanes, wants, strict=True)
+        for ranks, mine in zip(lanes, slices, strict=True)
     )
 
 
@@ -79,7 +64,7 @@ def make_plan(
     rows: Sequence[int],
     *,
     row_bytes: int,
-    wants: Sequence[Sequence[Intervals]] | None = None,
+    slices: Sequence[Sequence[Intervals]] | None = None,
     mode: Mode | None = None,
 ) -> Plan:
     """The forward plan of one microbatch and one modality.
@@ -88,46 +73,44 @@ def make_plan(
         source, destination: layouts of the sending and the receiving module.
         rows: number of rows of each sample of the microbatch, over all lanes.
         row_bytes: bytes of a row.
-        wants: rows that each rank needs, from `slices_of`; None: all rows of its lane.
+        slices: rows that each rank wants, from `slices_of`; None: all rows of its lane.
         mode: None: "copies" if the layouts share ranks, else "once".
 
     Raises:
-        ValueError: as `segments`, `sample_shares`, `sending`, `receiving`.
+        ValueError: as `segments`, `sample_shares`, `sender_groups`; or mode "once" has no slices for a
+            destination with context parallelism.
     """
     given, taken = sample_shares(len(rows), source.dp), sample_shares(len(rows), destination.dp)
+    receivers = receiver_groups(destination, lane_rows(rows, taken), slices)
     if mode is None:
-        shared = set(source.stage_ranks(source.pp - 1)) & set(destination.stage_ranks(0))
+        sending = {rank for lane in source.lanes(source.pp - 1) for rank in lane}
+        shared = any(rank in sending for lane in destination.lanes(0) for rank in lane)
         mode = "copies" if shared else "once"
-    return Plan(
-        sending(source, lane_rows(rows, given)),
-        receiving(destination, lane_rows(rows, taken), wants),
-        segments(rows, given, taken),
-        row_bytes,
-        mode,
-    )
+    if mode == "once" and slices is None and destination.cp > 1:
+        raise ValueError(
+            f"the destination layout {destination} has CP={destination.cp}, so the rows of a context rank "
+            "depend on their positions: give them (RowFeed)"
+        )
+    senders = sender_groups(source, lane_rows(rows, given))
+    return Plan(senders, receivers, segments(rows, given, taken), row_bytes, mode)
 
 
 def slices_of(
     layout: Layout,
     runs: Sequence[Runs],
     lengths: Sequence[int],
-    samples: Sequence[Sequence[int]] | None = None,
-    documents: Sequence[tuple[int, ...]] | None = None,
+    documents: Sequence[tuple[int, ...]] = (),
 ) -> tuple[tuple[Intervals, ...], ...]:
-    """Rows that each rank of a context- or sequence-parallel module needs (`wants` of `make_plan`).
+    """Rows that each rank of a context- or sequence-parallel module needs, by lane (`slices` of `make_plan`).
 
     Args:
-        layout: of the module.
         runs: for each sample, the positions of its rows (`partition.Runs`).
         lengths: for each sample, the length of its sequence, padding included.
-        samples: for each lane, its samples; None: equal shares in order.
-        documents: for each sample, `cu_seqlens_padded` if it is packed, else ().
+        documents: for each sample, `cu_seqlens_padded` if it is packed, else (); empty: none is packed.
 
     Raises:
         ValueError: as `partition.positions`; or a row lies outside its sequence.
     """
-    taken = sample_shares(len(runs), layout.dp) if samples is None else samples
-    cuts = documents or [()] * len(runs)
     for sample, (mine, length) in enumerate(zip(runs, lengths, strict=True)):
         if mine and sum(mine[-1]) > length:
             raise ValueError(
@@ -136,7 +119,10 @@ def slices_of(
             )
     owned = [
         positions(length, layout.cp, layout.tp, sequence_parallel=layout.sequence_parallel, documents=cut)
-        for length, cut in zip(lengths, cuts, strict=True)
+        for length, cut in zip(lengths, documents or [()] * len(runs), strict=True)
     ]
     empty: tuple[Intervals, ...] = ((),) * (layout.cp * layout.tp)
-    return tuple(wanted([runs[s] for s in mine], [owned[s] for s in mine]) or empty for mine in taken)
+    return tuple(
+        rows_at([runs[s] for s in mine], [owned[s] for s in mine]) or empty
+        for mine in sample_shares(len(runs), layout.dp)
+    )

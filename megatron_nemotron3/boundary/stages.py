@@ -41,13 +41,14 @@ def check_modules(
     if beyond := sorted(rank for rank in modules_of if rank >= world_size):
         raise BoundaryError(f"ranks {beyond} of the layouts do not exist: the world has {world_size}")
     if idle := sorted(set(range(world_size)) - modules_of.keys()):
+        modules = ", ".join(f"{name}: ranks {at.ranks[0]}-{at.ranks[-1]}" for name, at in layouts.items())
         raise BoundaryError(
-            f"ranks {idle} of {world_size} are in no module ({_layouts_text(layouts)}): use them in one, or "
+            f"ranks {idle} of {world_size} are in no module ({modules}): use them in one, or "
             f"start {len(modules_of)} processes"
         )
     for name, destinations in topology.items():
+        after = {other: remaining(other, layouts, topology) for other in destinations}
         for destination in destinations:
-            after = {other: remaining(other, layouts, topology) for other in destinations}
             if after[destination] < max(after.values()):
                 raise BoundaryError(
                     f"{name} feeds modules at different distances from the end {after}: the schedule has one "
@@ -94,9 +95,3 @@ def _module_stage(rank: int, module: str, layouts: Layouts, topology: Topology) 
     total = max(remaining(name, layouts, topology) for name in layouts)
     left = remaining(module, layouts, topology) - layouts[module].coordinates(rank).get("pp", 0)
     return total - left
-
-
-def _layouts_text(layouts: Layouts) -> str:
-    return ", ".join(
-        f"{name}: ranks {layout.ranks[0]}-{layout.ranks[-1]}" for name, layout in layouts.items()
-    )

@@ -59,7 +59,6 @@ def inputs_of(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Tenso
 
 def forward_backward_colocated(
     *,
-    forward_step_func: Callable[..., Any],
     data_iterator: Any,
     model: Any,
     num_microbatches: int,
@@ -71,8 +70,8 @@ def forward_backward_colocated(
     """Run a training or evaluation step; Megatron calls it as `forward_backward_func` on every rank.
 
     Args:
-        forward_step_func, model, num_microbatches, forward_only, options: as for the stock schedule;
-            `p2p_communicator` and `pg_collection` are those of the language model.
+        model, num_microbatches, forward_only, options: as for the stock schedule; the options include
+            `forward_step_func`, and `p2p_communicator` and `pg_collection` of the language model.
         data_iterator: on every rank, iterates over batches with the input of this rank's encoders; it is the
             model's `feed` if the model has one.
         inputs: reads a batch. If `forward_step_func` moves batches to the device, `inputs` must move
@@ -94,7 +93,10 @@ def forward_backward_colocated(
         known = mimo.feed.current if mimo.feed is not None else None
         drawn.append(batch)
         exchanged.append((known, mimo.exchange_rows(modality_inputs, known, input_ids)))
-    leaves = [_detached_rows(rows) for _, rows in exchanged]
+    leaves = [
+        {name: t.detach().requires_grad_(t.requires_grad) for name, t in rows.items()}
+        for _, rows in exchanged
+    ]
     if forward_only:
         exchanged = [(known, {}) for known, _ in exchanged]
     mimo.exchanged.extend((known, rows) for (known, _), rows in zip(exchanged, leaves, strict=True))
@@ -107,7 +109,6 @@ def forward_backward_colocated(
     config.grad_sync_func = None  # it would reduce the encoders' gradients before they exist
     try:
         result = pipeline(
-            forward_step_func=forward_step_func,
             data_iterator=iter(drawn),
             model=model,
             num_microbatches=num_microbatches,
@@ -124,10 +125,6 @@ def forward_backward_colocated(
     return result
 
 
-def _detached_rows(rows: Rows) -> Rows:
-    return {name: t.detach().requires_grad_(t.requires_grad) for name, t in rows.items()}
-
-
 def _encoders_backward(
     mimo: BoundaryMimoModel, exchanged: list[tuple[Microbatch | None, Rows]], leaves: list[Rows]
 ) -> None:
@@ -135,25 +132,18 @@ def _encoders_backward(
     for number in range(len(exchanged)):
         rows, given = exchanged[number][1], leaves[number]
         exchanged[number], leaves[number] = (None, {}), {}
-        outputs = [t for t in rows.values() if t.requires_grad]
+        names = [name for name, t in rows.items() if t.requires_grad]
+        outputs = [rows[name] for name in names]
         # Rows of later stages were not used and have no gradient; these ranks take part with zeros.
-        grads = [_gradient_or_zeros(given[name]) for name, t in rows.items() if t.requires_grad]
+        grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (given[name] for name in names)]
         last = number == len(exchanged) - 1
         with nullcontext() if last else mimo.no_sync():
             if outputs:
                 torch.autograd.backward(outputs, grads)
 
 
-def _gradient_or_zeros(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
 def gradient_scale(
-    *,
-    language_ranks: int,
-    module_ranks: int,
-    module_per_token: bool,
-    tokens: torch.Tensor | None,
+    *, language_ranks: int, module_ranks: int, module_per_token: bool, tokens: torch.Tensor | None
 ) -> torch.Tensor | float:
     """Factor for a module's gradients after its own gradient sync, from the table above.
 
@@ -182,14 +172,10 @@ def global_tokens(
         world: all ranks of all modules; None: the default group.
     """
     # Count one rank of each data lane and context slice: the first tensor rank of the last stage.
-    counts = language is not None and language.tp.rank() == 0 and _is_last_rank(language.pp)
+    counts = language is not None and language.tp.rank() == 0 and language.pp.rank() == language.pp.size() - 1
     total = num_tokens.detach().reshape(()).long() * int(counts)
     dist.all_reduce(total, group=world)
     return total
-
-
-def _is_last_rank(group: dist.ProcessGroup) -> bool:
-    return group.rank() == group.size() - 1
 
 
 def finalize_model_grads(
@@ -229,7 +215,9 @@ def finalize_model_grads(
             )
         groups = pg_collection.module_pgs
     tokens = None if num_tokens is None else global_tokens(num_tokens, groups.get(LANGUAGE), world)
-    ranks = {name: _data_parallel_ranks(grid) for name, grid in mimo.mimo_config.module_to_grid_map.items()}
+    grids = mimo.mimo_config.module_to_grid_map
+    layouts = {name: Layout.from_grid(grid) for name, grid in grids.items()}
+    ranks = {name: layout.dp * layout.cp for name, layout in layouts.items()}
     for name, module in {LANGUAGE: mimo.language_model, **dict(mimo.modality_submodules.items())}.items():
         if module is None:
             continue
@@ -248,8 +236,3 @@ def finalize_model_grads(
             tokens=tokens,
         )
         module.scale_gradients(factor)
-
-
-def _data_parallel_ranks(grid: Any) -> int:
-    layout = Layout.from_grid(grid)
-    return layout.dp * layout.cp

@@ -56,7 +56,17 @@ def read_at(descriptor: int, offset: int, length: int) -> bytearray:
     if offset + length > (end := os.fstat(descriptor).st_size):  # before memory is allocated
         raise ArchiveError(f"the file ends at byte {end:,}, inside the {length:,} from {offset:,}")
     data = bytearray(length)
-    view, done = memoryview(data), 0
+    read_into(descriptor, memoryview(data), offset)
+    return data
+
+
+def read_into(descriptor: int, view: memoryview, offset: int) -> None:
+    """Fill `view` with the bytes from `offset`.
+
+    Raises:
+        ArchiveError: the file is too short.
+    """
+    done, length = 0, len(view)
     while done < length:
         count = os.preadv(descriptor, [view[done : done + (1 << 30)]], offset + done)
         if count == 0:
@@ -64,7 +74,6 @@ def read_at(descriptor: int, offset: int, length: int) -> bytearray:
                 f"the file ends at byte {offset + done:,}, inside the {length:,} from {offset:,}"
             )
         done += count
-    return data
 
 
 def records(descriptor: int, start: int, length: int) -> list[Record]:
@@ -115,11 +124,6 @@ def crc_problem(descriptor: int, record: Record) -> str | None:
         f"record {record.name!r} (bytes {record.offset:,} to {end:,}) has CRC32 {crc:08x}, "
         f"{record.crc:08x} was written"
     )
-
-
-def without_crc(found: list[Record]) -> bool:
-    """Whether all CRC32s are 0, as torch.serialization.set_crc32_options(False) writes them."""
-    return all(record.crc == 0 for record in found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,8 @@ def describe(index: CheckpointIndex) -> list[str]:
     except CheckpointError as problem:
         lines.append(f"arguments    not shown: {problem}")
     else:
-        lines.append(f"iteration    {_iteration_text(state.get('iteration'))}")
+        iteration = state.get("iteration")
+        lines.append(f"iteration    {iteration if type(iteration) is int else 'not stored'}")
         if (written := layout_of(state)) is not None:
             lines.append(f"written with {written}; the weights load into any other layout")
     elements: Counter[str] = Counter()
@@ -194,7 +195,3 @@ def layout_of(state: dict[str, Any]) -> str | None:
         return None
     ranks = arguments.field("world_size")
     return " ".join(known) + (f" on {ranks} rank{'s' * (ranks != 1)}" if type(ranks) is int else "")
-
-
-def _iteration_text(value: Any) -> str:
-    return str(value) if type(value) is int else "not stored"

@@ -84,16 +84,21 @@ def bytes_needed(parameters: int, precision: str) -> int:
     return parameters * per_parameter
 
 
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes on the disk of `folder`, which may not exist yet."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
 def check_room(folder: Path, need: int) -> None:
     """Check that a checkpoint of `need` bytes fits on the disk of `folder`, which may not exist yet.
 
     Raises:
         ValueError: less space is free.
     """
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    free = free_bytes(folder)
     if free < need:
         raise ValueError(
             f"{os.fspath(folder)}: a checkpoint needs {need / 1e6:,.0f} MB, but {free / 1e6:,.0f} MB are "

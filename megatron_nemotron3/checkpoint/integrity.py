@@ -9,21 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint.archive import BLOCK, ArchiveError, crc_problem, records, without_crc
+from megatron_nemotron3.checkpoint.archive import BLOCK, ArchiveError, crc_problem, records
 from megatron_nemotron3.checkpoint.metadata import (
     COMMON,
-    INDEX,
     CheckpointError,
     CheckpointIndex,
     Chunk,
     StoredObject,
 )
-from megatron_nemotron3.checkpoint.read import opened, tensor_layout
+from megatron_nemotron3.checkpoint.read import chunk_layout, opened
 from megatron_nemotron3.checkpoint.structure import legacy_files
 from megatron_nemotron3.checkpoint.unpickle import Refused
 
@@ -31,6 +31,8 @@ from megatron_nemotron3.checkpoint.unpickle import Refused
 MANIFEST = "integrity.json"
 #: Bytes read by one task.
 _TASK_BYTES = 256 << 20
+#: (name, dtype or "" for an object, position) of an archive.
+_Item = tuple[str, str, StoredObject]
 
 
 @dataclass
@@ -63,72 +65,53 @@ def check_integrity(folder: Path, index: CheckpointIndex | None, workers: int = 
     )
 
 
-@dataclass(frozen=True)
-class _Archives:
-    """Neighboring archives of one file: (name, dtype or "" for an object, position) of each."""
-
-    path: Path
-    items: list[tuple[str, str, StoredObject]]
-
-    def __call__(self) -> Read:
-        result, problems = Read(), []
-        try:
-            with opened(self.path) as descriptor:
-                for name, dtype, place in self.items:
-                    try:
-                        self._check_archive(descriptor, dtype, place, result)
-                    except (ArchiveError, Refused) as problem:
-                        problems.append(f"{self.path}: {name} at byte {place.offset:,}: {problem}")
-        except CheckpointError as problem:
-            problems.append(str(problem))
-        result.problems = tuple(problems)
-        return result
-
-    def _check_archive(self, descriptor: int, dtype: str, place: StoredObject, result: Read) -> None:
-        found = records(descriptor, place.offset, place.length)
-        if without_crc(found):
-            result.unprotected += 1
-        else:
-            for record in found:
-                if problem := crc_problem(descriptor, record):
-                    raise ArchiveError(problem)
-        result.records += len(found)
-        result.bytes += place.length
-        if isinstance(place, Chunk):
-            layout = tensor_layout(descriptor, place)
-            if (layout.dtype, layout.shape) != (dtype, place.sizes):
-                raise ArchiveError(
-                    f"it holds {layout.dtype} of shape {list(layout.shape)}, "
-                    f"{INDEX} says {dtype} of shape {list(place.sizes)}"
-                )
+def _check_archives(path: Path, items: list[_Item]) -> Read:
+    """Check neighboring archives of one file."""
+    result, problems = Read(), []
+    try:
+        with opened(path) as descriptor:
+            for name, dtype, place in items:
+                try:
+                    _check_archive(descriptor, dtype, place, result)
+                except (ArchiveError, Refused) as problem:
+                    problems.append(f"{path}: {name} at byte {place.offset:,}: {problem}")
+    except CheckpointError as problem:
+        problems.append(str(problem))
+    result.problems = tuple(problems)
+    return result
 
 
-@dataclass(frozen=True)
-class _Digest:
-    """Check of one file against integrity.json."""
-
-    path: Path
-    expected: str
-
-    def __call__(self) -> Read:
-        digest = hashlib.sha256()
-        try:
-            with open(self.path, "rb") as file:
-                while block := file.read(BLOCK):
-                    digest.update(block)
-        except OSError as problem:
-            return Read(problems=(f"{self.path}: {problem.strerror}",))
-        if digest.hexdigest() == self.expected:
-            return Read()
-        return Read(
-            problems=(
-                f"{self.path}: SHA-256 {digest.hexdigest()[:16]}…, {MANIFEST} says {self.expected[:16]}…",
-            )
-        )
+def _check_archive(descriptor: int, dtype: str, place: StoredObject, result: Read) -> None:
+    found = records(descriptor, place.offset, place.length)
+    if all(record.crc == 0 for record in found):  # torch.serialization.set_crc32_options(False)
+        result.unprotected += 1
+    else:
+        for record in found:
+            if problem := crc_problem(descriptor, record):
+                raise ArchiveError(problem)
+    result.records += len(found)
+    result.bytes += place.length
+    if isinstance(place, Chunk):
+        chunk_layout(descriptor, place, dtype)
 
 
-def _check_tasks(folder: Path, index: CheckpointIndex | None) -> Iterator[_Archives | _Digest]:
-    items: list[tuple[str, str, StoredObject]] = []
+def _check_digest(path: Path, expected: str) -> Read:
+    """Check one file against integrity.json."""
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+    except OSError as problem:
+        return Read(problems=(f"{path}: {problem.strerror}",))
+    if digest.hexdigest() == expected:
+        return Read()
+    found = f"SHA-256 {digest.hexdigest()[:16]}…, {MANIFEST} says {expected[:16]}…"
+    return Read(problems=(f"{path}: {found}",))
+
+
+def _check_tasks(folder: Path, index: CheckpointIndex | None) -> Iterator[Callable[[], Read]]:
+    items: list[_Item] = []
     if index is not None:
         for name, tensor in index.tensors.items():
             items += [(name, tensor.dtype, chunk) for chunk in tensor.chunks]
@@ -138,18 +121,18 @@ def _check_tasks(folder: Path, index: CheckpointIndex | None) -> Iterator[_Archi
         items.append(
             ("the whole file", "", StoredObject(str(path.relative_to(folder)), 0, path.stat().st_size))
         )
-    group: list[tuple[str, str, StoredObject]] = []
+    group: list[_Item] = []
     size = 0
     for item in sorted(items, key=lambda item: (item[2].file, item[2].offset)):
         if group and (item[2].file != group[0][2].file or size > _TASK_BYTES):
-            yield _Archives(folder / group[0][2].file, group)
+            yield partial(_check_archives, folder / group[0][2].file, group)
             group, size = [], 0
         group.append(item)
         size += item[2].length
     if group:
-        yield _Archives(folder / group[0][2].file, group)
+        yield partial(_check_archives, folder / group[0][2].file, group)
     for name, expected in _sha256_manifest(folder).items():
-        yield _Digest(folder / name, expected)
+        yield partial(_check_digest, folder / name, expected)
 
 
 def _sha256_manifest(folder: Path) -> dict[str, str]:

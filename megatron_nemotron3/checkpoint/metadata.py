@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron_nemotron3.checkpoint.unpickle import Inert, Refused, inert, loads
+from megatron_nemotron3.checkpoint.unpickle import Inert, Refused, arguments, inert, loads
 
 INDEX = ".metadata"
 COMMON = "common.pt"
@@ -101,10 +101,6 @@ class CheckpointIndex:
         return next(found, None)
 
 
-def _arguments(*args: Any) -> tuple[Any, ...]:
-    return args
-
-
 def _torch_size(values: Any = ()) -> tuple[Any, ...]:
     return tuple(values)
 
@@ -122,15 +118,13 @@ _INDEX_TABLE: dict[tuple[str, str], Any] = {
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): inert("_StorageInfo"),
     ("torch", "Size"): _torch_size,
-    ("torch.serialization", "_get_layout"): _arguments,
-    (
-        "builtins",
-        "getattr",
-    ): _arguments,  # Python 3.11 pickles members of enumerations so; nothing is looked up
-    ("__builtin__", "getattr"): _arguments,  # the same in protocol 2
+    ("torch.serialization", "_get_layout"): arguments,
+    # Python 3.11 pickles members of enumerations as calls of getattr; nothing is looked up.
+    ("builtins", "getattr"): arguments,
+    ("__builtin__", "getattr"): arguments,  # protocol 2
     ("collections", "OrderedDict"): dict,
-    ("pathlib", "PosixPath"): _arguments,
-    ("pathlib", "PurePosixPath"): _arguments,
+    ("pathlib", "PosixPath"): arguments,
+    ("pathlib", "PurePosixPath"): arguments,
     ("io", "BytesIO"): inert("BytesIO"),
 }
 #: Packages of the classes in a save plan that is cached in the index.

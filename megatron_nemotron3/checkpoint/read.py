@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.archive import ArchiveError, crc_problem, read_at, records
+from megatron_nemotron3.checkpoint.archive import ArchiveError, Record, crc_problem, read_at, records
 from megatron_nemotron3.checkpoint.metadata import (
     COMMON,
+    INDEX,
     ITEM_SIZE,
     MOST_AXES,
     CheckpointError,
     CheckpointIndex,
+    Chunk,
     StoredObject,
 )
-from megatron_nemotron3.checkpoint.unpickle import Refused, inert, loads
+from megatron_nemotron3.checkpoint.unpickle import Refused, arguments, inert, loads
 
 #: Largest pickle that is read, in bytes.
 _LIMIT = 64 << 20
@@ -64,37 +66,71 @@ def opened(path: Path) -> Iterator[int]:
         raise CheckpointError(f"{path}: {problem}") from None
 
 
-def tensor_layout(descriptor: int, place: StoredObject) -> TensorLayout:
-    """Locate the elements of the tensor in the archive at `place`; only headers are read.
+def read_pickle(descriptor: int, place: StoredObject, limit: int = _LIMIT) -> tuple[bytes, dict[str, Record]]:
+    """Read the pickle of the archive at `place`. Returns the pickle and all records by name.
 
     Raises:
-        ArchiveError: the archive is damaged.
-        Refused: it does not hold exactly one dense tensor.
+        ArchiveError: the archive is damaged, or the pickle is missing or longer than `limit` bytes.
+        Refused: the archive is not little-endian.
     """
-    found = {r.name: r for r in records(descriptor, place.offset, place.length)}
-    for name in ("data.pkl", "version"):
-        if name not in found:
-            raise ArchiveError(f"the archive at {place.offset:,} has no record {name!r}")
-    pickled = found["data.pkl"]
+    found = {record.name: record for record in records(descriptor, place.offset, place.length)}
+    pickled = found.get("data.pkl")
+    if pickled is None or pickled.size > limit:
+        raise ArchiveError(
+            f"the archive at {place.offset:,} has no record 'data.pkl', or one of more than {limit >> 20} MiB"
+        )
     if pickled.crc and (problem := crc_problem(descriptor, pickled)):
         raise ArchiveError(problem)
-    text = bytes(read_at(descriptor, pickled.offset, pickled.size))
-    tensor = loads(text, TENSOR_TABLE, persistent=storage_of)
-    if not isinstance(tensor, PickledTensor):
-        raise Refused(f"the archive at {place.offset:,} holds a {type(tensor).__name__}, not a tensor")
     byteorder = found.get("byteorder")
     if byteorder and bytes(read_at(descriptor, byteorder.offset, byteorder.size)) != b"little":
         raise Refused(f"the archive at {place.offset:,} is not little-endian")
-    data = found.get(f"data/{tensor.storage}")
-    if data is None:
-        raise ArchiveError(f"the archive at {place.offset:,} has no record 'data/{tensor.storage}'")
-    item = ITEM_SIZE[tensor.dtype]
-    layout = TensorLayout(tensor.dtype, tensor.shape, tensor.stride, data.offset + tensor.begin * item)
+    return bytes(read_at(descriptor, pickled.offset, pickled.size)), found
+
+
+def locate_tensor(what: str, tensor: PickledTensor, found: dict[str, Record]) -> TensorLayout:
+    """Locate the elements of a tensor in the records of its archive.
+
+    Args:
+        what: name of the tensor, for messages.
+
+    Raises:
+        ArchiveError: its storage is missing or too short.
+    """
+    record = found.get(f"data/{tensor.storage}")
+    if record is None:
+        raise ArchiveError(f"{what} is in record 'data/{tensor.storage}', which is missing")
+    begin = record.offset + tensor.begin * ITEM_SIZE[tensor.dtype]
+    layout = TensorLayout(tensor.dtype, tensor.shape, tensor.stride, begin)
     first, length = layout.span(range(tensor.shape[0] if tensor.shape else 1))
-    if first + length > data.offset + data.size:
+    if first + length > record.offset + record.size:
         raise ArchiveError(
-            f"the tensor at {place.offset:,} needs {first + length - data.offset:,} bytes of storage, "
-            f"record {data.name!r} has {data.size:,}"
+            f"{what} needs {first + length - record.offset:,} bytes of storage, record {record.name!r} has "
+            f"{record.size:,}"
+        )
+    return layout
+
+
+def chunk_layout(descriptor: int, chunk: Chunk, dtype: str) -> TensorLayout:
+    """Locate the elements of a chunk of a torch_dist tensor; only headers are read.
+
+    Args:
+        dtype: type of the tensor in the index.
+
+    Raises:
+        ArchiveError: the archive is damaged, or its type or shape differs from the index.
+        Refused: it does not hold exactly one dense tensor.
+    """
+    data, found = read_pickle(descriptor, chunk)
+    if "version" not in found:
+        raise ArchiveError(f"the archive at {chunk.offset:,} has no record 'version'")
+    tensor = loads(data, TENSOR_TABLE, persistent=storage_of)
+    if not isinstance(tensor, PickledTensor):
+        raise Refused(f"the archive at {chunk.offset:,} holds a {type(tensor).__name__}, not a tensor")
+    layout = locate_tensor(f"the tensor at {chunk.offset:,}", tensor, found)
+    if (layout.dtype, layout.shape) != (dtype, chunk.sizes):
+        raise ArchiveError(
+            f"the chunk at {chunk.offset:,} holds {layout.dtype} of shape {list(layout.shape)}, "
+            f"{INDEX} says {dtype} of shape {list(chunk.sizes)}"
         )
     return layout
 
@@ -181,7 +217,7 @@ def common_state(index: CheckpointIndex) -> dict[str, Any]:
             place = StoredObject(COMMON, 0, path.stat().st_size)
         except OSError as problem:
             raise CheckpointError(f"{path}: {problem.strerror}") from None
-    state = stored_object(index.folder, place, "the common state")
+    state = stored_object(index.folder, place)
     if isinstance(state, list) and state:  # the object form: a list of one
         state = state[0]
     if not isinstance(state, dict):
@@ -189,25 +225,14 @@ def common_state(index: CheckpointIndex) -> dict[str, Any]:
     return state
 
 
-def stored_object(folder: Path, place: StoredObject, what: str) -> Any:
+def stored_object(folder: Path, place: StoredObject) -> Any:
     """Read a pickled object of plain data without importing what it names; tensors in it become None.
-
-    Args:
-        what: name of the object, for messages.
 
     Raises:
         CheckpointError: it is damaged, larger than 64 MiB, or names something that is not data.
     """
     with opened(folder / place.file) as descriptor:
-        found = {record.name: record for record in records(descriptor, place.offset, place.length)}
-        record = found.get("data.pkl")
-        if record is None or record.size > _LIMIT:
-            raise ArchiveError(
-                f"{what} at byte {place.offset:,} has no data.pkl, or one of more than {_LIMIT >> 20} MiB"
-            )
-        if record.crc and (wrong := crc_problem(descriptor, record)):
-            raise ArchiveError(wrong)
-        data = bytes(read_at(descriptor, record.offset, record.size))
+        data, _ = read_pickle(descriptor, place)
         return loads(data, DATA_TABLE, stubs=DATA_STUBS, persistent=_skip_tensor)
 
 
@@ -215,23 +240,15 @@ def _skip_tensor(pid: Any) -> None:
     """Tensors in the common state (random number states) are not read."""
 
 
-def _call_arguments(*args: Any) -> tuple[Any, ...]:
-    return args
-
-
 #: Names in stored arguments: Megatron's enumerations, dtypes and a few standard classes.
 DATA_TABLE: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): inert("Namespace"),
     ("types", "SimpleNamespace"): inert("SimpleNamespace"),
     ("collections", "OrderedDict"): dict,
-    ("signal", "Signals"): _call_arguments,
-    ("pathlib", "PosixPath"): _call_arguments,
-    ("_codecs", "encode"): _call_arguments,
-    **{
-        (module, name): _call_arguments
-        for module in ("builtins", "__builtin__")
-        for name in ("getattr", "set")
-    },
-    ("datetime", "timedelta"): _call_arguments,
+    ("signal", "Signals"): arguments,
+    ("pathlib", "PosixPath"): arguments,
+    ("_codecs", "encode"): arguments,
+    **{(module, name): arguments for module in ("builtins", "__builtin__") for name in ("getattr", "set")},
+    ("datetime", "timedelta"): arguments,
 }
 DATA_STUBS = ("megatron.", "nvidia_resiliency_ext.", "torch.", "numpy.", "transformer_engine.")

@@ -22,6 +22,7 @@ from megatron_nemotron3.checkpoint.folders import (
     TRACKER,
     checkpoint_path,
     iterations,
+    latest_iteration,
     read_tracker,
     write_tracker,
 )
@@ -114,7 +115,7 @@ def before_start(argv: Sequence[str], rank: int) -> list[str]:
     if given.non_persistent is not None:
         cure = "leave --non-persistent-ckpt-type out to load from --load alone"
         lines += prepare(LoadFolder(given.non_persistent, manifest=given.manifest, cure=cure))
-        newer = _named_iteration(given.non_persistent)
+        newer = latest_iteration(given.non_persistent)
     if given.load is not None:
         lines += prepare(LoadFolder(given.load, given.step, given.manifest, newer))
     if given.pretrained is not None and not (given.load and (given.load / TRACKER).is_file()):
@@ -154,7 +155,7 @@ def wait_for_repair(source: LoadFolder, patience: float = PATIENCE) -> list[str]
     """
     deadline = time.monotonic() + patience
     while not _tracker_usable(source.folder) and (fix := tracker_fix(source)) is not None:
-        while _named_iteration(source.folder) != fix.iteration:
+        while latest_iteration(source.folder) != fix.iteration:
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"{source.tracker}: it {fix.why}; rank 0 should have written {fix.iteration} into it, "
@@ -213,7 +214,7 @@ def remove_incomplete(folder: Path) -> list[Path]:
     Only unfinished folders newer than the checkpoint in the tracker are deleted; without a tracker, newer
     than the last complete one. Finished checkpoints stay, even damaged ones.
     """
-    newest = _named_iteration(folder)
+    newest = latest_iteration(folder)
     if newest is None:
         newest = _last_complete(LoadFolder(folder))[0]
     removed = []
@@ -235,14 +236,6 @@ def _tracker_usable(folder: Path) -> bool:
         return not iterations(folder)
     path = checkpoint_path(folder, named)
     return (path / CONFIG).exists() or next(path.glob("mp_rank_0*"), None) is not None
-
-
-def _named_iteration(folder: Path) -> int | None:
-    try:
-        named = read_tracker(folder)
-    except ValueError:
-        return None
-    return named if isinstance(named, int) else None
 
 
 def _finished_later(source: LoadFolder, named: int | str) -> int | None:
@@ -287,12 +280,10 @@ def _require_loadable(folder: Path, step: int) -> None:
 
 
 def _other_complete(folder: Path, than: int | str) -> int | None:
-    complete = (
-        i
-        for i in iterations(folder)
-        if i != than and check_structure(checkpoint_path(folder, i)).state == "complete"
-    )
-    return next(complete, None)
+    for iteration in iterations(folder):
+        if iteration != than and check_structure(checkpoint_path(folder, iteration)).state == "complete":
+            return iteration
+    return None
 
 
 def _damaged_message(source: LoadFolder, named: int | str, verdict: Verdict) -> str:

@@ -173,7 +173,7 @@ def tiling_problem(
     held = 0
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(shape):
-            return f"a chunk at {list(offsets)} of shape {list(sizes)} is not of {len(shape)} dimensions"
+            return f"a chunk at {list(offsets)} of shape {list(sizes)} does not have {len(shape)} dimensions"
         if any(o + s > n for o, s, n in zip(offsets, sizes, shape)):
             return f"the chunk at {list(offsets)} of shape {list(sizes)} reaches beyond {list(shape)}"
         _add_corners(corners, offsets, sizes, 1)

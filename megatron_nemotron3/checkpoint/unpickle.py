@@ -135,6 +135,11 @@ def inert(name: str) -> type[Inert]:
     return _Frozen(name, (Inert,), {"__slots__": ()})  # type: ignore[return-value]
 
 
+def arguments(*args: Any) -> tuple[Any, ...]:
+    """Stand-in for a function: return its arguments."""
+    return args
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(
         self,

@@ -194,50 +194,41 @@ def index_bytes(tensors: Mapping[str, StoredTensor], objects: Mapping[str, Store
             raise ValueError(f"{name!r} has two chunks at the same offset")
     out = _Opcodes()
     with out.instance(_METADATA, "Metadata"):
-        out.string("state_dict_metadata")
+        out.plain("state_dict_metadata")
         with out.mapping():
             for name, tensor in tensors.items():
-                out.string(name)
+                out.plain(name)
                 _write_tensor_entry(out, tensor)
             for name in objects:
-                out.string(name)
+                out.plain(name)
                 out.name(_METADATA, "BytesStorageMetadata")
                 out.code(pickle.EMPTY_TUPLE, pickle.NEWOBJ)
-        out.string("planner_data")  # path of every key in the dict that was saved; here the key itself
+        out.plain("planner_data")  # path of every key in the dict that was saved; here the key itself
         with out.mapping():
             for name in (*tensors, *objects):
-                out.string(name)
-                out.string(name)
+                out.plain(name, name)
                 out.code(pickle.TUPLE1)
-        out.string("storage_data")
+        out.plain("storage_data")
         with out.mapping():
             for name, tensor in tensors.items():
                 for chunk in tensor.chunks:
                     _write_storage_entry(out, name, chunk, chunk.offsets)
             for name, place in objects.items():
                 _write_storage_entry(out, name, place, None)
-        out.string("storage_meta")
-        out.code(pickle.NONE)
-        out.string("version")
-        out.string(_METADATA_VERSION)
+        out.plain("storage_meta", None, "version", _METADATA_VERSION)
     out.code(pickle.STOP)
     return bytes(out.data)
 
 
 def _write_tensor_entry(out: _Opcodes, tensor: StoredTensor) -> None:
     with out.instance(_METADATA, "TensorStorageMetadata"):
-        out.string("properties")
+        out.plain("properties")
         out.properties(tensor.dtype)
-        out.string("size")
-        out.size(tensor.shape)
-        out.string("chunks")
+        out.plain("size", tensor.shape, "chunks")
         out.code(pickle.EMPTY_LIST, pickle.MARK)
         for chunk in tensor.chunks:
             with out.instance(_METADATA, "ChunkStorageMetadata"):
-                out.string("offsets")
-                out.size(chunk.offsets)
-                out.string("sizes")
-                out.size(chunk.sizes)
+                out.plain("offsets", chunk.offsets, "sizes", chunk.sizes)
         out.code(pickle.APPENDS)
 
 
@@ -245,20 +236,11 @@ def _write_storage_entry(
     out: _Opcodes, name: str, place: StoredObject, offsets: tuple[int, ...] | None
 ) -> None:
     with out.instance(_METADATA, "MetadataIndex"):
-        out.string("fqn")
-        out.string(name)
-        out.string("index")
-        out.code(pickle.NONE)
+        out.plain("fqn", name, "index", None)
         if offsets is not None:
-            out.string("offset")
-            out.size(offsets)
+            out.plain("offset", offsets)
     with out.instance(_STORAGE, "_StorageInfo"):
-        out.string("relative_path")
-        out.string(place.file)
-        out.string("offset")
-        out.number(place.offset)
-        out.string("length")
-        out.number(place.length)
+        out.plain("relative_path", place.file, "offset", place.offset, "length", place.length)
 
 
 class _Opcodes:
@@ -273,29 +255,26 @@ class _Opcodes:
         for opcode in opcodes:
             self.data += opcode
 
-    def string(self, text: str) -> None:
-        if not self._recall(text):
-            self.code(_pickled_string(text))
-            self._remember(text)
-
-    def number(self, number: int) -> None:
-        self.code(_pickled_int(number))
+    def plain(self, *values: str | int | tuple[int, ...] | None) -> None:
+        """Append strings, numbers, shapes (as torch.Size) and None."""
+        for value in values:
+            if value is None:
+                self.code(pickle.NONE)
+            elif isinstance(value, int):
+                self.code(_pickled_int(value))
+            elif not self._recall(value):
+                if isinstance(value, str):
+                    self.code(_pickled_string(value))
+                else:
+                    self.name("torch", "Size")
+                    self.code(pickle.MARK, *map(_pickled_int, value), pickle.TUPLE, *_CALL)
+                self._remember(value)
 
     def name(self, module: str, name: str) -> None:
         """Append the name of a class, function or type."""
         if not self._recall((module, name)):
             self.code(pickle.GLOBAL, f"{module}\n{name}\n".encode())
             self._remember((module, name))
-
-    def size(self, numbers: tuple[int, ...]) -> None:
-        """Append a torch.Size."""
-        if not self._recall(numbers):
-            self.name("torch", "Size")
-            self.code(pickle.MARK)
-            for number in numbers:
-                self.number(number)
-            self.code(pickle.TUPLE, *_CALL)
-            self._remember(numbers)
 
     def properties(self, dtype: str) -> None:
         """Append TensorProperties of a contiguous tensor: dtype, layout, gradient, memory format, pinned."""
@@ -305,10 +284,10 @@ class _Opcodes:
         self.code(pickle.EMPTY_TUPLE, pickle.NEWOBJ, pickle.MARK)
         self.name("torch", dtype)
         self.name("torch.serialization", "_get_layout")
-        self.string("torch.strided")
+        self.plain("torch.strided")
         self.code(*_CALL, pickle.NEWFALSE)
         self.name(_METADATA, "_MEM_FORMAT_ENCODING")
-        self.number(0)  # TORCH_CONTIGUOUS_FORMAT
+        self.plain(0)  # TORCH_CONTIGUOUS_FORMAT
         self.code(*_CALL, pickle.NEWFALSE, pickle.TUPLE, pickle.BUILD)
         self._remember(("properties", dtype))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,7 +21,6 @@ from megatron_nemotron3.convert.hf_folder import is_hf, open_hf, read_config
 from megatron_nemotron3.convert.inventory import TensorMapping
 from megatron_nemotron3.convert.keys import master_keys, non_weight_kind, plain_name
 from megatron_nemotron3.convert.megatron_args import config_of
-from megatron_nemotron3.convert.quantized_config import plain_config
 from megatron_nemotron3.convert.quantized_views import Dequantized
 from megatron_nemotron3.convert.sources import FileSource, TensorSource
 from megatron_nemotron3.convert.torch_dist import (
@@ -58,10 +57,6 @@ class Checkpoint:
     def padded_vocab_size(self) -> int | None:
         """Rows of Megatron's embedding; None for a Hugging Face checkpoint."""
         return self.weights.tensors[_EMBEDDING].shape[0] if self.kind != "hugging face" else None
-
-    def padded_mappings(self, padded_vocab_size: int) -> Iterator[TensorMapping]:
-        """Yield the mappings for a Megatron checkpoint whose embedding has `padded_vocab_size` rows."""
-        return inventory.mappings(self.config, padded_vocab_size=padded_vocab_size)
 
     def hf_view(self) -> TensorSource:
         """Return the weights under their Hugging Face names."""
@@ -156,7 +151,8 @@ def open_hugging_face(
             raise ValueError(f"{folder}: its weights are quantized: --dequantize reads them as BF16")
         packed = Dequantized(source)
         packed.check(data[QUANTIZATION])
-        source, data = packed, plain_config(data)
+        source = packed
+        data = {key: value for key, value in data.items() if key != QUANTIZATION}
         left_out["activation scale"] = len(packed.left_behind)
     elif dequantize:
         raise ValueError(

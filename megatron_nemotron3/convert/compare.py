@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
-from megatron_nemotron3.convert.plan import whole
+from megatron_nemotron3.convert.plan import bands, whole
 from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import BAND
-from megatron_nemotron3.convert.views import bands
 from megatron_nemotron3.convert.workers import parallel_map
 
 #: Tensors per work item.
@@ -70,35 +69,29 @@ def compare(
 def _compare_tensor(
     a: TensorSource, b: TensorSource, name: str, count: Callable[[int], None]
 ) -> Difference | Same:
+    import numpy
+
     one, other = a.tensors[name], b.tensors[name]
     for what, x, y in (("shape", list(one.shape), list(other.shape)), ("type", one.dtype, other.dtype)):
         if x != y:
             return Difference(name, f"{what} {x} and {y}")
     differ, crcs = 0, [0, 0]
-    first: tuple[int, ...] | None = None
+    first: list[int] | None = None
     for band in bands(whole(one.shape), BAND // ITEM_SIZE[one.dtype]):
         mine, theirs = a.read(name, band), b.read(name, band)
         unequal = mine != theirs
         count(mine.nbytes)
         if unequal.any():
             if first is None:
-                at = int(unequal.reshape(-1).argmax())
-                first = _position(at, mine.shape, tuple(start for start, _ in band))
+                at = numpy.argwhere(unequal)[0].tolist()
+                first = [start + i for (start, _), i in zip(band, at)]
             differ += int(unequal.sum())
         crc = zlib.crc32(mine.reshape(-1).view("u1"), crcs[0])
         crcs = [crc, zlib.crc32(theirs.reshape(-1).view("u1"), crcs[1]) if differ else crc]
     if differ:
         return Difference(
             name,
-            f"{differ:,} of {prod(one.shape):,} elements, first at {list(first or ())}; CRC32 {crcs[0]:08x} "
+            f"{differ:,} of {prod(one.shape):,} elements, first at {first}; CRC32 {crcs[0]:08x} "
             f"and {crcs[1]:08x}",
         )
     return Same(name, prod(one.shape), crcs[0])
-
-
-def _position(flat: int, shape: Sequence[int], start: Sequence[int]) -> tuple[int, ...]:
-    result: list[int] = []
-    for n in reversed(shape):
-        flat, at = divmod(flat, n)
-        result.append(at)
-    return tuple(s + i for s, i in zip(start, reversed(result)))

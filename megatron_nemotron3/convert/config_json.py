@@ -142,7 +142,7 @@ def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | Non
     pattern = _layer_pattern(name, data, LAYERS)
     if pattern is None:
         raise ValueError(
-            f"{name}: config.json has none of {LAYERS[0]}, {', '.join(LAYERS[1])}: layers unknown"
+            f"{name}: config.json has none of {LAYERS[0]}, {', '.join(LAYERS[1])}, so its layers are unknown"
         )
     stated = data.get("num_hidden_layers")
     if stated is not None and stated != len(pattern):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_nemotron3.checkpoint.folders import free_bytes
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
 from megatron_nemotron3.convert import from_hf, to_hf
 from megatron_nemotron3.convert.checkpoints import (
@@ -21,7 +22,8 @@ from megatron_nemotron3.convert.checkpoints import (
 )
 from megatron_nemotron3.convert.compare import Difference, compare
 from megatron_nemotron3.convert.hf_folder import CONFIG, is_hf, read_config, read_json
-from megatron_nemotron3.convert.job import MANIFEST, Job, Progress, check_target, free_bytes, partial_of, run
+from megatron_nemotron3.convert.inventory import mappings
+from megatron_nemotron3.convert.job import MANIFEST, Job, Progress, check_target, partial_of, run
 from megatron_nemotron3.convert.quantized_config import read_scales
 from megatron_nemotron3.convert.quantized_recipes import Quantization, quantization
 from megatron_nemotron3.convert.quantized_views import Quantized
@@ -154,7 +156,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisor)
     dtype = options.dtype or _main_dtype(opened.weights)
     weights = _cast(opened.weights, options.dtype, opened, hf=True)
-    view = Converted(weights, opened.padded_mappings(rows), to_hf=False)
+    view = Converted(weights, mappings(opened.config, padded_vocab_size=rows), to_hf=False)
     files, small = from_hf.plan(
         view, opened.config, padded_vocab_size=rows, dtype=dtype, limit=options.shard_bytes
     )

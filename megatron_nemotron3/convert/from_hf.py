@@ -10,16 +10,15 @@ FP8 scaling state. Without these objects, a load fails at the default strictness
     decoder.layers.0.mixer.in_proj._extra_state/shard_0_1
     decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_3_8         expert 3 of 8
 
-A converted checkpoint has no such state, so every object is None, at which TE and Megatron's own linears keep
-their state. Modules that are not TE modules have no object: the embedding, the router, Mamba's convolution
-and its gated norm.
+A converted checkpoint has no such state, so every object is None: TE and Megatron's own linears then keep
+their initial state. Modules that are not TE modules have no object: the embedding, the router, Mamba's
+convolution and its gated norm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 
 from megatron_nemotron3.checkpoint.folders import RELEASE, TRACKER
 from megatron_nemotron3.checkpoint.metadata import COMMON, INDEX, Chunk, StoredObject, StoredTensor
@@ -113,7 +112,7 @@ def plan(
     for name, tensor in view.tensors.items():
         folder.add(name, tensor, list(_chunk_slices(view, name, tensor)))
     for key in extra_state_keys(config):
-        folder.add_object(key, extra_state_archive())
+        folder.add_object(key, EXTRA_STATE)
     state = common_state(args_of(config, padded_vocab_size=padded_vocab_size, dtype=dtype))
     folder.add_object(COMMON_OBJECT, object_archive([state]))
     folder.close()
@@ -162,6 +161,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "mtp_in": ("enorm", "hnorm", "eh_proj"),
     "mtp_out": ("final_layernorm",),
 }
+#: Content of each `_extra_state` object: torch.save([None]), because Megatron stores lists.
+EXTRA_STATE = object_archive([None])
 _ROUTED = ".experts.experts."
 _LATENT = "_latent_proj"
 
@@ -178,9 +179,3 @@ def extra_state_keys(config: Nemotron3Config) -> Iterator[str]:
             shards = config.num_moe_experts if _ROUTED in module else 1
             for shard in range(shards or 0):
                 yield f"{prefix.megatron}{module}._extra_state/shard_{shard}_{shards}"
-
-
-@cache
-def extra_state_archive() -> bytes:
-    """Return the content of each object, torch.save([None]): Megatron stores lists."""
-    return object_archive([None])

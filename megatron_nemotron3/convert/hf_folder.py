@@ -178,7 +178,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, HeaderEntry], dict[st
             size = os.fstat(file.fileno()).st_size
             start = file.read(_HEADER_LENGTH.size)
             if len(start) < _HEADER_LENGTH.size:
-                raise CheckpointError(f"{path}: {size} bytes are no safetensors file")
+                raise CheckpointError(f"{path}: {size} bytes are too few for a safetensors file")
             (length,) = _HEADER_LENGTH.unpack(start)
             if length > min(HEADER_LIMIT, size - _HEADER_LENGTH.size):
                 raise CheckpointError(
@@ -212,21 +212,18 @@ def _parse_header(text: bytes, begin: int, size: int) -> tuple[dict[str, HeaderE
     metadata = data.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError("its __metadata__ is not an object of strings")
-    spans: list[tuple[int, int, str]] = []
     entries: dict[str, HeaderEntry] = {}
-    for name, entry in data.items():
-        dtype, shape, first, last = _parse_header_entry(name, entry)
-        spans.append((first, last, name))
-        entries[name] = HeaderEntry(dtype, shape, begin + first)
     reached = 0
-    for first, last, name in sorted(spans):
+    spans = ((*_parse_header_entry(name, entry), name) for name, entry in data.items())
+    for first, last, dtype, shape, name in sorted(spans):
+        entries[name] = HeaderEntry(dtype, shape, begin + first)
         if first != reached:
             what = "overlaps the tensor before it" if first < reached else "leaves a gap before it"
             raise ValueError(f"{name!r} at byte {first:,} of the data {what}, which ends at {reached:,}")
         reached = last
     if begin + reached != size:
         raise ValueError(f"its tensors end at byte {begin + reached:,}, the file at {size:,}")
-    return dict(sorted(entries.items(), key=lambda item: item[1].offset)), metadata
+    return entries, metadata
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -238,7 +235,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _parse_header_entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+def _parse_header_entry(name: str, entry: Any) -> tuple[int, int, str, tuple[int, ...]]:
+    """Return first and last byte, dtype and shape."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r:.100} is {entry!r:.80}: expected dtype, shape and data_offsets")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -253,7 +251,7 @@ def _parse_header_entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], in
         raise ValueError(
             f"{name!r:.100}, {kind} {shape}, needs {need:,} bytes and is given {offsets[1] - offsets[0]:,}"
         )
-    return DTYPES[kind], tuple(shape), offsets[0], offsets[1]
+    return offsets[0], offsets[1], DTYPES[kind], tuple(shape)
 
 
 def _is_list_of_naturals(values: Any) -> bool:

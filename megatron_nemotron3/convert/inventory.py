@@ -88,8 +88,8 @@ def mappings_of(
     *,
     dtype: str = BF16,
     padded_vocab_size: int | None = None,
-) -> Iterator[TensorMapping]:
-    """Yield the mappings of a model in the spelling of a checkpoint with these weight keys.
+) -> list[TensorMapping]:
+    """Return the mappings of a model in the spelling of a checkpoint with these weight keys.
 
     The checkpoint may mix dialects. The mappings use plain names (`keys.plain_name`).
 
@@ -121,9 +121,9 @@ def mappings_of(
     if missing:
         raise ValueError(
             f"{len(missing)} tensors of {config.name} are missing, the first is {missing[0]!r}"
-            + _mtp_hint(config, missing, "mtp.")
+            + _mtp_hint(config, missing)
         )
-    yield from result
+    return result
 
 
 def hf_tensors(config: Nemotron3Config, *, dtype: str = BF16) -> list[Tensor]:
@@ -162,7 +162,7 @@ def check_hf(config: Nemotron3Config, shapes: Mapping[str, Shape]) -> None:
     differ = [name for name in expected if name in shapes and tuple(shapes[name]) != expected[name]]
     problems = []
     if missing:
-        hint = _mtp_hint(config, missing, "mtp.")
+        hint = _mtp_hint(config, missing)
         problems.append(f"{len(missing)} of {len(expected)} tensors are missing, first {missing[0]!r}{hint}")
     if unknown:
         problems.append(f"{len(unknown)} tensors do not belong to the model, first {unknown[0]!r}")
@@ -176,9 +176,8 @@ def check_hf(config: Nemotron3Config, shapes: Mapping[str, Shape]) -> None:
         raise ValueError(f"{config.name}: " + "; ".join(problems))
 
 
-def _mtp_hint(config: Nemotron3Config, missing: list[str], prefix: str) -> str:
-    total = sum(name.startswith(prefix) for name in missing)
-    if not total or total < len(missing):
+def _mtp_hint(config: Nemotron3Config, missing: list[str]) -> str:
+    if not all(name.startswith("mtp.") for name in missing):
         return ""
     return (
         f": the configuration has {config.mtp_num_blocks} MTP block(s) {config.mtp_pattern!r} whose weights "

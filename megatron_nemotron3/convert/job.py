@@ -14,7 +14,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.files import sync_folder, temporary_prefix, write_bytes
+from megatron_nemotron3.checkpoint.folders import free_bytes
 from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import FilePlan, write
 from megatron_nemotron3.convert.workers import parallel_map
@@ -98,14 +98,6 @@ def check_target(target: Path) -> None:
         raise ValueError(f"{target}: {parent} is not a writable folder: choose another place")
 
 
-def free_bytes(target: Path) -> int:
-    """Return the free bytes on the disk of `target`, which may not exist yet."""
-    place = target.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
-
-
 def partial_of(target: Path) -> Path:
     """Return the path of a folder while it is written."""
     return target.with_name(target.name + ".partial")
@@ -146,7 +138,9 @@ def run(
         journal = stack.enter_context(open(partial / JOURNAL, "ab"))
         for name, entry in _write_files(todo, job, partial, workers, report):
             done[name] = entry
-            _append_line(journal, {"file": name, **entry})
+            journal.write(_journal_line({"file": name, **entry}))
+            journal.flush()
+            os.fsync(journal.fileno())
         manifest = {
             "format": 1,
             "made_by": "megatron-nemotron3",
@@ -265,12 +259,6 @@ def _remove_leftovers(partial: Path, keep: set[str]) -> None:
                 path.rmdir()
         elif name not in keep and name != JOURNAL:
             path.unlink()
-
-
-def _append_line(journal: Any, entry: Mapping[str, Any]) -> None:
-    journal.write(_journal_line(entry))
-    journal.flush()
-    os.fsync(journal.fileno())
 
 
 def _journal_line(entry: Mapping[str, Any]) -> bytes:

@@ -2,7 +2,7 @@
 
 Megatron numbers MTP blocks and the layers in each block; Hugging Face numbers all MTP layers consecutively:
 
-    mtp.layers.o.mtp_model_layer.layers.i.…   <->   mtp.layers.{o * P + i}.…     P layers a block
+    mtp.layers.o.mtp_model_layer.layers.i.…   <->   mtp.layers.{o * P + i}.…     P layers per block
     mtp.layers.o.enorm.weight                 <->   mtp.layers.{o * P}.enorm.weight
     mtp.layers.o.final_layernorm.weight       <->   mtp.layers.{o * P + P - 1}.final_layernorm.weight
 
@@ -23,8 +23,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+from megatron_nemotron3.checkpoint.metadata import StoredTensor
+from megatron_nemotron3.convert.sources import SourceTensor
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import NamedShape, Row, Spelling, rows_of
 
@@ -58,6 +59,7 @@ class Match:
 
 _RowEntry = tuple[Row, Spelling | None, NamedShape]
 _RowsByName = dict[str, list[_RowEntry]]
+_Names = tuple[dict[str, list[Prefix]], dict[str, _RowsByName]]
 
 
 def prefixes(config: Nemotron3Config) -> Iterator[Prefix]:
@@ -125,17 +127,19 @@ class NameLookup:
 
     def __init__(self, config: Nemotron3Config) -> None:
         self.config = config
-        self._megatron: dict[str, list[Prefix]] = {}
-        self._hf: dict[str, list[Prefix]] = {}
+        #: Prefix of a name -> prefixes of the model; part -> name without prefix -> rows.
+        self._megatron: _Names = ({}, {})
+        self._hf: _Names = ({}, {})
         for prefix in prefixes(config):
-            self._megatron.setdefault(prefix.megatron, []).append(prefix)
-            self._hf.setdefault(prefix.hf, []).append(prefix)
-        parts = dict.fromkeys(prefix.part for prefix in prefixes(config))
-        self._keys, self._names = {}, {}
-        for part in parts:
-            table = rows_of(config, part)
-            self._keys[part] = _rows_by_name((r, s, t) for r in table for s in r.spellings for t in s.tensors)
-            self._names[part] = _rows_by_name((r, None, t) for r in table for t in r.hf)
+            self._megatron[0].setdefault(prefix.megatron, []).append(prefix)
+            self._hf[0].setdefault(prefix.hf, []).append(prefix)
+            if prefix.part in self._hf[1]:
+                continue
+            table = rows_of(config, prefix.part)
+            self._megatron[1][prefix.part] = _rows_by_name(
+                (r, s, t) for r in table for s in r.spellings for t in s.tensors
+            )
+            self._hf[1][prefix.part] = _rows_by_name((r, None, t) for r in table for t in r.hf)
 
     def key(self, name: str) -> Match:
         """Find the row of a Megatron key or parameter name, in any dialect of the table.
@@ -143,7 +147,7 @@ class NameLookup:
         Raises:
             ValueError: no row matches, more than one matches, or the expert does not exist.
         """
-        return self._find("Megatron key", plain_name(name), self._megatron, self._keys)
+        return self._find("Megatron key", plain_name(name), self._megatron)
 
     def hf(self, name: str) -> Match:
         """Find the row of a Hugging Face name.
@@ -151,11 +155,10 @@ class NameLookup:
         Raises:
             ValueError: as for `key`.
         """
-        return self._find("Hugging Face tensor", name, self._hf, self._names)
+        return self._find("Hugging Face tensor", name, self._hf)
 
-    def _find(
-        self, what: str, name: str, where: dict[str, list[Prefix]], table: dict[str, _RowsByName]
-    ) -> Match:
+    def _find(self, what: str, name: str, names: _Names) -> Match:
+        where, table = names
         start = match[0] if (match := _PREFIX.match(name)) else ""
         rest = name[len(start) :]
         number = _EXPERT.search(rest)
@@ -196,15 +199,7 @@ _RESHARD = (
 )
 
 
-class _TypedTensor(Protocol):
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def master_keys(tensors: Mapping[str, _TypedTensor]) -> dict[str, str]:
+def master_keys(tensors: Mapping[str, StoredTensor | SourceTensor]) -> dict[str, str]:
     """Map the plain name of each weight to the key of its FP32 master. Float32 weights may be absent.
 
     Args:
@@ -239,7 +234,7 @@ def master_keys(tensors: Mapping[str, _TypedTensor]) -> dict[str, str]:
 
 
 def _missing_masters_message(
-    missing: int, total: int, first: str, tensors: Mapping[str, _TypedTensor]
+    missing: int, total: int, first: str, tensors: Mapping[str, StoredTensor | SourceTensor]
 ) -> str:
     number = (
         f"{missing} of {total} weights have no FP32 master that can be identified by name, first {first!r}: "

@@ -251,9 +251,7 @@ def _check_family(name: str, values: dict[str, Any], moe: bool) -> None:
     if moe and groups not in (None, 1):
         wrong.append(f"moe_router_num_groups={groups!r} (experts chosen by groups)")
     if wrong:
-        raise ValueError(
-            f"{name}: it is not a Nemotron-H model, whose family has none of: " + ", ".join(wrong)
-        )
+        raise ValueError(f"{name}: it is not a Nemotron-H model: no such model has " + ", ".join(wrong))
 
 
 def _stored_number(name: str, values: dict[str, Any], field: str, names: tuple[str, ...]) -> Any:

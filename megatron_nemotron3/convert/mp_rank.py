@@ -25,7 +25,7 @@ from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
 from megatron_nemotron3.checkpoint.read import TensorLayout
 from megatron_nemotron3.convert import transforms
 from megatron_nemotron3.convert.keys import Match, NameLookup
-from megatron_nemotron3.convert.plan import Plan, Slices, extent, whole
+from megatron_nemotron3.convert.plan import Plan, Slices, bands, extent, whole
 from megatron_nemotron3.convert.rank_file import (
     FILE,
     Rank,
@@ -120,7 +120,7 @@ class _Merger:
                 if match.expert >= experts:
                     raise CheckpointError(
                         f"{rank.file.path}: {name} is expert {match.expert} of a rank, but "
-                        f"num_moe_experts={self.config.num_moe_experts} are {experts} a rank at EP={self.ep}"
+                        f"num_moe_experts={self.config.num_moe_experts} is {experts} per rank at EP={self.ep}"
                     )
                 name = match.prefix.megatron + match.tensor.name.replace(
                     "{e}", str(rank.ep * experts + match.expert)
@@ -307,17 +307,14 @@ def _compare_copies(name: str, one: _Shard, other: _Shard) -> None:
         slices = whole(held.layout.shape)
         tensor = SourceTensor(held.layout.dtype, held.layout.shape, (_shard_block(held, slices, slices),))
         sources.append(FileSource(held.rank.file.path.parent, {name: tensor}, {}))
-    shape = one.layout.shape
-    rows = max(1, _BLOCK // max(1, prod(shape[1:]) * ITEM_SIZE[one.layout.dtype]))
     try:
-        for start in range(0, shape[0], rows):
-            band = ((start, min(start + rows, shape[0])), *((0, n) for n in shape[1:]))
+        for band in bands(whole(one.layout.shape), _BLOCK // ITEM_SIZE[one.layout.dtype]):
             a, b = (source.read(name, band) for source in sources)
             if not (a == b).all():
                 raise CheckpointError(
                     f"{other.rank.file.path}: {name} differs from its copy in {one.rank.file.path}, although "
-                    "it is replicated: the ranks had diverged; without the check the first rank's copy is "
-                    "taken"
+                    "it is replicated, so the ranks had diverged. Without this check, the first rank's copy "
+                    "is taken"
                 )
     finally:
         for source in sources:

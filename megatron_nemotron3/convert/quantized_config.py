@@ -16,13 +16,13 @@ from typing import Any
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.convert.hf_folder import header_tensor, open_hf, read_json, read_safetensors_header
-from megatron_nemotron3.convert.quantized_recipes import BLOCK, RECIPES, Quantization
+from megatron_nemotron3.convert.quantized_recipes import BLOCK, RECIPES, SCALES, Quantization
 from megatron_nemotron3.convert.sources import FileSource, TensorSource
 
-NAME = "hf_quant_config.json"
+#: The file that ModelOpt's exporter writes beside config.json.
+HF_QUANT_CONFIG = "hf_quant_config.json"
 #: The ModelOpt release that defines this layout.
 LAYOUT = "0.47.0"
-SCALES = ("input_scale", "k_scale", "v_scale")
 #: Modules that engines build as quantizable layers; `exclude_modules` must list those that are not quantized.
 _LAYERS = ("_proj", "lm_head", "conv1d", "fc1_latent_proj", "fc2_latent_proj")
 
@@ -74,11 +74,6 @@ def quantization_config(hf_quant: Mapping[str, Any]) -> dict[str, Any]:
     return {**result, "producer": hf_quant["producer"], "quant_method": "modelopt"}
 
 
-def plain_config(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json without `quantization_config`, for `config_json.read`."""
-    return {key: value for key, value in data.items() if key != "quantization_config"}
-
-
 def read_scales(path: Path) -> dict[str, float]:
     """Read scales of activations and of the KV cache: X.input_scale, X.k_scale, X.v_scale -> value.
 
@@ -105,7 +100,7 @@ def read_scales(path: Path) -> dict[str, float]:
     finally:
         source.close()
     if not result:
-        raise CheckpointError(f"{path}: no tensor's name ends in {', '.join(SCALES)}")
+        raise CheckpointError(f"{path}: no tensor has a name that ends in {', '.join(SCALES)}")
     return result
 
 

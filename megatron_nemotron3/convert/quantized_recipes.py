@@ -32,6 +32,8 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.numerics import NVFP4_BLOCK as BLOCK
 
 NVFP4, FP8, BF16 = "nvfp4", "fp8", "bf16"
+#: Suffixes after "X." of the scales of activations and of the KV cache.
+SCALES = ("input_scale", "k_scale", "v_scale")
 #: Classes of weights in recipes. All other weights, and all of MTP, stay as they are in every recipe.
 CLASSES: dict[str, tuple[str, ...]] = {
     "routed experts": ("mixer.experts.{e}.up_proj.weight", "mixer.experts.{e}.down_proj.weight"),
@@ -108,7 +110,7 @@ def recipe_of(config: Nemotron3Config, name: str) -> tuple[str, Recipe]:
     full = name if name in RECIPES else f"{config.name.removesuffix('-tiny')}-{name}"
     if full not in RECIPES:
         raise ValueError(
-            f"no published recipe {name!r} of {config.name} is known: give one by its full name, of "
+            f"no published recipe {name!r} of {config.name} is known: use the full name of one of "
             + ", ".join(RECIPES)
         )
     return full, RECIPES[full]
@@ -137,7 +139,7 @@ def formats(config: Nemotron3Config, recipe: str) -> dict[str, str]:
         for tensor in mapping.hf:
             if kind == NVFP4 and tensor.shape[-1] % BLOCK:
                 raise ValueError(
-                    f"{tensor.name} has {tensor.shape[-1]} columns, no multiple of the NVFP4 block of "
+                    f"{tensor.name} has {tensor.shape[-1]} columns, not a multiple of the NVFP4 block of "
                     f"{BLOCK}: {config.name} cannot have recipe {recipe!r}"
                 )
             result[tensor.name] = kind
@@ -224,7 +226,7 @@ def quantization(
     modules = {t.name.removesuffix(".weight") for t in tensors}
     for name, value in given.items():
         module, _, kind = name.rpartition(".")
-        if module not in modules or kind not in ("input_scale", "k_scale", "v_scale"):
+        if module not in modules or kind not in SCALES:
             raise ValueError(f"scale {name!r}: {config.name} has no such module")
         if not 0 < value < inf:
             raise ValueError(f"scale {name!r} is {value!r}, not a positive number")
@@ -251,7 +253,7 @@ def quantization(
     weights = []
     for tensor in tensors:
         module = tensor.name.removesuffix(".weight")
-        names = [f"{module}.{suffix}" for suffix in ("input_scale", "k_scale", "v_scale")]
+        names = [f"{module}.{suffix}" for suffix in SCALES]
         own = {n.rpartition(".")[2]: given[n] for n in names if n in used}
         weights.append(Weight(tensor, algorithms[by_name[tensor.name]], own))
     kept = tuple(n for n, kind in by_name.items() if kind == FP8 and not have[FP8])

@@ -23,11 +23,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
-from megatron_nemotron3.convert.plan import Slices, whole
+from megatron_nemotron3.convert.plan import Slices, bands, whole
 from megatron_nemotron3.convert.quantized_config import scalar
 from megatron_nemotron3.convert.quantized_recipes import BLOCK, FP8, NVFP4, Quantization, Weight
 from megatron_nemotron3.convert.sources import SourceTensor, TensorSource
-from megatron_nemotron3.convert.views import as_bits, as_tensor, bands
+from megatron_nemotron3.convert.views import as_bits, as_tensor
 
 if TYPE_CHECKING:
     import numpy
@@ -73,6 +73,7 @@ class Dequantized(TensorSource):
         self.left_behind: tuple[str, ...] = ()
         self._packed: dict[str, _PackedWeight] = {}
         self._scales: dict[str, float] = {}
+        by_elements: dict[str, str] = {}  # tensor of the elements -> name of the weight
         used: set[str] = set()
         for name, tensor in source.tensors.items():
             module, _, part = name.rpartition(".")
@@ -83,24 +84,29 @@ class Dequantized(TensorSource):
             kind = {"uint8": NVFP4, "float8_e4m3fn": FP8}.get(tensor.dtype)
             if part == "weight_packed" or (part == "weight" and kind):
                 packed = self._packed_weight(module, part, kind)
-                self._packed[f"{module}.weight"], self.formats[module] = packed, packed.format
-                used |= {packed.elements, packed.scale, packed.scale_2}
-        rest = [name for name in source.tensors if name not in used]
-        self.left_behind = tuple(name for name in rest if name.rpartition(".")[2] in _ACTIVATION_SCALES)
+                by_elements[name] = f"{module}.weight"
+                self._packed[by_elements[name]], self.formats[module] = packed, packed.format
+                used |= {packed.scale, packed.scale_2}
         tensors: dict[str, SourceTensor] = {}
+        left_behind = []
         for name, tensor in source.tensors.items():
             part = name.rpartition(".")[2]
-            if name not in used and part in ("weight_scale", "weight_scale_2", "weight_global_scale"):
-                raise CheckpointError(f"{self.folder}: {name} is a scale, but its weight is not quantized")
-            weight = f"{name.rpartition('.')[0]}.weight"
-            if weight in self._packed and name == self._packed[weight].elements:
+            if name in by_elements:
+                weight = by_elements[name]
                 if weight != name and weight in source.tensors:
                     raise CheckpointError(f"{self.folder}: {name} and {weight} are the same weight")
                 rows, columns = tensor.shape
                 columns *= 2 if self._packed[weight].format == NVFP4 else 1
                 tensors[weight] = SourceTensor("bfloat16", (rows, columns))
-            elif name not in used and part not in _ACTIVATION_SCALES:
+            elif name in used:
+                continue
+            elif part in ("weight_scale", "weight_scale_2", "weight_global_scale"):
+                raise CheckpointError(f"{self.folder}: {name} is a scale, but its weight is not quantized")
+            elif part in _ACTIVATION_SCALES:
+                left_behind.append(name)
+            else:
                 tensors[name] = tensor
+        self.left_behind = tuple(left_behind)
         self.tensors = tensors
 
     def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:

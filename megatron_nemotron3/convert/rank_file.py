@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint import read
-from megatron_nemotron3.checkpoint.archive import ArchiveError, Record, crc_problem, read_at, records
-from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
+from megatron_nemotron3.checkpoint.archive import Record
+from megatron_nemotron3.checkpoint.metadata import CheckpointError, StoredObject
 from megatron_nemotron3.checkpoint.read import TensorLayout, opened
 from megatron_nemotron3.checkpoint.unpickle import Inert, Refused, inert, loads
 from megatron_nemotron3.convert.hf_folder import regular_file_size
@@ -66,23 +66,11 @@ class RankFile:
         """
         size = regular_file_size(path, path.parent)
         with opened(path) as descriptor:
-            found = {record.name: record for record in records(descriptor, 0, size)}
-            record = found.get("data.pkl")
-            if record is None or record.size > _LIMIT:
-                raise ArchiveError(f"it has no data.pkl, or one of more than {_LIMIT >> 20} MiB")
-            if record.crc and (problem := crc_problem(descriptor, record)):
-                raise ArchiveError(problem)
-            order = found.get("byteorder")
-            if order and bytes(read_at(descriptor, order.offset, order.size)) != b"little":
-                raise Refused("it is not little-endian")
-            data = bytes(read_at(descriptor, record.offset, record.size))
-        try:
+            data, found = read.read_pickle(descriptor, StoredObject(path.name, 0, size), _LIMIT)
             root = loads(data, _RANK_FILE_TABLE, stubs=_RANK_FILE_STUBS, persistent=read.storage_of)
             if not isinstance(root, dict):
                 raise Refused(f"it holds a {type(root).__name__}, not the dict of a checkpoint")
             models = tuple(_weights_of(model, found) for model in _models_of(root))
-        except (Refused, ArchiveError) as problem:
-            raise CheckpointError(f"{path}: {problem}") from None
         common = {
             key: value
             for key, value in root.items()
@@ -119,22 +107,8 @@ def _weights_of(model: Any, found: dict[str, Record]) -> dict[str, TensorLayout]
             raise Refused(f"{key} is a {type(value).__name__}, not a plain tensor{hint}")
         if plain_name(key) in weights:
             raise Refused(f"{key} occurs twice, with and without the prefix of a wrapper")
-        weights[plain_name(key)] = _tensor_layout(key, value, found)
+        weights[plain_name(key)] = read.locate_tensor(key, value, found)
     return weights
-
-
-def _tensor_layout(key: str, tensor: Any, found: dict[str, Record]) -> TensorLayout:
-    record = found.get(f"data/{tensor.storage}")
-    if record is None:
-        raise ArchiveError(f"{key} is in record 'data/{tensor.storage}', which is missing")
-    begin = tensor.begin * ITEM_SIZE[tensor.dtype]
-    inside = TensorLayout(tensor.dtype, tensor.shape, tensor.stride, begin)
-    first, length = inside.span(range(tensor.shape[0] if tensor.shape else 1))
-    if first + length > record.size:
-        raise ArchiveError(
-            f"{key} needs {first + length:,} bytes of storage, record {record.name!r} has {record.size:,}"
-        )
-    return TensorLayout(tensor.dtype, tensor.shape, tensor.stride, record.offset + first)
 
 
 @dataclass(frozen=True)

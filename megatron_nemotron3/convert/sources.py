@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.checkpoint.archive import ArchiveError, read_into
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
 from megatron_nemotron3.convert.plan import Shape, Slices, extent
 
@@ -205,14 +206,9 @@ def _as_bytes(array: numpy.ndarray[Any, Any]) -> memoryview:
 
 
 def _pread(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
-    done, length = 0, len(view)
-    while done < length:
-        try:
-            count = os.preadv(descriptor, [view[done : done + (1 << 30)]], offset + done)
-        except OSError as problem:
-            raise CheckpointError(f"{path}: {problem.strerror} at byte {offset + done:,}") from None
-        if count == 0:
-            raise CheckpointError(
-                f"{path}: the file ends at byte {offset + done:,}, inside the {length:,} from {offset:,}"
-            )
-        done += count
+    try:
+        read_into(descriptor, view, offset)
+    except OSError as problem:
+        raise CheckpointError(f"{path}: {problem.strerror} at byte {offset:,}") from None
+    except ArchiveError as problem:
+        raise CheckpointError(f"{path}: {problem}") from None

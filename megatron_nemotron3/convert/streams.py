@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_nemotron3.checkpoint.files import atomic
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
-from megatron_nemotron3.convert.plan import Slices, extent
+from megatron_nemotron3.convert.plan import Slices, bands, extent
 from megatron_nemotron3.convert.sources import TensorSource
-from megatron_nemotron3.convert.views import bands
 
 if TYPE_CHECKING:
     import numpy
 
 _T = TypeVar("_T")
+Block = bytes | memoryview
 
 #: Size in bytes of a band, the unit that is read, converted and written.
 BAND = 8 << 20
@@ -76,19 +76,12 @@ class FilePlan:
         return sum(part.length for part in self.parts)
 
 
-def content(plan: FilePlan, source: TensorSource, *, finite: bool = True) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a file in order, in blocks of about `BAND` bytes.
+def blocks(plan: FilePlan, source: TensorSource, *, finite: bool = True) -> Iterator[tuple[Block, int]]:
+    """Yield the bytes of a file in order, in blocks of about `BAND` bytes, each with its CRC32.
 
     Raises:
         CheckpointError: a source cannot be read, or with `finite`, a value is NaN or infinite.
     """
-    return (block for block, _ in _checksummed_blocks(plan, source, finite))
-
-
-def _checksummed_blocks(
-    plan: FilePlan, source: TensorSource, finite: bool
-) -> Iterator[tuple[bytes | memoryview, int]]:
-    """Yield the blocks of `content`, each with its CRC32."""
     for part in plan.parts:
         if part.head:
             yield part.head, zlib.crc32(part.head)
@@ -142,7 +135,7 @@ def write(
     """
     crc = length = begun = 0
     with atomic(path) as temporary, open(temporary, "wb", buffering=0) as file:
-        for block, one in _prefetched(_checksummed_blocks(plan, source, finite)):
+        for block, one in _prefetched(blocks(plan, source, finite=finite)):
             crc, length = combine_crc32(crc, one, len(block)), length + len(block)
             _write_all(file.fileno(), block)
             if length - begun > BAND // 2:
@@ -167,7 +160,7 @@ def _prefetched(items: Iterator[_T]) -> Iterator[_T]:
             yield item
 
 
-def _write_all(descriptor: int, data: bytes | memoryview) -> None:
+def _write_all(descriptor: int, data: Block) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view[:_WRITE]) :]

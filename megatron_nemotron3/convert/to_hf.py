@@ -17,7 +17,7 @@ from megatron_nemotron3.convert.hf_folder import (
     safetensors_header,
 )
 from megatron_nemotron3.convert.plan import whole
-from megatron_nemotron3.convert.quantized_config import hf_quant_config, quantization_config
+from megatron_nemotron3.convert.quantized_config import HF_QUANT_CONFIG, hf_quant_config, quantization_config
 from megatron_nemotron3.convert.quantized_recipes import Quantization
 from megatron_nemotron3.convert.sources import SourceTensor
 from megatron_nemotron3.convert.streams import FilePlan, Part
@@ -25,8 +25,6 @@ from megatron_nemotron3.models import Nemotron3Config
 
 #: 5GB as Hugging Face counts it.
 SHARD_BYTES = 5 * 10**9
-#: The file that ModelOpt's exporter writes beside config.json.
-QUANTIZED = "hf_quant_config.json"
 _METADATA = {"format": "pt"}
 #: Files that are copied from a reference, besides those with _COPIED_ENDINGS.
 _COPIED = (
@@ -101,7 +99,7 @@ def small_files(
     if quantization is not None:
         stated = hf_quant_config(quantization, "megatron-nemotron3")
         data["quantization_config"] = quantization_config(stated)
-        result[QUANTIZED] = (json.dumps(stated, indent=2) + "\n").encode()
+        result[HF_QUANT_CONFIG] = (json.dumps(stated, indent=2) + "\n").encode()
     result[CONFIG] = (json.dumps(data, indent=2, allow_nan=False) + "\n").encode()
     return result
 

@@ -16,10 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.archive import ArchiveError
 from megatron_nemotron3.checkpoint.folders import RELEASE, TRACKER, checkpoint_path, iterations, read_tracker
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex, Chunk
-from megatron_nemotron3.checkpoint.read import opened, stored_object, tensor_layout
+from megatron_nemotron3.checkpoint.read import chunk_layout, opened, stored_object
 from megatron_nemotron3.checkpoint.structure import Verdict, check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import transforms
@@ -91,11 +90,7 @@ def _locate_chunk(folder: Path, chunk: Chunk, dtype: str) -> Location:
     """Locate the elements of a chunk; only the headers of its archive are read."""
     path = folder / chunk.file
     with opened(path) as descriptor:
-        found = tensor_layout(descriptor, chunk)
-        if found.shape != chunk.sizes:
-            raise ArchiveError(f"the chunk at {chunk.offset:,} has shape {found.shape}, not {chunk.sizes}")
-        if found.dtype != dtype:
-            raise ArchiveError(f"the chunk at {chunk.offset:,} is {found.dtype}, not {dtype}")
+        found = chunk_layout(descriptor, chunk, dtype)
     return Location(path, found.offset, found.stride)
 
 
@@ -105,12 +100,11 @@ def read_dcp_state(index: CheckpointIndex) -> dict[str, Any]:
     Raises:
         CheckpointError: an entry is damaged or names something that is not data.
     """
-    state: dict[str, Any] = {}
-    for name in _STATE_OBJECTS:
-        if (place := index.objects.get(name)) is None:
-            continue
-        state[name] = stored_object(index.folder, place, name)
-    return state
+    return {
+        name: stored_object(index.folder, index.objects[name])
+        for name in _STATE_OBJECTS
+        if name in index.objects
+    }
 
 
 def reorder_mamba(source: FileSource, config: Nemotron3Config, state: dict[str, Any]) -> FileSource:

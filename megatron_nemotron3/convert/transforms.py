@@ -1,8 +1,7 @@
 """The rules that convert Megatron's tensors to Hugging Face's, and the tensor-parallel split of parameters.
 
 `RULES[name](megatron, hf, head_dim)` takes names and shapes and returns the `Plan` that makes the HF tensors
-from Megatron's; its `inverse()` goes back. The functions on arrays (`split_qkv`, `pad_vocabulary`, …) apply
-the same plans to torch tensors or numpy arrays in memory. They copy, and never change a dtype.
+from Megatron's; its `inverse()` goes back.
 
 torch_dist folders hold global shapes, so the split is needed only for legacy mp_rank folders and for checks.
 `linear_qkv` is cut into equal bands of rows, even if TP exceeds the number of KV groups: Megatron gathers the
@@ -12,9 +11,8 @@ projections of a group's ranks at run time, and no KV head is stored twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from megatron_nemotron3.convert.plan import Piece, Plan, Region, Shape, apply, band, whole
+from megatron_nemotron3.convert.plan import Piece, Plan, Region, Shape, band, whole
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import PARAMETER, Row, symbol_sizes
 
@@ -152,89 +150,6 @@ def split(shape: Shape, size: int, *, axis: int = 0, parts: Sequence[int] = ()) 
     return Plan({"full": shape}, {str(rank): local for rank in range(size)}, tuple(pieces))
 
 
-# -- functions on arrays ----------------------------------------------------------------------------
-
-
-def split_qkv(weight: Any, heads: int, groups: int) -> tuple[Any, Any, Any]:
-    """Split Megatron's `linear_qkv` [(heads + 2 groups) c, …] into q [heads c, …], k and v [groups c, …]."""
-    c, odd = divmod(weight.shape[0], heads + 2 * groups)
-    if odd:
-        raise ValueError(f"{weight.shape[0]} rows are not divisible by {heads} heads + 2 * {groups} groups")
-    rest = tuple(weight.shape[1:])
-    shapes = {"q": (heads * c, *rest), "k": (groups * c, *rest), "v": (groups * c, *rest)}
-    parts = apply(qkv({"qkv": tuple(weight.shape)}, shapes, c), {"qkv": weight})
-    return parts["q"], parts["k"], parts["v"]
-
-
-def merge_qkv(q: Any, k: Any, v: Any, groups: int) -> Any:
-    """Inverse of `split_qkv`."""
-    arrays = {"q": q, "k": k, "v": v}
-    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-    rows = sum(shape[0] for shape in shapes.values())
-    plan = qkv({"qkv": (rows, *shapes["q"][1:])}, shapes, shapes["k"][0] // groups)
-    return apply(plan.inverse(), arrays)["qkv"]
-
-
-def split_rows(weight: Any, parts: Sequence[int]) -> tuple[Any, ...]:
-    """Split a tensor into tensors of `parts` rows (in_proj: z, x, B, C, dt; conv1d: x, B, C)."""
-    rest = tuple(weight.shape[1:])
-    plan = concat({str(i): (n, *rest) for i, n in enumerate(parts)}, {"all": tuple(weight.shape)})
-    return tuple(apply(plan.inverse(), {"all": weight}).values())
-
-
-def merge_rows(parts: Sequence[Any]) -> Any:
-    """Inverse of `split_rows`."""
-    arrays = {str(i): part for i, part in enumerate(parts)}
-    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return apply(concat({name: tuple(a.shape) for name, a in arrays.items()}, {"all": shape}), arrays)["all"]
-
-
-def stack_experts(experts: Sequence[Any]) -> Any:
-    """Stack [rows, columns] of all experts to [experts, rows, columns]."""
-    arrays = {str(i): expert for i, expert in enumerate(experts)}
-    shape = (len(experts), *experts[0].shape)
-    plan = stack({"all": shape}, {name: tuple(a.shape) for name, a in arrays.items()})
-    return apply(plan.inverse(), arrays)["all"]
-
-
-def unstack_experts(weight: Any, start: int = 0, stop: int | None = None) -> tuple[Any, ...]:
-    """Inverse of `stack_experts`, for the experts [start, stop)."""
-    part = weight[start:stop]
-    shape = tuple(part.shape)
-    plan = stack({"all": shape}, {str(i): shape[1:] for i in range(shape[0])})
-    return tuple(apply(plan, {"all": part}).values())
-
-
-def pad_vocabulary(weight: Any, rows: int) -> Any:
-    """Append zero rows: [vocabulary, d] -> [rows, d]."""
-    shape = tuple(weight.shape)
-    plan = vocabulary({"padded": (rows, *shape[1:])}, {"table": shape})
-    return apply(plan.inverse(), {"table": weight})["padded"]
-
-
-def trim_vocabulary(weight: Any, rows: int) -> Any:
-    """Drop the last rows: [padded vocabulary, d] -> [rows, d]."""
-    shape = tuple(weight.shape)
-    return apply(vocabulary({"padded": shape}, {"table": (rows, *shape[1:])}), {"padded": weight})["table"]
-
-
-def shard(weight: Any, size: int, *, axis: int = 0, parts: Sequence[int] = ()) -> tuple[Any, ...]:
-    """Split a full tensor into the shards of the tensor-parallel ranks; see `split`."""
-    plan = split(tuple(weight.shape), size, axis=axis, parts=parts)
-    return tuple(apply(plan, {"full": weight}).values())
-
-
-def unshard(shards: Sequence[Any], *, axis: int = 0, parts: Sequence[int] = ()) -> Any:
-    """Inverse of `shard`; `parts` are sizes in the full tensor."""
-    shape = tuple(shards[0].shape)
-    full = (*shape[:axis], shape[axis] * len(shards), *shape[axis + 1 :])
-    plan = split(full, len(shards), axis=axis, parts=parts).inverse()
-    return apply(plan, {str(rank): part for rank, part in enumerate(shards)})["full"]
-
-
-# -- parameters of the model ------------------------------------------------------------------------
-
-
 def split_parameter(
     row: Row, config: Nemotron3Config, *, tp: int, etp: int = 1, padded_vocab_size: int | None = None
 ) -> Plan | None:
@@ -267,34 +182,3 @@ def _check_row_splits(row: Row, config: Nemotron3Config, size: int) -> None:
     for field in ("mamba_num_groups", "mamba_num_heads") if row.part == "M" else ():
         if getattr(config, field) % size:
             raise ValueError(f"{config.name}: {field}={getattr(config, field)} is not divisible by TP={size}")
-
-
-def shard_parameter(
-    row: Row, config: Nemotron3Config, weight: Any, *, tp: int, etp: int = 1
-) -> tuple[Any, ...]:
-    """Split a full parameter [shape of the table] into the shards of its ranks."""
-    size = etp if row.routed else tp
-    plan = split_parameter(row, config, tp=tp, etp=etp, padded_vocab_size=_vocabulary_rows(row, weight))
-    return (weight,) * size if plan is None else tuple(apply(plan, {"full": weight}).values())
-
-
-def unshard_parameter(row: Row, config: Nemotron3Config, shards: Any) -> Any:
-    """Inverse of `shard_parameter`.
-
-    Raises:
-        ValueError: a replicated parameter differs between ranks, or as `split_parameter`.
-    """
-    size = len(shards)
-    if row.tp == "replicated":
-        for rank, other in enumerate(shards):
-            if not bool((other == shards[0]).all()):
-                raise ValueError(f"{row.spelling(PARAMETER).tensors[0].name}: ranks 0 and {rank} differ")
-        return shards[0]
-    rows = _vocabulary_rows(row, shards[0])
-    plan = split_parameter(row, config, tp=size, etp=size, padded_vocab_size=rows and rows * size)
-    assert plan is not None
-    return apply(plan.inverse(), {str(rank): part for rank, part in enumerate(shards)})["full"]
-
-
-def _vocabulary_rows(row: Row, weight: Any) -> int | None:
-    return int(weight.shape[0]) if row.spellings[0].rule == "vocabulary" else None

@@ -158,20 +158,6 @@ def as_bits(tensor: Any) -> numpy.ndarray[Any, Any]:
     return tensor.detach().contiguous().view(kind).numpy().view(f"u{size}")
 
 
-def bands(slices: Slices, max_elements: int) -> Iterable[Slices]:
-    """Cut a slice along its first axis into slices of at most `max_elements`, but at least one row."""
-    lengths = extent(slices)
-    axis = next((i for i, n in enumerate(lengths) if n != 1), None)
-    if axis is None or prod(lengths) <= max_elements:
-        yield slices
-        return
-    row = prod(lengths) // lengths[axis]
-    step = max(1, max_elements // row)
-    start, stop = slices[axis]
-    for begin in range(start, stop, step):
-        yield (*slices[:axis], (begin, min(begin + step, stop)), *slices[axis + 1 :])
-
-
 def _first_row(piece: Piece) -> int:
     return piece.destination_slices[0][0]
 

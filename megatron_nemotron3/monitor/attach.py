@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.moe_logging import (
 
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.monitor.hooks import agree_on_interval, find_ddp
-from megatron_nemotron3.monitor.series import decoder_row, mtp_row, shared_mtp_row
+from megatron_nemotron3.monitor.series import decoder_row, mtp_row
 from megatron_nemotron3.monitor.tracker import Monitor, MonitorTracker
 from megatron_nemotron3.monitor.watched import WatchedLayer
 
@@ -31,7 +31,7 @@ def watch_stack(stack: Any) -> None:
     if not torch.distributed.is_initialized():
         return
     interval = settings.interval()
-    agree_on_interval("monitor/interval", interval, settings.VARIABLE)
+    agree_on_interval(settings.VARIABLE, interval)
     if interval == 0 or _reason_against(stack.config):
         return
     monitor = _install_monitor(interval, stack.pg_collection)
@@ -47,22 +47,15 @@ def watch_mtp(mtp_layer: Any) -> None:
     Args:
         mtp_layer: MultiTokenPredictionLayer with `mtp_model_layer.layers`, `layer_number` and `config`.
     """
-    tracker = get_moe_metrics_tracker()
-    if (
-        not isinstance(tracker, MonitorTracker)
-        or settings.interval() == 0
-        or _reason_against(mtp_layer.config)
-    ):
+    tracker, config = get_moe_metrics_tracker(), mtp_layer.config
+    if not isinstance(tracker, MonitorTracker) or settings.interval() == 0 or _reason_against(config):
         return
-    config = mtp_layer.config
+    own, depths = mtp_layer.layer_number, [mtp_layer.layer_number]
+    if config.mtp_use_repeated_layer:
+        own, depths = None, list(range(1, config.mtp_num_layers + 1))
     for number, layer in enumerate(mtp_layer.mtp_model_layer.layers, 1):
-        if config.mtp_use_repeated_layer:
-            name = shared_mtp_row(number)
-            rows = tuple(mtp_row(depth, number) for depth in range(1, config.mtp_num_layers + 1))
-        else:
-            name = mtp_row(mtp_layer.layer_number, number)
-            rows = (name,)
-        tracker.monitor.add(WatchedLayer(name, rows, layer, tracker.monitor.switch))
+        rows = tuple(mtp_row(depth, number) for depth in depths)
+        tracker.monitor.add(WatchedLayer(mtp_row(own, number), rows, layer, tracker.monitor.switch))
 
 
 def _reason_against(config: Any) -> str | None:

@@ -40,15 +40,12 @@ def zero_gradients(module: torch.nn.Module, where: GradientPlaces, groups: Any) 
         where: `gradient_places` of the model's DDP wrapper.
         groups: ProcessGroupCollection with `tp` and `expt_tp`.
     """
-    zeros: list[Tensor] = []
-    elements = 0
+    found = torch.zeros(2, dtype=torch.float64, device=next(module.parameters()).device)
     for parameter in module.parameters():
         if (gradient := local_gradient(parameter, where, groups)) is not None:
-            zeros.append(gradient.numel() - torch.count_nonzero(gradient))
-            elements += gradient.numel()
-    device = next(module.parameters()).device
-    count = torch.stack(zeros).sum() if zeros else torch.zeros((), device=device)
-    return torch.stack([count.double(), torch.full((), elements, dtype=torch.float64, device=device)])
+            found[0] += gradient.numel() - torch.count_nonzero(gradient)
+            found[1] += gradient.numel()
+    return found
 
 
 def _sharding_group(bucket_group: Any) -> Any:

@@ -1,16 +1,16 @@
-"""What observers of a model in training share: finding its DDP wrapper, agreeing on the interval.
-
-The monitors and the precision log (`precision.observe`) share this module.
-"""
+"""What the monitors and the precision log (`precision.observe`) share: which steps to measure, and hooks."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+
+T = TypeVar("T")
 
 
 def no_wrapper() -> None:
@@ -24,52 +24,78 @@ def first_forward() -> bool:
     return torch._C._current_graph_task_id() == -1
 
 
-def find_ddp(
-    stack: torch.nn.Module,
-    wrapped: Callable[[DistributedDataParallel], None],
-    started: Callable[[], None] | None = None,
-) -> None:
-    """Find the DDP wrapper of a stack when it first runs; a module holds no reference to what wraps it.
+@dataclass
+class Switch:
+    """Whether this step is measured: the first of a run, then each iteration that `interval` divides."""
 
-    The hook is a global one of torch, removed at the stack's first forward or once the stack is gone.
+    interval: int
+    on: bool = True
 
-    Args:
-        stack: the module inside the wrapper. Only a weak reference is kept.
-        wrapped: called with the wrapper, before the stack's first forward; not called without one.
-        started: called when the stack's first forward begins.
+    def step_done(self, iteration: int) -> None:
+        """Decide about the step after `iteration`."""
+        self.on = (iteration + 1) % self.interval == 0
+
+
+def until_first_forward(stack: torch.nn.Module, look: Callable[[torch.nn.Module], None]) -> None:
+    """Call `look` for every module of the process whose forward begins, the last time for the stack itself.
+
+    So `look` sees the modules around the stack, to which a module holds no reference. The hook is a global
+    one of torch. It keeps no reference to the stack, and is removed if the stack is gone.
     """
     reference = weakref.ref(stack)
 
-    def look(module: torch.nn.Module, _inputs: Any) -> None:
+    def before(module: torch.nn.Module, _inputs: Any) -> None:
         wanted = reference()
         if wanted is None or module is wanted:
             handle.remove()
-            if wanted is not None and started is not None:
-                started()
-        elif isinstance(module, DistributedDataParallel) and wanted in set(module.modules()):
+        if wanted is not None:
+            look(module)
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(before)
+
+
+def find_ddp(stack: torch.nn.Module, wrapped: Callable[[DistributedDataParallel], None]) -> None:
+    """Call `wrapped` with the DDP wrapper of a stack before its first forward; not without a wrapper."""
+    reference = weakref.ref(stack)
+
+    def look(module: torch.nn.Module) -> None:
+        if isinstance(module, DistributedDataParallel) and reference() in set(module.modules()):
             wrapped(module)
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    until_first_forward(stack, look)
 
 
-def agree_on_interval(key: str, interval: int, what: str) -> None:
+def gather_stages(found: T, group: Any) -> list[T]:
+    """What each pipeline stage found, in their order. Collective.
+
+    Args:
+        group: of the pipeline's ranks.
+    """
+    every = [found] * group.size()
+    if group.size() > 1:
+        torch.distributed.all_gather_object(every, found, group=group)
+    return every
+
+
+def agree_on_interval(what: str, interval: int) -> None:
     """Compare an interval with that of the first rank that gets here; ranks that differ would hang a report.
 
     The ranks talk through the store of the default group, not by a collective: they build their stages in
-    different orders, and Megatron waits for other stages in between.
+    different orders, and Megatron waits for other stages in between. The n-th call of a rank is compared with
+    the n-th of the others.
 
     Args:
-        key: the same on all ranks, and new for each comparison.
+        what: names the setting.
         interval: in iterations; 0 for off.
-        what: names the setting in the error.
 
     Raises:
         RuntimeError: the intervals differ.
     """
-    store = torch.distributed.distributed_c10d._get_default_store()
-    first = int(store.compare_set(f"megatron_nemotron3/{key}", "", str(interval)))
+    store, rank = torch.distributed.distributed_c10d._get_default_store(), torch.distributed.get_rank()
+    key = f"megatron_nemotron3/{what}"
+    number = store.add(f"{key}/calls of rank {rank}", 1)
+    first = int(store.compare_set(f"{key}/{number}", "", str(interval)))
     if first != interval:
         raise RuntimeError(
-            f"{what} is {interval} on rank {torch.distributed.get_rank()} and {first} on another (0: off): "
-            "export it on all nodes"
+            f"{what} is {interval} on rank {rank} and {first} on another (0: off): export it on all nodes"
         )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.monitor.gradients import gradient_places, zero_gradients
+from megatron_nemotron3.monitor.hooks import gather_stages
 from megatron_nemotron3.monitor.series import Values
 from megatron_nemotron3.monitor.watched import WatchedLayer
 
@@ -43,9 +44,9 @@ def measure(layers: Sequence[WatchedLayer], groups: Any) -> tuple[Values, dict[s
     """
     where = {ddp: gradient_places(ddp) for ddp in {layer.ddp() for layer in layers}}
     parts = [_layer_sums(layer, where[layer.ddp()], groups) for layer in layers]
-    _sum_over(parts, groups.tp_cp)
+    _all_reduce([t for part in parts for t in part.values()], groups.tp_cp)
     worst = [_by_micro_batch(part, len(layer.rows)) for layer, part in zip(layers, parts)]
-    _sum_over(parts, groups.dp)
+    _all_reduce([t for part in parts for t in part.values()], groups.dp)
     _all_reduce([w for w in worst if w is not None], groups.dp, torch.distributed.ReduceOp.MAX)
     values: Values = {}
     for layer, part, w in zip(layers, parts, worst):
@@ -109,10 +110,7 @@ def _add_values(values: Values, layer: WatchedLayer, part: _LayerSums, worst: Te
 
 
 def _over_stages(values: Values, totals: list[float], group: Any) -> tuple[Values, dict[str, float]]:
-    found = [(values, totals)]
-    if group.size() > 1:
-        found = [(values, totals)] * group.size()
-        torch.distributed.all_gather_object(found, (values, totals), group=group)
+    found = gather_stages((values, totals), group)
     merged: Values = {}
     for stage, _ in found:
         for kind, rows in stage.items():
@@ -121,11 +119,7 @@ def _over_stages(values: Values, totals: list[float], group: Any) -> tuple[Value
     return merged, {"zero_gradients": zeros / elements} if elements else {}
 
 
-def _sum_over(parts: list[_LayerSums], group: Any) -> None:
-    _all_reduce([t for part in parts for t in part.values()], group, torch.distributed.ReduceOp.SUM)
-
-
-def _all_reduce(tensors: list[Tensor], group: Any, op: Any) -> None:
+def _all_reduce(tensors: list[Tensor], group: Any, op: Any = torch.distributed.ReduceOp.SUM) -> None:
     """Reduce tensors in place, as one message."""
     if not tensors or group.size() == 1:
         return

@@ -46,14 +46,9 @@ def decoder_row(number: int) -> str:
     return f"layer_{number:03d}"
 
 
-def mtp_row(depth: int, number: int) -> str:
-    """Row of layer `number` of MTP depth `depth`, both 1-based."""
-    return f"mtp_{depth}_layer_{number}"
-
-
-def shared_mtp_row(number: int) -> str:
-    """Row of the weights of an MTP layer that all depths share."""
-    return f"mtp_layer_{number}"
+def mtp_row(depth: int | None, number: int) -> str:
+    """Row of layer `number` of MTP depth `depth`, both 1-based; None for weights that all depths share."""
+    return f"mtp_layer_{number}" if depth is None else f"mtp_{depth}_layer_{number}"
 
 
 def is_decoder(row: str) -> bool:

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +19,8 @@ T = TypeVar("T")
 class EnvironmentSetting(Generic[T]):
     """A setting that a process receives in an environment variable, or a caller sets by a `with` block.
 
-    The variable is read once, when `current` is first called. What changes it later has no effect.
+    The variable is read once, when `current` is first called. What changes it later has no effect. A `with`
+    block applies to all threads, because autograd runs backward on a GPU in threads of its own.
 
     Args:
         name: the environment variable.
@@ -29,7 +29,7 @@ class EnvironmentSetting(Generic[T]):
 
     def __init__(self, name: str, parse: Callable[[str], T]) -> None:
         self.name, self._parse = name, parse
-        self._override: ContextVar[T] = ContextVar(name)
+        self._overrides: list[T] = []
 
     def read(self) -> T:
         """Value of the environment variable as it is now: for entry points, which refuse bad text early."""
@@ -41,19 +41,16 @@ class EnvironmentSetting(Generic[T]):
 
     def current(self) -> T:
         """Value set by the innermost `using` block, else the one this process was started with."""
-        try:
-            return self._override.get()
-        except LookupError:
-            return self._of_process
+        return self._overrides[-1] if self._overrides else self._of_process
 
     @contextmanager
     def using(self, value: T) -> Iterator[None]:
         """Set the value inside a `with` block, whatever the environment says."""
-        token = self._override.set(value)
+        self._overrides.append(value)
         try:
             yield
         finally:
-            self._override.reset(token)
+            self._overrides.pop()
 
 
 def parse_interval(text: str) -> int:

@@ -14,21 +14,18 @@ from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_nemotron3.monitor.alarms import Watchdog
+from megatron_nemotron3.monitor.hooks import Switch
 from megatron_nemotron3.monitor.reduce import measure
 from megatron_nemotron3.monitor.series import aggregates, log_line, scalars
-from megatron_nemotron3.monitor.watched import Switch, WatchedLayer
+from megatron_nemotron3.monitor.watched import WatchedLayer
 
 
 class Monitor:
-    """The watched layers of this process, and when to measure them.
-
-    The first step of a run is measured, which Megatron always prints, then every `interval`-th.
-    """
+    """The watched layers of this process, and when to measure them."""
 
     def __init__(self, interval: int, groups: Any) -> None:
-        self.interval = interval
         self.groups = groups
-        self.switch = Switch()
+        self.switch = Switch(interval)
         self.watchdog = Watchdog()
         self._layers: weakref.WeakSet[WatchedLayer] = weakref.WeakSet()
 
@@ -53,7 +50,7 @@ class Monitor:
         line = ""
         if self.switch.on:
             line = self._report(loss_scale, iteration, writer, wandb_writer)
-        self.switch.on = (iteration + 1) % self.interval == 0
+        self.switch.step_done(iteration)
         return line
 
     def _report(self, loss_scale: float, iteration: int, writer: Any, wandb_writer: Any) -> str:

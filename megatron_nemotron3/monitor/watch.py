@@ -29,11 +29,6 @@ def register(commands: Any) -> None:
 
 
 def watch_command(options: argparse.Namespace) -> int:
-    """Run `nemotron3 watch`; raises as `watch`."""
-    return watch(options.folder, options.output)
-
-
-def watch(folder: Path, output: Path | None = None) -> int:
     """Plot the run in `folder` to `output` (default: monitor.png in it); print findings. Exit status 0.
 
     Raises:
@@ -41,6 +36,7 @@ def watch(folder: Path, output: Path | None = None) -> int:
         OSError: the PNG cannot be written.
         ModuleNotFoundError: tensorboard or matplotlib is not installed.
     """
+    folder: Path = options.folder
     files = events.find(folder)
     history = events.read(files)
     panels = {kind: rows for kind in KINDS if (rows := _panel_rows(history, kind))}
@@ -49,7 +45,7 @@ def watch(folder: Path, output: Path | None = None) -> int:
             f"{folder}: {len(files)} event file(s) hold no monitored series: train with monitors, which "
             "are off with NEMOTRON3_MONITOR=0, for models without experts, and with CUDA graphs"
         )
-    output = output or folder / "monitor.png"
+    output = options.output or folder / "monitor.png"
     plot(history, panels, output, str(folder))
     points = max(len(points) for rows in panels.values() for points in rows.values())
     print(f"{len(panels)} series of up to {max(map(len, panels.values()))} layers, {points} points: {output}")

@@ -14,17 +14,10 @@ import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import Tensor
 
-from megatron_nemotron3.monitor.hooks import first_forward, no_wrapper
+from megatron_nemotron3.monitor.hooks import Switch, first_forward, no_wrapper
 
 #: Maximum number of visits kept without a report, for training loops that never ask for one.
 LIMIT = 16_384
-
-
-@dataclass
-class Switch:
-    """Whether this step is measured; shared by all layers."""
-
-    on: bool = True
 
 
 @dataclass(eq=False)
@@ -38,6 +31,7 @@ class WatchedLayer:
     name: str
     rows: tuple[str, ...]
     module: torch.nn.Module
+    #: Shared by all layers.
     switch: Switch
     #: DDP wrapper of the model, once it ran; its buffers hold the reduced gradients.
     ddp: Callable[[], Any] = no_wrapper

@@ -4,7 +4,7 @@ The recipe, standard library only (PyYAML when a file is read):
 
 table                    which linear has which format, how many layers stay BF16; names of a model's linears
 share                    parameters and FLOPs by format
-schema, yaml_file        the file of `--te-precision-config-file`, written and strictly read
+yaml_file                the file of `--te-precision-config-file`, written and strictly read
 census                   every linear of a built model with the format it gets
 recipe                   how the operands of a linear's three matmuls are quantized
 settings                 what is emulated and logged: environment variables and context managers

@@ -102,9 +102,8 @@ def census(
         PrecisionFileError: Megatron's TE linears would refuse `model.config.quant_recipe`.
     """
     modules = dict(model.named_modules() if hasattr(model, "named_modules") else model)
-    config = _hybrid_config(modules) if file is None or ambient is None else None
-    file = recipe_of(config) if file is None else file
-    ambient = Ambient.of(config) if ambient is None else ambient
+    file = recipe_of(_hybrid_model(modules.values()).config) if file is None else file
+    ambient = Ambient.of(_hybrid_model(modules.values()).config) if ambient is None else ambient
     return [
         entry
         for name in modules
@@ -144,7 +143,7 @@ def require_nvfp4(model: Any, ambient: Ambient | None = None) -> list[Entry]:
             NVFP4 cannot.
         PrecisionFileError: the file's globs do not fit the model.
     """
-    root = next(m for _, m in model.named_modules() if hasattr(m, "hybrid_layer_pattern"))
+    root = _hybrid_model(model.modules())
     config, structure = root.config, structure_of(root)
     file = recipe_of(config)
     ambient = Ambient.of(config) if ambient is None else ambient
@@ -185,17 +184,12 @@ def structure_of(model: Any) -> Structure:
     return Structure(main.replace("|", ""), tuple(blocks), bool(model.config.moe_latent_size))
 
 
-def _hybrid_config(modules: Mapping[str, Any]) -> Any:
-    """TransformerConfig of the outermost hybrid model."""
-    for module in modules.values():
+def _hybrid_model(modules: Iterable[Any]) -> Any:
+    """The outermost hybrid model."""
+    for module in modules:
         if hasattr(module, "hybrid_layer_pattern"):
-            return module.config
+            return module
     raise CensusError("no HybridModel among these modules: give file and ambient")
-
-
-def _matrix_elements(module: Any) -> int:
-    """Number of elements in a module's own matrices; 0 for norms and containers."""
-    return sum(p.numel() for p in module.parameters(recurse=False) if p.dim() >= 2)
 
 
 def _census_entry(
@@ -203,7 +197,7 @@ def _census_entry(
 ) -> Entry | None:
     """The entry of a module; None if it holds no matrix."""
     module = modules[name]
-    parameters = _matrix_elements(module)
+    parameters = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() >= 2)
     if not parameters:
         return None
     kind = kind_of(name)

@@ -52,21 +52,14 @@ def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
     Raises:
         ValueError: an unknown format.
     """
-    _require_known_format(precision)
+    if precision not in FORMATS:
+        raise ValueError(f"unknown format {precision!r}: use one of {', '.join(FORMATS)}")
     lines = shares(config, precision)
     cells = [_COLUMNS, *_share_cells(lines)]
-    widths = [max(len(row[i]) for row in cells) for i in range(4)]
+    module, fmt, parameters, flops = (max(len(row[i]) for row in cells) for i in range(4))
     head = f"{config.title} in {precision}"
     body = (
-        "  ".join(
-            (
-                *(
-                    cell.rjust(w) if i in (2, 3) else cell.ljust(w)
-                    for i, (cell, w) in enumerate(zip(row, widths))
-                ),
-                row[4],
-            )
-        ).rstrip()
+        f"{row[0]:<{module}}  {row[1]:<{fmt}}  {row[2]:>{parameters}}  {row[3]:>{flops}}  {row[4]}".rstrip()
         for row in cells
     )
     return "\n".join((head, "=" * len(head), "", *body, "", *_recipe_notes(config, precision, lines)))
@@ -85,7 +78,6 @@ def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None
         ValueError: a file is asked for, and the format is not nvfp4. Other formats need no file.
         FileExistsError: a file with other text exists.
     """
-    _require_known_format(precision)
     if path is None:
         return render(config, precision)
     if precision != NVFP4:
@@ -125,11 +117,6 @@ def check(config: Nemotron3Config, path: str | Path) -> str | None:
         )
     yaml_file.read(path, config)
     return None
-
-
-def _require_known_format(precision: str) -> None:
-    if precision not in FORMATS:
-        raise ValueError(f"unknown format {precision!r}: use one of {', '.join(FORMATS)}")
 
 
 def _share_cells(lines: list[Share]) -> list[tuple[str, ...]]:

@@ -7,8 +7,7 @@ of two experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.monitor.hooks import first_forward
-from megatron_nemotron3.precision.products import Operand, dequantized, matmul, operand
+from megatron_nemotron3.precision.products import Operand, dequantized, draws, matmul, operand
 from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.scales import product_scale
 from megatron_nemotron3.precision.statistics import Record
@@ -88,8 +87,8 @@ class GroupedJob(NamedTuple):
     #: Rows of each expert.
     counts: list[int]
     recipe: Recipe
-    #: Context manager in which torch's generator continues the random stream of this linear.
-    draws: Callable[[], AbstractContextManager[None]]
+    #: Megatron's random stream of this linear.
+    stream: str
     #: None where the step is not measured.
     record: Record | None
 
@@ -122,7 +121,7 @@ class GroupedLinear(torch.autograd.Function):
         recipe, record = job.recipe, job.record
         dx: Tensor | None = None
         dw: tuple[Tensor | None, ...] = (None,) * len(weights)
-        with job.draws():
+        with draws(job.stream):
             if ctx.needs_input_grad[0] and recipe.dgrad is None:
                 dx = _plain_matmuls(dy, weights, ctx.rows)
             elif ctx.needs_input_grad[0]:
@@ -142,8 +141,7 @@ class GroupedLinear(torch.autograd.Function):
 def _record_weights(record: Record, name: str, weights: Sequence[Tensor], how: Spec, made: Operand) -> None:
     """Record E matrices, once a step."""
     if not record.has(name):
-        rows = torch.arange(len(weights), device=weights[0].device).repeat_interleave(len(weights[0]))
-        record.add(name, torch.stack([w.detach() for w in weights]), how, dequantized(made), rows)
+        record.add(name, torch.stack([w.detach() for w in weights]), how, dequantized(made))
 
 
 def _plain_matmuls(x: Tensor, weights: Sequence[Tensor], rows: Rows) -> Tensor:

@@ -27,15 +27,16 @@ from megatron.core.tensor_parallel.random import (
 )
 
 from megatron_nemotron3.models import get, names
-from megatron_nemotron3.monitor.series import decoder_row, mtp_row, shared_mtp_row
+from megatron_nemotron3.monitor.hooks import agree_on_interval, until_first_forward
+from megatron_nemotron3.monitor.series import decoder_row, mtp_row
 from megatron_nemotron3.precision import settings
 from megatron_nemotron3.precision.census import Ambient, require_nvfp4
 from megatron_nemotron3.precision.linear import Emulated
-from megatron_nemotron3.precision.observe import Observed, Observer, agree
+from megatron_nemotron3.precision.observe import Observed, Observer
 from megatron_nemotron3.precision.recipe import BLOCK, recipe
-from megatron_nemotron3.precision.schema import Setting, read_config
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.table import BF16, NVFP4, kind_of, tail
+from megatron_nemotron3.precision.yaml_file import read_config
 
 _MODEL_PARALLEL = "model-parallel-rng"
 
@@ -112,7 +113,9 @@ def emulate_stack(stack: Any) -> None:
     """
     global _latest_observer
     observer, log = None, settings.current_logging()
-    agree(log)
+    if torch.distributed.is_initialized():
+        interval = 0 if log is None else log.interval
+        agree_on_interval(f"the interval of {settings.LOG_VARIABLE}", interval)
     if log is not None:
         if not any(hasattr(module, "products") for module in stack.modules()) and len(stack.layers):
             raise ValueError(
@@ -141,12 +144,12 @@ def emulate_mtp(mtp_layer: Any) -> None:
     plan = _Plan.of(mtp_layer.config, None if _latest_observer is None else _latest_observer())
     if plan is None:
         return
-    shared, depth = mtp_layer.config.mtp_use_repeated_layer, mtp_layer.layer_number
+    depth = None if mtp_layer.config.mtp_use_repeated_layer else mtp_layer.layer_number
     for layer in mtp_layer.mtp_model_layer.layers:
         number = layer.layer_number
-        row = shared_mtp_row(number) if shared else mtp_row(depth, number)
-        _prepare_linears(layer, f"MTP layer {number}", row, plan.ambient.of_layer(number - 1), plan, "mtp.")
-    row = "mtp" if shared else f"mtp_{depth}"
+        row, ambient = mtp_row(depth, number), plan.ambient.of_layer(number - 1)
+        _prepare_linears(layer, f"MTP layer {number}", row, ambient, plan, "mtp.")
+    row = "mtp" if depth is None else f"mtp_{depth}"
     _prepare_linears(mtp_layer.eh_proj, "MTP eh_proj", row, BF16, plan, "mtp.")
 
 
@@ -228,16 +231,11 @@ def _chosen_formats(ambient: str, chosen: Emulation, quant_config: Any) -> tuple
     """Formats in training and evaluation."""
     if quant_config is None or chosen.every_layer:
         return ambient, ambient
-    training, evaluation = _file_settings(quant_config)
-    return training.applied(ambient), evaluation.applied(ambient)
-
-
-def _file_settings(quant_config: Any) -> tuple[Setting, Setting]:
     problems: list[str] = []
-    found = read_config(problems, f"configs.{quant_config.config_key}", quant_config.config)
-    if problems or found is None:
+    training, evaluation = read_config(problems, f"configs.{quant_config.config_key}", quant_config.config)
+    if problems:
         raise ValueError("\n".join(problems))
-    return found
+    return training.applied(ambient), evaluation.applied(ambient)
 
 
 def _require_whole_blocks(module: Any, where: str, fmt: str) -> None:
@@ -274,16 +272,13 @@ def _check_at_first_forward(stack: Any, ambient: Ambient, chosen: Emulation) -> 
     """At the model's first forward print what is emulated, and raise if no linear computes in NVFP4."""
     wanted = weakref.ref(stack)
 
-    def look(module: torch.nn.Module, _inputs: Any) -> None:
-        if wanted() is None:
-            handle.remove()
-        elif getattr(module, "decoder", None) is wanted():
-            handle.remove()
+    def look(module: torch.nn.Module) -> None:
+        if getattr(module, "decoder", None) is wanted():
             if not chosen.every_layer:
                 require_nvfp4(module, ambient)
             _announce_emulation(module, chosen)
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    until_first_forward(stack, look)
 
 
 def _announce_emulation(model: torch.nn.Module, chosen: Emulation) -> None:

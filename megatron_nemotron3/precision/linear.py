@@ -13,19 +13,24 @@ input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.monitor.hooks import first_forward
 from megatron_nemotron3.precision import experts
-from megatron_nemotron3.precision.products import Operand, dequantized, gather_rows, operand, padded, product
+from megatron_nemotron3.precision.products import (
+    Operand,
+    dequantized,
+    draws,
+    gather_rows,
+    operand,
+    padded,
+    product,
+)
 from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.statistics import Record
 
@@ -93,18 +98,13 @@ class Emulated:
         assert recipe is not None
         kept = self._quantized_weight(module, recipe, tuple(weights))
         record = self._active_record(module)
-        y: Tensor = experts.GroupedLinear.apply(
-            x, experts.GroupedJob(counts, recipe, self.draws, record), kept, *weights
-        )
+        job = experts.GroupedJob(counts, recipe, self.stream, record)
+        y: Tensor = experts.GroupedLinear.apply(x, job, kept, *weights)
         return y
 
     def _active_record(self, module: Any) -> Record | None:
         """The record if this step is measured, else None."""
         return self.record if self.record is not None and self.record.watching(module) else None
-
-    def draws(self) -> Any:
-        """Context manager: torch's generator continues the random stream of this linear."""
-        return draws(self.stream)
 
     @torch.no_grad()
     def _quantized_weight(self, module: Any, recipe: Recipe, weights: tuple[Tensor, ...]) -> Operand | None:
@@ -126,17 +126,6 @@ class Emulated:
             self._kept = same, made
             module.is_first_microbatch = False
         return made
-
-
-@contextmanager
-def draws(stream: str) -> Iterator[None]:
-    """Inside, torch's generator continues Megatron's random stream of that name, if there is one."""
-    tracker = get_cuda_rng_tracker()
-    if stream not in tracker.get_states():  # a module without Megatron's random streams
-        yield
-        return
-    with tracker.fork(stream):
-        yield
 
 
 class _LinearJob(NamedTuple):

@@ -13,7 +13,6 @@ draws from a random stream of the run.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +25,14 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_nemotron3.monitor.gradients import gradient_places, local_gradient
-from megatron_nemotron3.monitor.hooks import agree_on_interval, find_ddp, first_forward, no_wrapper
+from megatron_nemotron3.monitor.hooks import (
+    Switch,
+    find_ddp,
+    first_forward,
+    gather_stages,
+    no_wrapper,
+    until_first_forward,
+)
 from megatron_nemotron3.monitor.settings import megatron_options
 from megatron_nemotron3.precision import report, statistics
 from megatron_nemotron3.precision.experts import Rows
@@ -58,21 +64,22 @@ class Observer:
                 f"{LOG_VARIABLE} and --cuda-graph-impl {stack.config.cuda_graph_impl}: a replayed graph "
                 "hides the operands, leave one of the two out"
             )
-        self.on = True
+        self.switch = Switch(chosen.interval)
         self.chosen, self.used, self.groups = chosen, used, stack.pg_collection
         self.records: list[Record] = []
         self._stack = weakref.ref(stack)
         self._ddp: Callable[[], Any] = no_wrapper
         self._ran, self._steps = False, 0
-        me = weakref.ref(self)
         stack.precision_observer = self  # keeps the observer alive as long as the stack
-        stack.register_forward_pre_hook(_calling(me, Observer._note_forward))
-        find_ddp(stack, _calling(me, Observer._wrapped_by), _calling(me, Observer._announce))
-        _follow_steps(me)
+        stack.register_forward_pre_hook(self._note_forward)
+        find_ddp(stack, self._wrapped_by)
+        until_first_forward(stack, self._announce)
+        _observers[id(self)] = self
+        _register_step_hook()
 
     def add(self, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: Recipe) -> Record:
         """Add a record for a linear and return it; arguments as `Record`."""
-        self.records.append(Record(self, linear, layer, module, fmt, how))
+        self.records.append(Record(self.switch, linear, layer, module, fmt, how))
         return self.records[-1]
 
     def say(self, what: str) -> None:
@@ -86,7 +93,9 @@ class Observer:
     def _wrapped_by(self, ddp: torch.nn.Module) -> None:
         self._ddp = weakref.ref(ddp)
 
-    def _announce(self) -> None:
+    def _announce(self, module: torch.nn.Module) -> None:
+        if module is not self._stack():
+            return
         what = "measuring" if self.used else "measuring what NVFP4 would do, computing without it"
         path = Path(self.chosen.folder) / report.FILE
         self.say(
@@ -104,9 +113,9 @@ class Observer:
         self._ran = False
         self._steps += 1
         iteration = _iteration() or self._steps
-        if self.on:
+        if self.switch.on:
             self._write(iteration)
-        self.on = (iteration + 1) % self.chosen.interval == 0
+        self.switch.step_done(iteration)
 
     @torch.no_grad()
     def _write(self, iteration: int) -> None:
@@ -114,11 +123,7 @@ class Observer:
         rows = list(self._reduced_rows(iteration))
         for record in self.records:
             record.clear()
-        group = self.groups.pp
-        if group.size() > 1:
-            stages: list[Any] = [None] * group.size()
-            torch.distributed.all_gather_object(stages, rows, group=group)
-            rows = [row for stage in stages for row in stage]
+        rows = [row for stage in gather_stages(rows, self.groups.pp) for row in stage]
         last_rank = torch.distributed.get_world_size() - 1  # writes Megatron's other logs, too
         if torch.distributed.get_rank() == last_rank:
             report.append(self.chosen.folder, rows)
@@ -181,29 +186,8 @@ def _iteration() -> int | None:
     return None if current is None else int(current) + 1
 
 
-#: Numbers the stacks of this process; all ranks build them in the same order.
-_stack_numbers = itertools.count()
-
-
-def agree(chosen: Logging | None) -> None:
-    """Raise RuntimeError if ranks have different intervals; see `agree_on_interval`."""
-    if torch.distributed.is_initialized():
-        interval = 0 if chosen is None else chosen.interval
-        agree_on_interval(f"precision/{next(_stack_numbers)}", interval, f"the interval of {LOG_VARIABLE}")
-
-
-def _calling(observer: weakref.ref[Observer], method: Callable[..., None]) -> Callable[..., None]:
-    """Call a method of an observer that still exists; hooks must not keep it alive."""
-
-    def call(*arguments: Any) -> None:
-        if (found := observer()) is not None:
-            method(found, *arguments)
-
-    return call
-
-
-#: Observers of this process, in the order of their stacks, which is the same on all ranks.
-_observers: list[weakref.ref[Observer]] = []
+#: Observers of this process by id, in the order of their stacks, which is the same on all ranks.
+_observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
 
 
 @functools.cache
@@ -211,16 +195,10 @@ def _register_step_hook() -> None:
     """Register once and never remove: torch iterates over its hooks while they run."""
 
     def after(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        for observer in _observers:
-            if (found := observer()) is not None:
-                found.step_done()
+        for observer in list(_observers.values()):
+            observer.step_done()
 
     register_optimizer_step_post_hook(after)
-
-
-def _follow_steps(observer: weakref.ref[Observer]) -> None:
-    _observers[:] = [one for one in _observers if one() is not None] + [observer]
-    _register_step_hook()
 
 
 #: Seed of the generator for stochastic rounding in plain runs.
@@ -308,11 +286,10 @@ class Observed:
         for name, how in pairs:
             if self.record.has(name):
                 continue
-            amax, owner = None, None
-            if weight.ndim == 3:
-                owner = torch.arange(len(weight), device=weight.device).repeat_interleave(weight.shape[1])
-                amax = weight.abs().amax((1, 2), keepdim=True).float() if how.format == NVFP4 else None
-            self.record.add(name, weight, how, self._quantized(weight, how, amax), owner)
+            amax = None
+            if weight.ndim == 3 and how.format == NVFP4:
+                amax = weight.abs().amax((1, 2), keepdim=True).float()
+            self.record.add(name, weight, how, self._quantized(weight, how, amax))
 
     def _quantized(self, x: Tensor, how: Spec, amax: Any = None) -> Tensor:
         if self._generator is None:

@@ -6,10 +6,12 @@ scales of the two tensors. MXFP8 operands are multiplied as they are, which BF16
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_nemotron3.precision.quantizer import Amax, fake_quantize, units
@@ -42,6 +44,12 @@ def operand(x: Tensor, how: Spec, amax: Amax | None = None) -> Operand:
     if how.format == NVFP4:
         return Operand(*units(x, how, amax=amax, dtype=dtype))
     return Operand(fake_quantize(x, how, dtype=dtype), None)
+
+
+def draws(stream: str) -> AbstractContextManager[object]:
+    """Context manager: torch's generator continues Megatron's random stream of that name, if there is one."""
+    tracker = get_cuda_rng_tracker()
+    return tracker.fork(stream) if stream in tracker.get_states() else nullcontext()
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:

@@ -62,13 +62,13 @@ class Spec:
 
 @dataclass(frozen=True)
 class Operands:
-    """Operands of the three matmuls; None leaves one unquantized. dgrad takes the weight of fprop."""
+    """Operands of the three matmuls; dgrad takes the weight of fprop."""
 
-    x: Spec | None
-    weight: Spec | None
-    dgrad_dy: Spec | None
-    wgrad_dy: Spec | None
-    wgrad_x: Spec | None
+    x: Spec
+    weight: Spec
+    dgrad_dy: Spec
+    wgrad_dy: Spec
+    wgrad_x: Spec
 
 
 _ROW, _COLUMN = Spec(), Spec(axis=-2)
@@ -120,20 +120,12 @@ def recipe(fmt: str, chosen: Emulation) -> Recipe | None:
     if fmt == BF16:
         return None
     if fmt == NVFP4:
-        o = PUBLISHED
-        assert o.x and o.weight and o.dgrad_dy and o.wgrad_dy and o.wgrad_x
-        weight = replace(o.weight, tile=chosen.tile)
-        result = Recipe(
-            (o.x, weight),
-            (
-                replace(o.dgrad_dy, stochastic=chosen.stochastic),
-                weight if chosen.tile else replace(weight, axis=-2),
-            ),
-            (
-                replace(o.wgrad_dy, hadamard=chosen.hadamard, stochastic=chosen.stochastic),
-                replace(o.wgrad_x, hadamard=chosen.hadamard),
-            ),
-        )
+        weight = replace(PUBLISHED.weight, tile=chosen.tile)
+        dgrad_weight = weight if chosen.tile else replace(weight, axis=-2)
+        dgrad_dy = replace(PUBLISHED.dgrad_dy, stochastic=chosen.stochastic)
+        wgrad_dy = replace(PUBLISHED.wgrad_dy, hadamard=chosen.hadamard, stochastic=chosen.stochastic)
+        wgrad_x = replace(PUBLISHED.wgrad_x, hadamard=chosen.hadamard)
+        result = Recipe((PUBLISHED.x, weight), (dgrad_dy, dgrad_weight), (wgrad_dy, wgrad_x))
     elif fmt == MXFP8:
         row, column = Spec(MXFP8), Spec(MXFP8, axis=-2)
         result = Recipe((row, row), (row, column), (column, column))

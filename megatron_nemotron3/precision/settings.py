@@ -1,6 +1,6 @@
 """Whether and how NVFP4 is emulated, and whether quantization errors are logged. Standard library only.
 
-Environment variables; a process reads the first two once:
+Environment variables, each read once by a process:
 
     NEMOTRON3_EMULATE=nvfp4                  the published recipe
     NEMOTRON3_EMULATE=nvfp4,rht=0,sr=0       without single ingredients
@@ -13,13 +13,12 @@ Environment variables; a process reads the first two once:
 
     NEMOTRON3_GPU_KERNELS=1                  the torch backend uses its CUDA kernels
 
-Inside a process, callers use `emulating` and `logging_precision` instead: linears that are built inside these
-contexts take their settings from them.
+Inside a process, callers use `emulating`, `logging_precision` and `gpu_kernels` instead. Linears take the
+first two settings when they are built.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from megatron_nemotron3.monitor.settings import EnvironmentSetting
@@ -143,11 +142,12 @@ current_logging = _LOGGING.current
 logging_in_environment = _LOGGING.read
 
 
-def gpu_kernels_enabled() -> bool:
-    """Whether NEMOTRON3_GPU_KERNELS=1 asks the torch backend for its CUDA kernels.
-
-    These are the SSD scan of mamba-ssm or our own in Triton, experts through torch's grouped_mm, and the
-    NVFP4 and MXFP8 quantizers of emulated training in Triton. They are off by default until their tests
-    (`pytest -m gpu`) have run on a GPU; so far they have run in Triton's interpreter and compiler.
-    """
-    return os.environ.get("NEMOTRON3_GPU_KERNELS") == "1"
+_GPU_KERNELS = EnvironmentSetting("NEMOTRON3_GPU_KERNELS", lambda text: text == "1")
+#: Context manager: inside it the torch backend uses its CUDA kernels (True) or plain torch (False).
+#:
+#: The kernels are the SSD scan of mamba-ssm or our own in Triton, experts through torch's grouped_mm, and the
+#: NVFP4 and MXFP8 quantizers of emulated training in Triton. They are off by default until their tests
+#: (`pytest -m gpu`) have run on a GPU; so far they have run in Triton's interpreter and compiler.
+gpu_kernels = _GPU_KERNELS.using
+#: Whether they are used now: from `gpu_kernels`, else NEMOTRON3_GPU_KERNELS=1.
+gpu_kernels_enabled = _GPU_KERNELS.current

@@ -24,11 +24,12 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.monitor.hooks import Switch
 from megatron_nemotron3.precision import blocks as cut
 from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.report import GRADIENT
@@ -145,12 +146,6 @@ def _decibel(signal: float, noise: float) -> float:
     return math.inf if signal > 0 and noise == 0 else math.nan
 
 
-class Switch(Protocol):
-    """Knows whether this step is measured."""
-
-    on: bool
-
-
 class Record:
     """Sums of one linear's operands in this step.
 
@@ -187,7 +182,12 @@ class Record:
         owner: Tensor | None = None,
         filler: Tensor | None = None,
     ) -> None:
-        """Add an operand; arguments as `measure`, with this rank's experts as groups."""
+        """Add an operand; arguments as `measure`, with this rank's experts as groups.
+
+        x may also be a matrix per expert, [E, m, k], without `owner`.
+        """
+        if owner is None and x.ndim == 3:
+            owner = torch.arange(len(x), device=x.device).repeat_interleave(x.shape[1])
         found = measure(x, how, q, owner=owner, groups=self.local, filler=filler)
         self.of(tensor, x.device).add(found, self.first)
 

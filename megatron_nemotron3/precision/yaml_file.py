@@ -4,45 +4,23 @@ Megatron reads the file leniently (0.19.2). It silently ignores a matcher withou
 `matchers` and a glob that matches nothing, and a recipe for a misspelt config fails only when the model is
 built. Here each of these is an error with a message before anything starts. PyYAML is imported when a file is
 read.
+
+The fields are those of `TEQuantizationParams` and `TEQuantizationRecipe` in megatron-core 0.19.2
+(megatron/core/extensions/transformer_engine.py), matchers are those of megatron/core/quantization.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.files import write_text
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.precision.schema import (
-    NO_FILE,
-    PARAMS,
-    TYPE,
-    Matcher,
-    PrecisionFile,
-    PrecisionFileError,
-    Setting,
-    as_mapping,
-    check_keys,
-    read_config,
-    read_matcher,
-    strict_loader,
-)
 from megatron_nemotron3.precision.table import BF16, LINEARS, MXFP8, NVFP4, Structure
-
-__all__ = [
-    "FLAG",
-    "NO_FILE",
-    "Matcher",
-    "PrecisionFile",
-    "PrecisionFileError",
-    "Setting",
-    "parse",
-    "read",
-    "render",
-    "write",
-]
 
 FLAG = "--te-precision-config-file"
 #: Body of the recipe for each format.
@@ -51,6 +29,78 @@ _BODIES = {
     MXFP8: '{fp8_quantization_recipe: "mxfp8"}',
     NVFP4: '{fp4_quantization_recipe: "nvfp4"}',
 }
+TYPE = "transformer_engine_config_type"
+PARAMS = "TEQuantizationParams"
+
+#: Allowed values of each field of Megatron's `TEQuantizationRecipe`; "" for free text.
+_BOOL = (True, False)
+RECIPE_FIELDS: dict[str, tuple[Any, ...] | str] = {
+    "fp8_quantization_recipe": (MXFP8, "tensorwise", "blockwise", "custom"),
+    "fp4_quantization_recipe": (NVFP4, "custom"),
+    "custom_recipe_factory": "",
+    "fp8_format": ("e4m3", "hybrid"),
+    "override_quantized_autocast": _BOOL,
+    "override_nonquantized_autocast": _BOOL,
+    "tp_only_amax_red": _BOOL,
+    "fp8_param": _BOOL,
+    "fp4_param": _BOOL,
+}
+_MATCHER_FIELDS = ("config", "type", "pattern", "enabled")
+
+
+class PrecisionFileError(ValueError):
+    """All problems of a precision file, one per line in `problems`."""
+
+    def __init__(self, where: str, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join((f"{where}:", *(f"  - {problem}" for problem in problems))))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a recipe changes the format of a linear."""
+
+    #: "bf16", or the name of the recipe: "mxfp8", "nvfp4", "tensorwise", …
+    format: str
+    #: Whether it replaces the format of a quantized layer, and that of a BF16 layer (the tail).
+    over_quantized: bool = True
+    over_bf16: bool = False
+
+    def applied(self, ambient: str) -> str:
+        """Format of a linear in a layer whose format is `ambient`."""
+        return self.format if (self.over_bf16 if ambient == BF16 else self.over_quantized) else ambient
+
+
+@dataclass(frozen=True)
+class Matcher:
+    """An enabled matcher: modules whose name matches the glob get the setting of `config`."""
+
+    name: str
+    pattern: str
+    config: str
+
+
+@dataclass(frozen=True)
+class PrecisionFile:
+    """A valid precision file: matchers in order; config -> its settings in training and in evaluation."""
+
+    matchers: tuple[Matcher, ...]
+    settings: Mapping[str, tuple[Setting, Setting]]
+
+    def matcher(self, module: str) -> Matcher | None:
+        """The first matcher that matches a module; later ones have no effect."""
+        return next((m for m in self.matchers if fnmatch(module, m.pattern)), None)
+
+    def format(self, module: str, ambient: str, *, training: bool = True) -> str:
+        """Format of a module in a layer whose format is `ambient`."""
+        matcher = self.matcher(module)
+        if matcher is None:
+            return ambient
+        in_training, in_evaluation = self.settings[matcher.config]
+        return (in_training if training else in_evaluation).applied(ambient)
+
+
+NO_FILE = PrecisionFile((), {})
 
 
 def render(config: Nemotron3Config) -> str:
@@ -103,7 +153,7 @@ def read(path: str | Path, config: Nemotron3Config | Structure | None = None) ->
 
     where = f"{FLAG} {path}"
     try:
-        found = yaml.load(Path(path).read_text(), Loader=strict_loader())
+        found = yaml.load(Path(path).read_text(), Loader=_strict_loader())
     except (yaml.YAMLError, UnicodeDecodeError) as problem:
         line = " ".join(str(problem).split())
         raise PrecisionFileError(where, [f'not YAML: {line} (put globs in quotes: "*mtp.*")']) from None
@@ -117,36 +167,23 @@ def parse(
     problems: list[str] = []
     if not isinstance(content, Mapping):
         raise PrecisionFileError(where, [f"{content!r} is not a mapping with configs and matchers"])
-    check_keys(problems, "", content, ("configs", "matchers"), required=("configs", "matchers"))
-    configs = as_mapping(problems, "configs", content.get("configs", {}))
-    training: dict[str, Setting] = {}
-    evaluation: dict[str, Setting] = {}
-    for name, body in configs.items():
-        if (settings := read_config(problems, f"configs.{name}", body)) is not None:
-            training[name], evaluation[name] = settings
-    matchers = [
-        matcher
-        for name, body in as_mapping(problems, "matchers", content.get("matchers", {})).items()
-        if (matcher := read_matcher(problems, name, body, configs)) is not None
-    ]
-    file = PrecisionFile(tuple(matchers), training, evaluation)
-    if not matchers and not problems:
+    _check_keys(problems, "", content, ("configs", "matchers"), required=("configs", "matchers"))
+    configs = _as_mapping(problems, "configs", content.get("configs", {}))
+    settings = {name: read_config(problems, f"configs.{name}", body) for name, body in configs.items()}
+    entries = _as_mapping(problems, "matchers", content.get("matchers", {}))
+    matchers = (_read_matcher(problems, name, body, configs) for name, body in entries.items())
+    file = PrecisionFile(tuple(matcher for matcher in matchers if matcher), settings)
+    if not file.matchers and not problems:
         problems.append("no enabled matcher: the file would do nothing")
-    if config is not None and not problems:
-        problems += misfits(file, config if isinstance(config, Structure) else Structure.of(config))
     if problems:
         raise PrecisionFileError(where, problems)
+    if config is not None:
+        require_fit(file, config if isinstance(config, Structure) else Structure.of(config), where)
     return file
 
 
 def require_fit(file: PrecisionFile, structure: Structure, where: str) -> None:
-    """Raise PrecisionFileError if the globs of a file do not fit a model."""
-    if problems := misfits(file, structure):
-        raise PrecisionFileError(where, problems)
-
-
-def misfits(file: PrecisionFile, structure: Structure) -> list[str]:
-    """Problems of globs that select no linear of the whole model, or linears of several rows of the table.
+    """Raise PrecisionFileError if a glob selects no linear of the whole model, or several kinds of linears.
 
     The glob `*` stands for all remaining linears and may select any.
     """
@@ -168,13 +205,132 @@ def misfits(file: PrecisionFile, structure: Structure) -> list[str]:
                 f"{at} has no effect: {touched[matcher.name]} comes first and takes all it matches"
             )
         elif not kinds:
-            problems.append(f"{at} matches no linear of this model, which has {_module_globs(structure)}")
+            present = structure.kinds()
+            globs = ", ".join(glob for kind in LINEARS if kind.name in present for glob in kind.modules)
+            problems.append(f"{at} matches no linear of this model, which has {globs}")
         elif len(kinds) > 1 and matcher.pattern != "*":
             examples = ", ".join(f"{kind} ({names[0]})" for kind, names in kinds.items())
             problems.append(f"{at} takes {len(kinds)} kinds: {examples}; write one matcher for each")
-    return problems
+    if problems:
+        raise PrecisionFileError(where, problems)
 
 
-def _module_globs(structure: Structure) -> str:
-    present = structure.kinds()
-    return ", ".join(glob for kind in LINEARS if kind.name in present for glob in kind.modules)
+def read_config(problems: list[str], at: str, body: Any) -> tuple[Setting, Setting]:
+    """Read an entry of `configs`: settings for training and for evaluation."""
+    body = _as_mapping(problems, at, body)
+    known = (TYPE, "training_recipe", "evaluation_recipe")
+    _check_keys(problems, at, body, known, required=known[:2])
+    if body.get(TYPE, PARAMS) != PARAMS:
+        problems.append(f"{at}.{TYPE}: {body[TYPE]!r} is unknown: use {PARAMS}")
+    training = _read_recipe(problems, f"{at}.training_recipe", body.get("training_recipe", {}))
+    if "evaluation_recipe" not in body:
+        return training, training
+    return training, _read_recipe(problems, f"{at}.evaluation_recipe", body["evaluation_recipe"])
+
+
+def _read_recipe(problems: list[str], at: str, body: Any) -> Setting:
+    body = _as_mapping(problems, at, body)
+    _check_keys(problems, at, body, tuple(RECIPE_FIELDS))
+    for field, value in body.items():
+        allowed = RECIPE_FIELDS.get(field)
+        if allowed == "":
+            fits, wanted = isinstance(value, str), "a dotted name"
+        elif allowed is None:
+            continue  # an unknown field is reported above
+        else:
+            fits = any(value is a if isinstance(a, bool) else value == a for a in allowed)
+            wanted = "use " + ", ".join(["true", "false"] if allowed is _BOOL else map(str, allowed))
+        if not fits:
+            problems.append(f"{at}.{field}: {value!r} is unknown: {wanted}{_suggestion(value, allowed)}")
+    fp8, fp4 = body.get("fp8_quantization_recipe"), body.get("fp4_quantization_recipe")
+    if fp8 and fp4:
+        problems.append(f"{at}: fp8_quantization_recipe={fp8} and fp4_quantization_recipe={fp4}: give one")
+    if "custom" in (fp8, fp4) and not body.get("custom_recipe_factory"):
+        problems.append(f"{at}: a custom recipe needs custom_recipe_factory")
+    return Setting(
+        str(fp8 or fp4 or BF16),
+        bool(body.get("override_quantized_autocast", True)),
+        bool(body.get("override_nonquantized_autocast", False)),
+    )
+
+
+def _read_matcher(problems: list[str], name: str, body: Any, configs: Mapping[str, Any]) -> Matcher | None:
+    """Read an entry of `matchers`; None if it is disabled or wrong."""
+    at = f"matchers.{name}"
+    before = len(problems)
+    body = _as_mapping(problems, at, body)
+    _check_keys(problems, at, body, _MATCHER_FIELDS, required=_MATCHER_FIELDS[:3])
+    enabled, pattern, config = body.get("enabled"), body.get("pattern"), body.get("config")
+    if not isinstance(enabled, bool):
+        said = "no enabled" if enabled is None else f"enabled: {enabled!r}"
+        problems.append(f"{at}: {said}: write enabled: true, or false (Megatron ignores it without)")
+    if body.get("type", "glob") != "glob":
+        problems.append(f"{at}.type: {body['type']!r} is unknown: Megatron has only glob")
+    if "config" in body and not (isinstance(config, str) and config in configs):
+        problems.append(
+            f"{at}.config: {config!r} is none of {', '.join(map(str, configs))}{_suggestion(config, configs)}"
+        )
+    if "pattern" in body and not isinstance(pattern, str):
+        problems.append(f"{at}.pattern: {pattern!r} is not text")
+    elif isinstance(pattern, str) and _by_number(pattern):
+        problems.append(
+            f"{at}: pattern {pattern!r} names a layer by number, which Megatron counts anew on every "
+            "pipeline stage: use --num-layers-at-end-in-bf16"
+        )
+    if len(problems) > before or not enabled:
+        return None
+    return Matcher(str(name), str(pattern), str(config))
+
+
+def _by_number(pattern: str) -> bool:
+    """Whether a glob selects decoder layers by number."""
+    head, layers, number = pattern.partition("layers.")
+    return bool(layers) and "mtp" not in head and number[:1] in ("[", *"0123456789")
+
+
+def _as_mapping(problems: list[str], at: str, value: Any) -> Mapping[str, Any]:
+    """The value if it is a mapping; else add a problem and return an empty one."""
+    if isinstance(value, Mapping):
+        return value
+    problems.append(f"{at}: {value!r} is not a mapping" + (": write {}" if value is None else ""))
+    return {}
+
+
+def _check_keys(
+    problems: list[str], at: str, body: Mapping[str, Any], known: Sequence[str], required: Iterable[str] = ()
+) -> None:
+    """Add a problem for every unknown key of a mapping and every missing one."""
+    prefix = f"{at}: " if at else ""
+    for key in body:
+        if key not in known:
+            meant = _suggestion(key, known) or f"; known are {', '.join(known)}"
+            problems.append(f"{prefix}unknown key {key!r}{meant}")
+    problems += [f"{prefix}no {key}" for key in required if key not in body]
+
+
+def _suggestion(value: Any, known: Iterable[Any] | None) -> str:
+    near = difflib.get_close_matches(str(value), [str(k) for k in known or ()], n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _strict_loader() -> Any:
+    """PyYAML's safe loader, made to refuse duplicate keys: of two the later would win without a message."""
+    import yaml
+
+    class Strict(yaml.SafeLoader):
+        pass
+
+    def mapping(loader: Any, node: Any) -> dict[Any, Any]:
+        loader.flatten_mapping(node)
+        found: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key = loader.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.YAMLError(f"key {key!r} is not text, line {key_node.start_mark.line + 1}")
+            if key in found:
+                raise yaml.YAMLError(f"key {key!r} is given twice, line {key_node.start_mark.line + 1}")
+            found[key] = loader.construct_object(value_node, deep=True)
+        return found
+
+    Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    return Strict

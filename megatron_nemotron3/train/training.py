@@ -21,7 +21,6 @@ from megatron_nemotron3.args import (
     to_argv,
 )
 from megatron_nemotron3.checkpoint import folders, resume
-from megatron_nemotron3.checkpoint.argv import option_values
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.precision import command as precision
 from megatron_nemotron3.precision import report as precision_report
@@ -205,17 +204,16 @@ def _prepared_data(request: Request) -> tuple[TrainingData, float | None]:
     from megatron_nemotron3.train.data import prepare, unigram_baseline
     from megatron_nemotron3.train.data.prepare import MAX_BYTES
 
-    folder = str(request.checkpoints)
+    folders_only = TrainingData(save=str(request.checkpoints), load=str(request.checkpoints))
     if request.data_path:
         if request.tokenizer is None:
             raise ValueError("--data-path needs --tokenizer FOLDER (a Hugging Face tokenizer)")
-        given = TrainingData(
+        given = replace(
+            folders_only,
             data_path=request.data_path,
             split="99,1,0",
             tokenizer_type="HuggingFaceTokenizer",
             tokenizer_model=request.tokenizer,
-            save=folder,
-            load=folder,
         )
         return given, None
     prepared = prepare(
@@ -229,14 +227,13 @@ def _prepared_data(request: Request) -> tuple[TrainingData, float | None]:
     print(f"text: {source}, {len(texts.documents):,} documents, {dataset.tokens:,} tokens")
     baseline = unigram_baseline(prepared.prefix, prepared.split, prepared.tokenizer.vocab_size)
     tokenizer = prepared.tokenizer
-    data = TrainingData(
+    data = replace(
+        folders_only,
         data_path=(prepared.prefix,),
         split=prepared.split,
         data_cache_path=prepared.data_cache_path,
         tokenizer_type=tokenizer.tokenizer_type,
         tokenizer_model=tokenizer.tokenizer_model,
-        save=folder,
-        load=folder,
     )
     return data, baseline.cross_entropy
 
@@ -309,9 +306,6 @@ class _Progress:
 
 def _event_files(request: Request) -> tuple[str, ...]:
     """Options that write TensorBoard event files below the output, if the package is installed."""
-    if (
-        option_values(request.launch.extra, "--tensorboard-dir") is not None
-        or importlib.util.find_spec("tensorboard") is None
-    ):
+    if "--tensorboard-dir" in request.launch.options or importlib.util.find_spec("tensorboard") is None:
         return ()
     return ("--tensorboard-dir", str(request.output / "tensorboard"))

@@ -49,7 +49,7 @@ def _rows(plan: Plan, side, of) -> dict[int, set[tuple[int, int]]]:
 @given(cases())
 def test_plans_meet_the_bounds(case) -> None:
     source, destination, image, plan = case
-    for direction in (plan, plan.transposed()):
+    for direction in (plan, plan.backward):
         low, moved = bounds(direction), traffic(direction)
         held, wanted = held_by(direction), wanted_by(direction)
         assert low.missing == {rank: len(rows - held.get(rank, set())) for rank, rows in wanted.items()}
@@ -80,7 +80,7 @@ def test_between_disjoint_modules_v_crosses(case) -> None:
         return
     # Replicas or disjoint slices: either way the rows cross once.
     assert traffic(plan).crossing == bounds(plan).crossing == image.sum()
-    back = plan.transposed()
+    back = plan.backward
     assert traffic(back).crossing == bounds(back).crossing == image.sum()
 
 
@@ -102,7 +102,7 @@ def test_a_few_bytes_go_from_leader_to_leader() -> None:
 def test_one_sender_needs_one_receiver() -> None:
     """A single rank sends everything in one message, whatever the size, and receives it so in backward."""
     plan = make_plan(Layout.of(), Layout.of(tp=8, offset=1), [10_000], row_bytes=5376)
-    for way in (plan, plan.transposed()):
+    for way in (plan, plan.backward):
         assert len(way.messages) == 1
         assert traffic(way).busiest == bounds(way).busiest == 10_000
     assert plan.gather(5) == (tuple(range(1, 9)), 10_000, 10_000)  # a broadcast
@@ -114,8 +114,8 @@ def test_owner_slices_divide_by_tp_and_cp(tp: int, cp: int) -> None:
     """Rows at every position of the sequence: V / (tp * cp) to each rank, V in all, nothing gathered."""
     length = 64 * tp * cp
     source, destination = Layout.of(dp=2), Layout.of(tp=tp, cp=cp, sp=True, offset=2)
-    wants = slices_of(destination, [((0, length),)] * 2, [length] * 2)
-    plan = make_plan(source, destination, [length] * 2, row_bytes=2, wants=wants)
+    slices = slices_of(destination, [((0, length),)] * 2, [length] * 2)
+    plan = make_plan(source, destination, [length] * 2, row_bytes=2, slices=slices)
     low, moved = bounds(plan), traffic(plan)
     assert low.crossing == moved.crossing == 2 * length
     assert set(moved.received.values()) == set(low.entering.values()) == {2 * length // (tp * cp)}
@@ -145,7 +145,7 @@ def test_shared_ranks_fetch_what_they_lack() -> None:
     assert low.missing == moved.received == dict.fromkeys(range(4), 10)
     assert low.leaving == moved.sent == dict.fromkeys(range(4), 10)
     # Back, every rank holds all gradients and takes its own.
-    back = plan.transposed()
+    back = plan.backward
     assert bounds(back).crossing == traffic(back).crossing == 0
 
 
@@ -180,7 +180,7 @@ def test_three_who_lack_a_row_are_served_evenly_by_two() -> None:
 def test_a_thousand_ranks_meet_the_bounds(source: Layout, destination: Layout) -> None:
     rows = (np.random.default_rng(0).pareto(1.2, source.dp) * 300).astype(int).tolist()
     plan = without_leaders(make_plan(source, destination, rows, row_bytes=5376))
-    for direction in (plan, plan.transposed()):
+    for direction in (plan, plan.backward):
         low, moved = bounds(direction), traffic(direction)
         assert moved.crossing == low.crossing
         assert moved.busiest <= low.busiest

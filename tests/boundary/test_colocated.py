@@ -189,9 +189,10 @@ def check_traffic() -> list[int]:
     dist.all_to_all_single = counted
     try:
         from megatron_nemotron3.boundary.colocated import ColocatedBridge, ModalityRows, communicate
+        from megatron_nemotron3.boundary.exchange import RowKind
 
         # Nothing leaves its rank: equal layouts, and fan-out forward.
-        kind = torch.float32, (HIDDEN,)
+        kind = RowKind((HIDDEN,), torch.float32)
         image = images(4, 8, seed=2)
         same = communicator("tp=2,dp=2", "tp=2,dp=2", kind=kind)
         given = values(sides(same, image)[0]).requires_grad_()

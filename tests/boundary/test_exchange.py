@@ -27,20 +27,21 @@ def _counted(rows_of_samples: tuple[int, ...], leader_bytes: int) -> list[dict[s
     import torch.distributed as dist
 
     from benchmarks.wire import counted
-    from megatron_nemotron3.boundary.exchange import Transfer
+    from megatron_nemotron3.boundary.exchange import RowKind, Transfer
     from megatron_nemotron3.boundary.groups import Failure, Groups
 
     rank, found = dist.get_rank(), []
     for source, destination in RELATIONS:
         groups = Groups(range(8), [*source.lanes(0), *destination.lanes(0)])
         failure = Failure(groups.ranks, groups.abort)
+        kind = RowKind((HIDDEN,), torch.float32)
         forward = replace(
             make_plan(source, destination, rows_of_samples, row_bytes=4 * HIDDEN), leader_bytes=leader_bytes
         )
-        for plan in (forward, forward.transposed()):
+        for plan in (forward, forward.backward):
             gives = any(rank in g.ranks for lane in plan.senders for g in lane)
             rows = torch.ones(plan.rows_held(rank), HIDDEN) if gives else None
-            transfer = Transfer(plan, rows, not gives, (HIDDEN,), torch.float32, "test")
+            transfer = Transfer(plan, rows, not gives, kind, "test")
             with counted() as wire:
                 exchange.exchange([transfer], groups, failure)
             found.append({"crossing": wire.crossing, "shared": wire.shared, "messages": wire.messages})
@@ -64,7 +65,7 @@ def test_bytes_are_the_bound(wires):
     rows, ranks = MANY, [many for many, _ in wires]
     for number, (source, destination) in enumerate(RELATIONS):
         forward = replace(make_plan(source, destination, rows, row_bytes=4 * HIDDEN), leader_bytes=0)
-        for way, plan in enumerate((forward, forward.transposed())):
+        for way, plan in enumerate((forward, forward.backward)):
             at = 2 * number + way
             limit, expected = bounds(plan), traffic(plan)
             assert (
@@ -88,7 +89,7 @@ def test_messages_are_those_of_the_plan(wires):
         forward = replace(
             make_plan(source, destination, rows, row_bytes=4 * HIDDEN), leader_bytes=exchange.COALESCE_BYTES
         )
-        for way, plan in enumerate((forward, forward.transposed())):
+        for way, plan in enumerate((forward, forward.backward)):
             counted = sum(found[2 * number + way]["messages"] for found in ranks)
             assert counted == len(plan.messages)
             if source.dp == destination.dp:
@@ -146,7 +147,9 @@ def test_transfer_tags_tell_beliefs_apart():
     """The same name with other counts, shapes or segments has another tag."""
     a, b = RELATIONS[0]
     transfers = [
-        exchange.Transfer(make_plan(a, b, rows, row_bytes=4), None, False, row, torch.float32, name)
+        exchange.Transfer(
+            make_plan(a, b, rows, row_bytes=4), None, False, exchange.RowKind(row, torch.float32), name
+        )
         for rows, row, name in [
             ((1, 2, 3, 4), (1,), "x"),
             ((1, 2, 4, 3), (1,), "x"),

@@ -54,7 +54,7 @@ def test_the_text_of_a_plan() -> None:
 def test_the_way_back_and_shared_ranks_are_told() -> None:
     plan = make_plan(Layout.of(), Layout.of(tp=2, offset=1), [3], row_bytes=10)
     assert "broadcast from 1" in explain(plan)
-    assert "in 1 message\n" in explain(plan.transposed())
+    assert "in 1 message\n" in explain(plan.backward)
     shared = explain(make_plan(Layout.of(dp=2), Layout.of(tp=2), [3, 4], row_bytes=10))
     assert shared.startswith("copies: the modules share ranks")
     assert "local                       70 bytes" in shared and "70 bytes (bound 70) in 2 messages" in shared
@@ -74,7 +74,7 @@ def test_long_tables_show_both_ends() -> None:
 @given(cases())
 def test_every_number_comes_from_the_plan(case) -> None:
     *_, plan = case
-    for way in (plan, plan.transposed()):
+    for way in (plan, plan.backward):
         about = describe(way)
         assert json.loads(json.dumps(about)) == about
         low, moved = bounds(way), traffic(way)

@@ -92,8 +92,6 @@ def test_wrong_layouts() -> None:
         Layout((("tp", 1), ("tp", 2)))
     with pytest.raises(ValueError, match="offset=-1: use an offset from 0"):
         Layout.of(offset=-1)
-    with pytest.raises(ValueError, match="order tp-dp: use each of tp, cp, pp, dp once"):
-        Layout.of(pp=2, order=("tp", "dp"))
     with pytest.raises(ValueError, match="no pipeline stage 2: use 0 to 1"):
         Layout.of(pp=2).lanes(2)
     with pytest.raises(ValueError, match="rank 3 is not in layout dp=2,offset=1, ranks 1-2"):

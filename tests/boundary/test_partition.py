@@ -15,7 +15,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.partition import positions, runs_of, sample_shares, wanted
+from megatron_nemotron3.boundary.partition import positions, rows_at, runs_of, sample_shares
 from megatron_nemotron3.boundary.planner import make_plan, slices_of
 from tests.support.boundary_simulation import deliver
 
@@ -105,16 +105,16 @@ def test_rows_of_packed_documents_reach_their_owners(data) -> None:
     random = np.random.default_rng(data.draw(st.integers(0, 2**31)))
     image = [random.random(b[-1]) < random.choice([0.0, 0.5, 1.0]) for b in bounds]
     number = np.split(np.arange(sum(i.sum() for i in image)), np.cumsum([i.sum() for i in image])[:-1])
-    wants = None
+    slices = None
     if destination.sliced:
-        wants = slices_of(
+        slices = slices_of(
             destination,
             [runs_of(np.flatnonzero(i).tolist()) for i in image],
             [len(i) for i in image],
             documents=[tuple(map(int, b)) for b in bounds],
         )
     plan = replace(
-        make_plan(source, destination, [int(i.sum()) for i in image], row_bytes=2, wants=wants),
+        make_plan(source, destination, [int(i.sum()) for i in image], row_bytes=2, slices=slices),
         leader_bytes=0,
     )
     held = {
@@ -134,7 +134,7 @@ def test_rows_of_packed_documents_reach_their_owners(data) -> None:
                 at = dict(zip(np.flatnonzero(image[s]), number[s]))
                 want += [at[p] for p in own if p in at]
             assert arrived[rank].tolist() == want
-    back = deliver(plan.transposed(), arrived)
+    back = deliver(plan.backward, arrived)
     assert {rank: rows.tolist() for rank, rows in back.items()} == {r: h.tolist() for r, h in held.items()}
 
 
@@ -142,9 +142,9 @@ def test_by_hand() -> None:
     """CP 2 of 8 positions: rank 0 has 0, 1, 6, 7. Images at 1-5 and, in a second sample, at 0-1 and 6."""
     owned = [positions(8, 2, 1, sequence_parallel=False)] * 2
     assert owned[0] == (((0, 2), (6, 8)), ((2, 6),))
-    assert wanted([((1, 5),), ((0, 2), (6, 1))], owned) == (((0, 1), (5, 8)), ((1, 5),))
-    assert wanted([(), ()], owned) == ((), ())
-    assert wanted([], []) == ()
+    assert rows_at([((1, 5),), ((0, 2), (6, 1))], owned) == (((0, 1), (5, 8)), ((1, 5),))
+    assert rows_at([(), ()], owned) == ((), ())
+    assert rows_at([], []) == ()
 
 
 def test_runs() -> None:
@@ -154,9 +154,10 @@ def test_runs() -> None:
 
 def test_a_lane_without_samples_wants_nothing() -> None:
     layout = Layout.of(tp=2, cp=2, dp=2, sp=True)
-    wants = slices_of(layout, [((0, 8),)], [8], samples=[(0,), ()])
-    assert [sum(map(intervals.count, mine)) for mine in wants] == [8, 0]
-    assert len(wants[1]) == 4
+    slices = slices_of(layout, [((0, 8),), ()], [8, 8])
+    assert [sum(map(intervals.count, mine)) for mine in slices] == [8, 0]
+    assert [len(mine) for mine in slices] == [4, 4]
+    assert slices_of(layout, [], []) == (((),) * 4,) * 2
 
 
 @pytest.mark.parametrize(

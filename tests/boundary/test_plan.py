@@ -14,7 +14,7 @@ from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.partition import lane_rows, runs_of, sample_shares, segments
 from megatron_nemotron3.boundary.plan import Plan
-from megatron_nemotron3.boundary.planner import make_plan, receiving, sending, slices_of
+from megatron_nemotron3.boundary.planner import make_plan, receiver_groups, sender_groups, slices_of
 from tests.support.boundary_simulation import deliver
 
 SIZES = st.sampled_from([1, 2, 3, 4])
@@ -33,8 +33,8 @@ def cases(draw):
         pp=draw(st.sampled_from([1, 2])),
         offset=0 if colocated else source.size,
         sp=draw(st.booleans()),
-        order=draw(st.permutations(["tp", "cp", "pp", "dp"])),
     )
+    destination = replace(destination, dimensions=tuple(draw(st.permutations(destination.dimensions))))
     samples = math.lcm(source.dp, destination.dp) * draw(st.integers(1, 2))
     length = 2 * destination.cp * destination.tp * draw(st.integers(1, 4))
     seed = draw(st.integers(0, 2**31))
@@ -44,12 +44,12 @@ def cases(draw):
         image[:] = random.random(length) < 0.5
         image = image if image[0].sum() * (samples // source.dp) % source.tp == 0 else np.zeros_like(image)
     rows = [int(n) for n in image.sum(1)]
-    wants = None
+    slices = None
     if destination.sliced:
         runs = [runs_of(np.flatnonzero(sample).tolist()) for sample in image]
-        wants = slices_of(destination, runs, [length] * samples)
+        slices = slices_of(destination, runs, [length] * samples)
     leader = draw(st.sampled_from([0, 64, 10**9]))
-    plan = replace(make_plan(source, destination, rows, row_bytes=8, wants=wants), leader_bytes=leader)
+    plan = replace(make_plan(source, destination, rows, row_bytes=8, slices=slices), leader_bytes=leader)
     return source, destination, image, plan
 
 
@@ -91,7 +91,7 @@ def test_every_row_reaches_exactly_its_owners_and_gradients_come_back(case) -> N
     arrived = deliver(plan, held)
     want = expected(destination, image, number)
     assert {rank: rows.tolist() for rank, rows in arrived.items()} == want
-    back = deliver(plan.transposed(), arrived)
+    back = deliver(plan.backward, arrived)
     assert {rank: rows.tolist() for rank, rows in back.items()} == {
         r: rows.tolist() for r, rows in held.items()
     }
@@ -104,7 +104,7 @@ def test_between_disjoint_modules_each_row_goes_once_and_no_rank_carries_more_th
     if plan.mode != "once":
         return
     plan = Plan(plan.senders, plan.receivers, plan.segments, plan.row_bytes, "once", leader_bytes=0)
-    for direction in (plan, plan.transposed()):
+    for direction in (plan, plan.backward):
         groups = [g for side in (direction.senders, direction.receivers) for lane in side for g in lane]
         part = max(math.ceil(intervals.count(group.rows) / len(group.ranks)) for group in groups)
         for rank in {rank for group in groups for rank in group.ranks}:
@@ -136,7 +136,7 @@ def test_a_thousand_ranks(source, destination) -> None:
 
     arrived = deliver(plan, {rank: np.array(rows, int) for rank, rows in of(a).items()})
     assert {rank: rows.tolist() for rank, rows in arrived.items()} == of(b)
-    back = deliver(plan.transposed(), arrived)
+    back = deliver(plan.backward, arrived)
     assert {rank: rows.tolist() for rank, rows in back.items()} == of(a)
     # A chain of contiguous parts meets another: at most as many messages as there are parts.
     assert len(plan.messages) < a.size + b.size
@@ -160,7 +160,7 @@ def test_values_equal_the_concatenation_bit_for_bit(case, dtype: str, seed: int)
     arrived = deliver(plan, held)
     assert arrived.keys() == want.keys()
     assert all(rows.tobytes() == want[rank].tobytes() for rank, rows in arrived.items())
-    back = deliver(plan.transposed(), arrived)
+    back = deliver(plan.backward, arrived)
     assert all(rows.tobytes() == held[rank].tobytes() for rank, rows in back.items())
 
 
@@ -200,7 +200,7 @@ def test_four_and_four_ranks(source, destination) -> None:
     assert flat(plan) == [(*message, 4) for message in EXPECTED[source, destination]]
     assert {gather.ranks for gather in plan.gathers} == GATHERS[destination]
     assert {gather.part for gather in plan.gathers} <= {4}
-    back = plan.transposed()
+    back = plan.backward
     assert flat(back) == [(t, s, j, i, 4) for s, t, i, j in EXPECTED[source, destination]]
     assert {gather.ranks for gather in back.gathers} == {
         tuple(rank - 4 for rank in ranks) for ranks in GATHERS[source]
@@ -254,13 +254,13 @@ def test_plans_are_hashable_and_equal_ones_are_equal() -> None:
 
     a, b = plan(), plan()
     assert a.messages and {a: 1}[b] == 1  # also once one of them has worked something out
-    assert a != a.transposed() and a.transposed().transposed() == a
+    assert a != a.backward and a.backward.backward == a
 
 
 def test_sides_that_disagree_are_refused() -> None:
     """Wants for two rows, where the samples have three."""
-    wants = [[((0, 1),), ((1, 2),)]]
-    plan = make_plan(Layout.of(), Layout.of(tp=2, sp=True, offset=1), [1], row_bytes=2, wants=wants)
+    slices = [[((0, 1),), ((1, 2),)]]
+    plan = make_plan(Layout.of(), Layout.of(tp=2, sp=True, offset=1), [1], row_bytes=2, slices=slices)
     with pytest.raises(ValueError, match=r"1 rows wanted, \[0\] arrive: both sides must count the rows"):
         _ = plan.messages
 
@@ -284,8 +284,8 @@ def test_samples_need_not_lie_in_equal_shares() -> None:
     """Two lanes own samples (0, 3, 1) and (2); the other side 0 to 3 in order."""
     rows, sent, taken = [1, 2, 3, 4], [(0, 3, 1), (2,)], sample_shares(4, 1)
     plan = Plan(
-        sending(Layout.of(dp=2), lane_rows(rows, sent)),
-        receiving(Layout.of(offset=2), lane_rows(rows, taken)),
+        sender_groups(Layout.of(dp=2), lane_rows(rows, sent)),
+        receiver_groups(Layout.of(offset=2), lane_rows(rows, taken)),
         segments(rows, sent, taken),
         row_bytes=2,
     )

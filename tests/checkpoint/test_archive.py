@@ -1,4 +1,4 @@
-"""Every bit of a torch.save archive: a flip is found, or the tensor loads bit for bit the same."""
+"""Flip every bit of a torch.save archive: the flip is found, or the tensor loads unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from megatron_nemotron3.checkpoint.archive import ArchiveError, crc_problem, records
 from megatron_nemotron3.checkpoint.metadata import Chunk
-from megatron_nemotron3.checkpoint.read import tensor_layout
+from megatron_nemotron3.checkpoint.read import chunk_layout
 from megatron_nemotron3.checkpoint.unpickle import Refused
 from tests.support import checkpoint_writer as writer
 
@@ -21,7 +21,7 @@ def _problem(descriptor: int, length: int) -> str | None:
         for record in records(descriptor, 0, length):
             if problem := crc_problem(descriptor, record):
                 return problem
-        tensor_layout(descriptor, Chunk("", 0, length, (0,), (5,)))
+        chunk_layout(descriptor, Chunk("", 0, length, (0,), (5,)), "bfloat16")
     except (ArchiveError, Refused) as problem:
         return str(problem)
     return None
@@ -63,7 +63,7 @@ def test_each_flipped_bit_is_found_or_harmless(step: int) -> None:
 
 
 def test_torch_load_does_not_see_a_flipped_bit() -> None:
-    """Why --full exists."""
+    """torch.load does not check CRC32s; `nemotron3 check --full` does."""
     tensor = torch.arange(1000.0)
     stream = io.BytesIO()
     torch.save(tensor, stream)
@@ -73,11 +73,11 @@ def test_torch_load_does_not_see_a_flipped_bit() -> None:
 
 
 def test_large_archives_have_64_bit_offsets(tmp_path: object) -> None:
-    """A record behind 4 GiB, in a sparse file: where the 32-bit fields hold all ones."""
+    """A record beyond 4 GiB in a sparse file, whose 32-bit fields are all ones."""
     descriptor = os.memfd_create("large")
     with os.fdopen(os.dup(descriptor), "w+b") as file, zipfile.ZipFile(file, "w", allowZip64=True) as archive:
         archive.writestr("archive/version", b"3\n")
-        # A header far behind: what lies between belongs to no record.
+        # The header is far away; the bytes between belong to no record.
         file.seek(archive.start_dir + (5 << 30))
         archive.start_dir = file.tell()
         archive.writestr("archive/data/0", b"x" * 100)

@@ -1,4 +1,4 @@
-"""`nemotron3 check`: whatever happens to a file, exit code 2 and a line that names it."""
+"""`nemotron3 check` reports every kind of damage with exit code 2 and a line that names the file."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ HARM: dict[str, Callable[[Path], None]] = {
 def test_each_harm_to_each_file_is_named(
     folder: Path, file: str, harm: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the quick check: it looks at names and sizes."""
+    """The structural check finds it from names and sizes."""
     HARM[harm](folder / file)
     status, out, err = _check(capsys, str(folder))
     assert status == 2 and "sound" not in out
@@ -93,7 +93,7 @@ def test_each_harm_to_each_file_is_named(
 
 
 def test_a_file_in_place_of_another_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Long enough, so only the full check can tell."""
+    """The file has its full length, so only the full check finds the damage."""
     data = (folder / DATA[1]).read_bytes()
     (folder / DATA[0]).write_bytes(data * 2)
     status, _, err = _check(capsys, str(folder), "--full")
@@ -139,7 +139,7 @@ def _changed(path: Path, position: int, bit: int) -> None:
 @settings(max_examples=80)
 @given(data=st.data())
 def test_a_flipped_bit_is_named_or_harmless(sound: Path, data: st.DataObject) -> None:
-    """In any file. Harmless: every tensor reads bit for bit as before."""
+    """A flip in any file is reported, or every tensor still reads as before."""
     path = sound / data.draw(st.sampled_from([*DATA, *FILES]))
     position, bit = data.draw(st.integers(0, path.stat().st_size - 1)), data.draw(st.integers(0, 7))
     names = set(read_metadata(sound).tensors)
@@ -152,7 +152,7 @@ def test_a_flipped_bit_is_named_or_harmless(sound: Path, data: st.DataObject) ->
         index = read_metadata(sound)
         expected = writer.tensors()
         if path.name == ".metadata" and set(index.tensors) != names:
-            # Another name: nothing in the files tells, but Megatron misses the old one as it loads.
+            # A renamed tensor cannot be detected here; Megatron reports the missing name when it loads.
             assert len(names - set(index.tensors)) == 1
             return
         for name, tensor in expected.items():
@@ -172,7 +172,7 @@ def _problems(folder: Path) -> tuple[str, ...]:
 
 
 def _weights(folder: Path) -> Iterator[tuple[str, int]]:
-    """(name, a byte inside the data) of each tensor's first chunk that has any."""
+    """Return (name, offset of a byte in the data) for the first non-empty chunk of each tensor."""
     index = read_metadata(folder)
     for name, tensor in index.tensors.items():
         if tensor.nbytes:
@@ -232,7 +232,7 @@ def test_archives_without_crc_are_said_to_be(folder: Path, capsys: pytest.Captur
 
 
 def test_an_integrity_manifest_is_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Megatron's --verify-integrity; it also protects the index."""
+    """Megatron's --verify-integrity also covers the index."""
     files = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
     manifest = folder / "integrity.json"
     manifest.write_text(json.dumps({"algorithm": "sha256", "files": files}))
@@ -247,7 +247,7 @@ def test_an_integrity_manifest_is_compared(folder: Path, capsys: pytest.CaptureF
 
 
 def test_the_older_form_with_common_pt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Up to megatron-core 0.18 arguments are a file of their own."""
+    """megatron-core up to 0.18 stores the arguments in a separate file."""
     index = pickle.loads((folder / ".metadata").read_bytes())
     del index.state_dict_metadata["common_state/shard_0_1"]
     index.storage_data = {k: v for k, v in index.storage_data.items() if k.fqn != "common_state/shard_0_1"}

@@ -1,4 +1,4 @@
-"""Atomic writes: the new file or the old one, and nothing beside it."""
+"""Atomic writes leave the new file or the old one, and no temporary files."""
 
 from __future__ import annotations
 

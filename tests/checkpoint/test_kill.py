@@ -1,4 +1,4 @@
-"""Killed in the middle of a save: the next run finds the last complete checkpoint and goes on from it.
+"""A run killed during a save: the next run resumes from the last complete checkpoint.
 
 Runs resume from the checkpoint of step 2, train to step 4, save, and die at the n-th file operation of that
 save. Then a run without `--save` must start from 4 if the kill came after the checkpoint was complete, from
@@ -43,7 +43,7 @@ QUICK = [(2, 1_000_000)]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, log.Curve]:
-    """A run that nobody killed, with checkpoints after 2, 4 and 6 steps."""
+    """An uninterrupted run with checkpoints after 2, 4 and 6 steps."""
     folder = tmp_path_factory.mktemp("whole")
     curve, _ = runs.train(ONE, save=str(folder))
     assert sorted(curve.steps) == [1, 2, 3, 4, 5, 6]
@@ -71,7 +71,7 @@ def test_resumes_after_a_kill(
 ) -> None:
     folder = runs.copy(whole[0], tmp_path / "run", "iter_0000002")
     done = runs.die_while_saving(ONE, folder, event, limit)
-    # A killed writer begins nothing more, unless the file it was to die in is shorter than the limit.
+    # A killed writer starts no other file, unless the file it was to die in is shorter than the limit.
     assert done == SAVE[: event + 1]
     complete = 4 if event == len(SAVE) - 1 else 2
     assert (check_structure(folder / "iter_0000004").state == "complete") == (complete == 4)
@@ -85,7 +85,7 @@ def test_resumes_after_a_kill(
 @pytest.mark.full
 @pytest.mark.parametrize(("event", "limit"), [(2, 1_000_000), (4, None), (6, 0), (6, None)], ids=str)
 def test_two_ranks(event: int, limit: int | None, tmp_path: Path) -> None:
-    """Each rank writes a file of its own, and waits for the other to look at the tracker."""
+    """Each rank writes its own file and waits for the other before it reads the tracker."""
     curve, _ = runs.train(TWO, *DISTRIBUTED, save=str(tmp_path / "whole"))
     folder = runs.copy(tmp_path / "whole", tmp_path / "run", "iter_0000002")
     assert runs.die_while_saving(TWO, folder, event, limit, *DISTRIBUTED)
@@ -95,7 +95,7 @@ def test_two_ranks(event: int, limit: int | None, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_an_asynchronous_save(whole: tuple[Path, log.Curve], tmp_path: Path) -> None:
-    """Written by another process, finished by the training process some steps later."""
+    """An async save: another process writes the files; the training process finishes it some steps later."""
     folder = runs.copy(whole[0], tmp_path / "run", "iter_0000002")
     runs.die_while_saving(ONE, folder, 2, None, "--async-save")
     output = _resumes(folder, ONE, folders.latest_iteration(folder) or 0, whole[1])

@@ -1,4 +1,4 @@
-"""The index of a checkpoint, read without torch; pickles that would run code are refused by name."""
+"""The index is read without torch. Pickles that would run code are refused by name."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_hostile_pickles_are_refused_by_name(
 
 
 def test_a_pickle_cannot_change_the_stand_ins(folder: Path, tmp_path: Path) -> None:
-    """BUILD with a class below it sets attributes of the class."""
+    """BUILD applied to a class sets attributes of the class."""
     named = b"cmegatron.x\nA\n"
     for attack in (
         b"\x80\x02" + named + b"}N\x86b.",  # BUILD on the class itself
@@ -108,7 +108,7 @@ def test_a_pickle_cannot_change_the_stand_ins(folder: Path, tmp_path: Path) -> N
 @settings(max_examples=60)
 @given(data=st.data())
 def test_damaged_pickles_are_refused_or_read(folder: Path, data: st.DataObject, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
-    """Whatever bytes stand there: an index, or one kind of error; nothing else happens."""
+    """Any bytes give an index or a CheckpointError, and nothing else."""
     raw = bytearray((folder / ".metadata").read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))

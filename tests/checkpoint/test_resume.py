@@ -1,4 +1,4 @@
-"""What the launcher does about a tracker that does not name the last complete checkpoint."""
+"""Repair of a tracker that does not name the last complete checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(made: Path, tmp_path: Path) -> Path:
-    """Complete checkpoints 2 and 4, the tracker names 4."""
+    """Complete checkpoints 2 and 4; the tracker names 4."""
     for iteration in (2, 4):
         shutil.copytree(made, tmp_path / f"iter_{iteration:07d}")
     (tmp_path / writer.TRACKER).write_text("4")
@@ -92,7 +92,7 @@ def test_a_tracker_set_back_by_hand_stays(root: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["metadata.json", "all", "empty"])
 def test_unfinished_folders_are_passed_over(root: Path, harm: str) -> None:
-    """The tracker names one that never reached the disk, or a newer one was being written."""
+    """The tracker names a checkpoint that never reached the disk, or a newer save was interrupted."""
     path = root / "iter_0000004"
     if harm == "all":
         shutil.rmtree(path)
@@ -169,7 +169,7 @@ def test_legacy_and_foreign_folders_are_upstreams_business(root: Path) -> None:
 
 
 def test_torch_dcp_has_no_metadata_json(root: Path) -> None:
-    """Its index is written last; what tells it from an unfinished torch_dist is the common state."""
+    """The index is written last. An unfinished torch_dist folder differs by having the common state."""
     import pickle
 
     path = root / "iter_0000004"
@@ -229,7 +229,7 @@ def test_non_persistent_checkpoints(root: Path, made: Path) -> None:
 
 
 def test_pretrained(root: Path, tmp_path: Path) -> None:
-    """Looked at where --load has no checkpoint yet, as Megatron does."""
+    """--pretrained-checkpoint is checked only if --load has no checkpoint, as in Megatron."""
     words = ["--load", str(tmp_path / "own"), "--pretrained-checkpoint", str(root)]
     assert before_start(words, 0) == []
     (root / writer.TRACKER).write_text("")
@@ -295,7 +295,7 @@ def test_the_command_line(words: str, expected: LoadOptions) -> None:
 
 
 def test_the_launcher_settles_before_any_script(root: Path, tmp_path: Path) -> None:
-    """Also a stock one: what runs here is not ours."""
+    """The launcher also repairs the tracker for a stock Megatron script."""
     script = tmp_path / "script.py"
     script.write_text(f"import os; print('read', repr(open({str(root / writer.TRACKER)!r}).read()))")
     (root / writer.TRACKER).write_text("")

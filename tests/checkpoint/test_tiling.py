@@ -1,4 +1,4 @@
-"""Corner counting, against counting every point."""
+"""`tiling_problem` against a count of the boxes at every point."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_tilings_and_what_is_left_of_them(
 @pytest.mark.parametrize(
     ("boxes", "message"),
     [
-        ([((0,), (2, 2))], "not of 2 dimensions"),
+        ([((0,), (2, 2))], "does not have 2 dimensions"),
         ([((0, 0), (4, 4)), ((3, 0), (2, 4))], "reaches beyond"),
         ([], r"no chunk covers the elements at \[0, 0\]; its chunks hold 0 of 16"),
     ],

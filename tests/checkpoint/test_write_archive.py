@@ -1,4 +1,4 @@
-"""Archives written without torch are what torch.load, zipfile and our own reader expect."""
+"""Archives written without torch are read by torch.load, zipfile and our own reader."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from megatron_nemotron3.checkpoint.metadata import (
     ITEM_SIZE,
     CheckpointIndex,
     Chunk,
-    StoredObject,
     StoredTensor,
 )
-from megatron_nemotron3.checkpoint.read import opened, tensor_layout
+from megatron_nemotron3.checkpoint.read import chunk_layout, opened
 from megatron_nemotron3.checkpoint.write import object_archive, tensor_archive
 from tests.support.checkpoint_reading import read_rows
 
@@ -34,7 +33,7 @@ SHAPES = [(), (0,), (4, 0), (0, 4), (1,), (3, 4), (300, 2), (2, 1, 70_000)]
 
 
 def packed(tensor: torch.Tensor) -> bytes:
-    """The whole archive of a contiguous tensor."""
+    """Return the whole archive of a contiguous tensor."""
     archive = tensor_archive(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
     data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     whole = archive.head + data + archive.tail(zlib.crc32(data))
@@ -43,14 +42,14 @@ def packed(tensor: torch.Tensor) -> bytes:
 
 
 def made(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor whose bytes are all different from their neighbors; for bool 0 and 1."""
+    """Return a tensor in which neighboring bytes differ (bool: alternating 0 and 1)."""
     size = math.prod(shape) * ITEM_SIZE[dtype]
     data = (torch.arange(size) * 37 % (2 if dtype == "bool" else 251)).to(torch.uint8)
     return data.view(getattr(torch, dtype)).reshape(shape)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal in type, shape and bytes."""
+    """Whether two tensors are equal in type, shape and bytes."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return one.flatten().view(torch.uint8).equal(other.flatten().view(torch.uint8))
@@ -70,7 +69,7 @@ def test_every_reader_finds_the_tensor(dtype: str, shape: tuple[int, ...], tmp_p
         found = records(descriptor, 0, len(whole))
         assert [r.name for r in found] == ["data.pkl", "byteorder", "data/0", "version"]
         assert not any(crc_problem(descriptor, record) for record in found)
-        layout = tensor_layout(descriptor, StoredObject("one", 0, len(whole)))
+        layout = chunk_layout(descriptor, Chunk("one", 0, len(whole), (0,) * len(shape), shape), dtype)
     assert (layout.dtype, layout.shape, layout.offset % ALIGNMENT) == (dtype, shape, 0)
     assert layout.stride == tensor.stride()
     with zipfile.ZipFile(path) as archive:  # checks the CRC32s, the descriptors' and the directory's places
@@ -79,7 +78,7 @@ def test_every_reader_finds_the_tensor(dtype: str, shape: tuple[int, ...], tmp_p
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_the_pickle_calls_what_torch_save_calls(dtype: str) -> None:
-    """The same opcodes, but for the memo and the shorter forms of small tuples and numbers."""
+    """The opcodes are torch.save's, except for the memo and shorter forms of small tuples and numbers."""
     import pickle
     import pickletools
 
@@ -119,7 +118,7 @@ def test_a_folder_of_them_passes_the_full_check_and_a_flipped_bit_does_not(tmp_p
 
 @pytest.mark.parametrize("length", [2**32 - 2000, 2**32 - 400, 2**32 - 1, 2**32 + 5, 5 * 2**30])
 def test_zip64_where_32_bits_end(length: int, tmp_path: Path) -> None:
-    """Sparse files: only the last bytes are written. The CRC32 is not the data's; torch does not look."""
+    """Sparse files with only the last bytes written. The CRC32 is arbitrary; torch does not check it."""
     archive = tensor_archive("uint8", (length,))
     path = tmp_path / "large"
     with open(path, "wb") as file:
@@ -130,7 +129,7 @@ def test_zip64_where_32_bits_end(length: int, tmp_path: Path) -> None:
     tensor = torch.load(path, weights_only=True, mmap=True)
     assert tensor.shape == (length,) and bytes(tensor[-3:].tolist()) == b"abc"
     with opened(path) as descriptor:
-        layout = tensor_layout(descriptor, StoredObject("large", 0, archive.length))
+        layout = chunk_layout(descriptor, Chunk("large", 0, archive.length, (0,), (length,)), "uint8")
         assert layout.shape == (length,) and layout.offset == len(archive.head)
         (data,) = (r for r in records(descriptor, 0, archive.length) if r.name == "data/0")
         assert (data.crc, data.size) == (0x12345678, length)

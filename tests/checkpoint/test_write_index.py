@@ -1,4 +1,4 @@
-"""The index written without torch is the one torch writes, to torch's reader, to ours, and to Megatron's."""
+"""torch, Megatron and our own reader read an index written without torch as they read torch's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def roundtrip(folder: Path, stored: dict[str, StoredTensor], objects: dict[str, 
 
 
 def test_torch_reads_what_torch_wrote(tmp_path: Path) -> None:
-    """A folder's index, read, written again and read by torch: equal in every field."""
+    """An index that is read, written again and read by torch is equal in every field."""
     index = read_metadata(write(tmp_path / "a", tensors(), 3))
     kept = FileSystemReader(tmp_path / "a").read_metadata()
     (tmp_path / "b").mkdir()
@@ -49,7 +49,7 @@ def test_torch_reads_what_torch_wrote(tmp_path: Path) -> None:
 
 
 def test_torch_loads_through_it(tmp_path: Path) -> None:
-    """torch's own load, which matches chunks of one sharding with another."""
+    """torch loads the tensors into another sharding."""
     made = tensors()
     index = read_metadata(write(tmp_path / "a", made, 3))
     (tmp_path / "a" / ".metadata").write_bytes(index_bytes(index.tensors, index.objects))
@@ -97,7 +97,7 @@ def test_any_index(tmp_path_factory: pytest.TempPathFactory, made: dict, objects
 
 
 def ultra(layers: int) -> tuple[dict[str, StoredTensor], dict[str, StoredObject]]:
-    """Layers of Ultra's experts, each a chunk; all of Ultra has 49."""
+    """Some layers of Ultra's experts, one chunk per expert; Ultra has 49 such layers."""
     stored, at = {}, 0
     for layer in range(layers):
         for fc in (1, 2):

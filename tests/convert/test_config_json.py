@@ -1,4 +1,4 @@
-"""config.json both ways, against transformers' reading of it and against files as they are published."""
+"""Reading and writing config.json, compared with transformers and with published files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def same_model(a: Nemotron3Config, b: Nemotron3Config) -> None:
 
 
 def stored_names(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """A transformers model's tensors under the names of the files: experts apart, `backbone.` in front."""
+    """Rename a transformers model's tensors as in checkpoint files: separate experts, prefix `backbone.`."""
     result = {}
     for name, tensor in model.state_dict().items():
         name = name.replace("model.", "backbone.", 1)
@@ -77,7 +77,7 @@ def test_transformers_builds_the_same_model_from_what_we_write(config: Nemotron3
 
 @pytest.mark.parametrize("name", CATALOG)
 def test_what_transformers_writes_is_read(name: str) -> None:
-    """Its files have new block names, every default it knows, infinity in its own notation, no pattern."""
+    """transformers writes new block names, all defaults and its own notation of infinity, but no pattern."""
     config = get(name)
     theirs = transformers.NemotronHConfig.from_dict(through_json(write(config)))
     for text in (theirs.to_json_string(use_diff=True), theirs.to_json_string(use_diff=False)):
@@ -130,7 +130,7 @@ def test_either_dialect_alone_is_enough(config: Nemotron3Config) -> None:
 
 
 def test_files_as_published_are_read() -> None:
-    """Keys and values of the released Nano and Nemotron-H 8B, as public copies of their files have them."""
+    """Keys and values in public copies of the files of the released Nano and Nemotron-H 8B."""
     common = {
         "architectures": ["NemotronHForCausalLM"],
         "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
@@ -279,7 +279,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"hybrid_override_pattern": "M|E", "num_hidden_layers": 3},
         r"'\|' at position 1",
     ),
-    ({"hybrid_override_pattern": None}, "layers unknown"),
+    ({"hybrid_override_pattern": None}, "its layers are unknown"),
     ({"hybrid_override_pattern": 7}, "hybrid_override_pattern is a int, expected a string"),
     ({"layers_block_type": "mamba"}, "layers_block_type is a str, expected a list"),
     ({"layers_block_type": ["mamba", "mamba2"]}, r"layers_block_type\[1\] is 'mamba2': known block types"),

@@ -1,4 +1,4 @@
-"""Whole conversions of small models, by the command line, both ways."""
+"""Whole conversions of small models in both directions, with the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nemotron3(*words: object) -> int:
 
 
 def read_hf(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a folder, by the safetensors package; the index must name exactly what is there."""
+    """Read every tensor of a folder with the safetensors package; the index must list exactly these."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors = load_file(path)
@@ -46,7 +46,7 @@ def read_hf(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_there_and_back(tmp_path: Path, name: str) -> None:
-    """Every bit, every type; padded in between."""
+    """A round trip keeps all bits and types, with a padded vocabulary in between."""
     config = CONFIGS[name]
     values = write_hf(tmp_path / "hf", config, files=2)
     pad = ("--make-vocab-size-divisible-by", 300)
@@ -65,10 +65,10 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
 
 
 def test_the_stored_tensors_are_what_the_rules_say(tmp_path: Path) -> None:
-    """Megatron's tensors by torch.load, against functions that know nothing of bands and files."""
+    """Megatron's tensors, read by torch, equal the rules applied in memory."""
     from torch.distributed.checkpoint import FileSystemReader, load
 
-    from megatron_nemotron3.convert import transforms
+    from tests.support import transform_arrays
 
     config = models.DISTINCT
     values = write_hf(tmp_path / "hf", config)
@@ -87,12 +87,12 @@ def test_the_stored_tensors_are_what_the_rules_say(tmp_path: Path) -> None:
     c = config
     bc = c.mamba_num_groups * c.mamba_state_dim
     rows = (c.mamba_inner_size, c.mamba_inner_size, bc, bc, c.mamba_num_heads)
-    parts = transforms.split_rows(values[m[0] + "mixer.in_proj.weight"], rows)
+    parts = transform_arrays.split_rows(values[m[0] + "mixer.in_proj.weight"], rows)
     for part, expected in zip(("z", "x", "B", "C", "dt"), parts):
         assert stored[f"{m[1]}mixer.in_proj.weight.{part}"].equal(expected)
     qkv = [values[f"{a[0]}mixer.{x}_proj.weight"] for x in "qkv"]
     assert stored[a[1] + "self_attention.linear_qkv.weight"].equal(
-        transforms.merge_qkv(*qkv, c.num_query_groups)
+        transform_arrays.merge_qkv(*qkv, c.num_query_groups)
     )
     experts = [values[f"{e[0]}mixer.experts.{i}.down_proj.weight"] for i in range(c.num_moe_experts or 0)]
     assert stored[e[1] + "mlp.experts.experts.linear_fc2.weight"].equal(torch.stack(experts))
@@ -112,7 +112,7 @@ def test_the_stored_tensors_are_what_the_rules_say(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Nemotron3Config, dict[str, torch.Tensor]]:
-    """An HF folder of a tiny Super, and OUT beside it made of that."""
+    """An HF folder of a tiny Super, and the Megatron folder converted from it."""
     folder = tmp_path_factory.mktemp("small")
     config = tiny(get("super"))
     values = write_hf(folder / "hf", config)

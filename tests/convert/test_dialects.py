@@ -1,4 +1,4 @@
-"""Checkpoints as released versions of megatron-core wrote them: tests/golden/checkpoints/README.md."""
+"""Checkpoints written by released versions of megatron-core; see tests/golden/checkpoints/README.md."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def bits(tensor: torch.Tensor) -> Any:
 
 
 def holds_the_formulas_values(source: FileSource, keys: dict[str, str]) -> None:
-    """`keys`: name in the source -> key the values were made from."""
+    """Compare a source with the written values; `keys` maps names to the keys that seeded the values."""
     for name, key in keys.items():
         tensor = source.tensors[name]
         read = source.read(name, whole(tensor.shape))
@@ -107,7 +107,7 @@ def dialects(mappings: list[inventory.TensorMapping]) -> set[str]:
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_folders(name: str, tmp_path: Path) -> None:
-    """Every weight is a row of the table, every other key is known, and all elements are read right."""
+    """Every weight is in the table, every other key is known, and all elements are read correctly."""
     mtp, others = FOLDERS[name]
     folder = unpacked(name, tmp_path)
     assert check_structure(folder).state == "complete"
@@ -144,7 +144,7 @@ def test_legacy_folders(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_arguments(name: str, tmp_path: Path) -> None:
-    """common.pt up to 0.18, an object of the checkpoint in 0.19."""
+    """Up to 0.18 the common state is common.pt; in 0.19 it is an object of the checkpoint."""
     folder = unpacked(name, tmp_path)
     index = read_metadata(folder)
     assert (index.common_state is None) == (folder / "common.pt").exists() == (name < "0.19")
@@ -156,7 +156,7 @@ def test_arguments(name: str, tmp_path: Path) -> None:
 def hugging_face(
     mappings: Iterable[inventory.TensorMapping], read: Callable[[str, tuple[int, ...]], Any]
 ) -> Any:
-    """The HF tensors made of what `read` gives for Megatron's names and shapes."""
+    """Convert Megatron's tensors, which `read` returns by name and shape, to HF tensors."""
     result: dict[str, Any] = {}
     for mapping in mappings:
         result |= plan.apply(mapping.to_hf(), {t.name: read(t.name, t.shape) for t in mapping.megatron})
@@ -165,7 +165,7 @@ def hugging_face(
 
 @pytest.mark.parametrize("name", FSDP)
 def test_fsdp(name: str, tmp_path: Path) -> None:
-    """A model with the values of torch_dist keys, wrapped and saved by Megatron-FSDP."""
+    """Give a model the values of torch_dist keys, wrap it in Megatron-FSDP, and save it."""
     tp, mtp, others = FSDP[name]
     folder, model = unpacked(name, tmp_path), config(mtp)
     assert check_structure(folder).state == "complete"
@@ -215,7 +215,7 @@ def test_arguments_of_fsdp(tmp_path: Path) -> None:
 
 
 def test_fsdp_weights_are_masters(tmp_path: Path) -> None:
-    """Megatron-FSDP stores its FP32 main weights as the model: no master is needed, none is missing."""
+    """Megatron-FSDP stores its FP32 main weights as the model, so no master is missing."""
     index = read_metadata(unpacked("0.19.2_fsdp", tmp_path))
     assert {index.tensors[key].dtype for key in weights(index)} == {"float32"}
     assert master_keys(index.tensors) == {}
@@ -225,7 +225,7 @@ def test_fsdp_weights_are_masters(tmp_path: Path) -> None:
 #: mp_rank and torch_dist folders hold values made from their own keys; FSDP's from those of torch_dist.
 @pytest.mark.parametrize("name", [*FOLDERS, *LEGACY, *FSDP])
 def test_the_command_converts_every_kind(name: str, tmp_path: Path) -> None:
-    """By the command line, with the stored arguments alone; what comes out is read by safetensors."""
+    """Convert with the command line and only the stored arguments; read the result with safetensors."""
     folder = unpacked(name, tmp_path)
     out = tmp_path / "hf"
     vocabulary = ("--vocab-size", str(VOCABULARY))

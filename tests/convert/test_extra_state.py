@@ -1,4 +1,4 @@
-"""Our table of `_extra_state` objects is what a stock TE model asks for, and what our torch spec does."""
+"""The table of `_extra_state` objects lists what a stock TE model and our torch spec load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.convert.from_hf import MODULES, extra_state_archive, extra_state_keys
+from megatron_nemotron3.convert.from_hf import EXTRA_STATE, MODULES, extra_state_keys
 from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.keys import non_weight_kind, prefixes
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
@@ -24,7 +24,7 @@ STOCK: dict[str, Any] = json.loads(golden_file().read_text())
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_modules_are_those_of_stock_te(name: str) -> None:
-    """The golden file names each object once, without its shards."""
+    """The golden file lists each object once, without its shards."""
     stock = [key for key, entry in STOCK[name]["checkpoint"].items() if entry == "object"]
     mine = [key.partition("/")[0] for key in extra_state_keys(GOLDEN[name])]
     assert set(mine) == set(stock)
@@ -34,7 +34,7 @@ def test_the_modules_are_those_of_stock_te(name: str) -> None:
 
 
 def asked_for(config: Nemotron3Config, layout: ParallelLayout) -> list[str]:
-    """Keys of the objects this rank loads, as Megatron looks them up."""
+    """Return the keys of the objects that Megatron loads on this rank."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
@@ -81,13 +81,13 @@ def test_every_part_has_its_modules_and_every_module_has_a_weight() -> None:
 
 
 def test_number_for_the_largest_model() -> None:
-    """Ultra: 48 layers and one MTP layer of 512 experts with two matrices, and one for each other module."""
+    """Ultra: 48 layers and an MTP layer of 512 experts with two matrices each; one per other module."""
     keys = list(extra_state_keys(get("ultra")))
     assert sum(".experts.experts." in key for key in keys) == 49 * 512 * 2
     assert len(keys) - 49 * 512 * 2 == 48 * 2 + 13 * 2 + 49 * 5 + 4 + 2
 
 
 def test_what_is_stored_is_what_megatron_loads() -> None:
-    stored = extra_state_archive()
+    stored = EXTRA_STATE
     assert torch.load(io.BytesIO(stored), weights_only=True) == [None]
-    assert extra_state_archive() is stored and len(stored) < 1024
+    assert EXTRA_STATE is stored and len(stored) < 1024

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, beside the safetensors package: both must take and refuse the same."""
+"""Our reader of safetensors headers accepts and refuses the same files as the safetensors package."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_huge_header_is_not_read(tmp_path: Path, length: int) -> None:
 
 def test_short_or_missing(tmp_path: Path) -> None:
     (tmp_path / "short.safetensors").write_bytes(b"1234567")
-    with pytest.raises(CheckpointError, match="7 bytes are no safetensors file"):
+    with pytest.raises(CheckpointError, match="7 bytes are too few for a safetensors file"):
         read_safetensors_header(tmp_path / "short.safetensors")
     with pytest.raises(CheckpointError, match="No such file"):
         read_safetensors_header(tmp_path / "none.safetensors")

@@ -1,4 +1,4 @@
-"""Folders made to do harm, or broken: each ends in one clear line, exit code 2, and nothing written.
+"""Hostile and broken folders: each gives one clear line, exit code 2, and no output folder.
 
 Pickles (`.metadata`, common.pt) have tests of their own in tests/checkpoint; headers in
 test_hf_folder.
@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder hf, and a folder megatron made of it."""
+    """A folder `hf`, and a folder `megatron` converted from it."""
     folder = tmp_path_factory.mktemp("sound")
     write_hf(folder / "hf", SUPER, files=2)
     assert (
@@ -38,7 +38,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _refused(way: str, source: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The message; the target must not exist."""
+    """Run a conversion that must fail; return its message. The target must not exist."""
     target = source.parent / "out"
     capsys.readouterr()
     assert cli.main(["convert", way, str(source), str(target), "--workers", "1"]) == 2
@@ -152,7 +152,7 @@ def test_links_in_a_hub_cache_are_followed(sound: Path, tmp_path: Path) -> None:
 
 
 class _Evil:
-    """Runs a command where a pickle is believed."""
+    """Runs a command if its pickle is loaded by the pickle module."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -1,4 +1,4 @@
-"""The inventory against published figures, and checkpoints that are not what their configuration says."""
+"""The inventory against published figures, and checkpoints that do not match their configuration."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_links_of_a_checkpoint_follow_its_spelling(dialect: str) -> None:
     keys = [t.name for mapping in mappings for t in mapping.megatron]
     assert list(inventory.mappings_of(DISTINCT, reversed(keys))) == mappings
     assert list(inventory.mappings_of(DISTINCT, [f"model.module.{key}" for key in keys])) == mappings
-    # What is missing altogether has no spelling, and is named as torch_dist has it.
+    # A missing tensor has no spelling; it is named as in torch_dist.
     message = "2 tensors of distinct are missing, the first is 'decoder.final_norm.weight'"
     with pytest.raises(ValueError, match=message):
         list(inventory.mappings_of(DISTINCT, [keys[0], *keys[2:-1]]))
@@ -132,7 +132,7 @@ def test_an_unknown_dialect_is_refused() -> None:
 
 
 def test_nothing_is_larger_than_a_stack_of_experts_and_no_piece_is() -> None:
-    """A stack is 10.7 GB on Ultra; what a plan copies at once is one expert."""
+    """A stack has 10.7 GB for Ultra; each piece of the plan copies one expert."""
     mappings = [mapping for mapping in inventory.mappings(get("ultra")) if mapping.spelling.rule == "stack"]
     stack = max(t.elements for mapping in mappings for t in mapping.megatron)
     assert 2 * stack == 2 * 512 * 5120 * 2048 == 10_737_418_240

@@ -1,4 +1,4 @@
-"""A folder is complete when it has its name, and a killed job goes on where it was."""
+"""A folder gets its name when it is complete, and a killed job continues where it stopped."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_file_and_its_checksum(tmp_path: Path, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_at_any_moment(tmp_path: Path, workers: int) -> None:
-    """kill -9, each time a little later, and the same command again, until it ends."""
+    """Kill the job (SIGKILL), each time a little later, and repeat the command until it ends."""
     run(counted(tmp_path / "whole"))
     expected = digest(tmp_path / "whole")
     command = _COMMAND.format(target=str(tmp_path / "out"), workers=workers, delay=0.004)

@@ -50,7 +50,7 @@ def saved(folder: Path, layout: ParallelLayout, distributed: bool, *extra: str) 
 @pytest.mark.full
 @pytest.mark.parametrize("run", RUNS)
 def test_runs(run: str, tmp_path: Path) -> None:
-    """Every weight but the expert bias has a master, and is that master, rounded."""
+    """Every weight except the expert bias has a master and equals the rounded master."""
     layout, distributed, extra, prefix = RUNS[run]
     index = saved(tmp_path, layout, distributed, *extra)
     found = master_keys(index.tensors)

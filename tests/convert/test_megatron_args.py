@@ -1,4 +1,4 @@
-"""The arguments we store are what Megatron's own parser makes of our flags, and lead back to the model."""
+"""The stored arguments are those that Megatron parses from our flags, and they give the model back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FIELDS = {field.name: field for field in dataclasses.fields(Nemotron3Config)}
 
 
 def used(config: Nemotron3Config, name: str = "x") -> Nemotron3Config:
-    """The model without what no tensor and no result depends on: titles, and fields of parts it lacks."""
+    """Return the model without titles and without fields of parts that it does not have."""
     plain: dict[str, Any] = dict.fromkeys(("published_total", "published_active", "source"))
     kinds = config.pattern + (config.mtp_pattern or "")
     drop = [] if config.has_mtp else ["mtp_use_repeated_layer", "mtp_loss_scaling_factor"]
@@ -52,7 +52,7 @@ def test_round_trip_keeps_every_tensor(config: Nemotron3Config) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_through_a_checkpoint(dtype: str, tmp_path: Path) -> None:
-    """Both homes of the common state, read without importing what they name."""
+    """Read both forms of the common state without importing the classes they name."""
     config = tiny(get("super"))
     args = args_of(config, padded_vocab_size=2048, dtype=dtype)
     index = release(tmp_path, args, common_pt=True)
@@ -67,7 +67,7 @@ def test_through_a_checkpoint(dtype: str, tmp_path: Path) -> None:
 
 
 def release(folder: Path, args: Namespace, *, common_pt: bool) -> CheckpointIndex:
-    """A folder that holds the common state alone; `common_pt`: in both homes, else as an object only."""
+    """Write a folder with only the common state, as an object and, if `common_pt`, also as common.pt."""
     place = folder / "release"
     place.mkdir()
     (folder / "latest_checkpointed_iteration.txt").write_text("release")
@@ -96,13 +96,13 @@ OTHERWISE = {
 
 
 def ours(config: Nemotron3Config, *extra: str) -> list[Flag]:
-    """Our flags for one rank, and no tokenizer."""
+    """Return our flags for one rank, without a tokenizer."""
     schedule = dataclasses.replace(smoke(config), seq_length=config.seq_length)
     return flags(Launch.of(config, backend="torch", schedule=schedule, extra=extra))
 
 
 def parse(jobs: list[list[str]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(arguments, TransformerConfig) that Megatron's start makes of each command line; in a fresh process."""
+    """Return (arguments, TransformerConfig) that Megatron makes of each command line, in a new process."""
     import argparse
     import os
     import sys
@@ -139,13 +139,13 @@ def test_they_are_what_the_parser_makes_of_our_flags() -> None:
         assert OTHERWISE.keys() <= args.keys()
         differ = {k: (v, parsed.get(k)) for k, v in args.items() if k not in OTHERWISE and parsed[k] != v}
         assert not differ, (config.name, differ)
-        # A run's own checkpoint leads to the model, too, but for the longest position.
+        # A run's own checkpoint also gives the model, except for the longest position.
         found = config_of(Namespace(**parsed), name="x", vocab_size=config.vocab_size)
         assert found == used(config).but(max_position_embeddings=config.seq_length)
 
 
 def test_use_checkpoint_args_builds_the_model(tmp_path: Path) -> None:
-    """A command line without architecture, and a folder, give the TransformerConfig that our flags give."""
+    """--use-checkpoint-args with a folder gives the TransformerConfig that our flags give."""
     configs = [tiny(get("super")), tiny(get("nemotron-h-8b")), DISTINCT]
     jobs = []
     for number, config in enumerate(configs):
@@ -185,7 +185,7 @@ STORED = vars(args_of(NANO, padded_vocab_size=NANO.vocab_size))
 
 
 def changed(**values: Any) -> Namespace:
-    """Stored arguments with some changed; None: missing."""
+    """Return stored arguments with changes; None removes an argument."""
     merged = {**STORED, **values}
     return Namespace(**{name: value for name, value in merged.items() if value is not None})
 

@@ -26,7 +26,7 @@ SMALL = ULTRA.but(pattern="*E", mtp_pattern=None, mtp_num_layers=0, num_moe_expe
 
 
 def nemotron3(*words: object) -> Usage:
-    """The command in processes of its own; it must end well."""
+    """Run the command in new processes; it must succeed."""
     command = [sys.executable, "-m", "tests.support.sparse_checkpoints", *map(str, words)]
     used = watch(
         command, environment={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=ROOT
@@ -36,7 +36,7 @@ def nemotron3(*words: object) -> Usage:
 
 
 def peaks(folder: Path, config: Nemotron3Config, workers: int) -> list[int]:
-    """Bytes above an idle interpreter of from-hf and to-hf."""
+    """Return the peak memory of from-hf and to-hf, in bytes above an idle interpreter."""
     hf, megatron, back = (folder / name for name in ("hf", "megatron", "back"))
     sparse.write_hf(hf, config)
     own = idle().rss
@@ -75,7 +75,7 @@ COUNTS = {"nano": 6243, "lightning": 6513, "super": 42683, "ultra": 51023}
     "name", [pytest.param(n, marks=[] if n == "nano" else pytest.mark.full) for n in COUNTS]
 )
 def test_plan_of_a_whole_model(tmp_path: Path, name: str) -> None:
-    """`--dry-run` reads all headers of a released model's size and says what it is, both ways."""
+    """`--dry-run` reads all headers of a model of released size and describes it, in both directions."""
     config = get(name)
     hf, megatron = tmp_path / "hf", tmp_path / "megatron"
     sparse.write_hf(hf, config)
@@ -92,7 +92,7 @@ def test_plan_of_a_whole_model(tmp_path: Path, name: str) -> None:
 
 
 def test_sparse_folders_are_what_the_converter_writes(tmp_path: Path) -> None:
-    """Byte for byte, so what is measured with them is what is promised."""
+    """Sparse files equal written files byte for byte, so measurements with them are valid."""
     from megatron_nemotron3.models import tiny
     from tests.support.counted_job import digest
 

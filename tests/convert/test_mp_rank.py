@@ -1,4 +1,4 @@
-"""Legacy mp_rank folders, written by stock Megatron at many layouts, against what torch_dist would hold."""
+"""Legacy mp_rank folders written by stock Megatron in many layouts, compared with torch_dist."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LARGE = {
 
 
 def write(config: Nemotron3Config, pattern: str, sizes: dict[str, int], folder: str) -> None:
-    """What upstream's save_checkpoint does for --ckpt-format torch, with values that their keys tell."""
+    """Save as save_checkpoint does for --ckpt-format torch, with values that are derived from the keys."""
     from megatron.core import parallel_state
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.training import checkpointing
@@ -100,7 +100,7 @@ def write(config: Nemotron3Config, pattern: str, sizes: dict[str, int], folder: 
 
 
 def expected(config: Nemotron3Config) -> dict[str, Any]:
-    """The Hugging Face tensors of what `write` puts into a torch_dist checkpoint."""
+    """Return the Hugging Face tensors of the values that `write` stores."""
     result: dict[str, Any] = {}
     for mapping in inventory.mappings(config, padded_vocab_size=PADDED):
         result |= plan.apply(mapping.to_hf(), {t.name: values(t.name, t.shape) for t in mapping.megatron})
@@ -108,7 +108,7 @@ def expected(config: Nemotron3Config) -> dict[str, Any]:
 
 
 def hf(config: Nemotron3Config, source: FileSource) -> dict[str, Any]:
-    """The Hugging Face tensors of a source in FP32."""
+    """Return the Hugging Face tensors of a source in FP32."""
     result: dict[str, Any] = {}
     for mapping in inventory.mappings_of(config, source.tensors, padded_vocab_size=PADDED):
         tensors = {}
@@ -154,7 +154,7 @@ def test_large_layouts(layout: str, tmp_path: Path) -> None:
     ids=["tp1", "tp2 ep2", "pp2", "dp2"],
 )
 def test_training_runs(layout: ParallelLayout, tmp_path: Path) -> None:
-    """The launcher's run saves torch_dist; resumed, it saves the same weights as mp_rank files."""
+    """A run saves torch_dist; resumed, it saves the same weights as mp_rank files."""
     dist, legacy = str(tmp_path / "dist"), str(tmp_path / "legacy")
     runs.train(layout, "--exit-interval", "2", save=dist)
     convert = ("--ckpt-convert-format", "torch", "--ckpt-convert-save", legacy)
@@ -192,7 +192,7 @@ PLAIN = get("super-tiny").but(
 
 
 def state_of(config: Nemotron3Config = PLAIN) -> dict[str, Any]:
-    """A legacy checkpoint of one rank."""
+    """Write a legacy checkpoint of one rank."""
     model = OrderedDict(
         (t.name, torch.from_numpy(values(t.name, t.shape)).to(getattr(torch, t.dtype)))
         for t in inventory.megatron_tensors(config, dialect="parameter")
@@ -212,7 +212,7 @@ def save(folder: Path, state: Any, name: str = "mp_rank_00") -> Path:
 
 
 def test_views_and_wrappers(tmp_path: Path) -> None:
-    """Transposed tensors, slices of a larger storage, and the prefix of DDP."""
+    """Transposed tensors, slices of a larger storage, and DDP's prefix are read."""
     state = state_of()
     straight = open_mp_rank(save(tmp_path / "a", state), PLAIN)
     model = state["model"]
@@ -342,7 +342,7 @@ def test_wrong_folders(tmp_path: Path) -> None:
 
 
 def test_damaged_files(tmp_path: Path) -> None:
-    """Cut short or with bytes changed: a clear error, or the change was in an element."""
+    """A truncated or changed file gives a clear error, unless the change was in an element."""
     folder = save(tmp_path, state_of())
     path = folder / "mp_rank_00" / "model_optim_rng.pt"
     data, pick, refused = path.read_bytes(), random.Random(1), 0
@@ -354,7 +354,7 @@ def test_damaged_files(tmp_path: Path) -> None:
     for number in range(120):
         broken = bytearray(data)
         if number % 4:
-            # In the pickle or in the directory at the end, where the structure is.
+            # In the pickle, or in the directory at the end.
             at = (
                 pick.randrange(head, head + 9000)
                 if number % 4 < 3

@@ -1,4 +1,4 @@
-"""Every tensor Megatron builds or writes is in exactly one row of the table, and the other way round."""
+"""The table has exactly one row for every tensor that Megatron builds or writes, and no other rows."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_each_name_is_found_in_the_row_it_came_from(config: Nemotron3Config, dia
     lookup = NameLookup(config)
     for mapping in inventory.mappings(config, dialect=dialect):
         for tensors, find in ((mapping.megatron, lookup.key), (mapping.hf, lookup.hf)):
-            # Of hundreds of experts the first, the second and the last do.
+            # Of hundreds of experts, the first, the second and the last are enough.
             for number in sorted({0, min(1, len(tensors) - 1), len(tensors) - 1}):
                 match = find(tensors[number].name)
                 assert (match.row, match.prefix) == (mapping.row, mapping.prefix)
@@ -135,7 +135,7 @@ def test_names_that_are_not_the_models_are_refused(name: str, text: str) -> None
 
 
 def test_mtp_is_numbered_in_one_line_on_hugging_faces_side() -> None:
-    """Block 0 as the released checkpoints have it (transformers builds no MTP that could be asked)."""
+    """Names of MTP block 0 in the released checkpoints (transformers builds no MTP to compare with)."""
     released = {t.name for t in inventory.hf_tensors(get("super")) if t.name.startswith("mtp.")}
     assert len(released) == 1_040
     assert {name for name in released if ".mixer." not in name} == {
@@ -184,7 +184,7 @@ def test_wrappers_and_the_old_name_of_mtps_layers() -> None:
 
 @pytest.mark.parametrize("name", ["nano", "super", "nemotron-h-8b"])
 def test_values_against_the_mapping_of_the_parity_tests(name: str, world: None) -> None:
-    """Same tensors as a mapping written from the two models' modules, not from this table."""
+    """The table gives the same tensors as a mapping that was written from the modules of both models."""
     config = get(f"{name}-tiny")
     model = megatron_model(config)
     randomize(model, seed=3)

@@ -1,4 +1,4 @@
-"""The TP split of the table, against what Megatron's ranks hold."""
+"""The table's tensor-parallel split gives the parameters of Megatron's ranks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron_nemotron3.models.tensors import PARAMETER, ROWS, Row, symbol_sizes
 from tests.support.convert_models import DISTINCT, GOLDEN, assemble, chunks, stored_parameters
 from tests.support.distributed import initialize, run_distributed
 from tests.support.model_mapping import megatron_model
+from tests.support.transform_arrays import check_plan, shard_parameter, unshard_parameter
 
 #: All the sizes of DISTINCT, but divisible by 8.
 WIDE = DISTINCT.but(
@@ -38,19 +39,19 @@ def parameter(row: Row, config: Nemotron3Config) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.part} {row.spelling(PARAMETER).tensors[0].name}")
 def test_unshard_is_the_inverse_of_shard(row: Row, tp: int) -> None:
     weight = parameter(row, WIDE)
-    shards = transforms.shard_parameter(row, WIDE, weight, tp=tp, etp=tp)
+    shards = shard_parameter(row, WIDE, weight, tp=tp, etp=tp)
     assert len(shards) == tp
     share = 1 if row.tp == "replicated" else tp
     assert all(one.size * share == weight.size for one in shards)
-    assert np.array_equal(transforms.unshard_parameter(row, WIDE, shards), weight)
+    assert np.array_equal(unshard_parameter(row, WIDE, shards), weight)
     split = transforms.split_parameter(row, WIDE, tp=tp, etp=tp)
     assert (split is None) == (row.tp == "replicated")
     if split is not None:
-        split.check()
+        check_plan(split)
 
 
 def ranks_tensors(config: Nemotron3Config, layout: dict[str, int]) -> Any:
-    """(parameters, chunks) of this rank of a model with that layout."""
+    """Return (parameters, chunks) of this rank of a model in a layout."""
     initialize(**layout, seed=7)
     tp = layout.get("tp", 1)
     model = megatron_model(
@@ -77,7 +78,7 @@ def test_more_ranks_than_kv_groups() -> None:
 
 
 def ranks_hold_what_the_table_says(config: Nemotron3Config, layout: dict[str, int]) -> None:
-    """torch_dist chunks of all ranks -> HF -> full parameters -> our shards = the ranks' parameters."""
+    """torch_dist chunks of all ranks -> HF -> full parameters -> our shards, which the ranks hold."""
     tp, ep, etp = (layout.get(key, 1) for key in ("tp", "ep", "etp"))
     ranks = run_distributed(ranks_tensors, max(tp, ep * etp), config, layout)
     tensors = assemble([chunk for _, of_rank in ranks for chunk in of_rank])
@@ -88,7 +89,7 @@ def ranks_hold_what_the_table_says(config: Nemotron3Config, layout: dict[str, in
         hf = plan.apply(mapping.to_hf(), {t.name: tensors[t.name] for t in mapping.megatron})
         for tensor_name, weight in plan.apply(parameters.to_hf().inverse(), hf).items():
             match = lookup.key(tensor_name)
-            shards = transforms.shard_parameter(match.row, config, weight, tp=tp, etp=etp)
+            shards = shard_parameter(match.row, config, weight, tp=tp, etp=etp)
             for rank, mine in enumerate(per_rank):
                 name, owner = tensor_name, rank
                 if match.expert is not None:
@@ -124,4 +125,4 @@ def test_what_megatron_cannot_split_is_refused(name: str, tp: int, text: str) ->
 def test_replicas_that_differ_are_refused() -> None:
     row = NameLookup(DISTINCT).key("decoder.final_norm.weight").row
     with pytest.raises(ValueError, match="decoder.final_norm.weight: ranks 0 and 1 differ"):
-        transforms.unshard_parameter(row, DISTINCT, [np.zeros(88), np.ones(88)])
+        unshard_parameter(row, DISTINCT, [np.zeros(88), np.ones(88)])

@@ -1,4 +1,4 @@
-"""Packed checkpoints: which weights, which tensors, which bytes; and which files."""
+"""Quantized checkpoints: which weights are quantized, their tensors, bytes and files."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_another_models_recipe_can_be_taken_by_its_full_name() -> None:
 def test_columns_that_are_no_multiple_of_the_block_are_refused() -> None:
     config = get("super-tiny").but(moe_latent_size=24)
     with pytest.raises(
-        ValueError, match="up_proj.weight has 24 columns, no multiple of the NVFP4 block of 16"
+        ValueError, match="up_proj.weight has 24 columns, not a multiple of the NVFP4 block of 16"
     ):
         formats(config, "nvfp4")
 
@@ -189,7 +189,10 @@ def test_scale_files_with_something_else_are_refused(tmp_path: Path, text: str, 
         read_scales(tmp_path / "scales.json")
     save_file({"a.weight": torch.ones(2)}, tmp_path / "no.safetensors")
     save_file({"a.input_scale": torch.ones(2)}, tmp_path / "two.safetensors")
-    for name, found in (("no", "no tensor's name ends in"), ("two", r"float32 \[2\], expected one float32")):
+    for name, found in (
+        ("no", "no tensor has a name that ends in"),
+        ("two", r"float32 \[2\], expected one float32"),
+    ):
         with pytest.raises(CheckpointError, match=found):
             read_scales(tmp_path / f"{name}.safetensors")
 
@@ -198,7 +201,7 @@ def test_scale_files_with_something_else_are_refused(tmp_path: Path, text: str, 
 
 
 def _contract(plan: Quantization, stated: dict[str, Any], stored: Mapping[str, torch.Tensor]) -> None:
-    """What vLLM's ModelOpt loaders allocate for a module (out, in), by the algorithm they find for it."""
+    """Return what vLLM's ModelOpt loaders allocate for a module (out, in) with an algorithm."""
     details = stated["quantization"]
     left = set(stored)
     for weight in plan.weights:
@@ -312,7 +315,7 @@ def test_float32_masters_can_be_quantized_directly() -> None:
 
 
 class Made(TensorSource):
-    """One weight of any size, its elements made when they are read; remembers the largest read."""
+    """One weight of any size, whose elements are made when read; records the largest read."""
 
     def __init__(self, name: str, shape: tuple[int, int]) -> None:
         self.folder, self.files, self.largest, self.total = Path("made"), {}, 0, 0
@@ -340,9 +343,9 @@ def test_weights_are_read_in_bands_small_ones_once(shape, algorithm, largest, pa
     quantized = Quantized(source, Quantization("super-nvfp4", (weight,), False))
     made = 0
     for plan in to_hf.files(quantized.tensors):
-        from megatron_nemotron3.convert.streams import content
+        from megatron_nemotron3.convert.streams import blocks
 
-        made += sum(len(block) for block in content(plan, quantized))
+        made += sum(len(block) for block, _ in blocks(plan, quantized))
         made -= len(plan.parts[0].head)
     assert made == sum(t.nbytes for t in quantized.tensors.values())
     assert source.largest <= largest and source.total == passes * prod(shape) * 2

@@ -1,4 +1,4 @@
-"""Any slice of a tensor in blocks, however its blocks lie in files."""
+"""Slices of tensors are read correctly for any arrangement of their blocks in files."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ QUICK = [("super", "one rank"), ("super", "TP2 EP2"), ("distinct", "PP2"), ("den
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Model -> folder that was converted from Hugging Face's, in several files."""
+    """Map each model to its folder, converted from Hugging Face in several files."""
     made = {}
     for name, config in MODELS.items():
         place = tmp_path_factory.mktemp(name)
@@ -64,7 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def convert(config: Nemotron3Config, place: Path, dtype: str) -> Path:
-    """The folder PLACE/megatron made of PLACE/hf, in files of 0.2 MB."""
+    """Convert PLACE/hf to PLACE/megatron in files of 0.2 MB."""
     source, rows = open_hf(place / "hf"), from_hf.pad_vocab_size(config.vocab_size, 128)
     view = Converted(source, mappings(config, dtype=dtype, padded_vocab_size=rows), to_hf=False)
     files, small = from_hf.plan(view, config, padded_vocab_size=rows, dtype=dtype, limit=200_000)
@@ -105,7 +105,7 @@ def test_every_weight_arrives(name: str, layout: str, strictness: str, folders: 
 
 
 def test_without_a_placeholder_megatron_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The `_extra_state` objects are needed, under the default strictness already."""
+    """Without the `_extra_state` objects, a load fails at the default strictness."""
     config = MODELS["dense"]
     keys = [key for key in extra_state_keys(config) if "output_layer" not in key]
     monkeypatch.setattr(from_hf, "extra_state_keys", lambda config: iter(keys))
@@ -116,7 +116,7 @@ def test_without_a_placeholder_megatron_refuses(tmp_path: Path, monkeypatch: pyt
 
 
 def load(case: Case, folder: str, strictness: str) -> dict[str, Any]:
-    """On a rank: build a model with other weights, and load as `megatron.training` does when it starts."""
+    """On each rank: build a model with other weights, and load as `megatron.training` does at its start."""
     from unittest import mock
 
     from megatron.core.num_microbatches_calculator import (
@@ -137,7 +137,7 @@ def load(case: Case, folder: str, strictness: str) -> dict[str, Any]:
     try:
         with (
             mock.patch.object(global_vars, "_GLOBAL_ARGS", args),
-            # Where a strict load of the module fails Megatron prints that, and loads what it can.
+            # If a strict load of the module fails, Megatron prints that and loads what it can.
             mock.patch.object(
                 checkpointing, "print", lambda *words: problems.append(str(words)), create=True
             ),
@@ -150,7 +150,7 @@ def load(case: Case, folder: str, strictness: str) -> dict[str, Any]:
 
 
 def moments(optimizer: Any) -> int:
-    """How many tensors of state the optimizer has: none before the first step, unless some were loaded."""
+    """Count the optimizer's state tensors: none before the first step, unless some were loaded."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return sum(len(state) for part in parts for state in part.optimizer.state.values())
 
@@ -158,7 +158,7 @@ def moments(optimizer: Any) -> int:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [ParallelLayout(tp=2, ep=2), ParallelLayout(pp=2)], ids=str)
 def test_a_training_run_starts_from_it(layout: ParallelLayout, tmp_path: Path) -> None:
-    """The launcher with --load and nothing else; the first loss is that of the weights, in any layout."""
+    """The launcher with --load alone: the first loss is that of the weights, in any layout."""
     folders = []
     for seed in (0, 1):
         place = tmp_path / str(seed)
@@ -173,7 +173,7 @@ def test_a_training_run_starts_from_it(layout: ParallelLayout, tmp_path: Path) -
 
 
 def first_loss(layout: ParallelLayout, folder: Path) -> float:
-    """Loss of the first iteration of a run that loads the folder."""
+    """Return the loss of the first iteration of a run that loads the folder."""
     # Padding that does not depend on TP: Megatron's loss counts the logits of padded rows.
     extra = ("--make-vocab-size-divisible-by", "128", "--exit-interval", "1")
     curve, output = runs.train(layout, *extra, load=str(folder))
@@ -184,7 +184,7 @@ def first_loss(layout: ParallelLayout, folder: Path) -> float:
 
 
 def scaled(config: Nemotron3Config, seed: int) -> dict[str, Any]:
-    """Random tensors of a size that gives finite losses."""
+    """Return random tensors of a scale that gives finite losses."""
     from tests.support.hf_folders import hf_values
 
     return {name: value * 0.1 for name, value in hf_values(config, seed, "float32").items()}

@@ -1,4 +1,4 @@
-"""Files as streams: written while the next blocks are made, with one checksum of each block."""
+"""Files are written as streams: while one block is written, the next is prepared and checksummed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.convert import streams
 from megatron_nemotron3.convert.plan import Slices, whole
-from megatron_nemotron3.convert.streams import FilePlan, Part, combine_crc32, content, write
+from megatron_nemotron3.convert.streams import FilePlan, Part, blocks, combine_crc32, write
 from tests.support.counted_job import Numbers
 
 
@@ -25,7 +25,7 @@ def test_checksum_of_two_byte_strings(a: bytes, b: bytes) -> None:
 
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**33), max_size=4))
 def test_checksums_are_put_together_in_any_order(crc: int, lengths: list[int]) -> None:
-    """(a b) c is a (b c): of 8 GB as well, where nobody wants to make the bytes."""
+    """Combining CRC32s is associative; lengths up to 8 GB, without making the bytes."""
     left, right, behind = crc, 0, 0
     for length in lengths:
         left = combine_crc32(left, 7, length)
@@ -56,12 +56,14 @@ def test_file_and_its_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         data = source.read(f"t{i}", whole((40, 8))).tobytes()
         expected += b"<" * i + data + zlib.crc32(data).to_bytes(4, "big")
     expected += source.read("t1", ((3, 9), (0, 8))).tobytes() + b"end"
-    assert (tmp_path / "file").read_bytes() == expected == b"".join(content(plan(), source))
+    assert (
+        (tmp_path / "file").read_bytes() == expected == b"".join(block for block, _ in blocks(plan(), source))
+    )
     assert crc == zlib.crc32(expected) and sum(counted) == len(expected) == plan().length
 
 
 def test_few_blocks_are_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in memory is bounded, however slow the disk is."""
+    """Memory is bounded even if the disk is slow."""
     monkeypatch.setattr(streams, "BAND", 8)
     made: list[int] = []
     source = Numbers(tmp_path)

@@ -82,8 +82,8 @@ for mapping in inventory.mappings(config):  # tensors that are converted into ea
     mapping.to_hf()  # which slices of the one are which slices of the other; .inverse() goes back
 ```
 
-A plan is data: `plan.bands(n)` cuts it into pieces of at most `n` elements, `plan.byte_ranges` gives the byte
-ranges of a piece in a file, and `plan.apply` applies it in memory to torch tensors or numpy arrays.
+A plan is data: `plan.apply` applies it in memory to torch tensors or numpy arrays, and `views.Converted` to
+slices of files.
 """
 
 

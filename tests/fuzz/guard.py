@@ -1,4 +1,4 @@
-"""A process in which a reader may do no harm: what it does beyond reading its folder is found out.
+"""A guarded process: anything a reader does beyond reading its folder is reported.
 
 Watched are, for each case: the exception (a ValueError is right, anything else is a finding), processor time,
 memory, every file that is opened outside the folder, every file that is written or removed outside of it,

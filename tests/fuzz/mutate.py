@@ -1,4 +1,4 @@
-"""Changes to valid files: of bytes, of JSON, of pickles and of the archives around them."""
+"""Mutations of valid files: bytes, JSON, pickles, and the archives around them."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ BY_ENDING: dict[str, tuple[Change, ...]] = {
 
 
 def change(pick: random.Random, name: str, data: bytes, others: Sequence[bytes]) -> bytes:
-    """A file changed once, sometimes twice, by what its name says it is."""
+    """Mutate a file once or twice, in ways that depend on its type."""
     changes = next((c for ending, c in BY_ENDING.items() if name.endswith(ending)), BYTES)
     for _ in range(pick.choice((1, 1, 1, 2))):
         data = pick.choice(changes)(pick, data, others) if data else bytes(pick.randrange(9))

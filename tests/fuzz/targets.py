@@ -1,4 +1,4 @@
-"""The readers, each with valid folders to start from and what is done with a folder."""
+"""The readers to fuzz: valid folders to start from, and the function that reads a folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from typing import Any
 
 from megatron_nemotron3.checkpoint.command import describe
 from megatron_nemotron3.checkpoint.metadata import read_metadata
-from megatron_nemotron3.checkpoint.read import opened, tensor_layout
+from megatron_nemotron3.checkpoint.read import chunk_layout, opened
 from megatron_nemotron3.convert import conversion, from_hf, to_hf
 from megatron_nemotron3.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.convert.hf_folder import read_safetensors_header, safetensors_header
+from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.job import JOURNAL, MANIFEST, run
 from megatron_nemotron3.convert.sources import TensorSource
-from megatron_nemotron3.convert.streams import FilePlan, content
+from megatron_nemotron3.convert.streams import FilePlan, blocks
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.models import get, tiny
 from tests.convert.test_dialects import config as golden
@@ -52,14 +53,14 @@ class Target:
 def read_all(files: list[FilePlan], source: TensorSource) -> None:
     """What a conversion would write."""
     for plan in files:
-        assert sum(len(block) for block in content(plan, source, finite=False)) == plan.length
+        assert sum(len(block) for block, _ in blocks(plan, source, finite=False)) == plan.length
 
 
 def read_hf(folder: Path, sample: str) -> None:
     """Open, and convert to Megatron and to another Hugging Face folder."""
     opened = open_hugging_face(folder)
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, 128)
-    view = Converted(opened.weights, opened.padded_mappings(rows), to_hf=False)
+    view = Converted(opened.weights, mappings(opened.config, padded_vocab_size=rows), to_hf=False)
     files, _ = from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype="bfloat16")
     read_all(files, view)
     to_hf.small_files(opened.config, opened.weights.tensors, reference=folder)
@@ -81,17 +82,17 @@ def read_megatron(folder: Path, sample: str) -> None:
 
 
 def read_index(folder: Path, sample: str) -> None:
-    """The index, and where every chunk lies."""
+    """Read the index, and locate every chunk."""
     index = read_metadata(folder)
     describe(index)
     for tensor in index.tensors.values():
         for chunk in tensor.chunks:
             with opened(folder / chunk.file) as descriptor:
-                tensor_layout(descriptor, chunk)
+                chunk_layout(descriptor, chunk, tensor.dtype)
 
 
 def go_on(folder: Path, sample: str) -> None:
-    """Continue an interrupted job; its files must be those of one that was not."""
+    """Continue an interrupted job; its files must equal those of an uninterrupted one."""
     job = counted(folder / "out")
     run(job)
     data = {name: digest(folder / "out")[name] for name in ("sub/file0", "sub/file2", "sub/file4")}

@@ -1,4 +1,4 @@
-"""What fuzzing found stays fixed; the fuzzer itself finds what is put there to be found."""
+"""Former findings stay fixed, and the fuzzer finds planted errors."""
 
 from __future__ import annotations
 

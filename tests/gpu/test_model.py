@@ -6,11 +6,9 @@ one is there. Weights are random (`randomize`); the oracle is transformers' torc
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor
 from benchmarks.gpu_world import host_waits, world
 from megatron_nemotron3.layers import experts, mamba
 from megatron_nemotron3.models import Nemotron3Config, get
+from megatron_nemotron3.precision.settings import gpu_kernels
 from tests.support import parity
 from tests.support.model_mapping import megatron_model, randomize, to_transformers
 
@@ -64,7 +63,6 @@ MODELS = {
 SEEDS = {"super-tiny": 25, "nano-tiny": 5}
 #: More than one chunk of 128, and not a multiple.
 TOKENS, BATCH = 200, 1
-KERNELS = "NEMOTRON3_GPU_KERNELS"
 
 on_gpu = [
     pytest.mark.gpu,
@@ -80,10 +78,12 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def build(model: Nemotron3Config, device: str, dtype: torch.dtype, kernels: str = "0", **changes: Any) -> Any:
+def build(
+    model: Nemotron3Config, device: str, dtype: torch.dtype, kernels: bool = False, **changes: Any
+) -> Any:
     """Our model with random weights that BF16 holds exactly, A_log and D too. Kernels stay on as built."""
     options: dict[str, Any] = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16, **changes}
-    with mock.patch.dict(os.environ, {KERNELS: kernels}):
+    with gpu_kernels(kernels):
         ours = megatron_model(model, use_cpu_initialization=device == "cpu", **options).train()
     randomize(ours, SEEDS[model.name])
     with torch.no_grad():
@@ -120,12 +120,12 @@ def training_loss(ours: Any, tokens: Tensor) -> Tensor:
     return losses.mean()
 
 
-def step(ours: Any, model: Nemotron3Config, device: str, kernels: str = "0") -> Step:
+def step(ours: Any, model: Nemotron3Config, device: str, kernels: bool = False) -> Step:
     """Logits, loss and gradients of our model."""
     tokens = ids(model, device)
     positions = torch.arange(TOKENS, device=device).expand(BATCH, -1)
     ours.zero_grad(set_to_none=True)
-    with mock.patch.dict(os.environ, {KERNELS: kernels}):
+    with gpu_kernels(kernels):
         with torch.no_grad():
             logits = ours(tokens[:, :-1], positions, None).float()
         loss = training_loss(ours, tokens)
@@ -164,16 +164,15 @@ def gradient_errors(found: Step, expected: Step) -> list[tuple[float, str]]:
 # --- against transformers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernels", ["0", "1"])
+@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_fp32_parity(device: str, name: str, kernels: str) -> None:
+def test_fp32_parity(device: str, name: str, kernels: bool) -> None:
     model = MODELS[name]
     ours = build(model, device, torch.float32, kernels)
     theirs = oracle(ours, model, device)
     tokens = ids(model, device)[:, :-1]
     positions = torch.arange(TOKENS, device=device).expand(BATCH, -1)
-    environment = mock.patch.dict(os.environ, {KERNELS: kernels})
-    with torch.no_grad(), environment, parity.router_logits(ours, theirs) as calls:
+    with torch.no_grad(), gpu_kernels(kernels), parity.router_logits(ours, theirs) as calls:
         ours(tokens, positions, None), theirs(tokens)
     margin, score_difference = parity.routing(calls)
     # If this fails, choose another seed: the two sides chose different experts somewhere.
@@ -188,9 +187,9 @@ def test_fp32_parity(device: str, name: str, kernels: str) -> None:
     assert worst[0] <= GRADIENT_RTOL, worst
 
 
-@pytest.mark.parametrize("kernels", ["0", "1"])
+@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_bf16_parity(device: str, name: str, kernels: str) -> None:
+def test_bf16_parity(device: str, name: str, kernels: bool) -> None:
     """Against FP32, and not much worse than transformers' own BF16 is."""
     model = MODELS[name]
     ours = build(model, device, torch.bfloat16, kernels)
@@ -260,7 +259,7 @@ def test_kernels_on_and_off(device: str, dtype: torch.dtype, monkeypatch: pytest
     monkeypatch.setattr(experts, "grouped_linear_cuda", counting("grouped", experts.grouped_linear_cuda))
     model = MODELS["super"]
     steps, counts = [], []
-    for kernels in ("0", "1"):
+    for kernels in (False, True):
         ours = build(model, device, dtype, kernels)
         pin_routing(ours)
         calls.update(scan=0, grouped=0)
@@ -296,9 +295,9 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["0", "1"])
+@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("how", RECOMPUTE)
-def test_recomputation_changes_nothing(device: str, how: str, kernels: str) -> None:
+def test_recomputation_changes_nothing(device: str, how: str, kernels: bool) -> None:
     """FP32: sums on a GPU may be in another order each time (atomics), hence a tolerance."""
     model = MODELS["super"]
     plain, again = (
@@ -313,9 +312,9 @@ def test_recomputation_changes_nothing(device: str, how: str, kernels: str) -> N
 # --- waits of the host --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernels", ["0", "1"])
+@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("how", ["nothing recomputed", *RECOMPUTE])
-def test_host_waits_once_a_moe_layer(device: str, how: str, kernels: str) -> None:
+def test_host_waits_once_a_moe_layer(device: str, how: str, kernels: bool) -> None:
     model = MODELS["super"]
     ours = build(model, device, torch.bfloat16, kernels, **RECOMPUTE.get(how, {}))
     tokens = ids(model, device)
@@ -324,7 +323,7 @@ def test_host_waits_once_a_moe_layer(device: str, how: str, kernels: str) -> Non
         ours.zero_grad(set_to_none=True)
         training_loss(ours, tokens).backward()
 
-    with mock.patch.dict(os.environ, {KERNELS: kernels}):
+    with gpu_kernels(kernels):
         one_step()  # compilation and first allocations may wait
         waits = host_waits(one_step, device)
     print(f"{device} {how}, kernels {kernels}: {waits} waits in a step")
@@ -333,12 +332,12 @@ def test_host_waits_once_a_moe_layer(device: str, how: str, kernels: str) -> Non
     assert waits <= passes * WAITS_PER_MOE * model.pattern.count("E") + on_host
 
 
-@pytest.mark.parametrize("kernels", ["0", "1"])
-def test_host_never_waits_without_experts(device: str, kernels: str) -> None:
+@pytest.mark.parametrize("kernels", [False, True])
+def test_host_never_waits_without_experts(device: str, kernels: bool) -> None:
     model = MODELS["super"].but(pattern="M*-M")
     ours = build(model, device, torch.bfloat16, kernels)
     tokens = ids(model, device)
-    with mock.patch.dict(os.environ, {KERNELS: kernels}):
+    with gpu_kernels(kernels):
         training_loss(ours, tokens).backward()
         assert host_waits(lambda: training_loss(ours, tokens).backward(), device) == 0
 

@@ -88,7 +88,7 @@ def compare_with_upstream() -> int:
             continue
         assert entry.follows
         config = given[id(modules[entry.name])]
-        want = entry.ambient if config is None else file.training[config].applied(entry.ambient)
+        want = entry.ambient if config is None else file.settings[config][0].applied(entry.ambient)
         assert (entry.format, entry.effective) == (want, want), entry
         checked += 1
     assert formats(entries) == {"nvfp4": 6, "mxfp8": 2, "bf16": 19}

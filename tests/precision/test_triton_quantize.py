@@ -25,6 +25,7 @@ from benchmarks.gpu_world import host_waits
 from megatron_nemotron3.precision import quantizer
 from megatron_nemotron3.precision.quantizer import fake_quantize, units
 from megatron_nemotron3.precision.recipe import PUBLISHED, Spec
+from megatron_nemotron3.precision.settings import gpu_kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -342,12 +343,12 @@ def test_kernels_run_where_they_are_asked_for(monkeypatch):
     def on(device: str, count: int) -> SimpleNamespace:
         return SimpleNamespace(is_cuda=device == "cuda", numel=lambda: count)
 
-    monkeypatch.delenv("NEMOTRON3_GPU_KERNELS", raising=False)
-    assert quantizer._triton_module(on("cuda", 32)) is None
-    monkeypatch.setenv("NEMOTRON3_GPU_KERNELS", "1")
-    assert quantizer._triton_module(on("cuda", 32)) is triton_quantize
-    for device, count in (("cpu", 32), ("cuda", 0), ("cuda", 2**34 + 32)):
-        assert quantizer._triton_module(on(device, count)) is None
+    with gpu_kernels(False):
+        assert quantizer._triton_module(on("cuda", 32)) is None
+    with gpu_kernels(True):
+        assert quantizer._triton_module(on("cuda", 32)) is triton_quantize
+        for device, count in (("cpu", 32), ("cuda", 0), ("cuda", 2**34 + 32)):
+            assert quantizer._triton_module(on(device, count)) is None
     # A CPU needs no Triton.
     monkeypatch.setitem(sys.modules, triton_quantize.__name__, None)
     assert fake_quantize(torch.ones(16, 16), Spec()).sum() == 256

@@ -13,9 +13,8 @@ import pytest
 
 from megatron_nemotron3 import models
 from megatron_nemotron3.precision import command, yaml_file
-from megatron_nemotron3.precision.schema import RECIPE_FIELDS
 from megatron_nemotron3.precision.table import Structure, bf16_tail, expected
-from megatron_nemotron3.precision.yaml_file import PrecisionFileError
+from megatron_nemotron3.precision.yaml_file import RECIPE_FIELDS, PrecisionFileError
 
 CONFIGS = [models.get(name + size) for name in models.names() for size in ("", "-tiny")]
 

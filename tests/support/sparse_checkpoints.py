@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_nemotron3.checkpoint import folders
 from megatron_nemotron3.convert import from_hf, inventory, job, streams, to_hf
 from megatron_nemotron3.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.convert.sources import SourceTensor
@@ -28,7 +29,7 @@ def write_megatron(folder: Path, hf: Path, divisible_by: int = 128) -> None:
     """The torch_dist folder that `convert from-hf` makes of a folder of zeros, its checksums included."""
     opened = open_hugging_face(hf)
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisible_by)
-    view = Converted(opened.weights, opened.padded_mappings(rows), to_hf=False)
+    view = Converted(opened.weights, inventory.mappings(opened.config, padded_vocab_size=rows), to_hf=False)
     _write(folder, *from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype="bfloat16"))
 
 
@@ -72,7 +73,7 @@ def main(words: list[str]) -> int:
     from megatron_nemotron3 import cli
 
     streams._write_all = _write_holes
-    job.free_bytes = lambda target: 1 << 60
+    job.free_bytes = folders.free_bytes = lambda folder: 1 << 60
     command = sys.modules.get("megatron_nemotron3.convert.conversion")
     assert command is None, "it has its own name for free_bytes by now"
     return cli.main(words)

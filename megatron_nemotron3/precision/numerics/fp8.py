@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_nemotron3.precision.numerics import e4m3
+from megatron_nemotron3.precision.numerics import e4m3, nvfp4
 from megatron_nemotron3.precision.numerics.nvfp4 import amax
 
 __all__ = ["MIN_AMAX", "amax", "dequantize", "quantize", "tensor_scale"]
@@ -21,20 +21,8 @@ MIN_AMAX = e4m3.MAX * torch.finfo(torch.float32).tiny
 
 
 def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Scale of a tensor, float32 [].
-
-    Args:
-        amax: of the whole tensor, float32 []. 0 counts as 1.
-
-    Raises:
-        ValueError: the amax is negative, not finite, or between 0 and `MIN_AMAX`.
-    """
-    value = amax.item()
-    if not 0 <= value < float("inf") or 0 < value < MIN_AMAX:
-        raise ValueError(
-            f"a largest magnitude of {value:g} cannot be scaled: expected 0, or {MIN_AMAX:.3g} and more"
-        )
-    return (amax if value else torch.ones_like(amax)) / torch.tensor(e4m3.MAX, device=amax.device)
+    """Scale of a tensor, float32 []. Arguments and errors as `nvfp4.tensor_scale`."""
+    return nvfp4.tensor_scale(amax, e4m3.MAX)
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -46,22 +46,23 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     return largest
 
 
-def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
+def tensor_scale(amax: torch.Tensor, largest: float = MAX) -> torch.Tensor:
     """Scale of a tensor (`weight_scale_2`, and likewise `input_scale`), float32 [].
 
     Args:
         amax: of the whole tensor, float32 []. 0 counts as 1: then all codes are 0, whatever the scale.
+        largest: the largest value that a scale of 1 can represent.
 
     Raises:
-        ValueError: the amax is negative, not finite, or between 0 and `MIN_AMAX`.
+        ValueError: the amax is negative, not finite, or so small that the scale is no normal FP32 number.
     """
-    value = amax.item()
-    if not 0 <= value < float("inf") or 0 < value < MIN_AMAX:
+    value, smallest = amax.item(), largest * torch.finfo(torch.float32).tiny
+    if not 0 <= value < float("inf") or 0 < value < smallest:
         raise ValueError(
-            f"a largest magnitude of {value:g} cannot be scaled: expected 0, or {MIN_AMAX:.3g} and more"
+            f"a largest magnitude of {value:g} cannot be scaled: expected 0, or {smallest:.3g} and more"
         )
     # The divisor is a tensor: on some devices torch multiplies by the reciprocal of a Python number.
-    return (amax if value else torch.ones_like(amax)) / torch.tensor(MAX, device=amax.device)
+    return (amax if value else torch.ones_like(amax)) / torch.tensor(largest, device=amax.device)
 
 
 def block_scales(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,7 @@ def prepare(
     manifest = _read_manifest(root, digest)
     reused = manifest is not None
     if split is not None:
-        split_documents(split, len(texts.documents))  # before the work, not after it
+        split_documents(split, len(texts.documents))  # refuses a bad split before the work begins
     if manifest is None:
         manifest = _build(root, digest, texts.documents, tokenizer, vocab_size)
     held = TokenizerInfo(**manifest["tokenizer"])
