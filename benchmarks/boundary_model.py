@@ -178,11 +178,11 @@ def plan_time(plan: Plan, network: Network, concurrent: bool) -> float:
 def stock_time(case: Case, rows: Sequence[int], network: Network) -> float:
     """Time of forward and backward through leaders, with lanes paired in blocks as in 0.19."""
     source, destination = case.layouts
-    givers, takers = source.lanes(source.pp - 1), destination.lanes(0)
-    share = len(rows) // max(len(givers), len(takers))
+    senders, receivers = source.lanes(source.pp - 1), destination.lanes(0)
+    share = len(rows) // max(len(senders), len(receivers))
     fine = [sum(rows[i * share : (i + 1) * share]) * ROW_BYTES for i in range(len(rows) // share)]
     pairs = [
-        (givers[i * len(givers) // len(fine)], takers[i * len(takers) // len(fine)], size)
+        (senders[i * len(senders) // len(fine)], receivers[i * len(receivers) // len(fine)], size)
         for i, size in enumerate(fine)
     ]
     total = 0.0

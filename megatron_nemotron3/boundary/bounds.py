@@ -68,7 +68,7 @@ class Traffic:
 
 def bounds(plan: Plan) -> Bounds:
     """Lower bounds for a plan whose sending groups hold disjoint rows of a lane, as those of `planner` do."""
-    #: Ranks of a sending group -> rows that other ranks want from it.
+    #: Ranks of a sending group -> rows that it has to send to other ranks.
     asked: dict[tuple[int, ...], int] = defaultdict(int)
     #: Rank -> rows that it wants and holds.
     has: dict[int, int] = defaultdict(int)
@@ -84,8 +84,8 @@ def bounds(plan: Plan) -> Bounds:
                 for rank in members:
                     has[rank] += n
                 inside[receiver.ranks] += n * bool(members)
-                outsiders = len(receiver.ranks) - len(members) if plan.mode == "copies" else not members
-                asked[sender.ranks] += n * outsiders
+                copies = len(receiver.ranks) - len(members) if plan.mode == "copies" else not members
+                asked[sender.ranks] += n * copies
     leaving = {
         rank: -(-asked[group.ranks] // len(group.ranks))
         for lane in plan.senders

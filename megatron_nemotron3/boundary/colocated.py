@@ -48,7 +48,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         sequence_parallel: whether the destination uses `--sequence-parallel`.
         source_sequence_parallel: whether the source's rows are split over its TP; needs a feed.
         kind: dtype and shape of a row that every rank sends; None: agreed upon in the first exchange.
-        shares: another communicator of the same ranks whose process group this one uses, too.
+        groups_from: another communicator of the same ranks, whose process group is used; None: a new one.
         timeout: of every wait; None: that of the default group.
 
     Raises:
@@ -66,7 +66,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         sequence_parallel: bool = False,
         source_sequence_parallel: bool = False,
         kind: RowKind | None = None,
-        shares: ColocatedBridge | None = None,
+        groups_from: ColocatedBridge | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self.src_grid, self.dest_grid = src_grid, dest_grid
@@ -84,12 +84,12 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         self._gather_pg: Any = None
         self._destroyed = False
         self._kind = kind
-        self._owns_groups = shares is None
-        if shares is None:
+        self._owns_groups = groups_from is None
+        if groups_from is None:
             self.groups = Groups(self.source.ranks, timeout=timeout)
             self.failure = Failure(self.source.ranks, self.groups.abort)
         else:
-            self.groups, self.failure = shares.groups, shares.failure
+            self.groups, self.failure = groups_from.groups, groups_from.failure
         self._cached_plan = functools.lru_cache(maxsize=32)(self._make_plan)
 
     def communicate(
@@ -111,7 +111,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         return communicate([ModalityRows(self, tensor, backward)], microbatch)[0]
 
     def _prepare(self, modality: ModalityRows, microbatch: Microbatch | None) -> tuple[Plan, Tensor, bool]:
-        """The plan, the rows [n, ...], and whether gradients come back."""
+        """Return the plan, the rows [n, ...], and whether gradients come back."""
         tensor, backward = modality.tensor, modality.backward
         batch = self.dim_mapping["b"] if tensor.ndim != 2 else 0
         rows = tensor.movedim(batch, 0).contiguous()
@@ -252,8 +252,8 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
 class ModalityRows(NamedTuple):
     """One modality of an exchange; `tensor`, `backward` as `ColocatedBridge.communicate` takes them.
 
-    marked: without a feed, the positions that each sample of this rank's destination lane has for rows, if
-        known; ragged samples then need no `_mimo_bridge_split_sizes`.
+    marked: without a feed, the number of positions for rows in each sample of this rank's destination lane,
+        if known; ragged samples then need no `_mimo_bridge_split_sizes`.
     """
 
     comm: ColocatedBridge

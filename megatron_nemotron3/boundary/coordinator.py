@@ -65,10 +65,7 @@ class Coordinator:
         self._outstanding: dict[Edge, deque[tuple[Plan, RowKind]]] = {edge: deque() for edge in edges}
         self._forwards = self._backwards = 0
         if failure is None and self.groups.is_member:
-            with self.failure.guarded(lambda: f"waited for the edges of ranks {ranks}"):
-                said: list[str] = [""] * len(ranks)
-                dist.all_gather_object(said, repr(self.edges), group=self.groups.group)
-            require_same_edges(said, ranks, self.failure)
+            require_same_edges(self.edges, ranks, self.failure, self.groups)
 
     def abort(self) -> None:
         """End the process groups at once (`Failure`)."""
@@ -280,12 +277,22 @@ class Coordinator:
             self.failure.fail(f"{edge.name}: {error}", error)
 
 
-def require_same_edges(said: Sequence[str], ranks: Sequence[int], failure: Failure) -> None:
+def require_same_edges(
+    edges: Sequence[Edge], ranks: Sequence[int], failure: Failure, groups: Groups | None = None
+) -> None:
     """Check that every rank was given the same edges.
+
+    Args:
+        ranks: those that are compared, in the order of the process group.
+        groups: has the process group of the ranks; None: the default group.
 
     Raises:
         BoundaryError: the same on every rank.
     """
+    said: list[str] = [""] * len(ranks)
+    with failure.guarded(lambda: f"waited for the edges of ranks {list(ranks)}"):
+        # No local variable holds the process group: it would keep a failed rank's connections open.
+        dist.all_gather_object(said, repr(edges), group=groups.group if groups else None)
     for rank, theirs in zip(ranks, said, strict=True):
         if theirs != said[0]:
             failure.fail(

@@ -180,9 +180,8 @@ def _allocate(transfer: Transfer, rank: int, device: torch.device) -> Tensor | N
         return None
     gather = transfer.plan.gather(rank)
     rows = transfer.plan.rows_wanted(rank)
-    if gather is not None:
-        equal_parts = gather.part * len(gather.ranks) if gather.part != gather.rows else 0
-        rows = max(gather.rows, equal_parts)
+    if gather is not None and not gather.is_broadcast:
+        rows = gather.part * len(gather.ranks)
     return torch.empty(rows, *transfer.kind.row, dtype=transfer.kind.dtype, device=device)
 
 
@@ -292,7 +291,7 @@ def _gather_rows(transfer: Transfer, buffer: Tensor | None, groups: Groups) -> T
     if buffer is None or gather is None:
         return buffer
     ranks, rows, part = gather
-    if part == rows:
+    if gather.is_broadcast:
         dist.broadcast(buffer, src=ranks[0], group=groups.gather(ranks))
         return buffer
     mine = buffer.narrow(0, ranks.index(groups.rank) * part, part)

@@ -59,7 +59,7 @@ def describe(plan: Plan) -> dict[str, Any]:
                 "ranks": list(gather.ranks),
                 "rows": gather.rows,
                 "part": gather.part,
-                "kind": "broadcast" if gather.part == gather.rows else "all-gather",
+                "kind": "broadcast" if gather.is_broadcast else "all-gather",
             }
             for gather in plan.gathers
         ],

@@ -25,7 +25,7 @@ def count(rows: Intervals) -> int:
 
 
 def union(pieces: Iterable[tuple[int, int]]) -> Intervals:
-    """Sort intervals, join adjacent and overlapping ones, drop empty ones."""
+    """Union of intervals in any order; empty ones are dropped."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(pieces):
         if start >= stop:
@@ -38,7 +38,7 @@ def union(pieces: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
-    """Rows in both."""
+    """Intersection of two sets."""
     found: list[tuple[int, int]] = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -59,7 +59,7 @@ def shift(rows: Intervals, by: int) -> Intervals:
 
 
 def at_places(first: int, last: int, within: Intervals) -> Intervals:
-    """Rows of the set `within` at places first to last - 1; places beyond its end are ignored."""
+    """Rows of the set `within` at places [first, last); places beyond its end are ignored."""
     found: list[tuple[int, int]] = []
     before = 0
     for start, stop in within:
@@ -87,7 +87,7 @@ class Places:
         self._before = list(accumulate((stop - start for start, stop in rows), initial=0))
 
     def clip(self, first: int, last: int) -> list[tuple[int, int, int]]:
-        """Rows of the set from `first` to `last` - 1, as ascending intervals (place, start, stop)."""
+        """Rows of the set in [first, last), as ascending intervals (place, start, stop)."""
         found: list[tuple[int, int, int]] = []
         i = max(bisect_right(self._starts, first) - 1, 0)
         while i < len(self._rows) and self._starts[i] < last:

@@ -74,10 +74,14 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         super().__init__(module_to_grid_map, topology, config, dim_mapping, module_output_ndim)
 
     def _build_bridge_comms(self) -> None:
-        self._compare_edges()
-        for destination in self.module_to_grid_map:
-            sources = [name for name in self.module_to_grid_map if destination in self.topology[name]]
-            edges = [self._edge(source, destination) for source in sources]
+        names = list(self.module_to_grid_map)
+        everywhere = [
+            self._edge(name, after) for name in names for after in dict.fromkeys(self.topology[name])
+        ]
+        # On all ranks of the world, including those without a boundary.
+        require_same_edges(everywhere, range(dist.get_world_size()), self._failure)
+        for destination in names:
+            edges = [edge for edge in everywhere if edge.destination_name == destination]
             if not edges:
                 continue
             coordinator = self._coordinators[destination] = Coordinator(
@@ -97,14 +101,6 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
                 )
                 for edge in edges
             ]
-
-    def _compare_edges(self) -> None:
-        """Check that all ranks of the world, including those without a boundary, have the same edges."""
-        edges = [self._edge(name, after) for name in self.module_to_grid_map for after in self.topology[name]]
-        said: list[str] = [""] * dist.get_world_size()
-        with self._failure.guarded(lambda: "waited for the edges of all ranks"):
-            dist.all_gather_object(said, repr(edges))
-        require_same_edges(said, range(len(said)), self._failure)
 
     def _edge(self, source: str, destination: str) -> Edge:
         ndim = self.module_output_ndim.get(source, 3)

@@ -102,7 +102,7 @@ def rows_at(runs: Sequence[Runs], owned: Sequence[Sequence[Intervals]]) -> tuple
 
 
 def runs_of(positions: Sequence[int]) -> Runs:
-    """Convert ascending positions to runs."""
+    """Runs of ascending positions."""
     found: list[tuple[int, int]] = []
     for position in positions:
         if found and found[-1][0] + found[-1][1] == position:

@@ -77,12 +77,16 @@ class Gather(NamedTuple):
     """The collective of a group after the messages, by which all its ranks get all `rows` rows.
 
     Before it, rank i of `ranks` has the rows [i * part, (i + 1) * part); the last ranks have fewer or none.
-    If part == rows, the first rank has everything and the collective is a broadcast, else an all-gather.
     """
 
     ranks: tuple[int, ...]
     rows: int
     part: int
+
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether the first rank has all rows and broadcasts them; otherwise the group all-gathers."""
+        return self.part == self.rows
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,8 @@ def make_plan(
         ValueError: as `segments`, `sample_shares`, `sender_groups`; or mode "once" has no slices for a
             destination with context parallelism.
     """
-    given, taken = sample_shares(len(rows), source.dp), sample_shares(len(rows), destination.dp)
-    receivers = receiver_groups(destination, lane_rows(rows, taken), slices)
+    sent, received = sample_shares(len(rows), source.dp), sample_shares(len(rows), destination.dp)
+    receivers = receiver_groups(destination, lane_rows(rows, received), slices)
     if mode is None:
         sending = {rank for lane in source.lanes(source.pp - 1) for rank in lane}
         shared = any(rank in sending for lane in destination.lanes(0) for rank in lane)
@@ -91,8 +91,8 @@ def make_plan(
             f"the destination layout {destination} has CP={destination.cp}, so the rows of a context rank "
             "depend on their positions: give them (RowFeed)"
         )
-    senders = sender_groups(source, lane_rows(rows, given))
-    return Plan(senders, receivers, segments(rows, given, taken), row_bytes, mode)
+    senders = sender_groups(source, lane_rows(rows, sent))
+    return Plan(senders, receivers, segments(rows, sent, received), row_bytes, mode)
 
 
 def slices_of(

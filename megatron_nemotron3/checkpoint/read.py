@@ -205,7 +205,7 @@ TENSOR_TABLE: dict[tuple[str, str], Any] = {
 
 
 def common_state(index: CheckpointIndex) -> dict[str, Any]:
-    """Read what Megatron stores beside the tensors: "iteration", "args" and more; classes as `Inert`.
+    """Read the state stored in addition to the tensors ("iteration", "args", …), with classes as `Inert`.
 
     Raises:
         CheckpointError: it is damaged or names something that is not data.

@@ -153,7 +153,7 @@ def args_of(config: Nemotron3Config, *, padded_vocab_size: int, dtype: str = "bf
 
 
 def common_state(args: Namespace) -> dict[str, Any]:
-    """Return what a checkpoint stores beside its tensors, in common.pt and in the `common_state` object.
+    """Return the state that a checkpoint stores in common.pt and in the `common_state` object.
 
     The iteration is 0: the weights are a starting point. `content_metadata` states that experts are stacked.
     """

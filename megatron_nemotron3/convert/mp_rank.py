@@ -51,7 +51,7 @@ _BLOCK = 1 << 20
 
 
 def common_state(folder: Path) -> dict[str, Any]:
-    """Read what is stored beside weights and optimizer: "args" (`Inert`), "iteration", ….
+    """Read everything except weights and optimizer: "args" (`Inert`), "iteration", ….
 
     Raises:
         CheckpointError: there is no legacy checkpoint, or its first file is damaged.

@@ -108,16 +108,14 @@ def load(probe: Probe, timeout: float = 180) -> Finding:
     ]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=timeout)
+        if done.returncode == 0:
+            return Finding(probe.package, "ok", f"import {probe.module}")
+        problem = f": {meaning(done.stderr)}"
+        if done.returncode < 0:
+            problem = f" ends with {signal.Signals(-done.returncode).name}"
     except subprocess.TimeoutExpired:
-        return Finding(
-            probe.package, "error", f"import {probe.module} did not finish in {timeout:.0f} s", probe.build
-        )
-    if done.returncode == 0:
-        return Finding(probe.package, "ok", f"import {probe.module}")
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        return Finding(probe.package, "error", f"import {probe.module} ends with {name}", probe.build)
-    return Finding(probe.package, "error", f"import {probe.module}: {meaning(done.stderr)}", probe.build)
+        problem = f" did not finish in {timeout:.0f} s"
+    return Finding(probe.package, "error", f"import {probe.module}{problem}", probe.build)
 
 
 def load_all(probes: Sequence[Probe] = PROBES) -> list[Finding]:

@@ -6,8 +6,9 @@ tried the doctor reports which version was tested.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -55,18 +56,8 @@ class Rule:
 
 def parse(text: str) -> Version:
     """The leading numbers of a version: "5.15.1rc0" -> (5, 15, 1)."""
-    found: list[int] = []
-    for part in text.split("+")[0].split("."):
-        digits = ""
-        for character in part:
-            if not character.isdigit():
-                break
-            digits += character
-        if digits:
-            found.append(int(digits))
-        if digits != part:
-            break
-    return tuple(found)
+    numbers = re.match(r"[0-9]+(\.[0-9]+)*", text)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def _version_between(
@@ -143,23 +134,23 @@ def installed() -> dict[str, str]:
 
 def check(have: Mapping[str, str]) -> list[Finding]:
     """One or more findings for each package of the table; `have` is the result of `installed`."""
-    return list(_version_findings(have))
-
-
-def _version_findings(have: Mapping[str, str]) -> Iterator[Finding]:
+    found: list[Finding] = []
     versions = {name: parse(text) for name, text in have.items()}
     for name in ("python", *PURPOSE):
         broken = [rule for rule in RULES if rule.subject == name and rule.applies(versions)]
         for rule in broken:
-            yield Finding(name, rule.level, f"{have.get(name, 'absent')}: {rule.why}", rule.cure)  # type: ignore[arg-type]
+            found.append(Finding(name, rule.level, f"{have.get(name, 'absent')}: {rule.why}", rule.cure))  # type: ignore[arg-type]
         if broken:
             continue
         if name not in have:
             if name in NEEDED:
-                yield Finding(name, "error", "not installed", "pip install 'megatron-nemotron3[train]'")
+                found.append(
+                    Finding(name, "error", "not installed", "pip install 'megatron-nemotron3[train]'")
+                )
             else:
-                yield Finding(name, "absent", f"not installed ({PURPOSE[name]})")
+                found.append(Finding(name, "absent", f"not installed ({PURPOSE[name]})"))
             continue
         tested = TESTED.get(name)
         same = tested is None or versions[name][: len(parse(tested))] == parse(tested)
-        yield Finding(name, "ok", have[name] + ("" if same else f" (tested with {tested})"))
+        found.append(Finding(name, "ok", have[name] + ("" if same else f" (tested with {tested})")))
+    return found

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from megatron_nemotron3.generate.batch import ForwardBatch
-from megatron_nemotron3.generate.layers import Layer
+from megatron_nemotron3.generate.layers import Layer, Norm
 from megatron_nemotron3.generate.state import Rollback, State
 from megatron_nemotron3.generate.weights import Weights
 
@@ -25,8 +26,8 @@ CHUNK = 512
 #: Tokens per row that a KV cache has room for at first.
 CAPACITY = 256
 
-#: Called with tokens [b, n], hidden [b, n, d] and each row's tokens (None: n) after a pass.
-OnChunk = Callable[[Tensor, Tensor, Sequence[int] | None], None]
+#: Called with tokens [b, n], hidden [b, n, d] and each row's number of tokens after a pass.
+OnChunk = Callable[[Tensor, Tensor, Sequence[int]], None]
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,18 @@ class Output:
     """The result of a pass over [b, n] tokens.
 
     Attributes:
-        logits: [b, n, vocabulary]; [b, vocabulary] from a prefill or with `logits="last"`; None with
-            `logits="none"`.
         hidden: after the final norm, [b, n, d]; from a prefill [b, d] at each row's last token.
         rollback: with `rollback=True`, what `State.truncate` needs.
     """
 
-    logits: Tensor | None
+    engine: Engine
     hidden: Tensor
     rollback: Rollback | None = None
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[b, n, vocabulary], or [b, vocabulary] from a prefill; computed when first read."""
+        return self.engine.logits(self.hidden)
 
 
 class Engine:
@@ -59,13 +63,17 @@ class Engine:
         self.device, self.dtype = weights.device, weights.dtype
         self.max_context = weights.config.max_position_embeddings if max_context is None else max_context
 
-    def new_state(self, batch: int = 1, capacity: int = CAPACITY) -> State:
+    def new_state(
+        self, batch: int = 1, capacity: int = CAPACITY, layers: Sequence[Layer] | None = None
+    ) -> State:
         """Return the state of `batch` empty sequences.
 
         Args:
             capacity: tokens per row that KV caches have room for at first; it doubles when needed.
+            layers: default: the model's, without MTP.
         """
-        return State([0] * batch, [layer.new_state(batch, capacity) for layer in self.weights.layers])
+        layers = self.weights.layers if layers is None else layers
+        return State([0] * batch, [layer.new_state(batch, capacity) for layer in layers])
 
     @torch.inference_mode()
     def forward(
@@ -75,7 +83,6 @@ class Engine:
         *,
         counts: Sequence[int] | None = None,
         rollback: bool = False,
-        logits: str = "all",
     ) -> Output:
         """Run n tokens per row after those the state has seen, and advance the state.
 
@@ -84,8 +91,6 @@ class Engine:
             counts: tokens of each row, where some have fewer than n. The rest is padding and may be any valid
                 ids. A row's result is the same as in a batch of its own; outputs at padding are undefined.
             rollback: also return what `State.truncate` needs.
-            logits: "all", "last" (at each row's last token; for a row without tokens, at its first position)
-                or "none".
 
         Raises:
             ValueError: tokens that are not [b, n] with the state's b and n > 0, counts that do not fit, or
@@ -93,8 +98,7 @@ class Engine:
         """
         batch = self.new_batch(tokens, state, counts, rollback)
         x = self.weights.embedding.index_select(0, tokens.reshape(-1))
-        x, record = run_layers(self.weights.layers, x, state, batch)
-        return self.output(self.weights.final_norm(x), batch, record, logits)
+        return self.run_layers(self.weights.layers, self.weights.final_norm, x, state, batch)
 
     @torch.inference_mode()
     def prefill(
@@ -127,34 +131,32 @@ class Engine:
             raise ValueError(f"chunk={chunk} tokens: use 1 or more")
         longest = max(map(len, rows))
         padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
-        last: Tensor | None = None
+        last = self.weights.embedding.new_zeros(len(rows), self.config.hidden_size)
         for start in range(0, longest, chunk):
             tokens = padded[:, start : start + chunk]
             counts = [min(max(len(row) - start, 0), tokens.shape[1]) for row in rows]
-            ragged = counts if min(counts) < tokens.shape[1] else None
-            hidden = self.forward(tokens, state, counts=ragged, logits="none").hidden
+            hidden = self.forward(tokens, state, counts=counts).hidden
             if on_chunk is not None:
-                on_chunk(tokens, hidden, ragged)
-            found = last_of_rows(hidden, counts)
-            if last is None:
-                last = found.clone()
-            else:
-                some = torch.tensor([count > 0 for count in counts], device=self.device).unsqueeze(1)
-                last = torch.where(some, found, last)
-        assert last is not None
-        return Output(self.logits(last), last)
+                on_chunk(tokens, hidden, counts)
+            some = torch.tensor([count > 0 for count in counts], device=self.device).unsqueeze(1)
+            last = torch.where(some, last_of_rows(hidden, counts), last)
+        return Output(self, last)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., d] after a final norm -> [..., vocabulary], in the dtype of the weights."""
         return hidden @ self.weights.output
 
-    def output(self, hidden: Tensor, batch: ForwardBatch, rollback: Rollback | None, logits: str) -> Output:
-        """Result of a pass with hidden states [b * n, d] after the final norm; `logits` as in `forward`."""
-        hidden = hidden.view(batch.b, batch.n, -1)
-        if logits == "none":
-            return Output(None, hidden, rollback)
-        chosen = last_of_rows(hidden, batch.counts) if logits == "last" else hidden
-        return Output(self.logits(chosen), hidden, rollback)
+    def run_layers(
+        self, layers: Sequence[Layer], final_norm: Norm, x: Tensor, state: State, batch: ForwardBatch
+    ) -> Output:
+        """Run x [b * n, d] through a stack of layers and its final norm, and advance `state`."""
+        records = []
+        for layer, layer_state in zip(layers, state.layers):
+            x, record = layer(x, layer_state, batch)
+            records.append(record)
+        rollback = Rollback(state.lengths, batch.counts, records) if batch.rollback else None
+        state.lengths = [a + c for a, c in zip(state.lengths, batch.counts)]
+        return Output(self, final_norm(x).view(batch.b, batch.n, -1), rollback)
 
     def new_batch(
         self, tokens: Tensor, state: State, counts: Sequence[int] | None, rollback: bool
@@ -201,16 +203,3 @@ def last_of_rows(hidden: Tensor, counts: Sequence[int]) -> Tensor:
         return hidden[:, max(counts[0] - 1, 0)]
     index = torch.tensor([max(c - 1, 0) for c in counts], device=hidden.device)
     return hidden[torch.arange(len(hidden), device=hidden.device), index]
-
-
-def run_layers(
-    layers: list[Layer], x: Tensor, state: State, batch: ForwardBatch
-) -> tuple[Tensor, Rollback | None]:
-    """Run x [b * n, d] through a stack of layers and advance `state`; also return how to roll back."""
-    records = []
-    for layer, layer_state in zip(layers, state.layers):
-        x, record = layer(x, layer_state, batch)
-        records.append(record)
-    rollback = Rollback(state.lengths, batch.counts, records) if batch.rollback else None
-    state.lengths = [a + c for a, c in zip(state.lengths, batch.counts)]
-    return x, rollback

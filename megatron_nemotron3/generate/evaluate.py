@@ -99,30 +99,25 @@ def losses(engine: Engine, text: Tensor, depths: int, chunk: int = CHUNK) -> Los
 def _loss_sums(engine: Engine, rows: Tensor, depths: int, chunk: int) -> list[float]:
     """Summed losses of the model and of each depth over rows [b, s + 1]."""
     b, s = rows.shape[0], rows.shape[1] - 1
-    state, sums, parts = engine.new_state(b, capacity=s), [0.0], []
-    for at in range(0, s, chunk):
-        end = min(at + chunk, s)
-        out = engine.forward(rows[:, at:end], state)
-        assert out.logits is not None
-        sums[0] += _cross_entropy_sum(out.logits, rows[:, at + 1 : end + 1])
-        parts.append(out.hidden)
+    state = engine.new_state(b, capacity=s)
     mtp = MTP(engine, b, depths, capacity=s) if depths else None
-    for depth in range(1, depths + 1):
-        assert mtp is not None
-        hidden, parts = torch.cat(parts, 1), []
-        sums.append(0.0)
+    sums = [0.0] * (depths + 1)
+    hidden = engine.weights.embedding.new_empty(0)  # of the depth before, at all positions
+    for depth in range(depths + 1):
+        parts = []
         for at in range(0, s - depth, chunk):
             end = min(at + chunk, s - depth)
-            out = mtp.forward(depth, hidden[:, at:end], rows[:, at + depth : end + depth])
-            assert out.logits is not None
-            sums[depth] += _cross_entropy_sum(out.logits, rows[:, at + depth + 1 : end + depth + 1])
+            tokens = rows[:, at + depth : end + depth]
+            if mtp is None or depth == 0:
+                out = engine.forward(tokens, state)
+            else:
+                out = mtp.forward(depth, hidden[:, at:end], tokens)
+            labels = rows[:, at + depth + 1 : end + depth + 1].flatten()
+            found = cross_entropy(out.logits.flatten(0, 1).float(), labels, reduction="none")
+            sums[depth] += float(found.double().sum())
             parts.append(out.hidden)
+        hidden = torch.cat(parts, 1)
     return sums
-
-
-def _cross_entropy_sum(logits: Tensor, labels: Tensor) -> float:
-    found = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
-    return float(found.double().sum())
 
 
 def acceptance(

@@ -177,11 +177,10 @@ class Decoder:
         self.state = engine.new_state(len(prompts), capacity)
         self.mtp = MTP(engine, len(prompts), self.draft, capacity) if self.draft else None
         on_chunk = None if self.mtp is None else self.mtp.append
-        logits = engine.prefill(prompts, self.state, chunk=options.chunk, on_chunk=on_chunk).logits
-        assert logits is not None
+        read = engine.prefill(prompts, self.state, chunk=options.chunk, on_chunk=on_chunk)
         self.sampler = Sampler(options.sampling, range(len(prompts)))
         #: [b], not yet seen by the states.
-        self.newest: Tensor = self.sampler(logits)
+        self.newest: Tensor = self.sampler(read.logits)
 
     def select(self, rows: Sequence[int]) -> None:
         """Continue only some rows."""
@@ -199,19 +198,20 @@ class Decoder:
             The new tokens of each row: 1 to min(limit, draft) + 1. The last one is now the newest.
         """
         if self.mtp is None:
-            logits = self.engine.forward(self.newest.unsqueeze(1), self.state, logits="last").logits
-            assert logits is not None
-            self.newest = self.sampler(logits)
+            out = self.engine.forward(self.newest.unsqueeze(1), self.state)
+            self.newest = self.sampler(out.logits.squeeze(1))
             return [[token] for token in self.newest.tolist()]
         limits = [min(limit, self.draft) for limit in limits]
         k = max(limits)
         # The same number of random numbers for every row and step, so that rows do not affect each other.
-        numbers = None if self.sampler.sampling.greedy else self._random_numbers()
+        # To draft, to accept, and for the model's own token.
+        numbers = None
+        if not self.sampler.sampling.greedy:
+            numbers = self.sampler.uniform(2 * self.draft + 1, self.engine.device)
         drafted, q = self._draft_tokens(self.mtp, k, numbers)
         tokens = torch.cat((self.newest.unsqueeze(1), drafted), 1)
-        counts = [limit + 1 for limit in limits] if min(limits) < k else None
+        counts = [limit + 1 for limit in limits]
         out = self.engine.forward(tokens, self.state, counts=counts, rollback=k > 0)
-        assert out.logits is not None
         allowed = torch.tensor(limits, device=self.engine.device)
         if numbers is None:
             accepted, own = accept_greedy(out.logits, drafted, allowed)
@@ -226,7 +226,7 @@ class Decoder:
         if out.rollback is not None:
             self.state.truncate(kept, out.rollback)
         n = max(kept)
-        self.mtp.append(tokens[:, :n], out.hidden[:, :n], kept if min(kept) < n else None)
+        self.mtp.append(tokens[:, :n], out.hidden[:, :n], kept)
         self.newest = own
         return [[*row[: row[-1]], row[-2]] for row in rows]
 
@@ -242,12 +242,6 @@ class Decoder:
 
         drafted = mtp.draft(self.newest, choose, k) if k else self.newest.new_empty(len(self.newest), 0)
         return drafted, proposed
-
-    def _random_numbers(self) -> Tensor:
-        """[b, 2 draft + 1] in [0, 1): to draft, to accept, and for the model's own token."""
-        cpu = torch.device("cpu")
-        numbers = [self.sampler.uniform(cpu) for _ in range(2 * self.draft + 1)]
-        return torch.stack(numbers, 1).to(self.engine.device)
 
 
 def generate(

@@ -8,6 +8,8 @@ rolling back costs one matrix product (`state.MambaPass.after`).
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -149,15 +151,11 @@ def short_scan(scan: MambaPass, C: Tensor, D: Tensor) -> Tensor:
     return y.permute(0, 3, 1, 2)
 
 
-_TOKEN_RANGES: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
-
-
+@cache
 def _token_ranges(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """For row j and column i of n + 1: which of n tokens lie after i and up to j; and -inf where i > j."""
-    if (n, device) not in _TOKEN_RANGES:
-        row, column = torch.arange(n + 1).view(-1, 1), torch.arange(n + 1)
-        token = torch.arange(n).view(-1, 1, 1)
-        between = ((token >= column) & (token < row)).float().view(n, -1)
-        never = torch.zeros(n + 1, n + 1).masked_fill_(column > row, -torch.inf).flatten()
-        _TOKEN_RANGES[n, device] = between.to(device), never.to(device)
-    return _TOKEN_RANGES[n, device]
+    row, column = torch.arange(n + 1).view(-1, 1), torch.arange(n + 1)
+    token = torch.arange(n).view(-1, 1, 1)
+    between = ((token >= column) & (token < row)).float().view(n, -1)
+    never = torch.zeros(n + 1, n + 1).masked_fill_(column > row, -torch.inf).flatten()
+    return between.to(device), never.to(device)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_nemotron3.generate.engine import CAPACITY, Engine, Output, last_of_rows, run_layers
-from megatron_nemotron3.generate.state import State
+from megatron_nemotron3.generate.engine import CAPACITY, Engine, Output, last_of_rows
 from megatron_nemotron3.generate.weights import MTPBlock
 
 
@@ -42,20 +41,16 @@ class MTP:
         self, engine: Engine, batch: int = 1, depths: int | None = None, capacity: int = CAPACITY
     ) -> None:
         self.engine, self.blocks = engine, _blocks_by_depth(engine, depths)
-        self.depths = [
-            State([0] * batch, [layer.new_state(batch, capacity) for layer in block.layers])
-            for block in self.blocks
-        ]
+        self.depths = [engine.new_state(batch, capacity, block.layers) for block in self.blocks]
         hidden_size = engine.config.hidden_size
         self.pending = [engine.weights.embedding.new_zeros(batch, hidden_size) for _ in self.blocks]
         self.lengths = [0] * batch
 
     def select(self, rows: Sequence[int]) -> MTP:
         """Return a copy of some rows."""
-        index = torch.tensor(list(rows), device=self.pending[0].device)
         result = copy.copy(self)
         result.depths = [depth.select(rows) for depth in self.depths]
-        result.pending = [h.index_select(0, index) for h in self.pending]
+        result.pending = [h[list(rows)] for h in self.pending]
         result.lengths = [self.lengths[row] for row in rows]
         return result
 
@@ -72,7 +67,6 @@ class MTP:
         *,
         counts: Sequence[int] | None = None,
         rollback: bool = False,
-        logits: str = "all",
     ) -> Output:
         """Apply the block to n positions of one depth, and advance the state of that depth.
 
@@ -80,11 +74,10 @@ class MTP:
             depth: k, from 1.
             hidden: h_{k-1} [b, n, d] of the positions: from the decoder (k = 1) or from depth k - 1.
             next_tokens: [b, n], for position i token i + k.
-            counts, rollback, logits: as for `Engine.forward`; the rollback is for
-                `self.depths[depth - 1].truncate`.
+            counts, rollback: as for `Engine.forward`; the rollback is for `self.depths[depth - 1].truncate`.
 
         Returns:
-            h_k [b, n, d] after the block's final norm, and its logits, which predict token i + k + 1.
+            h_k [b, n, d] after the block's final norm; its logits predict token i + k + 1.
 
         Raises:
             ValueError: there is no such depth; otherwise as `Engine.forward`.
@@ -96,8 +89,8 @@ class MTP:
         block, state = self.blocks[depth - 1], self.depths[depth - 1]
         batch = self.engine.new_batch(next_tokens, state, counts, rollback)
         embedded = self.engine.weights.embedding.index_select(0, next_tokens.reshape(-1))
-        x, record = run_layers(block.layers, block.project(embedded, hidden.flatten(0, 1)), state, batch)
-        return self.engine.output(block.final_norm(x), batch, record, logits)
+        x = block.project(embedded, hidden.flatten(0, 1))
+        return self.engine.run_layers(block.layers, block.final_norm, x, state, batch)
 
     @torch.inference_mode()
     def append(self, tokens: Tensor, hidden: Tensor, counts: Sequence[int] | None = None) -> None:
@@ -116,12 +109,10 @@ class MTP:
             self.pending[depth - 1] = last_of_rows(hidden, sizes).clone()
             # The last one of each row waits for a token that is not known yet.
             sizes = [max(size - 1, 0) for size in sizes]
-            width = max(sizes)
-            hidden = hidden[:, :width]
-            if width:
+            hidden = hidden[:, : max(sizes)]
+            if max(sizes):
                 known = _last_tokens(tokens, found, sizes)
-                ragged = sizes if min(sizes) < width else None
-                hidden = self.forward(depth, hidden, known, counts=ragged, logits="none").hidden
+                hidden = self.forward(depth, hidden, known, counts=sizes).hidden
         self.lengths = [a + c for a, c in zip(self.lengths, found)]
 
     @torch.inference_mode()
@@ -153,12 +144,11 @@ class MTP:
             if depth > 1:
                 hidden, sizes = self._after_pending(depth, hidden, sizes)
             known = _last_tokens(torch.stack(drafted, 1), [depth] * b, sizes)
-            ragged = sizes if min(sizes) < max(sizes) else None
-            out = self.forward(depth, hidden, known, counts=ragged, rollback=True, logits="last")
-            assert out.logits is not None and out.rollback is not None
+            out = self.forward(depth, hidden, known, counts=sizes, rollback=True)
+            assert out.rollback is not None
             rollbacks.append(out.rollback)
             hidden = out.hidden
-            drafted.append(choose(out.logits))
+            drafted.append(choose(self.engine.logits(last_of_rows(hidden, sizes))))
         for state, rollback in zip(self.depths, rollbacks):
             state.truncate(0, rollback)
         return torch.stack(drafted[1:], 1)

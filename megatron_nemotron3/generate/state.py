@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -29,16 +30,18 @@ class KVCache:
         if length > capacity:
             while capacity < length:
                 capacity = max(64, 2 * capacity)
-            old = self.cache
-            self.cache = old.new_empty(*old.shape[:3], capacity, old.shape[4])
             # Masked positions must still be finite: a score of -inf gives weight 0, and 0 * nan is nan.
-            self.cache[:, :, :, old.shape[3] :] = 0
-            self.cache[:, :, :, : old.shape[3]] = old
+            self.cache = F.pad(self.cache, (0, 0, 0, capacity - self.cache.shape[3]))
         return self.cache
 
-    def select(self, rows: Tensor) -> KVCache:
+    def select(self, rows: list[int]) -> KVCache:
         """Return a copy of some rows."""
-        return KVCache(self.cache.index_select(0, rows))
+        return KVCache(self.cache[rows])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, reserved capacity included."""
+        return self.cache.nbytes
 
 
 @dataclass(frozen=True)
@@ -120,9 +123,14 @@ class MambaState:
         """
         self._pending = record, kept
 
-    def select(self, rows: Tensor) -> MambaState:
+    def select(self, rows: list[int]) -> MambaState:
         """Return a copy of some rows."""
-        return MambaState(self.window.index_select(0, rows), self.ssm.index_select(0, rows))
+        return MambaState(self.window[rows], self.ssm[rows])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.window.nbytes + self.ssm.nbytes
 
     def _compute_pending(self) -> None:
         if self._pending is not None:
@@ -167,7 +175,7 @@ class State:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, reserved capacity included."""
-        return sum(t.numel() * t.element_size() for layer in self.layers for t in _state_tensors(layer))
+        return sum(layer.nbytes for layer in self.layers if layer is not None)
 
     def truncate(self, keep: int | Sequence[int], rollback: Rollback) -> None:
         """Roll the last pass back so that each row keeps the first `keep` of its tokens.
@@ -200,20 +208,9 @@ class State:
 
     def select(self, rows: Sequence[int]) -> State:
         """Return a copy of some rows, in the given order; a row may occur several times."""
-        index = None
-        layers: list[LayerState] = []
-        for layer in self.layers:
-            if layer is not None and index is None:
-                index = torch.tensor(list(rows), device=_state_tensors(layer)[0].device)
-            layers.append(None if layer is None or index is None else layer.select(index))
+        layers = [None if layer is None else layer.select(list(rows)) for layer in self.layers]
         return State([self.lengths[row] for row in rows], layers)
 
     def copy(self) -> State:
         """Return an independent snapshot."""
         return self.select(range(self.batch))
-
-
-def _state_tensors(layer: LayerState) -> tuple[Tensor, ...]:
-    if layer is None:
-        return ()
-    return (layer.cache,) if isinstance(layer, KVCache) else (layer.window, layer.ssm)

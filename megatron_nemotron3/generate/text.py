@@ -108,22 +108,24 @@ class OutputText:
         self.text = ""
         #: The stop text that ended it.
         self.stopped_by: str | None = None
+        #: Whether it is complete.
+        self.ended = False
 
     def push(self, token: int) -> bool:
         """Add a token; return whether a stop text has appeared."""
         self._add(self._detokenizer.push(token))
-        return self.stopped_by is not None
+        return self.ended
 
     def end(self) -> None:
         """Declare that no more tokens follow."""
-        if self.stopped_by is None:
+        if not self.ended:
             self._add(self._detokenizer.end())
-        self._longest_stop = 0
+        self.ended = True
 
     def take(self) -> str:
         """Text that has not been taken yet and cannot become part of a stop text."""
         end = len(self.text)
-        if self.stopped_by is None and self._longest_stop:
+        if not self.ended and self._longest_stop:
             end -= self._longest_stop - 1
         new = self.text[self._taken : max(end, self._taken)]
         self._taken += len(new)
@@ -135,7 +137,7 @@ class OutputText:
         found = [(at, s) for s in self._stops if (at := self.text.find(s, start)) >= 0]
         if found:
             at, self.stopped_by = min(found)
-            self.text = self.text[:at]
+            self.text, self.ended = self.text[:at], True
 
 
 class OutputStream:
@@ -150,22 +152,19 @@ class OutputStream:
     ) -> None:
         self._prompts, self._live = prompts, live
         self.outputs = [OutputText(tokenizer, stops) for _ in prompts]
-        self._ended = [False] * len(prompts)
         self._row, self._row_begun, self._at_line_start = 0, False, True
 
     def push(self, row: int, token: int) -> bool:
         """Add a token; return whether a stop text has appeared."""
         stopped = self.outputs[row].push(token)
-        self._ended[row] = self._ended[row] or stopped
         if self._live:
             self.print_rest()
         return stopped
 
     def end(self) -> None:
         """Declare that all rows have ended."""
-        for row, output in enumerate(self.outputs):
+        for output in self.outputs:
             output.end()
-            self._ended[row] = True
 
     def print_rest(self) -> None:
         """Print what can be printed and has not been."""
@@ -175,7 +174,7 @@ class OutputStream:
                 if len(self._prompts) > 1:
                     self._write(f"--- prompt {self._row + 1}: {self._prompts[self._row][:60]!r}\n")
             self._write(self.outputs[self._row].take())
-            if not self._ended[self._row]:
+            if not self.outputs[self._row].ended:
                 break
             if not self._at_line_start:
                 self._write("\n")

@@ -8,6 +8,7 @@ parallelism. torch's kernels (flash or memory-efficient, on CPU and GPU) do not 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -102,8 +103,8 @@ class TorchCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """Attention of [b, h, s, c] each; mask [s_q, s_k] is True where allowed, None for causal."""
         dropout = self.dropout if self.training else 0.0
-
-        def attend() -> torch.Tensor:
+        own_stream = dropout and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if own_stream else nullcontext():
             return F.scaled_dot_product_attention(
                 q,
                 k,
@@ -114,11 +115,6 @@ class TorchCoreAttention(MegatronModule):
                 scale=self.softmax_scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
-
-        if dropout and not self.config.sequence_parallel:
-            with get_cuda_rng_tracker().fork():
-                return attend()
-        return attend()
 
     def _packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
@@ -140,14 +136,10 @@ class TorchCoreAttention(MegatronModule):
             q, k, v = (
                 t.transpose(0, 1).unsqueeze(0) for t in (query[mine], key[start:end], value[start:end])
             )
-            mask = None if held is None else self._seen(held[mine], start, end)
+            # Causal: positions of the keys against those of this rank's queries.
+            mask = None if held is None else torch.arange(start, end, device=k.device) <= held[mine, None]
             pieces.append(self._attend(q, k, v, mask).squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
-
-    @staticmethod
-    def _seen(held: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """Causal mask [queries, end - start] for queries at positions `held` and keys start .. end - 1."""
-        return torch.arange(start, end, device=held.device)[None, :] <= held[:, None]
 
     def _gather(self, t: torch.Tensor) -> torch.Tensor:
         """[s / cp, ...] -> [s, ...] in order of ranks; backward sums the gradients."""

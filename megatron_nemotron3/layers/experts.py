@@ -30,7 +30,7 @@ from megatron_nemotron3.layers.functional import weighted_squared_relu
 from megatron_nemotron3.layers.grouped import grouped_linear, squared_relu_experts
 from megatron_nemotron3.layers.grouped_gpu import grouped_linear_cuda, one_allocation
 from megatron_nemotron3.layers.linear import ReplaceableProducts
-from megatron_nemotron3.layers.norm import EmptyExtraState
+from megatron_nemotron3.layers.norm import EmptyExtraState, parameter_device
 from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 
 
@@ -85,7 +85,7 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
             config.expert_model_parallel_size > 1
             or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
         )
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = parameter_device(config)
         for i in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(local, dtype=config.params_dtype, device=device))
             set_tensor_model_parallel_attributes(weight, True, self.split_axis, 1)
@@ -223,29 +223,25 @@ class GroupedExperts(TEGroupedMLP):
         counts = tokens_per_expert.tolist()
         x, probs = permuted_local_hidden_states, permuted_probs
         recompute = self.activation_recompute and self.training
-        if self.linear_fc1.replaced() is not None or self.linear_fc2.replaced() is not None:
-            if recompute:
-                # Forward draws no random numbers, so the RNG state need not be restored.
-                return checkpoint(
-                    self.one_by_one, x, probs, counts, use_reentrant=False, preserve_rng_state=False
-                ), None
-            return self.one_by_one(x, probs, counts), None
-        if recompute or not (x.is_cuda and gpu_kernels_enabled()):
+        replaced = self.linear_fc1.replaced() is not None or self.linear_fc2.replaced() is not None
+        if not replaced and (recompute or not (x.is_cuda and gpu_kernels_enabled())):
             fc1, fc2 = self.linear_fc1(None, counts)[0], self.linear_fc2(None, counts)[0]
             return squared_relu_experts(x, probs, fc1, fc2, counts, recompute=recompute), None
+        if recompute:
+            # Forward draws no random numbers, so the RNG state need not be restored.
+            return checkpoint(
+                self.one_by_one, x, probs, counts, use_reentrant=False, preserve_rng_state=False
+            ), None
         return self.one_by_one(x, probs, counts), None
 
     def one_by_one(self, x: torch.Tensor, probs: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """FC1, activation and FC2, each as one operation on all tokens."""
-        fused = x.is_cuda and gpu_kernels_enabled()
         hidden, _ = self.linear_fc1(x, counts)
-        activation = (_fused_activation() if fused else weighted_squared_relu)(hidden, probs)
+        if x.is_cuda and gpu_kernels_enabled():
+            from megatron_nemotron3.layers import triton_activation  # CPU runs need no Triton
+
+            activation = triton_activation.weighted_squared_relu(hidden, probs)
+        else:
+            activation = weighted_squared_relu(hidden, probs)
         output: torch.Tensor = self.linear_fc2(activation, counts)[0]
         return output
-
-
-def _fused_activation() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The Triton form of `weighted_squared_relu`, imported here because CPU runs need no Triton."""
-    from megatron_nemotron3.layers import triton_activation
-
-    return triton_activation.weighted_squared_relu

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_nemotron3.layers.functional import accumulation_dtype
+
 #: Elements between FC1 and FC2 per block on CPU: 512 KiB in FP32, which stay in the second-level cache.
 BLOCK_ELEMENTS = 2**17
 
@@ -215,6 +217,6 @@ class _Experts(torch.autograd.Function):
 
 def _weighted_activation(hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """relu(hidden) in FP32, relu(hidden)^2 * probs in the dtype of hidden, probs in FP32 as a column."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    wide = accumulation_dtype(hidden)
     positive, weight = F.relu(hidden.to(wide)), probs.to(wide).unsqueeze(-1)
     return positive, (positive * positive).mul_(weight).to(hidden.dtype), weight

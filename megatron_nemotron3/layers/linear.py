@@ -26,7 +26,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
-from megatron_nemotron3.layers.norm import EmptyExtraState, RMSNorm, new_norm_weight, norm_gain
+from megatron_nemotron3.layers.norm import (
+    EmptyExtraState,
+    RMSNorm,
+    new_norm_weight,
+    norm_gain,
+    parameter_device,
+)
 
 
 class ReplaceableProducts(torch.nn.Module):
@@ -114,9 +120,8 @@ class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):
         self.config = config
         self.name = name
         self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(
-            torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
+            torch.empty(output_size, input_size, dtype=config.params_dtype, device=parameter_device(config))
         )
         if config.perform_initialization:
             if config.use_cpu_initialization:

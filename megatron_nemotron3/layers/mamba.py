@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_nemotron3.layers.context_parallel import PackedContextParallel, cu_seqlens
 from megatron_nemotron3.layers.conv import causal_conv1d
-from megatron_nemotron3.layers.norm import GatedGroupRMSNorm
+from megatron_nemotron3.layers.norm import GatedGroupRMSNorm, parameter_device
 from megatron_nemotron3.layers.scan_kernels import TORCH, select_scan
 from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
@@ -45,7 +45,7 @@ DT_INIT_FLOOR = 1e-4
 
 @dataclass(frozen=True)
 class MixerSizes:
-    """Widths of one tensor-parallel rank's part of the mixer, in elements."""
+    """Widths of the mixer, or of one rank's part of it, in elements."""
 
     heads: int
     head_dim: int
@@ -111,7 +111,8 @@ class Mamba2Mixer(MambaMixer):
         self.headdim, self.d_state = config.mamba_head_dim, config.mamba_state_dim
         self.ngroups = config.mamba_num_groups
         self.nheads = config.mamba_num_heads or 2 * d_model // config.mamba_head_dim
-        self.d_inner = self.nheads * self.headdim
+        whole = MixerSizes(self.nheads, self.headdim, self.ngroups, self.d_state)
+        self.d_inner = whole.inner
         self.D_has_hdim, self.rmsnorm, self.norm_before_gate = False, True, False
         self.cached_batch_size = None
 
@@ -132,7 +133,7 @@ class Mamba2Mixer(MambaMixer):
         self.in_proj = build_module(
             submodules.in_proj,
             d_model,
-            2 * self.d_inner + 2 * self.ngroups * self.d_state + self.nheads,
+            sum(whole.in_proj),
             config=config,
             init_method=config.init_method,
             gather_output=False,
@@ -184,7 +185,7 @@ class Mamba2Mixer(MambaMixer):
     def _new_own_parameters(self) -> None:
         """Create conv1d_weight, conv1d_bias, dt_bias, A_log (FP32) and D (FP32), split over TP on axis 0."""
         config, sizes = self.config, self.sizes
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = parameter_device(config)
         conv_dim = sum(sizes.conv)
 
         def parallel(data: torch.Tensor, **marks: Any) -> torch.nn.Parameter:
@@ -229,7 +230,9 @@ class Mamba2Mixer(MambaMixer):
             raise NotImplementedError("Mamba2Mixer (torch backend) supports training and evaluation only")
         zxbcdt, _ = self.in_proj(hidden_states)  # [s, b, in_proj / tp]
         zxbcdt = self.cp.pre_conv_ssm(zxbcdt, packed_seq_params)  # all tokens, heads / cp
-        z, xbc, dt = torch.split(zxbcdt.transpose(0, 1), self._split_sizes(), dim=-1)  # [b, s, ...]
+        sizes = self._held_sizes()
+        widths = [sizes.inner, sum(sizes.conv), sizes.heads]
+        z, xbc, dt = torch.split(zxbcdt.transpose(0, 1), widths, dim=-1)  # [b, s, ...]
 
         seq_idx = None
         if packed_seq_params is not None:
@@ -246,10 +249,9 @@ class Mamba2Mixer(MambaMixer):
     def refresh_cache(self) -> None:
         """Do nothing: on main, upstream fills a decoding cache when a model enters evaluation mode."""
 
-    def _split_sizes(self) -> list[int]:
-        """Widths of z, (x B C), dt for this context-parallel rank's heads."""
-        bc = self.cp.ngroups_local_tpcp * self.d_state
-        return [self.cp.d_inner_local_tpcp, self.cp.d_inner_local_tpcp + 2 * bc, self.cp.nheads_local_tpcp]
+    def _held_sizes(self) -> MixerSizes:
+        """Widths of this rank's part, divided over tensor and context parallelism."""
+        return MixerSizes(self.cp.nheads_local_tpcp, self.headdim, self.cp.ngroups_local_tpcp, self.d_state)
 
     def scan(self, xbc: torch.Tensor, dt: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
         """Convolution and state-space scan.
@@ -263,19 +265,18 @@ class Mamba2Mixer(MambaMixer):
             [b, s, inner], before gate and norm. Decays, state and softplus are FP32.
         """
         b, s, _ = xbc.shape
-        groups, heads = self.cp.ngroups_local_tpcp, self.cp.nheads_local_tpcp
+        sizes = self._held_sizes()
         xbc = causal_conv1d(xbc, self.cp.get_conv1d_weight(), self.cp.get_conv1d_bias(), seq_idx=seq_idx)
-        inner, bc = self.cp.d_inner_local_tpcp, groups * self.d_state
-        x, B, C = torch.split(xbc, [inner, bc, bc], dim=-1)
+        x, B, C = torch.split(xbc, sizes.conv, dim=-1)
         ssd = select_scan(x) if gpu_kernels_enabled() else TORCH
         y = ssd(
-            x.reshape(b, s, heads, self.headdim),
+            x.reshape(b, s, sizes.heads, sizes.head_dim),
             F.softplus(dt.float() + self.cp.get_dt_bias().float()),
             -torch.exp(self.cp.get_A_log().float()),
-            B.reshape(b, s, groups, self.d_state),
-            C.reshape(b, s, groups, self.d_state),
+            B.reshape(b, s, sizes.groups, sizes.state),
+            C.reshape(b, s, sizes.groups, sizes.state),
             D=self.cp.get_D().float(),
             chunk_size=self.chunk_size,
             seq_idx=seq_idx,
         )
-        return y.reshape(b, s, inner)
+        return y.reshape(b, s, sizes.inner)

@@ -37,11 +37,15 @@ class EmptyExtraState(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+def parameter_device(config: TransformerConfig) -> Any:
+    """The device on which new parameters are created."""
+    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+
+
 def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     """A norm gain [size], replicated over tensor-parallel ranks and marked for sequence parallelism."""
-    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     start = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
-    weight = torch.nn.Parameter(start(size, dtype=config.params_dtype, device=device))
+    weight = torch.nn.Parameter(start(size, dtype=config.params_dtype, device=parameter_device(config)))
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight
 
@@ -108,8 +112,9 @@ class GatedGroupRMSNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.group_size, self.eps, self.tp_group = group_size, eps, tp_group
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
+        self.weight = torch.nn.Parameter(
+            torch.ones(size, dtype=config.params_dtype, device=parameter_device(config))
+        )
         self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.weight.partition_dim = 0  # type: ignore[attr-defined]
 

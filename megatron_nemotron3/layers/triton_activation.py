@@ -67,7 +67,7 @@ def _launch_per_row(kernel: Any, x: Tensor, *arguments: Any) -> None:
     rows, width = x.shape
     if rows:
         block = min(BLOCK, triton.next_power_of_2(width))
-        with torch.cuda.device(x.device if x.is_cuda else -1):
+        with functional.on_device_of(x):
             kernel[(rows,)](*arguments, width, BLOCK=block, num_warps=max(1, block // 256))
 
 

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.layers import triton_scan_kernels as kernels
 from megatron_nemotron3.layers.chunked_scan import LOG_DECAY_FLOOR, Inputs, document_starts
-from megatron_nemotron3.layers.functional import unit_stride
+from megatron_nemotron3.layers.functional import on_device_of, unit_stride
 
 #: Tokens per cell. With 64 the accumulators of `group_gradients` (dB, dC, scores) fit the registers.
 CHUNK = 64
@@ -95,20 +95,15 @@ class _TritonScan(torch.autograd.Function):
     def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*tensors)
         inputs = Inputs(*tensors)  # type: ignore[arg-type]
-        with torch.autocast(inputs.x.device.type, enabled=False), _on_device_of(inputs.x):
+        with torch.autocast(inputs.x.device.type, enabled=False), on_device_of(inputs.x):
             return _triton_scan_forward(inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
         inputs = Inputs(*ctx.saved_tensors)
-        with torch.autocast(dy.device.type, enabled=False), _on_device_of(dy):
+        with torch.autocast(dy.device.type, enabled=False), on_device_of(dy):
             return _triton_scan_backward(inputs, dy, dstate)
-
-
-def _on_device_of(t: Tensor) -> Any:
-    """Make the device of t current: Triton launches on the current device."""
-    return torch.cuda.device(t.device if t.is_cuda else -1)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 from megatron_nemotron3.monitor.hooks import first_forward
 from megatron_nemotron3.precision import experts
 from megatron_nemotron3.precision.products import (
-    Operand,
     dequantized,
     draws,
     gather_rows,
@@ -31,6 +30,7 @@ from megatron_nemotron3.precision.products import (
     padded,
     product,
 )
+from megatron_nemotron3.precision.quantizer import Operand
 from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.statistics import Record
 

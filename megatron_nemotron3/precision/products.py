@@ -7,28 +7,17 @@ scales of the two tensors. MXFP8 operands are multiplied as they are, which BF16
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from megatron_nemotron3.precision.quantizer import Amax, fake_quantize, units
+from megatron_nemotron3.precision.quantizer import Amax, Operand, fake_quantize, units
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.scales import MAX, product_scale
 from megatron_nemotron3.precision.table import NVFP4
-
-
-class Operand(NamedTuple):
-    """One operand of a matmul. amax: of the tensor, for NVFP4 values in units; else None."""
-
-    values: Tensor
-    amax: Tensor | None
-
-    def t(self) -> Operand:
-        """The transposed operand; the scale of the tensor stays."""
-        return Operand(self.values.t(), self.amax)
 
 
 def operand(x: Tensor, how: Spec, amax: Amax | None = None) -> Operand:
@@ -42,7 +31,7 @@ def operand(x: Tensor, how: Spec, amax: Amax | None = None) -> Operand:
     # A CPU without BF16 units multiplies FP32 five times as fast as BF16 (benchmarks/nvfp4.py).
     dtype = torch.float32 if x.device.type == "cpu" else torch.bfloat16
     if how.format == NVFP4:
-        return Operand(*units(x, how, amax=amax, dtype=dtype))
+        return units(x, how, amax=amax, dtype=dtype)
     return Operand(fake_quantize(x, how, dtype=dtype), None)
 
 

@@ -38,11 +38,19 @@ from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 Amax = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
 
 
-class Units(NamedTuple):
-    """values: q * s_b, in the dtype and shape of x. amax: float32, the scale of the tensor times 2688."""
+class Operand(NamedTuple):
+    """One operand of a matmul.
+
+    values: in the shape of x; NVFP4 in units, q * s_b.
+    amax: float32, the scale of the tensor times 2688; None in MXFP8.
+    """
 
     values: torch.Tensor
-    amax: torch.Tensor
+    amax: torch.Tensor | None
+
+    def t(self) -> Operand:
+        """The transposed operand; the scale of the tensor stays."""
+        return Operand(self.values.t(), self.amax)
 
 
 class Prepared(NamedTuple):
@@ -98,7 +106,7 @@ def units(
     amax: Amax | None = None,
     *,
     dtype: torch.dtype | None = None,
-) -> Units:
+) -> Operand:
     """NVFP4 elements times block scales, without the scale of the tensor; arguments as `fake_quantize`.
 
     Magnitudes are at most 2688 and have 6 significant bits: exact in BF16, FP16 and FP32, like the product
@@ -110,8 +118,7 @@ def units(
     if spec.format != "nvfp4":
         raise ValueError(f"{spec.format} has no scale for the whole tensor: use fake_quantize")
     prepared = prepare(x, spec, amax)
-    assert prepared.amax is not None
-    return Units(_rounded_values(prepared, spec, generator, dtype or x.dtype, units=True), prepared.amax)
+    return Operand(_rounded_values(prepared, spec, generator, dtype or x.dtype, units=True), prepared.amax)
 
 
 def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:

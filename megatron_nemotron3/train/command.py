@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,6 @@ def train_command(options: argparse.Namespace) -> int:
     from megatron_nemotron3.train.training import Request, schedule_of, train
 
     config = chosen_model(options)
-    if options.monitor is not None:  # the training processes inherit it
-        os.environ[monitor.VARIABLE] = str(monitor.parse_interval(str(options.monitor)))
     emulated, log_precision = chosen_emulation(options), _log_interval(options)
     if options.backend == "te":
         from megatron_nemotron3.layers.backend import te_problem
@@ -85,6 +82,7 @@ def train_command(options: argparse.Namespace) -> int:
         max_bytes=options.max_bytes,
         data_path=tuple(options.data_path),
         tokenizer=options.tokenizer,
+        monitor=None if options.monitor is None else monitor.parse_interval(str(options.monitor)),
         log_precision=log_precision,
         verbose=options.verbose,
     )

@@ -22,6 +22,7 @@ from megatron_nemotron3.args import (
 )
 from megatron_nemotron3.checkpoint import folders, resume
 from megatron_nemotron3.models import Nemotron3Config, count
+from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import command as precision
 from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
@@ -44,6 +45,8 @@ class Request:
     #: Prefixes of Megatron data sets. If given, `text` is not used, and `tokenizer` is needed.
     data_path: tuple[str, ...] = ()
     tokenizer: str | None = None
+    #: Iterations between measurements of the monitors; 0: off; None: as NEMOTRON3_MONITOR says.
+    monitor: int | None = None
     #: Iterations between precision measurements; 0: the default interval; None: off.
     log_precision: int | None = None
     verbose: bool = False
@@ -142,6 +145,8 @@ def train(request: Request) -> int:
     argv = to_argv(flags(replace(launch, data=data)))
     words = processes.command(argv, launch.layout.world_size, request.device)
     env = processes.environment(launch.layout.world_size, request.device)
+    if request.monitor is not None:
+        env[monitor.VARIABLE] = str(request.monitor)
     if launch.emulate:
         env[emulation.VARIABLE] = launch.emulate.text()
     if measuring is not None:

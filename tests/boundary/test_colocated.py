@@ -217,7 +217,7 @@ def check_traffic() -> list[int]:
             {"b": 0, "h": 1},
             sequence_parallel=True,
             kind=kind,
-            shares=vision,
+            groups_from=vision,
         )
         other = images(4, 8, seed=5)
         both = described(image, audio=other)

@@ -119,7 +119,7 @@ def test_every_mtp_depth(models: Any, name: str, chunk: int) -> None:
     m = models(name)
     depths = m.config.mtp_num_layers
     assert len(m.mtp) == 1 + depths and depths == 2
-    hidden = m.engine.forward(m.ids, m.engine.new_state(ROWS), logits="none").hidden
+    hidden = m.engine.forward(m.ids, m.engine.new_state(ROWS)).hidden
     close(hidden, m.mtp[0].transpose(0, 1))
     mtp = MTP(m.engine, ROWS, capacity=1)
     for depth in range(1, depths + 1):
@@ -140,7 +140,7 @@ def test_every_mtp_depth(models: Any, name: str, chunk: int) -> None:
 def test_mtp_attends_to_inputs_of_its_own_depth(models: Any) -> None:
     """Sharing one state between the depths gives another result."""
     m = models("super")
-    hidden = m.engine.forward(m.ids, m.engine.new_state(ROWS), logits="none").hidden
+    hidden = m.engine.forward(m.ids, m.engine.new_state(ROWS)).hidden
     mtp = MTP(m.engine, ROWS)
     first = mtp.forward(1, hidden[:, :-2], m.ids[:, 1:-1]).hidden
     mtp.depths[1] = mtp.depths[0]

@@ -18,11 +18,11 @@ DEPTHS = 4
 
 def by_depth(engine: Engine, ids: Tensor, depths: int) -> tuple[MTP, list[Tensor]]:
     """A whole text, depth by depth as in training: the states, and h_0 … h_depths of every position."""
-    hidden = [engine.forward(ids, engine.new_state(len(ids)), logits="none").hidden]
+    hidden = [engine.forward(ids, engine.new_state(len(ids))).hidden]
     state = MTP(engine, len(ids), depths)
     for depth in range(1, depths + 1):
         count = ids.shape[1] - depth
-        out = state.forward(depth, hidden[-1][:, :count], ids[:, depth:], logits="none")
+        out = state.forward(depth, hidden[-1][:, :count], ids[:, depth:])
         hidden.append(out.hidden)
     return state, hidden
 
@@ -32,7 +32,7 @@ def by_depth(engine: Engine, ids: Tensor, depths: int) -> tuple[MTP, list[Tensor
 def test_final_tokens_in_any_chunks(pieces: list[int]) -> None:
     engine, ids = tiny("super")
     total = min(sum(pieces), TOKENS)
-    hidden = engine.forward(ids, engine.new_state(ROWS), logits="none").hidden
+    hidden = engine.forward(ids, engine.new_state(ROWS)).hidden
     state, at = MTP(engine, ROWS, DEPTHS), 0
     for n in pieces:
         stop = min(at + n, total)
@@ -86,16 +86,15 @@ def test_drafts_are_those_of_the_whole_text(pattern: str) -> None:
     assert_mtp_equal(state, before)
     # h_k of position 29 has seen the tokens up to 29 + k, the last k - 1 of them drafts.
     longer = torch.cat([ids, newest[None], drafted], 1)
-    hidden = engine.forward(ids, engine.new_state(1), logits="none").hidden
+    hidden = engine.forward(ids, engine.new_state(1)).hidden
     again = MTP(engine, 1, DEPTHS)
     for depth in range(1, DEPTHS + 1):
         out = again.forward(depth, hidden, longer[:, depth : 30 + depth])
-        assert out.logits is not None
         hidden = out.hidden
         close(seen[depth - 1], out.logits[:, -1])
     # The text continues after a draft as without one.
     for one in (state, before):
-        more = engine.forward(ids, engine.new_state(1), logits="none").hidden[:, :3]
+        more = engine.forward(ids, engine.new_state(1)).hidden[:, :3]
         one.append(ids[:, :3], more)
     assert_mtp_equal(state, before)
 

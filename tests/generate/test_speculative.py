@@ -48,7 +48,6 @@ def clear(engine: Engine, prompt: list[int], new: list[int]) -> bool:
     """Whether no token or expert was chosen by a small margin."""
     ids = torch.tensor([prompt + new])
     logits = engine.forward(ids, engine.new_state(1)).logits
-    assert logits is not None
     best = logits[0, len(prompt) - 1 : -1].topk(2, -1).values
     return bool((best[:, 0] - best[:, 1]).min() > GAP) and routing_margin(engine, ids) > MARGIN
 
@@ -194,7 +193,6 @@ def exact(engine: Engine, prompt: list[int], new: int, sampling: Sampling) -> di
     texts = list(itertools.product(range(engine.config.vocab_size), repeat=new))
     ids = torch.tensor([[*prompt, *text] for text in texts])
     logits = engine.forward(ids, engine.new_state(len(ids))).logits
-    assert logits is not None
     p = probabilities(logits[:, len(prompt) - 1 : -1], sampling).double()
     shares = p.gather(-1, ids[:, len(prompt) :].unsqueeze(-1)).squeeze(-1).prod(-1)
     return dict(zip(texts, shares.tolist(), strict=True))

@@ -297,4 +297,4 @@ def test_mxfp8_has_no_scale_of_the_tensor() -> None:
     with pytest.raises(ValueError, match="mxfp8 has no scale for the whole tensor: use fake_quantize"):
         units(x, Spec("mxfp8"))
     assert quantizer.quantize(x, Spec("mxfp8")).amax is None
-    assert isinstance(quantizer.units(x, Spec()), quantizer.Units)
+    assert quantizer.units(x, Spec()).amax is not None

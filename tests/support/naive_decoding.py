@@ -28,7 +28,6 @@ def naive_continuation(
     ids = list(prompt)
     for _ in range(new):
         logits = engine.forward(torch.tensor([ids]), engine.new_state(1)).logits
-        assert logits is not None
         last = logits[0, -1].tolist()
         if sampling is None:
             ids.append(last.index(max(last)))
