@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import subprocess
-import sys
 import warnings
 from argparse import Namespace
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from megatron_nemotron3.cpu import cpu_mode
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.parameters import count
 from tests.support.model_mapping import megatron_model, to_transformers, transformers_config
+from tests.support.programs import run_python
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 #: Files that are run; the others are imported by them.
@@ -29,14 +28,8 @@ TINY_GPU = ("--device", "cpu", "--tiny", "--rounds", "1", "--steps", "1")
 
 
 def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    return subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**os.environ, **quiet, **environment},
-    )
+    """Run a benchmark in a process forked with Megatron imported."""
+    return run_python([str(BENCHMARKS / script), *arguments], Path.cwd(), timeout=900, **environment)
 
 
 def tables(output: str) -> list[list[list[str]]]:

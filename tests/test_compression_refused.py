@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,7 +12,8 @@ import torch
 from megatron_nemotron3 import compression
 from megatron_nemotron3.compression import minitron
 from megatron_nemotron3.models import Nemotron3Config
-from tests.test_compression import DENSE, EXAMPLE, SUPER, WITH_MTP, _run, calibrate
+from tests.support.programs import run_python
+from tests.test_compression import DENSE, EXAMPLE, SUPER, WITH_MTP, calibrate
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_example_without_modelopt_ends_with_2() -> None:
         "u.find_spec = lambda name, *rest: None if name == 'modelopt' else real(name, *rest)\n"
         f"sys.argv = ['compress_minitron']; runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')"
     )
-    done = _run([sys.executable, "-c", hide])
+    done = run_python(["-c", hide], Path.cwd())
     assert done.returncode == 2, done.stderr[-2000:]
     assert "pip install nvidia-modelopt==" in done.stderr
     assert not done.stdout

@@ -14,6 +14,7 @@ from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import log, processes
 from tests.support.distributed import run_launcher
+from tests.support.programs import run_python
 from tests.support.short_run import mock_argv, short_schedule
 
 ROOT = Path(__file__).parent.parent
@@ -149,11 +150,8 @@ def test_a_foreign_stack_stops_the_run(tmp_path: Path) -> None:
         "block.TENorm = RMSNorm\n"
         f"runpy.run_path({str(processes.ENTRY)!r}, run_name='__main__')\n"
     )
-    words = processes.command(_argv(ParallelLayout(), ()), 1, "cpu")
-    words[words.index(str(processes.ENTRY))] = str(script)
-    done = subprocess.run(
-        words, env=processes.environment(1, "cpu"), cwd="/", capture_output=True, text=True, timeout=240
-    )
+    words = ["-m", "megatron_nemotron3.run", "--device", "cpu", str(script), *_argv(ParallelLayout(), ())]
+    done = run_python(words, tmp_path)
     assert done.returncode != 0
     assert "HybridStack" in done.stderr
     assert "lm loss" not in done.stdout

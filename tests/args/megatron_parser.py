@@ -1,8 +1,6 @@
-"""Run by test_megatron.py in a process of its own: Megatron's parser mutates globals and the environment.
+"""What Megatron's parser makes of command lines.
 
-stdin: a JSON list of {"argv": [...], "world_size": n, "patched": bool}. Into the file named by the first
-argument (Megatron logs to stdout): a line of JSON for each, the arguments and the TransformerConfig, or
-the error.
+It runs in a process of its own, because it mutates globals and the environment.
 
 What needs a GPU or Transformer Engine only to be asked about is answered here if "patched", and nothing else:
 the compute capability, Transformer Engine's version, and whether its permutation kernels exist.
@@ -15,14 +13,14 @@ import dataclasses
 import enum
 import io
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
-import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from tests.support.distributed import run_fresh
 
 
 def plain(value: Any) -> Any:
@@ -36,11 +34,11 @@ def plain(value: Any) -> Any:
     return getattr(value, "__name__", str(value))
 
 
-def main() -> None:
+def _answers(jobs: list[dict[str, Any]]) -> list[str]:
+    """JSON for each job: the arguments and the TransformerConfig, or the error."""
     warnings.simplefilter("ignore")
-    jobs = json.load(sys.stdin)
-    answers = Path(sys.argv[1])
-    os.environ.update(RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    os.environ.pop("LOCAL_RANK", None)
+    os.environ.update(RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 
     import argparse
 
@@ -91,10 +89,8 @@ def main() -> None:
             stack.enter_context(mock.patch.object(moe_utils, kernel, object()))
         return stack
 
-    with (
-        answers.open("w") as out,
-        mock.patch.object(arguments, "_print_args", lambda *_: None),  # 800 lines a set
-    ):
+    answers = []
+    with mock.patch.object(arguments, "_print_args", lambda *_: None):  # 800 lines a set
         for job in jobs:
             log = io.StringIO()
             try:
@@ -106,26 +102,17 @@ def main() -> None:
                     answer = run(job["argv"], job["world_size"])
             except (Exception, SystemExit) as error:
                 answer = {"error": f"{type(error).__name__}: {error} {log.getvalue()[-500:]}"}
-            print(json.dumps(answer), file=out)
+            answers.append(json.dumps(answer))
+    return answers
 
 
-def ask(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Let Megatron parse each job's argv, in a process of its own."""
-    worker = Path(__file__)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "answers"
-        done = subprocess.run(
-            [sys.executable, str(worker), str(out)],
-            input=json.dumps(jobs),
-            capture_output=True,
-            text=True,
-            env=environment,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [json.loads(line) for line in out.read_text().splitlines()]
+def ask(jobs: list[dict[str, Any]], forked: bool = True) -> list[dict[str, Any]]:
+    """Let Megatron parse each job's command line: {"argv": [...], "world_size": n, "patched": bool}.
 
-
-if __name__ == "__main__":
-    main()
+    A forked process is seconds faster, but what torch says about a missing GPU is another error there.
+    """
+    if forked:
+        return [json.loads(answer) for answer in run_fresh(_answers, jobs, timeout=600)]
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return [json.loads(answer) for answer in pool.apply(_answers, (jobs,))]

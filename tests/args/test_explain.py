@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from megatron_nemotron3.args.megatron_defaults import DEFAULTS, default
 from megatron_nemotron3.args.phases import PHASES, phase
 from megatron_nemotron3.args.reference import LAUNCHES, NOT_PASSED, ON, WHY, reference, shown
 from megatron_nemotron3.models import Nemotron3Config
+from tests.support.programs import run_python
 
 SMALL = ParallelLayout(tp=8, ep=8, dp=2)
 
@@ -351,12 +350,7 @@ def test_defaults_and_names_are_megatrons() -> None:
         "cli.main(['explain', 'super', '--tiny', '--all', '--json']);"
         "print(json.dumps(rows, default=str))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    done = run_python(["-c", code], Path.cwd(), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-2000:]
     printed, _, last = done.stdout.rstrip().rpartition("\n")
     parser = json.loads(last)

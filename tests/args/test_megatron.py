@@ -170,7 +170,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     ]
     base = to_argv(flags(Launch.of(models.SUPER, backend="torch")))
     jobs += [{"argv": base + options.split(), "world_size": 1, "patched": False} for options, _ in CLAIMS]
-    replies = ask(jobs)
+    replies = ask(jobs, forked=False)
     for answer, reply in zip((a for a in found if "argv" in a), replies, strict=False):
         answer.update(reply)
     return found, replies[-len(CLAIMS) :]

@@ -13,6 +13,7 @@ The blocks of a page share one folder, from top to bottom. The folder looks like
 from __future__ import annotations
 
 import re
+import shlex
 import stat
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ _BLOCK = re.compile(
 
 #: Stand-ins in front of the PATH. `nemotron3` is this checkout's and trains for two steps; launchers of other
 #: machines print what they were told.
-_NEMOTRON3 = """\
+NEMOTRON3 = """\
 import re, sys
 from megatron_nemotron3.cli import main
 words = sys.argv[1:]
@@ -57,6 +58,14 @@ class Block:
         """Whether a test runs it."""
         return not self.mark.startswith("not run")
 
+    def nemotron3_commands(self) -> list[list[str]] | None:
+        """The words after each `nemotron3`; None if the block has anything that only a shell understands."""
+        lines = [line.partition(" #")[0] for line in self.text.replace("\\\n", "").splitlines()]
+        lines = [line for line in lines if line.strip()]
+        if not all(line.startswith("nemotron3 ") and not set("$&|;<>()`*?~") & set(line) for line in lines):
+            return None
+        return [shlex.split(line)[1:] for line in lines]
+
 
 def blocks(page: str) -> Iterator[Block]:
     """The blocks of a page below the root of the repository, in order."""
@@ -68,7 +77,7 @@ def blocks(page: str) -> Iterator[Block]:
 
 def write_stand_ins(folder: Path) -> None:
     """Write the programs that stand in front of the PATH."""
-    for name, text in {"nemotron3": _NEMOTRON3, "torchrun": _PRINT, "sbatch": _PRINT}.items():
+    for name, text in {"nemotron3": NEMOTRON3, "torchrun": _PRINT, "sbatch": _PRINT}.items():
         path = folder / name
         path.write_text(f"#!{sys.executable}\n{text}")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)

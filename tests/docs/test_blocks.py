@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import PAGES, ROOT, Block, blocks, write_stand_ins
+from megatron_nemotron3 import cli
+from megatron_nemotron3.train import processes
+from tests.docs.blocks import NEMOTRON3, PAGES, ROOT, Block, blocks, write_stand_ins
+from tests.support.programs import follow_forked, run_python
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
@@ -32,12 +35,14 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page_folder(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Callable[[str], Path]:
+def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A function from a page to the folder its blocks run in."""
     trained = tmp_path_factory.mktemp("demo")
-    words = ["nemotron3", "train", "super", "--tiny", "--device", "cpu", "--output", "runs/demo"]
-    done = run(words, trained, programs)
-    assert done.returncode == 0, done.stderr
+    words = ["train", "super", "--tiny", "--device", "cpu", "--output", str(trained / "runs" / "demo")]
+    short = ["--steps", "2", "--max-bytes", "1000000", "--", "--eval-iters", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "follow", follow_forked)
+        assert cli.main([*words, *short]) == 0
     folders: dict[str, Path] = {}
 
     def folder_of(page: str) -> Path:
@@ -63,10 +68,19 @@ def page_folder(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Cal
     ],
 )
 def test_block(block: Block, page_folder: Callable[[str], Path], programs: Path) -> None:
-    """Each runs to its end with exit code 0."""
-    words = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
-    done = run([*words, block.text], page_folder(block.page), programs)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    """Each runs to its end with exit code 0.
+
+    Python and plain `nemotron3` commands run in processes forked with Megatron imported, the rest in bash.
+    """
+    folder, commands = page_folder(block.page), block.nemotron3_commands()
+    if block.language == "python":
+        finished = [run_python(["-c", block.text], folder)]
+    elif commands and block.mark != "full":
+        finished = [run_python(["-c", NEMOTRON3, *words], folder) for words in commands]
+    else:
+        finished = [run(["bash", "-euo", "pipefail", "-c", block.text], folder, programs)]
+    for done in finished:
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("page", PAGES)

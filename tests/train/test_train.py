@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoint import folders
-from megatron_nemotron3.train import log
+from megatron_nemotron3.train import log, processes
+from tests.support.programs import follow_forked
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -71,9 +74,11 @@ def test_trains_saves_and_resumes_with_the_same_losses(text: Path, tmp_path: Pat
     assert third.returncode == 0 and "already trained to step 6" in third.stdout
 
 
-def test_an_interrupt_saves_first_and_the_same_command_goes_on(text: Path, tmp_path: Path) -> None:
+def test_an_interrupt_saves_first_and_the_same_command_goes_on(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "run"
-    steps = 40  # ten seconds or more: enough to be interrupted
+    steps = 16  # several seconds: enough to be interrupted after the first one
     words = _command(output, text, "--steps", str(steps), "--micro-batch-size", "2")
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 120
@@ -92,20 +97,47 @@ def test_an_interrupt_saves_first_and_the_same_command_goes_on(text: Path, tmp_p
     assert [p.name for p in (output / "checkpoints").glob("iter_*")] == [f"iter_{saved:07d}"]
 
     begun = log.read(str(output / "train.log")).steps
-    resumed = _run(words)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert f"resuming from step {saved}" in resumed.stdout
+    monkeypatch.setattr(processes, "follow", follow_forked)
+    assert cli.main(words[3:]) == 0
+    resumed = capsys.readouterr().out
+    assert f"resuming from step {saved}" in resumed
     for words_of_the_report in ("unigram baseline", "CPU run", "backend torch"):
-        assert words_of_the_report in resumed.stdout
+        assert words_of_the_report in resumed
     assert (output / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     whole = log.read(str(output / "train.log")).steps
     assert sorted(whole) == list(range(1, steps + 1))
     assert whole[steps].loss < begun[1].loss - 0.3 and len(whole[steps].mtp) == 2
-    again = _run(words)
-    assert again.returncode == 0 and f"already trained to step {steps}" in again.stdout
+    assert cli.main(words[3:]) == 0
+    assert f"already trained to step {steps}" in capsys.readouterr().out
 
 
-@pytest.mark.full  # a save that fails, by itself: tests/checkpoint/test_kill.py
+@pytest.mark.parametrize(
+    "line",
+    ["torch...CheckpointException: ranks:dict_keys([0])", "OSError: [Errno 28] No space left on device"],
+)
+def test_a_save_that_fails_is_told_in_one_line(
+    line: str,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(
+        words: list[str], env: dict[str, str], file: Path, on_line: Callable[[str], None], _: Any
+    ) -> int:
+        on_line("Traceback (most recent call last):\n")
+        on_line(f"[rank0]: {line}\n")
+        return 1
+
+    monkeypatch.setattr(processes, "follow", fail)
+    output = tmp_path / "run"
+    assert cli.main(_command(output, text, "--steps", "2")[3:]) == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert f"saving a checkpoint in {output / 'checkpoints'} failed" in message and "MB are free" in message
+    assert "the same command resumes" in message and str(output / "train.log") in message
+
+
+@pytest.mark.full  # its message: the test above; what a save that fails leaves: tests/checkpoint/test_kill.py
 def test_a_full_disk_leaves_nothing_half_written(text: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     words = _command(output, text, "--steps", "2", "--micro-batch-size", "2")
@@ -149,10 +181,10 @@ def test_bad_input(
     assert not output.exists()
 
 
-def test_a_text_folder_without_text(tmp_path: Path) -> None:
+def test_a_text_folder_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "blob").write_bytes(b"\0\1\2")
-    result = _run(_command(tmp_path / "run", tmp_path / "text"))
-    assert result.returncode == 2 and str(tmp_path / "text") in result.stderr
-    assert "Traceback" not in result.stderr
+    assert cli.main(_command(tmp_path / "run", tmp_path / "text")[3:]) == 2
+    said = capsys.readouterr().err
+    assert str(tmp_path / "text") in said and "Traceback" not in said
     assert not list((tmp_path / "run").rglob("*.bin"))
