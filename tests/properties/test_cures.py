@@ -42,8 +42,8 @@ CURES: tuple[tuple[str, str, Cure], ...] = (
     ("sequence-cp", r"use a multiple of (\d+)", _schedule("seq_length")),
     ("sequence-sp", r"use a multiple of (\d+)", _schedule("seq_length")),
     ("global-batch", r"use a multiple of (\d+)", _schedule("global_batch_size")),
-    ("vpp-microbatches", r"global_batch_size a multiple of (\d+)", _schedule("global_batch_size")),
-    ("token-alignment", r"seq_length a multiple of (\d+)", _schedule("seq_length")),
+    ("vpp-microbatches", r"global_batch_size that is a multiple of (\d+)", _schedule("global_batch_size")),
+    ("token-alignment", r"seq_length that is a multiple of (\d+)", _schedule("seq_length")),
     ("mxfp8-tail-pipeline", r"--num-layers-at-end-in-bf16 (\d+)", _option("--num-layers-at-end-in-bf16")),
     ("recompute-mtp", r"--recompute-num-layers (\d+)", _option("--recompute-num-layers")),
 )
