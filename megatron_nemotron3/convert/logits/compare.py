@@ -135,7 +135,6 @@ class _Comparison:
     def run(self, ids: Tensor) -> None:
         table = list(prefixes(self.config))
         self.report.experts = sum(p.part == "E" for p in table) * (self.config.num_moe_experts or 0)
-        self.total = sum(p.part in self.config.full_pattern for p in table)
         x, y = self.ours.embed(ids), self.theirs.embed(ids).unsqueeze(0)
         rows = torch.stack([x, x, x])
         self.record(Layer("embedding", *self.compare(x, y[0], rows[OWN], y[0])))
