@@ -7,6 +7,7 @@ loads as another weight.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +19,12 @@ from megatron_nemotron3.checkpoint.archive import BLOCK, ArchiveError, crc_probl
 from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.checkpoint.metadata import (
     COMMON,
+    JSON_LIMIT,
     CheckpointError,
     CheckpointIndex,
     Chunk,
     StoredObject,
-    read_json,
+    read_file,
 )
 from megatron_nemotron3.checkpoint.read import chunk_layout, opened
 from megatron_nemotron3.checkpoint.structure import legacy_files
@@ -147,10 +149,13 @@ def _sha256_manifest(folder: Path) -> dict[str, str]:
     path = folder / MANIFEST
     if not os.path.lexists(path):
         return {}
-    found = read_json(path)
+    data = read_file(path, JSON_LIMIT)
     try:
+        found = json.loads(data)
         if found.get("algorithm", "sha256") != "sha256":
             raise CheckpointError(f"{path}: algorithm {found['algorithm']!r:.40} is not sha256")
         return {os.path.basename(str(name)): str(digest) for name, digest in found["files"].items()}
-    except (KeyError, AttributeError):
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise CheckpointError(f"{path}: it is not an integrity manifest") from None

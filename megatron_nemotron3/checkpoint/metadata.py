@@ -23,7 +23,7 @@ INDEX = ".metadata"
 COMMON = "common.pt"
 #: Longest index and longest JSON file that are read, in bytes. Ultra's released index has 6 MB.
 _INDEX_LIMIT = 1 << 30
-_JSON_LIMIT = 64 << 20
+JSON_LIMIT = 64 << 20
 
 #: Bytes per element; two float4 elements are packed into one of one byte.
 ITEM_SIZE = {
@@ -57,7 +57,7 @@ def read_file(path: Path, limit: int) -> bytes:
         raise CheckpointError(str(problem)) from None
 
 
-def read_json(path: Path, limit: int = _JSON_LIMIT) -> dict[str, Any]:
+def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
     Raises:
