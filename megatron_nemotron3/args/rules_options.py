@@ -345,8 +345,8 @@ PARSER_RULES: tuple[Rule, ...] = (
         "unknown-option",
         lambda c: unknown(c.options, c.version),
         lambda c: (
-            f"the parser of megatron-core {c.version} does not accept {', '.join(unknown(c.options, c.version))}: "
-            "correct or drop it, or use a version that accepts it"
+            f"the parser of megatron-core {c.version} does not accept "
+            f"{', '.join(unknown(c.options, c.version))}: correct or drop it, or use a version that has it"
         ),
         _ARGUMENTS,
     ),

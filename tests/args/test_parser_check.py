@@ -79,7 +79,7 @@ def test_another_model_than_the_named_one_is_said() -> None:
 
 
 def test_the_last_of_several_values_is_said() -> None:
-    (said,) = repeated(parse("--lr 1 --seed 3 --lr 2 --seed 3".split()))
+    (said,) = repeated(parse(["--lr", "1", "--seed", "3", "--lr", "2", "--seed", "3"]))
     assert said == "--lr is given 2 times with different values: the last one counts, --lr 2"
 
 
@@ -91,3 +91,20 @@ def test_commands_refuse_unknown_options(
     assert cli.main([*command, *output, "--", "--lrr", "1e-4"]) == 2
     printed = capsys.readouterr()
     assert "--lrr (did you mean --lr" in printed.err and printed.out == ""
+
+
+@pytest.mark.parametrize("words", [["--save", "/x"], ["--train-iters", "7"], ["--data-path", "a"]])
+def test_train_refuses_what_its_own_options_set(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: object
+) -> None:
+    run = ["train", "nano", "--tiny", "--device", "cpu", "--output", f"{tmp_path}/run", "--", *words]
+    assert cli.main(run) == 2
+    assert f"replace what train itself sets: {words[0]} (give --" in capsys.readouterr().err
+
+
+def test_flags_say_what_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["flags", "nano", "--", "--num-experts", "64", "--lr", "1", "--lr", "2"]) == 0
+    printed = capsys.readouterr()
+    assert "--num-experts 64 replaces config.num_moe_experts=128" in printed.err
+    assert "warning: --lr is given 2 times with different values: the last one counts, --lr 2" in printed.err
+    assert "--num-experts 64" in printed.out and "warning" not in printed.out
