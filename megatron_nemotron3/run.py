@@ -1,6 +1,6 @@
 """Run an unmodified Megatron script, on the CPU if there is no GPU.
 
-    python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] SCRIPT ARGS…
+    python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] [--change PART] SCRIPT ARGS…
     torchrun --nproc-per-node 2 -m megatron_nemotron3.run SCRIPT ARGS…
 
 The script runs as `__main__` with ARGS as its command line and its own folder first on the path, as
@@ -13,6 +13,8 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 - Before the start the tracker of `--load` is made to name the last complete checkpoint
   (`megatron_nemotron3.checkpoint.resume`), and a schedule that Megatron would refuse to load is refused
   with the option that it needs.
+- `run.json` in the folder of `--save` says which run it is; a start with another model is refused, and one
+  with another precision, MTP, tokenizer or data set needs `--change precision` (`mtp`, `tokenizer`, `data`).
 - `--monitor N` runs stability monitors at every N-th iteration, 0 for none; it overrides NEMOTRON3_MONITOR
   (docs/monitor.md).
 
@@ -31,12 +33,14 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from megatron_nemotron3.args import continued, manifest
 from megatron_nemotron3.args.versions import require_supported
+from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
 
-USAGE = "usage: python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] SCRIPT ARGS…"
+USAGE = "usage: python -m megatron_nemotron3.run [--device D] [--monitor N] [--change PART] SCRIPT ARGS…"
 SPEC_MODULE = "megatron_nemotron3.specs"
 
 
@@ -61,20 +65,28 @@ class Words(NamedTuple):
     script: str
     #: The script's own.
     arguments: list[str]
+    #: Values of --change.
+    changes: list[str]
 
 
 def split_arguments(argv: list[str]) -> Words:
     """Take the launcher's own options off a command line."""
     device, monitor, rest = "auto", None, list(argv)
+    changes: list[str] = []
     while rest and rest[0].startswith("-"):
         option = rest.pop(0)
         if option in ("-h", "--help"):
             print(__doc__)
             raise SystemExit(0)
         name, _, value = option.partition("=")
-        if name not in ("--device", "--monitor"):
+        if name not in ("--device", "--monitor", "--change"):
             fail(f"unknown option {option} before SCRIPT\n{USAGE}")
         value = value or (rest.pop(0) if rest else "")
+        if name == "--change":
+            if value not in manifest.CHANGES:
+                fail(f"--change {value!r}: choose {', '.join(manifest.CHANGES)}")
+            changes.append(value)
+            continue
         if name == "--monitor":
             monitor = _interval(value)
             continue
@@ -83,7 +95,7 @@ def split_arguments(argv: list[str]) -> Words:
             fail(f"--device {device!r}: choose auto, cpu or cuda")
     if not rest:
         fail(f"no SCRIPT given\n{USAGE}")
-    return Words(device, monitor, rest[0], rest[1:])
+    return Words(device, monitor, rest[0], rest[1:], changes)
 
 
 def _interval(value: str) -> int:
@@ -204,21 +216,52 @@ def verify_measurable(attribute: str | None) -> None:
     )
 
 
-def prepare_folders(arguments: list[str]) -> ExitStack:
+def prepare_folders(arguments: list[str], changes: list[str]) -> ExitStack:
     """Prepare the folders of a script's command line, or stop; return what holds the lock of `--save`."""
     with ExitStack() as stack:
         settle_checkpoint(arguments, hold_save_folder(stack, arguments))
+        # `nemotron3 train` has done it for its ranks.
+        if os.environ["RANK"] == "0" and lock.VARIABLE not in os.environ:
+            settle_manifest(arguments, changes)
         return stack.pop_all()
+
+
+def settle_manifest(arguments: list[str], changes: list[str]) -> None:
+    """Stop if the folder of `--save` holds another run; record this one there."""
+    from megatron_nemotron3.checkpoint.folders import checkpoint_path, latest_iteration
+    from megatron_nemotron3.checkpoint.state import stored_state
+
+    save = local_folder(arguments, "--save")
+    if save is None:
+        return
+    try:
+        found, step = manifest.Manifest(manifest.folder_of(save)), latest_iteration(save)
+        new = manifest.parts_of(arguments, os.environ)
+        if step is not None:
+            stored = stored_state(checkpoint_path(save, step))
+            before = manifest.parts_of_checkpoint(stored.args) if stored else {}
+            # With --use-checkpoint-args Megatron takes the model from the checkpoint.
+            taken = ("model", "mtp") if "--use-checkpoint-args" in arguments else ()
+            new |= {part: found.parts.get(part) or before.get(part, {}) for part in taken}
+            found.require_same(new, step, changes, ("model", *manifest.CHANGES), before)
+        for line in found.write(new, step):
+            print(f"megatron_nemotron3: {line}", flush=True)
+    except (ValueError, OSError) as problem:
+        fail(str(problem))
+
+
+def local_folder(arguments: list[str], option: str) -> Path | None:
+    """Return the folder that an option names; None if it is not given or in an object store."""
+    value = option_value(arguments, option)
+    return None if not value or "://" in value else Path(value)
 
 
 def hold_save_folder(stack: ExitStack, arguments: list[str]) -> str:
     """Lock the folder of `--save` for the ranks of this run, or stop; return the key of the run."""
-    from megatron_nemotron3.checkpoint.lock import held, run_key, this_command
-
-    key, save = run_key(), option_value(arguments, "--save")
-    if save and "://" not in save:
+    key, save = lock.run_key(), local_folder(arguments, "--save")
+    if save is not None:
         try:
-            stack.enter_context(held(Path(save), this_command(), key=key))
+            stack.enter_context(lock.held(save, key=key))
         except (ValueError, OSError) as problem:
             fail(str(problem))
     return key
@@ -232,7 +275,6 @@ def settle_checkpoint(arguments: list[str], key: str) -> None:
     Args:
         key: of the locks that this run holds.
     """
-    from megatron_nemotron3.args import continued
     from megatron_nemotron3.checkpoint.resume import before_start
     from megatron_nemotron3.checkpoint.state import loaded_state
 
@@ -251,7 +293,7 @@ def settle_checkpoint(arguments: list[str], key: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point; `argv` without the program name."""
-    device, monitor, script, arguments = split_arguments(sys.argv[1:] if argv is None else argv)
+    device, monitor, script, arguments, changes = split_arguments(sys.argv[1:] if argv is None else argv)
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     try:
@@ -261,7 +303,7 @@ def main(argv: list[str] | None = None) -> None:
         fail(str(problem))
     device = resolve_device(device)
     single_process_environment()
-    locks = prepare_folders(arguments)
+    locks = prepare_folders(arguments, changes)
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
 

@@ -52,6 +52,7 @@ COMMANDS = {
     "train": {
         "--tiny", "--device", "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
         "--verbose", "--emulate", "--te-precision-config-file", "--log-precision", "--more-steps",
+        "--change",
     }
     | RUN,
 }  # fmt: skip
