@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint.folders import free_bytes
+from megatron_nemotron3.checkpoint.folders import free_bytes, locate
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
 from megatron_nemotron3.convert import from_hf, to_hf
 from megatron_nemotron3.convert.checkpoints import (
@@ -21,7 +21,7 @@ from megatron_nemotron3.convert.checkpoints import (
     open_megatron,
 )
 from megatron_nemotron3.convert.compare import Difference, compare
-from megatron_nemotron3.convert.hf_folder import CONFIG, is_hf, read_config, read_json
+from megatron_nemotron3.convert.hf_folder import CONFIG, read_config, read_json
 from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.job import MANIFEST, Job, Progress, check_target, partial_of, run
 from megatron_nemotron3.convert.quantized_config import read_scales
@@ -87,7 +87,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     check_target(target)
     _require_torch(options.dtype or options.quantize)
     vocab_size, reference = options.vocab_size, options.reference
-    if is_hf(source):
+    if locate(source).kind == "hugging face":
         raise ValueError(f"{source}: it is a Hugging Face folder: use `nemotron3 convert from-hf`")
     if vocab_size is None and reference is not None and (reference / CONFIG).exists():
         stated = read_config(reference).get("vocab_size")
@@ -150,6 +150,8 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
             "--check-logits: transformers does not compute with quantized weights: leave out --dequantize or "
             "--check-logits"
         )
+    if locate(source).kind != "hugging face":
+        raise ValueError(f"{source}: it is a Megatron checkpoint: use `nemotron3 convert to-hf`")
     opened = open_hugging_face(
         source, model=options.model, allow_unused=options.allow_unused, dequantize=options.dequantize
     )
@@ -197,7 +199,7 @@ def verify(
         ValueError: one is not a valid checkpoint.
     """
     if b is None:
-        return _verify_manifest(a, options.workers)
+        return verify_manifest(a, options.workers)
     wanted = {
         "model": options.model,
         "allow_unused": options.allow_unused,
@@ -206,7 +208,7 @@ def verify(
     }
     sides = [open_checkpoint(p, **wanted) for p in (a, b)]
     for name, side in zip("ab", sides):
-        print(f"{name}            {_checkpoint_line(side)}")
+        print(f"{name}            {checkpoint_line(side)}")
     views = [side.hf_view() for side in sides]
     show = _ProgressLine()
     total = sum(t.nbytes for name, t in views[0].tensors.items() if name in views[1].tensors)
@@ -235,7 +237,12 @@ def verify(
     return 1 if problems else 0
 
 
-def _verify_manifest(folder: Path, workers: int) -> int:
+def verify_manifest(folder: Path, workers: int) -> int:
+    """Compare the files of a folder with its manifest. Returns the exit status: 0 equal, 1 not.
+
+    Raises:
+        ValueError: it has no manifest, or one that lists no files.
+    """
     if not (folder / MANIFEST).exists():
         raise ValueError(f"{folder}: it has no {MANIFEST}: give a second checkpoint to compare with")
     entries = read_json(folder / MANIFEST).get("files")
@@ -322,7 +329,7 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
         elements[tensor.dtype] += tensor.nbytes // ITEM_SIZE[tensor.dtype]
     kinds = ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.most_common())
     lines = [
-        f"source       {_checkpoint_line(opened)}",
+        f"source       {checkpoint_line(opened)}",
         f"weights      {len(job.source.tensors):,} tensors; elements {kinds}",
     ]
     padding = (opened.padded_vocab_size or 0) - opened.config.vocab_size
@@ -348,7 +355,8 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
     return lines
 
 
-def _checkpoint_line(opened: Checkpoint) -> str:
+def checkpoint_line(opened: Checkpoint) -> str:
+    """Describe a checkpoint: folder, format, model, layers."""
     c = opened.config
     at = "" if opened.iteration is None else f", iteration {opened.iteration}"
     mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}" if c.has_mtp else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from dataclasses import fields
 
 from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.tiny import TINY_SUFFIX, tiny
@@ -208,3 +209,40 @@ def get(name: str) -> Nemotron3Config:
     near = difflib.get_close_matches(base, _ALIASES, n=1, cutoff=0.5)
     hint = f"; did you mean {_ALIASES[near[0]]!r}?" if near else ""
     raise ValueError(f"unknown model {name!r}: known are {', '.join(names())}{hint}")
+
+
+#: Name of a model that is not in the catalog, where nothing else names it.
+CUSTOM = "custom"
+#: Fields that a run, a tokenizer or a file format chooses, without making it another model.
+_OF_A_RUN = frozenset(
+    (
+        *("name", "title", "vocab_size", "seq_length", "max_position_embeddings", "mamba_chunk_size"),
+        *("moe_aux_loss_coeff", "moe_router_bias_update_rate", "init_method_std"),
+        *("mtp_num_layers", "mtp_use_repeated_layer", "mtp_loss_scaling_factor"),
+        *("published_total", "published_active", "source"),
+    )
+)
+_MTP = frozenset(("mtp_pattern",))
+
+
+def identify(config: Nemotron3Config) -> Nemotron3Config | None:
+    """The catalog model, or its tiny form, with the layers and sizes of `config`; None if there is none.
+
+    A model that was trained without MTP is also found. How often MTP is applied is not compared, because
+    released checkpoints do not state it.
+    """
+    known = [form for model in _ALL for form in (model, tiny(model))]
+    for ignored in (_OF_A_RUN, _OF_A_RUN | _MTP) if config.mtp_pattern is None else (_OF_A_RUN,):
+        compared = [field.name for field in fields(config) if field.name not in ignored]
+        for model in known:
+            if all(getattr(model, name) == getattr(config, name) for name in compared):
+                return model
+    return None
+
+
+def named(config: Nemotron3Config, model: Nemotron3Config | None = None) -> Nemotron3Config:
+    """`config` with the name and title of `model`, by default those of the catalog, or "custom"."""
+    found = model or identify(config)
+    if found is None:
+        return config.but(name=CUSTOM, title="a model that is not in the catalog")
+    return config.but(name=found.name, title=found.title)
