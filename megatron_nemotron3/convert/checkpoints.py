@@ -27,7 +27,7 @@ from megatron_nemotron3.convert.quantized_views import Dequantized
 from megatron_nemotron3.convert.sources import FileSource, TensorSource
 from megatron_nemotron3.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
 from megatron_nemotron3.convert.views import Converted, Selected
-from megatron_nemotron3.models import Nemotron3Config, named
+from megatron_nemotron3.models import Nemotron3Config, identify, named
 
 QUANTIZATION = "quantization_config"
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -161,7 +161,8 @@ def open_hugging_face(
         raise ValueError(
             f"{folder}: --dequantize: config.json has no {QUANTIZATION}: its weights are not quantized"
         )
-    config = named(config_json.read(data, name=os.fspath(folder), base=model), model)
+    config = config_json.read(data, name=os.fspath(folder), base=model)
+    config = named(config, [model] if model else identify(config))
     kept = {name: name for name in source.tensors if not _matches_any(name, allow_unused)}
     inventory.check_hf(config, {name: source.tensors[name].shape for name in kept})
     left_out["unused"] = len(source.tensors) - len(kept)
@@ -203,4 +204,4 @@ def _megatron_config(
     padded = values.get("padded_vocab_size") if isinstance(values, dict) else None
     guess = vocab_size is None and values.get("vocab_size") is None and type(padded) is int
     config = config_of(arguments, name=os.fspath(folder), vocab_size=padded if guess else vocab_size)
-    return named(config), guess
+    return named(config, identify(config, ["mtp_loss_scaling_factor"])), guess
