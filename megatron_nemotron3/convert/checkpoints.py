@@ -170,6 +170,16 @@ def open_hugging_face(
     return Checkpoint("hugging face", folder, config, Selected(source, kept), mappings, +left_out)
 
 
+def checkpoint_line(opened: Checkpoint) -> str:
+    """Describe a checkpoint: folder, format, model, layers."""
+    c = opened.config
+    at = "" if opened.iteration is None else f", iteration {opened.iteration}"
+    mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}" if c.has_mtp else ""
+    return (
+        f"{opened.folder} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, hidden size {c.hidden_size}"
+    )
+
+
 def _weight_keys(tensors: Iterable[str], allow_unused: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:
     """Map the plain names of weights to their keys, and count the keys that are not weights."""
     keys: dict[str, str] = {}
@@ -204,4 +214,4 @@ def _megatron_config(
     padded = values.get("padded_vocab_size") if isinstance(values, dict) else None
     guess = vocab_size is None and values.get("vocab_size") is None and type(padded) is int
     config = config_of(arguments, name=os.fspath(folder), vocab_size=padded if guess else vocab_size)
-    return named(config, identify(config, ["mtp_loss_scaling_factor"])), guess
+    return named(config, identify(config)), guess

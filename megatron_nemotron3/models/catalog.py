@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
 from megatron_nemotron3.models.config import Nemotron3Config
@@ -226,26 +226,19 @@ _OF_A_RUN = frozenset(
 _MTP = frozenset(("mtp_pattern",))
 
 
-def identify(config: Nemotron3Config, stated: Sequence[str] = ()) -> tuple[Nemotron3Config, ...]:
+def identify(config: Nemotron3Config) -> tuple[Nemotron3Config, ...]:
     """The catalog models and tiny forms with the layers and sizes of `config`. Some tiny forms are alike.
 
     A model that was trained without MTP is also found. How often MTP is applied is not compared, because
     released checkpoints do not state it.
-
-    Args:
-        stated: further fields, which decide if several models have the same sizes.
     """
     known = [form for model in _ALL for form in (model, tiny(model))]
     for ignored in (_OF_A_RUN, _OF_A_RUN | _MTP) if config.mtp_pattern is None else (_OF_A_RUN,):
-        compared = {field.name for field in fields(config)} - ignored
-        found = tuple(model for model in known if _agree(model, config, compared))
+        compared = [field.name for field in fields(config) if field.name not in ignored]
+        found = [model for model in known if all(getattr(model, f) == getattr(config, f) for f in compared)]
         if found:
-            return tuple(model for model in found if _agree(model, config, stated)) or found
+            return tuple(found)
     return ()
-
-
-def _agree(a: Nemotron3Config, b: Nemotron3Config, names: Iterable[str]) -> bool:
-    return all(getattr(a, name) == getattr(b, name) for name in names)
 
 
 def named(config: Nemotron3Config, found: Sequence[Nemotron3Config]) -> Nemotron3Config:
