@@ -56,7 +56,7 @@ def check_hugging_face(folder: Path, *, full: bool = False, workers: int = 4) ->
         ValueError: there is no checkpoint, it is damaged, or its tensors are not those of its config.json.
     """
     from megatron_nemotron3.convert.checkpoints import QUANTIZATION, checkpoint_line, open_hugging_face
-        from megatron_nemotron3.convert.hf_folder import open_hf, read_config
+    from megatron_nemotron3.convert.hf_folder import open_hf, read_config
     from megatron_nemotron3.convert.job import MANIFEST
     from megatron_nemotron3.convert.verify import verify_manifest
 

@@ -64,7 +64,8 @@ def verify(
         print(f"differs      and {problems - _SHOWN:,} more")
     print(
         f"{'equal' if not problems else 'not equal'}: {equal:,} tensors with {elements:,} elements are equal "
-        f"bit by bit, {problems:,} differ; {size_text(total)} of each side in {time.monotonic() - started:.1f} s"
+        f"bit by bit, {problems:,} differ; {size_text(total)} of each side in "
+        f"{time.monotonic() - started:.1f} s"
     )
     return 1 if problems else 0
 
