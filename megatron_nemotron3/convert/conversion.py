@@ -149,7 +149,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     opened = open_hugging_face(
         source, model=options.model, allow_unused=options.allow_unused, dequantize=options.dequantize
     )
-    rows = from_hf.pad_vocabsize_text(opened.config.vocab_size, divisor)
+    rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisor)
     dtype = options.dtype or _main_dtype(opened.weights)
     weights = _cast(opened.weights, options.dtype, opened, hf=True)
     view = Converted(weights, mappings(opened.config, padded_vocab_size=rows), to_hf=False)
