@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -154,15 +153,19 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(counted(target))
 
 
-def test_two_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_at_once(tmp_path: Path) -> None:
+    """The second says who writes there; it changes nothing, and the first one ends as if alone."""
     partial = partial_of(tmp_path / "out")
-    partial.mkdir()
-    descriptor = os.open(partial, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    with pytest.raises(ValueError, match="another process is writing it"):
+    command = _COMMAND.format(target=str(tmp_path / "out"), workers=2, delay=0.02)
+    process = subprocess.Popen([sys.executable, "-c", command], cwd=Path(__file__).parents[2])
+    while not (partial / JOURNAL).exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match=f"{partial} is in use by {process.pid} on .* since"):
         run(counted(tmp_path / "out"))
-    os.close(descriptor)
+    assert process.wait() == 0
+    run(counted(tmp_path / "whole"))
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
