@@ -12,6 +12,7 @@ structure.py  structural check: names, sizes, chunks that tile their tensors
 integrity.py  full check: every CRC32
 argv.py       options out of a Megatron command line
 resume.py     repair the tracker before a run starts
+state.py      what a checkpoint says about the run that saved it
 command.py    `nemotron3 check`
 
 Only the standard library is imported.

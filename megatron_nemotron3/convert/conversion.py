@@ -7,8 +7,8 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megatron_nemotron3.checkpoint.files import open_outside
@@ -34,6 +34,8 @@ from megatron_nemotron3.convert.views import Cast, Converted
 from megatron_nemotron3.convert.workers import parallel_map
 from megatron_nemotron3.models import Nemotron3Config
 
+#: Options that do not change what is written.
+_NO_EFFECT = ("workers", "dry_run", "compare_logits")
 #: Largest number of differences printed.
 _SHOWN = 20
 
@@ -104,7 +106,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     view = opened.hf_view()
     dtype = _main_dtype(view)
     view = _cast(view, options.dtype, opened, hf=True)
-    plan = None
+    plan = scales = None
     if options.quantize is not None:
         if options.compare_logits is not None:
             raise ValueError(
@@ -126,7 +128,15 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     files = to_hf.files(view.tensors, options.shard_bytes)
     for line in _quantized_lines(plan):
         print(line)
-    job = Job(target, view, files, small, _job_origin(opened, options), not options.allow_nonfinite)
+    job = Job(
+        target,
+        view,
+        files,
+        small,
+        _job_origin(opened, options),
+        _job_options(options, scales),
+        finite=not options.allow_nonfinite,
+    )
     if not _run_job(opened, target, job, options) or options.compare_logits is None:
         return 0
     megatron = _cast(opened.weights, options.dtype, opened, hf=False)
@@ -161,7 +171,15 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     files, small = from_hf.plan(
         view, opened.config, padded_vocab_size=rows, dtype=dtype, limit=options.shard_bytes
     )
-    job = Job(target, view, files, small, _job_origin(opened, options), not options.allow_nonfinite)
+    job = Job(
+        target,
+        view,
+        files,
+        small,
+        _job_origin(opened, options),
+        _job_options(options),
+        finite=not options.allow_nonfinite,
+    )
     if not _run_job(opened, target, job, options) or options.compare_logits is None:
         return 0
     made = open_megatron(target, model=opened.config)
@@ -321,6 +339,12 @@ def _job_origin(opened: Checkpoint, options: Options) -> dict[str, object]:
         "model": opened.config.name,
         "dtype": options.dtype,
     }
+
+
+def _job_options(options: Options, scales: Mapping[str, float] | None = None) -> dict[str, object]:
+    """Return every option that may change what is written, and the content of the scale file."""
+    values = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in _NO_EFFECT}
+    return {**values, "scales": scales}
 
 
 def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:

@@ -91,7 +91,7 @@ def _locate_chunk(folder: Path, chunk: Chunk, dtype: str) -> Location:
     path = folder / chunk.file
     with opened(path) as descriptor:
         found = chunk_layout(descriptor, chunk, dtype)
-    return Location(path, found.offset, found.stride)
+    return Location(path, found.offset, found.stride, found.record)
 
 
 def read_dcp_state(index: CheckpointIndex) -> dict[str, Any]:
@@ -172,4 +172,5 @@ def _reordered(tensor: SourceTensor, plan: Plan) -> tuple[Block, ...]:
 
 def _location_from_row(block: Block, row: int, item: int) -> Location:
     found = block.locate()
-    return Location(found.path, found.offset + row * found.stride[0] * item, found.stride)
+    offset = found.offset + row * found.stride[0] * item
+    return Location(found.path, offset, found.stride, found.record)
