@@ -276,19 +276,16 @@ def settle_checkpoint(arguments: list[str], key: str) -> None:
         key: of the locks that this run holds.
     """
     from megatron_nemotron3.checkpoint.resume import before_start
-    from megatron_nemotron3.checkpoint.state import loaded_state
 
     rank = int(os.environ["RANK"])
     try:
         for line in before_start(arguments, rank, key):
             print(f"megatron_nemotron3: {line}", flush=True)
-        if rank == 0 and (found := loaded_state(arguments)) is not None:
-            step, state = found
-            saved = continued.saved_schedule(step, state.scheduler, state.args)
-            if saved and (problem := continued.problem(saved, arguments)):
-                fail(problem)
-    except ValueError as problem:
-        fail(str(problem))
+        problem = continued.refused(arguments) if rank == 0 else None
+    except ValueError as damage:
+        problem = str(damage)
+    if problem is not None:
+        fail(problem)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -90,8 +90,7 @@ def parts_of(
         if option == _PATTERN:
             main, _, mtp = values.replace("|", "").partition(MTP_SEPARATOR)
             parts["model"][option] = main
-            if mtp:
-                parts["mtp"][option] = mtp
+            parts["mtp"][option] = mtp or "none"
         elif option in _MODEL:
             parts["model"][option] = values
         elif option in _MTP:
@@ -135,7 +134,7 @@ def parts_of_checkpoint(args: Mapping[str, Any]) -> Parts:
     if isinstance(pattern, str):
         main, _, mtp = pattern.replace("|", "").partition(MTP_SEPARATOR)
         parts["model"][_PATTERN] = main
-        parts["mtp"] = {_PATTERN: mtp} if mtp else {}
+        parts["mtp"][_PATTERN] = mtp or "none"
     parts["precision"] = found(("--bf16", "--fp16"))
     for kind in ("fp8", "fp4"):
         if isinstance(value := args.get(kind), str):
@@ -187,7 +186,7 @@ class Manifest:
             if old is None:
                 continue
             # Stored arguments do not say everything; what they do not say is not compared.
-            changed = _changed(old, new[part], common=not self.content and part != "mtp")
+            changed = _changed(old, new[part], common=not self.content and part != "precision")
             if not changed:
                 continue
             details = _details(changed)

@@ -24,6 +24,10 @@ def _parts(name: str = "super", *, layout: ParallelLayout | None = None, **given
     return manifest.parts_of(to_argv(flags(launch)), environment, config.name)
 
 
+def _published(name: str) -> manifest.Parts:
+    return manifest.parts_of(to_argv(flags(Launch(config=get(name)))), {}, name)
+
+
 def _written(folder: Path, parts: manifest.Parts) -> manifest.Manifest:
     manifest.Manifest(folder).write(parts, None)
     return manifest.Manifest(folder)
@@ -73,11 +77,9 @@ def test_one_switch_of_the_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", sorted(set(names()) - {"super"}))
 def test_no_option_allows_another_model(other: str, tmp_path: Path) -> None:
-    found = _written(tmp_path, _parts())
-    with pytest.raises(
-        ValueError, match=f"holds a training of super-tiny, not of {other}-tiny .*another --output"
-    ):
-        found.require_same(_parts(other), 3, manifest.CHANGES, ALL, {})
+    found = _written(tmp_path, _published("super"))
+    with pytest.raises(ValueError, match=f"holds a training of super, not of {other} .*another --output"):
+        found.require_same(_published(other), 3, manifest.CHANGES, ALL, {})
 
 
 def test_a_layout_is_not_another_model(tmp_path: Path) -> None:
@@ -124,6 +126,9 @@ def test_a_folder_of_an_older_version(tmp_path: Path) -> None:
     found.require_same(_parts(), 3, (), ALL, before)
     with pytest.raises(ValueError, match=r"holds a training of another model, not of nano-tiny \("):
         found.require_same(_parts("nano"), 3, (), ALL, before)
+    without = manifest.parts_of_checkpoint(vars(stored) | {"hybrid_layer_pattern": config.pattern})
+    with pytest.raises(ValueError, match=r"another MTP \(hybrid-layer-pattern none -> "):
+        found.require_same(_parts(), 3, (), ALL, without | {"precision": before["precision"]})
     with pytest.raises(ValueError, match=r"with bf16, not fp32"):
         found.require_same(_parts(precision="fp32"), 3, (), ALL, before)
     (line,) = found.write(_parts(), 3)

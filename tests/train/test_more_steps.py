@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_nemotron3 import cli, run
-from megatron_nemotron3.args import TrainingData, continued, flags, to_argv
+from megatron_nemotron3.args import TrainingData, continued, flags, manifest, to_argv
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.checkpoint import folders, lock
 from megatron_nemotron3.checkpoint.state import loaded_state
@@ -112,6 +116,73 @@ def test_a_stock_script_is_told_which_option_megatron_needs(
     assert "Megatron needs --override-opt-param-scheduler to take the new one" in said
     assert not (Path(folder) / lock.NAME).exists()
 
+    words = to_argv(flags(launch))
+    assert cli.main(["explain", "nano", "--tiny", "--argv", _script(words, trained)]) == 0
+    assert "Megatron needs --override-opt-param-scheduler" in capsys.readouterr().out
+    assert continued.refused([*words, continued.OVERRIDE]) is None
+    # The checkpoint's lengths with a WSD decay of this command line's would be a third schedule.
+    said = continued.refused([*words, continued.KEEP]) or ""
+    assert "does not hold the length of the WSD decay" in said
+    length = said.split()[-1]
+    assert continued.refused([*words, continued.KEEP, "--lr-wsd-decay-iters", length]) is None
+
+
+def _script(words: list[str], folder: Path) -> str:
+    path = folder / "launch.sh"
+    path.write_text(f"python pretrain_hybrid.py {shlex.join(words)}\n")
+    return str(path)
+
+
+def test_the_folder_of_another_run(
+    trained: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model, or another precision that nobody asked for, is refused before anything is written."""
+
+    def content() -> dict[str, int]:
+        return {str(path): path.stat().st_mtime_ns for path in trained.rglob("*") if path.is_file()}
+
+    before = content()
+    found = json.loads((trained / manifest.NAME).read_text())
+    assert found["parts"]["model"]["name"] == "nano-tiny" and "huggingface" in str(found["parts"]).lower()
+    words = ["--device", "cpu", "--output", str(trained), "--text", str(text), "--seq-length", "32"]
+    assert cli.main(["train", "super", "--tiny", *words, "--steps", "90"]) == 2
+    said = capsys.readouterr()
+    assert f"{trained} holds a training of nano-tiny, not of super-tiny (" in said.err
+    assert "saving" not in said.out + said.err and len(said.err.splitlines()) == 1
+    assert _train(trained, text, "--steps", "90", "--precision", "bf16") == 2
+    assert "with fp32, not bf16 (bf16 not given -> on): give --change precision" in capsys.readouterr().err
+    other = text.with_name("other.txt")
+    other.write_text(text.read_text() * 2)
+    assert _train(trained, other, "--steps", "90") == 2
+    assert "with another " in (said := capsys.readouterr()).err and "--change " in said.err
+    after = {path: time for path, time in content().items() if "/data/" not in path}  # prepared text stays
+    assert after == {path: time for path, time in before.items() if "/data/" not in path}
+
+
+def test_a_folder_of_an_older_version_gets_its_manifest(
+    trained: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    folder = trained / "checkpoints"
+    (trained / manifest.NAME).rename(trained / "aside")
+    super_words = to_argv(flags(Launch(config=tiny(get("super")), data=TrainingData(save=str(folder)))))
+    with pytest.raises(SystemExit):
+        run.settle_manifest(super_words, [])
+    assert "another model" in capsys.readouterr().err
+    nano = Launch(config=tiny(get("nano")), precision="fp32", data=TrainingData(save=str(folder)))
+    run.settle_manifest(to_argv(flags(nano)), [])
+    assert "the folder had none" in capsys.readouterr().out
+    run.settle_manifest(to_argv(flags(nano)), [])
+    assert capsys.readouterr().out == ""
+    with pytest.raises(SystemExit):
+        run.settle_manifest(to_argv(flags(replace(nano, precision="bf16"))), [])
+    assert "--change precision" in capsys.readouterr().err
+    run.settle_manifest(to_argv(flags(replace(nano, precision="bf16"))), ["precision"])
+    assert "precision changes at step " in capsys.readouterr().out
+    (folder / manifest.NAME).unlink()
+    (trained / "aside").rename(trained / manifest.NAME)
+
 
 def test_a_second_training_is_refused(
     trained: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -142,3 +213,25 @@ def test_a_second_training_is_refused(
         assert (folder / folders.TRACKER).read_text() == ""
     folders.write_tracker(folder, max(folders.iterations(folder)))
     assert set(before) == set(listing())
+
+
+@pytest.mark.full  # the lock itself: tests/checkpoint/test_lock.py
+def test_ranks_keep_the_folder_when_the_command_is_killed(text: Path, tmp_path: Path) -> None:
+    """A rank goes on for a while, and may be saving."""
+    words = [sys.executable, "-m", "megatron_nemotron3", "train", "nano", "--tiny", "--device", "cpu"]
+    words += ["--steps", "5000", "--seq-length", "32", "--micro-batch-size", "2", "--text", str(text)]
+    words += ["--output", str(tmp_path), "--", "--eval-iters", "0"]
+    first = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert first.stdout is not None
+    holder = None
+    for line in first.stdout:
+        if "/5000" in line:
+            holder = lock.holder(tmp_path / "checkpoints")
+            break
+    assert holder is not None and holder.pid == first.pid, "training did not start"
+    records = (tmp_path / "checkpoints" / lock.NAME).read_text().splitlines()
+    assert len(records) == 2  # the command and its rank
+    first.kill()
+    first.communicate()
+    with lock.held(tmp_path / "checkpoints", patience=60):  # the rank notices that nobody reads its log
+        pass
