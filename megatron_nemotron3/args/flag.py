@@ -18,7 +18,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 #: The order sections are printed in.
-SECTIONS = ("architecture", "parallelism", "precision", "optimization", "data", "logging", "extra")
+SECTIONS = (
+    "architecture",
+    "parallelism",
+    "precision",
+    "optimization",
+    "data",
+    "logging",
+    "extra",
+    "launcher",
+)
 
 
 @dataclass(frozen=True)

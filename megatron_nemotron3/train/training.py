@@ -17,6 +17,7 @@ from megatron_nemotron3.args import (
     TrainingSchedule,
     adjusted,
     flags,
+    precision_file,
     published,
     to_argv,
 )
@@ -117,6 +118,7 @@ def train(request: Request) -> int:
         extra=("--exit-signal-handler", *_event_files(request), *given.extra),
     )
     flags(launch)  # rules first: nothing is written for a layout that cannot run
+    precision_file.require_usable_here(given, measured=measuring is not None)
     what = f"{size.trainable:,} parameters, {launch.layout}, {launch.precision}"
     what += " emulated" if launch.emulate else ""
     print(f"{request.title}: {what}")
