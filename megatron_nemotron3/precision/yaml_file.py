@@ -56,9 +56,11 @@ _MATCHER_FIELDS = ("config", "type", "pattern", "enabled")
 class PrecisionFileError(ValueError):
     """All problems of a precision file, one per line in `problems`."""
 
-    def __init__(self, where: str, problems: Sequence[str]) -> None:
+    def __init__(self, where: str, problems: Sequence[str] = ()) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join((f"{where}:", *(f"  - {problem}" for problem in problems))))
+        # Megatron's `build_module` raises the class again with a longer message as its only argument.
+        lines = (f"{where}:", *(f"  - {problem}" for problem in problems)) if problems else (where,)
+        super().__init__("\n".join(lines))
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ def require_fit(file: PrecisionFile, structure: Structure, where: str) -> None:
             globs = [glob for kind in LINEARS if kind.name in present for glob in kind.modules]
             problems.append(
                 f"{at} matches no linear of this model, which has {', '.join(globs)}"
-                + _suggestion(matcher.pattern, globs)
+                + _suggested_glob(matcher.pattern, globs)
             )
         elif len(kinds) > 1 and matcher.pattern != "*":
             examples = ", ".join(f"{kind} ({names[0]})" for kind, names in kinds.items())
@@ -357,6 +359,13 @@ def _shown(value: Any) -> str:
 def _suggestion(value: Any, known: Iterable[Any] | None) -> str:
     near = difflib.get_close_matches(str(value), [str(k) for k in known or ()], n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _suggested_glob(pattern: str, globs: Sequence[str]) -> str:
+    """The glob with the most similar last name, which is where a slip of the pen is."""
+    by_name = {glob.rpartition(".")[2]: glob for glob in globs}
+    near = difflib.get_close_matches(pattern.rpartition(".")[2], by_name, n=1, cutoff=0.7)
+    return f"; did you mean {by_name[near[0]]!r}?" if near else ""
 
 
 def _strict_loader() -> Any:

@@ -55,7 +55,7 @@ EVERY_MODEL: dict[str, tuple[str, str]] = {
     "a matcher empty": (GOOD + "  more:\n", "matchers.more: None is not a mapping"),
     "pattern misspelt": (swapped("pattern:", "patern:"), "'patern'; did you mean 'pattern'"),
     "type misspelt": (swapped("    type:", "    typ:"), "'typ'; did you mean 'type'"),
-    "enabled misspelt": (swapped("enabled:", "enable:"), "'enable'; did you mean 'enabled'"),
+    "enabled misspelt": (swapped("    enabled:", "    enable:"), "'enable'; did you mean 'enabled'"),
     "config key misspelt": (swapped('    config: "', '    confg: "'), "'confg'; did you mean 'config'"),
     "no such config": (
         swapped('config: "bf16"', 'config: "bf61"'),
@@ -83,7 +83,10 @@ EVERY_MODEL: dict[str, tuple[str, str]] = {
     "a bracket": (swapped("fc[12]", "fc[12"), "a bracket that is not closed"),
     "pattern empty": (swapped(QKV, '""'), 'is empty: "\\*" stands for all linears'),
     "pattern no text": (swapped(QKV, "[a]"), r"\['a'\] is not text"),
-    "disabled by text": (swapped("enabled: true", "enabled: 'on'"), "enabled: 'on': write enabled: true"),
+    "disabled by text": (
+        swapped("    enabled: true", "    enabled: 'on'"),
+        "enabled: 'on': write enabled: true",
+    ),
     "control characters": (GOOD + '  "a\\eb": 3\n', r"matchers\.'a\\x1bb': 3 is not a mapping"),
 }
 #: These are wrong for the model, which a script's launcher does not know before it builds.
@@ -148,9 +151,23 @@ COMMANDS: dict[str, Callable[[str], int | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+#: The commands that the short tests try with every file; the others get a few.
+QUICK = ("flags", "precision", "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        *((name, False) for name in COMMANDS if name not in QUICK),
+        *(pytest.param(name, True, marks=[] if name in QUICK else pytest.mark.full) for name in COMMANDS),
+    ],
+)
 def test_every_command_says_what_is_wrong(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    every: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One line for each mistake, exit status 2, and nothing written."""
     monkeypatch.chdir(tmp_path)
@@ -158,8 +175,10 @@ def test_every_command_says_what_is_wrong(
     cases = {**EVERY_MODEL, **({} if name == "run" else THIS_MODEL)}
     if name == "flags in bf16":
         cases.pop("nothing left")  # there is nothing to lose
-    assert len(cases) >= 30
-    for case, (text, message) in cases.items():
+    assert len(cases) >= 40
+    wanted = cases if every else ("empty", "no such config", "a matcher empty")
+    for case in wanted:
+        text, message = cases[case]
         file.write_text(text)
         try:
             status = COMMANDS[name](str(file))
