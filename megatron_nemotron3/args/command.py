@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.args.explain import explain, explain_command, with_megatron_defaults
@@ -19,6 +18,7 @@ from megatron_nemotron3.args.phases import PHASES, Phase, phase, require_known
 from megatron_nemotron3.args.precision_file import check as check_precision_file
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
+from megatron_nemotron3.checkpoint.files import read_outside
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.precision.settings import OPTION, VARIABLE, Emulation, emulation_in_environment
 
@@ -40,6 +40,8 @@ SCHEDULE: dict[str, tuple[type, str]] = {
     "lr": (float, "peak learning rate"),
 }
 
+#: Longest script that is read, in bytes.
+_SCRIPT_LIMIT = 16 << 20
 #: Options of `explain` that go with --argv.
 _BESIDE_ARGV = ("argv", "all", "json", "tiny", "schedule", "name", "command", "run", "extra")
 
@@ -189,7 +191,7 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
 
 def _text_of(file: str) -> str:
     try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        return sys.stdin.read() if file == "-" else read_outside(file, limit=_SCRIPT_LIMIT).decode()
     except UnicodeDecodeError:
         raise ValueError(f"--argv {file} is not a text file: give a script or a command") from None
 

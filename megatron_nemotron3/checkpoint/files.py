@@ -27,6 +27,14 @@ _KINDS = {
 }
 
 
+class Unreadable(ValueError):
+    """A file that must not be read. The message begins with its path; `reason` is the rest."""
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"{os.fspath(path)}: {reason}")
+
+
 def open_outside(path: Path | str, *, limit: int | None = None) -> BinaryIO:
     """Open a file that this program did not just write. Links are followed.
 
@@ -36,12 +44,11 @@ def open_outside(path: Path | str, *, limit: int | None = None) -> BinaryIO:
         limit: largest size in bytes.
 
     Raises:
-        ValueError: it is a pipe, a socket or a device, or longer than `limit`; the message begins with the
-            path.
+        Unreadable: it is a pipe, a socket or a device, or longer than `limit`.
         OSError: it does not exist, is a folder, or cannot be opened.
     """
     if "\0" in os.fspath(path):
-        raise ValueError(f"{os.fspath(path)!r}: a path cannot have a null byte")
+        raise Unreadable(repr(os.fspath(path)), "a path cannot have a null byte")
     _check_regular(os.stat(path), path, limit)
     # A pipe that takes the file's place in between does not block either.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -57,11 +64,12 @@ def read_outside(path: Path | str, *, limit: int) -> bytes:
     """Read a whole file of at most `limit` bytes that this program did not just write.
 
     Raises:
-        ValueError, OSError: as for `open_outside`.
+        Unreadable, OSError: as for `open_outside`.
     """
-    parts, length = [], 0
     with open_outside(path, limit=limit) as file:
-        # A file can grow, and files of /proc state no size. Memory is allocated only for what is there.
+        parts = [file.read(os.fstat(file.fileno()).st_size)]
+        length = len(parts[0])
+        # A file can grow, and files of /proc state no size.
         while block := file.read(_BLOCK):
             parts.append(block)
             length += len(block)
@@ -74,14 +82,14 @@ def _check_regular(found: os.stat_result, path: Path | str, limit: int | None) -
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "a special file")
-        raise ValueError(f"{path}: it is {kind}, not a regular file")
+        raise Unreadable(path, f"it is {kind}, not a regular file")
     if limit is not None:
         _check_length(found.st_size, path, limit)
 
 
 def _check_length(length: int, path: Path | str, limit: int) -> None:
     if length > limit:
-        raise ValueError(f"{path}: it is longer than {limit:,} bytes, the most that is read of such a file")
+        raise Unreadable(path, f"it is longer than {limit:,} bytes, the most that is read of such a file")
 
 
 @contextlib.contextmanager

@@ -23,6 +23,8 @@ from megatron_nemotron3.checkpoint.files import read_outside, write_text
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.table import BF16, LINEARS, MXFP8, NVFP4, Structure
 
+#: Longest file that is read, in bytes; the recipe of Ultra has 4 kB.
+_LIMIT = 1 << 20
 FLAG = "--te-precision-config-file"
 #: Body of the recipe for each format.
 _BODIES = {
@@ -46,8 +48,6 @@ RECIPE_FIELDS: dict[str, tuple[Any, ...] | str] = {
     "fp8_param": _BOOL,
     "fp4_param": _BOOL,
 }
-#: A precision file has a few hundred lines at most.
-_LIMIT = 2**20
 #: What globs on module names consist of, besides letters and digits.
 _IN_GLOBS = "_.*?[]!-"
 _MATCHER_FIELDS = ("config", "type", "pattern", "enabled")
@@ -165,11 +165,7 @@ def read(path: str | Path, config: Nemotron3Config | Structure | None = None) ->
         found = yaml.load(text.decode(), Loader=_strict_loader())
     except RecursionError:
         raise PrecisionFileError(where, ["not YAML that Megatron can read: nested too deeply"]) from None
-    except (
-        yaml.YAMLError,
-        ValueError,
-        OverflowError,
-    ) as problem:  # ValueError: a date or number out of range
+    except (yaml.YAMLError, ValueError, OverflowError) as problem:  # also a date or number out of range
         line = " ".join(str(problem).split())
         raise PrecisionFileError(where, [f'not YAML: {line} (put globs in quotes: "*mtp.*")']) from None
     if found is None:
