@@ -111,8 +111,8 @@ def build(
     """
     if not torch.cuda.is_available() and not cpu.is_active():
         raise RuntimeError("no GPU found: build inside `with megatron_nemotron3.cpu_mode():`")
-    _ensure_groups(launch.layout, seed)
     config = model_config(launch)
+    _ensure_groups(launch.layout, seed)
     builder = config.get_builder_cls()(config)
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     with emulation.emulating(launch.emulate or emulation.current()):

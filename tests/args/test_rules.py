@@ -100,7 +100,7 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
     "nvfp4-without-file": ({"precision": "nvfp4"}, "te_precision_config_file=PATH"),
     "precision-file-torch": (
         {"te_precision_config_file": FILE, "backend": "torch"},
-        "no effect in bf16, .*--precision nvfp4 --emulate",
+        "no effect in bf16 on the torch backend: .*--precision nvfp4 --emulate",
     ),
     "precision-file-unused": ({"te_precision_config_file": FILE}, "bf16"),
     "bf16-layers-range": (
