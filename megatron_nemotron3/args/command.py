@@ -6,14 +6,16 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron_nemotron3.args.explain import explain, explain_command, with_megatron_defaults
 from megatron_nemotron3.args.explain_text import render as render_explanation
-from megatron_nemotron3.args.flag import Flag, render
+from megatron_nemotron3.args.flag import Flag, parse, render
 from megatron_nemotron3.args.flags import flags
 from megatron_nemotron3.args.launch import BACKENDS, PRECISIONS, Launch
 from megatron_nemotron3.args.layout import ParallelLayout
+from megatron_nemotron3.args.parser_check import repeated
 from megatron_nemotron3.args.phases import PHASES, Phase, phase, require_known
 from megatron_nemotron3.args.precision_file import check as check_precision_file
 from megatron_nemotron3.args.rules import check
@@ -146,11 +148,10 @@ def flags_command(options: argparse.Namespace) -> int:
     emitted = flags(launch)
     remarks = _remarks(launch)
     if launch.emulate:  # `nemotron3 run` takes it off the command line; Megatron's parser refuses it
-        emitted.append(Flag(OPTION, (launch.emulate.text(),), "launcher", "emulate"))
+        emitted.append(Flag(OPTION, (launch.emulate.text(),), origin="emulate"))
     print(render(emitted, shell=options.shell))
-    for warning in check(launch):  # `flags` raised on errors
-        if warning.rule != "schedule-unknown" or options.schedule != "none":
-            print(warning, file=sys.stderr)
+    known = ("schedule-unknown",) if options.schedule == "none" else ()
+    print_warnings(launch, options.extra, known)
     for remark in remarks:
         print(remark, file=sys.stderr)
     return 0
@@ -167,7 +168,7 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
         OSError: the file of --argv cannot be read.
     """
     name = "published" if options.schedule == "none" else options.schedule
-    remarks: list[str] = []
+    launch, remarks = None, []
     if options.argv is None:
         launch = chosen_launch(options)
         found = explain(launch, name)
@@ -184,6 +185,8 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
     if options.all:
         found = with_megatron_defaults(found)
     print(json.dumps(found.describe(), indent=2) if options.json else render_explanation(found))
+    if launch is not None:
+        print_warnings(launch, options.extra, [violation.rule for violation in found.violations])
     for remark in remarks:
         print(remark, file=sys.stderr)
     return 0
@@ -194,6 +197,20 @@ def _text_of(file: str) -> str:
         return sys.stdin.read() if file == "-" else read_outside(file, limit=_SCRIPT_LIMIT).decode()
     except UnicodeDecodeError:
         raise ValueError(f"--argv {file} is not a text file: give a script or a command") from None
+
+
+def print_warnings(launch: Launch, words: Sequence[str], known: Collection[str] = ()) -> None:
+    """Print to stderr which rules of severity "warning" are violated, and what `words` give more than once.
+
+    Args:
+        words: those after `--`.
+        known: rules that the user has been told about.
+    """
+    for warning in check(launch):
+        if warning.severity == "warning" and warning.rule not in known:
+            print(warning, file=sys.stderr)
+    for repetition in repeated(parse(words)):
+        print(f"warning: {repetition}", file=sys.stderr)
 
 
 def _remarks(launch: Launch) -> list[str]:

@@ -18,16 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 #: The order sections are printed in.
-SECTIONS = (
-    "architecture",
-    "parallelism",
-    "precision",
-    "optimization",
-    "data",
-    "logging",
-    "extra",
-    "launcher",
-)
+SECTIONS = ("architecture", "parallelism", "precision", "optimization", "data", "logging", "extra")
 
 
 @dataclass(frozen=True)
