@@ -8,7 +8,10 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 
 - Without a GPU (or with `--device cpu`) CUDA names mean the CPU (`megatron_nemotron3.cpu`).
 - With `--spec megatron_nemotron3.specs …` the run stops unless Megatron builds that stack.
-- With `--fp4-format` the run stops if no linear of the model computes in NVFP4.
+- With `--fp4-format` the run stops if no linear of the model computes in NVFP4. It also stops if the
+  precision file is malformed, or if the torch backend would ignore the formats that options ask for.
+- `--nemotron3-emulate nvfp4` emulates NVFP4, like NEMOTRON3_EMULATE=nvfp4, which it overrides
+  (docs/nvfp4.md). It may stand among ARGS, too, where `nemotron3 flags --emulate` prints it.
 - The folder of `--save` is locked until the last rank ends (`megatron_nemotron3.checkpoint.lock`).
 - Before the start the tracker of `--load` is made to name the last complete checkpoint
   (`megatron_nemotron3.checkpoint.resume`), and a schedule that Megatron would refuse to load is refused
@@ -28,19 +31,20 @@ import os
 import runpy
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_nemotron3.args import continued, manifest
+from megatron_nemotron3.args import manifest
 from megatron_nemotron3.args.versions import require_supported
-from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
 
-USAGE = "usage: python -m megatron_nemotron3.run [--device D] [--monitor N] [--change PART] SCRIPT ARGS…"
+USAGE = (
+    "usage: python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] "
+    f"[{emulation.OPTION} HOW] [--change PART] SCRIPT ARGS…"
+)
 SPEC_MODULE = "megatron_nemotron3.specs"
 
 
@@ -65,37 +69,57 @@ class Words(NamedTuple):
     script: str
     #: The script's own.
     arguments: list[str]
+    #: Value of --nemotron3-emulate; None: from the environment.
+    emulate: str | None = None
     #: Values of --change.
-    changes: list[str]
+    changes: tuple[str, ...] = ()
 
 
 def split_arguments(argv: list[str]) -> Words:
     """Take the launcher's own options off a command line."""
     device, monitor, rest = "auto", None, list(argv)
-    changes: list[str] = []
+    emulate: str | None = None
+    changes: tuple[str, ...] = ()
     while rest and rest[0].startswith("-"):
         option = rest.pop(0)
         if option in ("-h", "--help"):
             print(__doc__)
             raise SystemExit(0)
         name, _, value = option.partition("=")
-        if name not in ("--device", "--monitor", "--change"):
+        if name not in ("--device", "--monitor", "--change", emulation.OPTION):
             fail(f"unknown option {option} before SCRIPT\n{USAGE}")
         value = value or (rest.pop(0) if rest else "")
         if name == "--change":
             if value not in manifest.CHANGES:
                 fail(f"--change {value!r}: choose {', '.join(manifest.CHANGES)}")
-            changes.append(value)
+            changes = (*changes, value)
             continue
         if name == "--monitor":
             monitor = _interval(value)
+            continue
+        if name == emulation.OPTION:
+            emulate = value
             continue
         device = value
         if device not in ("auto", "cpu", "cuda"):
             fail(f"--device {device!r}: choose auto, cpu or cuda")
     if not rest:
         fail(f"no SCRIPT given\n{USAGE}")
-    return Words(device, monitor, rest[0], rest[1:], changes)
+    arguments, among = _without_emulation(rest[1:])
+    return Words(device, monitor, rest[0], arguments, emulate if among is None else among, changes)
+
+
+def _without_emulation(arguments: list[str]) -> tuple[list[str], str | None]:
+    """Take --nemotron3-emulate out of a script's own words, and return the last value of it."""
+    kept, value = [], None
+    words = iter(arguments)
+    for word in words:
+        name, equals, given = word.partition("=")
+        if name != emulation.OPTION:
+            kept.append(word)
+        else:
+            value = given if equals else next(words, "")
+    return kept, value
 
 
 def _interval(value: str) -> int:
@@ -204,11 +228,69 @@ def verify_nvfp4(arguments: list[str]) -> None:
     at_first_forward(require_nvfp4_linears)
 
 
-def verify_measurable(attribute: str | None) -> None:
-    """Stop a run that would measure precision (NEMOTRON3_LOG_PRECISION) on linears that do not support it."""
+def is_torch_spec(attribute: str | None) -> bool:
+    """Whether `--spec` names the torch backend's stack."""
     from megatron_nemotron3 import specs
 
-    if attribute is not None and getattr(specs, attribute) is specs.nemotron3_torch_stack_spec:
+    return attribute is not None and getattr(specs, attribute) is specs.nemotron3_torch_stack_spec
+
+
+def require_well_formed_file(arguments: list[str]) -> None:
+    """Stop if the precision file has mistakes: Megatron ignores most, and crashes on some."""
+    if (file := option_value(arguments, "--te-precision-config-file")) is None:
+        return
+    from megatron_nemotron3.precision import yaml_file
+
+    try:
+        yaml_file.read(file)
+    except ModuleNotFoundError:
+        fail("package pyyaml is not installed, which reads the precision file: pip install pyyaml")
+    except (ValueError, OSError) as problem:
+        fail(str(problem))
+
+
+def verify_formats(arguments: list[str], attribute: str | None, *, emulate: bool, measured: bool) -> None:
+    """Stop unless the formats that options ask for are those that linears will compute in.
+
+    Args:
+        arguments: the script's own.
+        attribute: of our spec module that `--spec` names.
+        emulate: linears of the torch backend emulate NVFP4.
+        measured: precision is logged.
+    """
+    from megatron_nemotron3.precision.census import CensusError
+    from megatron_nemotron3.precision.guard import require_usable
+
+    torch_spec = is_torch_spec(attribute)
+    try:
+        require_usable(arguments, torch_spec=torch_spec, emulate=emulate, measured=measured)
+    except CensusError as problem:
+        fail(str(problem))
+    if emulate and attribute is not None and not torch_spec:
+        fail(
+            f"{emulation.VARIABLE} or {emulation.OPTION} emulates linears of the torch backend, and --spec "
+            f"names {attribute}: use --spec {SPEC_MODULE} nemotron3_torch_stack_spec, or turn emulation off"
+        )
+    if emulate:
+        at_first_forward(_require_emulation)
+    verify_nvfp4(arguments)
+
+
+def _require_emulation(model: Any) -> None:
+    """Stop if emulation is on and the model has another stack, which ignores it."""
+    from megatron_nemotron3.layers.stack import Nemotron3Stack
+
+    if not isinstance(model.decoder, Nemotron3Stack):
+        fail(
+            f"{emulation.VARIABLE} or {emulation.OPTION} is set, but Megatron built "
+            f"{type(model.decoder).__name__}, which ignores it: use --spec {SPEC_MODULE} "
+            "nemotron3_torch_stack_spec"
+        )
+
+
+def verify_measurable(attribute: str | None) -> None:
+    """Stop a run that would measure precision (NEMOTRON3_LOG_PRECISION) on linears that do not support it."""
+    if is_torch_spec(attribute):
         return
     fail(
         f"{emulation.LOG_VARIABLE} measures linears of the torch backend, and --spec names another stack: "
@@ -216,91 +298,39 @@ def verify_measurable(attribute: str | None) -> None:
     )
 
 
-def prepare_folders(arguments: list[str], changes: list[str]) -> ExitStack:
+def prepare_folders(
+    arguments: list[str], changes: Sequence[str], emulated: emulation.Emulation | None
+) -> ExitStack:
     """Prepare the folders of a script's command line, or stop; return what holds the lock of `--save`."""
+    from megatron_nemotron3.args.script_folders import prepared
+
     with ExitStack() as stack:
-        settle_checkpoint(arguments, hold_save_folder(stack, arguments))
-        # `nemotron3 train` has done it for its ranks.
-        if os.environ["RANK"] == "0" and lock.VARIABLE not in os.environ:
-            settle_manifest(arguments, changes)
-        return stack.pop_all()
-
-
-def settle_manifest(arguments: list[str], changes: list[str]) -> None:
-    """Stop if the folder of `--save` holds another run; record this one there."""
-    from megatron_nemotron3.checkpoint.folders import checkpoint_path, latest_iteration
-    from megatron_nemotron3.checkpoint.state import stored_state
-
-    save = local_folder(arguments, "--save")
-    if save is None:
-        return
-    try:
-        found, step = manifest.Manifest(manifest.folder_of(save)), latest_iteration(save)
-        new = manifest.parts_of(arguments, os.environ)
-        if step is not None:
-            stored = stored_state(checkpoint_path(save, step))
-            before = manifest.parts_of_checkpoint(stored.args) if stored else {}
-            # With --use-checkpoint-args Megatron takes the model from the checkpoint.
-            taken = ("model", "mtp") if "--use-checkpoint-args" in arguments else ()
-            new |= {part: found.parts.get(part) or before.get(part, {}) for part in taken}
-            found.require_same(new, step, changes, ("model", *manifest.CHANGES), before)
-        for line in found.write(new, step):
-            print(f"megatron_nemotron3: {line}", flush=True)
-    except (ValueError, OSError) as problem:
-        fail(str(problem))
-
-
-def local_folder(arguments: list[str], option: str) -> Path | None:
-    """Return the folder that an option names; None if it is not given or in an object store."""
-    value = option_value(arguments, option)
-    return None if not value or "://" in value else Path(value)
-
-
-def hold_save_folder(stack: ExitStack, arguments: list[str]) -> str:
-    """Lock the folder of `--save` for the ranks of this run, or stop; return the key of the run."""
-    key, save = lock.run_key(), local_folder(arguments, "--save")
-    if save is not None:
         try:
-            stack.enter_context(lock.held(save, key=key))
+            stack.enter_context(prepared(arguments, int(os.environ["RANK"]), changes, emulated))
         except (ValueError, OSError) as problem:
             fail(str(problem))
-    return key
-
-
-def settle_checkpoint(arguments: list[str], key: str) -> None:
-    """Make the folder of `--load` name its last complete checkpoint; stop if what it names is damaged.
-
-    Rank 0 also stops if Megatron would refuse the schedule of the command line.
-
-    Args:
-        key: of the locks that this run holds.
-    """
-    from megatron_nemotron3.checkpoint.resume import before_start
-
-    rank = int(os.environ["RANK"])
-    try:
-        for line in before_start(arguments, rank, key):
-            print(f"megatron_nemotron3: {line}", flush=True)
-        problem = continued.refused(arguments) if rank == 0 else None
-    except ValueError as damage:
-        problem = str(damage)
-    if problem is not None:
-        fail(problem)
+        return stack.pop_all()
 
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point; `argv` without the program name."""
-    device, monitor, script, arguments, changes = split_arguments(sys.argv[1:] if argv is None else argv)
+    given = split_arguments(sys.argv[1:] if argv is None else argv)
+    device, monitor, script, arguments, emulate, changes = given
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
+    if emulate == "":
+        fail(
+            f"{emulation.OPTION}: give a value of {emulation.VARIABLE}, such as nvfp4 or nvfp4,sr=0; 0 is off"
+        )
     try:
-        emulated = emulation.emulation_in_environment()
+        emulated = emulation.emulation_in_environment() if emulate is None else emulation.parse(emulate)
         measured = emulation.logging_in_environment()
     except ValueError as problem:
         fail(str(problem))
+    require_well_formed_file(arguments)
     device = resolve_device(device)
     single_process_environment()
-    locks = prepare_folders(arguments, changes)
+    locks = prepare_folders(arguments, changes, emulated)
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
 
@@ -325,9 +355,14 @@ def main(argv: list[str] | None = None) -> None:
             verify_stack(attribute)
         if measured is not None:
             verify_measurable(attribute)
-        verify_nvfp4(arguments)
+        verify_formats(arguments, attribute, emulate=emulated is not None, measured=measured is not None)
+        from megatron_nemotron3.precision.census import CensusError
+        from megatron_nemotron3.precision.yaml_file import PrecisionFileError
+
         try:
             runpy.run_path(script, run_name="__main__")
+        except (CensusError, PrecisionFileError) as problem:
+            fail(str(problem))
         finally:
             import torch
 

@@ -21,6 +21,7 @@ from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.checkpoint.files import Unreadable, read_outside, write_text
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR
 from megatron_nemotron3.precision import settings as emulation
+from megatron_nemotron3.precision import te_variables
 
 NAME = "run.json"
 #: Parts that may change in a folder if it is asked for: values of --change.
@@ -51,7 +52,7 @@ _QUIET = (
     *("--distributed-timeout", "--num-workers", "--verify-integrity", "--async-", "--ckpt-"),
 )
 #: Variables of Transformer Engine that change what it computes.
-_VARIABLES = ("NVTE_NVFP4_", "NVTE_BACKWARD_OVERRIDE", "NVTE_USE_FAST_MATH", emulation.VARIABLE)
+_VARIABLES = frozenset((emulation.VARIABLE, *(variable.name for variable in te_variables.VARIABLES)))
 _PACKAGES = ("megatron-nemotron3", "megatron-core", "torch", "transformer-engine")
 #: Files of a tokenizer folder that decide about tokens.
 _TOKENIZER_FILES = (
@@ -112,7 +113,7 @@ def parts_of(
         elif not option.startswith(_QUIET):
             parts["launch"][option] = values
     parts["precision"] |= {
-        name: value for name, value in sorted(environment.items()) if name.startswith(_VARIABLES) and value
+        name: value for name, value in sorted(environment.items()) if name in _VARIABLES and value
     }
     return parts
 
@@ -210,6 +211,8 @@ class Manifest:
             OSError: it cannot be written.
         """
         now = time.strftime("%Y-%m-%d %H:%M:%S")
+        if step is not None and (name := self.parts.get("model", {}).get("name")):
+            new = {**new, "model": {"name": name, **new["model"]}}  # a script knows no name
         versions = _versions()
         if step is None or not self.content:
             content = {"format": 1, "begun": now, "changes": [], "versions": versions, "parts": new}

@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from megatron_nemotron3 import cli, run
 from megatron_nemotron3.args import TrainingData, continued, flags, manifest, to_argv
 from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args.script_folders import settle_manifest
 from megatron_nemotron3.checkpoint import folders, lock
 from megatron_nemotron3.checkpoint.state import loaded_state
 from megatron_nemotron3.models import get, tiny
@@ -159,29 +159,27 @@ def test_the_folder_of_another_run(
     assert after == {path: time for path, time in before.items() if "/data/" not in path}
 
 
-def test_a_folder_of_an_older_version_gets_its_manifest(
-    trained: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "0")
-    folder = trained / "checkpoints"
-    (trained / manifest.NAME).rename(trained / "aside")
-    super_words = to_argv(flags(Launch(config=tiny(get("super")), data=TrainingData(save=str(folder)))))
-    with pytest.raises(SystemExit):
-        run.settle_manifest(super_words, [])
-    assert "another model" in capsys.readouterr().err
-    nano = Launch(config=tiny(get("nano")), precision="fp32", data=TrainingData(save=str(folder)))
-    run.settle_manifest(to_argv(flags(nano)), [])
-    assert "the folder had none" in capsys.readouterr().out
-    run.settle_manifest(to_argv(flags(nano)), [])
-    assert capsys.readouterr().out == ""
-    with pytest.raises(SystemExit):
-        run.settle_manifest(to_argv(flags(replace(nano, precision="bf16"))), [])
-    assert "--change precision" in capsys.readouterr().err
-    run.settle_manifest(to_argv(flags(replace(nano, precision="bf16"))), ["precision"])
-    assert "precision changes at step " in capsys.readouterr().out
-    (folder / manifest.NAME).unlink()
-    (trained / "aside").rename(trained / manifest.NAME)
+def test_a_folder_of_an_older_version_gets_its_manifest(trained: Path, tmp_path: Path) -> None:
+    """Compared with the arguments of the checkpoint; also by `nemotron3 run` with a stock script."""
+    save = tmp_path / "stock"
+    save.symlink_to(trained / "checkpoints")
+
+    def settle(name: str, *changes: str, precision: str = "fp32") -> list[str]:
+        launch = Launch(config=tiny(get(name)), precision=precision, data=TrainingData(save=str(save)))
+        return settle_manifest(save, to_argv(flags(launch)), changes)
+
+    try:
+        with pytest.raises(ValueError, match="another model"):
+            settle("super")
+        (line,) = settle("nano")
+        assert "the folder had none" in line and (save / manifest.NAME).is_file()
+        assert settle("nano") == []
+        with pytest.raises(ValueError, match="--change precision"):
+            settle("nano", precision="bf16")
+        (line,) = settle("nano", "precision", precision="bf16")
+        assert line.startswith("precision changes at step ")
+    finally:
+        (save / manifest.NAME).unlink(missing_ok=True)
 
 
 def test_a_second_training_is_refused(
