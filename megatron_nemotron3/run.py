@@ -8,7 +8,7 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 
 - Without a GPU (or with `--device cpu`) CUDA names mean the CPU (`megatron_nemotron3.cpu`).
 - With `--spec megatron_nemotron3.specs …` the run stops unless Megatron builds that stack.
-- With `--fp4-format` the run stops if no linear of the model computes in NVFP4.
+- With `--fp4-format` or `--fp8-format` the run stops if no linear of the model computes in that format.
 - Before the start the tracker of `--load` is made to name the last complete checkpoint
   (`megatron_nemotron3.checkpoint.resume`).
 - `--monitor N` runs stability monitors at every N-th iteration, 0 for none; it overrides NEMOTRON3_MONITOR
@@ -168,25 +168,28 @@ def verify_stack(attribute: str) -> None:
     at_first_forward(require_our_stack)
 
 
-def verify_nvfp4(arguments: list[str]) -> None:
-    """Stop a script that is told `--fp4-format` if its hybrid model computes without NVFP4.
+def verify_quantized(arguments: list[str]) -> None:
+    """Stop a script that is told `--fp4-format` or `--fp8-format` if its hybrid model computes without it.
 
-    Megatron silently drops NVFP4 if layer counts or the precision file leave no linear for it. So inspect the
-    model when its first forward begins.
+    Megatron silently drops a format if layer counts or the precision file leave no linear for it, and drops
+    FP8 in a dense model without Transformer Engine. So inspect the model when its first forward begins.
     """
-    recipe = option_value(arguments, "--fp4-recipe") or "nvfp4"
-    if option_value(arguments, "--fp4-format") is None or recipe != "nvfp4":
+    from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
+
+    asked = [kind for kind in DEFAULT_RECIPES if option_value(arguments, f"--{kind}-format") is not None]
+    wanted = [name_of(option_value(arguments, f"--{k}-recipe") or DEFAULT_RECIPES[k]) for k in asked]
+    if len(wanted) != 1 or wanted[0] not in FORMATS:  # Megatron refuses two; "custom" is the user's own
         return
-    from megatron_nemotron3.precision.census import CensusError, require_nvfp4
+    from megatron_nemotron3.precision.census import CensusError, require_format
     from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
-    def require_nvfp4_linears(model: Any) -> None:
+    def require_linears(model: Any) -> None:
         try:
-            require_nvfp4(model)
+            require_format(model, wanted[0])
         except (CensusError, PrecisionFileError) as problem:
             fail(str(problem))
 
-    at_first_forward(require_nvfp4_linears)
+    at_first_forward(require_linears)
 
 
 def verify_measurable(attribute: str | None) -> None:
@@ -249,7 +252,7 @@ def main(argv: list[str] | None = None) -> None:
             verify_stack(attribute)
         if measured is not None:
             verify_measurable(attribute)
-        verify_nvfp4(arguments)
+        verify_quantized(arguments)
         try:
             runpy.run_path(script, run_name="__main__")
         finally:
