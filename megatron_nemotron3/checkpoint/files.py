@@ -1,4 +1,7 @@
-"""Write files atomically: a reader sees the old file or the new one, never a part of it.
+"""Write files atomically, and open files that others wrote.
+
+A reader sees the old file or the new one, never a part of it. What comes from outside may be anything: a pipe
+without a writer blocks the process that opens it, and a link to /dev/zero never ends.
 
 Only the standard library is imported, so that every package can use it.
 """
@@ -9,12 +12,84 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+#: Bytes read per call.
+_BLOCK = 1 << 20
+_KINDS = {
+    **{stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"},
+    **{stat.S_IFCHR: "a character device", stat.S_IFBLK: "a block device"},
+}
+
+
+class Unreadable(ValueError):
+    """A file that must not be read. The message begins with its path; `reason` is the rest."""
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"{os.fspath(path)}: {reason}")
+
+
+def open_outside(path: Path | str, *, limit: int | None = None) -> BinaryIO:
+    """Open a file that this program did not just write. Links are followed.
+
+    Only regular files are opened, so that opening never blocks, reading ends, and no device is touched.
+
+    Args:
+        limit: largest size in bytes.
+
+    Raises:
+        Unreadable: it is a pipe, a socket or a device, or longer than `limit`.
+        OSError: it does not exist, is a folder, or cannot be opened.
+    """
+    if "\0" in os.fspath(path):
+        raise Unreadable(repr(os.fspath(path)), "a path cannot have a null byte")
+    _check_regular(os.stat(path), path, limit)
+    # A pipe that takes the file's place in between does not block either.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        _check_regular(os.fstat(descriptor), path, limit)
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_outside(path: Path | str, *, limit: int) -> bytes:
+    """Read a whole file of at most `limit` bytes that this program did not just write.
+
+    Raises:
+        Unreadable, OSError: as for `open_outside`.
+    """
+    with open_outside(path, limit=limit) as file:
+        parts = [file.read(os.fstat(file.fileno()).st_size)]
+        length = len(parts[0])
+        # A file can grow, and files of /proc state no size.
+        while block := file.read(_BLOCK):
+            parts.append(block)
+            length += len(block)
+            _check_length(length, path, limit)
+    return b"".join(parts)
+
+
+def _check_regular(found: os.stat_result, path: Path | str, limit: int | None) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "a special file")
+        raise Unreadable(path, f"it is {kind}, not a regular file")
+    if limit is not None:
+        _check_length(found.st_size, path, limit)
+
+
+def _check_length(length: int, path: Path | str, limit: int) -> None:
+    if length > limit:
+        raise Unreadable(path, f"it is longer than {limit:,} bytes, the most that is read of such a file")
 
 
 @contextlib.contextmanager

@@ -8,12 +8,13 @@ DIR/release/       the same files; weights to start from
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint.files import write_text
+from megatron_nemotron3.checkpoint.files import Unreadable, open_outside, write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -27,12 +28,14 @@ def read_tracker(folder: Path) -> int | str | None:
         ValueError: the tracker is unreadable or names no iteration. The message continues "the tracker …".
     """
     try:
-        with open(folder / TRACKER, "rb") as file:
+        with open_outside(folder / TRACKER) as file:
             data = file.read(4096)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as problem:
         raise ValueError(f"cannot be read ({problem.strerror})") from None
+    except Unreadable as problem:
+        raise ValueError(f"cannot be read ({problem.reason})") from None
     if not data.strip():
         raise ValueError(f"is empty ({len(data)} bytes)")
     # Megatron reads it the same way: int() of the stripped text.
@@ -58,9 +61,12 @@ def write_tracker(folder: Path, which: int | str) -> None:
     """Write an iteration, or "release", to the tracker atomically; a tracker that is a symlink stays one.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or the tracker is neither missing nor a regular file.
     """
-    write_text(Path(os.path.realpath(folder / TRACKER)), str(which))
+    path = Path(os.path.realpath(folder / TRACKER))
+    if path.exists() and not path.is_file():  # a link to a device would replace the device
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    write_text(path, str(which))
 
 
 def checkpoint_path(folder: Path, which: int | str) -> Path:

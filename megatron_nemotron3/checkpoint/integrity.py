@@ -16,12 +16,15 @@ from functools import partial
 from pathlib import Path
 
 from megatron_nemotron3.checkpoint.archive import BLOCK, ArchiveError, crc_problem, records
+from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.checkpoint.metadata import (
     COMMON,
+    JSON_LIMIT,
     CheckpointError,
     CheckpointIndex,
     Chunk,
     StoredObject,
+    read_file,
 )
 from megatron_nemotron3.checkpoint.read import chunk_layout, opened
 from megatron_nemotron3.checkpoint.structure import legacy_files
@@ -99,11 +102,13 @@ def _check_digest(path: Path, expected: str) -> Read:
     """Check one file against integrity.json."""
     digest = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
+        with open_outside(path) as file:
             while block := file.read(BLOCK):
                 digest.update(block)
     except OSError as problem:
         return Read(problems=(f"{path}: {problem.strerror}",))
+    except ValueError as problem:
+        return Read(problems=(str(problem),))
     if digest.hexdigest() == expected:
         return Read()
     found = f"SHA-256 {digest.hexdigest()[:16]}…, {MANIFEST} says {expected[:16]}…"
@@ -142,16 +147,15 @@ def _sha256_manifest(folder: Path) -> dict[str, str]:
         CheckpointError: it cannot be read.
     """
     path = folder / MANIFEST
-    if not path.exists():
+    if not os.path.lexists(path):
         return {}
+    data = read_file(path, JSON_LIMIT)
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(data)
         if found.get("algorithm", "sha256") != "sha256":
             raise CheckpointError(f"{path}: algorithm {found['algorithm']!r:.40} is not sha256")
         return {os.path.basename(str(name)): str(digest) for name, digest in found["files"].items()}
-    except OSError as problem:
-        raise CheckpointError(f"{path}: {problem.strerror}") from None
     except CheckpointError:
         raise
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise CheckpointError(f"{path}: it is not an integrity manifest") from None

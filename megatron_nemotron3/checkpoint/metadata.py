@@ -10,15 +10,20 @@ Tensors are stored with global shapes, so the index does not depend on the layou
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megatron_nemotron3.checkpoint.files import read_outside
 from megatron_nemotron3.checkpoint.unpickle import Inert, Refused, arguments, inert, loads
 
 INDEX = ".metadata"
 COMMON = "common.pt"
+#: Longest index and longest JSON file that are read, in bytes. Ultra's released index has 6 MB.
+_INDEX_LIMIT = 1 << 30
+JSON_LIMIT = 64 << 20
 
 #: Bytes per element; two float4 elements are packed into one of one byte.
 ITEM_SIZE = {
@@ -36,6 +41,37 @@ MOST_AXES = 64
 
 class CheckpointError(ValueError):
     """A checkpoint file is damaged. The message begins with its path."""
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """Read a file of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, not a regular file, or longer than `limit` bytes.
+    """
+    try:
+        return read_outside(path, limit=limit)
+    except OSError as problem:
+        raise CheckpointError(f"{path}: {problem.strerror}") from None
+    except ValueError as problem:
+        raise CheckpointError(str(problem)) from None
+
+
+def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        CheckpointError: as for `read_file`, or it is not a JSON object.
+    """
+    try:
+        data = json.loads(read_file(path, limit))
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as problem:
+        raise CheckpointError(f"{path}: it is not JSON: {problem}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: it holds a {type(data).__name__}, not an object")
+    return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +175,7 @@ def read_metadata(folder: Path | str) -> CheckpointIndex:
     """
     folder = Path(folder)
     path = folder / INDEX
-    try:
-        data = path.read_bytes()
-    except OSError as problem:
-        raise CheckpointError(f"{path}: {problem.strerror}") from None
+    data = read_file(path, _INDEX_LIMIT)
     if not data:
         raise CheckpointError(f"{path}: the file is empty (0 bytes)")
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.archive import ArchiveError, Record, crc_problem, read_at, records
+from megatron_nemotron3.checkpoint.files import Unreadable, open_outside
 from megatron_nemotron3.checkpoint.metadata import (
     COMMON,
     INDEX,
@@ -52,16 +52,16 @@ def opened(path: Path) -> Iterator[int]:
     """Open a file and yield its descriptor; errors raised inside the block get the file's path.
 
     Raises:
-        CheckpointError: the file cannot be read, or the block raised ArchiveError or Refused.
+        CheckpointError: the file cannot be read or is not a regular one, or the block raised ArchiveError or
+            Refused.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+        with open_outside(path) as file:
+            yield file.fileno()
     except OSError as problem:
         raise CheckpointError(f"{path}: {problem.strerror}") from None
+    except Unreadable as problem:
+        raise CheckpointError(str(problem)) from None
     except (ArchiveError, Refused) as problem:
         raise CheckpointError(f"{path}: {problem}") from None
 

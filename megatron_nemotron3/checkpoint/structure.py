@@ -19,10 +19,13 @@ from megatron_nemotron3.checkpoint.metadata import (
     ITEM_SIZE,
     CheckpointError,
     CheckpointIndex,
+    read_file,
     read_metadata,
 )
 
 CONFIG = "metadata.json"
+#: Longest metadata.json that is read, in bytes.
+_CONFIG_LIMIT = 1 << 20
 #: Largest number of problems reported per kind.
 _LIMIT = 50
 
@@ -89,10 +92,7 @@ def check_structure(folder: Path) -> Verdict:
 
 def _sharded_backend(path: Path) -> str:
     """Read `sharded_backend` from metadata.json."""
-    try:
-        data = path.read_bytes()
-    except OSError as problem:
-        raise CheckpointError(f"{path}: {problem.strerror}") from None
+    data = read_file(path, _CONFIG_LIMIT)
     try:
         return str(json.loads(data)["sharded_backend"])
     except (ValueError, KeyError, TypeError, RecursionError):

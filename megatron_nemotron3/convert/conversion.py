@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.checkpoint.folders import free_bytes
-from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
+from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, read_json
 from megatron_nemotron3.convert import from_hf, to_hf
 from megatron_nemotron3.convert.checkpoints import (
     Checkpoint,
@@ -21,7 +22,7 @@ from megatron_nemotron3.convert.checkpoints import (
     open_megatron,
 )
 from megatron_nemotron3.convert.compare import Difference, compare
-from megatron_nemotron3.convert.hf_folder import CONFIG, is_hf, read_config, read_json
+from megatron_nemotron3.convert.hf_folder import CONFIG, is_hf, read_config
 from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.job import MANIFEST, Job, Progress, check_target, partial_of, run
 from megatron_nemotron3.convert.quantized_config import read_scales
@@ -248,12 +249,18 @@ def _verify_manifest(folder: Path, workers: int) -> int:
             return f"{folder / MANIFEST}: {name!r:.100} is not an entry of a file below the folder"
         crc = length = 0
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open_outside(path) as file:
+                length = os.fstat(file.fileno()).st_size
+                if length != entry.get("bytes"):  # before a file of any length is read
+                    return f"{path}: {length:,} bytes, {entry.get('bytes')!r:.30} were written"
+                length = 0
                 while block := file.read(BAND):
                     crc, length = zlib.crc32(block, crc), length + len(block)
                     count(len(block))
         except OSError as problem:
             return f"{path}: {problem.strerror}"
+        except ValueError as problem:
+            return str(problem)
         if length != entry.get("bytes"):
             return f"{path}: {length:,} bytes, {entry.get('bytes')!r:.30} were written"
         if f"{crc:08x}" != entry.get("crc32"):

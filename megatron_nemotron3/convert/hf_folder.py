@@ -21,14 +21,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
+from megatron_nemotron3.checkpoint.files import Unreadable, open_outside
+from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, read_json
 from megatron_nemotron3.convert.sources import Block, FileSource, Location, SourceTensor, row_major
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-#: Longest JSON file that is read, in bytes; the index of Ultra has 6 MB.
-_LIMIT = 64 << 20
 
 
 def is_hf(folder: Path) -> bool:
@@ -78,28 +77,6 @@ def open_hf(folder: Path) -> FileSource:
             f"{folder / INDEX}: {len(missing)} tensors are in no file, first {missing[0]!r:.100}"
         )
     return FileSource(folder, tensors, sizes)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Raises:
-        CheckpointError: it is missing, longer than 64 MiB, or not a JSON object.
-    """
-    try:
-        with open(path, "rb") as file:
-            text = file.read(_LIMIT + 1)
-    except OSError as problem:
-        raise CheckpointError(f"{path}: {problem.strerror}") from None
-    if len(text) > _LIMIT:
-        raise CheckpointError(f"{path}: it is longer than {_LIMIT:,} bytes")
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{path}: it is not JSON: {problem}") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: it holds a {type(data).__name__}, not an object")
-    return data
 
 
 def regular_file_size(path: Path, folder: Path) -> int:
@@ -174,7 +151,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, HeaderEntry], dict[st
             file without gap, overlap or remainder.
     """
     try:
-        with open(path, "rb") as file:
+        with open_outside(path) as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(_HEADER_LENGTH.size)
             if len(start) < _HEADER_LENGTH.size:
@@ -188,6 +165,8 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, HeaderEntry], dict[st
             text = file.read(length)
     except OSError as problem:
         raise CheckpointError(f"{path}: {problem.strerror}") from None
+    except Unreadable as problem:
+        raise CheckpointError(str(problem)) from None
     try:
         return _parse_header(text, _HEADER_LENGTH.size + length, size)
     except ValueError as problem:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.metadata import CheckpointError
-from megatron_nemotron3.convert.hf_folder import header_tensor, open_hf, read_json, read_safetensors_header
+from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
+from megatron_nemotron3.convert.hf_folder import header_tensor, open_hf, read_safetensors_header
 from megatron_nemotron3.convert.quantized_recipes import BLOCK, RECIPES, SCALES, Quantization
 from megatron_nemotron3.convert.sources import FileSource, TensorSource
 

@@ -9,16 +9,16 @@ Elements are not interpreted: a slice of a bfloat16 tensor is an array of unsign
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megatron_nemotron3.checkpoint.archive import ArchiveError, read_into
+from megatron_nemotron3.checkpoint.files import Unreadable, open_outside
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
 from megatron_nemotron3.convert.plan import Shape, Slices, extent
 
@@ -94,7 +94,7 @@ class FileSource(TensorSource):
 
     def __init__(self, folder: Path, tensors: Mapping[str, SourceTensor], files: Mapping[str, int]) -> None:
         self.folder, self.tensors, self.files = folder, tensors, files
-        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._open: OrderedDict[Path, BinaryIO] = OrderedDict()
         self._sorted: dict[str, tuple[list[int], int, list[Block]]] = {}
 
     def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
@@ -121,7 +121,7 @@ class FileSource(TensorSource):
     def close(self) -> None:
         """Close the files. A later read opens them again."""
         while self._open:
-            os.close(self._open.popitem()[1])
+            self._open.popitem()[1].close()
 
     def _overlapping_blocks(self, name: str, slices: Slices) -> list[Block]:
         """List the blocks that may hold a part of the slice. A stack of experts has hundreds of blocks."""
@@ -171,15 +171,17 @@ class FileSource(TensorSource):
     def _descriptor(self, path: Path) -> int:
         if path in self._open:
             self._open.move_to_end(path)
-            return self._open[path]
+            return self._open[path].fileno()
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = open_outside(path)
         except OSError as problem:
             raise CheckpointError(f"{path}: {problem.strerror}") from None
+        except Unreadable as problem:
+            raise CheckpointError(str(problem)) from None
         if len(self._open) >= _OPEN:
-            os.close(self._open.popitem(last=False)[1])
-        self._open[path] = descriptor
-        return descriptor
+            self._open.popitem(last=False)[1].close()
+        self._open[path] = file
+        return file.fileno()
 
 
 def bits(dtype: str) -> str:

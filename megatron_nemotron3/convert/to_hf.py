@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint.metadata import CheckpointError
+from megatron_nemotron3.checkpoint.metadata import read_file
 from megatron_nemotron3.convert import config_json
 from megatron_nemotron3.convert.hf_folder import (
     CONFIG,
@@ -31,6 +31,8 @@ _COPIED = (
     *("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json"),
 )
+#: Longest file that is copied, in bytes; the tokenizer has 17 MB.
+_COPIED_LIMIT = 256 << 20
 _COPIED_ENDINGS = (".py", ".jinja", ".tiktoken")
 
 
@@ -111,8 +113,5 @@ def _copied_files(reference: Path) -> dict[str, bytes]:
     for path in sorted(reference.iterdir()):
         if path.name in _COPIED or path.name.endswith(_COPIED_ENDINGS):
             regular_file_size(path, reference)
-            try:
-                result[path.name] = path.read_bytes()
-            except OSError as problem:
-                raise CheckpointError(f"{path}: {problem.strerror}") from None
+            result[path.name] = read_file(path, _COPIED_LIMIT)
     return result

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.checkpoint.files import read_outside
 from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_stored_model, stored_model
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from megatron_nemotron3.generate.text import OutputText, Tokenizer
 
 NEW_TOKENS = 64
+#: Longest prompt that is read, in bytes.
+_PROMPT_LIMIT = 64 << 20
 #: Most drafts per verification, because every depth has a KV cache of its own.
 MAX_DRAFT = 32
 
@@ -178,7 +181,9 @@ def _read_prompts(options: argparse.Namespace) -> list[str]:
     prompts = list(options.prompt)
     if options.prompt_file is not None:
         from_stdin = str(options.prompt_file) == "-"
-        data = sys.stdin.buffer.read() if from_stdin else options.prompt_file.read_bytes()
+        data = (
+            sys.stdin.buffer.read() if from_stdin else read_outside(options.prompt_file, limit=_PROMPT_LIMIT)
+        )
         try:
             # Editors add a newline at the end of a file.
             prompts.append(data.decode("utf-8").removesuffix("\n"))

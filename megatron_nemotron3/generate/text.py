@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_file, read_json
+
 TOKENIZER = "tokenizer.json"
+#: Longest tokenizer.json that is read, in bytes; that of Nemotron 3 has 17 MB.
+_LIMIT = 256 << 20
 #: Replacement character that an incomplete UTF-8 character decodes to, once or once per byte.
 _INCOMPLETE = "\ufffd"
 _MAX_INCOMPLETE = 3
@@ -33,8 +36,9 @@ class Tokenizer:
         path = folder / TOKENIZER
         if not path.is_file():
             raise ValueError(f"{folder}: there is no {TOKENIZER} in it: give --tokenizer DIR")
+        data = read_file(path, _LIMIT)
         try:
-            self._tokenizer = FastTokenizer.from_file(str(path))
+            self._tokenizer = FastTokenizer.from_buffer(data)
         except Exception as problem:  # the library raises nothing more specific
             raise ValueError(f"{path}: not a tokenizer: {problem}") from None
         self.folder = folder
@@ -191,7 +195,6 @@ class OutputStream:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; {} if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(path)
+    except CheckpointError:
         return {}
-    return found if isinstance(found, dict) else {}

@@ -10,9 +10,13 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_nemotron3.checkpoint.files import read_outside
+
 #: tag -> points (iteration, value), in order.
 History = dict[str, list[tuple[int, float]]]
 
+#: Longest file that is read, in bytes.
+_LIMIT = 4 << 30
 PATTERN = "events.out.tfevents.*"
 
 
@@ -72,7 +76,7 @@ def _read_records(file: Path) -> Iterator[tuple[int, bytes]]:
         masked_crc32c,
     )
 
-    data = file.read_bytes()
+    data = read_outside(file, limit=_LIMIT)
     offset = 0
     while offset + 12 <= len(data):
         length, check = struct.unpack_from("<QI", data, offset)

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_nemotron3.checkpoint.files import save_figure
+from megatron_nemotron3.checkpoint.files import read_outside, save_figure
 from megatron_nemotron3.precision.formats import NVFP4
 
 FILE = "precision.csv"
+#: Longest report that is read, in bytes.
+_LIMIT = 1 << 30
 PICTURE = "precision.png"
 #: Tensors of a linear in the order of reports, and their names for readers.
 TENSORS = {
@@ -92,7 +94,7 @@ def read(folder: str | Path) -> list[Row]:
     """
     path = Path(folder) / FILE
     try:
-        text = path.read_text(encoding="ascii")
+        text = read_outside(path, limit=_LIMIT).decode("ascii")
     except FileNotFoundError:
         raise ReportError(f"{path} does not exist: train with --log-precision") from None
     except UnicodeDecodeError as problem:

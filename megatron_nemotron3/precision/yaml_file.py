@@ -18,11 +18,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import write_text
+from megatron_nemotron3.checkpoint.files import read_outside, write_text
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.formats import BF16, MXFP8, NVFP4, name_of
 from megatron_nemotron3.precision.table import LINEARS, Structure
 
+#: Longest file that is read, in bytes; the recipe of Ultra has 4 kB.
+_LIMIT = 1 << 20
 FLAG = "--te-precision-config-file"
 #: Body of the recipe for each format.
 _BODIES = {
@@ -133,7 +135,7 @@ def write(config: Nemotron3Config, path: str | Path) -> None:
         FileExistsError: a file with other text exists; one with the same text is kept.
     """
     path, text = Path(path), render(config)
-    if path.exists() and path.read_text() != text:
+    if path.exists() and read_outside(path, limit=_LIMIT) != text.encode():
         raise FileExistsError(f"{path} exists and differs from the recipe of {config.name}: remove it first")
     write_text(path, text)
 
@@ -154,7 +156,7 @@ def read(path: str | Path, config: Nemotron3Config | Structure | None = None) ->
 
     where = f"{FLAG} {path}"
     try:
-        found = yaml.load(Path(path).read_text(), Loader=_strict_loader())
+        found = yaml.load(read_outside(path, limit=_LIMIT).decode(), Loader=_strict_loader())
     except (yaml.YAMLError, UnicodeDecodeError) as problem:
         line = " ".join(str(problem).split())
         raise PrecisionFileError(where, [f'not YAML: {line} (put globs in quotes: "*mtp.*")']) from None

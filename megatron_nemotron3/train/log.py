@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 from dataclasses import dataclass, field
+
+from megatron_nemotron3.checkpoint.files import open_outside
 
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")
 _ITEM = re.compile(r"\| ([^|:]+?): *([-+0-9.eE]+|nan|inf) ")
@@ -77,7 +80,7 @@ def read(path: str) -> Curve:
     """Return the curve of a log file; empty if there is no file."""
     curve = Curve()
     try:
-        with open(path, encoding="utf-8", errors="replace") as lines:
+        with io.TextIOWrapper(open_outside(path), encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 curve.add(line)
     except FileNotFoundError:

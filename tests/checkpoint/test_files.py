@@ -1,9 +1,11 @@
-"""Atomic writes leave the new file or the old one, and no temporary files."""
+"""Atomic writes leave the new file or the old one, and no temporary files; only regular files are read."""
 
 from __future__ import annotations
 
 import errno
 import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,68 @@ def test_a_group_is_never_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         for temporary in temporaries:
             temporary.write_text("new")
     assert os.listdir(tmp_path) == []
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+@pytest.mark.parametrize("way", [lambda p: files.open_outside(p), lambda p: files.read_outside(p, limit=9)])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "it is a pipe, not a regular file"),
+        (_socket, "it is a socket, not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a character device, not a regular file"),
+        (lambda path: path.symlink_to("pipe"), "it is a pipe, not a regular file"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+        (lambda path: None, "No such file"),
+    ],
+)
+def test_only_regular_files_are_opened(
+    tmp_path: Path,
+    make: Callable[[Path], None],
+    message: str,
+    way: Callable[[Path], object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket is at most 108 bytes long
+    os.mkfifo("pipe")
+    make(Path("here"))
+    with pytest.raises((ValueError, OSError), match=message) as found:
+        way(Path("here"))
+    assert "here" in str(found.value)
+
+
+def test_a_pipe_in_the_files_place_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look and the opening, the file is replaced."""
+    pipe, regular = tmp_path / "pipe", os.stat(__file__)
+    os.mkfifo(pipe)
+    monkeypatch.setattr(os, "stat", lambda path: regular)
+    with pytest.raises(ValueError, match="it is a pipe"):
+        files.open_outside(pipe)
+
+
+def test_the_length_is_limited(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"123456789")
+    assert files.read_outside(path, limit=9) == b"123456789"
+    assert files.read_outside(str(path), limit=9) == b"123456789"
+    with files.open_outside(path, limit=9) as file:
+        assert file.read() == b"123456789"
+    for read in (files.read_outside, files.open_outside):
+        with pytest.raises(ValueError, match="a: it is longer than 8 bytes"):
+            read(path, limit=8)
+    os.truncate(path, 1 << 40)  # sparse
+    with pytest.raises(ValueError, match="longer than 67,108,864 bytes"):
+        files.read_outside(path, limit=64 << 20)
+    with pytest.raises(ValueError, match="null byte"):
+        files.read_outside(tmp_path / "a\0b", limit=9)
+
+
+def test_a_file_that_states_no_length_is_limited() -> None:
+    """Files of /proc have the size 0."""
+    with pytest.raises(ValueError, match="longer than 10 bytes"):
+        files.read_outside("/proc/self/status", limit=10)

@@ -56,10 +56,13 @@ def test_a_whole_run_in_mxfp8_is_what_megatron_means_by_it() -> None:
     assert not any(name.startswith("decoder.layers.4.") for name in found)
     plain, emulated = step(built(None, quant_recipe=None)), step(model)
     assert not torch.equal(plain.loss, emulated.loss)
-    # 31 dB each: every gradient moves, none by much.
-    for name, gradient in emulated.gradients.items():
-        away = (gradient - plain.gradients[name]).norm() / plain.gradients[name].norm()
-        assert away < 0.25 or name.endswith(("router.weight", "expert_bias")), (name, away)
+    # At 31 dB every gradient moves; those of routed tokens most, because a few choose another expert.
+    away = sorted(
+        float((gradient - plain.gradients[name]).norm() / plain.gradients[name].norm())
+        for name, gradient in emulated.gradients.items()
+        if plain.gradients[name].any()
+    )
+    assert away[0] > 0 and away[len(away) // 2] < 0.15 and away[-1] < 0.6
 
 
 def test_every_layer_is_what_the_format_alone_means() -> None:
@@ -158,7 +161,7 @@ def test_without_a_file_nothing_outlives_a_microbatch() -> None:
 
 def test_a_run_without_nvfp4_ends() -> None:
     model = built("nvfp4", num_layers_at_end_in_bf16=5)
-    with pytest.raises(CensusError, match="none of the model's .* linears is NVFP4"):
+    with pytest.raises(CensusError, match="none of the model's .* linears is nvfp4"):
         step(model)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_nemotron3.checkpoint.metadata import read_json
 from megatron_nemotron3.convert import config_json
 from megatron_nemotron3.convert.logits.reader import TensorReader
 from megatron_nemotron3.convert.logits.routing import Selection
@@ -82,9 +82,9 @@ class HuggingFace:
     def __init__(self, source: TensorSource, config: Nemotron3Config) -> None:
         self.modeling, config_class = transformers_model()
         path = source.folder / "config.json"
-        if not path.is_file():
+        if not path.exists():
             raise ValueError(f"{path} is missing: transformers builds its layers from it")
-        data = json.loads(path.read_text())
+        data = read_json(path)
         config_json.read(data, name=str(path), base=config)
         try:
             self.config = config_class.from_dict(data)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_nemotron3.checkpoint.files import write_text
+from megatron_nemotron3.checkpoint.files import read_outside, write_text
 from megatron_nemotron3.train.data.indexed import DatasetInfo, write_dataset
 from megatron_nemotron3.train.data.splits import default_split, split_documents
 from megatron_nemotron3.train.data.text import Texts, read_texts
@@ -28,6 +28,8 @@ _PREFIX = "corpus"
 _TOKENIZER = "tokenizer"
 _CACHE = "cache"
 _MANIFEST = "manifest.json"
+#: Longest manifest that is read, in bytes.
+_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def _build(root: Path, digest: str, documents: Sequence[str], kind: str, vocab_s
 def _read_manifest(root: Path, digest: str) -> dict[str, Any] | None:
     """Return the manifest if it belongs to this input and every file has the size it names; else None."""
     try:
-        manifest: dict[str, Any] = json.loads((root / _MANIFEST).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads(read_outside(root / _MANIFEST, limit=_LIMIT))
         whole = manifest["digest"] == digest and all(
             (root / name).stat().st_size == size for name, size in manifest["sizes"].items()
         )

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_nemotron3.checkpoint.files import open_outside
+
 #: Folders without text of their own. Folders and files that start with "." are skipped, too.
 _NEVER = frozenset({"__pycache__", "node_modules"})
 _NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages"})
@@ -132,7 +134,7 @@ class _Collector:
                     break
                 self._add(record, None)
             return
-        with file.open("rb") as stream:
+        with open_outside(file) as stream:
             # One byte more than the limit distinguishes a file that fits from one that must be cut.
             limit = -1 if self.max_bytes is None else self.max_bytes - self.size + 1
             self._add(stream.read(limit), piece)
@@ -177,7 +179,7 @@ def _pieces(text: str, size: int) -> Iterator[str]:
 
 def _records(file: Path) -> Iterator[bytes | None]:
     """The "text" of each line of a .jsonl, as UTF-8; None for a string that has no UTF-8 form."""
-    with file.open("rb") as stream:
+    with open_outside(file) as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue

@@ -1,0 +1,339 @@
+"""Who writes to a folder: a lock that ends with the processes that hold it.
+
+    with held(folder):
+        ...
+
+The lock is the kernel's (`flock`) on `folder/.nemotron3.lock`, so it also ends with `kill -9`. The file says
+who holds it: one JSON line per process, first the one that took the lock. Processes of one run have one key
+and share the lock: the ranks of a training hold the folder even if the command that started them is killed. A
+rank takes it by itself, because torchrun closes inherited descriptors. Children made by fork inherit it.
+
+On a file system without `flock` the file alone counts. There a lock is free only if every process in the file
+is known to have ended. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shlex
+import socket
+import stat
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+NAME = ".nemotron3.lock"
+#: Environment variable with the key of a run, from the command that starts ranks to the ranks.
+VARIABLE = "NEMOTRON3_LOCK"
+#: Seconds to wait for the children of a holder that was killed; they end by themselves.
+PATIENCE = 15.0
+#: Seconds in which `holder` of another process may hold the lock, for a moment, to look.
+_LOOK = 0.5
+_LIMIT = 1 << 20
+_LONGEST_COMMAND = 300
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds a lock."""
+
+    host: str
+    pid: int
+    command: str
+    #: Local time.
+    since: str
+    #: Of the run.
+    key: str
+    #: The machine's boot and the process's start in it; a later process may have the same number.
+    boot: str = ""
+    start: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.pid} on {self.host} since {self.since}: {self.command}"
+        return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is known to have ended; False for one on another machine."""
+        if self.host != socket.gethostname():
+            return False
+        if self.boot and (boot := _boot()) and boot != self.boot:
+            return True
+        try:
+            os.kill(self.pid, 0)  # sends nothing
+        except ProcessLookupError:
+            return True
+        except OSError:  # it belongs to another user
+            return False
+        start = _start(self.pid)
+        return start is None or bool(self.start and start and start != self.start)
+
+
+def this_command() -> str:
+    """Return the command line of this process, as a user would type it."""
+    return shlex.join(["nemotron3", *sys.argv[1:]])
+
+
+def run_key() -> str:
+    """Return the key that the ranks of one run share, from the environment that started them."""
+    if given := os.environ.get(VARIABLE):
+        return given
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return uuid.uuid4().hex
+    return ":".join(
+        os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    )
+
+
+@contextlib.contextmanager
+def held(
+    folder: Path,
+    command: str | None = None,
+    *,
+    key: str | None = None,
+    patience: float = PATIENCE,
+    say: Callable[[str], None] = print,
+) -> Iterator[str]:
+    """Hold the lock of a folder, which is created; yield the key of the run.
+
+    At the end the lock's file is removed, and the folder, too, if it was created here and is empty.
+
+    Args:
+        command: what to tell others who want the lock; default: this process's command line.
+        key: key of a run whose processes share the lock; default: one of its own.
+        patience: seconds to wait if the holder has ended, but a process that it started has not.
+        say: prints a line: what it waits for, or that the file system has no locks.
+
+    Raises:
+        ValueError: another run holds the lock. The message names its host, process and command.
+        OSError: the folder cannot be written.
+    """
+    key = key or uuid.uuid4().hex
+    text = (this_command() if command is None else command)[:_LONGEST_COMMAND]
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    own = Holder(socket.gethostname(), os.getpid(), text, since, key, _boot(), _start(os.getpid()) or 0)
+    created = _create(folder)
+    try:
+        descriptor = _taken(folder, own, patience, say)
+        try:
+            yield key
+        finally:
+            if os.getpid() == own.pid:  # not in a forked child, which shares the lock with its parent
+                _release(folder / NAME, descriptor, own)
+    finally:
+        for path in created:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def holder(folder: Path) -> Holder | None:
+    """Return who holds a folder, None if nobody does. Takes nothing and changes nothing."""
+    path = folder / NAME
+    try:
+        descriptor = _open(path, os.O_RDONLY)
+    except (OSError, ValueError):
+        return None
+    try:
+        found = _records(descriptor)
+        try:
+            if _flock(descriptor, fcntl.LOCK_EX):
+                return None
+        except OSError as problem:  # no locks here, or none without the right to write
+            if problem.errno not in (*_UNSUPPORTED, errno.EBADF):
+                raise
+            return next((record for record in found if not record.ended), None)
+        living = (record for record in found if not record.ended)
+        return next(living, found[0] if found else Holder("?", 0, "?", "?", ""))
+    finally:
+        os.close(descriptor)
+
+
+def _taken(folder: Path, own: Holder, patience: float, say: Callable[[str], None]) -> int:
+    """Take the lock, or join the run that holds it; return the descriptor that keeps it."""
+    path, began, told = folder / NAME, time.monotonic(), False
+    while True:
+        descriptor = _open(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if _attempt(path, descriptor, own):
+                return descriptor
+            found = _records(descriptor)
+        except OSError as problem:
+            os.close(descriptor)
+            if problem.errno in _UNSUPPORTED:
+                return _taken_without_kernel(path, own, say)
+            raise
+        os.close(descriptor)
+        waited = time.monotonic() - began
+        orphaned = bool(found) and all(record.ended for record in found)
+        if waited > (patience if orphaned else _LOOK):
+            raise ValueError(_refusal(folder, found, orphaned))
+        if orphaned and waited > _LOOK and not told:
+            told = True
+            say(f"{folder}: waiting for processes that a killed command left ({found[0]})")
+        time.sleep(0.05)
+
+
+def _attempt(path: Path, descriptor: int, own: Holder) -> bool:
+    """Take the lock, or join the run that holds it, if that is possible now."""
+    if first := _flock(descriptor, fcntl.LOCK_EX):
+        # The last holder may have removed the file since it was opened.
+        if not _is_file(path, descriptor):
+            return False
+        _write(descriptor, own, truncate=True)
+    # From exclusive to shared is not one step: another run may get in between.
+    if not _flock(descriptor, fcntl.LOCK_SH):
+        return False
+    if not _is_file(path, descriptor) or _first_key(descriptor) != own.key:
+        return False
+    if not first:
+        _write(descriptor, own)
+    return True
+
+
+def _taken_without_kernel(path: Path, own: Holder, say: Callable[[str], None]) -> int:
+    """Take the lock by its file alone."""
+    descriptor = _open(path, os.O_RDWR | os.O_CREAT)
+    found = _records(descriptor)
+    joins = bool(found) and found[0].key == own.key
+    if not joins and (living := [record for record in found if not record.ended]):
+        os.close(descriptor)
+        raise ValueError(
+            f"{_refusal(path.parent, living, False)}; the file system has no locks: if that process has "
+            f"ended, remove {path}"
+        )
+    _write(descriptor, own, truncate=not joins)
+    if not joins:
+        say(f"{path.parent}: the file system has no locks; {NAME} alone says that this run writes here")
+        time.sleep(0.2)  # of two that found it free the last one has it
+        found = _records(descriptor)
+        if not found or found[0].key != own.key:
+            os.close(descriptor)
+            raise ValueError(_refusal(path.parent, found, False))
+    return descriptor
+
+
+def _release(path: Path, descriptor: int, own: Holder) -> None:
+    """Give the lock back; remove its file if no other process shares it."""
+    try:
+        try:
+            alone = _flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            alone = all(record.ended or record.pid == own.pid for record in _records(descriptor))
+        if alone and _is_file(path, descriptor):
+            with contextlib.suppress(OSError):
+                path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _refusal(folder: Path, found: list[Holder], orphaned: bool) -> str:
+    if not found:
+        return f"{folder} is in use by another process (wait for it or choose another --output)"
+    text = f"{folder} is in use by {found[0]}"
+    if not orphaned:
+        return f"{text} (wait for it or choose another --output)"
+    pids = ", ".join(map(str, _users(folder / NAME))) or "on this or another machine"
+    return f"{text}; that process has ended, but one that it started has not (process {pids}): end it first"
+
+
+def _users(path: Path) -> list[int]:
+    """List the processes that have a file open, as far as this user may know."""
+    found = []
+    with contextlib.suppress(OSError):
+        target = os.path.realpath(path)
+        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+            with contextlib.suppress(OSError):
+                links = (os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd"))
+                if pid != os.getpid() and target in links:
+                    found.append(pid)
+    return found
+
+
+def _open(path: Path, flags: int) -> int:
+    """Open the lock's file.
+
+    Raises:
+        ValueError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as problem:
+        if problem.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise ValueError(f"{path}: it is no regular file: remove it") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path}: it is no regular file: remove it")
+    return descriptor
+
+
+def _flock(descriptor: int, kind: int) -> bool:
+    """Take a kernel lock without waiting; False if another process has it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_file(path: Path, descriptor: int) -> bool:
+    """Whether the path still names the open file."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _write(descriptor: int, own: Holder, *, truncate: bool = False) -> None:
+    if truncate:
+        os.ftruncate(descriptor, 0)
+    os.lseek(descriptor, 0, os.SEEK_END)
+    os.write(descriptor, (json.dumps(asdict(own)) + "\n").encode())
+
+
+def _first_key(descriptor: int) -> str | None:
+    found = _records(descriptor)
+    return found[0].key if found else None
+
+
+def _records(descriptor: int) -> list[Holder]:
+    """Read the processes in the file; lines that are none of ours are left out."""
+    found = []
+    for line in os.pread(descriptor, _LIMIT, 0).splitlines():
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            record = Holder(**json.loads(line))
+            typed = all(type(getattr(record, f.name)).__name__ == f.type for f in fields(Holder))
+            if typed and 0 <= record.pid < 1 << 31:
+                found.append(record)
+    return found
+
+
+def _create(folder: Path) -> list[Path]:
+    """Create a folder; return what was created, the innermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _boot() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _start(pid: int) -> int | None:
+    """When a process started, in ticks since boot; 0: unknown; None: it has ended (a zombie)."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        # The command, in parentheses, may contain anything.
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return None if words[0] == b"Z" else int(words[19])
+    return 0
