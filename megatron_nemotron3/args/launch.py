@@ -185,6 +185,11 @@ class Launch:
         kept = bf16_layers(self.config, self.precision).start
         return int(self.option("--num-layers-at-start-in-bf16", str(kept)))
 
+    @property
+    def precision_file(self) -> str | None:
+        """Path of the precision file, with `extra` taken into account; None without one."""
+        return (self.options.get("--te-precision-config-file") or (self.te_precision_config_file,))[0]
+
     def option(self, name: str, default: str) -> str:
         """Return the first value of an option in `extra`, or `default` if it is not there or has no value."""
         return (self.options.get(name) or (default,))[0]

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_nemotron3.precision.formats import BF16, FORMATS, name_of
-from megatron_nemotron3.precision.table import ModuleKind, Structure, kind_of
+from megatron_nemotron3.precision.table import Linear, ModuleKind, Structure, kind_of
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile, parse, require_fit
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+(?=\.|$)")
+_INNER_LAYER = re.compile(r"\.mtp_model_layer\.layers\.(\d+)\.")
 _ROOT = re.compile(r"(?:^|\.)(?=(?:decoder|mtp|embedding|output_layer)\.|output_layer$)")
 
 
@@ -162,20 +163,7 @@ def require_format(model: Any, wanted: str, ambient: Ambient | None = None) -> l
         )
     if file is not NO_FILE:
         require_fit(file, structure, "config.quant_recipe")
-    asked = Counter(
-        file.format(
-            linear.name, ambient.of_mtp(None) if linear.layer is None else ambient.of_layer(linear.layer)
-        )
-        for linear in structure.linears()
-    )
-    if not asked[wanted]:
-        found = ", ".join(f"{number} {fmt}" for fmt, number in sorted(asked.items()))
-        raise CensusError(
-            f"{wanted} was asked for, but none of the model's {sum(asked.values())} linears is {wanted} "
-            f"({found}): "
-            f"{ambient.at_start} layers at the start and {ambient.at_end} at the end of {ambient.num_layers} "
-            f"stay BF16 and {len(file.matchers)} matchers of the precision file take the rest"
-        )
+    require_some(structure, file, ambient)
     entries = census(model, file, ambient)
     unfit = [entry for entry in entries if entry.format == wanted and entry.effective != wanted]
     if unfit:
@@ -186,6 +174,30 @@ def require_format(model: Any, wanted: str, ambient: Ambient | None = None) -> l
             f"capability {fmt.needs}" + (", or emulate" if fmt.emulated else "")
         )
     return entries
+
+
+def ambient_of_linear(linear: Linear, ambient: Ambient) -> str:
+    """Format of the layer that a linear is in; an MTP block numbers its layers from 0."""
+    if linear.layer is not None:
+        return ambient.of_layer(linear.layer)
+    inner = _INNER_LAYER.search(linear.name)
+    return ambient.of_mtp(int(inner[1]) if inner else None)
+
+
+def require_some(structure: Structure, file: PrecisionFile, ambient: Ambient) -> None:
+    """Raise CensusError if no linear of a whole model has the format of its layers."""
+    wanted = ambient.format
+    asked = Counter(
+        file.format(linear.name, ambient_of_linear(linear, ambient)) for linear in structure.linears()
+    )
+    if not asked[wanted]:
+        found = ", ".join(f"{number} {fmt}" for fmt, number in sorted(asked.items()))
+        raise CensusError(
+            f"{wanted} was asked for, but none of the model's {sum(asked.values())} linears is {wanted} "
+            f"({found}): "
+            f"{ambient.at_start} layers at the start and {ambient.at_end} at the end of {ambient.num_layers} "
+            f"stay BF16 and {len(file.matchers)} matchers of the precision file take the rest"
+        )
 
 
 def structure_of(model: Any) -> Structure:

@@ -26,6 +26,8 @@ from megatron_nemotron3.monitor.settings import EnvironmentSetting
 from megatron_nemotron3.precision.formats import EMULATED, NVFP4
 
 VARIABLE = "NEMOTRON3_EMULATE"
+#: Option of `nemotron3 run` with a value of the variable. It may stand among the script's own options.
+OPTION = "--nemotron3-emulate"
 LOG_VARIABLE = "NEMOTRON3_LOG_PRECISION"
 #: Default number of iterations from one measurement to the next (cost: docs/nvfp4.md).
 LOG_DEFAULT = 100
@@ -56,7 +58,7 @@ class Emulation:
         format: "nvfp4" or "mxfp8".
 
     Raises:
-        ValueError: another format.
+        ValueError: another format, or no matmul is left to quantize.
     """
 
     hadamard: bool = True
@@ -71,6 +73,11 @@ class Emulation:
     def __post_init__(self) -> None:
         if self.format not in EMULATED:
             raise ValueError(f"{self.format!r} is not emulated: use {' or '.join(EMULATED)}")
+        if not (self.fprop or self.dgrad or self.wgrad):
+            raise ValueError(
+                "fprop=0, dgrad=0 and wgrad=0 leave no matmul to quantize, which is a plain run: keep one of "
+                "the three, or turn emulation off"
+            )
 
     def text(self) -> str:
         """The value of NEMOTRON3_EMULATE with this meaning."""
@@ -87,7 +94,8 @@ def parse(text: str) -> Emulation | None:
     """Parse a value of NEMOTRON3_EMULATE; None for off.
 
     Raises:
-        ValueError: an unknown format or switch, a switch given twice, or a value other than 0 and 1.
+        ValueError: an unknown format or switch, a switch given twice, a value other than 0 and 1, or no
+            matmul is left to quantize.
     """
     first, *rest = (part.strip() for part in text.split(","))
     if first in ("", "0") and not rest:
@@ -108,7 +116,10 @@ def parse(text: str) -> Emulation | None:
         if SWITCHES[name] in chosen:
             raise ValueError(f"{VARIABLE}={text!r}: {name} is given twice")
         chosen[SWITCHES[name]] = value == "1"
-    return Emulation(**chosen, format=first)
+    try:
+        return Emulation(**chosen, format=first)
+    except ValueError as problem:
+        raise ValueError(f"{VARIABLE}={text!r}: {problem}") from None
 
 
 _EMULATION = EnvironmentSetting(VARIABLE, parse)
