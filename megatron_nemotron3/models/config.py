@@ -135,8 +135,8 @@ class Nemotron3Config:
     source: str | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            _require_value(self.name, field.name, str(field.type), getattr(self, field.name))
+        for one in fields(self):
+            _require_value(self.name, one.name, str(one.type), getattr(self, one.name))
         _pattern.validate(self.pattern)
         kinds = set(self.pattern)
         if self.mtp_pattern is not None:
