@@ -54,7 +54,7 @@ COMMANDS = {
     "train": {
         "--model", "--tiny", "--device",
         "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
-        "--verbose", "--emulate", "--te-precision-config-file", "--log-precision",
+        "--verbose", "--emulate", "--te-precision-config-file", "--log-precision", "--more-steps",
     }
     | RUN,
 }  # fmt: skip
