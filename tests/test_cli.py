@@ -39,7 +39,9 @@ COMMANDS = {
     },
     "check": {"--full", "--workers"},
     "doctor": {"--kernels", "--step", "--json"},
-    "precision": {"--model", "--tiny", "--format", "--output", "--yaml", "--report"},
+    "precision": {
+        "--model", "--tiny", "--format", "--output", "--yaml", "--report", "--te-precision-config-file",
+    },
     "convert": set(),
     "verify": {"--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers"},
     "generate": {
