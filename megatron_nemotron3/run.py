@@ -11,6 +11,8 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 - With `--fp4-format` the run stops if no linear of the model computes in NVFP4.
 - Before the start the tracker of `--load` is made to name the last complete checkpoint
   (`megatron_nemotron3.checkpoint.resume`).
+- With `--exit-signal-handler` Ctrl-C saves and leaves, as SIGTERM does. The processes that the script starts
+  end when it ends, and survive a signal to the whole process group (`megatron_nemotron3.lifetime`).
 - `--monitor N` runs stability monitors at every N-th iteration, 0 for none; it overrides NEMOTRON3_MONITOR
   (docs/monitor.md).
 
@@ -20,14 +22,16 @@ is damaged, or Megatron built another model than requested.
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import runpy
 import socket
 import sys
+import types
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
+from megatron_nemotron3 import lifetime, spawned
 from megatron_nemotron3.args.versions import require_supported
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.monitor import settings
@@ -212,9 +216,37 @@ def settle_checkpoint(arguments: list[str]) -> None:
         fail(str(problem))
 
 
+def run_script(script: str) -> None:
+    """Run a script as `__main__`, as `python SCRIPT` does.
+
+    Processes that it spawns import `megatron_nemotron3.spawned` in its place.
+    """
+    with open(script, "rb") as file:
+        code = compile(file.read(), script, "exec", dont_inherit=True)
+    module = types.ModuleType("__main__")
+    module.__file__, module.__package__ = script, ""
+    module.__spec__ = importlib.util.find_spec(spawned.__name__)
+    os.environ[spawned.SCRIPT] = os.path.abspath(script)
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = module
+    try:
+        exec(code, vars(module))
+    finally:
+        sys.modules["__main__"] = before
+
+
 def main(argv: list[str] | None = None) -> None:
     """Entry point; `argv` without the program name."""
-    device, monitor, script, arguments = split_arguments(sys.argv[1:] if argv is None else argv)
+    with lifetime.rank():
+        try:
+            _launch(sys.argv[1:] if argv is None else argv)
+        except KeyboardInterrupt:
+            print("megatron_nemotron3.run: interrupted", file=sys.stderr)
+            raise SystemExit(130) from None
+
+
+def _launch(argv: list[str]) -> None:
+    device, monitor, script, arguments = split_arguments(argv)
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     try:
@@ -251,7 +283,7 @@ def main(argv: list[str] | None = None) -> None:
             verify_measurable(attribute)
         verify_nvfp4(arguments)
         try:
-            runpy.run_path(script, run_name="__main__")
+            run_script(script)
         finally:
             import torch
 

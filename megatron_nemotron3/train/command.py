@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3 import lifetime
 from megatron_nemotron3.args import Launch
 from megatron_nemotron3.args.command import add_launch, chosen_emulation, chosen_layout, chosen_schedule
 from megatron_nemotron3.cpu import quiet_on_cpu
@@ -47,8 +48,9 @@ def train_command(options: argparse.Namespace) -> int:
     Raises:
         ValueError: as `training.train`; or an option is out of range or does not go with another.
     """
-    from megatron_nemotron3.run import resolve_device
-    from megatron_nemotron3.train.training import Request, schedule_of, train
+    with lifetime.leaving_at_interrupt("nemotron3 train"):
+        from megatron_nemotron3.run import resolve_device
+        from megatron_nemotron3.train.training import Request, schedule_of, train_interruptibly
 
     config = chosen_model(options)
     emulated, log_precision = chosen_emulation(options), _log_interval(options)
@@ -57,7 +59,8 @@ def train_command(options: argparse.Namespace) -> int:
 
         if problem := te_problem():
             raise ValueError(f"--backend te: {problem}")
-    device = resolve_device(options.device)
+    with lifetime.leaving_at_interrupt("nemotron3 train"):  # imports torch
+        device = resolve_device(options.device)
     if device == "cpu":
         quiet_on_cpu()
     # On a CPU there is only the torch backend, and it alone emulates and measures. Naming it makes flags fit.
@@ -86,7 +89,7 @@ def train_command(options: argparse.Namespace) -> int:
         log_precision=log_precision,
         verbose=options.verbose,
     )
-    return train(request)
+    return train_interruptibly(request)
 
 
 def _log_interval(options: argparse.Namespace) -> int | None:
