@@ -34,12 +34,16 @@ from megatron_nemotron3.args import (
     check,
     flags,
     mock_data,
+    parser_table,
     published,
     smoke,
     to_argv,
     versions,
 )
+from megatron_nemotron3.args.flag import Flag
+from megatron_nemotron3.args.parser_check import misused, unknown
 from megatron_nemotron3.train import processes
+from tests.args import make_parser_table
 
 full = pytest.mark.full
 
@@ -106,13 +110,15 @@ def options() -> dict[str, tuple[str, ...]]:
 @pytest.mark.parametrize("version", versions.KNOWN)
 def test_every_version_knows_every_option_we_emit(version: str, options: dict[str, tuple[str, ...]]) -> None:
     assert len(options) > 80
-    assert versions.unknown_options(options, version) == {}
+    assert unknown(options, version) == []
+    assert misused([Flag(name, values) for name, values in options.items()], version) == []
 
 
 #: Rule -> (options, versions that report it). The model is Super.
 REPORTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "mtp-without-te": ("", ("0.20",)),
-    "option-of-another-version": ("--mtp-hsm", ("0.19",)),
+    "unknown-option": ("--mtp-hsm", ("0.19",)),
+    "option-value": ("--rl-generation-lag 0.5", ("0.19",)),
 }
 
 
@@ -191,13 +197,12 @@ def here() -> str:
 def test_the_installed_parser_has_these_options() -> None:
     from megatron.training import arguments
 
-    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     with contextlib.redirect_stdout(io.StringIO()):
         arguments.add_megatron_arguments(parser)
-    known = {word for action in parser._actions for word in action.option_strings}
-    assert versions.unknown_options(known, here()) == {}, "the parser has options the table denies"
-    names = versions.NEW_IN_0_20 if here() == "0.20" else versions.REMOVED_IN_0_20
-    assert {f"--{name}" for name in names.split()} <= known
+    assert make_parser_table.kinds(parser) == parser_table.options(here()), (
+        "the table is out of date: python tests/args/make_parser_table.py"
+    )
 
 
 @full

@@ -6,14 +6,16 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron_nemotron3.args.explain import explain, explain_command, with_megatron_defaults
 from megatron_nemotron3.args.explain_text import render as render_explanation
-from megatron_nemotron3.args.flag import render
+from megatron_nemotron3.args.flag import parse, render
 from megatron_nemotron3.args.flags import flags
 from megatron_nemotron3.args.launch import BACKENDS, PRECISIONS, Launch
 from megatron_nemotron3.args.layout import ParallelLayout
+from megatron_nemotron3.args.parser_check import repeated
 from megatron_nemotron3.args.phases import PHASES, Phase, phase, require_known
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
@@ -145,9 +147,8 @@ def flags_command(options: argparse.Namespace) -> int:
     """
     launch = chosen_launch(options)
     print(render(flags(launch), shell=options.shell))
-    for warning in check(launch):  # `flags` raised on errors
-        if warning.rule != "schedule-unknown" or options.schedule != "none":
-            print(warning, file=sys.stderr)
+    known = ("schedule-unknown",) if options.schedule == "none" else ()
+    print_warnings(launch, options.extra, known)
     _print_remarks(launch)
     return 0
 
@@ -180,6 +181,7 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
         found = with_megatron_defaults(found)
     print(json.dumps(found.describe(), indent=2) if options.json else render_explanation(found))
     if launch is not None:
+        print_warnings(launch, options.extra, [violation.rule for violation in found.violations])
         _print_remarks(launch)
     return 0
 
@@ -189,6 +191,20 @@ def _text_of(file: str) -> str:
         return sys.stdin.read() if file == "-" else read_outside(file, limit=_SCRIPT_LIMIT).decode()
     except UnicodeDecodeError:
         raise ValueError(f"--argv {file} is not a text file: give a script or a command") from None
+
+
+def print_warnings(launch: Launch, words: Sequence[str], known: Collection[str] = ()) -> None:
+    """Print to stderr which rules of severity "warning" are violated, and what `words` give more than once.
+
+    Args:
+        words: those after `--`.
+        known: rules that the user has been told about.
+    """
+    for warning in check(launch):
+        if warning.severity == "warning" and warning.rule not in known:
+            print(warning, file=sys.stderr)
+    for repetition in repeated(parse(words)):
+        print(f"warning: {repetition}", file=sys.stderr)
 
 
 def _print_remarks(launch: Launch) -> None:

@@ -6,12 +6,12 @@ cure, and the place in Megatron-Core 0.19 (or the report or issue) it comes from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.rule import Rule, Violation
 from megatron_nemotron3.args.rules_layout import LAYOUT_RULES
-from megatron_nemotron3.args.rules_options import COMBINATION_RULES, OPTION_RULES, VERSION_RULES
+from megatron_nemotron3.args.rules_options import COMBINATION_RULES, OPTION_RULES, PARSER_RULES, VERSION_RULES
 from megatron_nemotron3.args.rules_precision import PRECISION_RULES
 from megatron_nemotron3.args.rules_schedule import SCHEDULE_RULES
 
@@ -36,10 +36,17 @@ class RuleError(ValueError):
 
 
 def check(launch: Launch) -> list[Violation]:
-    """Return every violated rule, errors before warnings."""
+    """Return every violated rule, errors before warnings.
+
+    If the parser refuses words of `extra`, only that is returned: other rules read their values.
+    """
+    return _violated(PARSER_RULES, launch) or _violated((*RULES, *VERSION_RULES), launch)
+
+
+def _violated(rules: Iterable[Rule], launch: Launch) -> list[Violation]:
     violations = [
         Violation(rule.name, rule.severity, rule.message(launch), rule.source)
-        for rule in (*RULES, *VERSION_RULES)
+        for rule in rules
         if rule.violated(launch)
     ]
     return sorted(violations, key=lambda violation: violation.severity)  # stable; "error" < "warning"

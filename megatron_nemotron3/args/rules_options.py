@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
+from megatron_nemotron3.args.architecture import MODEL, MOE, MTP
+from megatron_nemotron3.args.flag import parse, text
 from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args.parser_check import misused, unknown
 from megatron_nemotron3.args.rule import Rule, Severity
-from megatron_nemotron3.args.versions import DEFAULT, unknown_options
+from megatron_nemotron3.args.versions import DEFAULT
 
 _ARGUMENTS = "megatron/training/arguments.py"
 _MTP = "megatron/core/transformer/multi_token_prediction.py"
@@ -37,6 +40,13 @@ _RESERVED = {
     "--bf16": "precision",
     "--fp16": "precision",
 }
+#: Fields of a config that change how it is trained, not which weights it has or what they compute.
+_COEFFICIENTS = (
+    "config.init_method_std",
+    "config.moe_router_bias_update_rate",
+    "config.moe_aux_loss_coeff",
+    "config.mtp_loss_scaling_factor",
+)
 
 #: Pipeline options of GPT models, which Megatron refuses or ignores with a layer pattern.
 _GPT_LAYOUT = (
@@ -110,6 +120,20 @@ def _mtp_error(c: Launch) -> float:
     return (held / (held - depth)) / (c.seq_length / (c.seq_length - depth)) - 1
 
 
+def _other_model(c: Launch) -> list[str]:
+    """Return the options in `extra` that make another model than the config, with both values."""
+    rows = {row.flag: row for row in (*MODEL, *MOE, *MTP)}
+    found = []
+    for name, values in c.options.items():
+        row = rows.get(name)
+        if row is None or row.origin in _COEFFICIENTS or not row.origin.startswith("config."):
+            continue
+        meant = row.value(c.config)
+        if values != (text(meant),) and not (meant is True and not values):
+            found.append(f"{name} {' '.join(values)}".strip() + f" replaces {row.origin}={meant}")
+    return found
+
+
 def _several_buckets(c: Launch) -> str:
     """Return why gradients are in more than one bucket, or ""."""
     if c.backend != "torch" or "--overlap-grad-reduce" in c.options:
@@ -129,6 +153,16 @@ OPTION_RULES: tuple[Rule, ...] = (
             if flag in c.options
         ),
         "this package",
+    ),
+    Rule(
+        "model-option",
+        _other_model,
+        lambda c: (
+            f"{'; '.join(_other_model(c))}: rules, memory and conversion still count with the model "
+            f"{c.config.name}: describe yours in a file (--model FILE)"
+        ),
+        "this package",
+        "warning",
     ),
     Rule(
         "gpt-pipeline-option",
@@ -305,18 +339,27 @@ COMBINATION_RULES: tuple[Rule, ...] = (
     ),
 )
 
-#: What one supported version of megatron-core refuses and another accepts.
-VERSION_RULES: tuple[Rule, ...] = (
+#: What the parser of the chosen version of megatron-core refuses.
+PARSER_RULES: tuple[Rule, ...] = (
     Rule(
-        "option-of-another-version",
-        lambda c: unknown_options(c.options, c.version),
+        "unknown-option",
+        lambda c: unknown(c.options, c.version),
         lambda c: (
             f"the parser of megatron-core {c.version} does not accept "
-            + ", ".join(f"{name} ({why})" for name, why in unknown_options(c.options, c.version).items())
-            + ": drop it, or use a version that accepts it"
+            f"{', '.join(unknown(c.options, c.version))}: correct or drop it, or use a version that has it"
         ),
         _ARGUMENTS,
     ),
+    Rule(
+        "option-value",
+        lambda c: misused(parse(c.extra), c.version),
+        lambda c: "; ".join(misused(parse(c.extra), c.version)),
+        _ARGUMENTS,
+    ),
+)
+
+#: What one supported version of megatron-core refuses and another accepts.
+VERSION_RULES: tuple[Rule, ...] = (
     Rule(
         "mtp-without-te",
         lambda c: c.version == "0.20" and c.config.has_mtp and c.backend != "te",

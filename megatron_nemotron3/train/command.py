@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3 import lifetime
 from megatron_nemotron3.args import Launch
-from megatron_nemotron3.args.command import add_launch, chosen_emulation, chosen_layout, chosen_schedule
+from megatron_nemotron3.args.command import (
+    add_launch,
+    chosen_emulation,
+    chosen_layout,
+    chosen_schedule,
+    print_warnings,
+)
+from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import settings as emulation
+
+#: Options of Megatron that an option of this command sets.
+_OWN = {
+    "--save": "--output",
+    "--train-iters": "--steps",
+    "--train-samples": "--steps",
+    "--data-path": "--data-path before --",
+    "--tokenizer-model": "--tokenizer",
+}
 
 
 def register(commands: Any) -> None:
@@ -77,6 +94,8 @@ def train_command(options: argparse.Namespace) -> int:
         te_precision_config_file=options.te_precision_config_file,
         emulate=emulated,
     )
+    _require_own_options(options.extra)
+    print_warnings(launch, options.extra, ("schedule-unknown",))
     request = Request(
         launch=launch,
         device=device,
@@ -90,6 +109,13 @@ def train_command(options: argparse.Namespace) -> int:
         verbose=options.verbose,
     )
     return train_interruptibly(request)
+
+
+def _require_own_options(words: Sequence[str]) -> None:
+    """Stop at words after `--` that would change behind this command's back what it prepares and reports."""
+    given = {flag.name for flag in parse(words)}
+    if wrong := [f"{name} (give {own})" for name, own in _OWN.items() if name in given]:
+        raise ValueError(f"after -- these would replace what train itself sets: {', '.join(wrong)}")
 
 
 def _log_interval(options: argparse.Namespace) -> int | None:

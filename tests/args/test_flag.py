@@ -35,7 +35,7 @@ def launch_flags() -> list[Flag]:
             data=TrainingData(
                 data_path=("0.7", "/data/a b", "0.3", "$HOME/it's"), save="/run/*", tokenizer_model="~/t`x`"
             ),
-            extra=("--wandb-project", 'say "hi" & go; #1', "--empty", ""),
+            extra=("--wandb-project", 'say "hi" & go; #1', "--wandb-entity", ""),
         )
     )
 

@@ -38,6 +38,7 @@ def layout(**sizes: Any) -> ParallelLayout:
 
 #: rule -> (arguments of check that violate it, what the message must contain)
 VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
+    "model-option": ({"extra": ["--num-experts", "64"]}, "--num-experts 64 replaces .*=512"),
     "pattern-dash": ({"config": NANO_4B.but(pattern="-M*")}, "starts with '-'"),
     "heads-tp": ({"config": SUPER.but(num_attention_heads=36), "layout": layout(tp=8)}, "36 .* TP=8"),
     "query-groups-tp": (

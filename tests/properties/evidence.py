@@ -226,6 +226,11 @@ EVIDENCE: dict[str, Evidence] = {
         stage="step",
         message="First dimension of the tensor should be divisible by tensor parallel size",
     ),
+    "model-option": Wrong(
+        case=case(model("ME"), "--moe-ffn-hidden-size", "16"),
+        measured=measure.elements,
+        shown="4588 weights are built, 3052 are meant",
+    ),
     "gpt-pipeline-option": Wrong(
         case=case(None, "--num-layers", "4"),
         measured=measure.gpt_options,
