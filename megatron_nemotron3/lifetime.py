@@ -1,17 +1,17 @@
 """When the processes of a training end: each with its parent, and none by a signal meant for another.
 
-A rank starts processes of its own: Megatron's checkpoint writer, the server of the writer's result queue, data
-loaders. Two things go wrong with them by default. A signal of the terminal or of torchrun reaches the whole
-process group, so the one that asks the rank to save kills the processes that it saves with. And they outlive
-a rank that is killed.
+A rank starts processes of its own: Megatron's checkpoint writer, the server of the writer's result queue,
+data loaders. Two things go wrong with them by default. A signal of the terminal or of torchrun reaches the
+whole process group, so the one that asks the rank to save kills the processes that it saves with. And they
+outlive a rank that is killed.
 
     nemotron3 train --control pipe--> torchrun's agent and ranks --parent's pid--> their children
 
 - The control pipe is the standard input of agent and ranks. One byte in it asks the ranks to save and leave;
   its end, which comes with the death of `nemotron3 train`, ends them. Nobody reads the byte, so each sees it.
 - Ranks that torchrun started end with their agent.
-- A child of a rank ends when the rank has ended. Until then it ignores SIGINT, SIGHUP and SIGTERM, but for the
-  SIGTERM of its parent (`Process.terminate`).
+- A child of a rank ends when the rank has ended. Until then it ignores SIGINT, SIGHUP and SIGTERM, but for
+  the SIGTERM of its parent (`Process.terminate`).
 
 Standard library only. Without sigtimedwait (macOS) children are not protected from signals.
 """

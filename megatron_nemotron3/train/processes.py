@@ -72,10 +72,10 @@ def interruptible() -> Iterator[None]:
 def follow(words: Sequence[str], env: dict[str, str], log: Path, watcher: Watcher) -> int:
     """Run a command, append its output to `log`, give each line to `watcher`; return the exit status.
 
-    At the first interrupt (SIGINT, SIGTERM or SIGHUP) the processes are asked to save and leave if the watcher
-    says so; a second one ends them. They are sent no signal: it would also reach the processes that the ranks
-    save with. They read the request in `lifetime`'s control pipe, and its end ends them. A closed terminal or
-    pipe, to which nothing can be printed, counts as an interrupt.
+    At the first interrupt (SIGINT, SIGTERM or SIGHUP) the processes are asked to save and leave if the
+    watcher says so; a second one ends them. They are sent no signal: it would also reach the processes that
+    the ranks save with. They read the request in `lifetime`'s control pipe, and its end ends them. A closed
+    terminal or pipe, to which nothing can be printed, counts as an interrupt.
     """
     run = _Run(words, env, log, watcher)
     interrupts = 0

@@ -171,7 +171,9 @@ class Progress:
         where = "no checkpoint was saved" if saved is None else f"step {saved} is saved"
         last = self.last or 0
         if last > (saved or 0):
-            where += f", and steps {(saved or 0) + 1} to {last} are lost"
+            first = (saved or 0) + 1
+            where += f", and step {last} is" if first == last else f", and steps {first} to {last} are"
+            where += " lost"
         elif self.training and not complete and not self.finished:
             where += ", and what was trained after it is lost"
         elif self.finished:
