@@ -9,15 +9,17 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 - Without a GPU (or with `--device cpu`) CUDA names mean the CPU (`megatron_nemotron3.cpu`).
 - With `--spec megatron_nemotron3.specs …` the run stops unless Megatron builds that stack.
 - With `--fp4-format` the run stops if no linear of the model computes in NVFP4.
+- The folder of `--save` is locked until the last rank ends (`megatron_nemotron3.checkpoint.lock`).
 - Before the start the tracker of `--load` is made to name the last complete checkpoint
-  (`megatron_nemotron3.checkpoint.resume`).
+  (`megatron_nemotron3.checkpoint.resume`), and a schedule that Megatron would refuse to load is refused
+  with the option that it needs.
 - With `--exit-signal-handler` Ctrl-C saves and leaves, as SIGTERM does. The processes that the script starts
   end when it ends, and survive a signal to the whole process group (`megatron_nemotron3.lifetime`).
 - `--monitor N` runs stability monitors at every N-th iteration, 0 for none; it overrides NEMOTRON3_MONITOR
   (docs/monitor.md).
 
-Exit code 2: the command line is wrong, the version of megatron-core is not supported, the checkpoint to load
-is damaged, or Megatron built another model than requested.
+Exit code 2: the command line is wrong, the version of megatron-core is not supported, another run writes to
+--save, the checkpoint to load is damaged, or Megatron built another model than requested.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_nemotron3 import lifetime, spawned
@@ -205,13 +208,47 @@ def verify_measurable(attribute: str | None) -> None:
     )
 
 
-def settle_checkpoint(arguments: list[str]) -> None:
-    """Make the folder of `--load` name its last complete checkpoint; stop if what it names is damaged."""
-    from megatron_nemotron3.checkpoint.resume import before_start
+def prepare_folders(arguments: list[str]) -> ExitStack:
+    """Prepare the folders of a script's command line, or stop; return what holds the lock of `--save`."""
+    with ExitStack() as stack:
+        settle_checkpoint(arguments, hold_save_folder(stack, arguments))
+        return stack.pop_all()
 
+
+def hold_save_folder(stack: ExitStack, arguments: list[str]) -> str:
+    """Lock the folder of `--save` for the ranks of this run, or stop; return the key of the run."""
+    from megatron_nemotron3.checkpoint.lock import held, run_key, this_command
+
+    key, save = run_key(), option_value(arguments, "--save")
+    if save and "://" not in save:
+        try:
+            stack.enter_context(held(Path(save), this_command(), key=key))
+        except (ValueError, OSError) as problem:
+            fail(str(problem))
+    return key
+
+
+def settle_checkpoint(arguments: list[str], key: str) -> None:
+    """Make the folder of `--load` name its last complete checkpoint; stop if what it names is damaged.
+
+    Rank 0 also stops if Megatron would refuse the schedule of the command line.
+
+    Args:
+        key: of the locks that this run holds.
+    """
+    from megatron_nemotron3.args import continued
+    from megatron_nemotron3.checkpoint.resume import before_start
+    from megatron_nemotron3.checkpoint.state import loaded_state
+
+    rank = int(os.environ["RANK"])
     try:
-        for line in before_start(arguments, rank=int(os.environ["RANK"])):
+        for line in before_start(arguments, rank, key):
             print(f"megatron_nemotron3: {line}", flush=True)
+        if rank == 0 and (found := loaded_state(arguments)) is not None:
+            step, state = found
+            saved = continued.saved_schedule(step, state.scheduler, state.args)
+            if saved and (problem := continued.problem(saved, arguments)):
+                fail(problem)
     except ValueError as problem:
         fail(str(problem))
 
@@ -256,7 +293,7 @@ def _launch(argv: list[str]) -> None:
         fail(str(problem))
     device = resolve_device(device)
     single_process_environment()
-    settle_checkpoint(arguments)
+    locks = prepare_folders(arguments)
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
 
@@ -270,7 +307,7 @@ def _launch(argv: list[str]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron_nemotron3: {message}", flush=True)
 
-    with ExitStack() as stack:
+    with locks, ExitStack() as stack:
         stack.enter_context(cpu_mode(announce) if device == "cpu" else nullcontext())
         # The environment is read once, for the whole run.
         stack.enter_context(emulation.emulating(emulated))

@@ -51,7 +51,7 @@ COMMANDS = {
     },
     "train": {
         "--tiny", "--device", "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
-        "--verbose", "--emulate", "--te-precision-config-file", "--log-precision",
+        "--verbose", "--emulate", "--te-precision-config-file", "--log-precision", "--more-steps",
     }
     | RUN,
 }  # fmt: skip

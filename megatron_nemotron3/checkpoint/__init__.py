@@ -12,7 +12,8 @@ structure.py  structural check: names, sizes, chunks that tile their tensors
 integrity.py  full check: every CRC32
 argv.py       options out of a Megatron command line
 resume.py     repair the tracker before a run starts
-command.py    `nemotron3 check`
+state.py      what a checkpoint says about the run that saved it
+check.py      describe a checkpoint and verify its files
 
 Only the standard library is imported.
 """

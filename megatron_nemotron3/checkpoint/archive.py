@@ -117,8 +117,11 @@ def crc_problem(descriptor: int, record: Record) -> str | None:
         if count == 0:
             raise ArchiveError(f"the file ends inside record {record.name!r}")
         crc, done = zlib.crc32(view[:count], crc), done + count
-    if crc == record.crc:
-        return None
+    return None if crc == record.crc else crc_mismatch(record, crc)
+
+
+def crc_mismatch(record: Record, crc: int) -> str:
+    """Say that a record has the CRC32 `crc` instead of the stored one."""
     end = record.offset + record.size
     return (
         f"record {record.name!r} (bytes {record.offset:,} to {end:,}) has CRC32 {crc:08x}, "

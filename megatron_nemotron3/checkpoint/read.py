@@ -35,6 +35,8 @@ class TensorLayout:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    #: Contains the elements.
+    record: Record
 
     def span(self, rows: range) -> tuple[int, int]:
         """Return (first byte, number of bytes) of the range that holds `rows` of the first axis."""
@@ -100,7 +102,7 @@ def locate_tensor(what: str, tensor: PickledTensor, found: dict[str, Record]) ->
     if record is None:
         raise ArchiveError(f"{what} is in record 'data/{tensor.storage}', which is missing")
     begin = record.offset + tensor.begin * ITEM_SIZE[tensor.dtype]
-    layout = TensorLayout(tensor.dtype, tensor.shape, tensor.stride, begin)
+    layout = TensorLayout(tensor.dtype, tensor.shape, tensor.stride, begin, record)
     first, length = layout.span(range(tensor.shape[0] if tensor.shape else 1))
     if first + length > record.offset + record.size:
         raise ArchiveError(

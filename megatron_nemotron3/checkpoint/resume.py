@@ -27,10 +27,13 @@ from megatron_nemotron3.checkpoint.folders import (
     write_tracker,
 )
 from megatron_nemotron3.checkpoint.integrity import MANIFEST
+from megatron_nemotron3.checkpoint.lock import Holder, holder
 from megatron_nemotron3.checkpoint.structure import CONFIG, Verdict, check_structure
 
 #: Seconds that other ranks wait until rank 0 has repaired the tracker.
 PATIENCE = 300.0
+#: Seconds in which another run, which is saving, may leave the tracker empty.
+_SAVING = 2.0
 #: States that the named checkpoint may have; Megatron itself checks the formats that are not checked here.
 _TRUSTED = ("complete", "legacy", "foreign")
 #: Where Megatron keeps non-persistent checkpoints below --load.
@@ -100,16 +103,22 @@ class TrackerFix:
     why: str
 
 
-def before_start(argv: Sequence[str], rank: int) -> list[str]:
+def before_start(argv: Sequence[str], rank: int, key: str = "") -> list[str]:
     """Prepare the folders that a Megatron command line loads from. Returns lines to print.
 
     Rank 0 checks the checkpoints and repairs the trackers. Other ranks wait until the trackers are usable.
+
+    Args:
+        key: of the locks that this run holds. Where another one writes nothing is repaired.
 
     Raises:
         ValueError: the checkpoint to load is damaged. The message names the file and the cure.
     """
     given = load_options(argv)
-    prepare = wait_for_repair if rank else repair_tracker
+
+    def prepare(source: LoadFolder) -> list[str]:
+        return wait_for_repair(source) if rank else repair_tracker(source, key)
+
     lines: list[str] = []
     newer = None
     if given.non_persistent is not None:
@@ -128,14 +137,21 @@ def before_start(argv: Sequence[str], rank: int) -> list[str]:
     return lines
 
 
-def repair_tracker(source: LoadFolder) -> list[str]:
+def repair_tracker(source: LoadFolder, key: str = "") -> list[str]:
     """Make the tracker name the last complete checkpoint. Returns lines to print.
 
+    Args:
+        key: of the lock that this run holds on the folder.
+
     Raises:
-        ValueError: as `tracker_fix`, or the tracker cannot be written.
+        ValueError: as `tracker_fix`, or the tracker cannot be written, or is unusable while another run
+            writes to the folder.
     """
     fix = tracker_fix(source)
     if fix is None:
+        return []
+    if (other := holder(source.folder)) is not None and other.key != key:
+        _wait_for_writer(source, fix, other)
         return []
     try:
         write_tracker(source.folder, fix.iteration)
@@ -145,6 +161,15 @@ def repair_tracker(source: LoadFolder) -> list[str]:
             f"but the file cannot be written ({problem.strerror}): write {fix.iteration} into it"
         ) from None
     return [f"{source.tracker} {fix.why}: it now names {fix.iteration}, the last complete checkpoint"]
+
+
+def _wait_for_writer(source: LoadFolder, fix: TrackerFix, other: Holder) -> None:
+    """Return when the tracker is usable. A run that is saving writes it in two steps."""
+    deadline = time.monotonic() + _SAVING
+    while not _tracker_usable(source.folder):
+        if time.monotonic() > deadline:
+            raise ValueError(f"{source.tracker}: it {fix.why}, and the folder is being written by {other}")
+        time.sleep(0.05)
 
 
 def wait_for_repair(source: LoadFolder, patience: float = PATIENCE) -> list[str]:

@@ -180,14 +180,15 @@ def verify(options: argparse.Namespace) -> int:
     """Run `nemotron3 verify`.
 
     Raises:
-        ValueError: as `conversion.verify`.
+        ValueError: as `verify.verify`.
     """
     from megatron_nemotron3.convert import conversion
+    from megatron_nemotron3.convert import verify as comparison
 
     common = conversion.Options(
         model=stored_model(options), allow_unused=tuple(options.allow_unused), workers=_workers(options)
     )
-    return conversion.verify(
+    return comparison.verify(
         options.a, options.b, common, dequantize=options.dequantize, vocab_size=options.vocab_size
     )
 

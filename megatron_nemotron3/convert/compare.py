@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
+from megatron_nemotron3.convert.checksums import Unfinished, combine_crc32
 from megatron_nemotron3.convert.plan import bands, whole
 from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import BAND
@@ -48,7 +49,7 @@ def compare(
         report: called with (compared bytes of one side, seconds).
 
     Raises:
-        CheckpointError: a file cannot be read.
+        CheckpointError: a file cannot be read, or a record of a source has another CRC32 than the stored one.
     """
     for name in a.tensors:
         if name not in b.tensors:
@@ -59,11 +60,21 @@ def compare(
     both = [name for name in a.tensors if name in b.tensors]
     batches = [both[i : i + _BATCH] for i in range(0, len(both), _BATCH)]
 
-    def work(names: Sequence[str], count: Callable[[int], None]) -> list[Difference | Same]:
-        return [_compare_tensor(a, b, name, count) for name in names]
+    def work(
+        names: Sequence[str], count: Callable[[int], None]
+    ) -> tuple[list[Difference | Same], list[Unfinished]]:
+        found = [_compare_tensor(a, b, name, count) for name in names]
+        return found, [side.reads.take() for side in (a, b)]
 
-    for found in parallel_map(work, batches, workers=workers, report=report):
+    unfinished: tuple[list[Unfinished], ...] = ([], [])
+    for found, rests in parallel_map(work, batches, workers=workers, report=report):
         yield from found
+        for rest, kept in zip(rests, unfinished):
+            kept.append(rest)
+    for side, kept in zip((a, b), unfinished):
+        for rest in kept:
+            side.reads.merge(rest)
+        side.reads.finish()
 
 
 def _compare_tensor(
@@ -86,7 +97,7 @@ def _compare_tensor(
                 at = numpy.argwhere(unequal)[0].tolist()
                 first = [start + i for (start, _), i in zip(band, at)]
             differ += int(unequal.sum())
-        crc = zlib.crc32(mine.reshape(-1).view("u1"), crcs[0])
+        crc = combine_crc32(crcs[0], a.reads.crc32(mine), mine.nbytes)
         crcs = [crc, zlib.crc32(theirs.reshape(-1).view("u1"), crcs[1]) if differ else crc]
     if differ:
         return Difference(

@@ -296,7 +296,8 @@ def _shard_block(held: _Shard, whole_slices: Slices, rank_slices: Slices) -> Blo
     """Return [rank_slices] of a rank's shard as the block [whole_slices] of the global tensor."""
     layout = held.layout
     begin = sum(a * step for (a, _), step in zip(rank_slices, layout.stride))
-    location = Location(held.rank.file.path, layout.offset + begin * ITEM_SIZE[layout.dtype], layout.stride)
+    offset = layout.offset + begin * ITEM_SIZE[layout.dtype]
+    location = Location(held.rank.file.path, offset, layout.stride, layout.record)
     return Block(tuple(a for a, _ in whole_slices), extent(whole_slices), location)
 
 

@@ -67,6 +67,7 @@ class Dequantized(TensorSource):
                 layout is not read. The message names the tensor.
         """
         self.folder, self.files, self._source = source.folder, source.files, source
+        self.reads = source.reads
         #: Module -> "nvfp4" or "fp8".
         self.formats: dict[str, str] = {}
         #: Scales of activations and of the KV cache.
@@ -252,6 +253,7 @@ class Quantized(TensorSource):
             CheckpointError: a tensor is missing, or has another shape or type.
         """
         self.folder, self.files, self.plan, self._source = source.folder, source.files, plan, source
+        self.reads = source.reads
         self._origins: dict[str, tuple[Weight, str]] = {}
         tensors: dict[str, SourceTensor] = {}
         for weight in plan.weights:

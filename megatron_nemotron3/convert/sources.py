@@ -9,17 +9,19 @@ Elements are not interpreted: a slice of a bfloat16 tensor is an array of unsign
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.checkpoint.archive import ArchiveError, read_into
+from megatron_nemotron3.checkpoint.archive import ArchiveError, Record, read_into
 from megatron_nemotron3.checkpoint.files import Unreadable, open_outside
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
+from megatron_nemotron3.convert.checksums import Reads
 from megatron_nemotron3.convert.plan import Shape, Slices, extent
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class Location:
     path: Path
     offset: int
     stride: tuple[int, ...]
+    #: The record with a CRC32 that contains the block; None in a file without checksums.
+    record: Record | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class TensorSource:
     tensors: Mapping[str, SourceTensor]
     #: Path below `folder` -> size in bytes, of every file that holds tensors.
     files: Mapping[str, int]
+    #: What was read of the files; empty for a source that is no file.
+    reads = Reads(Path())
 
     def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
         """Read a slice as raw bits, into a new C-contiguous array of its shape.
@@ -93,8 +99,8 @@ class FileSource(TensorSource):
     """Tensors in files."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, SourceTensor], files: Mapping[str, int]) -> None:
-        self.folder, self.tensors, self.files = folder, tensors, files
-        self._open: OrderedDict[Path, BinaryIO] = OrderedDict()
+        self.folder, self.tensors, self.files, self.reads = folder, tensors, files, Reads(folder)
+        self._open: OrderedDict[Path, int] = OrderedDict()
         self._sorted: dict[str, tuple[list[int], int, list[Block]]] = {}
 
     def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
@@ -121,7 +127,7 @@ class FileSource(TensorSource):
     def close(self) -> None:
         """Close the files. A later read opens them again."""
         while self._open:
-            self._open.popitem()[1].close()
+            os.close(self._open.popitem()[1])
 
     def _overlapping_blocks(self, name: str, slices: Slices) -> list[Block]:
         """List the blocks that may hold a part of the slice. A stack of experts has hundreds of blocks."""
@@ -150,10 +156,10 @@ class FileSource(TensorSource):
         descriptor = self._descriptor(location.path)
         if span == target.size and _is_row_major(shape, location.stride):
             if target.flags.c_contiguous:
-                _pread(descriptor, _as_bytes(target), first, location.path)
+                self._pread(descriptor, target, first, location)
             else:
                 run = numpy.empty(shape, target.dtype)
-                _pread(descriptor, _as_bytes(run), first, location.path)
+                self._pread(descriptor, run, first, location)
                 target[...] = run
             return
         # Rows of a wider matrix, or a transposed matrix: read as many rows per call as _SPAN allows.
@@ -164,24 +170,38 @@ class FileSource(TensorSource):
             count = min(rows, shape[0] - start)
             some = (count, *shape[1:])
             flat = numpy.empty(one + (count - 1) * step, target.dtype)
-            _pread(descriptor, _as_bytes(flat), first + start * step * item, location.path)
+            self._pread(descriptor, flat, first + start * step * item, location)
             strides = tuple(stride * item for stride in location.stride)
             target[start : start + count] = numpy.lib.stride_tricks.as_strided(flat, some, strides)
+
+    def _pread(
+        self, descriptor: int, target: numpy.ndarray[Any, Any], offset: int, location: Location
+    ) -> None:
+        """Fill a contiguous array with the bytes from `offset`."""
+        try:
+            read_into(descriptor, memoryview(target.reshape(-1).view("u1")), offset)
+        except OSError as problem:
+            raise CheckpointError(f"{location.path}: {problem.strerror} at byte {offset:,}") from None
+        except ArchiveError as problem:
+            raise CheckpointError(f"{location.path}: {problem}") from None
+        if location.record is not None:
+            self.reads.add(location.path, location.record, offset, target)
 
     def _descriptor(self, path: Path) -> int:
         if path in self._open:
             self._open.move_to_end(path)
-            return self._open[path].fileno()
+            return self._open[path]
         try:
-            file = open_outside(path)
+            with open_outside(path) as file:
+                descriptor = os.dup(file.fileno())
         except OSError as problem:
             raise CheckpointError(f"{path}: {problem.strerror}") from None
         except Unreadable as problem:
             raise CheckpointError(str(problem)) from None
         if len(self._open) >= _OPEN:
-            self._open.popitem(last=False)[1].close()
-        self._open[path] = file
-        return file.fileno()
+            os.close(self._open.popitem(last=False)[1])
+        self._open[path] = descriptor
+        return descriptor
 
 
 def bits(dtype: str) -> str:
@@ -201,16 +221,3 @@ def _is_row_major(shape: Shape, stride: tuple[int, ...]) -> bool:
             return False
         expected *= n
     return True
-
-
-def _as_bytes(array: numpy.ndarray[Any, Any]) -> memoryview:
-    return memoryview(array.reshape(-1).view("u1"))
-
-
-def _pread(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
-    try:
-        read_into(descriptor, view, offset)
-    except OSError as problem:
-        raise CheckpointError(f"{path}: {problem.strerror} at byte {offset:,}") from None
-    except ArchiveError as problem:
-        raise CheckpointError(f"{path}: {problem}") from None

@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_nemotron3.checkpoint.files import atomic
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
+from megatron_nemotron3.convert.checksums import combine_crc32
 from megatron_nemotron3.convert.plan import Slices, bands, extent
 from megatron_nemotron3.convert.sources import TensorSource
 
@@ -92,7 +92,7 @@ def blocks(plan: FilePlan, source: TensorSource, *, finite: bool = True) -> Iter
                 if finite and part.dtype in _INFINITE:
                     _check_finite(array, part, source)
                 data = memoryview(array.view("u1"))
-                one = zlib.crc32(data)
+                one = source.reads.crc32(array)
                 crc = combine_crc32(crc, one, len(data))
                 yield data, one
         if part.tail is not None:
@@ -174,41 +174,3 @@ def _start_writing(descriptor: int, offset: int, length: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # only advice
             os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
-
-
-_CRC_POLYNOMIAL = 0xEDB88320
-_X0 = 1 << 31
-_X8 = 1 << 23
-
-
-def combine_crc32(first: int, second: int, length: int) -> int:
-    """Return zlib.crc32(a + b), given crc32(a), crc32(b) and the length of b in bytes.
-
-    A CRC32 is a polynomial over GF(2), modulo that of IEEE 802.3. Appending n bytes multiplies it by x^(8n).
-    Bit 31 of an integer is the coefficient of x^0, as in zlib.
-    """
-    return _gf2_product(_crc_shift(length), first) ^ second
-
-
-@lru_cache(1 << 10)  # a checkpoint has few different lengths
-def _crc_shift(length: int) -> int:
-    """Return x^(8 length)."""
-    result, square = _X0, _X8
-    while length:
-        if length & 1:
-            result = _gf2_product(square, result)
-        square = _gf2_product(square, square)
-        length >>= 1
-    return result
-
-
-def _gf2_product(a: int, b: int) -> int:
-    """Multiply two polynomials; `a` is not 0."""
-    result, bit = 0, _X0
-    while True:
-        if a & bit:
-            result ^= b
-            if not a & (bit - 1):
-                return result
-        bit >>= 1
-        b = (b >> 1) ^ _CRC_POLYNOMIAL if b & 1 else b >> 1

@@ -33,6 +33,7 @@ class Converted(TensorSource):
                 tensor have different types.
         """
         self.folder, self.files, self.to_hf = source.folder, source.files, to_hf
+        self.reads = source.reads
         self._source = source
         self._mappings: dict[str, TensorMapping] = {}
         tensors: dict[str, SourceTensor] = {}
@@ -108,7 +109,7 @@ class Cast(TensorSource):
             dtype: "bfloat16", "float16" or "float32".
             keep: whether the tensor of a name keeps its type.
         """
-        self.folder, self.files = source.folder, source.files
+        self.folder, self.files, self.reads = source.folder, source.files, source.reads
         self._source = source
         self.tensors = {
             name: tensor if keep(name) else SourceTensor(dtype, tensor.shape)
@@ -130,6 +131,7 @@ class Selected(TensorSource):
             names: new name -> name in the source.
         """
         self.folder, self.files, self._source, self._names = source.folder, source.files, source, names
+        self.reads = source.reads
         self.tensors = {new: source.tensors[old] for new, old in names.items()}
 
     def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:

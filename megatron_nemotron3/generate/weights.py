@@ -135,7 +135,7 @@ def read_weights(
             final_norm = read_norm(read, config, "final_layernorm.weight")
             blocks.append(MTPBlock(enorm, hnorm, eh_proj, stack, final_norm))
     read = below("")
-    return Weights(
+    found = Weights(
         config,
         embedding=read("backbone.embeddings.weight", config.vocab_size, d),
         layers=layers,
@@ -143,3 +143,5 @@ def read_weights(
         output=transposed(read("lm_head.weight", config.vocab_size, d)),
         mtp=blocks,
     )
+    source.reads.finish()
+    return found

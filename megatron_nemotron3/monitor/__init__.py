@@ -8,7 +8,9 @@
     attach.py     registers the hooks while a stack is built, and installs the tracker
     tracker.py    Megatron's public MoE metric tracker with these numbers added
     series.py     names of the series, and the log line
-    alarms.py     warnings over time series: pure functions and one table of thresholds
+    signs.py      signs of faults: pure functions over the series, and one table of thresholds
+    rules.py      what a sign means, and what to do
+    alarms.py     which of it is printed, and when: one line for one fault
     events.py     reads TensorBoard event files
     watch.py      `nemotron3 watch`: plots them
 

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_logging import (
 )
 
 from megatron_nemotron3.monitor import settings
-from megatron_nemotron3.monitor.hooks import agree_on_interval, find_ddp
+from megatron_nemotron3.monitor.hooks import agree_on_interval, find_ddp, find_model
 from megatron_nemotron3.monitor.series import decoder_row, mtp_row
 from megatron_nemotron3.monitor.tracker import Monitor, MonitorTracker
 from megatron_nemotron3.monitor.watched import WatchedLayer
@@ -39,6 +39,7 @@ def watch_stack(stack: Any) -> None:
         row = decoder_row(layer.layer_number)
         monitor.add(WatchedLayer(row, (row,), layer, monitor.switch))
     find_ddp(stack, monitor.wrapped_by)
+    find_model(stack, monitor.loss.watch)
 
 
 def watch_mtp(mtp_layer: Any) -> None:

@@ -65,6 +65,17 @@ def find_ddp(stack: torch.nn.Module, wrapped: Callable[[DistributedDataParallel]
     until_first_forward(stack, look)
 
 
+def find_model(stack: torch.nn.Module, found: Callable[[torch.nn.Module], None]) -> None:
+    """Call `found` with the language model around a decoder stack, before its first forward."""
+    reference = weakref.ref(stack)
+
+    def look(module: torch.nn.Module) -> None:
+        if getattr(module, "decoder", None) is reference():
+            found(module)
+
+    until_first_forward(stack, look)
+
+
 def gather_stages(found: T, group: Any) -> list[T]:
     """What each pipeline stage found, in their order. Collective.
 

@@ -35,24 +35,46 @@ def max_vio(load: Tensor) -> Tensor:
     return load.amax(-1) / load.mean(-1)
 
 
-def measure(layers: Sequence[WatchedLayer], groups: Any) -> tuple[Values, dict[str, float]]:
-    """Values of all layers of all pipeline stages, and totals; the same on every rank. Collective.
+def measure(
+    layers: Sequence[WatchedLayer], loss: Tensor | None, groups: Any
+) -> tuple[Values, dict[str, float]]:
+    """Values of all layers of all stages, and numbers of the run; the same on every rank. Collective.
 
     Args:
         layers: layers of this rank that were trained since the last report.
+        loss: [sum, tokens] of the main loss on ranks of the last stage.
         groups: ProcessGroupCollection with `tp`, `expt_tp`, `tp_cp`, `dp` and `pp`.
     """
     where = {ddp: gradient_places(ddp) for ddp in {layer.ddp() for layer in layers}}
     parts = [_layer_sums(layer, where[layer.ddp()], groups) for layer in layers]
-    _all_reduce([t for part in parts for t in part.values()], groups.tp_cp)
+    whole = {} if loss is None else {"loss": loss}
+    _all_reduce([t for part in (*parts, whole) for t in part.values()], groups.tp_cp)
     worst = [_by_micro_batch(part, len(layer.rows)) for layer, part in zip(layers, parts)]
-    _all_reduce([t for part in parts for t in part.values()], groups.dp)
+    _all_reduce([t for part in (*parts, whole) for t in part.values()], groups.dp)
     _all_reduce([w for w in worst if w is not None], groups.dp, torch.distributed.ReduceOp.MAX)
     values: Values = {}
     for layer, part, w in zip(layers, parts, worst):
         _add_values(values, layer, part, w)
-    totals = [sum(float(part["zeros"][i]) for part in parts if "zeros" in part) for i in (0, 1)]
-    return _over_stages(values, totals, groups.pp)
+    zeros = [sum(float(part["zeros"][i]) for part in parts if "zeros" in part) for i in (0, 1)]
+    of_run = _router_numbers(layers, parts)
+    if "loss" in whole and (tokens := float(whole["loss"][1])) > 0:
+        of_run["lm_loss"] = float(whole["loss"][0]) / tokens
+    return _over_stages(values, zeros, of_run, groups.pp)
+
+
+def _router_numbers(layers: Sequence[WatchedLayer], parts: Sequence[_LayerSums]) -> dict[str, float]:
+    """What the warnings judge routers by: the same for all MoE layers, but for depths that share one."""
+    found: dict[str, float] = {}
+    for layer, part in zip(layers, parts):
+        if "interval" not in part:
+            continue
+        config, topk = layer.router.config, layer.router.topk
+        tokens = float(part["interval"].sum()) / topk
+        found["experts"], found["top_k"] = part["interval"].numel(), topk
+        found["interval_tokens"] = min(tokens, found.get("interval_tokens", tokens))
+        if getattr(layer.router, "expert_bias", None) is not None:
+            found["bias_update_rate"] = config.moe_router_bias_update_rate
+    return found
 
 
 def _layer_sums(layer: WatchedLayer, where: Any, groups: Any) -> _LayerSums:
@@ -103,20 +125,26 @@ def _add_values(values: Values, layer: WatchedLayer, part: _LayerSums, worst: Te
         # Depths that share experts share the bias that balances them, so an expert is dead in all or in none.
         put_one("dead_experts", (part["load"].sum(0) == 0).sum())
         put_one("dead_experts_interval", (part["interval"] == 0).sum())
+        put_one("max_vio_interval", max_vio(part["interval"]))
         if (bias := getattr(layer.router, "expert_bias", None)) is not None:
             put_one("expert_bias_spread", bias.max() - bias.min())
+            put_one("expert_bias_mean", bias.mean())
     if "zeros" in part:
         put_one("zero_gradients", part["zeros"][0] / part["zeros"][1])
 
 
-def _over_stages(values: Values, totals: list[float], group: Any) -> tuple[Values, dict[str, float]]:
-    found = gather_stages((values, totals), group)
+def _over_stages(
+    values: Values, zeros: list[float], of_run: dict[str, float], group: Any
+) -> tuple[Values, dict[str, float]]:
+    found = gather_stages((values, zeros, of_run), group)
     merged: Values = {}
-    for stage, _ in found:
+    numbers: dict[str, float] = {}
+    for stage, _, of_stage in found:
         for kind, rows in stage.items():
             merged.setdefault(kind, {}).update(rows)
-    zeros, elements = (sum(t[i] for _, t in found) for i in (0, 1))
-    return merged, {"zero_gradients": zeros / elements} if elements else {}
+        numbers |= of_stage
+    zero, elements = (sum(z[i] for _, z, _ in found) for i in (0, 1))
+    return merged, numbers | ({"zero_gradients": zero / elements} if elements else {})
 
 
 def _all_reduce(tensors: list[Tensor], group: Any, op: Any = torch.distributed.ReduceOp.SUM) -> None:

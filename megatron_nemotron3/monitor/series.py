@@ -24,11 +24,13 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "max_vio": Kind("MaxVio, global batch", "largest load / mean load"),
+    "max_vio_interval": Kind("MaxVio, all steps of the interval", "largest load / mean load"),
     "max_vio_micro_mean": Kind("MaxVio of a micro-batch, mean", "largest load / mean load"),
     "max_vio_micro_worst": Kind("MaxVio of a micro-batch, worst", "largest load / mean load"),
     "dead_experts": Kind("experts without a token, global batch", "experts"),
     "dead_experts_interval": Kind("experts without a token, interval", "experts"),
     "expert_bias_spread": Kind("expert bias, largest - smallest", "score"),
+    "expert_bias_mean": Kind("expert bias, mean", "score"),
     "latent_rms": Kind("latent the experts read", "RMS", log_scale=True),
     "residual_rms": Kind("residual stream behind the layer", "RMS", log_scale=True),
     "zero_gradients": Kind("exactly zero gradients", "share of the layer's weights"),
@@ -38,6 +40,7 @@ AGGREGATES = "monitor"
 
 _DECODER = re.compile(r"layer_(\d+)")
 _MTP = re.compile(r"mtp_(\d+)_layer_(\d+)")
+_DEPTH = re.compile(r"mtp_(\d+)")
 _MTP_SHARED = re.compile(r"mtp_layer_(\d+)")
 
 
@@ -57,11 +60,13 @@ def is_decoder(row: str) -> bool:
 
 
 def spoken(row: str) -> str:
-    """A row in the words of the log line: "layer 7", "MTP depth 2 layer 1"."""
+    """A row in the words of the log line: "layer 7", "MTP depth 2 layer 1"; of MTP losses, "MTP depth 2"."""
     if found := _DECODER.fullmatch(row):
         return f"layer {int(found[1])}"
     if found := _MTP.fullmatch(row):
         return f"MTP depth {found[1]} layer {found[2]}"
+    if found := _DEPTH.fullmatch(row):
+        return f"MTP depth {found[1]}"
     if found := _MTP_SHARED.fullmatch(row):
         return f"MTP layer {found[1]}"
     return row

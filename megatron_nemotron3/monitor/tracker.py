@@ -17,7 +17,7 @@ from megatron_nemotron3.monitor.alarms import Watchdog
 from megatron_nemotron3.monitor.hooks import Switch
 from megatron_nemotron3.monitor.reduce import measure
 from megatron_nemotron3.monitor.series import aggregates, log_line, scalars
-from megatron_nemotron3.monitor.watched import WatchedLayer
+from megatron_nemotron3.monitor.watched import WatchedLayer, WatchedLoss
 
 
 class Monitor:
@@ -27,6 +27,9 @@ class Monitor:
         self.groups = groups
         self.switch = Switch(interval)
         self.watchdog = Watchdog()
+        #: The last measured iteration.
+        self.measured = 0
+        self.loss = WatchedLoss(self.switch)
         self._layers: weakref.WeakSet[WatchedLayer] = weakref.WeakSet()
 
     def add(self, layer: WatchedLayer) -> None:
@@ -56,12 +59,14 @@ class Monitor:
     def _report(self, loss_scale: float, iteration: int, writer: Any, wandb_writer: Any) -> str:
         trained = [layer for layer in self.layers if layer.has_data]
         with torch.no_grad():
-            values, totals = measure(trained, self.groups)
+            values, totals = measure(trained, self.loss.totals(), self.groups)
             mtp = _mtp_losses(loss_scale)
+        self.loss.found.clear()
         for layer in trained:
             layer.clear()
         if not values:
             return ""
+        self.measured = iteration
         numbers = aggregates(values) | totals
         tags = scalars(values, numbers)
         if writer is not None:

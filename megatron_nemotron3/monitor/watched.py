@@ -92,6 +92,32 @@ class WatchedLayer:
         self.interval_load = load if self.interval_load is None else self.interval_load + load
 
 
+@dataclass(eq=False)
+class WatchedLoss:
+    """The main loss of one model on the last pipeline stage, MTP not included."""
+
+    switch: Switch
+    #: Per micro-batch: sum of the token losses under the mask, and number of these tokens.
+    found: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Collect what `model` returns if it is token losses [b, s]; logits have three dimensions."""
+        model.register_forward_hook(self._on_model, with_kwargs=True)
+
+    def _on_model(self, module: torch.nn.Module, _inputs: Any, kwargs: Any, output: Any) -> None:
+        counts = self.switch.on and module.training and first_forward() and len(self.found) < LIMIT
+        if not counts or not isinstance(output, Tensor) or output.dim() != 2:
+            return
+        losses = output.detach().double()
+        mask = kwargs.get("loss_mask")
+        mask = torch.ones_like(losses) if mask is None else mask.reshape(losses.shape).double()
+        self.found.append(((losses * mask).sum(), mask.sum()))
+
+    def totals(self) -> Tensor | None:
+        """[sum, tokens] of the step; None where no loss was computed."""
+        return torch.stack([torch.stack(pair) for pair in self.found]).sum(0) if self.found else None
+
+
 def _norm_and_size(output: Any) -> tuple[Tensor, int]:
     x = (output[0] if isinstance(output, tuple) else output).detach()
     return torch.linalg.vector_norm(x, dtype=torch.float32), x.numel()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3 import lifetime
-from megatron_nemotron3.args import Launch
+from megatron_nemotron3.args import Launch, continued
 from megatron_nemotron3.args.command import (
     add_launch,
     chosen_emulation,
@@ -54,6 +54,12 @@ def register(commands: Any) -> None:
         const="",
         metavar="N",
         help=f"measure quantized operands every N steps (default {emulation.LOG_DEFAULT})",
+    )
+    train.add_argument(
+        "--more-steps",
+        choices=[continued.REPLAN, continued.HOLD],
+        default=continued.REPLAN,
+        help="on another number of steps: plan the learning rate anew, or hold it (default replan)",
     )
     train.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
     train.set_defaults(run=train_command)
@@ -107,6 +113,7 @@ def train_command(options: argparse.Namespace) -> int:
         monitor=None if options.monitor is None else monitor.parse_interval(str(options.monitor)),
         log_precision=log_precision,
         verbose=options.verbose,
+        more_steps=options.more_steps,
     )
     return train_interruptibly(request)
 

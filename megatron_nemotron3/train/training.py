@@ -15,11 +15,12 @@ from megatron_nemotron3.args import (
     TrainingData,
     TrainingSchedule,
     adjusted,
+    continued,
     flags,
     published,
     to_argv,
 )
-from megatron_nemotron3.checkpoint import folders, resume
+from megatron_nemotron3.checkpoint import folders, lock, resume, state
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import command as precision
@@ -50,6 +51,8 @@ class Request:
     #: Iterations between precision measurements; 0: the default interval; None: off.
     log_precision: int | None = None
     verbose: bool = False
+    #: What another number of steps than the checkpoint's means for the rate: as `continued`.
+    more_steps: str = continued.REPLAN
 
     @property
     def precision_file(self) -> str | None:
@@ -117,12 +120,13 @@ def train(request: Request) -> int:
     """Train, and follow the log; return the exit status. A second call resumes from the last checkpoint.
 
     Raises:
-        ValueError: the request is invalid (at most prepared data was written), or training failed.
+        ValueError: the request is invalid (at most prepared data was written), another process writes to the
+            output, or training failed.
     """
     started = time.monotonic()
     given = request.launch
     size = count(given.config)
-    measuring = _measurement(request)
+    _measurement(request)  # raises if it is not possible
     folders.check_room(request.output, folders.bytes_needed(size.trainable, given.precision))
     launch = replace(
         given,
@@ -135,45 +139,47 @@ def train(request: Request) -> int:
     what = f"{size.trainable:,} parameters, {launch.layout}, {launch.precision}"
     what += " emulated" if launch.emulate else ""
     print(f"{request.title}: {what}")
-    data, baseline = _prepared_data(request)
-    if request.precision_file and not given.te_precision_config_file:
-        request.output.mkdir(parents=True, exist_ok=True)
-        yaml_file.write(launch.config, request.precision_file)
-    for line in resume.before_start(["--load", str(request.checkpoints), *given.extra], rank=0):
+    with lock.held(request.checkpoints) as key:
+        return _train_alone(request, launch, key, started)
+
+
+def _train_alone(request: Request, launch: Launch, key: str, started: float) -> int:
+    """Do the work of `train`, while no other process writes to the checkpoints.
+
+    Args:
+        key: the lock's, for the training processes.
+    """
+    given = request.launch
+    for line in resume.before_start(["--load", str(request.checkpoints), *given.extra], rank=0, key=key):
         print(line)
     for leftover in resume.remove_incomplete(request.checkpoints):
         print(f"removed {leftover}: its save was interrupted")
-
     begun = folders.latest_iteration(request.checkpoints)
+    data, baseline = _prepared_data(request)
+    if request.precision_file and not given.te_precision_config_file:
+        yaml_file.write(launch.config, request.precision_file)
+
     log_file = request.output / "train.log"
     if begun is None:
         log_file.unlink(missing_ok=True)  # of a run that never saved
         precision_report.remove(request.output)
-    elif (last := launch.schedule and launch.schedule.train_iters) and begun >= last:
-        print(f"already trained to step {begun}; to start over, delete {request.output}")
+    elif (last := _last_step(launch)) and begun >= last:
+        beyond = "" if begun == last else f", beyond the {last} steps asked for"
+        print(
+            f"already trained to step {begun}{beyond}; to train on, give more --steps; to start over, "
+            f"delete {request.output}"
+        )
         _print_report(request, log.read(str(log_file)), baseline, started)
         return 0
     else:
         print(f"resuming from step {begun}")
+        launch = _with_schedule(launch, request, begun)
 
     print(f"training log: {log_file}", flush=True)
     argv = to_argv(flags(replace(launch, data=data)))
     words = processes.command(argv, launch.layout.world_size, request.device)
-    env = processes.environment(launch.layout.world_size, request.device)
-    if request.monitor is not None:
-        env[monitor.VARIABLE] = str(request.monitor)
-    if launch.emulate:
-        env[emulation.VARIABLE] = launch.emulate.text()
-    if measuring is not None:
-        env[emulation.LOG_VARIABLE] = measuring.text()
-    progress = Progress(request.verbose)
-    try:
-        status = processes.follow(words, env, log_file, progress)
-    finally:
-        resume.remove_incomplete(request.checkpoints)
-    # A save that ended just before the processes did may not have reached the tracker.
-    with contextlib.suppress(ValueError):
-        resume.before_start(["--load", str(request.checkpoints)], rank=0)
+    env = processes.environment(launch.layout.world_size, request.device) | {lock.VARIABLE: key}
+    status, progress = _run(request, launch, words, env, log_file)
     saved = folders.latest_iteration(request.checkpoints)
     state = progress.on_disk(saved, status == 0)
     if status != 0 and not progress.stopped_at_once:
@@ -185,6 +191,60 @@ def train(request: Request) -> int:
         print(f"interrupted: {state}")
         return 130
     return 0
+
+
+def _run(
+    request: Request, launch: Launch, words: list[str], env: dict[str, str], log_file: Path
+) -> tuple[int, Progress]:
+    """Run the training processes; return their exit status and what was seen of their log."""
+    if request.monitor is not None:
+        env[monitor.VARIABLE] = str(request.monitor)
+    if launch.emulate:
+        env[emulation.VARIABLE] = launch.emulate.text()
+    if (measuring := _measurement(request)) is not None:
+        env[emulation.LOG_VARIABLE] = measuring.text()
+    progress = Progress(request.verbose)
+    try:
+        return processes.follow(words, env, log_file, progress), progress
+    finally:
+        resume.remove_incomplete(request.checkpoints)
+        # A save that was complete when the processes were ended may not have reached the tracker.
+        with contextlib.suppress(ValueError):
+            resume.before_start(["--load", str(request.checkpoints)], rank=0, key=env[lock.VARIABLE])
+
+
+def _last_step(launch: Launch) -> int | None:
+    """Return the step after which training ends; None if it is not known."""
+    found = continued.schedule_of_words(to_argv(flags(launch)))
+    return None if found is None else found.train // (1 if found.unit == "iters" else found.batch)
+
+
+def _with_schedule(launch: Launch, request: Request, begun: int) -> Launch:
+    """Return the launch with the schedule on which a run goes on from step `begun`; print what changes.
+
+    Raises:
+        ValueError: the rates are not those of the checkpoint.
+    """
+    stored = state.stored_state(folders.checkpoint_path(request.checkpoints, begun))
+    saved = stored and continued.saved_schedule(begun, stored.scheduler, stored.args)
+    wanted = continued.schedule_of_words(to_argv(flags(launch)))
+    if not saved or wanted is None:
+        return launch
+    continued.require_same_rates(saved, wanted)
+    own = [name for name in request.launch.options if name in continued.OPTIONS]
+    if not own:
+        hold = continued.KEEP in request.launch.options
+        words, lines = continued.continued(saved, wanted, continued.HOLD if hold else request.more_steps)
+    elif changed := continued.differences(saved, wanted):
+        words = [continued.OVERRIDE]
+        lines = [f"the schedule is the one given by {' '.join(own)}: {continued.described(changed)}"]
+    else:
+        return launch
+    for line in lines:
+        print(line)
+    # A switch that the user gave, too, would contradict the override.
+    extra = [word for word in launch.extra if word != continued.KEEP]
+    return replace(launch, extra=(*extra, *words))
 
 
 def _measurement(request: Request) -> emulation.Logging | None:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 
+from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
+from megatron_nemotron3.convert import conversion, streams
 from megatron_nemotron3.convert import job as job_module
-from megatron_nemotron3.convert import streams
 from megatron_nemotron3.convert.job import JOURNAL, MANIFEST, Progress, partial_of, run
 from megatron_nemotron3.convert.plan import Slices
 from megatron_nemotron3.convert.streams import FilePlan
+from megatron_nemotron3.models import get, tiny
 from tests.support.counted_job import Numbers, counted, digest
+from tests.support.hf_folders import write_hf
 
 #: Runs a job in a process of its own: tests kill it.
 _COMMAND = "from tests.support.counted_job import main; main({target!r}, {workers}, {delay})"
@@ -154,15 +160,19 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(counted(target))
 
 
-def test_two_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_at_once(tmp_path: Path) -> None:
+    """The second says who writes there; it changes nothing, and the first one ends as if alone."""
     partial = partial_of(tmp_path / "out")
-    partial.mkdir()
-    descriptor = os.open(partial, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    with pytest.raises(ValueError, match="another process is writing it"):
+    command = _COMMAND.format(target=str(tmp_path / "out"), workers=2, delay=0.02)
+    process = subprocess.Popen([sys.executable, "-c", command], cwd=Path(__file__).parents[2])
+    while not (partial / JOURNAL).exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match=f"{partial} is in use by {process.pid} on .* since"):
         run(counted(tmp_path / "out"))
-    os.close(descriptor)
+    assert process.wait() == 0
+    run(counted(tmp_path / "whole"))
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -180,3 +190,167 @@ def test_a_killed_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Numbers, "read", lambda self, name, slices: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(ValueError, match="a worker was killed .* fewer --workers"):
         run(counted(tmp_path / "out"), workers=2)
+
+
+# -- the source changes after a kill -------------------------------------------------------------------
+
+
+#: Calls at which a job is killed; between two of them nothing changes on the disk.
+_STEPS = ("replace", "unlink", "fsync", "rmdir", "mkdir", "rename")
+
+
+def _killed_at(step: int, words: list[str]) -> int | None:
+    """Run a command in a process that is killed before its call `step` of _STEPS.
+
+    Returns the number of calls if it ended before, else None.
+    """
+    if (child := os.fork()) == 0:
+        calls = 0
+        for name in _STEPS:
+            real = getattr(os, name)
+
+            def counted_call(*args: Any, real: Any = real, **options: Any) -> Any:
+                nonlocal calls
+                if calls == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                calls += 1
+                return real(*args, **options)
+
+            setattr(os, name, counted_call)
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        os._exit(calls if cli.main(words) == 0 else 255)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return None
+    assert 0 < os.WEXITSTATUS(status) < 255
+    return os.WEXITSTATUS(status)
+
+
+def _small_source(folder: Path) -> Path:
+    write_hf(folder, tiny(get("super")).but(pattern="M*", mtp_pattern=None, mtp_num_layers=0, vocab_size=40))
+    return folder
+
+
+def _new_weights(folder: Path) -> None:
+    """Other weights of the same size."""
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-2000:] = bytes(byte ^ 1 for byte in data[-2000:])
+    path.write_bytes(data)
+
+
+def _new_metadata(folder: Path) -> None:
+    """The same model in other words; the weights stay."""
+    data = json.loads((folder / "config.json").read_text())
+    data["_name_or_path"] = data.get("_name_or_path", "") + "x"
+    (folder / "config.json").write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "every"),
+    [
+        (_new_weights, 7),
+        pytest.param(_new_weights, 1, marks=pytest.mark.full),
+        pytest.param(_new_metadata, 1, marks=pytest.mark.full),
+    ],
+)
+def test_killed_at_every_step_and_the_source_changed(
+    tmp_path: Path, change: Callable[[Path], None], every: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command never ends well with old weights. The last steps follow the manifest."""
+    source, out = _small_source(tmp_path / "hf"), tmp_path / "out"
+    words = ["convert", "from-hf", str(source), str(out), "--workers", "1"]
+    steps = _killed_at(1000, words)
+    assert steps is not None and steps > 20
+    refused = 0
+    for step in sorted({*range(0, steps, every), *range(steps - 8, steps)}):
+        shutil.rmtree(partial_of(out), ignore_errors=True)
+        shutil.rmtree(out, ignore_errors=True)
+        assert _killed_at(step, words) is None
+        if out.exists():  # killed after the rename
+            continue
+        change(source)
+        capsys.readouterr()
+        status = cli.main(words)
+        if status == 2:
+            refused += 1
+            assert "or the source has changed since" in capsys.readouterr().err and not out.exists()
+        else:
+            assert status == 0 and cli.main(["verify", str(source), str(out), "--workers", "1"]) == 0
+    assert refused > 4
+
+
+def test_killed_before_the_folder_has_its_name_then_other_options(tmp_path: Path) -> None:
+    """A manifest of a conversion that allowed NaN, or read the optimizer's masters, counts for no other."""
+    source, out = _small_source(tmp_path / "hf"), tmp_path / "out"
+    with open(source / "model.safetensors", "r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\xc0\x7f")  # NaN
+    words = ["convert", "from-hf", str(source), str(out), "--workers", "1"]
+    step = 0
+    while not (partial_of(out) / MANIFEST).exists():
+        shutil.rmtree(partial_of(out), ignore_errors=True)
+        assert _killed_at(step := step + 3, [*words, "--allow-nonfinite"]) is None
+    assert cli.main(words) == 2 and not out.exists()
+    names = {one.name for one in fields(conversion.ToHfOptions)} - set(conversion._NO_EFFECT)
+    assert "from_masters" in names and names < set(conversion._job_options(conversion.ToHfOptions()))
+    jobs = [replace(counted(tmp_path), options={"from_masters": given}) for given in (False, True)]
+    assert jobs[0].fingerprint() != jobs[1].fingerprint()
+
+
+def test_a_source_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = _small_source(tmp_path / "hf"), tmp_path / "out"
+    real = job_module.write
+
+    def change_then_write(*args: Any, **options: Any) -> int:
+        _new_weights(source)
+        return real(*args, **options)
+
+    monkeypatch.setattr(job_module, "write", change_then_write)
+    with pytest.raises(ValueError, match="its files changed while they were converted"):
+        conversion.convert_from_hf(source, out, conversion.FromHfOptions())
+    assert not out.exists()
+
+
+# -- what is in the way ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_says_that_the_command_continues(tmp_path: Path, workers: int) -> None:
+    """RLIMIT_FSIZE ends a write as a full disk does, with another number."""
+    run(counted(tmp_path / "whole", rows=4000))
+    command = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
+        "from tests.support.counted_job import counted, run\n"
+        "from pathlib import Path\n"
+        f"try: run(counted(Path({str(tmp_path / 'out')!r}), rows=4000), workers={workers})\n"
+        "except OSError as problem: print(problem)"
+    )
+    where = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", command], cwd=where, capture_output=True, text=True)
+    assert done.stderr == "" and len(done.stdout.splitlines()) == 1
+    assert "repeat the command, which continues" in done.stdout
+    assert str(partial_of(tmp_path / "out")) in done.stdout
+    run(counted(tmp_path / "out", rows=4000))
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+
+
+def test_links_in_the_folder(tmp_path: Path) -> None:
+    """Nothing is written through a link, and nothing behind it counts as finished."""
+    job, elsewhere = counted(tmp_path / "out"), tmp_path / "elsewhere"
+    partial = partial_of(job.target)
+    run(counted(elsewhere))
+    partial.symlink_to(elsewhere)
+    with pytest.raises(ValueError, match="it is a link: remove it"):
+        run(job)
+    partial.unlink()
+    partial.mkdir()
+    (partial / "sub").symlink_to(elsewhere / "sub")
+    entry = json.loads((elsewhere / MANIFEST).read_text())["files"]["sub/file0"]
+    lines = [{"plan": job.fingerprint()}, {"file": "sub/file0", **entry}]
+    (partial / JOURNAL).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = digest(elsewhere)
+    run(job)
+    assert not (job.target / "sub").is_symlink() and digest(elsewhere) == before
+    assert digest(job.target) == before

@@ -60,9 +60,9 @@ def test_a_band_of_columns_is_read_in_bounded_spans(tmp_path: Path, monkeypatch:
     array = numpy.arange(64 * 100, dtype="u2").reshape(64, 100)
     array.tofile(tmp_path / "a")
     lengths: list[int] = []
-    pread = sources._pread
+    read_into = sources.read_into
     monkeypatch.setattr(sources, "_SPAN", 1000)
-    monkeypatch.setattr(sources, "_pread", lambda d, v, o, p: (lengths.append(len(v)), pread(d, v, o, p)))
+    monkeypatch.setattr(sources, "read_into", lambda d, v, o: (lengths.append(len(v)), read_into(d, v, o)))
     tensor = SourceTensor(
         "bfloat16", (64, 100), (Block((0, 0), (64, 100), Location(tmp_path / "a", 0, (100, 1))),)
     )

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.convert import streams
+from megatron_nemotron3.convert.checksums import combine_crc32
 from megatron_nemotron3.convert.plan import Slices, whole
-from megatron_nemotron3.convert.streams import FilePlan, Part, blocks, combine_crc32, write
+from megatron_nemotron3.convert.streams import FilePlan, Part, blocks, write
 from tests.support.counted_job import Numbers
 
 

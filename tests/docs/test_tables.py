@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_nemotron3.args import published
 from megatron_nemotron3.convert.quantized_recipes import RECIPES, quantization
 from megatron_nemotron3.models import get
-from megatron_nemotron3.monitor import alarms, series
+from megatron_nemotron3.monitor import rules, series
 from megatron_nemotron3.train import log
 from tests.parallel.layouts import LAYOUTS
 from tests.support.quantized_models import all_scales
@@ -47,8 +47,8 @@ def test_series_and_warnings_of_the_monitor_page() -> None:
         for found in re.findall(r"`(\w+)/…`", name)
     }
     assert kinds == {*series.KINDS, series.AGGREGATES}
-    rules = [row[0].strip("`") for row in rows("monitor.md", "| rule | says something when | from |")]
-    assert rules == [rule.__name__ for rule in alarms.RULES]
+    named = [row[0].strip("`") for row in rows("monitor.md", "| rule | says something when | from |")]
+    assert named == [rule.name for rule in rules.RULES]
 
 
 def test_sizes_of_quantized_checkpoints() -> None:

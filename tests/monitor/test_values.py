@@ -127,6 +127,10 @@ def test_weights_by_definition() -> None:
     }
     assert values["expert_bias_spread"] == pytest.approx(spread, rel=1e-6)
     assert max(spread.values()) > 0
+    for row, prefix in layers.items():
+        for name, bias in result.bias.items():
+            if name.startswith(prefix):
+                assert values["expert_bias_mean"][row] == pytest.approx(float(bias.mean()), abs=1e-9)
 
 
 def test_log_line_and_aggregates() -> None:
@@ -168,10 +172,22 @@ def test_interval() -> None:
         for row in ("layer_002", "layer_005"):
             counts = [load for step in steps for load in loads(result, step, row)]
             assert values["dead_experts_interval"][row] == total(counts).count(0)
+            assert values["max_vio_interval"][row] == pytest.approx(max_vio(total(counts)), rel=1e-6)
+            assert values["monitor"]["interval_tokens"] == sum(total(counts)) / TOPK
             assert values["dead_experts"][row] == total(loads(result, steps[-1], row)).count(0)
     one, six = reported(result, 1), reported(result, 6)
     assert six["monitor"]["dead_experts_interval"] < six["monitor"]["dead_experts"]
     assert one["dead_experts_interval"] == one["dead_experts"]
+
+
+def test_the_main_loss_and_what_routers_are_judged_by() -> None:
+    result = trained()
+    for step in (0, 1):
+        values = reported(result, step + 1)["monitor"]
+        losses = result.losses[step * MICRO_BATCHES : (step + 1) * MICRO_BATCHES]
+        assert values["lm_loss"] == pytest.approx(float(sum(losses)) / MICRO_BATCHES, rel=1e-6)
+        assert (values["experts"], values["top_k"]) == (EXPERTS, TOPK)
+        assert values["bias_update_rate"] == pytest.approx(1e-3)
 
 
 def test_evaluation_does_not_count() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_nemotron3.checkpoint import folders
-from megatron_nemotron3.convert import from_hf, inventory, job, streams, to_hf
+from megatron_nemotron3.convert import checksums, from_hf, inventory, job, streams, to_hf
 from megatron_nemotron3.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.convert.sources import SourceTensor
 from megatron_nemotron3.convert.streams import FilePlan
@@ -52,7 +52,7 @@ def _write(folder: Path, files: Iterable[FilePlan], small: dict[str, bytes]) -> 
 def crc_of_zeros(length: int) -> int:
     """zlib.crc32(bytes(length)): the register begins with all ones, and they are flipped at the end."""
     ones = 0xFFFFFFFF
-    return streams.combine_crc32(ones, ones, length) if length else 0
+    return checksums.combine_crc32(ones, ones, length) if length else 0
 
 
 def _write_holes(descriptor: int, data: bytes | memoryview) -> None:

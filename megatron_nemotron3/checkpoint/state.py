@@ -1,0 +1,49 @@
+"""What a checkpoint says about the run that saved it: its arguments and its scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoint.folders import checkpoint_path, latest_iteration
+from megatron_nemotron3.checkpoint.metadata import CheckpointError
+from megatron_nemotron3.checkpoint.read import common_state
+from megatron_nemotron3.checkpoint.resume import load_options
+from megatron_nemotron3.checkpoint.structure import check_structure
+from megatron_nemotron3.checkpoint.unpickle import Inert
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """What a checkpoint says about the run that saved it."""
+
+    #: Of the command line, by the names of Megatron's parser; values of classes are stand-ins.
+    args: Mapping[str, Any]
+    #: "opt_param_scheduler"; empty if it has none.
+    scheduler: Mapping[str, Any]
+
+
+def stored_state(path: Path) -> StoredState | None:
+    """Read the state of one checkpoint; None if its format has none that can be read."""
+    index = check_structure(path).index
+    if index is None:
+        return None
+    try:
+        state = common_state(index)
+    except CheckpointError:
+        return None
+    args, scheduler = state.get("args"), state.get("opt_param_scheduler")
+    found = args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
+    return StoredState(found, scheduler if isinstance(scheduler, dict) else {})
+
+
+def loaded_state(argv: Sequence[str]) -> tuple[int, StoredState] | None:
+    """Return the iteration that a Megatron command line goes on from, and its state; None if it has none."""
+    given = load_options(argv)
+    if given.load is None:
+        return None
+    step = given.step or latest_iteration(given.load)
+    state = step and stored_state(checkpoint_path(given.load, step))
+    return (step, state) if step and state else None

@@ -1,0 +1,144 @@
+"""More steps in the same folder, and a second process there, with real checkpoints."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3 import cli, run
+from megatron_nemotron3.args import TrainingData, continued, flags, to_argv
+from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.checkpoint import folders, lock
+from megatron_nemotron3.checkpoint.state import loaded_state
+from megatron_nemotron3.models import get, tiny
+from megatron_nemotron3.train import processes
+from megatron_nemotron3.train.training import schedule_of
+from tests.support.programs import follow_forked
+
+_RATE = re.compile(r"iteration +(\d+)/.*learning rate: (\S+)")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A little text."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(20_000)))
+    return path
+
+
+def _train(output: Path, text: Path, *words: str) -> int:
+    given = ["train", "nano", "--tiny", "--device", "cpu", "--output", str(output), "--text", str(text)]
+    short = ["--seq-length", "32", "--micro-batch-size", "2", *words]
+    return cli.main([*given, *short, "--", "--eval-iters", "0", "--save-interval", "100"])
+
+
+def _rates(output: Path) -> dict[int, float]:
+    """The learning rate that Megatron logs after each step; the last line of a step counts."""
+    return {int(step): float(rate) for step, rate in _RATE.findall((output / "train.log").read_text())}
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of three steps."""
+    output = tmp_path_factory.mktemp("run") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "follow", follow_forked)
+        assert _train(output, text, "--steps", "3") == 0
+    return output
+
+
+def test_three_steps_then_six_then_fewer(
+    trained: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "follow", follow_forked)
+    found = loaded_state(["--load", str(trained / "checkpoints")])
+    assert found is not None
+    saved = continued.saved_schedule(found[0], found[1].scheduler, found[1].args)
+    launch = Launch(
+        config=tiny(get("nano")),
+        schedule=schedule_of(tiny(get("nano")), Launch.of("nano").layout, steps=6, micro_batch_size=2),
+    )
+    wanted = continued.schedule_of_words(to_argv(flags(launch)))
+    assert saved is not None and wanted is not None and saved.step == 3
+    words, (line,) = continued.continued(saved, wanted)
+    plan = continued.schedule_of_words([*to_argv(flags(launch)), *words])
+    assert plan is not None
+
+    assert _train(trained, text, "--steps", "6") == 0
+    out = capsys.readouterr().out
+    assert out.count(line) == 1 and "resuming from step 3" in out
+    assert folders.latest_iteration(trained / "checkpoints") == 6
+    rates = _rates(trained)
+    assert sorted(rates) == [1, 2, 3, 4, 5, 6]
+    for step in (4, 5, 6):
+        assert rates[step] == pytest.approx(plan.rate(2 * step), rel=1e-6)
+
+    assert _train(trained, text, "--steps", "4") == 0
+    out = capsys.readouterr().out
+    assert "already trained to step 6, beyond the 4 steps asked for" in out
+    assert _train(trained, text, "--steps", "8", "--more-steps", "hold") == 0
+    assert "the checkpoint's schedule is kept: learning rate 4e-05" in capsys.readouterr().out
+    assert {_rates(trained)[step] for step in (7, 8)} == {4e-5}
+    assert _train(trained, text, "--steps", "9", "--lr", "1e-3") == 2
+    said = capsys.readouterr().err
+    assert "with --lr 0.004" in said and len(said.splitlines()) == 1
+    assert not (trained / "checkpoints" / lock.NAME).exists()
+
+
+def test_a_stock_script_is_told_which_option_megatron_needs(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without it Megatron ends in an AssertionError, after it has built the model."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    folder = str(trained / "checkpoints")
+    config = tiny(get("nano"))
+    launch = Launch(
+        config=config,
+        schedule=schedule_of(config, Launch.of("nano").layout, steps=100, micro_batch_size=2),
+        data=TrainingData(mock_data=True, save=folder, load=folder),
+    )
+    with pytest.raises(SystemExit) as end:
+        run.main(["--device", "cpu", str(processes.ENTRY), *to_argv(flags(launch))])
+    assert end.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "has another schedule, in samples: " in said and "-> 200" in said
+    assert "Megatron needs --override-opt-param-scheduler to take the new one" in said
+    assert not (Path(folder) / lock.NAME).exists()
+
+
+def test_a_second_training_is_refused(
+    trained: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one of a stock script, and nothing in the folder changes."""
+
+    def listing() -> dict[str, int]:
+        return {str(path): path.stat().st_mtime_ns for path in trained.rglob("*") if path.name != lock.NAME}
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    folder = trained / "checkpoints"
+    with lock.held(folder, "the first"):
+        before = listing()
+        assert _train(trained, text, "--steps", "20") == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"nemotron3 train: {folder} is in use by {os.getpid()} on ")
+        assert said.endswith(": the first (wait for it or choose another --output)")
+        with pytest.raises(SystemExit) as end:
+            run.main(["--device", "cpu", str(processes.ENTRY), "--save", str(folder)])
+        assert end.value.code == 2 and "is in use by" in capsys.readouterr().err
+        # A run that only loads there repairs nothing.
+        (folder / folders.TRACKER).write_text("")
+        with pytest.raises(SystemExit):
+            run.main(["--device", "cpu", str(processes.ENTRY), "--load", str(folder)])
+        assert "is empty" in (said := capsys.readouterr().err) and "the folder is being written by" in said
+        assert (folder / folders.TRACKER).read_text() == ""
+    folders.write_tracker(folder, max(folders.iterations(folder)))
+    assert set(before) == set(listing())
