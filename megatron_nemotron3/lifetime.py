@@ -22,6 +22,7 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -45,13 +46,21 @@ _hook_registered = False
 
 @contextlib.contextmanager
 def rank() -> Iterator[None]:
-    """Make this process a rank inside the block: it obeys the control pipe, and its children end with it."""
+    """Make this process a rank inside the block: it obeys the control pipe, and its children end with it.
+
+    Raises:
+        SystemExit: 130, after an interrupt that the block does not handle.
+    """
     control = _take_control_pipe()
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if control is not None or agent is not None:
         _start(_watch, control, agent)
     with _own_signals(controlled=control is not None), _family_of_this_process():
-        yield
+        try:
+            yield
+        except KeyboardInterrupt:
+            print("megatron_nemotron3.run: interrupted", file=sys.stderr)
+            raise SystemExit(130) from None
 
 
 def agent() -> None:

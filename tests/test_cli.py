@@ -37,7 +37,7 @@ COMMANDS = {
     },
     "check": {"--full", "--workers"},
     "doctor": {"--kernels", "--step", "--json"},
-    "precision": {"--tiny", "--format", "--output", "--yaml", "--report"},
+    "precision": {"--tiny", "--format", "--output", "--yaml", "--report", "--te-precision-config-file"},
     "convert": set(),
     "verify": {"--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers"},
     "generate": {

@@ -182,6 +182,11 @@ class Launch:
         """Layers at the start that stay in BF16, with `extra` taken into account."""
         return int(self.option("--num-layers-at-start-in-bf16", "0"))
 
+    @property
+    def precision_file(self) -> str | None:
+        """Path of the precision file, with `extra` taken into account; None without one."""
+        return (self.options.get("--te-precision-config-file") or (self.te_precision_config_file,))[0]
+
     def option(self, name: str, default: str) -> str:
         """Return the first value of an option in `extra`, or `default` if it is not there or has no value."""
         return (self.options.get(name) or (default,))[0]

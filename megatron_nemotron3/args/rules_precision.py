@@ -90,8 +90,20 @@ PRECISION_RULES: tuple[Rule, ...] = (
         "Super report, table 3",
     ),
     Rule(
+        "precision-file-torch",
+        # In `extra` the file may say how a plain run is measured; what is built decides then.
+        lambda c: c.te_precision_config_file and c.backend == "torch" and not c.quantized,
+        lambda c: (
+            f"a precision file has no effect in {c.precision} on the torch backend: drop it, or emulate its "
+            "formats (--precision nvfp4 --emulate; in Python precision='nvfp4', emulate=True)"
+        ),
+        "this package",
+    ),
+    Rule(
         "precision-file-unused",
-        lambda c: _has_file(c) and not c.quantized,
+        lambda c: (
+            _has_file(c) and not c.quantized and not (c.te_precision_config_file and c.backend == "torch")
+        ),
         lambda c: (
             f"a precision file affects {c.precision} only through entries that set "
             "override_nonquantized_autocast: drop it or use nvfp4"

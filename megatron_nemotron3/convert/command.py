@@ -73,6 +73,12 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="pad the vocabulary to a multiple of N: Megatron's option times TP (default 128)",
     )
+    load.add_argument(
+        "--mtp-num-layers",
+        type=int,
+        metavar="N",
+        help="depths of MTP (default: as --model, config.json or the catalog says, else the stored blocks)",
+    )
     _add_dequantize(load)
     for way in (export, load):
         _add_stored(way)
@@ -165,6 +171,7 @@ def convert(options: argparse.Namespace) -> int:
         **common,
         make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
         dequantize=options.dequantize,
+        mtp_num_layers=options.mtp_num_layers,
     )
     return conversion.convert_from_hf(options.source, options.target, from_hf)
 

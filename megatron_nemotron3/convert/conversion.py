@@ -72,6 +72,7 @@ class FromHfOptions(Options):
 
     make_vocab_size_divisible_by: int = 128
     dequantize: bool = False
+    mtp_num_layers: int | None = None
 
 
 def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
@@ -158,7 +159,11 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     if locate(source).kind != "hugging face":
         raise ValueError(f"{source}: it is a Megatron checkpoint: use `nemotron3 convert to-hf`")
     opened = open_hugging_face(
-        source, model=options.model, allow_unused=options.allow_unused, dequantize=options.dequantize
+        source,
+        model=options.model,
+        allow_unused=options.allow_unused,
+        dequantize=options.dequantize,
+        mtp_num_layers=options.mtp_num_layers,
     )
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisor)
     dtype = options.dtype or _main_dtype(opened.weights)
@@ -268,6 +273,9 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
         f"source       {checkpoint_line(opened)}",
         f"weights      {len(job.source.tensors):,} tensors; elements {kinds}",
     ]
+    if opened.config.has_mtp:
+        depths, blocks = opened.config.mtp_num_layers, opened.config.mtp_num_blocks
+        lines.append(f"mtp          depths: {depths}, stored blocks: {blocks}; by {opened.mtp_source}")
     padding = (opened.padded_vocab_size or 0) - opened.config.vocab_size
     if opened.vocabulary_guessed:
         lines.append(

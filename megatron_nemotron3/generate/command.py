@@ -170,6 +170,7 @@ def generate_command(options: argparse.Namespace) -> int:
     stream.end()
     if options.json:
         about = {"checkpoint": str(found.checkpoint), "model": opened.config.name}
+        about |= {"mtp_num_layers": opened.config.mtp_num_layers, "mtp_source": opened.mtp_source}
         print(json.dumps({**about, **_generation_as_json(result, stream.outputs, ids)}, indent=2))
     else:
         stream.print_rest()

@@ -102,12 +102,15 @@ def evaluate_command(options: argparse.Namespace) -> int:
         plot(measured, accepted, config.mtp_num_layers, options.plot, title)
     if options.json:
         about = {"checkpoint": str(found.checkpoint), "model": config.name, "text": source}
+        about["mtp_source"] = opened.mtp_source
         print(json.dumps({**about, **_evaluation_as_json(config, measured, accepted)}, indent=2))
         return 0
     print(f"checkpoint   {title}")
     print(
         f"text         {source}: {measured.tokens:,} tokens in {len(text):,} windows of {text.shape[1] - 1:,}"
     )
+    if config.has_mtp:
+        print(f"mtp          depths: {config.mtp_num_layers}; by {opened.mtp_source}")
     for line in _loss_lines(measured, config.mtp_num_layers):
         print(line)
     if accepted:

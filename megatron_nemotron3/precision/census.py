@@ -18,10 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_nemotron3.precision.table import BF16, NVFP4, ModuleKind, Structure, kind_of
+from megatron_nemotron3.precision.table import BF16, NVFP4, Linear, ModuleKind, Structure, kind_of
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile, parse, require_fit
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+(?=\.|$)")
+_INNER_LAYER = re.compile(r"\.mtp_model_layer\.layers\.(\d+)\.")
 _ROOT = re.compile(r"(?:^|\.)(?=(?:decoder|mtp|embedding|output_layer)\.|output_layer$)")
 
 
@@ -154,17 +155,7 @@ def require_nvfp4(model: Any, ambient: Ambient | None = None) -> list[Entry]:
         )
     if file is not NO_FILE:
         require_fit(file, structure, "config.quant_recipe")
-    asked = Counter(
-        file.format(linear.name, BF16 if linear.layer is None else ambient.of_layer(linear.layer))
-        for linear in structure.linears()
-    )
-    if not asked[NVFP4]:
-        found = ", ".join(f"{number} {fmt}" for fmt, number in sorted(asked.items()))
-        raise CensusError(
-            f"NVFP4 was asked for, but none of the model's {sum(asked.values())} linears is NVFP4 ({found}): "
-            f"{ambient.at_start} layers at the start and {ambient.at_end} at the end of {ambient.num_layers} "
-            f"stay BF16 and {len(file.matchers)} matchers of the precision file take the rest"
-        )
+    require_some(structure, file, ambient)
     entries = census(model, file, ambient)
     unfit = [entry for entry in entries if entry.format == NVFP4 and entry.effective != NVFP4]
     if unfit:
@@ -175,6 +166,30 @@ def require_nvfp4(model: Any, ambient: Ambient | None = None) -> list[Entry]:
             "or 10.3, or emulate"
         )
     return entries
+
+
+def ambient_of_linear(linear: Linear, ambient: Ambient) -> str:
+    """Format of the layer that a linear is in; an MTP block numbers its layers from 0."""
+    if linear.layer is not None:
+        return ambient.of_layer(linear.layer)
+    if ambient.whole_mtp:
+        return ambient.format
+    inner = _INNER_LAYER.search(linear.name)
+    return ambient.of_layer(int(inner[1])) if inner else BF16
+
+
+def require_some(structure: Structure, file: PrecisionFile, ambient: Ambient) -> None:
+    """Raise CensusError if no linear of a whole model is NVFP4."""
+    asked = Counter(
+        file.format(linear.name, ambient_of_linear(linear, ambient)) for linear in structure.linears()
+    )
+    if not asked[NVFP4]:
+        found = ", ".join(f"{number} {fmt}" for fmt, number in sorted(asked.items()))
+        raise CensusError(
+            f"NVFP4 was asked for, but none of the model's {sum(asked.values())} linears is NVFP4 ({found}): "
+            f"{ambient.at_start} layers at the start and {ambient.at_end} at the end of {ambient.num_layers} "
+            f"stay BF16 and {len(file.matchers)} matchers of the precision file take the rest"
+        )
 
 
 def structure_of(model: Any) -> Structure:

@@ -11,8 +11,10 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.precision import report as report_file
 from megatron_nemotron3.precision import yaml_file
+from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
+from megatron_nemotron3.precision.deviations import formats_in_force
 from megatron_nemotron3.precision.share import Share, shares, totals
-from megatron_nemotron3.precision.table import BF16, FORMATS, NVFP4, is_published, tail
+from megatron_nemotron3.precision.table import BF16, FORMATS, NVFP4, Structure, is_published, tail
 
 _COLUMNS = ("module", "format", "parameters", "FLOPs", "why")
 
@@ -25,15 +27,18 @@ def register(commands: Any) -> None:
     command.add_argument(
         "--output", "--yaml", type=Path, metavar="FILE", help="write --te-precision-config-file"
     )
+    command.add_argument(
+        yaml_file.FLAG, type=Path, metavar="FILE", help="compare this file with the published recipe"
+    )
     command.add_argument("--report", type=Path, metavar="DIR", help="summary and plot of a measured run")
     command.set_defaults(run=precision_command)
 
 
 def precision_command(options: argparse.Namespace) -> int:
-    """Print the recipe's table, write the precision file, or summarize a measured run. Exit status 0.
+    """Print the recipe's table, write or compare a precision file, or summarize a run. Exit status 0.
 
     Raises:
-        ValueError: neither a model nor --report alone is given; otherwise as `run` and `report`.
+        ValueError: neither a model nor --report alone is given; otherwise as `run`, `compare` and `report`.
         OSError: a file cannot be written.
         ModuleNotFoundError: matplotlib is not installed (--report).
     """
@@ -42,6 +47,11 @@ def precision_command(options: argparse.Namespace) -> int:
         return 0
     if options.report is not None or options.name is None:
         raise ValueError("give the NAME of a model, or --report DIR alone")
+    if options.te_precision_config_file is not None:
+        if options.output is not None or options.format != NVFP4:
+            raise ValueError(f"{yaml_file.FLAG} compares a file for {NVFP4}: drop --output and --format")
+        print(compare(chosen_model(options), options.te_precision_config_file))
+        return 0
     print(run(chosen_model(options), options.format, options.output))
     return 0
 
@@ -86,6 +96,22 @@ def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None
     return f"{path}: written; nemotron3 flags {config.name} --precision nvfp4 {yaml_file.FLAG} {path}"
 
 
+def compare(config: Nemotron3Config, path: str | Path) -> str:
+    """Say in which formats a precision file puts a model's linears, and what is not the published recipe.
+
+    Raises:
+        PrecisionFileError: the file is wrong, or does not fit the model.
+        ValueError: it leaves no linear in NVFP4.
+    """
+    file, structure = yaml_file.read(path, config), Structure.of(config)
+    ambient = Ambient(NVFP4, config.num_layers, at_end=tail(config).layers)
+    try:
+        require_some(structure, file, ambient)
+    except CensusError as problem:
+        raise ValueError(f"{yaml_file.FLAG} {path}: {problem}") from None
+    return "\n".join(formats_in_force(structure, file, ambient))
+
+
 def report(folder: str | Path, title: str = "") -> str:
     """Draw `precision.png` next to the report in a run's folder; returns the summary for stdout.
 
@@ -100,23 +126,6 @@ def report(folder: str | Path, title: str = "") -> str:
     picture = Path(folder) / report_file.PICTURE
     report_file.plot(rows, picture, title or str(folder))
     return "\n".join((*report_file.summary(rows), f"precision plot   {picture}"))
-
-
-def check(config: Nemotron3Config, path: str | Path) -> str | None:
-    """Check the precision file that flags name; return a remark if it is missing, None if it fits the model.
-
-    A missing file is no error, because it may exist on the machine that trains.
-
-    Raises:
-        PrecisionFileError: the file exists and is wrong.
-    """
-    if not Path(path).exists():
-        return (
-            f"{yaml_file.FLAG} {path} is not on this machine, so it was not checked: "
-            f"nemotron3 precision {config.name} --output {path} writes the published one"
-        )
-    yaml_file.read(path, config)
-    return None
 
 
 def _share_cells(lines: list[Share]) -> list[tuple[str, ...]]:

@@ -132,4 +132,4 @@ def recipe(fmt: str, chosen: Emulation) -> Recipe | None:
     else:
         raise ValueError(f"format {fmt!r} is not emulated: use {NVFP4}, {MXFP8} or {BF16}")
     off = {name: None for name in ("fprop", "dgrad", "wgrad") if not getattr(chosen, name)}
-    return None if len(off) == 3 else replace(result, **off)
+    return replace(result, **off)

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from megatron_nemotron3.monitor.settings import EnvironmentSetting
 
 VARIABLE = "NEMOTRON3_EMULATE"
+#: Option of `nemotron3 run` with a value of the variable. It may stand among the script's own options.
+OPTION = "--nemotron3-emulate"
 FORMAT = "nvfp4"
 LOG_VARIABLE = "NEMOTRON3_LOG_PRECISION"
 #: Default number of iterations from one measurement to the next (cost: docs/nvfp4.md).
@@ -50,6 +52,9 @@ class Emulation:
         tile: scale weights by 16 x 16 tiles (NVFP4); otherwise by 1 x 16, and anew for dgrad.
         fprop, dgrad, wgrad: quantize the operands of this matmul.
         every_layer: NVFP4 in every linear of every layer, without precision file and BF16 layers.
+
+    Raises:
+        ValueError: no matmul is left to quantize.
     """
 
     hadamard: bool = True
@@ -59,6 +64,13 @@ class Emulation:
     dgrad: bool = True
     wgrad: bool = True
     every_layer: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.fprop or self.dgrad or self.wgrad):
+            raise ValueError(
+                "fprop=0, dgrad=0 and wgrad=0 leave no matmul to quantize, which is a plain run: keep one of "
+                "the three, or turn emulation off"
+            )
 
     def text(self) -> str:
         """The value of NEMOTRON3_EMULATE with this meaning."""
@@ -75,7 +87,8 @@ def parse(text: str) -> Emulation | None:
     """Parse a value of NEMOTRON3_EMULATE; None for off.
 
     Raises:
-        ValueError: an unknown format or switch, a switch given twice, or a value other than 0 and 1.
+        ValueError: an unknown format or switch, a switch given twice, a value other than 0 and 1, or no
+            matmul is left to quantize.
     """
     first, *rest = (part.strip() for part in text.split(","))
     if first in ("", "0") and not rest:
@@ -92,7 +105,10 @@ def parse(text: str) -> Emulation | None:
         if SWITCHES[name] in chosen:
             raise ValueError(f"{VARIABLE}={text!r}: {name} is given twice")
         chosen[SWITCHES[name]] = value == "1"
-    return Emulation(**chosen)
+    try:
+        return Emulation(**chosen)
+    except ValueError as problem:
+        raise ValueError(f"{VARIABLE}={text!r}: {problem}") from None
 
 
 _EMULATION = EnvironmentSetting(VARIABLE, parse)

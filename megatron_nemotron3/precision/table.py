@@ -152,7 +152,17 @@ _PUBLISHED_TAIL = {
 def tail(config: Nemotron3Config) -> Tail:
     """14 layers for Super, 16 for Ultra, else 15 % of the layers, rounded up. No first layers stay BF16."""
     published = _PUBLISHED_TAIL.get((config.name, config.num_layers))
-    return published or Tail(-(-15 * config.num_layers // 100), "none published: 15 % as for Super")
+    return published or _share_of_layers(config.num_layers)
+
+
+def tail_of_depth(num_layers: int) -> Tail:
+    """The tail of the catalog's model with this number of layers, else 15 % as for `tail`."""
+    named = next((found for (_, layers), found in _PUBLISHED_TAIL.items() if layers == num_layers), None)
+    return named or _share_of_layers(num_layers)
+
+
+def _share_of_layers(num_layers: int) -> Tail:
+    return Tail(-(-15 * num_layers // 100), "none published: 15 % as for Super")
 
 
 def bf16_tail(config: Nemotron3Config) -> int:

@@ -90,14 +90,17 @@ def train_command(options: argparse.Namespace) -> int:
     torch_only = device == "cpu" or options.emulate or log_precision is not None
     backend = "torch" if torch_only and options.backend == "auto" else options.backend
     layout = chosen_layout(options)
+    extra, file = tuple(options.extra), options.te_precision_config_file
+    if log_precision is not None and file and not emulated:  # how a plain run is measured, not computed
+        extra, file = ("--te-precision-config-file", file, *extra), None
     launch = Launch(
         config=config,
         layout=layout,
         precision=options.precision or ("fp32" if device == "cpu" else "bf16"),
         backend=backend,
         schedule=schedule_of(config, layout, **chosen_schedule(options)),
-        extra=options.extra,
-        te_precision_config_file=options.te_precision_config_file,
+        extra=extra,
+        te_precision_config_file=file,
         emulate=emulated,
     )
     _require_own_options(options.extra)

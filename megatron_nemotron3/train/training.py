@@ -17,6 +17,7 @@ from megatron_nemotron3.args import (
     adjusted,
     continued,
     flags,
+    precision_file,
     published,
     to_argv,
 )
@@ -126,7 +127,7 @@ def train(request: Request) -> int:
     started = time.monotonic()
     given = request.launch
     size = count(given.config)
-    _measurement(request)  # raises if it is not possible
+    measured = _measurement(request) is not None  # raises if it is not possible
     folders.check_room(request.output, folders.bytes_needed(size.trainable, given.precision))
     launch = replace(
         given,
@@ -136,6 +137,7 @@ def train(request: Request) -> int:
         extra=("--exit-signal-handler", *_event_files(request), *given.extra),
     )
     flags(launch)  # rules first: nothing is written for a layout that cannot run
+    precision_file.require_usable_here(given, measured=measured)
     what = f"{size.trainable:,} parameters, {launch.layout}, {launch.precision}"
     what += " emulated" if launch.emulate else ""
     print(f"{request.title}: {what}")

@@ -99,6 +99,10 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "schedule-unknown": ({"schedule": published(models.get("lightning"))}, "train, lr, min_lr"),
     "nvfp4-without-file": ({"precision": "nvfp4"}, "te_precision_config_file=PATH"),
+    "precision-file-torch": (
+        {"te_precision_config_file": FILE, "backend": "torch"},
+        "no effect in bf16 on the torch backend: .*--precision nvfp4 --emulate",
+    ),
     "precision-file-unused": ({"te_precision_config_file": FILE}, "bf16"),
     "bf16-layers-range": (
         {

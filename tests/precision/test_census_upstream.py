@@ -56,16 +56,21 @@ def listening() -> Iterator[dict[int, str | None]]:
 def tiny_super(pattern: str = GOLDEN_MODELS["super_like"][0], **overrides: Any) -> Any:
     """The golden Super with its file in the config, as `--te-precision-config-file` puts it there.
 
-    `fp4` is set behind the builder's back, which refuses it in E layers without TransformerEngine.
+    `fp4` is set behind the builder's back, which refuses it in E layers without TransformerEngine; so is the
+    file where linears do not listen to it, which our stack refuses.
     """
     from megatron.core.quantization.quant_config import RecipeConfig
+    from megatron.core.tensor_parallel import ColumnParallelLinear
 
     from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 
     fields, fp4 = GOLDEN_MODELS["super_like"][1], overrides.pop("fp4", None)
     values = {"quant_recipe": RecipeConfig.from_config_dict(content(models.SUPER)), **fields, **overrides}
+    file = values["quant_recipe"]
+    if not hasattr(ColumnParallelLinear, "finish_init"):
+        values["quant_recipe"] = None
     model = build_hybrid(pattern, nemotron3_torch_stack_spec, **values)
-    model.config.fp4 = fp4
+    model.config.fp4, model.config.quant_recipe = fp4, file
     return model
 
 

@@ -90,7 +90,6 @@ def test_recipes() -> None:
     assert recipe("mxfp8", Emulation()) == MXFP8
     assert not MXFP8.shares_weight
     assert recipe("bf16", Emulation()) is None
-    assert recipe("nvfp4", Emulation(fprop=False, dgrad=False, wgrad=False)) is None
     without = recipe("nvfp4", Emulation(hadamard=False, stochastic=False, tile=False))
     assert without == Recipe((ROW, ROW), (ROW, COLUMN), (COLUMN, COLUMN))
     only = recipe("mxfp8", Emulation(fprop=False, wgrad=False))
@@ -339,7 +338,7 @@ def test_refused() -> None:
 
 
 def test_off_is_the_plain_linear() -> None:
-    """With every product switched off nothing is put in the way, so neither values nor memory can change."""
+    """In a BF16 layer nothing is put in the way, so neither values nor memory can change."""
     module = duplicated(64, 96, torch.bfloat16)
-    install.settle(module, "here", "nvfp4", Emulation(fprop=False, dgrad=False, wgrad=False), None)
+    install.settle(module, "here", "bf16", Emulation(), None)
     assert module.products is None and module.replaced() is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.precision.settings import VARIABLE
+from megatron_nemotron3.precision.settings import OPTION, VARIABLE
 from megatron_nemotron3.train import log
 
 FLAGS = ["flags", "super", "--tiny", "--precision", "nvfp4", "--te-precision-config-file", "file.yaml"]
@@ -22,6 +22,7 @@ def test_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     lines = found.out.splitlines()
     assert "--bf16" in lines and "--te-precision-config-file file.yaml" in lines
     assert "--num-layers-at-end-in-bf16 2" in lines and "--fp4-format e2m1" not in lines
+    assert lines[-1] == f"{OPTION} nvfp4"
     assert f"set {VARIABLE}=nvfp4 in the training processes" in found.err
     monkeypatch.setenv(VARIABLE, "nvfp4,sr=0")
     assert cli.main([*FLAGS, "--backend", "torch", "--emulate"]) == 0

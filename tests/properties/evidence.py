@@ -172,8 +172,13 @@ EVIDENCE: dict[str, Evidence] = {
         measured=measure.exempt_modules,
         shown="fp4=e2m1, quant_recipe=None: no module is exempt",
     ),
-    "precision-file-unused": Wrong(
+    "precision-file-torch": Wrong(
         case=case(precision="bf16", te_precision_config_file="precision.yaml"),
+        measured=measure.precision_file_in_flags,
+        shown="the file is not among the flags",
+    ),
+    "precision-file-unused": Wrong(
+        case=case(None, "--te-precision-config-file", "precision.yaml", precision="bf16"),
         measured=measure.with_precision_file,
         shown="the loss is the same to the bit",
     ),
