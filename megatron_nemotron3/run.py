@@ -346,9 +346,7 @@ def _launch(argv: list[str]) -> None:
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     if emulate == "":
-        fail(
-            f"{emulation.OPTION}: give a value of {emulation.VARIABLE}, such as nvfp4 or nvfp4,sr=0; 0 is off"
-        )
+        fail(f"{emulation.OPTION}: give a value of {emulation.VARIABLE}: nvfp4 or nvfp4,sr=0, or 0 for off")
     try:
         emulated = emulation.emulation_in_environment() if emulate is None else emulation.parse(emulate)
         measured = emulation.logging_in_environment()
