@@ -271,13 +271,17 @@ def _snapshot(name: str) -> Path:
     print(f"{name}: not in Hugging Face's cache; downloading it (hf://{name} only reads)", file=sys.stderr)
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        found = Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as problem:  # httpx's, requests' or the package's own
-        text = " ".join(str(problem).split())
-        raise ValueError(
-            f"{name}: no such folder is here, and as a Hugging Face id it is neither in the cache nor can it "
-            f"be downloaded ({type(problem).__name__}: {text:.200})"
-        ) from None
+        text = f"{type(problem).__name__}: {' '.join(str(problem).split()):.200}"
+    else:
+        if _is_whole(found):
+            return found
+        text = "files with weights are missing"
+    raise ValueError(
+        f"{name}: no such folder is here, and as a Hugging Face id it is neither in the cache nor can it be "
+        f"downloaded ({text})"
+    )
 
 
 def _is_whole(folder: Path) -> bool:

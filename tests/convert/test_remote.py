@@ -82,7 +82,7 @@ def test_only_ranges_are_fetched(folders: Path, monkeypatch: pytest.MonkeyPatch,
 
     def counted(url: str, name: str, offset: int, length: int, path: Path) -> bytes:
         asked.append((path.name, length))
-        assert length < remote._BLOCK or path.stat().st_blocks * 512 < 64 << 10
+        assert not path.exists() or path.stat().st_blocks * 512 < 64 << 10
         return fetch(url, name, offset, length, path)
 
     monkeypatch.setattr(remote, "_fetch", counted)
@@ -91,7 +91,7 @@ def test_only_ranges_are_fetched(folders: Path, monkeypatch: pytest.MonkeyPatch,
     [file] = (folders / "run/checkpoints/release").glob("*.distcp")
     size = file.stat().st_size
     lengths = [length for name, length in asked if name == file.name]
-    assert max(lengths) < size / 8 and sum(lengths) < 2 * size
+    assert max(lengths) < size / 4 and sum(lengths) < 2 * size
     assert [name for name, _ in asked].count(".metadata") == 1  # of the iteration that is needed
 
 
