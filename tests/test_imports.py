@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "megatron_nemotron3"
 
 #: part -> parts it may import. A part is a top-level module or folder of the package.
 ALLOWED = {
-    "models": set(),
+    "models": {"checkpoint"},
     "args": {"checkpoint", "models", "precision"},
     "cpu": set(),
     "monitor": {"checkpoint"},

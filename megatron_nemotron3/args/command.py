@@ -45,7 +45,7 @@ SCHEDULE: dict[str, tuple[type, str]] = {
 #: Longest script that is read, in bytes.
 _SCRIPT_LIMIT = 16 << 20
 #: Options of `explain` that go with --argv.
-_BESIDE_ARGV = ("argv", "all", "json", "tiny", "schedule", "name", "command", "run", "extra")
+_BESIDE_ARGV = ("argv", "all", "json", "tiny", "schedule", "name", "model", "command", "run", "extra")
 
 
 def register(commands: Any) -> None:

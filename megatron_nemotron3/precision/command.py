@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import add_model, chosen_model
+from megatron_nemotron3.models.command import add_model, chosen_model, names_model
 from megatron_nemotron3.precision import report as report_file
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
@@ -22,7 +22,7 @@ _COLUMNS = ("module", "format", "parameters", "FLOPs", "why")
 def register(commands: Any) -> None:
     """Add `nemotron3 precision`."""
     command = commands.add_parser("precision", help="the format of every linear, and the precision file")
-    add_model(command, required=False)
+    add_model(command)
     command.add_argument("--format", choices=FORMATS, default=NVFP4, help=f"default {NVFP4}")
     command.add_argument(
         "--output", "--yaml", type=Path, metavar="FILE", help="write --te-precision-config-file"
@@ -42,10 +42,10 @@ def precision_command(options: argparse.Namespace) -> int:
         OSError: a file cannot be written.
         ModuleNotFoundError: matplotlib is not installed (--report).
     """
-    if options.report is not None and options.name is None and options.output is None:
+    if options.report is not None and not names_model(options) and options.output is None:
         print(report(options.report))
         return 0
-    if options.report is not None or options.name is None:
+    if options.report is not None or not names_model(options):
         raise ValueError("give the NAME of a model, or --report DIR alone")
     if options.te_precision_config_file is not None:
         if options.output is not None or options.format != NVFP4:
