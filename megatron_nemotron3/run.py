@@ -16,6 +16,8 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 - Before the start the tracker of `--load` is made to name the last complete checkpoint
   (`megatron_nemotron3.checkpoint.resume`), and a schedule that Megatron would refuse to load is refused
   with the option that it needs.
+- Processes that the script starts survive a signal to the whole process group and end when it ends; with
+  `--exit-signal-handler` Ctrl-C saves and leaves, as SIGTERM does (`megatron_nemotron3.lifetime`).
 - `--monitor N` runs stability monitors at every N-th iteration, 0 for none; it overrides NEMOTRON3_MONITOR
   (docs/monitor.md).
 
@@ -26,7 +28,6 @@ Exit code 2: the command line is wrong, the version of megatron-core is not supp
 from __future__ import annotations
 
 import os
-import runpy
 import socket
 import sys
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from megatron_nemotron3 import lifetime, spawned
 from megatron_nemotron3.args.versions import require_supported
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.monitor import settings
@@ -335,13 +337,16 @@ def settle_checkpoint(arguments: list[str], key: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point; `argv` without the program name."""
-    device, monitor, script, arguments, emulate = split_arguments(sys.argv[1:] if argv is None else argv)
+    with lifetime.rank():
+        _launch(sys.argv[1:] if argv is None else argv)
+
+
+def _launch(argv: list[str]) -> None:
+    device, monitor, script, arguments, emulate = split_arguments(argv)
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     if emulate == "":
-        fail(
-            f"{emulation.OPTION}: give a value of {emulation.VARIABLE}, such as nvfp4 or nvfp4,sr=0; 0 is off"
-        )
+        fail(f"{emulation.OPTION}: give a value of {emulation.VARIABLE}: nvfp4 or nvfp4,sr=0, or 0 for off")
     try:
         emulated = emulation.emulation_in_environment() if emulate is None else emulation.parse(emulate)
         measured = emulation.logging_in_environment()
@@ -380,7 +385,7 @@ def main(argv: list[str] | None = None) -> None:
         from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
         try:
-            runpy.run_path(script, run_name="__main__")
+            spawned.run_script(script)
         except (CensusError, PrecisionFileError) as problem:
             fail(str(problem))
         finally:

@@ -28,8 +28,21 @@ ALLOWED = {
     "layers": {"cpu", "models", "monitor", "precision"},
     "specs": {"layers"},
     "build": {"args", "cpu", "layers", "models", "precision"},
-    "run": {"args", "checkpoint", "cpu", "layers", "monitor", "precision", "specs"},
-    "train": {"args", "build", "checkpoint", "cpu", "layers", "models", "monitor", "precision", "run"},
+    "lifetime": set(),
+    "spawned": {"lifetime"},
+    "run": {"args", "checkpoint", "cpu", "layers", "lifetime", "monitor", "precision", "spawned", "specs"},
+    "train": {
+        "args",
+        "build",
+        "checkpoint",
+        "cpu",
+        "layers",
+        "lifetime",
+        "models",
+        "monitor",
+        "precision",
+        "run",
+    },
     "cli": {
         "args",
         "boundary",
@@ -44,7 +57,7 @@ ALLOWED = {
         "run",
         "train",
     },
-    "__main__": {"cli"},
+    "__main__": {"cli", "lifetime"},
 }
 #: parts whose import costs neither torch nor megatron, numpy, yaml
 LIGHT = (
