@@ -19,7 +19,8 @@ Reading:
 Writing:
   from_hf, to_hf               plan the files of both directions
   streams, job, workers        write files as streams; a restartable job; several processes
-  conversion, compare          convert, compare two checkpoints
+  conversion, verify, compare  convert, compare two checkpoints
+  checksums                    CRC32s of records that are read in pieces
   command                      `nemotron3 convert` and `nemotron3 verify`
   logits                       `--check-logits`: compare what both sides compute
 """

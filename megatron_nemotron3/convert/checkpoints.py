@@ -122,6 +122,7 @@ def open_megatron(
         left_out["optimizer"] -= sum(name in found for name in keys)
     padded = source.tensors[keys[_EMBEDDING]].shape[0] if _EMBEDDING in keys else None
     mappings = tuple(inventory.mappings_of(config, keys, padded_vocab_size=padded))
+    inventory.check_types(place, {name: source.tensors[key].dtype for name, key in keys.items()})
     iteration = state.get("iteration") if type(state.get("iteration")) is int else None
     return Checkpoint(kind, place, config, Selected(source, keys), mappings, +left_out, iteration, guessed)
 
@@ -147,10 +148,10 @@ def open_hugging_face(
     data = read_config(folder)
     left_out: Counter[str] = Counter()
     if QUANTIZATION in data:
-        if not dequantize:
-            raise ValueError(f"{folder}: its weights are quantized: --dequantize reads them as BF16")
         packed = Dequantized(source)
         packed.check(data[QUANTIZATION])
+        if not dequantize:
+            raise ValueError(f"{folder}: its weights are quantized: --dequantize reads them as BF16")
         source = packed
         data = {key: value for key, value in data.items() if key != QUANTIZATION}
         left_out["activation scale"] = len(packed.left_behind)
@@ -161,6 +162,7 @@ def open_hugging_face(
     config = config_json.read(data, name=model.name if model else folder.resolve().name, base=model)
     kept = {name: name for name in source.tensors if not _matches_any(name, allow_unused)}
     inventory.check_hf(config, {name: source.tensors[name].shape for name in kept})
+    inventory.check_types(folder, {name: source.tensors[name].dtype for name in kept})
     left_out["unused"] = len(source.tensors) - len(kept)
     mappings = tuple(inventory.mappings(config))
     return Checkpoint("hugging face", folder, config, Selected(source, kept), mappings, +left_out)

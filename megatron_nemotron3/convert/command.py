@@ -180,14 +180,14 @@ def verify(options: argparse.Namespace) -> int:
     """Run `nemotron3 verify`.
 
     Raises:
-        ValueError: as `conversion.verify`.
+        ValueError: as `verify.verify`.
     """
-    from megatron_nemotron3.convert import conversion
+    from megatron_nemotron3.convert import conversion, verify
 
     common = conversion.Options(
         model=stored_model(options), allow_unused=tuple(options.allow_unused), workers=_workers(options)
     )
-    return conversion.verify(
+    return verify.verify(
         options.a, options.b, common, dequantize=options.dequantize, vocab_size=options.vocab_size
     )
 
