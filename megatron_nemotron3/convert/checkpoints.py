@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,26 +12,22 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoint.folders import locate, locate_one
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import config_json, inventory, mp_rank
-from megatron_nemotron3.convert.hf_folder import is_hf, open_hf, read_config
+from megatron_nemotron3.convert.hf_folder import open_hf, read_config
 from megatron_nemotron3.convert.inventory import TensorMapping
 from megatron_nemotron3.convert.keys import master_keys, non_weight_kind, plain_name
 from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.convert.quantized_views import Dequantized
 from megatron_nemotron3.convert.sources import FileSource, TensorSource
-from megatron_nemotron3.convert.torch_dist import (
-    checkpoint_folder,
-    open_torch_dist,
-    read_dcp_state,
-    reorder_mamba,
-)
+from megatron_nemotron3.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
 from megatron_nemotron3.convert.views import Converted, Selected
-from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models import Nemotron3Config, identify, named
 
 QUANTIZATION = "quantization_config"
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -69,7 +66,7 @@ class Checkpoint:
 
 def open_checkpoint(folder: Path, **options: Any) -> Checkpoint:
     """Open a checkpoint of any kind. Options and errors are those of the two functions below."""
-    if is_hf(folder):
+    if locate(folder).kind == "hugging face":
         options = {k: v for k, v in options.items() if k in ("model", "allow_unused", "dequantize")}
         return open_hugging_face(folder, **options)
     options.pop("dequantize", None)
@@ -85,7 +82,7 @@ def open_megatron(
     from_masters: bool = False,
     allow_unused: Sequence[str] = (),
 ) -> Checkpoint:
-    """Open a Megatron checkpoint: the folder with the tracker, or the folder of one iteration.
+    """Open a Megatron checkpoint: that of a run, of the folder with the tracker, or of one iteration.
 
     Args:
         model: its model; default: from the arguments stored in the checkpoint.
@@ -94,9 +91,12 @@ def open_megatron(
         allow_unused: patterns of keys that may be left out.
 
     Raises:
-        ValueError: there is no checkpoint, it is damaged, or its tensors are not those of the model.
+        ValueError: there is no Megatron checkpoint, it is damaged, or its tensors are not those of the model.
     """
-    place = checkpoint_folder(folder, iteration)
+    found = locate_one(folder, iteration)
+    if found.kind == "hugging face":
+        raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
+    place = found.folder
     verdict = check_structure(place)
     source: FileSource
     if verdict.state == "legacy":
@@ -116,10 +116,10 @@ def open_megatron(
         source = reorder_mamba(source, config, state) if fsdp else source
     keys, left_out = _weight_keys(source.tensors, allow_unused)
     if from_masters:
-        found = master_keys(source.tensors)
+        masters = master_keys(source.tensors)
         # The expert bias is not a parameter: it has no master, and is stored in FP32.
-        keys = {name: found.get(name, key) for name, key in keys.items()}
-        left_out["optimizer"] -= sum(name in found for name in keys)
+        keys = {name: masters.get(name, key) for name, key in keys.items()}
+        left_out["optimizer"] -= sum(name in masters for name in keys)
     padded = source.tensors[keys[_EMBEDDING]].shape[0] if _EMBEDDING in keys else None
     mappings = tuple(inventory.mappings_of(config, keys, padded_vocab_size=padded))
     inventory.check_types(place, {name: source.tensors[key].dtype for name, key in keys.items()})
@@ -142,8 +142,11 @@ def open_hugging_face(
         dequantize: read packed NVFP4 and FP8 weights as BF16.
 
     Raises:
-        ValueError: there is no checkpoint, it is damaged, or its tensors are not those of its config.json.
+        ValueError: there is no Hugging Face checkpoint, it is damaged, or its tensors are not those of its
+            config.json.
     """
+    if locate(folder).kind != "hugging face":
+        raise ValueError(f"{folder}: it is a Megatron checkpoint, not a Hugging Face folder")
     source: TensorSource = open_hf(folder)
     data = read_config(folder)
     left_out: Counter[str] = Counter()
@@ -159,13 +162,24 @@ def open_hugging_face(
         raise ValueError(
             f"{folder}: --dequantize: config.json has no {QUANTIZATION}: its weights are not quantized"
         )
-    config = config_json.read(data, name=model.name if model else folder.resolve().name, base=model)
+    config = config_json.read(data, name=os.fspath(folder), base=model)
+    config = named(config, [model] if model else identify(config))
     kept = {name: name for name in source.tensors if not _matches_any(name, allow_unused)}
     inventory.check_hf(config, {name: source.tensors[name].shape for name in kept})
     inventory.check_types(folder, {name: source.tensors[name].dtype for name in kept})
     left_out["unused"] = len(source.tensors) - len(kept)
     mappings = tuple(inventory.mappings(config))
     return Checkpoint("hugging face", folder, config, Selected(source, kept), mappings, +left_out)
+
+
+def checkpoint_line(opened: Checkpoint) -> str:
+    """Describe a checkpoint: folder, format, model, layers."""
+    c = opened.config
+    at = "" if opened.iteration is None else f", iteration {opened.iteration}"
+    mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}" if c.has_mtp else ""
+    return (
+        f"{opened.folder} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, hidden size {c.hidden_size}"
+    )
 
 
 def _weight_keys(tensors: Iterable[str], allow_unused: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:
@@ -201,4 +215,5 @@ def _megatron_config(
     values = arguments.state if isinstance(arguments, Inert) else vars(arguments)
     padded = values.get("padded_vocab_size") if isinstance(values, dict) else None
     guess = vocab_size is None and values.get("vocab_size") is None and type(padded) is int
-    return config_of(arguments, name=folder.name, vocab_size=padded if guess else vocab_size), guess
+    config = config_of(arguments, name=os.fspath(folder), vocab_size=padded if guess else vocab_size)
+    return named(config, identify(config)), guess

@@ -182,12 +182,13 @@ def verify(options: argparse.Namespace) -> int:
     Raises:
         ValueError: as `verify.verify`.
     """
-    from megatron_nemotron3.convert import conversion, verify
+    from megatron_nemotron3.convert import conversion
+    from megatron_nemotron3.convert import verify as comparison
 
     common = conversion.Options(
         model=stored_model(options), allow_unused=tuple(options.allow_unused), workers=_workers(options)
     )
-    return verify.verify(
+    return comparison.verify(
         options.a, options.b, common, dequantize=options.dequantize, vocab_size=options.vocab_size
     )
 

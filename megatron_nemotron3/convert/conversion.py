@@ -1,4 +1,4 @@
-"""Convert and compare checkpoints, and print the plan, the progress and the result."""
+"""Convert checkpoints, and print the plan, the progress and the result."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint.folders import free_bytes
+from megatron_nemotron3.checkpoint.folders import free_bytes, locate
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
 from megatron_nemotron3.convert import from_hf, inventory, to_hf
 from megatron_nemotron3.convert.checkpoints import (
     Checkpoint,
+    checkpoint_line,
     open_hugging_face,
     open_megatron,
 )
-from megatron_nemotron3.convert.hf_folder import CONFIG, is_hf, read_config
+from megatron_nemotron3.convert.hf_folder import CONFIG, read_config
 from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.job import MANIFEST, Job, check_target, partial_of, run
 from megatron_nemotron3.convert.progress import ProgressLine, size_text
@@ -31,8 +32,6 @@ from megatron_nemotron3.models import Nemotron3Config
 
 #: Options that do not change what is written.
 _NO_EFFECT = ("workers", "dry_run", "compare_logits")
-#: Largest number of differences printed.
-_SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     check_target(target)
     _require_torch(options.dtype or options.quantize)
     vocab_size, reference = options.vocab_size, options.reference
-    if is_hf(source):
+    if locate(source).kind == "hugging face":
         raise ValueError(f"{source}: it is a Hugging Face folder: use `nemotron3 convert from-hf`")
     if vocab_size is None and reference is not None and (reference / CONFIG).exists():
         stated = read_config(reference).get("vocab_size")
@@ -157,6 +156,8 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
             "--check-logits: transformers does not compute with quantized weights: leave out --dequantize or "
             "--check-logits"
         )
+    if locate(source).kind != "hugging face":
+        raise ValueError(f"{source}: it is a Megatron checkpoint: use `nemotron3 convert to-hf`")
     opened = open_hugging_face(
         source, model=options.model, allow_unused=options.allow_unused, dequantize=options.dequantize
     )
@@ -272,7 +273,7 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
         elements[tensor.dtype] += tensor.nbytes // ITEM_SIZE[tensor.dtype]
     kinds = ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.most_common())
     lines = [
-        f"source       {_checkpoint_line(opened)}",
+        f"source       {checkpoint_line(opened)}",
         f"weights      {len(job.source.tensors):,} tensors; elements {kinds}",
     ]
     padding = (opened.padded_vocab_size or 0) - opened.config.vocab_size
@@ -296,12 +297,3 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
     if partial_of(target).exists():
         lines.append(f"continues    {partial_of(target)}")
     return lines
-
-
-def _checkpoint_line(opened: Checkpoint) -> str:
-    c = opened.config
-    at = "" if opened.iteration is None else f", iteration {opened.iteration}"
-    mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}" if c.has_mtp else ""
-    return (
-        f"{opened.folder} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, hidden size {c.hidden_size}"
-    )

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_nemotron3.checkpoint.files import Unreadable, open_outside
+from megatron_nemotron3.checkpoint.folders import HF_CONFIG as CONFIG
+from megatron_nemotron3.checkpoint.folders import HF_INDEX as INDEX
+from megatron_nemotron3.checkpoint.folders import HF_SINGLE as SINGLE
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, read_json
 from megatron_nemotron3.convert.sources import Block, FileSource, Location, SourceTensor, row_major
 
-CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _PUZZLE = "Puzzle model, whose layers have experts of different sizes and numbers"
 _MULTIMODAL = "model of text and other inputs, of which only the language model is of this family"
 #: Pattern of an architecture or a model_type -> what it is.
@@ -43,11 +43,6 @@ _PARTS = (
     *("vision_config", "audio_config", "sound_config", "llm_config", "text_config"),
     *("vit_hidden_size", "img_context_token_id", "image_token_id"),
 )
-
-
-def is_hf(folder: Path) -> bool:
-    """Whether a folder looks like a Hugging Face checkpoint."""
-    return any(os.path.lexists(folder / name) for name in (CONFIG, INDEX, SINGLE))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The progress line of a conversion, and sizes for readers."""
+"""How the commands of this package print sizes and progress."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_nemotron3.convert.job import Progress
 
 
 def size_text(length: float) -> str:
-    """Return a size in bytes with its unit."""
+    """Return "1.5 GB" for a number of bytes."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if length >= size:
             return f"{length / size:,.1f} {unit}"

@@ -1,4 +1,4 @@
-"""`nemotron3 verify`: compare two checkpoints, or a folder with its manifest, and print the result."""
+"""Compare two checkpoints of any kind, or a folder with its manifest, and print the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
-from megatron_nemotron3.convert.checkpoints import open_checkpoint
+from megatron_nemotron3.convert.checkpoints import checkpoint_line, open_checkpoint
 from megatron_nemotron3.convert.compare import Difference, compare
 from megatron_nemotron3.convert.conversion import Options
 from megatron_nemotron3.convert.job import MANIFEST, Progress
@@ -74,7 +74,7 @@ def verify_manifest(folder: Path, workers: int) -> int:
     """Compare the files of a folder with its manifest. Returns the exit status: 0 equal, 1 not.
 
     Raises:
-        ValueError: there is no manifest, or it lists no files.
+        ValueError: it has no manifest, or one that lists no files.
     """
     if not (folder / MANIFEST).exists():
         raise ValueError(f"{folder}: it has no {MANIFEST}: give a second checkpoint to compare with")

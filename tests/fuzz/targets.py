@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.command import describe
+from megatron_nemotron3.checkpoint.check import describe
 from megatron_nemotron3.checkpoint.metadata import read_metadata
 from megatron_nemotron3.checkpoint.read import chunk_layout, opened
 from megatron_nemotron3.convert import conversion, from_hf, to_hf, verify

@@ -1,22 +1,26 @@
-"""`nemotron3 check DIR`: describe a checkpoint and verify its files."""
+"""Describe Megatron checkpoints and verify their files, for `nemotron3 check`."""
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.folders import TRACKER, checkpoint_path, iterations, read_tracker
+from megatron_nemotron3.checkpoint.folders import (
+    TRACKER,
+    checkpoint_path,
+    iterations,
+    locate,
+    read_tracker,
+)
 from megatron_nemotron3.checkpoint.integrity import check_integrity
-from megatron_nemotron3.checkpoint.metadata import INDEX, ITEM_SIZE, CheckpointError, CheckpointIndex
+from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex
 from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.resume import LoadFolder, tracker_fix
-from megatron_nemotron3.checkpoint.structure import CONFIG, Verdict, check_structure
+from megatron_nemotron3.checkpoint.structure import Verdict, check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
 
 #: Largest number of problems printed.
@@ -37,44 +41,24 @@ _LAYOUT = {
 }
 
 
-def register(commands: Any) -> None:
-    """Add `nemotron3 check`."""
-    command = commands.add_parser("check", help="check that a checkpoint is complete and undamaged")
-    command.add_argument(
-        "folder", type=Path, metavar="DIR", help="one checkpoint, or the folder with the tracker"
-    )
-    command.add_argument("--full", action="store_true", help="read everything and compare CRC32s")
-    command.add_argument("--workers", type=int, default=4, metavar="N", help="threads of --full (default 4)")
-    command.set_defaults(run=check_command)
-
-
-def check_command(options: argparse.Namespace) -> int:
-    """Run `nemotron3 check`; raises as `check`."""
-    if options.workers < 1:
-        raise ValueError(f"--workers {options.workers}: give 1 or more")
-    return check(options.folder, full=options.full, workers=options.workers)
-
-
 def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
     """Print what `folder` contains and verify it. Returns the exit status: 0 if it is sound, else 2.
 
     Args:
-        folder: one checkpoint (iter_0000300), or the folder with the tracker. In the second case all
-            checkpoints get the structural check, and `full` reads the one that the tracker names.
+        folder: one checkpoint (iter_0000300), the folder with the tracker, or a run. If there are several
+            checkpoints, all get the structural check, and `full` reads the one that the tracker names.
         full: read everything and compare CRC32s.
         workers: threads of the full check.
 
     Raises:
-        ValueError: there is no checkpoint at `folder`.
+        ValueError: there is no Megatron checkpoint at `folder`.
     """
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: " + ("it is not a folder" if folder.exists() else "it does not exist"))
-    found = iterations(folder)
-    if found or os.path.lexists(folder / TRACKER):
-        return _print_problems(_check_all(folder, found, full, workers))
-    if not any(next(folder.glob(name), None) for name in (CONFIG, INDEX, "*.distcp", "mp_rank_*")):
-        raise ValueError(f"{folder}: it holds no checkpoint: neither {TRACKER} nor {CONFIG}")
-    return _print_problems(_check_one(folder, full, workers))
+    found = locate(folder)
+    if found.kind == "hugging face":
+        raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
+    if found.kind == "checkpoints":
+        return _print_problems(_check_all(found.folder, iterations(found.folder), full, workers))
+    return _print_problems(_check_one(found.folder, full, workers))
 
 
 def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
