@@ -174,6 +174,8 @@ def test_no_file(sound: Path, tmp_path: Path, place: str, kind: str, monkeypatch
 def test_in_the_unfinished_folder(
     sound: Path, tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if (name, kind) == (".nemotron3.lock", "terabyte"):
+        pytest.skip("a regular file of any length may be a lock: little of it is read")
     partial = partial_of(tmp_path / "out")
     if name:
         partial.mkdir()
@@ -243,7 +245,7 @@ def _shared_place(folder: Path) -> None:
         data = path.read_bytes()
         (length,) = struct.unpack_from("<Q", data)
         entries = json.loads(data[8 : 8 + length])
-        names = [name for name in entries if name.endswith("norm.weight")]
+        names = [name for name in entries if ".experts." in name and name.endswith("up_proj.weight")]
         if len(names) > 1:
             entries[names[1]]["data_offsets"] = entries[names[0]]["data_offsets"]
             text = json.dumps(entries).encode()
@@ -327,12 +329,9 @@ CONTENT: dict[str, tuple[Callable[[Path], None], str]] = {
         "nested too deeply",
     ),
     "a header that is not UTF-8": (_header(struct.pack("<Q", 3) + b"{\xff}"), "not UTF-8"),
-    "a header with tensors of 2^61 elements": (
-        _header(
-            struct.pack("<Q", 66)
-            + b'{"a":{"dtype":"F32","shape":[2305843009213693952],"data_offsets":[0,4]}}'
-        ),
-        "header",
+    "a header with a tensor of 2^61 elements": (
+        _header(struct.pack("<Q", len(_LARGE)) + _LARGE),
+        "needs 9,223,372,036,854,775,808 bytes and is given 4",
     ),
 }
 for _key, _values in {
