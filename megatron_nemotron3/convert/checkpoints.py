@@ -15,6 +15,7 @@ from typing import Any
 from megatron_nemotron3.checkpoint.folders import locate, locate_one
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.checkpoint.read import common_state
+from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
@@ -47,6 +48,8 @@ class Checkpoint:
     #: Kind of tensors that are left out -> their number.
     left_out: Counter[str] = field(default_factory=Counter)
     iteration: int | None = None
+    #: What says how many depths MTP has.
+    mtp_source: str = ""
     #: The vocabulary size is unknown, and the padded size is used instead.
     vocabulary_guessed: bool = False
 
@@ -124,7 +127,17 @@ def open_megatron(
     mappings = tuple(inventory.mappings_of(config, keys, padded_vocab_size=padded))
     inventory.check_types(place, {name: source.tensors[key].dtype for name, key in keys.items()})
     iteration = state.get("iteration") if type(state.get("iteration")) is int else None
-    return Checkpoint(kind, place, config, Selected(source, keys), mappings, +left_out, iteration, guessed)
+    return Checkpoint(
+        kind,
+        place,
+        config,
+        Selected(source, keys),
+        mappings,
+        +left_out,
+        iteration,
+        mtp_source="" if not config.has_mtp else f"--model {model.name}" if model else "the stored arguments",
+        vocabulary_guessed=guessed,
+    )
 
 
 def open_hugging_face(
@@ -133,6 +146,7 @@ def open_hugging_face(
     model: Nemotron3Config | None = None,
     allow_unused: Sequence[str] = (),
     dequantize: bool = False,
+    mtp_num_layers: int | None = None,
 ) -> Checkpoint:
     """Open a Hugging Face checkpoint.
 
@@ -140,6 +154,8 @@ def open_hugging_face(
         model: the expected model; it supplies what config.json does not contain (how MTP is trained).
         allow_unused: patterns of tensors that may be left out.
         dequantize: read packed NVFP4 and FP8 weights as BF16.
+        mtp_num_layers: depths of MTP. By default `model` says it, then config.json in a key of our own, then
+            the catalog; otherwise there are as many as MTP blocks.
 
     Raises:
         ValueError: there is no Hugging Face checkpoint, it is damaged, or its tensors are not those of its
@@ -162,23 +178,56 @@ def open_hugging_face(
         raise ValueError(
             f"{folder}: --dequantize: config.json has no {QUANTIZATION}: its weights are not quantized"
         )
-    config = config_json.read(data, name=os.fspath(folder), base=model)
-    config = named(config, [model] if model else identify(config))
+    config, mtp_source = _hf_config(folder, data, model, mtp_num_layers)
     kept = {name: name for name in source.tensors if not _matches_any(name, allow_unused)}
     inventory.check_hf(config, {name: source.tensors[name].shape for name in kept})
     inventory.check_types(folder, {name: source.tensors[name].dtype for name in kept})
     left_out["unused"] = len(source.tensors) - len(kept)
     mappings = tuple(inventory.mappings(config))
-    return Checkpoint("hugging face", folder, config, Selected(source, kept), mappings, +left_out)
+    return Checkpoint(
+        "hugging face", folder, config, Selected(source, kept), mappings, +left_out, mtp_source=mtp_source
+    )
+
+
+def _hf_config(
+    folder: Path, data: dict[str, Any], model: Nemotron3Config | None, depths: int | None
+) -> tuple[Nemotron3Config, str]:
+    """Return the model of a config.json, and what says how many depths its MTP has."""
+    config = config_json.read(data, name=os.fspath(folder), base=model)
+    found = (model,) if model else identify(config)
+    blocks, own = config.mtp_num_blocks, data.get(config_json.OWN)
+    config = named(config, found)
+    if depths is not None:
+        if not config.has_mtp or depths < 1 or (blocks > 1 and depths != blocks):
+            raise ValueError(f"--mtp-num-layers {depths}: {folder} has {blocks} MTP block(s)")
+        return config.but(mtp_num_layers=depths, mtp_use_repeated_layer=blocks == 1), "--mtp-num-layers"
+    if not config.has_mtp:
+        return config, ""
+    if model is not None:
+        stated = own.get("mtp_num_layers", blocks) if own else blocks
+        differs = own and stated != config.mtp_num_layers
+        return config, f"--model {model.name}" + (f"; config.json says {stated}" if differs else "")
+    if own:
+        return config, f"{config_json.OWN} in config.json"
+    trained = {(one.mtp_num_layers, one.mtp_use_repeated_layer) for one in found}
+    if blocks == 1 and trained and all(repeated for _, repeated in trained):
+        factors = {one.mtp_loss_scaling_factor for one in found}
+        factor = factors.pop() if len(factors) == 1 else config.mtp_loss_scaling_factor
+        depths = max(number for number, _ in trained)
+        taken = config.but(mtp_num_layers=depths, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=factor)
+        return taken, f"the catalog, for {config.name}; config.json does not say"
+    return config, "the stored blocks; config.json does not say (--mtp-num-layers N)"
 
 
 def checkpoint_line(opened: Checkpoint) -> str:
     """Describe a checkpoint: folder, format, model, layers."""
     c = opened.config
     at = "" if opened.iteration is None else f", iteration {opened.iteration}"
-    mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}" if c.has_mtp else ""
+    depths = f", {c.mtp_num_layers} depths" if c.mtp_num_layers != c.mtp_num_blocks else ""
+    mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}{depths}" if c.has_mtp else ""
     return (
-        f"{opened.folder} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, hidden size {c.hidden_size}"
+        f"{shown(opened.folder)} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, "
+        f"hidden size {c.hidden_size}"
     )
 
 

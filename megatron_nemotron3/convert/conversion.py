@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import Counter
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from megatron_nemotron3.checkpoint.folders import free_bytes, locate
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
+from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.convert import from_hf, inventory, to_hf
 from megatron_nemotron3.convert.checkpoints import (
     Checkpoint,
@@ -72,6 +72,7 @@ class FromHfOptions(Options):
 
     make_vocab_size_divisible_by: int = 128
     dequantize: bool = False
+    mtp_num_layers: int | None = None
 
 
 def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
@@ -159,7 +160,11 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     if locate(source).kind != "hugging face":
         raise ValueError(f"{source}: it is a Megatron checkpoint: use `nemotron3 convert to-hf`")
     opened = open_hugging_face(
-        source, model=options.model, allow_unused=options.allow_unused, dequantize=options.dequantize
+        source,
+        model=options.model,
+        allow_unused=options.allow_unused,
+        dequantize=options.dequantize,
+        mtp_num_layers=options.mtp_num_layers,
     )
     _check_alike(opened, options)
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisor)
@@ -208,7 +213,7 @@ def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options) -> bo
         "file"
     )
     if options.compare_logits is None and not isinstance(job.source, Quantized):
-        print(f"next         nemotron3 verify {opened.folder} {target}")
+        print(f"next         nemotron3 verify {shown(opened.folder)} {target}")
     return True
 
 
@@ -254,7 +259,7 @@ def _cast(view: TensorSource, dtype: str | None, opened: Checkpoint, *, hf: bool
 
 def _job_origin(opened: Checkpoint, options: Options) -> dict[str, object]:
     return {
-        "source": os.fspath(opened.folder.absolute()),
+        "source": shown(opened.folder.absolute()),
         "source_kind": opened.kind,
         "model": opened.config.name,
         "dtype": options.dtype,
@@ -276,6 +281,9 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
         f"source       {checkpoint_line(opened)}",
         f"weights      {len(job.source.tensors):,} tensors; elements {kinds}",
     ]
+    if opened.config.has_mtp:
+        depths, blocks = opened.config.mtp_num_layers, opened.config.mtp_num_blocks
+        lines.append(f"mtp          depths: {depths}, stored blocks: {blocks}; by {opened.mtp_source}")
     padding = (opened.padded_vocab_size or 0) - opened.config.vocab_size
     if opened.vocabulary_guessed:
         lines.append(
