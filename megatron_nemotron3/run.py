@@ -8,8 +8,9 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 
 - Without a GPU (or with `--device cpu`) CUDA names mean the CPU (`megatron_nemotron3.cpu`).
 - With `--spec megatron_nemotron3.specs …` the run stops unless Megatron builds that stack.
-- With `--fp4-format` the run stops if no linear of the model computes in NVFP4. It also stops if the
-  precision file is malformed, or if the torch backend would ignore the formats that options ask for.
+- With `--fp4-format` or `--fp8-format` the run stops if no linear of the model computes in that format. It
+  also stops if the precision file is malformed, or if the torch backend would ignore the formats that options
+  ask for.
 - `--nemotron3-emulate nvfp4` emulates NVFP4, like NEMOTRON3_EMULATE=nvfp4, which it overrides
   (docs/nvfp4.md). It may stand among ARGS, too, where `nemotron3 flags --emulate` prints it.
 - The folder of `--save` is locked until the last rank ends (`megatron_nemotron3.checkpoint.lock`).
@@ -199,25 +200,28 @@ def verify_stack(attribute: str) -> None:
     at_first_forward(require_our_stack)
 
 
-def verify_nvfp4(arguments: list[str]) -> None:
-    """Stop a script that is told `--fp4-format` if its hybrid model computes without NVFP4.
+def verify_quantized(arguments: list[str]) -> None:
+    """Stop a script that is told `--fp4-format` or `--fp8-format` if its hybrid model computes without it.
 
-    Megatron silently drops NVFP4 if layer counts or the precision file leave no linear for it. So inspect the
-    model when its first forward begins.
+    Megatron silently drops a format if layer counts or the precision file leave no linear for it, and drops
+    FP8 in a dense model without Transformer Engine. So inspect the model when its first forward begins.
     """
-    recipe = option_value(arguments, "--fp4-recipe") or "nvfp4"
-    if option_value(arguments, "--fp4-format") is None or recipe != "nvfp4":
+    from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
+
+    asked = [kind for kind in DEFAULT_RECIPES if option_value(arguments, f"--{kind}-format") is not None]
+    wanted = [name_of(option_value(arguments, f"--{k}-recipe") or DEFAULT_RECIPES[k]) for k in asked]
+    if len(wanted) != 1 or wanted[0] not in FORMATS:  # Megatron refuses two; "custom" is the user's own
         return
-    from megatron_nemotron3.precision.census import CensusError, require_nvfp4
+    from megatron_nemotron3.precision.census import CensusError, require_format
     from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
-    def require_nvfp4_linears(model: Any) -> None:
+    def require_linears(model: Any) -> None:
         try:
-            require_nvfp4(model)
+            require_format(model, wanted[0])
         except (CensusError, PrecisionFileError) as problem:
             fail(str(problem))
 
-    at_first_forward(require_nvfp4_linears)
+    at_first_forward(require_linears)
 
 
 def is_torch_spec(attribute: str | None) -> bool:
@@ -265,7 +269,7 @@ def verify_formats(arguments: list[str], attribute: str | None, *, emulate: bool
         )
     if emulate:
         at_first_forward(_require_emulation)
-    verify_nvfp4(arguments)
+    verify_quantized(arguments)
 
 
 def _require_emulation(model: Any) -> None:
