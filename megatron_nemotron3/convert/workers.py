@@ -56,8 +56,8 @@ def parallel_map(
     context = multiprocessing.get_context("fork")
     counter = context.Value("q", 0)
     _work = (work, counter)
-    ends = list(os.pipe())
-    pool = ProcessPoolExecutor(min(workers, len(items)), context, _end_with_parent, tuple(ends))
+    pipe = os.pipe()
+    pool, ends = ProcessPoolExecutor(min(workers, len(items)), context, _end_with_parent, pipe), [*pipe]
     try:
         pending = {pool.submit(_run_item, item) for item in items}
         while pending:
