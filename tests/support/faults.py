@@ -19,10 +19,11 @@ def routers(model: torch.nn.Module) -> list[Any]:
     return [m.router for layer in decoder.layers for m in layer.modules() if isinstance(m, BaseMoELayer)]
 
 
-def overwrite(router: Any, liked: range, shunned: range, probe: Callable[[], None]) -> None:
+def overwrite(router: Any, liked: range, shunned: range, size: float, probe: Callable[[], None]) -> None:
     """Overwrite rows of a router's weight so that every token prefers some experts and shuns others.
 
     Args:
+        size: of the logits of these experts, about.
         probe: runs a forward, from which the direction that the router's inputs share is taken.
     """
     seen: list[Tensor] = []
@@ -34,7 +35,7 @@ def overwrite(router: Any, liked: range, shunned: range, probe: Callable[[], Non
     direction = torch.linalg.lstsq(x, torch.ones(len(x), 1, dtype=torch.float64)).solution[:, 0]
     with torch.no_grad():
         for rows, sign in ((liked, 1), (shunned, -1)):
-            router.weight[rows.start : rows.stop] = (8 * sign * direction).to(router.weight.dtype)
+            router.weight[rows.start : rows.stop] = (size * sign * direction).to(router.weight.dtype)
 
 
 def no_gradients(layer: torch.nn.Module) -> Hooks:
