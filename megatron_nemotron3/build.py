@@ -30,7 +30,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_nemotron3 import cpu
-from megatron_nemotron3.args import Launch, ParallelLayout, flags, to_argv
+from megatron_nemotron3.args import Launch, ParallelLayout, flags, precision_file, to_argv
 from megatron_nemotron3.layers.stack import Nemotron3Stack
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision import settings as emulation
@@ -73,11 +73,13 @@ def model_config(launch: Launch) -> Any:
 
     Raises:
         RuleError: the launch violates a rule (`args.rules`).
+        ValueError: its precision file is wrong, or leaves nothing in NVFP4.
     """
     from megatron.training import argument_utils
 
     # The imported megatron-core need not be the installed one.
     emitted = flags(replace(launch, megatron_core=__version__))
+    precision_file.check(launch)
     args = megatron_args(to_argv(emitted), launch.layout.world_size)
     if args.padded_vocab_size is None and args.vocab_size is None:
         args.vocab_size = launch.config.vocab_size
@@ -109,8 +111,8 @@ def build(
     """
     if not torch.cuda.is_available() and not cpu.is_active():
         raise RuntimeError("no GPU found: build inside `with megatron_nemotron3.cpu_mode():`")
-    _ensure_groups(launch.layout, seed)
     config = model_config(launch)
+    _ensure_groups(launch.layout, seed)
     builder = config.get_builder_cls()(config)
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     with emulation.emulating(launch.emulate or emulation.current()):

@@ -31,7 +31,7 @@ from typing import NoReturn
 from megatron_nemotron3 import run
 from megatron_nemotron3.args import command as args
 from megatron_nemotron3.boundary import command as boundary
-from megatron_nemotron3.checkpoint import command as checkpoint
+from megatron_nemotron3.convert import check
 from megatron_nemotron3.convert import command as convert
 from megatron_nemotron3.doctor import command as doctor
 from megatron_nemotron3.generate import command as generate
@@ -52,7 +52,7 @@ REGISTERED = (
     watch,
     boundary,
     plan,
-    checkpoint,
+    check,
     doctor,
     convert,
     generate,

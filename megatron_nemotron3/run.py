@@ -8,11 +8,17 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 
 - Without a GPU (or with `--device cpu`) CUDA names mean the CPU (`megatron_nemotron3.cpu`).
 - With `--spec megatron_nemotron3.specs …` the run stops unless Megatron builds that stack.
-- With `--fp4-format` the run stops if no linear of the model computes in NVFP4.
+- With `--fp4-format` or `--fp8-format` the run stops if no linear of the model computes in that format. It
+  also stops if the precision file is malformed, or if the torch backend would ignore the formats that options
+  ask for.
+- `--nemotron3-emulate nvfp4` emulates NVFP4, like NEMOTRON3_EMULATE=nvfp4, which it overrides
+  (docs/nvfp4.md). It may stand among ARGS, too, where `nemotron3 flags --emulate` prints it.
 - The folder of `--save` is locked until the last rank ends (`megatron_nemotron3.checkpoint.lock`).
 - Before the start the tracker of `--load` is made to name the last complete checkpoint
   (`megatron_nemotron3.checkpoint.resume`), and a schedule that Megatron would refuse to load is refused
   with the option that it needs.
+- Processes that the script starts survive a signal to the whole process group and end when it ends; with
+  `--exit-signal-handler` Ctrl-C saves and leaves, as SIGTERM does (`megatron_nemotron3.lifetime`).
 - `--monitor N` runs stability monitors at every N-th iteration, 0 for none; it overrides NEMOTRON3_MONITOR
   (docs/monitor.md).
 
@@ -23,7 +29,6 @@ Exit code 2: the command line is wrong, the version of megatron-core is not supp
 from __future__ import annotations
 
 import os
-import runpy
 import socket
 import sys
 from collections.abc import Callable
@@ -31,12 +36,16 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from megatron_nemotron3 import lifetime, spawned
 from megatron_nemotron3.args.versions import require_supported
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
 
-USAGE = "usage: python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] SCRIPT ARGS…"
+USAGE = (
+    "usage: python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] "
+    f"[{emulation.OPTION} HOW] SCRIPT ARGS…"
+)
 SPEC_MODULE = "megatron_nemotron3.specs"
 
 
@@ -61,29 +70,49 @@ class Words(NamedTuple):
     script: str
     #: The script's own.
     arguments: list[str]
+    #: Value of --nemotron3-emulate; None: from the environment.
+    emulate: str | None = None
 
 
 def split_arguments(argv: list[str]) -> Words:
     """Take the launcher's own options off a command line."""
     device, monitor, rest = "auto", None, list(argv)
+    emulate: str | None = None
     while rest and rest[0].startswith("-"):
         option = rest.pop(0)
         if option in ("-h", "--help"):
             print(__doc__)
             raise SystemExit(0)
         name, _, value = option.partition("=")
-        if name not in ("--device", "--monitor"):
+        if name not in ("--device", "--monitor", emulation.OPTION):
             fail(f"unknown option {option} before SCRIPT\n{USAGE}")
         value = value or (rest.pop(0) if rest else "")
         if name == "--monitor":
             monitor = _interval(value)
+            continue
+        if name == emulation.OPTION:
+            emulate = value
             continue
         device = value
         if device not in ("auto", "cpu", "cuda"):
             fail(f"--device {device!r}: choose auto, cpu or cuda")
     if not rest:
         fail(f"no SCRIPT given\n{USAGE}")
-    return Words(device, monitor, rest[0], rest[1:])
+    arguments, among = _without_emulation(rest[1:])
+    return Words(device, monitor, rest[0], arguments, emulate if among is None else among)
+
+
+def _without_emulation(arguments: list[str]) -> tuple[list[str], str | None]:
+    """Take --nemotron3-emulate out of a script's own words, and return the last value of it."""
+    kept, value = [], None
+    words = iter(arguments)
+    for word in words:
+        name, equals, given = word.partition("=")
+        if name != emulation.OPTION:
+            kept.append(word)
+        else:
+            value = given if equals else next(words, "")
+    return kept, value
 
 
 def _interval(value: str) -> int:
@@ -171,32 +200,93 @@ def verify_stack(attribute: str) -> None:
     at_first_forward(require_our_stack)
 
 
-def verify_nvfp4(arguments: list[str]) -> None:
-    """Stop a script that is told `--fp4-format` if its hybrid model computes without NVFP4.
+def verify_quantized(arguments: list[str]) -> None:
+    """Stop a script that is told `--fp4-format` or `--fp8-format` if its hybrid model computes without it.
 
-    Megatron silently drops NVFP4 if layer counts or the precision file leave no linear for it. So inspect the
-    model when its first forward begins.
+    Megatron silently drops a format if layer counts or the precision file leave no linear for it, and drops
+    FP8 in a dense model without Transformer Engine. So inspect the model when its first forward begins.
     """
-    recipe = option_value(arguments, "--fp4-recipe") or "nvfp4"
-    if option_value(arguments, "--fp4-format") is None or recipe != "nvfp4":
+    from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
+
+    asked = [kind for kind in DEFAULT_RECIPES if option_value(arguments, f"--{kind}-format") is not None]
+    wanted = [name_of(option_value(arguments, f"--{k}-recipe") or DEFAULT_RECIPES[k]) for k in asked]
+    if len(wanted) != 1 or wanted[0] not in FORMATS:  # Megatron refuses two; "custom" is the user's own
         return
-    from megatron_nemotron3.precision.census import CensusError, require_nvfp4
+    from megatron_nemotron3.precision.census import CensusError, require_format
     from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
-    def require_nvfp4_linears(model: Any) -> None:
+    def require_linears(model: Any) -> None:
         try:
-            require_nvfp4(model)
+            require_format(model, wanted[0])
         except (CensusError, PrecisionFileError) as problem:
             fail(str(problem))
 
-    at_first_forward(require_nvfp4_linears)
+    at_first_forward(require_linears)
+
+
+def is_torch_spec(attribute: str | None) -> bool:
+    """Whether `--spec` names the torch backend's stack."""
+    from megatron_nemotron3 import specs
+
+    return attribute is not None and getattr(specs, attribute) is specs.nemotron3_torch_stack_spec
+
+
+def require_well_formed_file(arguments: list[str]) -> None:
+    """Stop if the precision file has mistakes: Megatron ignores most, and crashes on some."""
+    if (file := option_value(arguments, "--te-precision-config-file")) is None:
+        return
+    from megatron_nemotron3.precision import yaml_file
+
+    try:
+        yaml_file.read(file)
+    except ModuleNotFoundError:
+        fail("package pyyaml is not installed, which reads the precision file: pip install pyyaml")
+    except (ValueError, OSError) as problem:
+        fail(str(problem))
+
+
+def verify_formats(arguments: list[str], attribute: str | None, *, emulate: bool, measured: bool) -> None:
+    """Stop unless the formats that options ask for are those that linears will compute in.
+
+    Args:
+        arguments: the script's own.
+        attribute: of our spec module that `--spec` names.
+        emulate: linears of the torch backend emulate NVFP4.
+        measured: precision is logged.
+    """
+    from megatron_nemotron3.precision.census import CensusError
+    from megatron_nemotron3.precision.guard import require_usable
+
+    torch_spec = is_torch_spec(attribute)
+    try:
+        require_usable(arguments, torch_spec=torch_spec, emulate=emulate, measured=measured)
+    except CensusError as problem:
+        fail(str(problem))
+    if emulate and attribute is not None and not torch_spec:
+        fail(
+            f"{emulation.VARIABLE} or {emulation.OPTION} emulates linears of the torch backend, and --spec "
+            f"names {attribute}: use --spec {SPEC_MODULE} nemotron3_torch_stack_spec, or turn emulation off"
+        )
+    if emulate:
+        at_first_forward(_require_emulation)
+    verify_quantized(arguments)
+
+
+def _require_emulation(model: Any) -> None:
+    """Stop if emulation is on and the model has another stack, which ignores it."""
+    from megatron_nemotron3.layers.stack import Nemotron3Stack
+
+    if not isinstance(model.decoder, Nemotron3Stack):
+        fail(
+            f"{emulation.VARIABLE} or {emulation.OPTION} is set, but Megatron built "
+            f"{type(model.decoder).__name__}, which ignores it: use --spec {SPEC_MODULE} "
+            "nemotron3_torch_stack_spec"
+        )
 
 
 def verify_measurable(attribute: str | None) -> None:
     """Stop a run that would measure precision (NEMOTRON3_LOG_PRECISION) on linears that do not support it."""
-    from megatron_nemotron3 import specs
-
-    if attribute is not None and getattr(specs, attribute) is specs.nemotron3_torch_stack_spec:
+    if is_torch_spec(attribute):
         return
     fail(
         f"{emulation.LOG_VARIABLE} measures linears of the torch backend, and --spec names another stack: "
@@ -251,14 +341,22 @@ def settle_checkpoint(arguments: list[str], key: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point; `argv` without the program name."""
-    device, monitor, script, arguments = split_arguments(sys.argv[1:] if argv is None else argv)
+    with lifetime.rank():
+        _launch(sys.argv[1:] if argv is None else argv)
+
+
+def _launch(argv: list[str]) -> None:
+    device, monitor, script, arguments, emulate = split_arguments(argv)
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
+    if emulate == "":
+        fail(f"{emulation.OPTION}: give a value of {emulation.VARIABLE}: nvfp4 or nvfp4,sr=0, or 0 for off")
     try:
-        emulated = emulation.emulation_in_environment()
+        emulated = emulation.emulation_in_environment() if emulate is None else emulation.parse(emulate)
         measured = emulation.logging_in_environment()
     except ValueError as problem:
         fail(str(problem))
+    require_well_formed_file(arguments)
     device = resolve_device(device)
     single_process_environment()
     locks = prepare_folders(arguments)
@@ -286,9 +384,14 @@ def main(argv: list[str] | None = None) -> None:
             verify_stack(attribute)
         if measured is not None:
             verify_measurable(attribute)
-        verify_nvfp4(arguments)
+        verify_formats(arguments, attribute, emulate=emulated is not None, measured=measured is not None)
+        from megatron_nemotron3.precision.census import CensusError
+        from megatron_nemotron3.precision.yaml_file import PrecisionFileError
+
         try:
-            runpy.run_path(script, run_name="__main__")
+            spawned.run_script(script)
+        except (CensusError, PrecisionFileError) as problem:
+            fail(str(problem))
         finally:
             import torch
 

@@ -129,7 +129,7 @@ def test_emulated_nvfp4(script: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     tail = ("--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "0")
     tail += ("--num-layers-at-end-in-bf16", str(bf16_tail(CONFIG)))
     words = _argv(ParallelLayout(), (*tail, "--te-precision-config-file", str(tmp_path / "precision.yaml")))
-    plain = _train(script, ParallelLayout(), words).steps
+    plain = _train(script, ParallelLayout(), _argv(ParallelLayout(), tail)).steps
     monkeypatch.setenv("NEMOTRON3_EMULATE", "nvfp4")
     emulated = _train(script, ParallelLayout(), words).steps
     assert emulated[1].loss != plain[1].loss

@@ -11,19 +11,19 @@ from typing import Any
 
 from megatron_nemotron3.args.explain import explain, explain_command, with_megatron_defaults
 from megatron_nemotron3.args.explain_text import render as render_explanation
-from megatron_nemotron3.args.flag import parse, render
+from megatron_nemotron3.args.flag import Flag, parse, render
 from megatron_nemotron3.args.flags import flags
 from megatron_nemotron3.args.launch import BACKENDS, PRECISIONS, Launch
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.parser_check import repeated
 from megatron_nemotron3.args.phases import PHASES, Phase, phase, require_known
+from megatron_nemotron3.args.precision_file import check as check_precision_file
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
 from megatron_nemotron3.checkpoint.files import read_outside
 from megatron_nemotron3.models.command import add_model, chosen_model
-from megatron_nemotron3.precision.command import check as check_precision_file
-from megatron_nemotron3.precision.settings import VARIABLE, Emulation, emulation_in_environment
-from megatron_nemotron3.precision.table import NVFP4
+from megatron_nemotron3.precision.formats import EMULATED, NVFP4
+from megatron_nemotron3.precision.settings import OPTION, VARIABLE, Emulation, emulation_in_environment
 
 LAYOUT = {
     "tp": "tensor parallel size",
@@ -46,7 +46,7 @@ SCHEDULE: dict[str, tuple[type, str]] = {
 #: Longest script that is read, in bytes.
 _SCRIPT_LIMIT = 16 << 20
 #: Options of `explain` that go with --argv.
-_BESIDE_ARGV = ("argv", "all", "json", "tiny", "schedule", "name", "command", "run", "extra")
+_BESIDE_ARGV = ("argv", "all", "json", "tiny", "schedule", "name", "model", "command", "run", "extra")
 
 
 def register(commands: Any) -> None:
@@ -81,7 +81,7 @@ def add_launch(command: argparse.ArgumentParser, *, precision: str | None) -> No
         command.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
     command.add_argument("--precision", choices=PRECISIONS, default=precision)
     command.add_argument("--te-precision-config-file", metavar="FILE", help="format of each module (nvfp4)")
-    command.add_argument("--emulate", action="store_true", help="emulate nvfp4 without FP4 hardware")
+    command.add_argument("--emulate", action="store_true", help="emulate nvfp4 or mxfp8 on any device")
     command.add_argument("--backend", choices=BACKENDS, default="auto")
     command.epilog = "More Megatron options may follow a lone --; each replaces the option of the same name."
     command.set_defaults(extra=())
@@ -102,7 +102,7 @@ def chosen_schedule(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_emulation(options: argparse.Namespace) -> Emulation | None:
-    """Return what --emulate asks for: what NEMOTRON3_EMULATE says, or else the published recipe.
+    """Return what --emulate asks for: what NEMOTRON3_EMULATE says, or else the recipe of --precision.
 
     Raises:
         ValueError: the variable is set here without --emulate, or it is malformed.
@@ -110,9 +110,10 @@ def chosen_emulation(options: argparse.Namespace) -> Emulation | None:
     given = emulation_in_environment()
     if given is not None and not options.emulate:
         raise ValueError(
-            f"{VARIABLE}={os.environ[VARIABLE]} is set: pass --precision nvfp4 --emulate or unset it"
+            f"{VARIABLE}={os.environ[VARIABLE]} is set: pass --precision {given.format} --emulate or unset it"
         )
-    return (given or Emulation()) if options.emulate else None
+    asked = options.precision if options.precision in EMULATED else NVFP4
+    return (given or Emulation(format=asked)) if options.emulate else None
 
 
 def chosen_launch(options: argparse.Namespace) -> Launch:
@@ -143,13 +144,18 @@ def flags_command(options: argparse.Namespace) -> int:
     """Print the flags; warnings go to stderr. Exit status 0.
 
     Raises:
-        RuleError, ValueError: as `flags` and `chosen_launch`.
+        RuleError, ValueError: as `flags`, `chosen_launch` and `_remarks`.
     """
     launch = chosen_launch(options)
-    print(render(flags(launch), shell=options.shell))
+    emitted = flags(launch)
+    remarks = _remarks(launch)
+    if launch.emulate:  # `nemotron3 run` takes it off the command line; Megatron's parser refuses it
+        emitted.append(Flag(OPTION, (launch.emulate.text(),), origin="emulate"))
+    print(render(emitted, shell=options.shell))
     known = ("schedule-unknown",) if options.schedule == "none" else ()
     print_warnings(launch, options.extra, known)
-    _print_remarks(launch)
+    for remark in remarks:
+        print(remark, file=sys.stderr)
     return 0
 
 
@@ -164,10 +170,11 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
         OSError: the file of --argv cannot be read.
     """
     name = "published" if options.schedule == "none" else options.schedule
-    launch = None
+    launch, remarks = None, []
     if options.argv is None:
         launch = chosen_launch(options)
         found = explain(launch, name)
+        remarks = _remarks(launch)
     else:
         given = {key: value for key, value in vars(options).items() if key not in _BESIDE_ARGV}
         told = [key for key, value in given.items() if value != command.get_default(key)]
@@ -182,7 +189,8 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
     print(json.dumps(found.describe(), indent=2) if options.json else render_explanation(found))
     if launch is not None:
         print_warnings(launch, options.extra, [violation.rule for violation in found.violations])
-        _print_remarks(launch)
+    for remark in remarks:
+        print(remark, file=sys.stderr)
     return 0
 
 
@@ -207,10 +215,18 @@ def print_warnings(launch: Launch, words: Sequence[str], known: Collection[str] 
         print(f"warning: {repetition}", file=sys.stderr)
 
 
-def _print_remarks(launch: Launch) -> None:
-    """Print to stderr what a user needs besides the flags."""
-    file = launch.te_precision_config_file
-    if launch.precision == NVFP4 and file and (remark := check_precision_file(launch.config, file)):
-        print(remark, file=sys.stderr)
+def _remarks(launch: Launch) -> list[str]:
+    """What a user needs besides the flags.
+
+    Raises:
+        PrecisionFileError: the precision file is on this machine, and is wrong.
+        ValueError: no linear of the model would be quantized.
+    """
+    found = check_precision_file(launch)
     if launch.emulate:
-        print(f"set {VARIABLE}={launch.emulate.text()} in the training processes", file=sys.stderr)
+        text = launch.emulate.text()
+        found.append(
+            f"nemotron3 run reads {OPTION} {text}; for a script that it does not start, drop the option and "
+            f"set {VARIABLE}={text} in the training processes"
+        )
+    return found

@@ -13,7 +13,7 @@ integrity.py  full check: every CRC32
 argv.py       options out of a Megatron command line
 resume.py     repair the tracker before a run starts
 state.py      what a checkpoint says about the run that saved it
-command.py    `nemotron3 check`
+check.py      describe a checkpoint and verify its files
 
 Only the standard library is imported.
 """

@@ -1,8 +1,12 @@
-"""Checkpoint folders as Megatron writes them: their names, the tracker, and space for the next checkpoint.
+"""Checkpoint folders: what a folder is, the tracker, and space for the next checkpoint.
 
+RUN/checkpoints/                         DIR, in what `nemotron3 train --output RUN` wrote
 DIR/latest_checkpointed_iteration.txt    the tracker: "300" or "release"; written last, but not atomically
 DIR/iter_0000300/  __0_0.distcp …  .metadata  metadata.json
 DIR/release/       the same files; weights to start from
+HF/                config.json  model.safetensors, or an index and several files
+
+Every command that reads a checkpoint takes RUN, DIR, one of its checkpoints, or HF: `locate` says which.
 """
 
 from __future__ import annotations
@@ -12,13 +16,152 @@ import errno
 import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megatron_nemotron3.checkpoint.files import Unreadable, open_outside, write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+#: Folder of the checkpoints in the output folder of `nemotron3 train`.
+CHECKPOINTS = "checkpoints"
+#: Files of a Hugging Face folder.
+HF_CONFIG, HF_INDEX, HF_SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _ITERATION = re.compile(r"iter_(\d{7,})")
+_READINGS = {
+    "run": "a run",
+    "checkpoints": "Megatron's checkpoints",
+    "checkpoint": "a Megatron checkpoint",
+    "hugging face": "a Hugging Face checkpoint",
+}
+#: Kind -> names that only a folder of this kind has. config.json is not one: Megatron's folders may have it.
+_EVIDENCE = (
+    ("checkpoints", _ITERATION),
+    ("checkpoints", re.compile(rf"{RELEASE}|{re.escape(TRACKER)}")),
+    ("checkpoint", re.compile(r"metadata\.json|\.metadata|common\.pt|.*\.distcp|mp_rank_\d.*")),
+    ("hugging face", re.compile(rf"{re.escape(HF_INDEX)}|.*\.safetensors")),
+)
+#: Largest number of folders that a message names.
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Located:
+    """What a folder is.
+
+    Attributes:
+        kind: "checkpoints" (Megatron's, with the tracker), "checkpoint" (one of them), or "hugging face".
+        folder: the folder of that kind: the given one, or the `checkpoints` inside it.
+        run: the output folder of `nemotron3 train` that it lies in.
+    """
+
+    kind: Literal["checkpoints", "checkpoint", "hugging face"]
+    folder: Path
+    run: Path | None = None
+
+
+def locate(folder: Path) -> Located:
+    """Say what a folder is: a run, its checkpoints, one checkpoint of Megatron, or one of Hugging Face.
+
+    Only names are looked at: whether a checkpoint is complete is the reader's question.
+
+    Raises:
+        ValueError: it is not a folder, holds no checkpoint, or could be read in more than one way.
+        OSError: a folder cannot be listed.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: " + ("it is not a folder" if folder.exists() else "it does not exist"))
+    inside, found = folder / CHECKPOINTS, _readings(folder)
+    if inside.is_dir() and (_readings(inside) or not found):
+        found["run"] = f"{CHECKPOINTS}/"
+    if len(found) > 1:
+        what = " and ".join(f"{_READINGS[kind]} ({evidence})" for kind, evidence in found.items())
+        raise ValueError(f"{folder}: it holds {what}: give one of them, in a folder of its own")
+    above = folder.absolute()
+    if "run" in found:
+        if not (kinds := _readings(inside)):
+            raise ValueError(f"{inside}: no checkpoint has been saved there yet")
+        if list(kinds) != ["checkpoints"]:
+            return locate(inside)
+        return Located("checkpoints", inside, folder)
+    if "checkpoints" in found:
+        return Located("checkpoints", folder, above.parent if above.name == CHECKPOINTS else None)
+    if "checkpoint" in found or _ITERATION.fullmatch(above.name):
+        return Located(
+            "checkpoint", folder, above.parent.parent if above.parent.name == CHECKPOINTS else None
+        )
+    if found or os.path.lexists(folder / HF_CONFIG):
+        return Located("hugging face", folder)
+    raise ValueError(
+        f"{folder}: there is no checkpoint in it: give the folder of a run, Megatron's or Hugging Face's"
+        + _checkpoints_below(folder)
+    )
+
+
+def locate_one(folder: Path, iteration: int | None = None) -> Located:
+    """Locate one checkpoint: that of `iteration`, or the one that the tracker names.
+
+    Raises:
+        ValueError: as `locate`; or the tracker names none, or there is no such iteration. The message lists
+            the iterations that exist.
+    """
+    found = locate(folder)
+    if found.kind != "checkpoints":
+        if iteration is not None:
+            raise ValueError(f"{folder}: it is a single checkpoint: leave out --iteration")
+        return found
+    place, there = found.folder, iterations(found.folder)
+    which: int | str | None = iteration
+    if iteration is not None and iteration not in there:
+        listed = ", ".join(map(str, there)) or "none"
+        raise ValueError(f"{place}: there is no iteration {iteration}; there are: {listed}")
+    if which is None:
+        try:
+            which = read_tracker(place)
+        except ValueError as problem:
+            raise ValueError(f"{place / TRACKER}: it {problem}: give --iteration") from None
+    if which is None:
+        raise ValueError(f"{place}: {TRACKER} is missing: give --iteration, one of {there}")
+    return Located("checkpoint", checkpoint_path(place, which), found.run)
+
+
+def run_of(folder: Path) -> Path:
+    """Return the run that a checkpoint, or the folder of its checkpoints, lies in; otherwise `folder`."""
+    try:
+        return locate(folder).run or folder
+    except (ValueError, OSError):
+        return folder
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether `locate` takes a folder for a Hugging Face checkpoint."""
+    try:
+        return locate(folder).kind == "hugging face"
+    except (ValueError, OSError):
+        return False
+
+
+def _readings(folder: Path) -> dict[str, str]:
+    """Return what the files of a folder make it (a key of `_READINGS`), with the name that says so."""
+    names = sorted(os.listdir(folder))
+    found: dict[str, str] = {}
+    for kind, pattern in _EVIDENCE:
+        first = next((name for name in names if pattern.fullmatch(name)), None)
+        if first is not None:
+            found.setdefault(kind, first)
+    return found
+
+
+def _checkpoints_below(folder: Path) -> str:
+    """Name the checkpoints one level below, as the end of a message."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        with contextlib.suppress(OSError):
+            if path.is_dir() and (_readings(path) or (path / CHECKPOINTS).is_dir()):
+                found.append(str(path))
+    more = ", …" if len(found) > _NAMED else ""
+    return f"; below it are {', '.join(found[:_NAMED])}{more}" if found else ""
 
 
 def read_tracker(folder: Path) -> int | str | None:
@@ -82,6 +225,12 @@ def iterations(folder: Path) -> list[int]:
         return []
     found = (match for name in names if (match := _ITERATION.fullmatch(name)))
     return sorted((int(match[1]) for match in found if (folder / match[0]).is_dir()), reverse=True)
+
+
+def iteration_of(name: str) -> int | None:
+    """Return the iteration that a folder's name states."""
+    match = _ITERATION.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def bytes_needed(parameters: int, precision: str) -> int:

@@ -19,7 +19,8 @@ Reading:
 Writing:
   from_hf, to_hf               plan the files of both directions
   streams, job, workers        write files as streams; a restartable job; several processes
-  conversion, compare          convert, compare two checkpoints
-  command                      `nemotron3 convert` and `nemotron3 verify`
+  conversion, verify, compare  convert, compare two checkpoints
+  progress                     sizes and progress in print
+  command, check               `nemotron3 convert`, `nemotron3 verify`, `nemotron3 check`
   logits                       `--check-logits`: compare what both sides compute
 """

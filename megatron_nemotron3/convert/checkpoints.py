@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,26 +12,23 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoint.folders import locate, locate_one
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.checkpoint.read import common_state
+from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import config_json, inventory, mp_rank
-from megatron_nemotron3.convert.hf_folder import is_hf, open_hf, read_config
+from megatron_nemotron3.convert.hf_folder import open_hf, read_config
 from megatron_nemotron3.convert.inventory import TensorMapping
 from megatron_nemotron3.convert.keys import master_keys, non_weight_kind, plain_name
 from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.convert.quantized_views import Dequantized
 from megatron_nemotron3.convert.sources import FileSource, TensorSource
-from megatron_nemotron3.convert.torch_dist import (
-    checkpoint_folder,
-    open_torch_dist,
-    read_dcp_state,
-    reorder_mamba,
-)
+from megatron_nemotron3.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
 from megatron_nemotron3.convert.views import Converted, Selected
-from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models import Nemotron3Config, identify, named
 
 QUANTIZATION = "quantization_config"
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -50,6 +48,8 @@ class Checkpoint:
     #: Kind of tensors that are left out -> their number.
     left_out: Counter[str] = field(default_factory=Counter)
     iteration: int | None = None
+    #: What says how many depths MTP has.
+    mtp_source: str = ""
     #: The vocabulary size is unknown, and the padded size is used instead.
     vocabulary_guessed: bool = False
 
@@ -69,7 +69,7 @@ class Checkpoint:
 
 def open_checkpoint(folder: Path, **options: Any) -> Checkpoint:
     """Open a checkpoint of any kind. Options and errors are those of the two functions below."""
-    if is_hf(folder):
+    if locate(folder).kind == "hugging face":
         options = {k: v for k, v in options.items() if k in ("model", "allow_unused", "dequantize")}
         return open_hugging_face(folder, **options)
     options.pop("dequantize", None)
@@ -85,7 +85,7 @@ def open_megatron(
     from_masters: bool = False,
     allow_unused: Sequence[str] = (),
 ) -> Checkpoint:
-    """Open a Megatron checkpoint: the folder with the tracker, or the folder of one iteration.
+    """Open a Megatron checkpoint: that of a run, of the folder with the tracker, or of one iteration.
 
     Args:
         model: its model; default: from the arguments stored in the checkpoint.
@@ -94,9 +94,12 @@ def open_megatron(
         allow_unused: patterns of keys that may be left out.
 
     Raises:
-        ValueError: there is no checkpoint, it is damaged, or its tensors are not those of the model.
+        ValueError: there is no Megatron checkpoint, it is damaged, or its tensors are not those of the model.
     """
-    place = checkpoint_folder(folder, iteration)
+    found = locate_one(folder, iteration)
+    if found.kind == "hugging face":
+        raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
+    place = found.folder
     verdict = check_structure(place)
     source: FileSource
     if verdict.state == "legacy":
@@ -123,7 +126,17 @@ def open_megatron(
     padded = source.tensors[keys[_EMBEDDING]].shape[0] if _EMBEDDING in keys else None
     mappings = tuple(inventory.mappings_of(config, keys, padded_vocab_size=padded))
     iteration = state.get("iteration") if type(state.get("iteration")) is int else None
-    return Checkpoint(kind, place, config, Selected(source, keys), mappings, +left_out, iteration, guessed)
+    return Checkpoint(
+        kind,
+        place,
+        config,
+        Selected(source, keys),
+        mappings,
+        +left_out,
+        iteration,
+        mtp_source="" if not config.has_mtp else f"--model {model.name}" if model else "the stored arguments",
+        vocabulary_guessed=guessed,
+    )
 
 
 def open_hugging_face(
@@ -132,6 +145,7 @@ def open_hugging_face(
     model: Nemotron3Config | None = None,
     allow_unused: Sequence[str] = (),
     dequantize: bool = False,
+    mtp_num_layers: int | None = None,
 ) -> Checkpoint:
     """Open a Hugging Face checkpoint.
 
@@ -139,10 +153,15 @@ def open_hugging_face(
         model: the expected model; it supplies what config.json does not contain (how MTP is trained).
         allow_unused: patterns of tensors that may be left out.
         dequantize: read packed NVFP4 and FP8 weights as BF16.
+        mtp_num_layers: depths of MTP. By default `model` says it, then config.json in a key of our own, then
+            the catalog; otherwise there are as many as MTP blocks.
 
     Raises:
-        ValueError: there is no checkpoint, it is damaged, or its tensors are not those of its config.json.
+        ValueError: there is no Hugging Face checkpoint, it is damaged, or its tensors are not those of its
+            config.json.
     """
+    if locate(folder).kind != "hugging face":
+        raise ValueError(f"{folder}: it is a Megatron checkpoint, not a Hugging Face folder")
     source: TensorSource = open_hf(folder)
     data = read_config(folder)
     left_out: Counter[str] = Counter()
@@ -158,12 +177,56 @@ def open_hugging_face(
         raise ValueError(
             f"{folder}: --dequantize: config.json has no {QUANTIZATION}: its weights are not quantized"
         )
-    config = config_json.read(data, name=model.name if model else folder.resolve().name, base=model)
+    config, mtp_source = _hf_config(folder, data, model, mtp_num_layers)
     kept = {name: name for name in source.tensors if not _matches_any(name, allow_unused)}
     inventory.check_hf(config, {name: source.tensors[name].shape for name in kept})
     left_out["unused"] = len(source.tensors) - len(kept)
     mappings = tuple(inventory.mappings(config))
-    return Checkpoint("hugging face", folder, config, Selected(source, kept), mappings, +left_out)
+    return Checkpoint(
+        "hugging face", folder, config, Selected(source, kept), mappings, +left_out, mtp_source=mtp_source
+    )
+
+
+def _hf_config(
+    folder: Path, data: dict[str, Any], model: Nemotron3Config | None, depths: int | None
+) -> tuple[Nemotron3Config, str]:
+    """Return the model of a config.json, and what says how many depths its MTP has."""
+    config = config_json.read(data, name=os.fspath(folder), base=model)
+    found = (model,) if model else identify(config)
+    blocks, own = config.mtp_num_blocks, data.get(config_json.OWN)
+    config = named(config, found)
+    if depths is not None:
+        if not config.has_mtp or depths < 1 or (blocks > 1 and depths != blocks):
+            raise ValueError(f"--mtp-num-layers {depths}: {folder} has {blocks} MTP block(s)")
+        return config.but(mtp_num_layers=depths, mtp_use_repeated_layer=blocks == 1), "--mtp-num-layers"
+    if not config.has_mtp:
+        return config, ""
+    if model is not None:
+        stated = own.get("mtp_num_layers", blocks) if own else blocks
+        differs = own and stated != config.mtp_num_layers
+        return config, f"--model {model.name}" + (f"; config.json says {stated}" if differs else "")
+    if own:
+        return config, f"{config_json.OWN} in config.json"
+    trained = {(one.mtp_num_layers, one.mtp_use_repeated_layer) for one in found}
+    if blocks == 1 and trained and all(repeated for _, repeated in trained):
+        factors = {one.mtp_loss_scaling_factor for one in found}
+        factor = factors.pop() if len(factors) == 1 else config.mtp_loss_scaling_factor
+        depths = max(number for number, _ in trained)
+        taken = config.but(mtp_num_layers=depths, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=factor)
+        return taken, f"the catalog, for {config.name}; config.json does not say"
+    return config, "the stored blocks; config.json does not say (--mtp-num-layers N)"
+
+
+def checkpoint_line(opened: Checkpoint) -> str:
+    """Describe a checkpoint: folder, format, model, layers."""
+    c = opened.config
+    at = "" if opened.iteration is None else f", iteration {opened.iteration}"
+    depths = f", {c.mtp_num_layers} depths" if c.mtp_num_layers != c.mtp_num_blocks else ""
+    mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}{depths}" if c.has_mtp else ""
+    return (
+        f"{shown(opened.folder)} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, "
+        f"hidden size {c.hidden_size}"
+    )
 
 
 def _weight_keys(tensors: Iterable[str], allow_unused: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:
@@ -199,4 +262,5 @@ def _megatron_config(
     values = arguments.state if isinstance(arguments, Inert) else vars(arguments)
     padded = values.get("padded_vocab_size") if isinstance(values, dict) else None
     guess = vocab_size is None and values.get("vocab_size") is None and type(padded) is int
-    return config_of(arguments, name=folder.name, vocab_size=padded if guess else vocab_size), guess
+    config = config_of(arguments, name=os.fspath(folder), vocab_size=padded if guess else vocab_size)
+    return named(config, identify(config)), guess

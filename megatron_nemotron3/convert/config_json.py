@@ -67,6 +67,15 @@ _BLOCK_OF = {kind: block for block, kind in reversed(BLOCKS.items())}
 LAYERS = ("hybrid_override_pattern", ("layers_block_type", "layer_types"))
 MTP_LAYERS = ("mtp_hybrid_override_pattern", ("mtp_layers_block_type",))
 MTP_BLOCKS = "num_nextn_predict_layers"
+#: Key of our own: how MTP is trained, which Hugging Face has no key for. transformers keeps it and does not
+#: use it.
+OWN = "megatron_nemotron3"
+#: Fields in it -> type.
+OWN_FIELDS: dict[str, type] = {
+    "mtp_num_layers": int,
+    "mtp_use_repeated_layer": bool,
+    "mtp_loss_scaling_factor": float,
+}
 
 #: Keys with the only value that Megatron builds; keys in `_WRITTEN` are written.
 FIXED: dict[str, Any] = {
@@ -131,7 +140,8 @@ def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | Non
         data: content of the file.
         name: name of the result, also for messages; default: that of `base`, or "model".
         base: the same model with its training fields (MTP depths, sequence length, loss factors, …), which
-            the result gets. Without it, the number of MTP depths is taken to be the number of MTP blocks.
+            the result gets. Without it, `OWN` says how MTP is trained. If that is missing, too, the number of
+            MTP depths is taken to be the number of MTP blocks.
 
     Raises:
         ValueError: a key is missing, unknown, or given twice with different values; a value cannot be built
@@ -162,7 +172,7 @@ def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | Non
     kinds = pattern + (mtp or "")
     values = {field: _positive_number(name, data, field, keys) for field, keys in _fields_of(kinds).items()}
     _check_built(name, kinds, values)
-    training = _training_fields(name, base, blocks)
+    training = _training_fields(name, data, base, blocks)
     title = base.title if base else name
     config = Nemotron3Config(name=name, title=title, pattern=pattern, mtp_pattern=mtp, **values, **training)
     if base is not None:
@@ -200,6 +210,7 @@ def write(
         assert config.mtp_pattern is not None
         result[MTP_BLOCKS] = config.mtp_num_blocks
         result |= _layer_keys(MTP_LAYERS, config.mtp_pattern, reference)
+        result[OWN] = {field: getattr(config, field) for field in OWN_FIELDS}
     if reference is not None:
         _check_same_model(read(reference, name=f"{config.name}, reference"), config)
         ours = (
@@ -234,7 +245,7 @@ def _fields_of(kinds: str) -> dict[str, tuple[str, ...]]:
 
 def _check_config_keys(name: str, data: Mapping[str, Any]) -> None:
     known = {key for table in (FIELDS, DENSE, MOE) for keys in table.values() for key in keys}
-    known |= {MTP_BLOCKS, LAYERS[0], *LAYERS[1], MTP_LAYERS[0], *MTP_LAYERS[1], *FIXED} | IGNORED
+    known |= {OWN, MTP_BLOCKS, LAYERS[0], *LAYERS[1], MTP_LAYERS[0], *MTP_LAYERS[1], *FIXED} | IGNORED
     if "quantization_config" in data:
         raise ValueError(
             f"{name}: config.json has a quantization_config: --dequantize reads its weights as BF16"
@@ -315,15 +326,39 @@ _TRAINING = (
 )
 
 
-def _training_fields(name: str, base: Nemotron3Config | None, blocks: int) -> dict[str, Any]:
+def _training_fields(
+    name: str, data: Mapping[str, Any], base: Nemotron3Config | None, blocks: int
+) -> dict[str, Any]:
+    own = _own_fields(name, data.get(OWN), blocks)
     if base is None:
-        return {"mtp_num_layers": blocks, "mtp_use_repeated_layer": blocks <= 1}
+        return {"mtp_num_layers": blocks, "mtp_use_repeated_layer": blocks <= 1} | own
     if blocks != base.mtp_num_blocks:
         raise ValueError(
             f"{name}: {MTP_BLOCKS}={blocks}, but {base.name} has {base.mtp_num_blocks} MTP block(s)"
         )
     repeat = ("mtp_num_layers", "mtp_use_repeated_layer")
     return {field: getattr(base, field) for field in (*_TRAINING, *repeat)}
+
+
+def _own_fields(name: str, stated: Any, blocks: int) -> dict[str, Any]:
+    """Return the content of `OWN`; fields that a later version may add are not read."""
+    if stated is None or not blocks:
+        return {}
+    if not isinstance(stated, Mapping):
+        raise ValueError(f"{name}: {OWN} is a {type(stated).__name__}, expected an object")
+    found = {field: stated[field] for field in OWN_FIELDS if field in stated}
+    for field, value in found.items():
+        if type(value) is not OWN_FIELDS[field] or not 0 <= value < 1 << 16:
+            kind = OWN_FIELDS[field].__name__
+            raise ValueError(f"{name}: {OWN}.{field}={value!r} is not a {kind} from 0 to 65,535")
+    depths = found.get("mtp_num_layers", blocks)
+    repeated = found.setdefault("mtp_use_repeated_layer", blocks == 1)
+    if not depths or blocks != (1 if repeated else depths):
+        raise ValueError(
+            f"{name}: {OWN} says {depths} MTP depths, {'one block for all' if repeated else 'a block each'}, "
+            f"but {MTP_BLOCKS}={blocks}: correct {OWN}.mtp_num_layers, or remove {OWN}"
+        )
+    return found
 
 
 def _check_same_model(config: Nemotron3Config, base: Nemotron3Config) -> None:

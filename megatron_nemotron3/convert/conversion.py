@@ -1,43 +1,37 @@
-"""Convert and compare checkpoints, and print the plan, the progress and the result."""
+"""Convert checkpoints, and print the plan, the progress and the result."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint.files import open_outside
-from megatron_nemotron3.checkpoint.folders import free_bytes
-from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, read_json
+from megatron_nemotron3.checkpoint.folders import free_bytes, locate
+from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
+from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.convert import from_hf, to_hf
 from megatron_nemotron3.convert.checkpoints import (
     Checkpoint,
-    open_checkpoint,
+    checkpoint_line,
     open_hugging_face,
     open_megatron,
 )
-from megatron_nemotron3.convert.compare import Difference, compare
-from megatron_nemotron3.convert.hf_folder import CONFIG, is_hf, read_config
+from megatron_nemotron3.convert.hf_folder import CONFIG, read_config
 from megatron_nemotron3.convert.inventory import mappings
-from megatron_nemotron3.convert.job import MANIFEST, Job, Progress, check_target, partial_of, run
+from megatron_nemotron3.convert.job import MANIFEST, Job, check_target, partial_of, run
+from megatron_nemotron3.convert.progress import ProgressLine, size_text
 from megatron_nemotron3.convert.quantized_config import read_scales
 from megatron_nemotron3.convert.quantized_recipes import Quantization, quantization
 from megatron_nemotron3.convert.quantized_views import Quantized
 from megatron_nemotron3.convert.sources import TensorSource
-from megatron_nemotron3.convert.streams import BAND
 from megatron_nemotron3.convert.views import Cast, Converted
-from megatron_nemotron3.convert.workers import parallel_map
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Options that do not change what is written.
 _NO_EFFECT = ("workers", "dry_run", "compare_logits")
-#: Largest number of differences printed.
-_SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +72,7 @@ class FromHfOptions(Options):
 
     make_vocab_size_divisible_by: int = 128
     dequantize: bool = False
+    mtp_num_layers: int | None = None
 
 
 def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
@@ -90,7 +85,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     check_target(target)
     _require_torch(options.dtype or options.quantize)
     vocab_size, reference = options.vocab_size, options.reference
-    if is_hf(source):
+    if locate(source).kind == "hugging face":
         raise ValueError(f"{source}: it is a Hugging Face folder: use `nemotron3 convert from-hf`")
     if vocab_size is None and reference is not None and (reference / CONFIG).exists():
         stated = read_config(reference).get("vocab_size")
@@ -161,8 +156,14 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
             "--check-logits: transformers does not compute with quantized weights: leave out --dequantize or "
             "--check-logits"
         )
+    if locate(source).kind != "hugging face":
+        raise ValueError(f"{source}: it is a Megatron checkpoint: use `nemotron3 convert to-hf`")
     opened = open_hugging_face(
-        source, model=options.model, allow_unused=options.allow_unused, dequantize=options.dequantize
+        source,
+        model=options.model,
+        allow_unused=options.allow_unused,
+        dequantize=options.dequantize,
+        mtp_num_layers=options.mtp_num_layers,
     )
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisor)
     dtype = options.dtype or _main_dtype(opened.weights)
@@ -195,101 +196,17 @@ def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options) -> bo
         return False
     sys.stdout.flush()
     started = time.monotonic()
-    show = _ProgressLine()
+    show = ProgressLine()
     run(job, workers=options.workers, report=show.progress)
     show.end()
     seconds = time.monotonic() - started
     print(
-        f"written      {_size(job.length)} in {seconds:.1f} s; {target / MANIFEST} has the CRC32 of each file"
+        f"written      {size_text(job.length)} in {seconds:.1f} s; {target / MANIFEST} has the CRC32 of each "
+        "file"
     )
     if options.compare_logits is None and not isinstance(job.source, Quantized):
-        print(f"next         nemotron3 verify {opened.folder} {target}")
+        print(f"next         nemotron3 verify {shown(opened.folder)} {target}")
     return True
-
-
-def verify(
-    a: Path, b: Path | None, options: Options, *, dequantize: bool = False, vocab_size: int | None = None
-) -> int:
-    """Compare two checkpoints of any kind, or one with its manifest. Returns the exit status: 0 equal, 1 not.
-
-    Raises:
-        ValueError: one is not a valid checkpoint.
-    """
-    if b is None:
-        return _verify_manifest(a, options.workers)
-    wanted = {
-        "model": options.model,
-        "allow_unused": options.allow_unused,
-        "dequantize": dequantize,
-        "vocab_size": vocab_size,
-    }
-    sides = [open_checkpoint(p, **wanted) for p in (a, b)]
-    for name, side in zip("ab", sides):
-        print(f"{name}            {_checkpoint_line(side)}")
-    views = [side.hf_view() for side in sides]
-    show = _ProgressLine()
-    total = sum(t.nbytes for name, t in views[0].tensors.items() if name in views[1].tensors)
-    started = time.monotonic()
-    problems, equal, elements = 0, 0, 0
-    found = compare(
-        *views,
-        workers=options.workers,
-        report=lambda d, s: show.progress(Progress(d, total, d / s if s else 0)),
-    )
-    for one in found:
-        if isinstance(one, Difference):
-            problems += 1
-            if problems <= _SHOWN:
-                show.end()
-                print(f"differs      {one.name}: {one.what}")
-        else:
-            equal, elements = equal + 1, elements + one.elements
-    show.end()
-    if problems > _SHOWN:
-        print(f"differs      and {problems - _SHOWN:,} more")
-    print(
-        f"{'equal' if not problems else 'not equal'}: {equal:,} tensors with {elements:,} elements are equal "
-        f"bit by bit, {problems:,} differ; {_size(total)} of each side in {time.monotonic() - started:.1f} s"
-    )
-    return 1 if problems else 0
-
-
-def _verify_manifest(folder: Path, workers: int) -> int:
-    if not (folder / MANIFEST).exists():
-        raise ValueError(f"{folder}: it has no {MANIFEST}: give a second checkpoint to compare with")
-    entries = read_json(folder / MANIFEST).get("files")
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{folder / MANIFEST}: it lists no files")
-
-    def work(name: str, count: Callable[[int], None]) -> str | None:
-        entry, path = entries[name], folder / name
-        if not isinstance(entry, dict) or Path(name).is_absolute() or ".." in Path(name).parts:
-            return f"{folder / MANIFEST}: {name!r:.100} is not an entry of a file below the folder"
-        crc = length = 0
-        try:
-            with open_outside(path) as file:
-                length = os.fstat(file.fileno()).st_size
-                if length != entry.get("bytes"):  # before a file of any length is read
-                    return f"{path}: {length:,} bytes, {entry.get('bytes')!r:.30} were written"
-                length = 0
-                while block := file.read(BAND):
-                    crc, length = zlib.crc32(block, crc), length + len(block)
-                    count(len(block))
-        except OSError as problem:
-            return f"{path}: {problem.strerror}"
-        except ValueError as problem:
-            return str(problem)
-        if length != entry.get("bytes"):
-            return f"{path}: {length:,} bytes, {entry.get('bytes')!r:.30} were written"
-        if f"{crc:08x}" != entry.get("crc32"):
-            return f"{path}: CRC32 {crc:08x}, {entry.get('crc32')!r:.30} was written"
-        return None
-
-    problems = [found for found in parallel_map(work, sorted(entries), workers=workers) if found]
-    for problem in problems[:_SHOWN]:
-        print(problem)
-    print(f"{len(entries) - len(problems):,} of {len(entries):,} files are as the manifest says")
-    return 1 if problems else 0
 
 
 def _require_torch(arithmetic: object) -> None:
@@ -334,7 +251,7 @@ def _cast(view: TensorSource, dtype: str | None, opened: Checkpoint, *, hf: bool
 
 def _job_origin(opened: Checkpoint, options: Options) -> dict[str, object]:
     return {
-        "source": os.fspath(opened.folder.absolute()),
+        "source": shown(opened.folder.absolute()),
         "source_kind": opened.kind,
         "model": opened.config.name,
         "dtype": options.dtype,
@@ -353,9 +270,12 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
         elements[tensor.dtype] += tensor.nbytes // ITEM_SIZE[tensor.dtype]
     kinds = ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.most_common())
     lines = [
-        f"source       {_checkpoint_line(opened)}",
+        f"source       {checkpoint_line(opened)}",
         f"weights      {len(job.source.tensors):,} tensors; elements {kinds}",
     ]
+    if opened.config.has_mtp:
+        depths, blocks = opened.config.mtp_num_layers, opened.config.mtp_num_blocks
+        lines.append(f"mtp          depths: {depths}, stored blocks: {blocks}; by {opened.mtp_source}")
     padding = (opened.padded_vocab_size or 0) - opened.config.vocab_size
     if opened.vocabulary_guessed:
         lines.append(
@@ -371,53 +291,9 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
             "left out     " + ", ".join(f"{n:,} {what} tensors" for what, n in opened.left_out.items())
         )
     lines.append(
-        f"target       {target}: {len(job.files) + len(job.small):,} files, {_size(job.length)}; "
-        f"{_size(free_bytes(target))} are free"
+        f"target       {target}: {len(job.files) + len(job.small):,} files, {size_text(job.length)}; "
+        f"{size_text(free_bytes(target))} are free"
     )
     if partial_of(target).exists():
         lines.append(f"continues    {partial_of(target)}")
     return lines
-
-
-def _checkpoint_line(opened: Checkpoint) -> str:
-    c = opened.config
-    at = "" if opened.iteration is None else f", iteration {opened.iteration}"
-    mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}" if c.has_mtp else ""
-    return (
-        f"{opened.folder} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, hidden size {c.hidden_size}"
-    )
-
-
-def _size(length: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if length >= size:
-            return f"{length / size:,.1f} {unit}"
-    return f"{length:.0f} bytes"
-
-
-class _ProgressLine:
-    """A progress line: rewritten on a terminal, otherwise printed every ten seconds."""
-
-    def __init__(self) -> None:
-        self._shown, self._last = False, time.monotonic()
-
-    def progress(self, at: Progress) -> None:
-        """Show the progress of the job."""
-        terminal = sys.stderr.isatty()
-        if not terminal and time.monotonic() - self._last < 10:
-            return
-        self._last = time.monotonic()
-        left = at.seconds_left
-        text = f"{_size(at.done)} of {_size(at.total)}, {_size(at.rate)}/s" + (
-            "" if left is None else f", {left:,.0f} s left"
-        )
-        print(
-            f"\r{text:<70}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True
-        )
-        self._shown = terminal
-
-    def end(self) -> None:
-        """End the line."""
-        if self._shown:
-            print(file=sys.stderr)
-        self._shown = False

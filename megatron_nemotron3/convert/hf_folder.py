@@ -22,17 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_nemotron3.checkpoint.files import Unreadable, open_outside
+from megatron_nemotron3.checkpoint.folders import HF_CONFIG as CONFIG
+from megatron_nemotron3.checkpoint.folders import HF_INDEX as INDEX
+from megatron_nemotron3.checkpoint.folders import HF_SINGLE as SINGLE
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, read_json
 from megatron_nemotron3.convert.sources import Block, FileSource, Location, SourceTensor, row_major
-
-CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
-
-def is_hf(folder: Path) -> bool:
-    """Whether a folder looks like a Hugging Face checkpoint."""
-    return any(os.path.lexists(folder / name) for name in (CONFIG, INDEX, SINGLE))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.folders import RELEASE, TRACKER, checkpoint_path, iterations, read_tracker
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex, Chunk
 from megatron_nemotron3.checkpoint.read import chunk_layout, opened, stored_object
 from megatron_nemotron3.checkpoint.structure import Verdict, check_structure
@@ -31,32 +30,6 @@ from megatron_nemotron3.models.tensors import symbol_sizes
 
 #: Objects of the state in torch's own format.
 _STATE_OBJECTS = ("args", "iteration", "checkpoint_version")
-
-
-def checkpoint_folder(folder: Path, iteration: int | None = None) -> Path:
-    """Return the folder of one checkpoint: `folder` itself, or the one that its tracker or `iteration` names.
-
-    Raises:
-        ValueError: it does not exist. The message lists the iterations that exist.
-    """
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: " + ("it is not a folder" if folder.exists() else "it does not exist"))
-    found = iterations(folder)
-    release = (folder / RELEASE).is_dir()
-    if iteration is not None:
-        if iteration not in found:
-            there = ", ".join(map(str, found)) or "none"
-            raise ValueError(f"{folder}: there is no iteration {iteration}; there are: {there}")
-        return checkpoint_path(folder, iteration)
-    if not found and not release:
-        return folder
-    try:
-        named = read_tracker(folder)
-    except ValueError as problem:
-        raise ValueError(f"{folder / TRACKER}: it {problem}: give --iteration") from None
-    if named is None:
-        raise ValueError(f"{folder}: {TRACKER} is missing: give --iteration, one of {found}")
-    return checkpoint_path(folder, named)
 
 
 def open_torch_dist(folder: Path, verdict: Verdict | None = None) -> tuple[FileSource, CheckpointIndex]:

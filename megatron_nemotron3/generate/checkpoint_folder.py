@@ -1,7 +1,6 @@
 """The checkpoint, tokenizer and data of a folder. Imports no torch.
 
-It may be a Hugging Face folder, a Megatron checkpoint (one iteration, or the folder with the tracker), or
-what `nemotron3 train --output` wrote:
+`checkpoint.folders` says which folders there are. What `nemotron3 train --output` wrote also has its data:
 
     runs/NAME/checkpoints/iter_0000300
     runs/NAME/data/37268f6eae94a988/tokenizer, corpus.bin, corpus.idx, manifest.json
@@ -14,19 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.metadata import INDEX, CheckpointError
+from megatron_nemotron3.checkpoint.folders import is_hugging_face, locate_one
+from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import mp_rank
 from megatron_nemotron3.convert.checkpoints import QUANTIZATION, Checkpoint, open_checkpoint
-from megatron_nemotron3.convert.hf_folder import is_hf, read_config
-from megatron_nemotron3.convert.torch_dist import checkpoint_folder, open_torch_dist, read_dcp_state
+from megatron_nemotron3.convert.hf_folder import read_config
+from megatron_nemotron3.convert.torch_dist import open_torch_dist, read_dcp_state
 from megatron_nemotron3.generate.text import TOKENIZER, Tokenizer, read_json_object
 from megatron_nemotron3.models import Nemotron3Config
 
-CHECKPOINTS = "checkpoints"
 DATA = "data"
 CORPUS = "corpus"
 
@@ -108,7 +107,7 @@ class CheckpointFolder:
         Raises:
             ValueError: it is damaged, or is of another model.
         """
-        packed = is_hf(self.checkpoint) and QUANTIZATION in read_config(self.checkpoint)
+        packed = is_hugging_face(self.checkpoint) and QUANTIZATION in read_config(self.checkpoint)
         return open_checkpoint(self.checkpoint, model=model, vocab_size=vocab_size, dequantize=packed)
 
 
@@ -116,21 +115,12 @@ def find_checkpoint(folder: Path) -> CheckpointFolder:
     """Locate the checkpoint of a folder.
 
     Raises:
-        ValueError: there is no checkpoint in it.
+        ValueError: as `locate_one`; or it is damaged.
     """
-    if is_hf(folder):
-        return CheckpointFolder(folder)
-    inside = folder / CHECKPOINTS
-    place = checkpoint_folder(inside if inside.is_dir() else folder)
-    patterns = (METADATA, INDEX, "mp_rank_0*")
-    if place == folder and not any(next(place.glob(pattern), None) for pattern in patterns):
-        raise ValueError(
-            f"{folder}: there is no checkpoint in it: give Megatron's or Hugging Face's folder, or that of "
-            "`nemotron3 train`"
-        )
-    above = place.absolute().parent
-    run = above.parent if above.name == CHECKPOINTS else None
-    return CheckpointFolder(place, run, stored_arguments(place))
+    found = locate_one(folder)
+    if found.kind == "hugging face":
+        return CheckpointFolder(found.folder)
+    return CheckpointFolder(found.folder, found.run, stored_arguments(found.folder))
 
 
 def stored_arguments(place: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from megatron_nemotron3.models.catalog import (
     SUPER,
     ULTRA,
     get,
+    identify,
+    named,
     names,
 )
 from megatron_nemotron3.models.config import Nemotron3Config
@@ -27,6 +29,8 @@ __all__ = [
     "ParameterCount",
     "count",
     "get",
+    "identify",
+    "named",
     "names",
     "stored_tensors",
     "tiny",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
+from dataclasses import fields
 
 from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.tiny import TINY_SUFFIX, tiny
@@ -208,3 +210,40 @@ def get(name: str) -> Nemotron3Config:
     near = difflib.get_close_matches(base, _ALIASES, n=1, cutoff=0.5)
     hint = f"; did you mean {_ALIASES[near[0]]!r}?" if near else ""
     raise ValueError(f"unknown model {name!r}: known are {', '.join(names())}{hint}")
+
+
+#: Name of a model that is not in the catalog, where nothing else names it.
+CUSTOM = "custom"
+#: Fields that a run, a tokenizer or a file format chooses, without making it another model.
+_OF_A_RUN = frozenset(
+    (
+        *("name", "title", "vocab_size", "seq_length", "max_position_embeddings", "mamba_chunk_size"),
+        *("moe_aux_loss_coeff", "moe_router_bias_update_rate", "init_method_std"),
+        *("mtp_num_layers", "mtp_use_repeated_layer", "mtp_loss_scaling_factor"),
+        *("published_total", "published_active", "source"),
+    )
+)
+_MTP = frozenset(("mtp_pattern",))
+
+
+def identify(config: Nemotron3Config) -> tuple[Nemotron3Config, ...]:
+    """The catalog models and tiny forms with the layers and sizes of `config`. Some tiny forms are alike.
+
+    A model that was trained without MTP is also found. How often MTP is applied is not compared, because
+    released checkpoints do not state it.
+    """
+    known = [form for model in _ALL for form in (model, tiny(model))]
+    for ignored in (_OF_A_RUN, _OF_A_RUN | _MTP) if config.mtp_pattern is None else (_OF_A_RUN,):
+        compared = [field.name for field in fields(config) if field.name not in ignored]
+        found = [model for model in known if all(getattr(model, f) == getattr(config, f) for f in compared)]
+        if found:
+            return tuple(found)
+    return ()
+
+
+def named(config: Nemotron3Config, found: Sequence[Nemotron3Config]) -> Nemotron3Config:
+    """`config` with the name and title of what `identify` found, or of "custom"."""
+    if not found:
+        return config.but(name=CUSTOM, title="a model that is not in the catalog")
+    name, title = (" or ".join(getattr(model, field) for model in found) for field in ("name", "title"))
+    return config.but(name=name, title=title)

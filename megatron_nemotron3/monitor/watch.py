@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.files import save_figure
+from megatron_nemotron3.checkpoint.folders import run_of
 from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.alarms import scan
 from megatron_nemotron3.monitor.events import History
@@ -23,7 +24,9 @@ LINES = 12
 def register(commands: Any) -> None:
     """Add `nemotron3 watch`."""
     command = commands.add_parser("watch", help="plot the monitored series of a run")
-    command.add_argument("folder", type=Path, metavar="DIR", help="the folder of --tensorboard-dir")
+    command.add_argument(
+        "folder", type=Path, metavar="DIR", help="the folder of --tensorboard-dir, a run, or its checkpoints"
+    )
     command.add_argument("--output", type=Path, metavar="PNG", help="default: DIR/monitor.png")
     command.set_defaults(run=watch_command)
 
@@ -36,7 +39,7 @@ def watch_command(options: argparse.Namespace) -> int:
         OSError: the PNG cannot be written.
         ModuleNotFoundError: tensorboard or matplotlib is not installed.
     """
-    folder: Path = options.folder
+    folder: Path = run_of(options.folder)
     files = events.find(folder)
     history = events.read(files)
     panels = {kind: rows for kind in KINDS if (rows := _panel_rows(history, kind))}

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import add_model, chosen_model
+from megatron_nemotron3.models.command import add_model, chosen_model, names_model
 from megatron_nemotron3.precision import report as report_file
 from megatron_nemotron3.precision import yaml_file
+from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
+from megatron_nemotron3.precision.deviations import formats_in_force
+from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4
 from megatron_nemotron3.precision.share import Share, shares, totals
-from megatron_nemotron3.precision.table import BF16, FORMATS, NVFP4, is_published, tail
+from megatron_nemotron3.precision.table import PRECISIONS, Structure, bf16_layers, is_published, tail
 
 _COLUMNS = ("module", "format", "parameters", "FLOPs", "why")
 
@@ -20,28 +23,38 @@ _COLUMNS = ("module", "format", "parameters", "FLOPs", "why")
 def register(commands: Any) -> None:
     """Add `nemotron3 precision`."""
     command = commands.add_parser("precision", help="the format of every linear, and the precision file")
-    add_model(command, required=False)
-    command.add_argument("--format", choices=FORMATS, default=NVFP4, help=f"default {NVFP4}")
+    add_model(command)
+    command.add_argument(
+        "--precision", "--format", dest="format", choices=PRECISIONS, default=NVFP4, help=f"default {NVFP4}"
+    )
     command.add_argument(
         "--output", "--yaml", type=Path, metavar="FILE", help="write --te-precision-config-file"
+    )
+    command.add_argument(
+        yaml_file.FLAG, type=Path, metavar="FILE", help="compare this file with the published recipe"
     )
     command.add_argument("--report", type=Path, metavar="DIR", help="summary and plot of a measured run")
     command.set_defaults(run=precision_command)
 
 
 def precision_command(options: argparse.Namespace) -> int:
-    """Print the recipe's table, write the precision file, or summarize a measured run. Exit status 0.
+    """Print the recipe's table, write or compare a precision file, or summarize a run. Exit status 0.
 
     Raises:
-        ValueError: neither a model nor --report alone is given; otherwise as `run` and `report`.
+        ValueError: neither a model nor --report alone is given; otherwise as `run`, `compare` and `report`.
         OSError: a file cannot be written.
         ModuleNotFoundError: matplotlib is not installed (--report).
     """
-    if options.report is not None and options.name is None and options.output is None:
+    if options.report is not None and not names_model(options) and options.output is None:
         print(report(options.report))
         return 0
-    if options.report is not None or options.name is None:
+    if options.report is not None or not names_model(options):
         raise ValueError("give the NAME of a model, or --report DIR alone")
+    if options.te_precision_config_file is not None:
+        if options.output is not None or options.format != NVFP4:
+            raise ValueError(f"{yaml_file.FLAG} compares a file for {NVFP4}: drop --output and --format")
+        print(compare(chosen_model(options), options.te_precision_config_file))
+        return 0
     print(run(chosen_model(options), options.format, options.output))
     return 0
 
@@ -52,8 +65,8 @@ def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
     Raises:
         ValueError: an unknown format.
     """
-    if precision not in FORMATS:
-        raise ValueError(f"unknown format {precision!r}: use one of {', '.join(FORMATS)}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown format {precision!r}: use one of {', '.join(PRECISIONS)}")
     lines = shares(config, precision)
     cells = [_COLUMNS, *_share_cells(lines)]
     module, fmt, parameters, flops = (max(len(row[i]) for row in cells) for i in range(4))
@@ -81,9 +94,27 @@ def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None
     if path is None:
         return render(config, precision)
     if precision != NVFP4:
-        raise ValueError(f"--format {precision} needs no file: every linear follows its layer; drop --output")
+        raise ValueError(
+            f"--precision {precision} needs no file: every linear follows its layer; drop --output"
+        )
     yaml_file.write(config, path)
     return f"{path}: written; nemotron3 flags {config.name} --precision nvfp4 {yaml_file.FLAG} {path}"
+
+
+def compare(config: Nemotron3Config, path: str | Path) -> str:
+    """Say in which formats a precision file puts a model's linears, and what is not the published recipe.
+
+    Raises:
+        PrecisionFileError: the file is wrong, or does not fit the model.
+        ValueError: it leaves no linear in NVFP4.
+    """
+    file, structure = yaml_file.read(path, config), Structure.of(config)
+    ambient = Ambient(NVFP4, config.num_layers, at_end=tail(config).layers)
+    try:
+        require_some(structure, file, ambient)
+    except CensusError as problem:
+        raise ValueError(f"{yaml_file.FLAG} {path}: {problem}") from None
+    return "\n".join(formats_in_force(structure, file, ambient))
 
 
 def report(folder: str | Path, title: str = "") -> str:
@@ -100,23 +131,6 @@ def report(folder: str | Path, title: str = "") -> str:
     picture = Path(folder) / report_file.PICTURE
     report_file.plot(rows, picture, title or str(folder))
     return "\n".join((*report_file.summary(rows), f"precision plot   {picture}"))
-
-
-def check(config: Nemotron3Config, path: str | Path) -> str | None:
-    """Check the precision file that flags name; return a remark if it is missing, None if it fits the model.
-
-    A missing file is no error, because it may exist on the machine that trains.
-
-    Raises:
-        PrecisionFileError: the file exists and is wrong.
-    """
-    if not Path(path).exists():
-        return (
-            f"{yaml_file.FLAG} {path} is not on this machine, so it was not checked: "
-            f"nemotron3 precision {config.name} --output {path} writes the published one"
-        )
-    yaml_file.read(path, config)
-    return None
 
 
 def _share_cells(lines: list[Share]) -> list[tuple[str, ...]]:
@@ -139,9 +153,13 @@ def _recipe_notes(config: Nemotron3Config, precision: str, lines: list[Share]) -
     yield f"FLOPs: one token forward, {config.seq_length} tokens a sequence"
     if precision == BF16:
         return
-    last = tail(config)
-    yield f"BF16 layers: none at the start, {last.layers} at the end ({last.source})"
-    if not is_published(config):
+    kept, recipe = bf16_layers(config, precision), FORMATS[precision]
+    yield f"BF16 layers: {kept.start or 'none'} at the start, {kept.end or 'none'} at the end ({kept.source})"
+    yield f"GPUs: compute capability {recipe.needs}" + ("; emulated on any device" if recipe.emulated else "")
+    yield "Megatron: " + " ".join(" ".join(map(str, (name, *values))) for name, values in recipe.options)
+    if precision not in (NVFP4, MXFP8):
+        yield f"No source says that {config.title} was trained so."
+    elif not is_published(config):
         yield f"No source says that {config.title} was trained so: this is Super's recipe applied to it."
     elif precision != NVFP4:
         yield "Super and Ultra were trained in nvfp4; NVIDIA's MXFP8 configurations keep the same tail."

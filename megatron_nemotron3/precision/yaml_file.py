@@ -12,6 +12,7 @@ The fields are those of `TEQuantizationParams` and `TEQuantizationRecipe` in meg
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -20,7 +21,8 @@ from typing import Any
 
 from megatron_nemotron3.checkpoint.files import read_outside, write_text
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.precision.table import BF16, LINEARS, MXFP8, NVFP4, Structure
+from megatron_nemotron3.precision.formats import BF16, MXFP8, NVFP4, name_of
+from megatron_nemotron3.precision.table import LINEARS, Structure
 
 #: Longest file that is read, in bytes; the recipe of Ultra has 4 kB.
 _LIMIT = 1 << 20
@@ -47,22 +49,26 @@ RECIPE_FIELDS: dict[str, tuple[Any, ...] | str] = {
     "fp8_param": _BOOL,
     "fp4_param": _BOOL,
 }
+#: What globs on module names consist of, besides letters and digits.
+_IN_GLOBS = "_.*?[]!-"
 _MATCHER_FIELDS = ("config", "type", "pattern", "enabled")
 
 
 class PrecisionFileError(ValueError):
     """All problems of a precision file, one per line in `problems`."""
 
-    def __init__(self, where: str, problems: Sequence[str]) -> None:
+    def __init__(self, where: str, problems: Sequence[str] = ()) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join((f"{where}:", *(f"  - {problem}" for problem in problems))))
+        # Megatron's `build_module` raises the class again with a longer message as its only argument.
+        lines = (f"{where}:", *(f"  - {problem}" for problem in problems)) if problems else (where,)
+        super().__init__("\n".join(lines))
 
 
 @dataclass(frozen=True)
 class Setting:
     """How a recipe changes the format of a linear."""
 
-    #: "bf16", or the name of the recipe: "mxfp8", "nvfp4", "tensorwise", …
+    #: "bf16", or the name of the recipe: "mxfp8", "nvfp4", "fp8-tensorwise", …
     format: str
     #: Whether it replaces the format of a quantized layer, and that of a BF16 layer (the tail).
     over_quantized: bool = True
@@ -147,18 +153,26 @@ def read(path: str | Path, config: Nemotron3Config | Structure | None = None) ->
         config: a model that the globs must fit; None to check the file alone.
 
     Raises:
-        PrecisionFileError: the file is not YAML; a key, format or config is unknown; a matcher lacks
+        ValueError: it is no regular file, or larger than 1 MiB.
+        PrecisionFileError: the file is empty or not YAML; a key, format or config is unknown; a matcher lacks
             `enabled`; with `config` also: a glob matches nothing, or several kinds of linears.
         OSError: the file cannot be read.
     """
     import yaml
 
     where = f"{FLAG} {path}"
+    text = read_outside(path, limit=_LIMIT)
     try:
-        found = yaml.load(read_outside(path, limit=_LIMIT).decode(), Loader=_strict_loader())
-    except (yaml.YAMLError, UnicodeDecodeError) as problem:
+        found = yaml.load(text.decode(), Loader=_strict_loader())
+    except RecursionError:
+        raise PrecisionFileError(where, ["not YAML that Megatron can read: nested too deeply"]) from None
+    except (yaml.YAMLError, ValueError, OverflowError) as problem:  # also a date or number out of range
         line = " ".join(str(problem).split())
         raise PrecisionFileError(where, [f'not YAML: {line} (put globs in quotes: "*mtp.*")']) from None
+    if found is None:
+        name = config.name if isinstance(config, Nemotron3Config) else "NAME"
+        cure = f"nemotron3 precision {name} --output FILE writes the published one"
+        raise PrecisionFileError(where, [f"empty, so not a mapping with configs and matchers: {cure}"])
     return parse(found, config, where=where)
 
 
@@ -168,10 +182,10 @@ def parse(
     """As `read`, for the parsed content of the YAML."""
     problems: list[str] = []
     if not isinstance(content, Mapping):
-        raise PrecisionFileError(where, [f"{content!r} is not a mapping with configs and matchers"])
+        raise PrecisionFileError(where, [f"{_shown(content)} is not a mapping with configs and matchers"])
     _check_keys(problems, "", content, ("configs", "matchers"), required=("configs", "matchers"))
     configs = _as_mapping(problems, "configs", content.get("configs", {}))
-    settings = {name: read_config(problems, f"configs.{name}", body) for name, body in configs.items()}
+    settings = {name: read_config(problems, _place("configs", name), body) for name, body in configs.items()}
     entries = _as_mapping(problems, "matchers", content.get("matchers", {}))
     matchers = (_read_matcher(problems, name, body, configs) for name, body in entries.items())
     file = PrecisionFile(tuple(matcher for matcher in matchers if matcher), settings)
@@ -208,8 +222,11 @@ def require_fit(file: PrecisionFile, structure: Structure, where: str) -> None:
             )
         elif not kinds:
             present = structure.kinds()
-            globs = ", ".join(glob for kind in LINEARS if kind.name in present for glob in kind.modules)
-            problems.append(f"{at} matches no linear of this model, which has {globs}")
+            globs = [glob for kind in LINEARS if kind.name in present for glob in kind.modules]
+            problems.append(
+                f"{at} matches no linear of this model, which has {', '.join(globs)}"
+                + _suggested_glob(matcher.pattern, globs)
+            )
         elif len(kinds) > 1 and matcher.pattern != "*":
             examples = ", ".join(f"{kind} ({names[0]})" for kind, names in kinds.items())
             problems.append(f"{at} takes {len(kinds)} kinds: {examples}; write one matcher for each")
@@ -223,7 +240,7 @@ def read_config(problems: list[str], at: str, body: Any) -> tuple[Setting, Setti
     known = (TYPE, "training_recipe", "evaluation_recipe")
     _check_keys(problems, at, body, known, required=known[:2])
     if body.get(TYPE, PARAMS) != PARAMS:
-        problems.append(f"{at}.{TYPE}: {body[TYPE]!r} is unknown: use {PARAMS}")
+        problems.append(f"{at}.{TYPE}: {_shown(body[TYPE])} is unknown: use {PARAMS}")
     training = _read_recipe(problems, f"{at}.training_recipe", body.get("training_recipe", {}))
     if "evaluation_recipe" not in body:
         return training, training
@@ -243,14 +260,16 @@ def _read_recipe(problems: list[str], at: str, body: Any) -> Setting:
             fits = any(value is a if isinstance(a, bool) else value == a for a in allowed)
             wanted = "use " + ", ".join(["true", "false"] if allowed is _BOOL else map(str, allowed))
         if not fits:
-            problems.append(f"{at}.{field}: {value!r} is unknown: {wanted}{_suggestion(value, allowed)}")
+            problems.append(
+                f"{at}.{field}: {_shown(value)} is unknown: {wanted}{_suggestion(value, allowed)}"
+            )
     fp8, fp4 = body.get("fp8_quantization_recipe"), body.get("fp4_quantization_recipe")
     if fp8 and fp4:
         problems.append(f"{at}: fp8_quantization_recipe={fp8} and fp4_quantization_recipe={fp4}: give one")
     if "custom" in (fp8, fp4) and not body.get("custom_recipe_factory"):
         problems.append(f"{at}: a custom recipe needs custom_recipe_factory")
     return Setting(
-        str(fp8 or fp4 or BF16),
+        name_of(fp8 or fp4 or BF16),
         bool(body.get("override_quantized_autocast", True)),
         bool(body.get("override_nonquantized_autocast", False)),
     )
@@ -258,22 +277,25 @@ def _read_recipe(problems: list[str], at: str, body: Any) -> Setting:
 
 def _read_matcher(problems: list[str], name: str, body: Any, configs: Mapping[str, Any]) -> Matcher | None:
     """Read an entry of `matchers`; None if it is disabled or wrong."""
-    at = f"matchers.{name}"
+    at = _place("matchers", name)
     before = len(problems)
     body = _as_mapping(problems, at, body)
     _check_keys(problems, at, body, _MATCHER_FIELDS, required=_MATCHER_FIELDS[:3])
     enabled, pattern, config = body.get("enabled"), body.get("pattern"), body.get("config")
     if not isinstance(enabled, bool):
-        said = "no enabled" if enabled is None else f"enabled: {enabled!r}"
+        said = "no enabled" if enabled is None else f"enabled: {_shown(enabled)}"
         problems.append(f"{at}: {said}: write enabled: true, or false (Megatron ignores it without)")
     if body.get("type", "glob") != "glob":
-        problems.append(f"{at}.type: {body['type']!r} is unknown: Megatron has only glob")
+        problems.append(f"{at}.type: {_shown(body['type'])} is unknown: Megatron has only glob")
     if "config" in body and not (isinstance(config, str) and config in configs):
         problems.append(
-            f"{at}.config: {config!r} is none of {', '.join(map(str, configs))}{_suggestion(config, configs)}"
+            f"{at}.config: {_shown(config)} is none of {', '.join(map(str, configs)) or 'the configs'}"
+            + _suggestion(config, configs)
         )
     if "pattern" in body and not isinstance(pattern, str):
-        problems.append(f"{at}.pattern: {pattern!r} is not text")
+        problems.append(f"{at}.pattern: {_shown(pattern)} is not text")
+    elif isinstance(pattern, str) and (mistake := _mistake_in_glob(pattern)):
+        problems.append(f"{at}: pattern {_shown(pattern)} {mistake}")
     elif isinstance(pattern, str) and _by_number(pattern):
         problems.append(
             f"{at}: pattern {pattern!r} names a layer by number, which Megatron counts anew on every "
@@ -282,6 +304,18 @@ def _read_matcher(problems: list[str], name: str, body: Any, configs: Mapping[st
     if len(problems) > before or not enabled:
         return None
     return Matcher(str(name), str(pattern), str(config))
+
+
+def _mistake_in_glob(pattern: str) -> str:
+    """What is wrong with a glob by itself; "" if nothing is."""
+    if not pattern:
+        return 'is empty: "*" stands for all linears'
+    if foreign := sorted({c for c in pattern if not (c.isascii() and (c.isalnum() or c in _IN_GLOBS))}):
+        what = ", ".join(map(repr, foreign))
+        return f"is not a glob: no module name contains {what}; globs have *, ? and [seq]"
+    if pattern.count("[") != pattern.count("]"):
+        return "has a bracket that is not closed, which a glob takes literally"
+    return ""
 
 
 def _by_number(pattern: str) -> bool:
@@ -294,7 +328,7 @@ def _as_mapping(problems: list[str], at: str, value: Any) -> Mapping[str, Any]:
     """The value if it is a mapping; else add a problem and return an empty one."""
     if isinstance(value, Mapping):
         return value
-    problems.append(f"{at}: {value!r} is not a mapping" + (": write {}" if value is None else ""))
+    problems.append(f"{at}: {_shown(value)} is not a mapping" + (": write {}" if value is None else ""))
     return {}
 
 
@@ -310,9 +344,25 @@ def _check_keys(
     problems += [f"{prefix}no {key}" for key in required if key not in body]
 
 
+def _place(section: str, name: str) -> str:
+    return f"{section}.{name if name.isprintable() else ascii(name)}"
+
+
+def _shown(value: Any) -> str:
+    """A value of the file for a message, shortened: aliases can make a small file a huge value."""
+    return reprlib.repr(value)
+
+
 def _suggestion(value: Any, known: Iterable[Any] | None) -> str:
     near = difflib.get_close_matches(str(value), [str(k) for k in known or ()], n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _suggested_glob(pattern: str, globs: Sequence[str]) -> str:
+    """The glob with the most similar last name, which is where a slip of the pen is."""
+    by_name = {glob.rpartition(".")[2]: glob for glob in globs}
+    near = difflib.get_close_matches(pattern.rpartition(".")[2], by_name, n=1, cutoff=0.7)
+    return f"; did you mean {by_name[near[0]]!r}?" if near else ""
 
 
 def _strict_loader() -> Any:

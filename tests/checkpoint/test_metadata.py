@@ -46,9 +46,9 @@ def test_agrees_with_torch(folder: Path) -> None:
 def test_reading_imports_nothing(folder: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from megatron_nemotron3.checkpoint import command, metadata\n"
+        "from megatron_nemotron3.checkpoint import check, metadata\n"
         f"metadata.read_metadata({str(folder)!r})\n"
-        f"assert command.check(Path({str(folder)!r}), full=True) == 0\n"
+        f"assert check.check(Path({str(folder)!r}), full=True) == 0\n"
         "print([m for m in ('torch', 'megatron.core', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.convert import inventory
-from megatron_nemotron3.convert.config_json import BLOCKS, FIXED, IGNORED, read, write
+from megatron_nemotron3.convert.config_json import BLOCKS, FIXED, IGNORED, OWN, read, write
 from megatron_nemotron3.models import Nemotron3Config, get, names
 from tests.support.convert_models import DISTINCT, random_config
 
@@ -235,7 +235,9 @@ def test_mtp_is_counted_in_physical_blocks() -> None:
     super_, several = get("super"), DISTINCT
     assert super_.mtp_num_layers == 2 and write(super_)["num_nextn_predict_layers"] == 1
     assert several.mtp_num_layers == 2 and write(several)["num_nextn_predict_layers"] == 2
-    assert (read(write(super_)).mtp_num_layers, read(write(super_)).mtp_num_blocks) == (1, 1)
+    assert (read(write(super_)).mtp_num_layers, read(write(super_)).mtp_num_blocks) == (2, 1)
+    released = {key: value for key, value in write(super_).items() if key != OWN}
+    assert (read(released).mtp_num_layers, read(released).mtp_num_blocks) == (1, 1)
     assert read(write(super_), base=super_).mtp_num_layers == 2
     assert read(write(several)).mtp_use_repeated_layer is False
     assert "num_nextn_predict_layers" not in write(get("nano"))

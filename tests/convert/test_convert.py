@@ -265,7 +265,7 @@ def test_too_little_space(
         (["to-hf", "{megatron}", "{out}", "--vocab-size", "9999"], "vocab_size=9999 is more than"),
         (
             ["from-hf", "{megatron}", "{out}"],
-            "neither model.safetensors nor model.safetensors.index.json: is it a Megatron checkpoint?",
+            "it is a Megatron checkpoint: use `nemotron3 convert to-hf`",
         ),
         (["from-hf", "{hf}", "{out}", "--make-vocab-size-divisible-by", "0"], "use 1 or more"),
         (["from-hf", "{hf}", "{out}", "--tiny"], "--tiny requires --model"),

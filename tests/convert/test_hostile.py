@@ -113,7 +113,9 @@ HF: dict[str, tuple[Callable[[Path], None], str]] = {
         "1,000,000,000 experts",
     ),
     "config has 10^9 MTP blocks": (
-        lambda f: _edit(f / "config.json", lambda d: d.update(num_nextn_predict_layers=10**9)),
+        lambda f: _edit(
+            f / "config.json", lambda d: d.update(num_nextn_predict_layers=10**9, megatron_nemotron3={})
+        ),
         "2,000,000,012 layers",
     ),
     "file is cut": (lambda f: _truncate(f / FIRST, 1), "its tensors end at byte"),

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_nemotron3 import models
 from megatron_nemotron3.args import Flag, Launch, flags, smoke, to_argv
-from megatron_nemotron3.checkpoint.command import layout_of
+from megatron_nemotron3.checkpoint.check import layout_of
 from megatron_nemotron3.checkpoint.metadata import CheckpointIndex, StoredObject
 from megatron_nemotron3.checkpoint.read import common_state as stored_state
 from megatron_nemotron3.checkpoint.write import COMMON_OBJECT, CONFIG_TEXT, index_bytes, object_archive

@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.command import describe
+from megatron_nemotron3.checkpoint.check import describe
 from megatron_nemotron3.checkpoint.metadata import read_metadata
 from megatron_nemotron3.checkpoint.read import chunk_layout, opened
-from megatron_nemotron3.convert import conversion, from_hf, to_hf
+from megatron_nemotron3.convert import conversion, from_hf, to_hf, verify
 from megatron_nemotron3.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.convert.hf_folder import read_safetensors_header, safetensors_header
 from megatron_nemotron3.convert.inventory import mappings
@@ -203,7 +203,5 @@ TARGETS = {
     ),
     "mp_rank": Target(lambda: megatron_folders("mp_rank"), read_megatron, _is(".pt")),
     "journal": Target(interrupted, go_on, _is(JOURNAL)),
-    "manifest": Target(
-        finished, lambda folder, sample: conversion._verify_manifest(folder, 1), _is(MANIFEST)
-    ),
+    "manifest": Target(finished, lambda folder, sample: verify.verify_manifest(folder, 1), _is(MANIFEST)),
 }

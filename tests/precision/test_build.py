@@ -23,7 +23,7 @@ TINY = tiny(n3.get("super"))
 
 
 def built(
-    file: str, environment: str | None, **arguments: Any
+    file: str | None, environment: str | None, **arguments: Any
 ) -> tuple[dict[str, str], set[Any], torch.Tensor]:
     """Formats by name, recipes' switches for stochastic rounding, and the loss of a forward."""
     seed(7)
@@ -46,7 +46,7 @@ def take(file: str) -> dict[str, Any]:
     return {
         "both": built(file, "nvfp4,sr=0", precision="nvfp4", emulate=True),
         "text": built(file, None, precision="nvfp4", emulate="nvfp4,sr=0"),
-        "off": built(file, None, precision="bf16", emulate="0"),
+        "off": built(None, None, precision="bf16", emulate="0"),
     }
 
 

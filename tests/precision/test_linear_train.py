@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.precision.settings import VARIABLE
+from megatron_nemotron3.precision.settings import OPTION, VARIABLE
 from megatron_nemotron3.train import log
 
 FLAGS = ["flags", "super", "--tiny", "--precision", "nvfp4", "--te-precision-config-file", "file.yaml"]
@@ -22,6 +22,7 @@ def test_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     lines = found.out.splitlines()
     assert "--bf16" in lines and "--te-precision-config-file file.yaml" in lines
     assert "--num-layers-at-end-in-bf16 2" in lines and "--fp4-format e2m1" not in lines
+    assert lines[-1] == f"{OPTION} nvfp4"
     assert f"set {VARIABLE}=nvfp4 in the training processes" in found.err
     monkeypatch.setenv(VARIABLE, "nvfp4,sr=0")
     assert cli.main([*FLAGS, "--backend", "torch", "--emulate"]) == 0
@@ -32,13 +33,27 @@ def test_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     ("value", "words", "message"),
     [
         (None, [*FLAGS, "--backend", "torch"], "use backend te, or emulate=True"),
-        ("nvfp4,st=0", [*FLAGS, "--backend", "torch", "--emulate"], "'st' is no switch: use rht, sr"),
+        (
+            "nvfp4,st=0",
+            [*FLAGS, "--backend", "torch", "--emulate"],
+            "'st' is no switch of nvfp4: use rht, sr",
+        ),
+        (
+            "mxfp8",
+            [*FLAGS, "--backend", "torch", "--emulate"],
+            "asks for nvfp4 on backend torch and emulates mxfp8: use precision mxfp8",
+        ),
+        (
+            None,
+            ["flags", "nano", "--tiny", "--precision", "fp8-tensorwise", "--backend", "torch", "--emulate"],
+            "asks for fp8-tensorwise on backend torch and emulates nvfp4",
+        ),
         ("nvfp4", FLAGS, "is set: pass --precision nvfp4 --emulate or unset it"),
         ("nvfp4", ["train", "super", "--tiny", "--device", "cpu"], "pass --precision nvfp4 --emulate"),
         (
             None,
             ["train", "super", "--tiny", "--device", "cpu", "--emulate"],
-            "emulation supports only precision nvfp4",
+            "emulation supports only precision nvfp4 and mxfp8",
         ),
     ],
 )

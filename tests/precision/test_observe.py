@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.precision.install import emulate_stack, published_tail
+from megatron_nemotron3.precision.install import emulate_stack
 from megatron_nemotron3.precision.observe import Observed, Observer
 from megatron_nemotron3.precision.quantizer import fake_quantize
 from megatron_nemotron3.precision.recipe import Recipe, Spec
@@ -24,6 +24,7 @@ from megatron_nemotron3.precision.settings import (
     parse_logging,
 )
 from megatron_nemotron3.precision.statistics import Sums, measure, numbers
+from megatron_nemotron3.precision.table import tail_of_depth
 from tests.support.distributed import initialize, run_distributed
 from tests.support.emulation import assert_same, built, seed, step
 from tests.support.precision_log import Run, Seen, train
@@ -209,7 +210,7 @@ def test_depths_that_share_a_block_are_one_row() -> None:
 
 
 def test_the_tail_of_a_plain_run_is_the_published_one() -> None:
-    assert (published_tail(88), published_tail(108), published_tail(52), published_tail(10)) == (14, 16, 8, 2)
+    assert [tail_of_depth(layers).layers for layers in (88, 108, 52, 10)] == [14, 16, 8, 2]
     run = once(None, microbatches=1, quant_recipe=None, first_last_layers_bf16=False)
     found = {(row.layer, row.module, row.format) for row in run.rows}
     assert {layer for layer, _, _ in found} == {"layer_001", "layer_002", "layer_003"}  # 1 of 5 stays BF16

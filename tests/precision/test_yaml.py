@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3 import models
+from megatron_nemotron3.args import Launch, precision_file
 from megatron_nemotron3.precision import command, yaml_file
 from megatron_nemotron3.precision.table import Structure, bf16_tail, expected
 from megatron_nemotron3.precision.yaml_file import RECIPE_FIELDS, PrecisionFileError
@@ -227,7 +228,7 @@ def test_upstreams_loader_resolves_the_same(config: models.Nemotron3Config, tmp_
     path = tmp_path / "file.yaml"
     yaml_file.write(config, path)
     ours, theirs = yaml_file.read(path, config), upstream(path)
-    table = expected(config, "nvfp4", at_end=0)
+    table = expected(config, "nvfp4", kept=(0, 0))
     for prefix in ("", "language_model.", "module.language_model."):
         for linear in Structure.of(config).linears():
             found = get_quant_config_or_none(prefix + linear.name, theirs)
@@ -310,14 +311,15 @@ def test_overrides_are_upstreams(fmt: str, ambient: str, overrides: tuple[bool, 
 
 def test_the_command_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "nvfp4.yaml"
-    assert "is not on this machine" in (command.check(models.SUPER, path) or "")
+    launch = Launch.of("super", precision="nvfp4", backend="te", te_precision_config_file=str(path))
+    assert "is not on this machine" in precision_file.check(launch)[0]
     assert "--te-precision-config-file" in command.run(models.SUPER, path=path)
-    assert path.read_text() == GOOD and command.check(models.SUPER, path) is None
+    assert path.read_text() == GOOD and precision_file.check(launch) == []
     with pytest.raises(ValueError, match="--format mxfp8 needs no file"):
         command.run(models.SUPER, "mxfp8", tmp_path / "other.yaml")
     path.write_text(spoiled(*BAD["no enabled"][:2]))
     with pytest.raises(PrecisionFileError, match="enabled"):
-        command.check(models.SUPER, path)
+        precision_file.check(launch)
 
 
 def test_tail_and_file_are_apart() -> None:

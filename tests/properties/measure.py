@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_nemotron3.models import count
+from megatron_nemotron3.precision.settings import Logging, logging_precision
 from tests.properties import step
 from tests.properties.step import Case, Outcome, Refusal
 from tests.support.distributed import run_distributed
@@ -222,9 +223,19 @@ def with_precision_file(case: Case) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(_PRECISION_FILE)
         file.flush()
-        losses = [outcome(replace(case, te_precision_config_file=name)).loss for name in (None, file.name)]
+        words = ((), ("--te-precision-config-file", file.name))
+        # Our stack refuses the file in a plain run that is not measured.
+        with tempfile.TemporaryDirectory() as folder, logging_precision(Logging(1000, folder)):
+            losses = [outcome(replace(case, extra=extra)).loss for extra in words]
     assert losses[0] == losses[1]
     return "the loss is the same to the bit"
+
+
+def precision_file_in_flags(case: Case) -> str:
+    """Whether Megatron hears of the file."""
+    with step.rules_off():
+        words = case.argv()
+    return f"the file is {'' if '--te-precision-config-file' in words else 'not '}among the flags"
 
 
 def bf16_layers(case: Case) -> str:

@@ -1,22 +1,27 @@
-"""`nemotron3 check DIR`: describe a checkpoint and verify its files."""
+"""Describe Megatron checkpoints and verify their files, for `nemotron3 check`."""
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.folders import TRACKER, checkpoint_path, iterations, read_tracker
+from megatron_nemotron3.checkpoint.folders import (
+    TRACKER,
+    checkpoint_path,
+    iterations,
+    locate,
+    read_tracker,
+)
 from megatron_nemotron3.checkpoint.integrity import check_integrity
-from megatron_nemotron3.checkpoint.metadata import INDEX, ITEM_SIZE, CheckpointError, CheckpointIndex
+from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex
 from megatron_nemotron3.checkpoint.read import common_state
+from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.checkpoint.resume import LoadFolder, tracker_fix
-from megatron_nemotron3.checkpoint.structure import CONFIG, Verdict, check_structure
+from megatron_nemotron3.checkpoint.structure import Verdict, check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
 
 #: Largest number of problems printed.
@@ -37,44 +42,24 @@ _LAYOUT = {
 }
 
 
-def register(commands: Any) -> None:
-    """Add `nemotron3 check`."""
-    command = commands.add_parser("check", help="check that a checkpoint is complete and undamaged")
-    command.add_argument(
-        "folder", type=Path, metavar="DIR", help="one checkpoint, or the folder with the tracker"
-    )
-    command.add_argument("--full", action="store_true", help="read everything and compare CRC32s")
-    command.add_argument("--workers", type=int, default=4, metavar="N", help="threads of --full (default 4)")
-    command.set_defaults(run=check_command)
-
-
-def check_command(options: argparse.Namespace) -> int:
-    """Run `nemotron3 check`; raises as `check`."""
-    if options.workers < 1:
-        raise ValueError(f"--workers {options.workers}: give 1 or more")
-    return check(options.folder, full=options.full, workers=options.workers)
-
-
 def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
     """Print what `folder` contains and verify it. Returns the exit status: 0 if it is sound, else 2.
 
     Args:
-        folder: one checkpoint (iter_0000300), or the folder with the tracker. In the second case all
-            checkpoints get the structural check, and `full` reads the one that the tracker names.
+        folder: one checkpoint (iter_0000300), the folder with the tracker, or a run. If there are several
+            checkpoints, all get the structural check, and `full` reads the one that the tracker names.
         full: read everything and compare CRC32s.
         workers: threads of the full check.
 
     Raises:
-        ValueError: there is no checkpoint at `folder`.
+        ValueError: there is no Megatron checkpoint at `folder`.
     """
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: " + ("it is not a folder" if folder.exists() else "it does not exist"))
-    found = iterations(folder)
-    if found or os.path.lexists(folder / TRACKER):
-        return _print_problems(_check_all(folder, found, full, workers))
-    if not any(next(folder.glob(name), None) for name in (CONFIG, INDEX, "*.distcp", "mp_rank_*")):
-        raise ValueError(f"{folder}: it holds no checkpoint: neither {TRACKER} nor {CONFIG}")
-    return _print_problems(_check_one(folder, full, workers))
+    found = locate(folder)
+    if found.kind == "hugging face":
+        raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
+    if found.kind == "checkpoints":
+        return _print_problems(_check_all(found.folder, iterations(found.folder), full, workers))
+    return _print_problems(_check_one(found.folder, full, workers))
 
 
 def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
@@ -89,7 +74,9 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
         if iteration == named:
             continue
         verdict = check_structure(checkpoint_path(folder, iteration))
-        print(f"iter_{iteration:07d} {verdict.state}" + "".join(f": {p}" for p in verdict.problems[:1]))
+        print(
+            f"iter_{iteration:07d} {verdict.state}" + "".join(f": {shown(p)}" for p in verdict.problems[:1])
+        )
         if verdict.state == "damaged":
             problems += verdict.problems
     if named is None:
@@ -114,7 +101,8 @@ def _tracker_cure(folder: Path) -> str:
 def _check_one(path: Path, full: bool, workers: int) -> list[str]:
     """Describe and check one checkpoint. Returns the problems."""
     verdict = check_structure(path)
-    print(f"{path} {verdict.state}" + (f" ({_FORMATS[verdict.state]})" if verdict.state in _FORMATS else ""))
+    form = f" ({_FORMATS[verdict.state]})" if verdict.state in _FORMATS else ""
+    print(f"{shown(path)} {verdict.state}{form}")
     if verdict.index is not None:
         for line in describe(verdict.index):
             print("  " + line)
@@ -144,7 +132,7 @@ def _check_full(path: Path, verdict: Verdict, workers: int) -> list[str]:
 def _print_problems(problems: list[str]) -> int:
     sys.stdout.flush()
     for problem in problems[:_SHOWN]:
-        print(f"nemotron3 check: {problem}", file=sys.stderr)
+        print(f"nemotron3 check: {shown(problem)}", file=sys.stderr)
     if len(problems) > _SHOWN:
         print(f"nemotron3 check: and {len(problems) - _SHOWN:,} more", file=sys.stderr)
     if not problems:
@@ -158,7 +146,7 @@ def describe(index: CheckpointIndex) -> list[str]:
     try:
         state = common_state(index)
     except CheckpointError as problem:
-        lines.append(f"arguments    not shown: {problem}")
+        lines.append(f"arguments    not shown: {shown(str(problem))}")
     else:
         iteration = state.get("iteration")
         lines.append(f"iteration    {iteration if type(iteration) is int else 'not stored'}")

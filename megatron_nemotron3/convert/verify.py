@@ -1,0 +1,115 @@
+"""Compare two checkpoints of any kind, or a folder with its manifest, and print the result."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_nemotron3.checkpoint.archive import preadv
+from megatron_nemotron3.checkpoint.files import open_outside
+from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
+from megatron_nemotron3.checkpoint.remote import shown
+from megatron_nemotron3.convert.checkpoints import checkpoint_line, open_checkpoint
+from megatron_nemotron3.convert.compare import Difference, compare
+from megatron_nemotron3.convert.conversion import Options
+from megatron_nemotron3.convert.job import MANIFEST, Progress
+from megatron_nemotron3.convert.progress import ProgressLine, size_text
+from megatron_nemotron3.convert.streams import BAND
+from megatron_nemotron3.convert.workers import parallel_map
+
+#: Largest number of differences printed.
+_SHOWN = 20
+
+
+def verify(
+    a: Path, b: Path | None, options: Options, *, dequantize: bool = False, vocab_size: int | None = None
+) -> int:
+    """Compare two checkpoints of any kind, or one with its manifest. Returns the exit status: 0 equal, 1 not.
+
+    Raises:
+        ValueError: one is not a valid checkpoint.
+    """
+    if b is None:
+        return verify_manifest(a, options.workers)
+    wanted = {
+        "model": options.model,
+        "allow_unused": options.allow_unused,
+        "dequantize": dequantize,
+        "vocab_size": vocab_size,
+    }
+    sides = [open_checkpoint(p, **wanted) for p in (a, b)]
+    for name, side in zip("ab", sides):
+        print(f"{name}            {checkpoint_line(side)}")
+    views = [side.hf_view() for side in sides]
+    show = ProgressLine()
+    total = sum(t.nbytes for name, t in views[0].tensors.items() if name in views[1].tensors)
+    started = time.monotonic()
+    problems, equal, elements = 0, 0, 0
+    found = compare(
+        *views,
+        workers=options.workers,
+        report=lambda d, s: show.progress(Progress(d, total, d / s if s else 0)),
+    )
+    for one in found:
+        if isinstance(one, Difference):
+            problems += 1
+            if problems <= _SHOWN:
+                show.end()
+                print(f"differs      {one.name}: {one.what}")
+        else:
+            equal, elements = equal + 1, elements + one.elements
+    show.end()
+    if problems > _SHOWN:
+        print(f"differs      and {problems - _SHOWN:,} more")
+    print(
+        f"{'equal' if not problems else 'not equal'}: {equal:,} tensors with {elements:,} elements are equal "
+        f"bit by bit, {problems:,} differ; {size_text(total)} of each side in "
+        f"{time.monotonic() - started:.1f} s"
+    )
+    return 1 if problems else 0
+
+
+def verify_manifest(folder: Path, workers: int) -> int:
+    """Compare the files of a folder with its manifest. Returns the exit status: 0 equal, 1 not.
+
+    Raises:
+        ValueError: it has no manifest, or one that lists no files.
+    """
+    if not (folder / MANIFEST).exists():
+        raise ValueError(f"{folder}: it has no {MANIFEST}: give a second checkpoint to compare with")
+    entries = read_json(folder / MANIFEST).get("files")
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{folder / MANIFEST}: it lists no files")
+
+    def work(name: str, count: Callable[[int], None]) -> str | None:
+        entry, path = entries[name], folder / name
+        if not isinstance(entry, dict) or Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"{folder / MANIFEST}: {name!r:.100} is not an entry of a file below the folder"
+        crc = length = 0
+        try:
+            with open_outside(path) as file:
+                length = os.fstat(file.fileno()).st_size
+                if length != entry.get("bytes"):  # before a file of any length is read
+                    return f"{path}: {length:,} bytes, {entry.get('bytes')!r:.30} were written"
+                block, whole, length = memoryview(bytearray(min(BAND, length))), length, 0
+                while length < whole and (got := preadv(file.fileno(), block, length)):
+                    crc, length = zlib.crc32(block[:got], crc), length + got
+                    count(got)
+        except OSError as problem:
+            return f"{path}: {problem.strerror}"
+        except ValueError as problem:
+            return str(problem)
+        if length != entry.get("bytes"):
+            return f"{path}: {length:,} bytes, {entry.get('bytes')!r:.30} were written"
+        if f"{crc:08x}" != entry.get("crc32"):
+            return f"{path}: CRC32 {crc:08x}, {entry.get('crc32')!r:.30} was written"
+        return None
+
+    problems = [found for found in parallel_map(work, sorted(entries), workers=workers) if found]
+    for problem in problems[:_SHOWN]:
+        print(shown(problem))
+    print(f"{len(entries) - len(problems):,} of {len(entries):,} files are as the manifest says")
+    return 1 if problems else 0

@@ -1,0 +1,131 @@
+"""Compare the formats of a run with the published recipe, by kind of linear. Imports no torch.
+
+Megatron says nothing about a precision file that leaves a kind of linear out: its linears follow their layer,
+which is NVFP4. A kind that a matcher names is taken to be meant, even if its format is not the published one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_nemotron3.precision import te_variables
+from megatron_nemotron3.precision.census import Ambient, ambient_of_linear
+from megatron_nemotron3.precision.formats import BF16, NVFP4
+from megatron_nemotron3.precision.settings import SWITCHES, VARIABLE, Emulation
+from megatron_nemotron3.precision.table import Structure, tail_of_depth
+from megatron_nemotron3.precision.yaml_file import PrecisionFile
+
+#: What each switch of the emulation leaves out.
+_WITHOUT = {
+    "rht": "no random Hadamard transform",
+    "sr": "gradients rounded to nearest",
+    "2d": "a scale for 1 x 16 weights",
+    "fprop": "forward not quantized",
+    "dgrad": "gradient of the input not quantized",
+    "wgrad": "gradient of the weight not quantized",
+    "every_layer": "every linear of every layer",
+}
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A difference from the published recipe: what, and what asks for it."""
+
+    text: str
+    #: The matcher or switch that asks for it; "" if it is merely left out.
+    asked_by: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text}, as {self.asked_by} says" if self.asked_by else self.text
+
+
+def formats(structure: Structure, file: PrecisionFile, ambient: Ambient) -> Counter[str]:
+    """Count the linears of a whole model by format."""
+    return Counter(
+        file.format(linear.name, ambient_of_linear(linear, ambient)) for linear in structure.linears()
+    )
+
+
+def deviations(structure: Structure, file: PrecisionFile, ambient: Ambient) -> list[Deviation]:
+    """Differences of an NVFP4 run from the published recipe; empty for another format.
+
+    Args:
+        structure: the whole model.
+        file: the precision file in force; `NO_FILE` for none.
+        ambient: formats of the layers.
+    """
+    if ambient.format != NVFP4:
+        return []
+    totals: Counter[str] = Counter()
+    found: Counter[tuple[str, str, str, str]] = Counter()
+    for linear in structure.linears():
+        around, matcher = ambient_of_linear(linear, ambient), file.matcher(linear.name)
+        totals[linear.kind.name] += 1
+        has = file.format(linear.name, around)
+        wanted = BF16 if around == BF16 else linear.kind.recipe
+        if has != wanted:
+            found[linear.kind.name, has, wanted, matcher.name if matcher else ""] += 1
+    result = [
+        Deviation(
+            f"{kind}: {number} of {totals[kind]} linears in {has}, published {wanted}"
+            + ("" if matcher else " (no matcher names them)"),
+            f"matcher {matcher}" if matcher else "",
+        )
+        for (kind, has, wanted, matcher), number in found.items()
+    ]
+    published = tail_of_depth(ambient.num_layers).layers
+    if (ambient.at_start, ambient.at_end) != (0, published):
+        result.append(
+            Deviation(
+                f"BF16 layers: {ambient.at_start} at the start and {ambient.at_end} at the end of "
+                f"{ambient.num_layers}, published 0 and {published}"
+            )
+        )
+    return result
+
+
+def of_emulation(chosen: Emulation) -> list[Deviation]:
+    """Differences of what emulation computes from the published recipe; its switches ask for them."""
+    default = Emulation()
+    return [
+        Deviation(_WITHOUT[name], f"{VARIABLE} {name}={int(getattr(chosen, field))}")
+        for name, field in SWITCHES.items()
+        if getattr(chosen, field) != getattr(default, field) and name in _WITHOUT
+    ]
+
+
+def formats_in_force(structure: Structure, file: PrecisionFile, ambient: Ambient) -> Iterator[str]:
+    """Lines that count the linears of a whole model by format, and list what is not the published recipe."""
+    found = deviations(structure, file, ambient)
+    counted = formats(structure, file, ambient)
+    linears = ", ".join(f"{number} {fmt}" for fmt, number in sorted(counted.items()))
+    as_published = ", as published" if ambient.format == NVFP4 and not found else ""
+    yield f"linears of the whole model: {linears}{as_published}"
+    yield from map(line, found)
+
+
+def recipe_in_force(
+    structure: Structure, file: PrecisionFile, ambient: Ambient, chosen: Emulation | None = None
+) -> Iterator[str]:
+    """Lines that say which recipe a quantized run has, and what deviates from the published one.
+
+    Args:
+        chosen: the emulation; None where TransformerEngine computes.
+    """
+    if chosen is None or not chosen.every_layer:
+        yield from formats_in_force(structure, file, ambient)
+    if chosen is not None:
+        yield from map(line, of_emulation(chosen))
+    elif ambient.format == NVFP4:
+        yield f"nvfp4 in TransformerEngine: {te_variables.nvfp4_ingredients()}"
+    used = {fmt for fmt in formats(structure, file, ambient) if fmt != BF16}
+    version = te_variables.te_version()
+    for remark in te_variables.remarks(used, version=version, emulated=chosen is not None):
+        yield remark.line()
+
+
+def line(found: Deviation) -> str:
+    """A line for a log; a warning unless a matcher or switch asks for it."""
+    return f"{'' if found.asked_by else 'warning: '}not the published recipe: {found}"

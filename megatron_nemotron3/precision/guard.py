@@ -1,0 +1,86 @@
+"""Refuse runs whose flags ask for formats that they would not compute in. Imports neither torch nor megatron.
+
+`require_followed` and `require_well_formed_file` act where a stack is built, the first place of ours in a
+stock script that is told only our `--spec`. `require_usable` acts on a command line, before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_nemotron3.checkpoint.argv import option_value, option_values
+from megatron_nemotron3.monitor.settings import megatron_options
+from megatron_nemotron3.precision import yaml_file
+from megatron_nemotron3.precision.census import CensusError
+from megatron_nemotron3.precision.settings import OPTION, VARIABLE
+from megatron_nemotron3.precision.yaml_file import FLAG
+
+_TORCH_SPEC = "--spec megatron_nemotron3.specs nemotron3_torch_stack_spec"
+
+
+def without_effect(asked: Sequence[str]) -> str:
+    """Say that options ask for formats in which linears of the torch backend do not compute."""
+    return (
+        f"{' and '.join(asked)} would have no effect: linears of the torch backend compute in BF16 or FP32 "
+        f"unless they emulate. To emulate NVFP4, pass {OPTION} nvfp4 to nemotron3 run, or set "
+        f"{VARIABLE}=nvfp4 in the training processes, and leave --fp4-format and --fp8-format out. On GPUs "
+        "with FP4 or FP8 use --spec megatron_nemotron3.specs nemotron3_te_stack_spec. For a plain run drop "
+        f"{' and '.join(asked)}"
+    )
+
+
+def _asked(fp4: object, fp8: object, file: object) -> list[str]:
+    given = (("--fp4-format", fp4), ("--fp8-format", fp8), (FLAG, file))
+    return [name for name, value in given if value]
+
+
+def require_followed(stack: Any, *, emulate: bool, measured: bool) -> None:
+    """Raise CensusError if a stack's linears would silently ignore the formats that are asked for.
+
+    Args:
+        stack: HybridStack with `layers` and `config`, before emulation is installed.
+        emulate: the linears are to emulate.
+        measured: precision is logged, so a precision file says how a plain run is measured.
+    """
+    linears = [module for module in stack.modules() if hasattr(module, "products")]
+    if emulate and len(stack.layers) and not linears:
+        raise CensusError(
+            f"{VARIABLE} emulates linears of the torch backend, and this stack has none: use {_TORCH_SPEC}, "
+            "or unset it"
+        )
+    if emulate or all(hasattr(module, "finish_init") for module in linears):
+        return
+    config = stack.config
+    asked = _asked(config.fp4, config.fp8, config.quant_recipe is not None and not measured)
+    if asked:
+        raise CensusError(without_effect(asked))
+
+
+def require_well_formed_file(config: Any) -> None:
+    """Read the precision file of a Megatron script strictly: Megatron ignores most mistakes in it.
+
+    Raises:
+        PrecisionFileError: the file has mistakes.
+    """
+    file = getattr(megatron_options(), "te_precision_config_file", None)
+    if file and config.quant_recipe is not None:
+        yaml_file.read(file)
+
+
+def require_usable(arguments: Sequence[str], *, torch_spec: bool, emulate: bool, measured: bool) -> None:
+    """Check a Megatron script's options on number formats before the script starts.
+
+    Args:
+        arguments: words of its command line.
+        torch_spec: `--spec` names the torch backend's stack.
+        emulate, measured: as for `require_followed`.
+
+    Raises:
+        CensusError: the options would have no effect.
+    """
+    file = option_value(arguments, FLAG)
+    fp4, fp8 = (option_values(arguments, f"--{kind}-format") is not None for kind in ("fp4", "fp8"))
+    asked = _asked(fp4, fp8, file is not None and not measured)
+    if torch_spec and not emulate and asked:
+        raise CensusError(without_effect(asked))
