@@ -3,10 +3,10 @@
     python -m tests.golden.make_healthy_runs FOLDER        # trains, about 40 minutes of one core
     python -m tests.golden.make_healthy_runs FOLDER --pack # packs the FOLDER/NAME_SEED.json of earlier runs
 
-Six runs: tiny Nano (16 experts, top 4, no MTP), tiny Super (32, top 6, latent, two MTP depths) and `wide`
-(64, top 4, latent, one depth), two seeds each, on the bytes of Python's sources: 128 tokens per step,
-measured every 10 steps, peak rate 4e-3 after 200 steps, decay over the last 400. Thresholds were set on the
-seed `SET_ON`; the other judges them.
+Seven runs: tiny Nano (16 experts, top 4, no MTP), tiny Super (32, top 6, latent, two MTP depths) and `wide`
+(64, top 4, latent, one depth), on the bytes of Python's sources: 128 tokens per step, measured every 10
+steps, peak rate 4e-3 after 200 steps, decay over the last 400. Thresholds were set on seed `SET_ON`. Seed 2
+judged them, after which one was made stricter (`collapse_jump_share`, 0.4 to 0.5). Seed 3 was recorded last.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import numpy as np
 from tests.support.series import FILE, SET_ON, History
 
 STEPS = 2000
-NAMES = ("nano-tiny", "super-tiny", "wide")
-SEEDS = (SET_ON, 2)
+#: Name and seed. Nano's routers take longest to balance.
+RUNS = [(name, seed) for name in ("nano-tiny", "super-tiny", "wide") for seed in (SET_ON, 2)] + [
+    ("nano-tiny", 3)
+]
 
 
 def train(name: str, seed: int) -> History:
@@ -71,13 +73,12 @@ def main() -> None:
     parser.add_argument("--pack", action="store_true")
     options = parser.parse_args()
     runs: dict[str, History] = {}
-    for name in NAMES:
-        for seed in SEEDS:
-            file = options.folder / f"{name}_{seed}.json"
-            if not options.pack:
-                file.write_text(json.dumps({"history": train(name, seed)}))
-            history = json.loads(file.read_text())["history"]
-            runs[f"{name}_{seed}"] = {tag: [(i, v) for i, v in points] for tag, points in history.items()}
+    for name, seed in RUNS:
+        file = options.folder / f"{name}_{seed}.json"
+        if not options.pack:
+            file.write_text(json.dumps({"history": train(name, seed)}))
+        history = json.loads(file.read_text())["history"]
+        runs[f"{name}_{seed}"] = {tag: [(i, v) for i, v in points] for tag, points in history.items()}
     np.savez_compressed(FILE, **pack(runs))
 
 

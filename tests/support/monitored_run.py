@@ -51,6 +51,7 @@ class MonitoredRun:
         batch: int = 2,
         **settings: Any,
     ) -> None:
+        set_moe_metrics_tracker(MoEMetricsTracker())  # not that of an earlier run
         with monitoring(interval):
             self.model = build_model(model, precision="fp32", backend="torch", seed=seed, **settings)
         #: Kept here, because tests begin with a tracker of their own.
