@@ -199,7 +199,9 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
     saved = folders.latest_iteration(request.checkpoints)
     state = progress.on_disk(saved, status == 0)
     if status != 0 and not progress.stopped_at_once:
-        raise ValueError(f"{progress.cause(request.checkpoints, status)}; {state} (see {log_file})")
+        need = folders.bytes_needed(count(given.config).trainable, given.precision)
+        cause = progress.cause(request.checkpoints, status, need)
+        raise ValueError(f"{cause}; {state} (see {log_file})")
 
     curve = log.read(str(log_file))
     _print_report(request, curve, baseline, started)
