@@ -24,7 +24,7 @@ ALLOWED = {
     "plan": {"args", "checkpoint", "models", "precision"},
     "generate": {"checkpoint", "convert", "cpu", "layers", "models", "run", "train"},
     "compression": {"checkpoint", "convert", "cpu", "layers", "models"},
-    "doctor": {"args", "build", "cpu", "layers", "models"},
+    "doctor": {"args", "build", "cpu", "layers", "models", "precision"},
     "layers": {"cpu", "models", "monitor", "precision"},
     "specs": {"layers"},
     "build": {"args", "cpu", "layers", "models", "precision"},

@@ -32,6 +32,8 @@ from megatron_nemotron3.args.rule import Violation
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.precision.settings import OPTION as EMULATE_OPTION
+from megatron_nemotron3.precision.settings import Emulation
 
 #: Every origin a setting can have.
 ORIGINS = ("model", "family", "layout", "precision", "schedule", "data", "backend", "default", "user")
@@ -154,7 +156,7 @@ def explain_command(config: Nemotron3Config, text: str, name: str = "published")
         *command_line.renamed(text),
         *([f"not compared, because a shell variable is unresolved: {', '.join(unknown)}"] if unknown else []),
     ]
-    rules = _pasted_violations(config, pasted, known)
+    rules = _pasted_violations(config, pasted, known, command_line.emulation(text))
     return _explanation(config, name, [*settings, *_missing_settings(pasted, known)], rules, notes)
 
 
@@ -250,17 +252,19 @@ def _with_published(setting: Setting, found: Reference | None) -> Setting:
 
 
 def _pasted_violations(
-    config: Nemotron3Config, pasted: list[Flag], known: Mapping[str, Reference]
+    config: Nemotron3Config, pasted: list[Flag], known: Mapping[str, Reference], emulate: Emulation | None
 ) -> list[Violation]:
     """Apply the rules on layout and options. A schedule is compared, not checked."""
     options = {flag.name: flag.values for flag in pasted}
     layout = command_line.layout_of(options)
     if layout is None:
         return []
-    ours = set(known) | set(_sections(config))
+    ours = {*known, *_sections(config), EMULATE_OPTION}
     others = [flag for flag in pasted if flag.name not in ours and command_line.is_known(flag.values)]
     backend = "torch" if options.get("--spec") == (SPEC_MODULE, SPECS["torch"]) else "te"
-    precision = "nvfp4" if "--fp4-format" in options else "mxfp8" if "--fp8-format" in options else "bf16"
+    precision = (
+        "nvfp4" if "--fp4-format" in options or emulate else "mxfp8" if "--fp8-format" in options else "bf16"
+    )
     words = [word for flag in others for word in (flag.name, *flag.values)]
     launch = Launch(
         config=config,
@@ -269,6 +273,7 @@ def _pasted_violations(
         backend=backend,
         extra=words,
         te_precision_config_file=(options.get(_FILE) or (None,))[0],
+        emulate=emulate,
         megatron_core=VERSION,
     )
     return [violation for violation in check(launch) if violation.rule != "reserved-option"]

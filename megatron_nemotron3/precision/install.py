@@ -128,7 +128,7 @@ def emulate_stack(stack: Any) -> None:
     _latest_observer = None if observer is None else weakref.ref(observer)
     plan = _Plan.of(stack.config, observer)
     if plan is None:
-        if stack.config.fp4:
+        if (stack.config.fp4 or stack.config.fp8) and not getattr(stack.config, "use_kitchen", False):
             _check_at_first_forward(stack, None, None)
         return
     for layer in stack.layers:
@@ -276,7 +276,7 @@ def _check_at_first_forward(stack: Any, ambient: Ambient | None, chosen: Emulati
     """At the model's first forward print the recipe in force, and raise if no linear computes in NVFP4.
 
     Args:
-        stack: of a run in NVFP4.
+        stack: of a quantized run.
         ambient: formats of the layers; None for those of the config, which TransformerEngine reads.
         chosen: the emulation; None where TransformerEngine computes.
     """
