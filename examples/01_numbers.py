@@ -1,5 +1,10 @@
 """Print a model's parameter count, its first flags, and why a layout is refused. Imports no torch."""
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if the package is not installed
+
 from megatron_nemotron3.args import Launch, ParallelLayout, RuleError, flags
 from megatron_nemotron3.models import count, get
 

@@ -1,6 +1,11 @@
 """Build a tiny Super on the CPU and take three training steps."""
 
+import sys
+from pathlib import Path
+
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if the package is not installed
 
 import megatron_nemotron3 as n3
 

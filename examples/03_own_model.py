@@ -1,5 +1,10 @@
 """Define a model of your own in this family: its flags, its parameter count, and the model."""
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if the package is not installed
+
 import megatron_nemotron3 as n3
 from megatron_nemotron3.args import Launch, flags
 from megatron_nemotron3.models import count, get, tiny

@@ -1,11 +1,21 @@
 """Call Megatron's pretrain() with our model provider, as a pipeline with its own entry point does.
 
-    python -m megatron_nemotron3.run examples/04_pretrain_with_model_provider.py
+    python examples/04_pretrain_with_model_provider.py
 
 A real entry point parses the command line. This one sets its options itself, so that it runs as it is.
 """
 
+import os
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if the package is not installed
+
+if __name__ == "__main__" and "RANK" not in os.environ:  # by itself: the launcher also runs without a GPU
+    from megatron_nemotron3 import run
+
+    run.main([__file__])
+    raise SystemExit
 
 from megatron.core.enums import ModelType
 from megatron.training import pretrain

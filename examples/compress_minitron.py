@@ -26,6 +26,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if the package is not installed
+
 import megatron_nemotron3 as n3
 from megatron_nemotron3 import compression
 from megatron_nemotron3.models import Nemotron3Config, count, get, tiny

@@ -16,7 +16,10 @@ import argparse
 import math
 import os
 import statistics
+import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if the package is not installed
 
 from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.models import get, tiny

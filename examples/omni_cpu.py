@@ -39,11 +39,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHO
 warnings.simplefilter("ignore")
 os.environ |= {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
-import torch.multiprocessing  # noqa: E402
-from omni_train import Losses, Mode, read, train  # noqa: E402
+import torch.multiprocessing
+from omni_train import Losses, Mode, read, train
 
-from megatron_nemotron3.boundary.layout import Layout  # noqa: E402
-from megatron_nemotron3.checkpoint.files import save_figure  # noqa: E402
+from megatron_nemotron3.boundary.layout import Layout
+from megatron_nemotron3.checkpoint.files import save_figure
 
 
 def _mode(samples: int, vision: str, audio: str, language: str, stock: bool = False) -> Mode:

@@ -8,14 +8,17 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 
 - Without a GPU (or with `--device cpu`) CUDA names mean the CPU (`megatron_nemotron3.cpu`).
 - With `--spec megatron_nemotron3.specs …` the run stops unless Megatron builds that stack.
-- With `--fp4-format` the run stops if no linear of the model computes in NVFP4. It also stops if the
-  precision file is malformed, or if the torch backend would ignore the formats that options ask for.
+- With `--fp4-format` or `--fp8-format` the run stops if no linear of the model computes in that format. It
+  also stops if the precision file is malformed, or if the torch backend would ignore the formats that options
+  ask for.
 - `--nemotron3-emulate nvfp4` emulates NVFP4, like NEMOTRON3_EMULATE=nvfp4, which it overrides
   (docs/nvfp4.md). It may stand among ARGS, too, where `nemotron3 flags --emulate` prints it.
 - The folder of `--save` is locked until the last rank ends (`megatron_nemotron3.checkpoint.lock`).
 - Before the start the tracker of `--load` is made to name the last complete checkpoint
   (`megatron_nemotron3.checkpoint.resume`), and a schedule that Megatron would refuse to load is refused
   with the option that it needs.
+- Processes that the script starts survive a signal to the whole process group and end when it ends; with
+  `--exit-signal-handler` Ctrl-C saves and leaves, as SIGTERM does (`megatron_nemotron3.lifetime`).
 - `--monitor N` runs stability monitors at every N-th iteration, 0 for none; it overrides NEMOTRON3_MONITOR
   (docs/monitor.md).
 
@@ -26,7 +29,6 @@ Exit code 2: the command line is wrong, the version of megatron-core is not supp
 from __future__ import annotations
 
 import os
-import runpy
 import socket
 import sys
 from collections.abc import Callable
@@ -34,6 +36,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from megatron_nemotron3 import lifetime, spawned
 from megatron_nemotron3.args.versions import require_supported
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.monitor import settings
@@ -197,25 +200,28 @@ def verify_stack(attribute: str) -> None:
     at_first_forward(require_our_stack)
 
 
-def verify_nvfp4(arguments: list[str]) -> None:
-    """Stop a script that is told `--fp4-format` if its hybrid model computes without NVFP4.
+def verify_quantized(arguments: list[str]) -> None:
+    """Stop a script that is told `--fp4-format` or `--fp8-format` if its hybrid model computes without it.
 
-    Megatron silently drops NVFP4 if layer counts or the precision file leave no linear for it. So inspect the
-    model when its first forward begins.
+    Megatron silently drops a format if layer counts or the precision file leave no linear for it, and drops
+    FP8 in a dense model without Transformer Engine. So inspect the model when its first forward begins.
     """
-    recipe = option_value(arguments, "--fp4-recipe") or "nvfp4"
-    if option_value(arguments, "--fp4-format") is None or recipe != "nvfp4":
+    from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
+
+    asked = [kind for kind in DEFAULT_RECIPES if option_value(arguments, f"--{kind}-format") is not None]
+    wanted = [name_of(option_value(arguments, f"--{k}-recipe") or DEFAULT_RECIPES[k]) for k in asked]
+    if len(wanted) != 1 or wanted[0] not in FORMATS:  # Megatron refuses two; "custom" is the user's own
         return
-    from megatron_nemotron3.precision.census import CensusError, require_nvfp4
+    from megatron_nemotron3.precision.census import CensusError, require_format
     from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
-    def require_nvfp4_linears(model: Any) -> None:
+    def require_linears(model: Any) -> None:
         try:
-            require_nvfp4(model)
+            require_format(model, wanted[0])
         except (CensusError, PrecisionFileError) as problem:
             fail(str(problem))
 
-    at_first_forward(require_nvfp4_linears)
+    at_first_forward(require_linears)
 
 
 def is_torch_spec(attribute: str | None) -> bool:
@@ -263,7 +269,7 @@ def verify_formats(arguments: list[str], attribute: str | None, *, emulate: bool
         )
     if emulate:
         at_first_forward(_require_emulation)
-    verify_nvfp4(arguments)
+    verify_quantized(arguments)
 
 
 def _require_emulation(model: Any) -> None:
@@ -335,13 +341,16 @@ def settle_checkpoint(arguments: list[str], key: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point; `argv` without the program name."""
-    device, monitor, script, arguments, emulate = split_arguments(sys.argv[1:] if argv is None else argv)
+    with lifetime.rank():
+        _launch(sys.argv[1:] if argv is None else argv)
+
+
+def _launch(argv: list[str]) -> None:
+    device, monitor, script, arguments, emulate = split_arguments(argv)
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     if emulate == "":
-        fail(
-            f"{emulation.OPTION}: give a value of {emulation.VARIABLE}, such as nvfp4 or nvfp4,sr=0; 0 is off"
-        )
+        fail(f"{emulation.OPTION}: give a value of {emulation.VARIABLE}: nvfp4 or nvfp4,sr=0, or 0 for off")
     try:
         emulated = emulation.emulation_in_environment() if emulate is None else emulation.parse(emulate)
         measured = emulation.logging_in_environment()
@@ -380,7 +389,7 @@ def main(argv: list[str] | None = None) -> None:
         from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
         try:
-            runpy.run_path(script, run_name="__main__")
+            spawned.run_script(script)
         except (CensusError, PrecisionFileError) as problem:
             fail(str(problem))
         finally:

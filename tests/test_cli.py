@@ -15,13 +15,15 @@ RUN = {
     "--global-batch-size", "--lr", "--precision", "--backend",
 }  # fmt: skip
 COMMANDS = {
-    "show": {"--tiny", "--json"},
+    "show": {"--model", "--tiny", "--json"},
     "flags": {
-        "--tiny", "--shell", "--te-precision-config-file", "--schedule", "--emulate", "--megatron-core",
+        "--model", "--tiny", "--shell",
+        "--te-precision-config-file", "--schedule", "--emulate", "--megatron-core",
     }
     | RUN,
     "explain": {
-        "--tiny", "--argv", "--all", "--json", "--te-precision-config-file", "--schedule", "--emulate",
+        "--model", "--tiny", "--argv",
+        "--all", "--json", "--te-precision-config-file", "--schedule", "--emulate",
     }
     | RUN,
     "run": set(),
@@ -31,13 +33,15 @@ COMMANDS = {
         "--backward", "--lines", "--json", "--plot",
     },
     "plan": {
-        "--tiny", "--gpus", "--gpu", "--nvlink-domain", "--seq-length", "--seq",
+        "--model", "--tiny", "--gpus", "--gpu", "--nvlink-domain", "--seq-length", "--seq",
         "--global-batch-size", "--gbs", "--precision", "--dispatcher",
         "--best", "--json", "--plot",
     },
     "check": {"--full", "--workers"},
     "doctor": {"--kernels", "--step", "--json"},
-    "precision": {"--tiny", "--format", "--output", "--yaml", "--report", "--te-precision-config-file"},
+    "precision": {
+        "--model", "--tiny", "--format", "--output", "--yaml", "--report", "--te-precision-config-file",
+    },
     "convert": set(),
     "verify": {"--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers"},
     "generate": {
@@ -50,7 +54,8 @@ COMMANDS = {
         "--tokens", "--seq-length", "--draft", "--plot", "--json",
     },
     "train": {
-        "--tiny", "--device", "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
+        "--model", "--tiny", "--device",
+        "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
         "--verbose", "--emulate", "--te-precision-config-file", "--log-precision", "--more-steps",
     }
     | RUN,

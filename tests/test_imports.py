@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "megatron_nemotron3"
 
 #: part -> parts it may import. A part is a top-level module or folder of the package.
 ALLOWED = {
-    "models": set(),
+    "models": {"checkpoint"},
     "args": {"checkpoint", "models", "precision"},
     "cpu": set(),
     "monitor": {"checkpoint"},
@@ -24,12 +24,25 @@ ALLOWED = {
     "plan": {"args", "checkpoint", "models", "precision"},
     "generate": {"checkpoint", "convert", "cpu", "layers", "models", "run", "train"},
     "compression": {"checkpoint", "convert", "cpu", "layers", "models"},
-    "doctor": {"args", "build", "cpu", "layers", "models", "precision"},
+    "doctor": {"build", "cpu", "layers", "models", "precision"},
     "layers": {"cpu", "models", "monitor", "precision"},
     "specs": {"layers"},
     "build": {"args", "cpu", "layers", "models", "precision"},
-    "run": {"args", "checkpoint", "cpu", "layers", "monitor", "precision", "specs"},
-    "train": {"args", "build", "checkpoint", "cpu", "layers", "models", "monitor", "precision", "run"},
+    "lifetime": set(),
+    "spawned": {"lifetime"},
+    "run": {"args", "checkpoint", "cpu", "layers", "lifetime", "monitor", "precision", "spawned", "specs"},
+    "train": {
+        "args",
+        "build",
+        "checkpoint",
+        "cpu",
+        "layers",
+        "lifetime",
+        "models",
+        "monitor",
+        "precision",
+        "run",
+    },
     "cli": {
         "args",
         "boundary",
@@ -44,7 +57,7 @@ ALLOWED = {
         "run",
         "train",
     },
-    "__main__": {"cli"},
+    "__main__": {"cli", "lifetime"},
 }
 #: parts whose import costs neither torch nor megatron, numpy, yaml
 LIGHT = (

@@ -32,6 +32,7 @@ from megatron_nemotron3.args.rule import Violation
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
 from megatron_nemotron3.precision.settings import OPTION as EMULATE_OPTION
 from megatron_nemotron3.precision.settings import Emulation
 
@@ -262,9 +263,7 @@ def _pasted_violations(
     ours = {*known, *_sections(config), EMULATE_OPTION}
     others = [flag for flag in pasted if flag.name not in ours and command_line.is_known(flag.values)]
     backend = "torch" if options.get("--spec") == (SPEC_MODULE, SPECS["torch"]) else "te"
-    precision = (
-        "nvfp4" if "--fp4-format" in options or emulate else "mxfp8" if "--fp8-format" in options else "bf16"
-    )
+    precision = emulate.format if emulate else _precision_of(options)
     words = [word for flag in others for word in (flag.name, *flag.values)]
     launch = Launch(
         config=config,
@@ -277,6 +276,16 @@ def _pasted_violations(
         megatron_core=VERSION,
     )
     return [violation for violation in check(launch) if violation.rule != "reserved-option"]
+
+
+def _precision_of(options: Mapping[str, tuple[str, ...]]) -> str:
+    """Return the precision that a command line asks for; BF16 for recipes of the user's own ("custom")."""
+    for kind in ("fp4", "fp8"):
+        if f"--{kind}-format" in options:
+            fallback = DEFAULT_RECIPES[kind]
+            name = name_of((options.get(f"--{kind}-recipe") or (fallback,))[0])
+            return name if name in FORMATS else "bf16"
+    return "bf16"
 
 
 def _sections(config: Nemotron3Config) -> dict[str, str]:

@@ -19,6 +19,7 @@ from megatron_nemotron3.checkpoint.folders import (
 from megatron_nemotron3.checkpoint.integrity import check_integrity
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex
 from megatron_nemotron3.checkpoint.read import common_state
+from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.checkpoint.resume import LoadFolder, tracker_fix
 from megatron_nemotron3.checkpoint.structure import Verdict, check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
@@ -73,7 +74,9 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
         if iteration == named:
             continue
         verdict = check_structure(checkpoint_path(folder, iteration))
-        print(f"iter_{iteration:07d} {verdict.state}" + "".join(f": {p}" for p in verdict.problems[:1]))
+        print(
+            f"iter_{iteration:07d} {verdict.state}" + "".join(f": {shown(p)}" for p in verdict.problems[:1])
+        )
         if verdict.state == "damaged":
             problems += verdict.problems
     if named is None:
@@ -98,7 +101,8 @@ def _tracker_cure(folder: Path) -> str:
 def _check_one(path: Path, full: bool, workers: int) -> list[str]:
     """Describe and check one checkpoint. Returns the problems."""
     verdict = check_structure(path)
-    print(f"{path} {verdict.state}" + (f" ({_FORMATS[verdict.state]})" if verdict.state in _FORMATS else ""))
+    form = f" ({_FORMATS[verdict.state]})" if verdict.state in _FORMATS else ""
+    print(f"{shown(path)} {verdict.state}{form}")
     if verdict.index is not None:
         for line in describe(verdict.index):
             print("  " + line)
@@ -128,7 +132,7 @@ def _check_full(path: Path, verdict: Verdict, workers: int) -> list[str]:
 def _print_problems(problems: list[str]) -> int:
     sys.stdout.flush()
     for problem in problems[:_SHOWN]:
-        print(f"nemotron3 check: {problem}", file=sys.stderr)
+        print(f"nemotron3 check: {shown(problem)}", file=sys.stderr)
     if len(problems) > _SHOWN:
         print(f"nemotron3 check: and {len(problems) - _SHOWN:,} more", file=sys.stderr)
     if not problems:
@@ -142,7 +146,7 @@ def describe(index: CheckpointIndex) -> list[str]:
     try:
         state = common_state(index)
     except CheckpointError as problem:
-        lines.append(f"arguments    not shown: {problem}")
+        lines.append(f"arguments    not shown: {shown(str(problem))}")
     else:
         iteration = state.get("iteration")
         lines.append(f"iteration    {iteration if type(iteration) is int else 'not stored'}")

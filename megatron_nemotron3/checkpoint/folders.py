@@ -227,6 +227,12 @@ def iterations(folder: Path) -> list[int]:
     return sorted((int(match[1]) for match in found if (folder / match[0]).is_dir()), reverse=True)
 
 
+def iteration_of(name: str) -> int | None:
+    """Return the iteration that a folder's name states."""
+    match = _ITERATION.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def bytes_needed(parameters: int, precision: str) -> int:
     """Size of one checkpoint: weights, FP32 Adam moments, and FP32 masters unless the weights are FP32."""
     per_parameter = 4 + 4 + 4 if precision == "fp32" else 2 + 4 + 4 + 4

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_nemotron3.checkpoint.folders import locate, locate_one
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.checkpoint.read import common_state
+from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
@@ -223,7 +224,8 @@ def checkpoint_line(opened: Checkpoint) -> str:
     depths = f", {c.mtp_num_layers} depths" if c.mtp_num_layers != c.mtp_num_blocks else ""
     mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}{depths}" if c.has_mtp else ""
     return (
-        f"{opened.folder} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, hidden size {c.hidden_size}"
+        f"{shown(opened.folder)} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, "
+        f"hidden size {c.hidden_size}"
     )
 
 

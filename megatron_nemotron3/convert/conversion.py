@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import Counter
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from megatron_nemotron3.checkpoint.folders import free_bytes, locate
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
+from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.convert import from_hf, to_hf
 from megatron_nemotron3.convert.checkpoints import (
     Checkpoint,
@@ -205,7 +205,7 @@ def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options) -> bo
         "file"
     )
     if options.compare_logits is None and not isinstance(job.source, Quantized):
-        print(f"next         nemotron3 verify {opened.folder} {target}")
+        print(f"next         nemotron3 verify {shown(opened.folder)} {target}")
     return True
 
 
@@ -251,7 +251,7 @@ def _cast(view: TensorSource, dtype: str | None, opened: Checkpoint, *, hf: bool
 
 def _job_origin(opened: Checkpoint, options: Options) -> dict[str, object]:
     return {
-        "source": os.fspath(opened.folder.absolute()),
+        "source": shown(opened.folder.absolute()),
         "source_kind": opened.kind,
         "model": opened.config.name,
         "dtype": options.dtype,

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.doctor import gpu, loading, packages, recipe
 from megatron_nemotron3.doctor.finding import Finding, as_data, failed, render
-from megatron_nemotron3.models import get
+from megatron_nemotron3.models.own import model as named_model
 
 
 def register(commands: Any) -> None:
@@ -26,7 +26,7 @@ def register(commands: Any) -> None:
         nargs="?",
         const="super",
         metavar="NAME",
-        help="also train the tiny form of a model for one step",
+        help="also train the tiny form of a model, a NAME or FILE, for one step",
     )
     command.add_argument("--json", action="store_true", help="machine-readable")
     command.set_defaults(run=doctor_command)
@@ -39,10 +39,10 @@ def doctor_command(options: argparse.Namespace) -> int:
         options: those of `register`.
 
     Raises:
-        ValueError: --step is not the name of a model.
+        ValueError: --step names no model.
     """
     if options.step is not None:
-        get(options.step)  # reports a wrong name before the checks start
+        named_model(options.step)  # reports a wrong name before the checks start
     sections: list[tuple[str, Sequence[Finding]]] = [
         ("packages", packages.check(packages.installed())),
         ("imports", loading.load_all()),

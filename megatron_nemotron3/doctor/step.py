@@ -7,7 +7,8 @@ import torch
 from megatron_nemotron3.build import build_model
 from megatron_nemotron3.cpu import cpu_mode
 from megatron_nemotron3.doctor.finding import Finding
-from megatron_nemotron3.models import Nemotron3Config, get, tiny
+from megatron_nemotron3.models import Nemotron3Config, tiny
+from megatron_nemotron3.models.own import model as named_model
 
 #: Tokens per sequence.
 LENGTH = 128
@@ -31,9 +32,9 @@ def findings(name: str) -> list[Finding]:
     """Train the tiny form of a model for one step, on the GPU if there is one, else on the CPU.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: `name` names no model.
     """
-    config = tiny(get(name))
+    config = tiny(named_model(name))
     if torch.cuda.is_available():
         return _train_one_step(config, "cuda", "bf16")
     with cpu_mode():

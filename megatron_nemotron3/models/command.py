@@ -6,9 +6,11 @@ import argparse
 import json
 from typing import Any
 
-from megatron_nemotron3.models.catalog import get, names
+from megatron_nemotron3.models.catalog import names
 from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.tiny import tiny
+
+_FILE = "a FILE.json or FILE.py of one's own"
 
 
 def register(commands: Any) -> None:
@@ -21,26 +23,38 @@ def register(commands: Any) -> None:
     show.set_defaults(run=show_command)
 
 
-def add_model(command: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add NAME and --tiny, which `chosen_model` reads."""
-    command.add_argument("name", metavar="NAME", nargs=None if required else "?", help=", ".join(names()))
+def add_model(command: argparse.ArgumentParser) -> None:
+    """Add NAME or --model, and --tiny, which `chosen_model` reads."""
+    command.add_argument("name", metavar="NAME", nargs="?", help=", ".join(names()))
+    command.add_argument("--model", metavar="FILE", help=f"{_FILE}, instead of NAME")
     command.add_argument("--tiny", action="store_true", help="use the small form of the model")
 
 
+def names_model(options: argparse.Namespace) -> bool:
+    """Whether the options name a model for `chosen_model`."""
+    return options.name is not None or options.model is not None
+
+
 def chosen_model(options: argparse.Namespace) -> Nemotron3Config:
-    """Return the model of NAME and --tiny.
+    """Return the model of NAME or --model, and --tiny.
 
     Raises:
-        ValueError: there is no model of that name.
+        ValueError: there is no model of that name, no or two models are given, or as `own.model`.
+        OSError: the file cannot be read.
     """
-    config = get(options.name)
-    return tiny(config) if options.tiny else config
+    if options.name is not None and options.model is not None:
+        raise ValueError(f"NAME {options.name} and --model {options.model} both name a model: give one")
+    if not names_model(options):
+        raise ValueError(f"give the NAME of a model ({', '.join(names())}), or --model FILE")
+    return _sized(options.model or options.name, options.tiny)
 
 
 def add_stored_model(command: argparse.ArgumentParser) -> None:
     """Add --model and --tiny, for commands that read a checkpoint; `stored_model` reads them."""
     command.add_argument(
-        "--model", metavar="NAME", help=f"{', '.join(names())}; default: as the checkpoint says"
+        "--model",
+        metavar="NAME",
+        help=f"{', '.join(names())}, or {_FILE}; default: as the checkpoint says",
     )
     command.add_argument("--tiny", action="store_true", help="use the small form of --model")
 
@@ -49,14 +63,21 @@ def stored_model(options: argparse.Namespace) -> Nemotron3Config | None:
     """Return the model of --model and --tiny, or None if the checkpoint is to say which model it holds.
 
     Raises:
-        ValueError: --tiny without --model, or there is no model of that name.
+        ValueError: --tiny without --model, there is no model of that name, or as `own.model`.
+        OSError: the file cannot be read.
     """
     if options.model is None:
         if options.tiny:
             raise ValueError("--tiny requires --model NAME")
         return None
-    config = get(options.model)
-    return tiny(config) if options.tiny else config
+    return _sized(options.model, options.tiny)
+
+
+def _sized(text: str, small: bool) -> Nemotron3Config:
+    from megatron_nemotron3.models.own import model
+
+    config = model(text)
+    return tiny(config) if small else config
 
 
 def show_command(options: argparse.Namespace) -> int:

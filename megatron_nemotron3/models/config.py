@@ -18,7 +18,9 @@ Every layer is one residual block with one mixer, `x <- x + mixer(RMSNorm(x))`:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+import math
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_nemotron3.models import pattern as _pattern
@@ -27,6 +29,35 @@ from megatron_nemotron3.models import pattern as _pattern
 MAMBA_CONV_KERNEL = 4
 #: Epsilon of the gated norm in Megatron's Mamba-2 mixer, whatever `--norm-epsilon` is.
 GATED_NORM_EPSILON = 1e-5
+
+#: Type of a field -> the Python types of its values, and what to call it.
+_TYPES = {"int": ((int,), "an integer"), "float": ((int, float), "a number"), "str": ((str,), "text")}
+#: Fields that may be zero; all other numbers are positive.
+_MAY_BE_ZERO = (
+    "mtp_num_layers",
+    "moe_aux_loss_coeff",
+    "moe_router_bias_update_rate",
+    "mtp_loss_scaling_factor",
+    "init_method_std",
+)
+
+
+def _require_value(model: str, field: str, annotation: str, value: object) -> None:
+    """Raise ValueError unless a field has a value of its type: a whole number, a finite number, text."""
+    kind, _, optional = annotation.partition(" | ")
+    if optional and value is None:
+        return
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise ValueError(f"{model}: {field}={value!r} is not true or false")
+        return
+    types, what = _TYPES[kind]
+    if not isinstance(value, types) or isinstance(value, bool):
+        raise ValueError(f"{model}: {field}={value!r} is not {what}")
+    if isinstance(value, (int, float)):
+        zero = field in _MAY_BE_ZERO
+        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+            raise ValueError(f"{model}: {field}={value}: give a positive number" + (" or 0" if zero else ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +135,8 @@ class Nemotron3Config:
     source: str | None = None
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            _require_value(self.name, one.name, str(one.type), getattr(self, one.name))
         _pattern.validate(self.pattern)
         kinds = set(self.pattern)
         if self.mtp_pattern is not None:
@@ -188,6 +221,24 @@ class Nemotron3Config:
     def full_pattern(self) -> str:
         """The value of `--hybrid-layer-pattern` before pipeline cuts: decoder, then `/` per MTP depth."""
         return self.pattern + f"/{self.mtp_pattern}" * self.mtp_num_layers
+
+    def to_json(self) -> str:
+        """The fields as JSON text, which `from_json` turns into an equal config."""
+        return json.dumps(vars(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str, name: str = "own") -> Nemotron3Config:
+        """The model that JSON text describes: its fields, or a catalog model ("base") and changed fields.
+
+        Args:
+            name: of the model, if the text gives none.
+
+        Raises:
+            ValueError: as `own.from_json`.
+        """
+        from megatron_nemotron3.models.own import from_json
+
+        return from_json(text, name)
 
     def but(self, **changes: Any) -> Nemotron3Config:
         """A copy with some fields changed (and validated again)."""

@@ -107,6 +107,7 @@ def _parameter_facts(number: ParameterCount, tensors: int) -> dict[str, int]:
 def describe(config: Nemotron3Config) -> dict[str, Any]:
     """Everything `render` shows, ready for `json.dumps`. Sizes carry the config's field names.
 
+    `config` holds the fields themselves; a file of this text is accepted wherever a model is named.
     `parameters.checkpoint` counts what a released checkpoint stores, MTP blocks included;
     `parameters.without_mtp` counts the decoder alone. Both are equal for a model without MTP.
     """
@@ -139,6 +140,7 @@ def describe(config: Nemotron3Config) -> dict[str, Any]:
         "active_parameters": whole.active,
         "published": {"total": config.published_total, "active": config.published_active},
         "source": config.source,
+        "config": vars(config),
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3 import lifetime
 from megatron_nemotron3.args import Launch, continued
 from megatron_nemotron3.args.command import (
     add_launch,
@@ -70,8 +71,9 @@ def train_command(options: argparse.Namespace) -> int:
     Raises:
         ValueError: as `training.train`; or an option is out of range or does not go with another.
     """
-    from megatron_nemotron3.run import resolve_device
-    from megatron_nemotron3.train.training import Request, schedule_of, train
+    with lifetime.leaving_at_interrupt("nemotron3 train"):
+        from megatron_nemotron3.run import resolve_device
+        from megatron_nemotron3.train.training import Request, schedule_of, train_interruptibly
 
     config = chosen_model(options)
     emulated, log_precision = chosen_emulation(options), _log_interval(options)
@@ -80,7 +82,8 @@ def train_command(options: argparse.Namespace) -> int:
 
         if problem := te_problem():
             raise ValueError(f"--backend te: {problem}")
-    device = resolve_device(options.device)
+    with lifetime.leaving_at_interrupt("nemotron3 train"):  # imports torch
+        device = resolve_device(options.device)
     if device == "cpu":
         quiet_on_cpu()
     # On a CPU there is only the torch backend, and it alone emulates and measures. Naming it makes flags fit.
@@ -115,7 +118,7 @@ def train_command(options: argparse.Namespace) -> int:
         verbose=options.verbose,
         more_steps=options.more_steps,
     )
-    return train(request)
+    return train_interruptibly(request)
 
 
 def _require_own_options(words: Sequence[str]) -> None:

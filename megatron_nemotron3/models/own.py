@@ -1,0 +1,201 @@
+"""A model of one's own from a file: JSON with fields of `Nemotron3Config`, or a program that makes one.
+
+    {"base": "nano", "pattern": "MEM*EMEM*E", "num_moe_experts": 64}
+
+`base` names a catalog model, whose fields are taken where the file gives none. Without it every field that
+has no default is needed. What `nemotron3 show NAME --json` prints is accepted, too. A Python program is run;
+it names its model `config`, or makes only one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import re
+import runpy
+import sys
+import traceback
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.models import catalog
+from megatron_nemotron3.models.config import MAMBA_CONV_KERNEL, Nemotron3Config
+
+SUFFIXES = (".json", ".py")
+#: No description of a model is longer, in bytes.
+LONGEST = 1 << 20
+#: Of the base model: another one has other figures.
+_FIGURES = ("published_total", "published_active", "source")
+#: Becomes the name of a folder.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def model(text: str) -> Nemotron3Config:
+    """Return the model that a user names: the name of a catalog model, or a file (`SUFFIXES`).
+
+    Raises:
+        ValueError: an unknown name, or the file does not describe a model.
+        OSError: the file cannot be read.
+    """
+    if not text.lower().endswith(SUFFIXES):
+        return catalog.get(text)
+    file = Path(text)
+    content = read_outside(file, limit=LONGEST)
+    if file.suffix.lower() == ".py":
+        config = _run(file)
+    else:
+        try:
+            config = from_json(content.decode("utf-8-sig"), file.stem)
+        except UnicodeDecodeError:
+            raise ValueError(f"{file} is not a text file: give JSON") from None
+        except ValueError as problem:
+            raise ValueError(f"{file}: {problem}") from None
+    try:
+        return _checked(config)
+    except ValueError as problem:
+        raise ValueError(f"{file}: {problem}") from None
+
+
+def from_json(text: str, name: str = "own") -> Nemotron3Config:
+    """Return the model that JSON text describes.
+
+    Args:
+        name: of the model, if the text gives none.
+
+    Raises:
+        ValueError: not JSON, an unknown or missing field, a value of another type, or as `Nemotron3Config`.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as problem:
+        raise ValueError(f"line {problem.lineno}, column {problem.colno}: {problem.msg}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply to be the description of a model") from None
+    if not isinstance(data, dict):
+        raise ValueError(f'give an object of fields such as {{"base": "nano"}}, not {type(data).__name__}')
+    if "config" in data:
+        return _shown(data)
+    if "architectures" in data or "model_type" in data:
+        raise ValueError(
+            "it is the config.json of a Hugging Face folder: give Megatron's field names; "
+            "nemotron3 show NAME --json prints an example"
+        )
+    base = data.pop("base", None)
+    if base is not None and not isinstance(base, str):
+        raise ValueError(f'"base" is {json.dumps(base)}: give the name of a model')
+    _require_known(data)
+    given: dict[str, Any] = {"name": name, **data}
+    if base is None:
+        given.setdefault("title", given["name"])
+        return _complete(given)
+    start = catalog.get(base)
+    if given["name"] != start.name:
+        given = {
+            "title": f"{given['name']}, from {start.title}",
+            **dict.fromkeys(_FIGURES),
+            "source": f"a file, from {start.name}",
+            **given,
+        }
+    return start.but(**given)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f'"{twice}" is given twice: drop one')
+    return found
+
+
+def _shown(data: dict[str, Any]) -> Nemotron3Config:
+    """Read what `nemotron3 show --json` prints; what it derives from the fields must follow from them."""
+    from megatron_nemotron3.models.show import describe
+
+    fields_given = data.pop("config")
+    if not isinstance(fields_given, dict):
+        raise ValueError('"config" must be an object of fields')
+    _require_known(fields_given)
+    config = _complete({"name": "own", "title": fields_given.get("name", "own"), **fields_given})
+    derived = describe(config)
+    for name, value in data.items():
+        if name not in derived or derived[name] != value:
+            raise ValueError(
+                f'"{name}" does not follow from "config": change the fields in "config", and drop "{name}"'
+            )
+    return config
+
+
+def _require_known(data: dict[str, Any]) -> None:
+    known = [field.name for field in fields(Nemotron3Config)]
+    for name in data:
+        if name in known:
+            continue
+        if isinstance(getattr(Nemotron3Config, name, None), property):
+            raise ValueError(f'"{name}" follows from other fields: drop it')
+        near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
+        raise ValueError(f'unknown field "{name}"' + (f": did you mean {near[0]}?" if near else ""))
+
+
+def _complete(data: dict[str, Any]) -> Nemotron3Config:
+    needed = [f.name for f in fields(Nemotron3Config) if f.default is MISSING]
+    if missing := [name for name in needed if name not in data]:
+        raise ValueError(f'{", ".join(missing)} missing: give them, or a "base" that has them')
+    return Nemotron3Config(**data)
+
+
+def _run(file: Path) -> Nemotron3Config:
+    """Run a Python program and return the model it makes. What it prints goes to stderr."""
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            names = runpy.run_path(str(file))
+    except (Exception, SystemExit) as problem:
+        said = " ".join(str(problem).split())
+        raise ValueError(f"{_place(problem, file)}: {type(problem).__name__}: {said}") from None
+    finally:
+        sys.path.pop(0)
+    found = {name: value for name, value in names.items() if isinstance(value, Nemotron3Config)}
+    if "config" in found:
+        return found["config"]
+    known = [catalog.get(name) for name in catalog.names()]
+    own = {id(v): name for name, v in found.items() if not any(v is other for other in known)}
+    if len(own) == 1:
+        return found[next(iter(own.values()))]
+    said = f"makes {len(own)} models ({', '.join(own.values())})" if own else "makes no Nemotron3Config"
+    raise ValueError(f"{file} {said}: call the one to use config")
+
+
+def _place(problem: BaseException, file: Path) -> str:
+    """Return file:line of the last line of the program that an error went through."""
+    if isinstance(problem, SyntaxError) and problem.filename == str(file):
+        return f"{file}:{problem.lineno}"
+    lines = [f.lineno for f in traceback.extract_tb(problem.__traceback__) if f.filename == str(file)]
+    return f"{file}:{lines[-1]}" if lines else str(file)
+
+
+def _checked(config: Nemotron3Config) -> Nemotron3Config:
+    """Return the config if this package can call and build it.
+
+    Raises:
+        ValueError: its name is no file name or that of another model, or Megatron cannot build it.
+    """
+    if not _NAME.fullmatch(config.name):
+        raise ValueError(f"name {config.name!r} becomes a folder's: use letters, digits, dots, dashes and _")
+    try:
+        named = catalog.get(config.name)
+    except ValueError:
+        named = config
+    if named != config:
+        raise ValueError(
+            f'name "{config.name}" is that of {named.title}, which this is not: rename the file, or give a '
+            '"name" of its own'
+        )
+    if config.mamba_conv_kernel != MAMBA_CONV_KERNEL and "M" in config.full_pattern:
+        raise ValueError(
+            f"mamba_conv_kernel={config.mamba_conv_kernel}: Megatron's Mamba-2 has {MAMBA_CONV_KERNEL}"
+        )
+    return config
