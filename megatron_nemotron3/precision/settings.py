@@ -124,7 +124,7 @@ def parse(text: str) -> Emulation | None:
 
 
 def split_option(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Take `OPTION` out of a script's command line; return the other words and its last value, None without."""
+    """Take `OPTION` out of a command line; return the other words, and its last value or None."""
     kept: list[str] = []
     value = None
     rest = iter(words)
