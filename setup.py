@@ -59,5 +59,5 @@ setup(
         "docs": DOCS,
         "dev": DEV,
     },
-    entry_points={"console_scripts": ["nemotron3=megatron_nemotron3.cli:main"]},
+    entry_points={"console_scripts": ["nemotron3=megatron_nemotron3.__main__:main"]},
 )

@@ -1,5 +1,57 @@
-"""`python -m megatron_nemotron3` is the `nemotron3` command."""
+"""The process of the `nemotron3` command: an interrupt at any moment ends it with one line."""
 
-from megatron_nemotron3.cli import main
+from __future__ import annotations
 
-raise SystemExit(main())
+import os
+import signal
+import sys
+from types import FrameType
+
+INTERRUPTED = 130
+#: Seconds that an interrupted import has to end; some packages swallow KeyboardInterrupt.
+PATIENCE = 1.0
+
+_interrupted = False
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    global _interrupted
+    _interrupted = True
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            signal.signal(signal.SIGALRM, _leave)
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+            break
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """Run the command line in `sys.argv`; return its exit status."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background of a shell script
+    if not ignored:
+        signal.signal(signal.SIGINT, _leave)  # nothing has begun while commands are imported
+    from megatron_nemotron3 import cli
+
+    if not ignored:
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        return cli.main()
+    except BaseException:
+        if not _interrupted:
+            raise
+        print("interrupted", file=sys.stderr)  # whatever an import made of it
+        return INTERRUPTED
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if not ignored:
+            signal.signal(signal.SIGINT, _leave)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -13,6 +13,7 @@ from megatron_nemotron3.checkpoint.files import read_outside
 from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_stored_model, stored_model
+from megatron_nemotron3.train.inputs import require_tokenizer
 
 if TYPE_CHECKING:
     from megatron_nemotron3.convert.checkpoints import Checkpoint
@@ -142,6 +143,8 @@ def generate_command(options: argparse.Namespace) -> int:
             without MTP.
         OSError: the file of --prompt-file cannot be read.
     """
+    if options.tokenizer is not None:
+        require_tokenizer(options.tokenizer)
     from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
     from megatron_nemotron3.generate.generate import GenerationOptions, generate
     from megatron_nemotron3.generate.sampling import Sampling
