@@ -34,6 +34,7 @@ from megatron_nemotron3.plan.timing import (
     step_time,
     tokens_per_gpu,
 )
+from megatron_nemotron3.precision.formats import FORMATS
 
 #: Public pre-training launches: model -> (GPU, GPUs, precision, dispatcher, micro batch).
 #: Sequences of 8,192 tokens, 3,072 a step.
@@ -64,9 +65,9 @@ def spread(found: Sequence[float]) -> float:
 
 
 def with_constants(values: Sequence[float]) -> Assumptions:
-    """MXFP8 and NVFP4 shares of the peak, passes, seconds a layer."""
-    mxfp8, nvfp4, passes, layer = values
-    products = {**ASSUMED.products, "mxfp8": mxfp8, "nvfp4": nvfp4}
+    """FP8 and NVFP4 shares of the peak, passes, seconds a layer."""
+    fp8, nvfp4, passes, layer = values
+    products = {**ASSUMED.products, **dict.fromkeys(FORMATS, fp8), "nvfp4": nvfp4}
     return replace(ASSUMED, products=products, passes=passes, layer=layer)
 
 
@@ -115,7 +116,7 @@ def show_fit() -> None:
             errors([run for run in RUNS if run.model == left_out], with_constants(values)) if left_out else []
         )
         print(
-            f"without {left_out or 'nothing':10} mxfp8 nvfp4 passes layer = {shown}  "
+            f"without {left_out or 'nothing':10} fp8 nvfp4 passes layer = {shown}  "
             f"seen {spread(errors(runs, with_constants(values))):.1%}  "
             f"unseen {' '.join(f'{e:+.0%}' for e in unseen)}"
         )

@@ -31,6 +31,7 @@ from typing import NoReturn
 from megatron_nemotron3 import run
 from megatron_nemotron3.args import command as args
 from megatron_nemotron3.boundary import command as boundary
+from megatron_nemotron3.checkpoint.metadata import printable
 from megatron_nemotron3.convert import check
 from megatron_nemotron3.convert import command as convert
 from megatron_nemotron3.doctor import command as doctor
@@ -97,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as problem:
-        print(f"nemotron3 {options.command}: {problem}", file=sys.stderr)
+        text = printable(str(problem), but="\n")
+        print(f"nemotron3 {options.command}: {text}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as missing:
         part = "convert" if options.command in ("convert", "verify") else "train"

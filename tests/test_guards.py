@@ -217,7 +217,8 @@ def test_an_interrupt_during_an_import(command: list[str], kind: str, tmp_path: 
         assert process.stdout and process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=20)
-    assert (process.returncode, said) == (130, "interrupted\n")
+    assert process.returncode == 130
+    assert said.strip().endswith("interrupted") and said.strip().count("\n") == 0
 
 
 @pytest.mark.full

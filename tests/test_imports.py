@@ -24,17 +24,20 @@ ALLOWED = {
     "plan": {"args", "checkpoint", "models", "precision"},
     "generate": {"checkpoint", "convert", "cpu", "layers", "models", "run", "train"},
     "compression": {"checkpoint", "convert", "cpu", "layers", "models"},
-    "doctor": {"args", "build", "cpu", "layers", "models"},
+    "doctor": {"build", "cpu", "layers", "models", "precision"},
     "layers": {"cpu", "models", "monitor", "precision"},
     "specs": {"layers"},
     "build": {"args", "cpu", "layers", "models", "precision"},
-    "run": {"args", "checkpoint", "cpu", "layers", "monitor", "precision", "specs"},
+    "lifetime": set(),
+    "spawned": {"lifetime"},
+    "run": {"args", "checkpoint", "cpu", "layers", "lifetime", "monitor", "precision", "spawned", "specs"},
     "train": {
         "args",
         "build",
         "checkpoint",
         "cpu",
         "layers",
+        "lifetime",
         "models",
         "monitor",
         "plan",
@@ -55,7 +58,7 @@ ALLOWED = {
         "run",
         "train",
     },
-    "__main__": {"cli"},
+    "__main__": {"cli", "lifetime"},
 }
 #: parts whose import costs neither torch nor megatron, numpy, yaml
 LIGHT = (

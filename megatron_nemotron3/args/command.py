@@ -22,6 +22,7 @@ from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
 from megatron_nemotron3.checkpoint.files import read_outside
 from megatron_nemotron3.models.command import add_model, chosen_model
+from megatron_nemotron3.precision.formats import EMULATED, NVFP4
 from megatron_nemotron3.precision.settings import OPTION, VARIABLE, Emulation, emulation_in_environment
 
 LAYOUT = {
@@ -80,7 +81,7 @@ def add_launch(command: argparse.ArgumentParser, *, precision: str | None) -> No
         command.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
     command.add_argument("--precision", choices=PRECISIONS, default=precision)
     command.add_argument("--te-precision-config-file", metavar="FILE", help="format of each module (nvfp4)")
-    command.add_argument("--emulate", action="store_true", help="emulate nvfp4 without FP4 hardware")
+    command.add_argument("--emulate", action="store_true", help="emulate nvfp4 or mxfp8 on any device")
     command.add_argument("--backend", choices=BACKENDS, default="auto")
     command.epilog = "More Megatron options may follow a lone --; each replaces the option of the same name."
     command.set_defaults(extra=())
@@ -101,7 +102,7 @@ def chosen_schedule(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_emulation(options: argparse.Namespace) -> Emulation | None:
-    """Return what --emulate asks for: what NEMOTRON3_EMULATE says, or else the published recipe.
+    """Return what --emulate asks for: what NEMOTRON3_EMULATE says, or else the recipe of --precision.
 
     Raises:
         ValueError: the variable is set here without --emulate, or it is malformed.
@@ -109,9 +110,10 @@ def chosen_emulation(options: argparse.Namespace) -> Emulation | None:
     given = emulation_in_environment()
     if given is not None and not options.emulate:
         raise ValueError(
-            f"{VARIABLE}={os.environ[VARIABLE]} is set: pass --precision nvfp4 --emulate or unset it"
+            f"{VARIABLE}={os.environ[VARIABLE]} is set: pass --precision {given.format} --emulate or unset it"
         )
-    return (given or Emulation()) if options.emulate else None
+    asked = options.precision if options.precision in EMULATED else NVFP4
+    return (given or Emulation(format=asked)) if options.emulate else None
 
 
 def chosen_launch(options: argparse.Namespace) -> Launch:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_nemotron3.args import command_line
 from megatron_nemotron3.args.architecture import SPEC_MODULE, SPECS
+from megatron_nemotron3.args.continued import refused
 from megatron_nemotron3.args.flag import SECTIONS, Flag, parse, text, to_argv
 from megatron_nemotron3.args.flags import flags
 from megatron_nemotron3.args.launch import Launch, TrainingData
@@ -32,6 +33,7 @@ from megatron_nemotron3.args.rule import Violation
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
 
 #: Every origin a setting can have.
 ORIGINS = ("model", "family", "layout", "precision", "schedule", "data", "backend", "default", "user")
@@ -154,6 +156,8 @@ def explain_command(config: Nemotron3Config, text: str, name: str = "published")
         *command_line.renamed(text),
         *([f"not compared, because a shell variable is unresolved: {', '.join(unknown)}"] if unknown else []),
     ]
+    if command_line.is_known(value for flag in pasted for value in flag.values if flag.name == "--load"):
+        notes += [note] if (note := refused(to_argv(pasted))) else []
     rules = _pasted_violations(config, pasted, known)
     return _explanation(config, name, [*settings, *_missing_settings(pasted, known)], rules, notes)
 
@@ -260,7 +264,7 @@ def _pasted_violations(
     ours = set(known) | set(_sections(config))
     others = [flag for flag in pasted if flag.name not in ours and command_line.is_known(flag.values)]
     backend = "torch" if options.get("--spec") == (SPEC_MODULE, SPECS["torch"]) else "te"
-    precision = "nvfp4" if "--fp4-format" in options else "mxfp8" if "--fp8-format" in options else "bf16"
+    precision = _precision_of(options)
     words = [word for flag in others for word in (flag.name, *flag.values)]
     launch = Launch(
         config=config,
@@ -272,6 +276,16 @@ def _pasted_violations(
         megatron_core=VERSION,
     )
     return [violation for violation in check(launch) if violation.rule != "reserved-option"]
+
+
+def _precision_of(options: Mapping[str, tuple[str, ...]]) -> str:
+    """Return the precision that a command line asks for; BF16 for recipes of the user's own ("custom")."""
+    for kind in ("fp4", "fp8"):
+        if f"--{kind}-format" in options:
+            fallback = DEFAULT_RECIPES[kind]
+            name = name_of((options.get(f"--{kind}-recipe") or (fallback,))[0])
+            return name if name in FORMATS else "bf16"
+    return "bf16"
 
 
 def _sections(config: Nemotron3Config) -> dict[str, str]:

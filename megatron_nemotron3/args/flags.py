@@ -35,7 +35,8 @@ from megatron_nemotron3.args.launch import Launch, TrainingData
 from megatron_nemotron3.args.layout import cut_pattern
 from megatron_nemotron3.args.schedule import TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.precision.table import bf16_tail
+from megatron_nemotron3.precision.formats import FORMATS
+from megatron_nemotron3.precision.table import bf16_layers
 
 _Items = Iterable[tuple[str, object, str]]
 _Options = list[tuple[str, tuple[object, ...]]]
@@ -129,17 +130,17 @@ def _precision_values(launch: Launch) -> _Options:
     options: _Options = [("--bf16", ())]
     if launch.precision == "bf16":
         return options
+    fmt = FORMATS[launch.precision]
     if not launch.emulate:
-        kind, number_format, recipe = (
-            ("fp4", "e2m1", "nvfp4") if launch.precision == "nvfp4" else ("fp8", "e4m3", "mxfp8")
-        )
-        options += [(f"--{kind}-format", (number_format,)), (f"--{kind}-recipe", (recipe,))]
-    # NVIDIA's MXFP8 test of Super keeps the same tail. The count at the start defaults to 1 in Megatron.
-    options += [
-        ("--first-last-layers-bf16", ()),
-        ("--num-layers-at-start-in-bf16", (0,)),
-        ("--num-layers-at-end-in-bf16", (bf16_tail(launch.config),)),
-    ]
+        options += fmt.options
+    if fmt.bf16_layers:
+        # NVIDIA's MXFP8 test of Super keeps NVFP4's tail. Both counts default to 1 in Megatron.
+        kept = bf16_layers(launch.config, launch.precision)
+        options += [
+            ("--first-last-layers-bf16", ()),
+            ("--num-layers-at-start-in-bf16", (kept.start,)),
+            ("--num-layers-at-end-in-bf16", (kept.end,)),
+        ]
     if launch.config.is_moe and not launch.emulate:  # pad every expert's tokens to the GEMM's alignment
         options.append(("--moe-router-padding-for-quantization", ()))
     if launch.te_precision_config_file:

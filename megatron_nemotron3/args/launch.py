@@ -20,11 +20,12 @@ from megatron_nemotron3.args.schedule import TrainingSchedule
 from megatron_nemotron3.args.versions import chosen
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models import tiny as make_tiny
+from megatron_nemotron3.precision.formats import EMULATED, FORMATS, NVFP4
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.settings import parse as parse_emulation
-from megatron_nemotron3.precision.table import bf16_tail
+from megatron_nemotron3.precision.table import bf16_layers
 
-PRECISIONS = ("bf16", "fp32", "mxfp8", "nvfp4")
+PRECISIONS = ("bf16", "fp32", *FORMATS)
 BACKENDS = ("auto", "te", "torch")
 
 
@@ -82,7 +83,7 @@ class Launch:
     te_precision_config_file: str | None = None
     #: Accept nvfp4 without that file, which quantizes more than the published recipe.
     allow_plain_nvfp4: bool = False
-    #: Compute nvfp4 in the torch backend's linears on any device, instead of on FP4 hardware.
+    #: Compute nvfp4 or mxfp8 in the torch backend's linears on any device, instead of on its hardware.
     emulate: Emulation | None = None
     #: Compute capability of the GPU that will train, (10, 0) for a B200; None if unknown.
     compute_capability: tuple[int, int] | None = None
@@ -132,7 +133,7 @@ class Launch:
         return cls(
             config=make_tiny(config) if tiny else config,
             layout=layout or ParallelLayout(**sizes),
-            emulate=_meant_emulation(emulate),
+            emulate=_meant_emulation(emulate, settings.get("precision", NVFP4)),
             **settings,
         )
 
@@ -170,17 +171,19 @@ class Launch:
     @property
     def quantized(self) -> bool:
         """Whether GEMMs run below BF16."""
-        return self.precision in ("mxfp8", "nvfp4")
+        return self.precision in FORMATS
 
     @property
     def bf16_at_end(self) -> int:
         """Layers at the end that stay in BF16, with `extra` taken into account."""
-        return int(self.option("--num-layers-at-end-in-bf16", str(bf16_tail(self.config))))
+        kept = bf16_layers(self.config, self.precision).end
+        return int(self.option("--num-layers-at-end-in-bf16", str(kept)))
 
     @property
     def bf16_at_start(self) -> int:
         """Layers at the start that stay in BF16, with `extra` taken into account."""
-        return int(self.option("--num-layers-at-start-in-bf16", "0"))
+        kept = bf16_layers(self.config, self.precision).start
+        return int(self.option("--num-layers-at-start-in-bf16", str(kept)))
 
     @property
     def precision_file(self) -> str | None:
@@ -196,9 +199,9 @@ class Launch:
         return next((name for name in names if name in self.options), None)
 
 
-def _meant_emulation(emulate: bool | str | Emulation | None) -> Emulation | None:
+def _meant_emulation(emulate: bool | str | Emulation | None, precision: str) -> Emulation | None:
     if isinstance(emulate, str):
         return parse_emulation(emulate)
     if emulate is True:
-        return Emulation()
+        return Emulation(format=precision if precision in EMULATED else NVFP4)
     return emulate or None

@@ -11,6 +11,8 @@ import importlib
 import warnings
 from collections.abc import Callable, Mapping
 
+from megatron_nemotron3.precision.formats import DEFAULT_RECIPES
+
 Options = Mapping[str, tuple[str, ...]]
 
 #: Option -> its default as typed. Options that are missing here default to None or are switches that are off.
@@ -49,7 +51,10 @@ DEFAULTS: dict[str, str] = {
 #: Defaults that apply only if another option is given.
 _BELOW = {
     "--moe-flex-dispatcher-backend": (("--moe-token-dispatcher-type", "flex"), "deepep"),
-    "--fp4-recipe": (("--fp4-format", "e2m1"), "nvfp4"),
+    "--fp4-recipe": (("--fp4-format", "e2m1"), DEFAULT_RECIPES["fp4"]),
+    "--fp8-recipe": (("--fp8-format",), DEFAULT_RECIPES["fp8"]),
+    "--fp8-amax-history-len": (("--fp8-format",), "1"),
+    "--fp8-amax-compute-algo": (("--fp8-format",), "most_recent"),
     "--num-layers-at-start-in-bf16": (("--first-last-layers-bf16",), "1"),
     "--num-layers-at-end-in-bf16": (("--first-last-layers-bf16",), "1"),
 }

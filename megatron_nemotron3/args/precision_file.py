@@ -7,7 +7,8 @@ from pathlib import Path
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.precision import deviations, guard, yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
-from megatron_nemotron3.precision.table import NVFP4, Structure
+from megatron_nemotron3.precision.formats import NVFP4
+from megatron_nemotron3.precision.table import Structure
 
 
 def check(launch: Launch) -> list[str]:

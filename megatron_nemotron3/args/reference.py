@@ -17,6 +17,7 @@ from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.phases import phase
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.precision.formats import FORMATS
 
 #: In place of a value: the option is not passed; the switch is passed.
 NOT_PASSED = "not passed"
@@ -254,7 +255,7 @@ _PRETRAINING = ("micro_batch_size", "weight_decay", "adam_beta1", "adam_beta2", 
 def _precision_options(config: Nemotron3Config) -> set[str]:
     """Return every option that some precision adds."""
     names = {"--fp16"}
-    for precision in ("mxfp8", "nvfp4"):
+    for precision in FORMATS:
         launch = Launch(
             config=config,
             precision=precision,

@@ -7,28 +7,33 @@ from collections.abc import Iterator
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.rule import Rule
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
-from megatron_nemotron3.precision.numerics import MXFP8_BLOCK, NVFP4_BLOCK
-from megatron_nemotron3.precision.table import BF16, MXFP8, NVFP4, kind_named
+from megatron_nemotron3.precision.formats import (
+    BF16,
+    BLOCKWISE,
+    DELAYED,
+    EMULATED,
+    FORMATS,
+    MXFP8,
+    NVFP4,
+    TENSORWISE,
+    Format,
+    capability_text,
+    either,
+    runnable,
+)
+from megatron_nemotron3.precision.table import kind_named
 
 _ARGUMENTS = "megatron/training/arguments.py"
 _CONFIG = "megatron/core/transformer/transformer_config.py"
 _TE = "Transformer Engine's quantizers; megatron/core/fp4_utils.py"
-
-#: CUDA compute capabilities that Transformer Engine's documentation names for training in NVFP4. Its code
-#: accepts every GPU from 10.0 on, but from 12.0 on it refuses MXFP8, and stochastic rounding returned zeros
-#: (TE #3281).
-FP4_CAPABILITIES = ((10, 0), (10, 3))
-
-#: Elements per FP4 row that keep every row at a 16-byte aligned address.
-_FP4_ROW = 32
 
 
 def _has_file(c: Launch) -> bool:
     return bool(c.te_precision_config_file) or "--te-precision-config-file" in c.options
 
 
-def _local_shapes(c: Launch) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Yield the weights of the decoder's quantized GEMMs on one rank: (name, [output, input], block)."""
+def _local_shapes(c: Launch) -> Iterator[tuple[str, tuple[int, ...], Format]]:
+    """Yield the weights of the decoder's quantized GEMMs on one rank: (name, [output, input], format)."""
     sizes = symbol_sizes(c.config)
     for symbol in sorted(set(c.config.pattern)):
         for row in rows_of(c.config, symbol):
@@ -43,17 +48,17 @@ def _local_shapes(c: Launch) -> Iterator[tuple[str, tuple[int, ...], int]]:
             shape = [sizes[size] for size in row.hf[0].shape]
             if row.tp != "replicated":
                 shape[row.tp == "row"] //= c.layout.etp if row.routed else c.layout.tp
-            block = MXFP8_BLOCK if number_format == MXFP8 else NVFP4_BLOCK
-            yield f"{symbol} {row.hf[0].name}", tuple(shape), block
+            yield f"{symbol} {row.hf[0].name}", tuple(shape), FORMATS[number_format]
 
 
-def _misaligned(c: Launch, at_least: int = 1) -> list[str]:
-    """Return weights whose local dimensions are not multiples of their block size or of `at_least`."""
-    return [
-        f"{name} {list(shape)} (multiples of {max(block, at_least)})"
-        for name, shape, block in _local_shapes(c)
-        if any(size % max(block, at_least) for size in shape)
-    ]
+def _misaligned(c: Launch, *, documented: bool = False) -> list[str]:
+    """Return weights whose local dimensions are not multiples of what their format needs or documents."""
+    found = []
+    for name, shape, fmt in _local_shapes(c):
+        multiple = fmt.documented if documented else fmt.multiple
+        if any(size % multiple for size in shape):
+            found.append(f"{name} {list(shape)} (multiples of {multiple})")
+    return found
 
 
 def _alignment_message(c: Launch) -> str:
@@ -69,18 +74,39 @@ def _tokens(c: Launch) -> int:
     return micro * c.seq_length // c.layout.cp
 
 
-def _capability(number: tuple[int, int]) -> str:
-    return f"{number[0]}.{number[1]}"
+def _format(c: Launch) -> Format:
+    """Return the format of a quantized launch."""
+    return FORMATS[c.precision]
 
 
-def _block_size(c: Launch) -> int:
-    return MXFP8_BLOCK if c.precision == "mxfp8" else NVFP4_BLOCK
+def _hardware_message(c: Launch) -> str:
+    capability = c.compute_capability or (0, 0)
+    return (
+        f"{c.precision} training requires a GPU of compute capability {_format(c).needs}; this one has "
+        f"{capability_text(capability)}: use precision {either(runnable(capability))}"
+        + (", or emulate=True with backend torch" if _format(c).emulated else "")
+    )
+
+
+def _emulated(c: Launch) -> str:
+    """Return the format that a launch emulates."""
+    return c.emulate.format if c.emulate else ""
+
+
+def _filled(c: Launch) -> bool:
+    """Whether emulation fills last blocks with zeros, in which NVFP4's tiles would differ."""
+    return bool(c.emulate) and c.precision == MXFP8
+
+
+def _recomputed(c: Launch) -> list[str]:
+    """Return the recomputed modules that delayed scaling does not support."""
+    return [m for m in c.options.get("--recompute-modules", ()) if m in ("moe_act", "layernorm")]
 
 
 PRECISION_RULES: tuple[Rule, ...] = (
     Rule(
         "nvfp4-without-file",
-        lambda c: c.precision == "nvfp4" and not _has_file(c) and not c.allow_plain_nvfp4,
+        lambda c: c.precision == NVFP4 and not _has_file(c) and not c.allow_plain_nvfp4,
         lambda c: (
             "nvfp4 without --te-precision-config-file: Megatron would also quantize attention and latent "
             "projections, MTP and Mamba's out_proj, against the published recipe. Give "
@@ -128,27 +154,59 @@ PRECISION_RULES: tuple[Rule, ...] = (
         _CONFIG,
     ),
     Rule(
-        "mxfp8-tail-pipeline",
+        "fp8-bf16-layers-pipeline",
         lambda c: (
-            c.precision == "mxfp8"
+            c.quantized
+            and not c.emulate
+            and _format(c).kind == "fp8"
+            and _format(c).bf16_layers
             and max(c.bf16_at_start, c.bf16_at_end) > c.config.num_layers // c.layout.pp
         ),
         lambda c: (
-            f"mxfp8 keeps {max(c.bf16_at_start, c.bf16_at_end)} BF16 layers at one end; Megatron allows "
-            f"at most layers/PP={c.config.num_layers // c.layout.pp}: lower PP, or pass "
-            f"--num-layers-at-end-in-bf16 {c.config.num_layers // c.layout.pp}"
+            f"{c.precision} keeps {max(c.bf16_at_start, c.bf16_at_end)} BF16 layers at one end; Megatron "
+            f"allows at most layers/PP={c.config.num_layers // c.layout.pp}: lower PP, or pass "
+            f"--num-layers-at-{'end' if c.bf16_at_end >= c.bf16_at_start else 'start'}-in-bf16 "
+            f"{c.config.num_layers // c.layout.pp}"
         ),
         _CONFIG,
     ),
     Rule(
-        "mxfp8-torch",
-        lambda c: c.precision == "mxfp8" and c.backend == "torch",
-        lambda c: "mxfp8 GEMMs exist only in Transformer Engine: use backend te, or precision bf16",
+        "fp8-torch",
+        lambda c: c.quantized and _format(c).kind == "fp8" and c.backend == "torch" and not c.emulate,
+        lambda c: (
+            f"{c.precision} GEMMs exist only in Transformer Engine: use backend te, or "
+            + ("emulate=True" if _format(c).emulated else "precision bf16")
+        ),
         _CONFIG,
     ),
     Rule(
+        "delayed-bf16-layers",
+        lambda c: c.precision == DELAYED and c.first_of("--first-last-layers-bf16"),
+        lambda c: (
+            "Megatron cannot keep first and last layers in BF16 with delayed scaling: drop "
+            f"--first-last-layers-bf16, or use precision {TENSORWISE}"
+        ),
+        _CONFIG,
+    ),
+    Rule(
+        "delayed-recompute",
+        lambda c: c.precision == DELAYED and _recomputed(c),
+        lambda c: (
+            f"delayed scaling does not support recomputing {' and '.join(_recomputed(c))}: drop "
+            f"{'it' if len(_recomputed(c)) == 1 else 'them'} from --recompute-modules, or use precision "
+            f"{TENSORWISE}"
+        ),
+        _CONFIG,
+    ),
+    Rule(
+        "fp8-param-gather",
+        lambda c: c.first_of("--fp8-param-gather") and not (c.quantized and _format(c).kind == "fp8"),
+        lambda c: f"--fp8-param-gather needs an FP8 recipe, not {c.precision}: drop it",
+        _ARGUMENTS,
+    ),
+    Rule(
         "nvfp4-torch",
-        lambda c: c.precision == "nvfp4" and c.backend == "torch" and not c.emulate,
+        lambda c: c.precision == NVFP4 and c.backend == "torch" and not c.emulate,
         lambda c: (
             "FP4 GEMMs exist only in Transformer Engine, and Megatron's parser refuses --fp4-format "
             "without it: use backend te, or emulate=True"
@@ -157,45 +215,72 @@ PRECISION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "quantized-hardware",
-        lambda c: c.quantized and not c.emulate and c.compute_capability not in (None, *FP4_CAPABILITIES),
         lambda c: (
-            f"{c.precision} training requires a GPU of compute capability "
-            f"{' or '.join(map(_capability, FP4_CAPABILITIES))}; this one has "
-            f"{_capability(c.compute_capability or (0, 0))}: use precision bf16"
-            + (", or emulate=True with backend torch" if c.precision == "nvfp4" else "")
+            c.quantized
+            and not c.emulate
+            and c.compute_capability is not None
+            and not _format(c).runs_on(c.compute_capability)
         ),
-        "Transformer Engine's documentation of NVFP4 and MXFP8; TE #3281",
+        _hardware_message,
+        "Transformer Engine's documentation of each recipe; TE #3281",
     ),
     Rule(
         "emulate-other",
-        lambda c: c.emulate and (c.precision, c.backend) != ("nvfp4", "torch"),
+        lambda c: c.emulate and (c.precision, c.backend) != (c.emulate.format, "torch"),
         lambda c: (
-            f"emulation supports only precision nvfp4 on backend torch, not {c.precision} on backend "
-            f"{c.backend}: use precision nvfp4 and backend torch, or emulate=False"
+            f"emulation supports only precision {' and '.join(EMULATED)} on backend torch; this launch asks "
+            f"for {c.precision} on backend {c.backend} and emulates {_emulated(c)}: use precision "
+            f"{_emulated(c)} and backend torch, or emulate=False"
         ),
         "this package",
     ),
-    Rule("weight-alignment", lambda c: c.quantized and _misaligned(c), _alignment_message, _TE),
+    Rule(
+        "weight-alignment",
+        lambda c: c.quantized and not _filled(c) and _misaligned(c),
+        _alignment_message,
+        _TE,
+    ),
+    Rule(
+        "partial-blocks",
+        lambda c: _filled(c) and _misaligned(c),
+        lambda c: (
+            f"{c.precision} hardware refuses these weights at TP={c.layout.tp} ETP={c.layout.etp}; emulation "
+            f"fills their last block with zeros: {', '.join(_misaligned(c))}"
+        ),
+        "this package",
+        "warning",
+    ),
     Rule(
         "fp4-row-alignment",
         lambda c: (
-            c.precision == "nvfp4" and not c.emulate and not _misaligned(c) and _misaligned(c, _FP4_ROW)
+            c.precision == NVFP4 and not c.emulate and not _misaligned(c) and _misaligned(c, documented=True)
         ),
         lambda c: (
-            f"FP4 GEMMs read rows in multiples of {_FP4_ROW} elements; at TP={c.layout.tp} "
+            f"FP4 GEMMs read rows in multiples of {_format(c).documented} elements; at TP={c.layout.tp} "
             f"ETP={c.layout.etp} these weights have other sizes, which no source reports as tested: "
-            f"{', '.join(_misaligned(c, _FP4_ROW))}"
+            f"{', '.join(_misaligned(c, documented=True))}"
         ),
         "megatron/core/fp4_utils.py",
         "warning",
     ),
     Rule(
+        "blockwise-alignment",
+        lambda c: c.precision == BLOCKWISE and not _misaligned(c) and _misaligned(c, documented=True),
+        lambda c: (
+            f"Transformer Engine documents FP8 blocks for multiples of {_format(c).documented}; at "
+            f"TP={c.layout.tp} ETP={c.layout.etp} these weights have other sizes, with a partial last block: "
+            f"{', '.join(_misaligned(c, documented=True))}. {TENSORWISE} has no blocks"
+        ),
+        "Transformer Engine's documentation of FP8 blockwise scaling",
+        "warning",
+    ),
+    Rule(
         "token-alignment",
-        lambda c: c.quantized and _tokens(c) % _block_size(c),
+        lambda c: c.quantized and _tokens(c) % _format(c).multiple,
         lambda c: (
             f"the {_tokens(c)} tokens of a microbatch (micro_batch_size*seq_length/CP) are not a multiple of "
-            f"{_block_size(c)}, as {c.precision} requires: use a seq_length that is a multiple of "
-            f"{_block_size(c) * c.layout.cp}"
+            f"{_format(c).multiple}, as {c.precision} requires: use a seq_length that is a multiple of "
+            f"{_format(c).multiple * c.layout.cp}"
         ),
         _TE,
     ),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 #: Bytes read per call.
@@ -47,6 +47,19 @@ class Record:
     size: int
 
 
+#: (device, inode) of a placeholder of a remote file (`remote`) -> what reads the file.
+REMOTE: dict[tuple[int, int], Callable[[memoryview, int], int]] = {}
+
+
+def preadv(descriptor: int, view: memoryview, offset: int) -> int:
+    """Read from `offset` into `view`. Returns the number of bytes, 0 at the end of the file."""
+    if REMOTE:
+        found = os.fstat(descriptor)
+        if (read := REMOTE.get((found.st_dev, found.st_ino))) is not None:
+            return read(view, offset)
+    return os.preadv(descriptor, [view], offset)
+
+
 def read_at(descriptor: int, offset: int, length: int) -> bytearray:
     """Read `length` bytes from `offset`.
 
@@ -68,7 +81,7 @@ def read_into(descriptor: int, view: memoryview, offset: int) -> None:
     """
     done, length = 0, len(view)
     while done < length:
-        count = os.preadv(descriptor, [view[done : done + (1 << 30)]], offset + done)
+        count = preadv(descriptor, view[done : done + (1 << 30)], offset + done)
         if count == 0:
             raise ArchiveError(
                 f"the file ends at byte {offset + done:,}, inside the {length:,} from {offset:,}"
@@ -113,7 +126,7 @@ def crc_problem(descriptor: int, record: Record) -> str | None:
     block = bytearray(min(BLOCK, record.size))
     while done < record.size:
         view = memoryview(block)[: record.size - done]
-        count = os.preadv(descriptor, [view], record.offset + done)
+        count = preadv(descriptor, view, record.offset + done)
         if count == 0:
             raise ArchiveError(f"the file ends inside record {record.name!r}")
         crc, done = zlib.crc32(view[:count], crc), done + count

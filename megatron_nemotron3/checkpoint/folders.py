@@ -87,7 +87,8 @@ def locate(folder: Path) -> Located:
         return Located("checkpoints", inside, folder)
     if "checkpoints" in found:
         return Located("checkpoints", folder, above.parent if above.name == CHECKPOINTS else None)
-    if "checkpoint" in found or _ITERATION.fullmatch(above.name):
+    bare = not found and not os.path.lexists(folder / HF_CONFIG)
+    if "checkpoint" in found or (bare and _ITERATION.fullmatch(above.name)):
         return Located(
             "checkpoint", folder, above.parent.parent if above.parent.name == CHECKPOINTS else None
         )
@@ -225,6 +226,12 @@ def iterations(folder: Path) -> list[int]:
         return []
     found = (match for name in names if (match := _ITERATION.fullmatch(name)))
     return sorted((int(match[1]) for match in found if (folder / match[0]).is_dir()), reverse=True)
+
+
+def iteration_of(name: str) -> int | None:
+    """Return the iteration that a folder's name states."""
+    match = _ITERATION.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def bytes_needed(parameters: int, precision: str) -> int:

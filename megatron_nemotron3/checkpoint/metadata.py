@@ -40,7 +40,17 @@ MOST_AXES = 64
 
 
 class CheckpointError(ValueError):
-    """A checkpoint file is damaged. The message begins with its path."""
+    """A checkpoint file is damaged. The message begins with its path and is one printable line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str, but: str = "") -> str:
+    """Escape control characters, which could move the cursor or rewrite a terminal; keep those of `but`."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in but else repr(char)[1:-1] for char in text)
 
 
 def read_file(path: Path, limit: int) -> bytes:
@@ -198,7 +208,7 @@ def _parse_index(folder: Path, root: Inert) -> CheckpointIndex:
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
     for name, entry in _require_dict(root.field("state_dict_metadata"), "state_dict_metadata").items():
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not name.isprintable():
             raise Refused(f"the name of a tensor is the {type(name).__name__} {name!r:.60}")
         kind = type(entry).__name__
         if kind == "BytesStorageMetadata":
@@ -241,7 +251,7 @@ def _parse_place(name: str, info: Any) -> StoredObject:
     file = _typed_field(info, "relative_path", str)
     offset, length = _typed_field(info, "offset", int), _typed_field(info, "length", int)
     path = PurePosixPath(file)
-    if path.is_absolute() or ".." in path.parts or "\0" in file or not path.name:
+    if path.is_absolute() or ".." in path.parts or not file.isprintable() or not path.name:
         raise Refused(f"it places {name} outside the folder, in {file!r:.120}")
     if min(offset, length) < 0 or max(offset, length) >= 1 << 63:
         raise Refused(f"it places {name} at offset {offset} with length {length}")

@@ -38,6 +38,11 @@ class TensorLayout:
     #: Contains the elements.
     record: Record
 
+    @property
+    def whole(self) -> tuple[int, int]:
+        """(first byte, number of bytes) of the range that holds the tensor."""
+        return self.span(range(self.shape[0] if self.shape else 1))
+
     def span(self, rows: range) -> tuple[int, int]:
         """Return (first byte, number of bytes) of the range that holds `rows` of the first axis."""
         item = ITEM_SIZE[self.dtype]
@@ -103,7 +108,7 @@ def locate_tensor(what: str, tensor: PickledTensor, found: dict[str, Record]) ->
         raise ArchiveError(f"{what} is in record 'data/{tensor.storage}', which is missing")
     begin = record.offset + tensor.begin * ITEM_SIZE[tensor.dtype]
     layout = TensorLayout(tensor.dtype, tensor.shape, tensor.stride, begin, record)
-    first, length = layout.span(range(tensor.shape[0] if tensor.shape else 1))
+    first, length = layout.whole
     if first + length > record.offset + record.size:
         raise ArchiveError(
             f"{what} needs {first + length - record.offset:,} bytes of storage, record {record.name!r} has "

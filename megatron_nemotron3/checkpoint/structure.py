@@ -19,6 +19,7 @@ from megatron_nemotron3.checkpoint.metadata import (
     ITEM_SIZE,
     CheckpointError,
     CheckpointIndex,
+    StoredObject,
     read_file,
     read_metadata,
 )
@@ -83,7 +84,8 @@ def check_structure(folder: Path) -> Verdict:
     if missing and (index.common_state or (folder / COMMON).exists()):
         return Verdict("unfinished", (missing,))
     # Folders without metadata.json are in a format of torch (torch_dcp, fsdp_dtensor); the index comes last.
-    problems = (*islice(_file_problems(index), _LIMIT), *islice(_tensor_problems(index), _LIMIT))
+    found = (_file_problems(index), _place_problems(index), _tensor_problems(index))
+    problems = tuple(problem for kind in found for problem in islice(kind, _LIMIT))
     if not missing and index.common_state is None and not (folder / COMMON).is_file():
         path = folder / COMMON
         problems += (f"{path}: the file is missing, and {INDEX} has no common_state in its place",)
@@ -113,6 +115,26 @@ def _file_problems(index: CheckpointIndex) -> Iterator[str]:
         elif found.st_size < need:
             users = _contents_beyond(index, name, found.st_size)
             yield f"{path}: {found.st_size:,} bytes, but {need:,} are needed: cut off are {users}"
+
+
+def _place_problems(index: CheckpointIndex) -> Iterator[str]:
+    """Find archives that share bytes: each of them was written once, behind the others."""
+    last: StoredObject | None = None
+    for item in sorted(index.items(), key=lambda item: (item.file, item.offset)):
+        if last is not None and item.file == last.file and item.offset < last.offset + last.length:
+            names = " and ".join(_name_of(index, one) for one in (last, item))
+            yield (
+                f"{index.folder / INDEX}: {names} are in the same bytes of {item.file}, from {item.offset:,}"
+            )
+        elif item.length:
+            last = item
+
+
+def _name_of(index: CheckpointIndex, item: StoredObject) -> str:
+    for name, tensor in index.tensors.items():
+        if any(chunk is item for chunk in tensor.chunks):
+            return name
+    return next(name for name, place in index.objects.items() if place is item)
 
 
 def _contents_beyond(index: CheckpointIndex, file: str, size: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_nemotron3.checkpoint import check as megatron
 from megatron_nemotron3.checkpoint.folders import locate
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
+from megatron_nemotron3.checkpoint.remote import local, place, shown
 
 
 def register(commands: Any) -> None:
@@ -17,7 +18,7 @@ def register(commands: Any) -> None:
     command = commands.add_parser("check", help="check that a checkpoint is complete and undamaged")
     command.add_argument(
         "folder",
-        type=Path,
+        type=place,
         metavar="DIR",
         help="a run, its checkpoints or one of them, or a Hugging Face folder",
     )
@@ -36,10 +37,10 @@ def check_command(options: argparse.Namespace) -> int:
     """
     if options.workers < 1:
         raise ValueError(f"--workers {options.workers}: give 1 or more")
-    found = locate(options.folder)
-    if found.kind == "hugging face":
-        return check_hugging_face(found.folder, full=options.full, workers=options.workers)
-    return megatron.check(options.folder, full=options.full, workers=options.workers)
+    with local(options.folder, every=True) as folder:
+        if locate(folder).kind == "hugging face":
+            return check_hugging_face(folder, full=options.full, workers=options.workers)
+        return megatron.check(folder, full=options.full, workers=options.workers)
 
 
 def check_hugging_face(folder: Path, *, full: bool = False, workers: int = 4) -> int:
@@ -75,7 +76,7 @@ def check_hugging_face(folder: Path, *, full: bool = False, workers: int = 4) ->
         if verify_manifest(folder, workers):
             return 2
     elif full:
-        print(f"  unprotected  {folder} has no {MANIFEST} with CRC32s: names, shapes and sizes are checked")
+        print(f"  unprotected  {shown(folder)} has no {MANIFEST} with CRC32s: only names and sizes count")
     else:
         print(
             "  checked      names, shapes and sizes; --full compares the manifest's CRC32s, if there is one"

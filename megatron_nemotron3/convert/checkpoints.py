@@ -15,6 +15,7 @@ from typing import Any
 from megatron_nemotron3.checkpoint.folders import locate, locate_one
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.checkpoint.read import common_state
+from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
@@ -95,10 +96,10 @@ def open_megatron(
     Raises:
         ValueError: there is no Megatron checkpoint, it is damaged, or its tensors are not those of the model.
     """
-    found = locate_one(folder, iteration)
-    if found.kind == "hugging face":
+    located = locate_one(folder, iteration)
+    if located.kind == "hugging face":
         raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
-    place = found.folder
+    place = located.folder
     verdict = check_structure(place)
     source: FileSource
     if verdict.state == "legacy":
@@ -118,12 +119,13 @@ def open_megatron(
         source = reorder_mamba(source, config, state) if fsdp else source
     keys, left_out = _weight_keys(source.tensors, allow_unused)
     if from_masters:
-        found = master_keys(source.tensors)
+        masters = master_keys(source.tensors)
         # The expert bias is not a parameter: it has no master, and is stored in FP32.
-        keys = {name: found.get(name, key) for name, key in keys.items()}
-        left_out["optimizer"] -= sum(name in found for name in keys)
+        keys = {name: masters.get(name, key) for name, key in keys.items()}
+        left_out["optimizer"] -= sum(name in masters for name in keys)
     padded = source.tensors[keys[_EMBEDDING]].shape[0] if _EMBEDDING in keys else None
     mappings = tuple(inventory.mappings_of(config, keys, padded_vocab_size=padded))
+    inventory.check_types(place, {name: source.tensors[key].dtype for name, key in keys.items()})
     iteration = state.get("iteration") if type(state.get("iteration")) is int else None
     return Checkpoint(
         kind,
@@ -165,10 +167,10 @@ def open_hugging_face(
     data = read_config(folder)
     left_out: Counter[str] = Counter()
     if QUANTIZATION in data:
-        if not dequantize:
-            raise ValueError(f"{folder}: its weights are quantized: --dequantize reads them as BF16")
         packed = Dequantized(source)
         packed.check(data[QUANTIZATION])
+        if not dequantize:
+            raise ValueError(f"{folder}: its weights are quantized: --dequantize reads them as BF16")
         source = packed
         data = {key: value for key, value in data.items() if key != QUANTIZATION}
         left_out["activation scale"] = len(packed.left_behind)
@@ -179,6 +181,7 @@ def open_hugging_face(
     config, mtp_source = _hf_config(folder, data, model, mtp_num_layers)
     kept = {name: name for name in source.tensors if not _matches_any(name, allow_unused)}
     inventory.check_hf(config, {name: source.tensors[name].shape for name in kept})
+    inventory.check_types(folder, {name: source.tensors[name].dtype for name in kept})
     left_out["unused"] = len(source.tensors) - len(kept)
     mappings = tuple(inventory.mappings(config))
     return Checkpoint(
@@ -223,7 +226,8 @@ def checkpoint_line(opened: Checkpoint) -> str:
     depths = f", {c.mtp_num_layers} depths" if c.mtp_num_layers != c.mtp_num_blocks else ""
     mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}{depths}" if c.has_mtp else ""
     return (
-        f"{opened.folder} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, hidden size {c.hidden_size}"
+        f"{shown(opened.folder)} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, "
+        f"hidden size {c.hidden_size}"
     )
 
 

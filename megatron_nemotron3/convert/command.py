@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoint.remote import local, place
 from megatron_nemotron3.convert.quantized_recipes import RECIPES
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_stored_model, stored_model
@@ -32,7 +34,7 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
     )
     export = ways.add_parser("to-hf", help="convert a Megatron checkpoint to a Hugging Face folder")
     export.add_argument(
-        "source", type=Path, metavar="MEGATRON_DIR", help="folder of --save, or of one iteration"
+        "source", type=place, metavar="MEGATRON_DIR", help="a run, its checkpoints or one of them; or a URL"
     )
     export.add_argument("target", type=Path, metavar="HF_DIR", help="a new folder")
     export.add_argument(
@@ -63,8 +65,22 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="scales of activations for --quantize: JSON, safetensors, or a quantized folder",
     )
+    export.add_argument(
+        "--watch",
+        type=float,
+        nargs="?",
+        const=30.0,
+        metavar="SECONDS",
+        help="export each new checkpoint of a running job to HF_DIR/iter_N; look every SECONDS (default 30)",
+    )
+    export.add_argument("--once", action="store_true", help="with --watch: export what is there, and stop")
+    export.add_argument(
+        "--keep-last", type=int, metavar="N", help="with --watch: keep the newest N exports (default: all)"
+    )
     load = ways.add_parser("from-hf", help="convert a Hugging Face folder to a Megatron checkpoint")
-    load.add_argument("source", type=Path, metavar="HF_DIR")
+    load.add_argument(
+        "source", type=place, metavar="HF_DIR", help="a Hugging Face folder, a URL, or the id of a repository"
+    )
     load.add_argument("target", type=Path, metavar="MEGATRON_DIR", help="a new folder, for --load")
     load.add_argument(
         "--make-vocab-size-divisible-by",
@@ -99,8 +115,8 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
 
 def _add_verify(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=verify)
-    command.add_argument("a", type=Path, metavar="A", help="Megatron or Hugging Face checkpoint")
-    command.add_argument("b", type=Path, nargs="?", metavar="B", help="default: the manifest of A")
+    command.add_argument("a", type=place, metavar="A", help="Megatron or Hugging Face checkpoint, or a URL")
+    command.add_argument("b", type=place, nargs="?", metavar="B", help="default: the manifest of A")
     command.add_argument(
         "--vocab-size", type=int, metavar="N", help="tokens in the vocabulary (default: as stored)"
     )
@@ -166,14 +182,25 @@ def convert(options: argparse.Namespace) -> int:
             quantize=options.quantize,
             input_scales=options.input_scales,
         )
-        return conversion.convert_to_hf(options.source, options.target, to_hf)
+        if options.watch is not None:
+            from megatron_nemotron3.convert.follow import Following, follow
+
+            if isinstance(options.source, str):
+                raise ValueError(f"{options.source}: --watch follows a job in a local folder, not at a URL")
+            how = Following(options.watch, options.once, options.keep_last)
+            return follow(options.source, options.target, to_hf, how)
+        if options.once or options.keep_last is not None:
+            raise ValueError("--once and --keep-last belong to --watch")
+        with local(options.source, iteration=options.iteration) as source:
+            return conversion.convert_to_hf(source, options.target, to_hf)
     from_hf = conversion.FromHfOptions(
         **common,
         make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
         dequantize=options.dequantize,
         mtp_num_layers=options.mtp_num_layers,
     )
-    return conversion.convert_from_hf(options.source, options.target, from_hf)
+    with local(options.source) as source:
+        return conversion.convert_from_hf(source, options.target, from_hf)
 
 
 def _compare_logits(tokens: int, megatron: Any, hf: Any, config: Nemotron3Config) -> int:
@@ -195,9 +222,9 @@ def verify(options: argparse.Namespace) -> int:
     common = conversion.Options(
         model=stored_model(options), allow_unused=tuple(options.allow_unused), workers=_workers(options)
     )
-    return comparison.verify(
-        options.a, options.b, common, dequantize=options.dequantize, vocab_size=options.vocab_size
-    )
+    with ExitStack() as stack:
+        a, b = (one and stack.enter_context(local(one)) for one in (options.a, options.b))
+        return comparison.verify(a, b, common, dequantize=options.dequantize, vocab_size=options.vocab_size)
 
 
 def size(text: str) -> int:

@@ -12,10 +12,12 @@ length): those fields come from `base`, or keep their defaults.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_nemotron3.checkpoint.metadata import printable
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON, MAMBA_CONV_KERNEL
 
@@ -71,7 +73,7 @@ MTP_BLOCKS = "num_nextn_predict_layers"
 #: use it.
 OWN = "megatron_nemotron3"
 #: Fields in it -> type.
-OWN_FIELDS: dict[str, type] = {
+OWN_FIELDS: dict[str, type[int | float | bool]] = {
     "mtp_num_layers": int,
     "mtp_use_repeated_layer": bool,
     "mtp_loss_scaling_factor": float,
@@ -100,6 +102,7 @@ FIXED: dict[str, Any] = {
     "use_bias": False,
     "use_conv_bias": True,
 }
+_INFINITE = 1e30
 _WRITTEN = (
     *("model_type", "attention_bias", "attention_dropout", "hidden_dropout", "mamba_hidden_act"),
     *("mamba_proj_bias", "mlp_bias", "mlp_hidden_act", "residual_in_fp32", "tie_word_embeddings"),
@@ -251,9 +254,10 @@ def _check_config_keys(name: str, data: Mapping[str, Any]) -> None:
             f"{name}: config.json has a quantization_config: --dequantize reads its weights as BF16"
         )
     if unknown := sorted(set(data) - known):
+        keys = ", ".join(map(printable, unknown))
         raise ValueError(
-            f"{name}: config.json has {len(unknown)} unknown keys: {', '.join(unknown)}: remove those that "
-            "change neither a tensor nor a result"
+            f"{name}: config.json has {len(unknown)} unknown keys: {keys}: remove those that change neither "
+            "a tensor nor a result"
         )
     for key, fixed in FIXED.items():
         if data.get(key) is not None and _normalized(data[key]) != fixed:
@@ -261,11 +265,17 @@ def _check_config_keys(name: str, data: Mapping[str, Any]) -> None:
 
 
 def _normalized(value: Any) -> Any:
-    """Return a value with lists as tuples, and infinity in any spelling as a float."""
+    """Return a value with lists as tuples, and infinity in any spelling as a float.
+
+    Numbers from 1e30 are infinite: no time step reaches them, and JSON of some libraries has no infinity.
+    """
     if isinstance(value, (list, tuple)):
         return tuple(_normalized(one) for one in value)
     if isinstance(value, Mapping) and set(value) == {"__float__"}:  # transformers 5
-        return float(value["__float__"])
+        with contextlib.suppress(TypeError, ValueError):
+            return float(value["__float__"])
+    if isinstance(value, (int, float)) and value >= _INFINITE:
+        return math.inf
     return value
 
 
@@ -346,7 +356,7 @@ def _own_fields(name: str, stated: Any, blocks: int) -> dict[str, Any]:
         return {}
     if not isinstance(stated, Mapping):
         raise ValueError(f"{name}: {OWN} is a {type(stated).__name__}, expected an object")
-    found = {field: stated[field] for field in OWN_FIELDS if field in stated}
+    found: dict[str, Any] = {field: stated[field] for field in OWN_FIELDS if field in stated}
     for field, value in found.items():
         if type(value) is not OWN_FIELDS[field] or not 0 <= value < 1 << 16:
             kind = OWN_FIELDS[field].__name__

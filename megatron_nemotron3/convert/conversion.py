@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import Counter
@@ -12,7 +11,8 @@ from pathlib import Path
 
 from megatron_nemotron3.checkpoint.folders import free_bytes, locate
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
-from megatron_nemotron3.convert import from_hf, to_hf
+from megatron_nemotron3.checkpoint.remote import shown
+from megatron_nemotron3.convert import from_hf, inventory, to_hf
 from megatron_nemotron3.convert.checkpoints import (
     Checkpoint,
     checkpoint_line,
@@ -98,6 +98,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         from_masters=options.from_masters,
         allow_unused=options.allow_unused,
     )
+    _check_alike(opened, options)
     view = opened.hf_view()
     dtype = _main_dtype(view)
     view = _cast(view, options.dtype, opened, hf=True)
@@ -165,6 +166,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         dequantize=options.dequantize,
         mtp_num_layers=options.mtp_num_layers,
     )
+    _check_alike(opened, options)
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisor)
     dtype = options.dtype or _main_dtype(opened.weights)
     weights = _cast(opened.weights, options.dtype, opened, hf=True)
@@ -187,6 +189,12 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     return options.compare_logits(made.weights, weights, opened.config)
 
 
+def _check_alike(opened: Checkpoint, options: Options) -> None:
+    if options.dtype is None:
+        types = {name: tensor.dtype for name, tensor in opened.weights.tensors.items()}
+        inventory.check_types(opened.folder, types, alike=True)
+
+
 def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options) -> bool:
     """Print the plan and write the folder. Returns whether it was written."""
     for line in _plan_lines(opened, target, job):
@@ -205,7 +213,7 @@ def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options) -> bo
         "file"
     )
     if options.compare_logits is None and not isinstance(job.source, Quantized):
-        print(f"next         nemotron3 verify {opened.folder} {target}")
+        print(f"next         nemotron3 verify {shown(opened.folder)} {target}")
     return True
 
 
@@ -251,7 +259,7 @@ def _cast(view: TensorSource, dtype: str | None, opened: Checkpoint, *, hf: bool
 
 def _job_origin(opened: Checkpoint, options: Options) -> dict[str, object]:
     return {
-        "source": os.fspath(opened.folder.absolute()),
+        "source": shown(opened.folder.absolute()),
         "source_kind": opened.kind,
         "model": opened.config.name,
         "dtype": options.dtype,

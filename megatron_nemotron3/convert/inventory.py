@@ -7,9 +7,12 @@ Megatron and hundreds in HF.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_nemotron3.convert import transforms
@@ -28,6 +31,9 @@ from megatron_nemotron3.models.tensors import (
 
 #: Type of released checkpoints and of torch_dist folders of BF16 runs, except for rows marked `float32`.
 BF16 = "bfloat16"
+#: Types that weights may be stored in.
+WEIGHT_TYPES = ("bfloat16", "float16", "float32", "float64")
+_NUMBER = re.compile(r"\b\d+\b")
 
 
 class Tensor(NamedTuple):
@@ -144,6 +150,34 @@ def megatron_tensors(
     """
     found = mappings(config, dialect=dialect, dtype=dtype, padded_vocab_size=padded_vocab_size)
     return [tensor for mapping in found for tensor in mapping.megatron]
+
+
+def check_types(folder: Path, types: Mapping[str, str], *, alike: bool = False) -> None:
+    """Check that the weights of a checkpoint have types of weights.
+
+    Args:
+        types: torch's dtype name of every weight, by name.
+        alike: also check that tensors with the same name in other layers, or of other experts, have one type.
+
+    Raises:
+        ValueError: a tensor has another type. The message names it.
+    """
+    kinds: dict[str, Counter[str]] = {}
+    for name, dtype in types.items():
+        if dtype not in WEIGHT_TYPES:
+            raise ValueError(
+                f"{folder}: {name} is {dtype}, and nothing says that weights are quantized; they are "
+                + ", ".join(WEIGHT_TYPES)
+            )
+        kinds.setdefault(_NUMBER.sub("N", name), Counter())[dtype] += 1
+    for kind, found in kinds.items() if alike else ():
+        if len(found) > 1:
+            (most, count), *_ = found.most_common()
+            name = next(n for n, dtype in types.items() if dtype != most and _NUMBER.sub("N", n) == kind)
+            raise ValueError(
+                f"{folder}: {name} is {types[name]}, {count:,} others of its kind are {most}: give --dtype "
+                "to write one type"
+            )
 
 
 def check_hf(config: Nemotron3Config, shapes: Mapping[str, Shape]) -> None:

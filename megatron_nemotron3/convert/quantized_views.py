@@ -39,6 +39,7 @@ _FOREIGN = (
     *("weight_zero_point", "weight_g_idx", "weight_scale_inv", "pre_quant_scale", "weight_shape"),
     *("svdquant_lora_a", "svdquant_lora_b", "qweight", "qzeros", "scales"),
 )
+_METHODS = ("modelopt", "compressed-tensors")
 _SCALE_TYPES = ("float32", "bfloat16")
 
 
@@ -140,7 +141,24 @@ class Dequantized(TensorSource):
                 raise CheckpointError(
                     f"{self.folder}: {name} in its quantization configuration is not a list"
                 )
+        if not self.formats:
+            raise CheckpointError(
+                f"{self.folder}: it has a quantization configuration, but no weight is quantized: if the "
+                "configuration is a leftover, remove it"
+            )
         layers, method = details.get("quantized_layers"), details.get("quant_method", "modelopt")
+        if method not in _METHODS:
+            raise CheckpointError(
+                f"{self.folder}: its quantization method {method!r:.40} is not read; known are "
+                + ", ".join(_METHODS)
+            )
+        stated = _stated_formats(details)
+        for module, stored in self.formats.items():
+            if stated and stored not in stated:
+                raise CheckpointError(
+                    f"{self.folder}: {module} is stored as {stored}, the configuration has only "
+                    + ", ".join(sorted(stated))
+                )
         if isinstance(layers, Mapping):
             for module in {*layers, *self.formats}:
                 entry = layers.get(module)
@@ -233,6 +251,20 @@ class Dequantized(TensorSource):
             if not bool(((scale > 0) & torch.isfinite(scale)).all()):
                 raise CheckpointError(f"{self.folder}: {packed.scale} holds a scale not above 0")
         return as_bits(fp8.dequantize(torch.from_numpy(bits), scale))
+
+
+def _stated_formats(details: Mapping[str, Any]) -> set[str]:
+    """Return the formats of weights that a quantization configuration has; empty if it does not say."""
+    groups = details.get("config_groups")
+    weights = [
+        group.get("weights")
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+        if isinstance(group, Mapping)
+    ]
+    bits = {one.get("num_bits") for one in weights if isinstance(one, Mapping)}
+    found = {format for number, format in ((4, NVFP4), (8, FP8)) if number in bits}
+    algorithm = str(details.get("quant_algo", "")).upper()
+    return found | {format for name, format in (("NVFP4", NVFP4), ("FP8", FP8)) if name in algorithm}
 
 
 #: Elements quantized per step: their FP32 copies stay in the cache of a core.

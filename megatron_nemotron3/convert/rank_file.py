@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_nemotron3.checkpoint import read
 from megatron_nemotron3.checkpoint.archive import Record
-from megatron_nemotron3.checkpoint.metadata import CheckpointError, StoredObject
+from megatron_nemotron3.checkpoint.metadata import CheckpointError, StoredObject, printable
 from megatron_nemotron3.checkpoint.read import TensorLayout, opened
 from megatron_nemotron3.checkpoint.unpickle import Inert, Refused, inert, loads
 from megatron_nemotron3.convert.hf_folder import regular_file_size
@@ -87,9 +87,8 @@ def _models_of(root: dict[Any, Any]) -> list[Any]:
     while (key := f"model{len(found)}") in root:
         found.append(root[key])
     if not found:
-        raise Refused(
-            f"it holds no model; its entries are {', '.join(sorted(map(str, root)))[:200] or 'none'}"
-        )
+        keys = ", ".join(sorted(printable(str(key)) for key in root))
+        raise Refused(f"it holds no model; its entries are {keys[:200] or 'none'}")
     return found
 
 
@@ -98,7 +97,7 @@ def _weights_of(model: Any, found: dict[str, Record]) -> dict[str, TensorLayout]
         raise Refused(f"its model is a {type(model).__name__}, not a dict of weights")
     weights = {}
     for key, value in model.items():
-        if not isinstance(key, str):
+        if not isinstance(key, str) or not key.isprintable():
             raise Refused(f"the name of a weight is the {type(key).__name__} {key!r:.60}")
         if non_weight_kind(key) is not None:
             continue
@@ -108,7 +107,18 @@ def _weights_of(model: Any, found: dict[str, Record]) -> dict[str, TensorLayout]
         if plain_name(key) in weights:
             raise Refused(f"{key} occurs twice, with and without the prefix of a wrapper")
         weights[plain_name(key)] = read.locate_tensor(key, value, found)
+    _check_places(weights)
     return weights
+
+
+def _check_places(weights: dict[str, TensorLayout]) -> None:
+    """Refuse two weights that share bytes: the model has no tied weights."""
+    reached, last = 0, ""
+    for (first, length), name in sorted((layout.whole, name) for name, layout in weights.items()):
+        if first < reached and length:
+            raise Refused(f"{last} and {name} are in the same bytes of the file, from {first:,}")
+        if length:
+            reached, last = first + length, name
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_nemotron3.checkpoint.archive import preadv
 from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
+from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.convert.checkpoints import checkpoint_line, open_checkpoint
 from megatron_nemotron3.convert.compare import Difference, compare
 from megatron_nemotron3.convert.conversion import Options
@@ -92,10 +94,10 @@ def verify_manifest(folder: Path, workers: int) -> int:
                 length = os.fstat(file.fileno()).st_size
                 if length != entry.get("bytes"):  # before a file of any length is read
                     return f"{path}: {length:,} bytes, {entry.get('bytes')!r:.30} were written"
-                length = 0
-                while block := file.read(BAND):
-                    crc, length = zlib.crc32(block, crc), length + len(block)
-                    count(len(block))
+                block, whole, length = memoryview(bytearray(min(BAND, length))), length, 0
+                while length < whole and (got := preadv(file.fileno(), block, length)):
+                    crc, length = zlib.crc32(block[:got], crc), length + got
+                    count(got)
         except OSError as problem:
             return f"{path}: {problem.strerror}"
         except ValueError as problem:
@@ -108,6 +110,6 @@ def verify_manifest(folder: Path, workers: int) -> int:
 
     problems = [found for found in parallel_map(work, sorted(entries), workers=workers) if found]
     for problem in problems[:_SHOWN]:
-        print(problem)
+        print(shown(problem))
     print(f"{len(entries) - len(problems):,} of {len(entries):,} files are as the manifest says")
     return 1 if problems else 0

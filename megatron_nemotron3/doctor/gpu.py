@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_nemotron3.args.rules_precision import FP4_CAPABILITIES
 from megatron_nemotron3.doctor.finding import Finding
+from megatron_nemotron3.precision.formats import EMULATED, FORMATS, Capability, runnable
 
 _QUESTION = """
 import json, torch
@@ -41,11 +41,10 @@ elif torch.version.cuda:
         found["problem"] = str(problem).splitlines()[0].split(". ")[0]
 print(json.dumps(found))
 """
-#: Precision -> (test of the compute capability, text). Source: the rules of `args`.
-PRECISIONS: dict[str, tuple[Callable[[tuple[int, ...]], bool], str]] = {
+#: Precision -> (test of the compute capability, text).
+PRECISIONS: dict[str, tuple[Callable[[Capability], bool], str]] = {
     "bf16": (lambda c: c >= (8, 0), "8.0"),
-    "mxfp8": (lambda c: c in FP4_CAPABILITIES, "10.0 or 10.3"),
-    "nvfp4": (lambda c: c in FP4_CAPABILITIES, "10.0 or 10.3"),
+    **{fmt.name: (fmt.runs_on, fmt.needs) for fmt in FORMATS.values()},
 }
 
 
@@ -91,12 +90,15 @@ def judge(found: dict[str, Any]) -> Iterator[Finding]:
                 f"{name}: torch has kernels for {', '.join(found['architectures'])} only",
                 f"install a torch with sm_{capability[0]}{capability[1]} (this one: CUDA {found['built']})",
             )
-    first = tuple(found["devices"][0]["capability"])
+    major, minor = found["devices"][0]["capability"]
+    first = (major, minor)
     for precision, (fits, needs) in PRECISIONS.items():
         if fits(first):
             yield Finding(precision, "ok", "trains on this GPU")
         else:
-            cure = "--emulate computes it on any device, slowly" if precision == "nvfp4" else ""
+            cure = f"this GPU trains in {', '.join(runnable(first))}"
+            if precision in EMULATED:
+                cure += "; --emulate computes it on any device, slowly"
             yield Finding(precision, "absent", f"needs compute capability {needs}", cure)
 
 

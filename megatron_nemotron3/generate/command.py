@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.checkpoint.remote import local, place, shown
 from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_stored_model, stored_model
@@ -71,10 +72,10 @@ def add_checkpoint(command: argparse.ArgumentParser) -> None:
     """Add the options that say what to load, and how."""
     command.add_argument(
         "--checkpoint",
-        type=Path,
+        type=place,
         required=True,
         metavar="DIR",
-        help="Megatron's or Hugging Face's folder, or that of `nemotron3 train`",
+        help="a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository",
     )
     command.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="default: the checkpoint's or the run's"
@@ -145,6 +146,11 @@ def generate_command(options: argparse.Namespace) -> int:
     """
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
+    with local(options.checkpoint) as options.checkpoint:
+        return _generate(options)
+
+
+def _generate(options: argparse.Namespace) -> int:
     from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
     from megatron_nemotron3.generate.generate import GenerationOptions, generate
     from megatron_nemotron3.generate.sampling import Sampling
@@ -172,7 +178,7 @@ def generate_command(options: argparse.Namespace) -> int:
     result = generate(engine, ids, how, stream.push)
     stream.end()
     if options.json:
-        about = {"checkpoint": str(found.checkpoint), "model": opened.config.name}
+        about: dict[str, Any] = {"checkpoint": shown(found.checkpoint), "model": opened.config.name}
         about |= {"mtp_num_layers": opened.config.mtp_num_layers, "mtp_source": opened.mtp_source}
         print(json.dumps({**about, **_generation_as_json(result, stream.outputs, ids)}, indent=2))
     else:

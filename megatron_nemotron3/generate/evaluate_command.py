@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoint.files import require_plot
+from megatron_nemotron3.checkpoint.remote import local, shown
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.generate.command import (
     add_checkpoint,
@@ -72,6 +73,11 @@ def evaluate_command(options: argparse.Namespace) -> int:
         require_plot(options.plot, "--plot")
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
+    with local(options.checkpoint) as options.checkpoint:
+        return _evaluate(options)
+
+
+def _evaluate(options: argparse.Namespace) -> int:
     from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
     from megatron_nemotron3.generate.evaluate import acceptance, losses, plot, windows
     from megatron_nemotron3.run import resolve_device
@@ -101,11 +107,11 @@ def evaluate_command(options: argparse.Namespace) -> int:
     prompts = _spread_prompts(ids, min(PROMPT_TOKENS, config.max_position_embeddings - new))
     if draft:
         accepted = acceptance(engine, prompts, new, range(draft + 1))
-    title = f"{found.checkpoint}: {config.name}"
+    title = f"{shown(found.checkpoint)}: {config.name}"
     if options.plot is not None:
         plot(measured, accepted, config.mtp_num_layers, options.plot, title)
     if options.json:
-        about = {"checkpoint": str(found.checkpoint), "model": config.name, "text": source}
+        about = {"checkpoint": shown(found.checkpoint), "model": config.name, "text": source}
         about["mtp_source"] = opened.mtp_source
         print(json.dumps({**about, **_evaluation_as_json(config, measured, accepted)}, indent=2))
         return 0

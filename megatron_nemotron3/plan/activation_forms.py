@@ -15,8 +15,8 @@ functions are written to save, and are not measured. They differ from "torch" as
 | E | activation | FC2's input | FC2's input |
 | E | dispatch | | INT32 row maps instead of INT64 indices |
 
-With MXFP8 or NVFP4, Transformer Engine keeps the input of a quantized linear packed (one copy, along the
-other axis) in place of BF16. Layers of the BF16 tail keep BF16; all layers of a kind count at their mean.
+With a quantized format Transformer Engine keeps the input of a quantized linear packed (one copy, along the
+other axis) in place of BF16. BF16 layers at both ends keep BF16; all layers of a kind count at their mean.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from megatron_nemotron3.args import Launch
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.plan.recompute import Recompute
 from megatron_nemotron3.plan.state import padded_vocab_size
-from megatron_nemotron3.precision.numerics import MXFP8_BLOCK, NVFP4_BLOCK
-from megatron_nemotron3.precision.table import BF16, LINEARS, MXFP8, NVFP4, tail
+from megatron_nemotron3.precision.formats import BF16, FORMATS
+from megatron_nemotron3.precision.table import LINEARS, bf16_layers
 
 #: Bytes of an FP32 number, of an index, and of an entry of a row map.
 FLOAT, INDEX, ROW = 4, 8, 4
 #: The torch scan on a CPU keeps a state every so many chunks of so many tokens (`layers/chunked_scan.py`).
 _CHUNK, _LEAST_CHUNKS, _BLOCK_ELEMENTS = 64, 4, 2**19
 
-#: Bytes of an element with its share of the block's scale, which is one byte (E8M0 or E4M3).
-PACKED = {BF16: 2.0, MXFP8: 1 + 1 / MXFP8_BLOCK, NVFP4: 1 / 2 + 1 / NVFP4_BLOCK}
+#: Bytes of an element with its share of the block's scale.
+PACKED = {BF16: 2.0, **{fmt.name: fmt.stored for fmt in FORMATS.values()}}
 
 #: Module -> bytes.
 Form = dict[str, int]
@@ -286,23 +286,23 @@ DROPPED: dict[str, tuple[str, ...]] = {
 
 
 @lru_cache(maxsize=1024)
-def quantized_share(config: Nemotron3Config, layer: str) -> float:
-    """The share of the decoder's layers of kind `layer` that is outside the BF16 tail, from 0 to 1."""
-    layers = config.pattern.count(layer)
-    body = config.pattern[: config.num_layers - tail(config).layers]
+def quantized_share(config: Nemotron3Config, layer: str, precision: str) -> float:
+    """The share of the decoder's layers of kind `layer` that do not stay BF16 in this recipe, from 0 to 1."""
+    layers, kept = config.pattern.count(layer), bf16_layers(config, precision)
+    body = config.pattern[kept.start : config.num_layers - kept.end]
     return body.count(layer) / layers if layers else 0.0
 
 
 @lru_cache(maxsize=1024)
 def bytes_by_linear(config: Nemotron3Config, precision: str) -> dict[str, float]:
     """Linear of the precision table -> mean bytes of a packed element, over the decoder's layers."""
-    if precision not in (MXFP8, NVFP4):
+    if precision not in FORMATS:
         return {}
     found = {}
     for kind in LINEARS:
         format = kind.format(precision)
         if kind.layer and kind.layer in config.pattern and format != BF16:
-            share = quantized_share(config, kind.layer)
+            share = quantized_share(config, kind.layer, precision)
             found[kind.name] = share * PACKED[format] + (1 - share) * PACKED[BF16]
     return found
 

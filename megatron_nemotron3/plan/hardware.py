@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_nemotron3.precision.formats import FORMATS, capability_text, either, runnable
+
 TERA, GIGA = 1e12, 1e9
 #: Bytes for the CUDA context, NCCL's buffers, cuBLAS workspaces and memory that the allocator leaves unused:
 #: an assumption, not a measurement.
@@ -36,20 +38,23 @@ class GPU:
     source: str
 
     def flops(self, format: str) -> float:
-        """Peak operations per second of matrix products in "bf16", "fp32", "mxfp8" or "nvfp4".
+        """Peak operations per second of matrix products in "bf16", "fp32" or a format of `FORMATS`.
 
         FP32 products are assumed to run as TF32, at half the rate of BF16.
 
         Raises:
             ValueError: the GPU has no such units.
         """
-        if format == "nvfp4":
-            if self.fp4 is None:
-                raise ValueError(
-                    f"{self.name} has no FP4 units: use --precision bf16 or mxfp8 or a Blackwell GPU"
-                )
-            return self.fp4
-        return {"bf16": self.bf16, "fp32": self.bf16 / 2, "mxfp8": self.fp8}[format]
+        if format not in FORMATS:
+            return {"bf16": self.bf16, "fp32": self.bf16 / 2}[format]
+        peak = self.fp4 if FORMATS[format].kind == "fp4" else self.fp8
+        if peak is None or not FORMATS[format].runs_on(self.capability):
+            raise ValueError(
+                f"{self.name} (compute capability {capability_text(self.capability)}) has no {format} units: "
+                f"use --precision {either(runnable(self.capability))}, or a GPU of compute capability "
+                f"{FORMATS[format].needs}"
+            )
+        return peak
 
 
 GPUS: dict[str, GPU] = {

@@ -117,7 +117,7 @@ def weight_copies(config: Nemotron3Config, kind: str, precision: str, tp: int, e
         if linear is not None and linear.name in sizes:
             elements, copies, _ = held_elements(row, layout, symbol_sizes(config))
             total += 2 * PACKED[linear.format(precision)] * elements * copies
-    return round(total * quantized_share(config, kind))
+    return round(total * quantized_share(config, kind, precision))
 
 
 def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_nemotron3.precision.table import BF16, NVFP4, Linear, ModuleKind, Structure, kind_of
+from megatron_nemotron3.precision.formats import BF16, FORMATS, name_of
+from megatron_nemotron3.precision.table import Linear, ModuleKind, Structure, kind_of
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile, parse, require_fit
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+(?=\.|$)")
@@ -34,7 +35,7 @@ class CensusError(RuntimeError):
 class Ambient:
     """Formats of the layers, as fields of TransformerConfig decide them."""
 
-    #: "nvfp4", "mxfp8" or another FP8 recipe; "bf16" for none.
+    #: A name of `formats.FORMATS`, "custom", or "bf16" for none.
     format: str
     num_layers: int
     at_start: int = 0
@@ -48,14 +49,19 @@ class Ambient:
         fp8, fp4 = getattr(config, "fp8", None), getattr(config, "fp4", None)
         kept = (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16)
         start, end = kept if config.first_last_layers_bf16 else (0, 0)
-        recipe = config.fp4_recipe if fp4 else config.fp8_recipe
-        fmt = str(getattr(recipe, "value", recipe)) if fp4 or fp8 else BF16
+        fmt = name_of(config.fp4_recipe if fp4 else config.fp8_recipe) if fp4 or fp8 else BF16
         return cls(fmt, config.num_layers, start, end, bool(fp8))
 
     def of_layer(self, number: int) -> str:
         """Format of layer `number` (from 0) of any hybrid stack."""
         kept = number < self.at_start or number >= self.num_layers - self.at_end
         return BF16 if kept else self.format
+
+    def of_mtp(self, number: int | None) -> str:
+        """Format of layer `number` (from 0) of the stack in an MTP block; None: of the block outside it."""
+        if self.whole_mtp:
+            return self.format
+        return BF16 if number is None else self.of_layer(number)
 
 
 @dataclass(frozen=True)
@@ -129,41 +135,43 @@ def formats(entries: Iterable[Entry]) -> Counter[str]:
     return Counter(entry.effective for entry in entries if entry.kind.quantizable)
 
 
-def require_nvfp4(model: Any, ambient: Ambient | None = None) -> list[Entry]:
-    """Raise if a run asks for NVFP4 and would compute without it. Ranks decide without communication.
+def require_format(model: Any, wanted: str, ambient: Ambient | None = None) -> list[Entry]:
+    """Raise if a run asks for a format and would compute without it. Ranks decide without communication.
 
     Args:
         model: the `HybridModel` of this rank, bare or wrapped.
+        wanted: the format of the run, a name of `formats.FORMATS`.
         ambient: formats of the layers; None for those of its config, which TransformerEngine reads.
 
     Returns:
         The census of the model.
 
     Raises:
-        CensusError: no linear of the whole model is NVFP4, or linears of this rank that should compute in
-            NVFP4 cannot.
+        CensusError: no linear of the whole model has this format, or linears of this rank that should
+            compute in it cannot.
         PrecisionFileError: the file's globs do not fit the model.
     """
     root = _hybrid_model(model.modules())
     config, structure = root.config, structure_of(root)
     file = recipe_of(config)
     ambient = Ambient.of(config) if ambient is None else ambient
-    if ambient.format != NVFP4:
+    fmt = FORMATS[wanted]
+    if ambient.format != wanted:
+        options = " and ".join(" ".join(map(str, (name, *values))) for name, values in fmt.options[:2])
         raise CensusError(
-            f"NVFP4 was asked for, but the layers' format is {ambient.format}: pass --fp4-format e2m1 and "
-            "--fp4-recipe nvfp4"
+            f"{wanted} was asked for, but the layers' format is {ambient.format}: pass {options}"
         )
     if file is not NO_FILE:
         require_fit(file, structure, "config.quant_recipe")
     require_some(structure, file, ambient)
     entries = census(model, file, ambient)
-    unfit = [entry for entry in entries if entry.format == NVFP4 and entry.effective != NVFP4]
+    unfit = [entry for entry in entries if entry.format == wanted and entry.effective != wanted]
     if unfit:
-        total = sum(entry.format == NVFP4 for entry in entries)
+        total = sum(entry.format == wanted for entry in entries)
         raise CensusError(
-            f"NVFP4 was asked for, but {len(unfit)} of {total} NVFP4 linears of this rank cannot compute it, "
-            f"first {unfit[0].name}: use the TransformerEngine backend on a GPU with compute capability 10.0 "
-            "or 10.3, or emulate"
+            f"{wanted} was asked for, but {len(unfit)} of {total} {wanted} linears of this rank cannot "
+            f"compute it, first {unfit[0].name}: use the TransformerEngine backend on a GPU with compute "
+            f"capability {fmt.needs}" + (", or emulate" if fmt.emulated else "")
         )
     return entries
 
@@ -172,21 +180,21 @@ def ambient_of_linear(linear: Linear, ambient: Ambient) -> str:
     """Format of the layer that a linear is in; an MTP block numbers its layers from 0."""
     if linear.layer is not None:
         return ambient.of_layer(linear.layer)
-    if ambient.whole_mtp:
-        return ambient.format
     inner = _INNER_LAYER.search(linear.name)
-    return ambient.of_layer(int(inner[1])) if inner else BF16
+    return ambient.of_mtp(int(inner[1]) if inner else None)
 
 
 def require_some(structure: Structure, file: PrecisionFile, ambient: Ambient) -> None:
-    """Raise CensusError if no linear of a whole model is NVFP4."""
+    """Raise CensusError if no linear of a whole model has the format of its layers."""
+    wanted = ambient.format
     asked = Counter(
         file.format(linear.name, ambient_of_linear(linear, ambient)) for linear in structure.linears()
     )
-    if not asked[NVFP4]:
+    if not asked[wanted]:
         found = ", ".join(f"{number} {fmt}" for fmt, number in sorted(asked.items()))
         raise CensusError(
-            f"NVFP4 was asked for, but none of the model's {sum(asked.values())} linears is NVFP4 ({found}): "
+            f"{wanted} was asked for, but none of the model's {sum(asked.values())} linears is {wanted} "
+            f"({found}): "
             f"{ambient.at_start} layers at the start and {ambient.at_end} at the end of {ambient.num_layers} "
             f"stay BF16 and {len(file.matchers)} matchers of the precision file take the rest"
         )
@@ -245,14 +253,12 @@ def _layer_format(name: str, modules: Mapping[str, Any], ambient: Ambient) -> tu
     path = name[: found[-1].end()]
     number: int = modules[path].layer_number - 1
     in_mtp = ".mtp." in f".{name}"
-    if in_mtp and ambient.whole_mtp:
-        return number, ambient.format
-    if in_mtp and len(found) == 1:  # in the MTP block, outside its stack
-        return number, BF16
+    if in_mtp:
+        return number, ambient.of_mtp(None if len(found) == 1 else number)
     return number, ambient.of_layer(number)
 
 
 def lines(entries: Iterable[Entry]) -> Iterator[str]:
     """One line per entry, for a log."""
     for entry in entries:
-        yield f"{entry.effective:<6} {entry.kind.name:<15} {entry.name}"
+        yield f"{entry.effective:<14} {entry.kind.name:<15} {entry.name}"

@@ -14,8 +14,9 @@ from megatron_nemotron3.precision import report as report_file
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
 from megatron_nemotron3.precision.deviations import formats_in_force
+from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4
 from megatron_nemotron3.precision.share import Share, shares, totals
-from megatron_nemotron3.precision.table import BF16, FORMATS, NVFP4, Structure, is_published, tail
+from megatron_nemotron3.precision.table import PRECISIONS, Structure, bf16_layers, is_published, tail
 
 _COLUMNS = ("module", "format", "parameters", "FLOPs", "why")
 
@@ -24,7 +25,9 @@ def register(commands: Any) -> None:
     """Add `nemotron3 precision`."""
     command = commands.add_parser("precision", help="the format of every linear, and the precision file")
     add_model(command)
-    command.add_argument("--format", choices=FORMATS, default=NVFP4, help=f"default {NVFP4}")
+    command.add_argument(
+        "--precision", "--format", dest="format", choices=PRECISIONS, default=NVFP4, help=f"default {NVFP4}"
+    )
     command.add_argument(
         "--output", "--yaml", type=Path, metavar="FILE", help="write --te-precision-config-file"
     )
@@ -67,8 +70,8 @@ def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
     Raises:
         ValueError: an unknown format.
     """
-    if precision not in FORMATS:
-        raise ValueError(f"unknown format {precision!r}: use one of {', '.join(FORMATS)}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown format {precision!r}: use one of {', '.join(PRECISIONS)}")
     lines = shares(config, precision)
     cells = [_COLUMNS, *_share_cells(lines)]
     module, fmt, parameters, flops = (max(len(row[i]) for row in cells) for i in range(4))
@@ -96,7 +99,9 @@ def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None
     if path is None:
         return render(config, precision)
     if precision != NVFP4:
-        raise ValueError(f"--format {precision} needs no file: every linear follows its layer; drop --output")
+        raise ValueError(
+            f"--precision {precision} needs no file: every linear follows its layer; drop --output"
+        )
     yaml_file.write(config, path)
     return f"{path}: written; nemotron3 flags {config.name} --precision nvfp4 {yaml_file.FLAG} {path}"
 
@@ -153,9 +158,13 @@ def _recipe_notes(config: Nemotron3Config, precision: str, lines: list[Share]) -
     yield f"FLOPs: one token forward, {config.seq_length} tokens a sequence"
     if precision == BF16:
         return
-    last = tail(config)
-    yield f"BF16 layers: none at the start, {last.layers} at the end ({last.source})"
-    if not is_published(config):
+    kept, recipe = bf16_layers(config, precision), FORMATS[precision]
+    yield f"BF16 layers: {kept.start or 'none'} at the start, {kept.end or 'none'} at the end ({kept.source})"
+    yield f"GPUs: compute capability {recipe.needs}" + ("; emulated on any device" if recipe.emulated else "")
+    yield "Megatron: " + " ".join(" ".join(map(str, (name, *values))) for name, values in recipe.options)
+    if precision not in (NVFP4, MXFP8):
+        yield f"No source says that {config.title} was trained so."
+    elif not is_published(config):
         yield f"No source says that {config.title} was trained so: this is Super's recipe applied to it."
     elif precision != NVFP4:
         yield "Super and Ultra were trained in nvfp4; NVIDIA's MXFP8 configurations keep the same tail."

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from megatron_nemotron3.precision import te_variables
 from megatron_nemotron3.precision.census import Ambient, ambient_of_linear
+from megatron_nemotron3.precision.formats import BF16, NVFP4
 from megatron_nemotron3.precision.settings import SWITCHES, VARIABLE, Emulation
-from megatron_nemotron3.precision.table import BF16, NVFP4, Structure, tail_of_depth
+from megatron_nemotron3.precision.table import Structure, tail_of_depth
 from megatron_nemotron3.precision.yaml_file import PrecisionFile
 
 #: What each switch of the emulation leaves out.
@@ -100,7 +101,8 @@ def formats_in_force(structure: Structure, file: PrecisionFile, ambient: Ambient
     found = deviations(structure, file, ambient)
     counted = formats(structure, file, ambient)
     linears = ", ".join(f"{number} {fmt}" for fmt, number in sorted(counted.items()))
-    yield f"linears of the whole model: {linears}" + ("" if found else ", as published")
+    as_published = ", as published" if ambient.format == NVFP4 and not found else ""
+    yield f"linears of the whole model: {linears}{as_published}"
     yield from map(line, found)
 
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.monitor.hooks import first_forward
+from megatron_nemotron3.precision.formats import NVFP4
 from megatron_nemotron3.precision.products import dequantized, draws, matmul, operand
 from megatron_nemotron3.precision.quantizer import Operand
 from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.scales import product_scale
 from megatron_nemotron3.precision.statistics import Record
-from megatron_nemotron3.precision.table import NVFP4
 
 
 def stacked_operand(weights: Sequence[Tensor], how: Spec) -> Operand:

@@ -2,8 +2,8 @@
 
 At the end of `HybridModel.__init__` Megatron passes the matching entry of `--te-precision-config-file` to
 every module that has `finish_init`. So each linear of the torch backend gets a `finish_init`, which chooses
-its format by the rules of `census`: the format of its layer (NVFP4 outside the BF16 layers) unless the file
-says otherwise.
+its format by the rules of `census`: the format of its layer (quantized outside the BF16 layers) unless the
+file says otherwise.
 
 With emulation (NEMOTRON3_EMULATE) the linear computes in this format. With precision logging
 (NEMOTRON3_LOG_PRECISION) it is measured in this format. A plain run is measured in the formats of its
@@ -31,23 +31,24 @@ from megatron_nemotron3.precision import settings
 from megatron_nemotron3.precision.census import (
     Ambient,
     recipe_of,
-    require_nvfp4,
+    require_format,
     structure_of,
 )
 from megatron_nemotron3.precision.deviations import recipe_in_force
+from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8
 from megatron_nemotron3.precision.guard import require_followed, require_well_formed_file
 from megatron_nemotron3.precision.linear import Emulated
 from megatron_nemotron3.precision.observe import Observed, Observer
 from megatron_nemotron3.precision.recipe import BLOCK, recipe
 from megatron_nemotron3.precision.settings import Emulation
-from megatron_nemotron3.precision.table import BF16, NVFP4, kind_of, tail_of_depth
+from megatron_nemotron3.precision.table import kind_of, tail_of_depth
 from megatron_nemotron3.precision.yaml_file import read_config
 
 _MODEL_PARALLEL = "model-parallel-rng"
 
 
 def ambient_of(config: Any, chosen: Emulation) -> Ambient:
-    """Formats of layers under emulation: NVFP4 outside the BF16 layers of a TransformerConfig.
+    """Formats of layers under emulation: `chosen.format` outside the BF16 layers of a TransformerConfig.
 
     Raises:
         ValueError: the config itself asks for FP8 or FP4, or there are more BF16 layers than layers.
@@ -57,9 +58,10 @@ def ambient_of(config: Any, chosen: Emulation) -> Ambient:
             f"{settings.VARIABLE} and fp8={config.fp8!r}, fp4={config.fp4!r}: leave --fp8-format and "
             "--fp4-format out, emulation replaces them"
         )
+    whole_mtp = FORMATS[chosen.format].kind == "fp8"
     if chosen.every_layer:
-        return Ambient(NVFP4, config.num_layers)
-    ambient = dataclasses.replace(Ambient.of(config), format=NVFP4)
+        return Ambient(chosen.format, config.num_layers, whole_mtp=whole_mtp)
+    ambient = dataclasses.replace(Ambient.of(config), format=chosen.format, whole_mtp=whole_mtp)
     if min(ambient.at_start, ambient.at_end) < 0 or ambient.at_start + ambient.at_end > ambient.num_layers:
         raise ValueError(
             f"{ambient.at_start} BF16 layers at the start and {ambient.at_end} at the end of "
@@ -128,7 +130,7 @@ def emulate_stack(stack: Any) -> None:
     _latest_observer = None if observer is None else weakref.ref(observer)
     plan = _Plan.of(stack.config, observer)
     if plan is None:
-        if stack.config.fp4:
+        if stack.config.fp4 or stack.config.fp8:
             _check_at_first_forward(stack, None, None)
         return
     for layer in stack.layers:
@@ -143,7 +145,7 @@ def emulate_stack(stack: Any) -> None:
 def emulate_mtp(mtp_layer: Any) -> None:
     """As `emulate_stack`, for an MTP block; call it after `emulate_stack` of the same model.
 
-    Layers are numbered from 1 in each block. The projection `eh_proj` lies outside quantized layers.
+    Layers are numbered from 1 in each block. The projection `eh_proj` lies outside layers that are NVFP4.
     """
     plan = _Plan.of(mtp_layer.config, None if _latest_observer is None else _latest_observer())
     if plan is None:
@@ -151,10 +153,10 @@ def emulate_mtp(mtp_layer: Any) -> None:
     depth = None if mtp_layer.config.mtp_use_repeated_layer else mtp_layer.layer_number
     for layer in mtp_layer.mtp_model_layer.layers:
         number = layer.layer_number
-        row, ambient = mtp_row(depth, number), plan.ambient.of_layer(number - 1)
+        row, ambient = mtp_row(depth, number), plan.ambient.of_mtp(number - 1)
         _prepare_linears(layer, f"MTP layer {number}", row, ambient, plan, "mtp.")
     row = "mtp" if depth is None else f"mtp_{depth}"
-    _prepare_linears(mtp_layer.eh_proj, "MTP eh_proj", row, BF16, plan, "mtp.")
+    _prepare_linears(mtp_layer.eh_proj, "MTP eh_proj", row, plan.ambient.of_mtp(None), plan, "mtp.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +225,8 @@ def settle(module: Any, where: str, ambient: str, chosen: Emulation, quant_confi
     if recipes == [None, None]:
         return
     for fmt in formats:
-        _require_whole_blocks(module, where, fmt)
+        if fmt != MXFP8:  # `products.operand` fills its last block with zeros
+            _require_whole_blocks(module, where, fmt)
     # Megatron's schedule announces first microbatches only to models with a precision file (0.19.2).
     reuse = module.config.quant_recipe is not None
     if reuse:
@@ -273,10 +276,10 @@ def emulated(model: torch.nn.Module) -> Iterator[tuple[str, Emulated]]:
 
 
 def _check_at_first_forward(stack: Any, ambient: Ambient | None, chosen: Emulation | None) -> None:
-    """At the model's first forward print the recipe in force, and raise if no linear computes in NVFP4.
+    """At the model's first forward print the recipe in force; raise if no linear computes in its format.
 
     Args:
-        stack: of a run in NVFP4.
+        stack: of a quantized run.
         ambient: formats of the layers; None for those of the config, which TransformerEngine reads.
         chosen: the emulation; None where TransformerEngine computes.
     """
@@ -285,8 +288,8 @@ def _check_at_first_forward(stack: Any, ambient: Ambient | None, chosen: Emulati
     def look(module: torch.nn.Module) -> None:
         if getattr(module, "decoder", None) is wanted():
             around = Ambient.of(module.config) if ambient is None else ambient
-            if around.format == NVFP4 and not (chosen and chosen.every_layer):
-                require_nvfp4(module, around)
+            if around.format in FORMATS and not (chosen and chosen.every_layer):
+                require_format(module, around.format, around)
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
                 _announce(module, around, chosen)
 

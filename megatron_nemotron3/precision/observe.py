@@ -36,12 +36,12 @@ from megatron_nemotron3.monitor.hooks import (
 from megatron_nemotron3.monitor.settings import megatron_options
 from megatron_nemotron3.precision import report, statistics
 from megatron_nemotron3.precision.experts import Rows
+from megatron_nemotron3.precision.formats import NVFP4
 from megatron_nemotron3.precision.products import gather_rows, padded
 from megatron_nemotron3.precision.quantizer import fake_quantize
 from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging
 from megatron_nemotron3.precision.statistics import Record
-from megatron_nemotron3.precision.table import NVFP4
 
 
 class Observer:

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
+from megatron_nemotron3.precision.formats import NVFP4
 from megatron_nemotron3.precision.quantizer import Amax, Operand, fake_quantize, units
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.scales import MAX, product_scale
-from megatron_nemotron3.precision.table import NVFP4
 
 
 def operand(x: Tensor, how: Spec, amax: Amax | None = None) -> Operand:
@@ -27,11 +27,17 @@ def operand(x: Tensor, how: Spec, amax: Amax | None = None) -> Operand:
         x: [..., m, k].
         how: format and axis of the blocks.
         amax: amax to scale an NVFP4 operand by, if it is not that of x (`quantizer.Amax`).
+
+    Returns: in MXFP8 with zeros at the end of the blocks' axis where the last block needs them. Both operands
+        of a product get the same number, so the product does not change.
     """
     # A CPU without BF16 units multiplies FP32 five times as fast as BF16 (benchmarks/nvfp4.py).
     dtype = torch.float32 if x.device.type == "cpu" else torch.bfloat16
     if how.format == NVFP4:
         return units(x, how, amax=amax, dtype=dtype)
+    missing = -x.shape[how.axis] % how.block
+    if missing:
+        x = F.pad(x, (0, missing) if how.axis == -1 else (0, 0, 0, missing))
     return Operand(fake_quantize(x, how, dtype=dtype), None)
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from megatron_nemotron3.precision.formats import BF16, EMULATED, MXFP8, NVFP4
 from megatron_nemotron3.precision.numerics import MXFP8_BLOCK, NVFP4_BLOCK
 from megatron_nemotron3.precision.settings import Emulation
-from megatron_nemotron3.precision.table import BF16, MXFP8, NVFP4
 
 #: Elements that share a scale.
 BLOCK = {NVFP4: NVFP4_BLOCK, MXFP8: MXFP8_BLOCK}
@@ -109,7 +109,7 @@ class Recipe:
 
 @functools.lru_cache
 def recipe(fmt: str, chosen: Emulation) -> Recipe | None:
-    """The recipe of a format ("nvfp4", "mxfp8" or "bf16"); None if nothing is quantized.
+    """The recipe of an emulated format or of "bf16"; None if nothing is quantized.
 
     MXFP8 has no rotation, stochastic rounding or tiles. Its dgrad quantizes the weight anew, with blocks
     along the other axis. Switches of single matmuls apply to both formats.
@@ -130,6 +130,6 @@ def recipe(fmt: str, chosen: Emulation) -> Recipe | None:
         row, column = Spec(MXFP8), Spec(MXFP8, axis=-2)
         result = Recipe((row, row), (row, column), (column, column))
     else:
-        raise ValueError(f"format {fmt!r} is not emulated: use {NVFP4}, {MXFP8} or {BF16}")
+        raise ValueError(f"format {fmt!r} is not emulated: use {', '.join(EMULATED)} or {BF16}")
     off = {name: None for name in ("fprop", "dgrad", "wgrad") if not getattr(chosen, name)}
     return replace(result, **off)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_nemotron3.checkpoint.files import read_outside, save_figure
-from megatron_nemotron3.precision.table import NVFP4
+from megatron_nemotron3.precision.formats import NVFP4
 
 FILE = "precision.csv"
 #: Longest report that is read, in bytes.

@@ -1,10 +1,11 @@
-"""Whether and how NVFP4 is emulated, and whether quantization errors are logged. Standard library only.
+"""Whether and how NVFP4 or MXFP8 is emulated, and whether errors are logged. Standard library only.
 
 Environment variables, each read once by a process:
 
     NEMOTRON3_EMULATE=nvfp4                  the published recipe
     NEMOTRON3_EMULATE=nvfp4,rht=0,sr=0       without single ingredients
     NEMOTRON3_EMULATE=nvfp4,every_layer=1    no precision file, no BF16 layers
+    NEMOTRON3_EMULATE=mxfp8                  MXFP8 in every linear outside the BF16 layers
     NEMOTRON3_EMULATE=0, or not set          off
 
     NEMOTRON3_LOG_PRECISION=100:runs/mine    every 100 iterations, into runs/mine/precision.csv
@@ -22,11 +23,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_nemotron3.monitor.settings import EnvironmentSetting
+from megatron_nemotron3.precision.formats import EMULATED, NVFP4
 
 VARIABLE = "NEMOTRON3_EMULATE"
 #: Option of `nemotron3 run` with a value of the variable. It may stand among the script's own options.
 OPTION = "--nemotron3-emulate"
-FORMAT = "nvfp4"
 LOG_VARIABLE = "NEMOTRON3_LOG_PRECISION"
 #: Default number of iterations from one measurement to the next (cost: docs/nvfp4.md).
 LOG_DEFAULT = 100
@@ -40,6 +41,8 @@ SWITCHES = {
     "wgrad": "wgrad",
     "every_layer": "every_layer",
 }
+#: Switches that MXFP8 has, too.
+_COMMON = ("fprop", "dgrad", "wgrad", "every_layer")
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,11 @@ class Emulation:
         stochastic: round gradients stochastically (NVFP4).
         tile: scale weights by 16 x 16 tiles (NVFP4); otherwise by 1 x 16, and anew for dgrad.
         fprop, dgrad, wgrad: quantize the operands of this matmul.
-        every_layer: NVFP4 in every linear of every layer, without precision file and BF16 layers.
+        every_layer: the format in every linear of every layer, without precision file and BF16 layers.
+        format: "nvfp4" or "mxfp8".
 
     Raises:
-        ValueError: no matmul is left to quantize.
+        ValueError: another format, or no matmul is left to quantize.
     """
 
     hadamard: bool = True
@@ -64,8 +68,11 @@ class Emulation:
     dgrad: bool = True
     wgrad: bool = True
     every_layer: bool = False
+    format: str = NVFP4
 
     def __post_init__(self) -> None:
+        if self.format not in EMULATED:
+            raise ValueError(f"{self.format!r} is not emulated: use {' or '.join(EMULATED)}")
         if not (self.fprop or self.dgrad or self.wgrad):
             raise ValueError(
                 "fprop=0, dgrad=0 and wgrad=0 leave no matmul to quantize, which is a plain run: keep one of "
@@ -74,13 +81,13 @@ class Emulation:
 
     def text(self) -> str:
         """The value of NEMOTRON3_EMULATE with this meaning."""
-        default = Emulation()
+        default = Emulation(format=self.format)
         changed = [
             f"{name}={int(getattr(self, field))}"
             for name, field in SWITCHES.items()
             if getattr(self, field) != getattr(default, field)
         ]
-        return ",".join((FORMAT, *changed))
+        return ",".join((self.format, *changed))
 
 
 def parse(text: str) -> Emulation | None:
@@ -93,20 +100,24 @@ def parse(text: str) -> Emulation | None:
     first, *rest = (part.strip() for part in text.split(","))
     if first in ("", "0") and not rest:
         return None
-    if first != FORMAT:
-        raise ValueError(f"{VARIABLE}={text!r}: {first!r} is not emulated: start with {FORMAT}, or 0 for off")
+    if first not in EMULATED:
+        raise ValueError(
+            f"{VARIABLE}={text!r}: {first!r} is not emulated: start with {' or '.join(EMULATED)}, or 0 for "
+            "off"
+        )
+    known = tuple(SWITCHES) if first == NVFP4 else _COMMON
     chosen: dict[str, bool] = {}
     for part in rest:
         name, _, value = part.partition("=")
-        if name not in SWITCHES:
-            raise ValueError(f"{VARIABLE}={text!r}: {name!r} is no switch: use {', '.join(SWITCHES)}")
+        if name not in known:
+            raise ValueError(f"{VARIABLE}={text!r}: {name!r} is no switch of {first}: use {', '.join(known)}")
         if value not in ("0", "1"):
             raise ValueError(f"{VARIABLE}={text!r}: {part!r}: give {name}=0 or {name}=1")
         if SWITCHES[name] in chosen:
             raise ValueError(f"{VARIABLE}={text!r}: {name} is given twice")
         chosen[SWITCHES[name]] = value == "1"
     try:
-        return Emulation(**chosen)
+        return Emulation(**chosen, format=first)
     except ValueError as problem:
         raise ValueError(f"{VARIABLE}={text!r}: {problem}") from None
 

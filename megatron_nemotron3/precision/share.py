@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.models.flops import weightless_flops
 from megatron_nemotron3.models.parameters import elements_outside_layers, layer_tensors
-from megatron_nemotron3.precision.table import BF16, LINEARS, NEVER, NVFP4, ModuleKind, tail
+from megatron_nemotron3.precision.formats import BF16, NVFP4
+from megatron_nemotron3.precision.table import LINEARS, NEVER, ModuleKind, bf16_layers
 
 TAIL = "tail"
 OTHER = "other"
@@ -37,23 +38,19 @@ class Share:
     why: str
 
 
-def shares(
-    config: Nemotron3Config, precision: str, *, at_end: int | None = None, seq_length: int | None = None
-) -> list[Share]:
+def shares(config: Nemotron3Config, precision: str, *, seq_length: int | None = None) -> list[Share]:
     """Divide all parameters and FLOPs of a model into lines, in the order of the table.
 
     Args:
         config: the model.
-        precision: "nvfp4", "mxfp8" or "bf16".
-        at_end: BF16 layers at the end; None: the table's.
+        precision: one of `table.PRECISIONS`.
         seq_length: tokens; None: `config.seq_length`.
     """
-    quantized = precision != BF16
-    kept = (tail(config).layers if at_end is None else at_end) if quantized else 0
-    body = config.num_layers - kept
+    kept = bf16_layers(config, precision)
+    body = range(kept.start, config.num_layers - kept.end)
     sums = _Sums()
     for number, symbol in enumerate(config.pattern):
-        sums.layer(config, symbol, seq_length, 1, 1, TAIL if number >= body else None)
+        sums.layer(config, symbol, seq_length, 1, 1, None if number in body else TAIL)
     if config.has_mtp:
         for symbol in config.mtp_pattern or "":
             sums.layer(config, symbol, seq_length, config.mtp_num_blocks, config.mtp_num_layers, "mtp")
@@ -66,7 +63,7 @@ def shares(
     sums.parameters[OTHER] += count(config).stored - sum(sums.parameters.values())
     return [
         line
-        for line in _share_lines(sums, precision, kept, config.num_layers)
+        for line in _share_lines(sums, precision, body, config.num_layers)
         if line.parameters or line.flops
     ]
 
@@ -101,7 +98,7 @@ class _Sums:
         self.add(WEIGHTLESS, 0, flops * applied)
 
 
-def _share_lines(sums: _Sums, precision: str, kept: int, layers: int) -> Iterator[Share]:
+def _share_lines(sums: _Sums, precision: str, body: range, layers: int) -> Iterator[Share]:
     def line(name: str, modules: str, fmt: str, why: str) -> Share:
         return Share(name, modules, fmt, sums.parameters[name], sums.flops.get(name, 0.0), why)
 
@@ -109,12 +106,9 @@ def _share_lines(sums: _Sums, precision: str, kept: int, layers: int) -> Iterato
         yield line(
             kind.name, modules_of(kind), kind.format(precision), kind.why if precision == NVFP4 else ""
         )
-    yield line(
-        TAIL,
-        f"all linears of layers {layers - kept}-{layers - 1}",
-        BF16,
-        "needed for stable training (arXiv 2509.25149, E)",
-    )
+    ends = [f"{a}-{b - 1}" for a, b in ((0, body.start), (body.stop, layers)) if a < b]
+    why = "needed for stable training (arXiv 2509.25149, E)" if precision == NVFP4 else ""
+    yield line(TAIL, f"all linears of layers {', '.join(ends)}", BF16, why)
     for kind in NEVER:
         yield line(kind.name, modules_of(kind), kind.recipe, kind.why)
     yield line(OTHER, "norms, A, D, dt, expert bias", BF16, "no linears")

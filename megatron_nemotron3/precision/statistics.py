@@ -82,7 +82,8 @@ def measure(
     Args:
         x: [..., k], as the quantizer receives it; rotated here if the operand is.
         how: the operand.
-        q: dequantized values that the matmul uses, of the shape of x, still rotated.
+        q: dequantized values that the matmul uses, of the shape of x or with zeros at the end that fill the
+            last blocks; still rotated.
         owner: group of each row of x (int64); None: all rows belong to group 0.
         groups: G.
         filler: [G], number of padding rows of zeros in each group. They are not counted, except in a rotated
@@ -90,6 +91,7 @@ def measure(
     """
     if how.hadamard:
         x = rotated(x, how)
+    q = q[tuple(slice(size) for size in x.shape)]
     x, q = x.reshape(-1, x.shape[-1]), q.reshape(-1, x.shape[-1])
     rows, width = x.shape
     per_row = torch.stack(

@@ -18,10 +18,11 @@ from functools import cached_property
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.pattern import KINDS as LAYER_KINDS
 from megatron_nemotron3.models.tensors import ROWS, Row, registered
+from megatron_nemotron3.precision.formats import BF16, BLOCKWISE, FORMATS, MXFP8, NVFP4, TENSORWISE
 
-NVFP4, MXFP8, BF16, FP32 = "nvfp4", "mxfp8", "bf16", "fp32"
-#: Formats in which a model can be trained with this table.
-FORMATS = (NVFP4, MXFP8, BF16)
+FP32 = "fp32"
+#: Precisions in which a model can be trained with this table.
+PRECISIONS = (*FORMATS, BF16)
 
 _SUPER = "Super report (arXiv 2604.12374), table 3"
 _WHITE_PAPER = "Nemotron 3 white paper (arXiv 2512.20856), section 2.4"
@@ -64,7 +65,7 @@ class ModuleKind:
         return tuple(f"*{module}" for row in self.rows for module in row.modules)
 
     def format(self, precision: str) -> str:
-        """Its format outside the BF16 tail in a run of `precision` ("nvfp4", "mxfp8" or "bf16")."""
+        """Its format outside the BF16 layers in a run of `precision`, one of `PRECISIONS`."""
         if not self.quantizable or precision == NVFP4:
             return self.recipe
         return precision
@@ -147,6 +148,36 @@ _PUBLISHED_TAIL = {
     ("super", 88): Tail(14, f"{_SUPER}: the final 15 %; 14 in two public configurations, 16 in a third"),
     ("ultra", 108): Tail(16, "Ultra report (arXiv 2606.15007), section 2.2: the last 16 of 108"),
 }
+
+
+@dataclass(frozen=True)
+class BF16Layers:
+    """The numbers of first and last decoder layers that stay BF16, and the source of these numbers."""
+
+    start: int
+    end: int
+    source: str
+
+
+#: Recipe -> source of its 2 first and 2 last layers, which hold four matrix products at each end.
+_TWO_AND_TWO = {
+    TENSORWISE: "Nemotron-H report (arXiv 2504.03624): the first and last four products",
+    BLOCKWISE: "Nemotron Nano 2 report (arXiv 2508.14444): the first and last four products",
+}
+
+
+def bf16_layers(config: Nemotron3Config, precision: str) -> BF16Layers:
+    """The layers that stay BF16 in a run of `precision`: the tail of NVFP4 and MXFP8, 2 at each end in FP8.
+
+    Megatron cannot keep layers in BF16 with delayed scaling.
+    """
+    if precision in _TWO_AND_TWO:
+        count = min(2, config.num_layers // 2)
+        return BF16Layers(count, count, _TWO_AND_TWO[precision])
+    if precision in FORMATS and FORMATS[precision].bf16_layers:
+        last = tail(config)
+        return BF16Layers(0, last.layers, last.source)
+    return BF16Layers(0, 0, "none are possible with delayed scaling" if precision in FORMATS else "")
 
 
 def tail(config: Nemotron3Config) -> Tail:
@@ -245,19 +276,19 @@ def _quantizable_linear(name: str, layer: int | None) -> Linear:
     return Linear(name, kind, layer)
 
 
-def expected(config: Nemotron3Config, precision: str, at_end: int | None = None) -> dict[str, str]:
+def expected(config: Nemotron3Config, precision: str, kept: tuple[int, int] | None = None) -> dict[str, str]:
     """Module name -> format, from the table alone.
 
     Args:
         config: the model.
-        precision: "nvfp4", "mxfp8" or "bf16".
-        at_end: BF16 layers at the end; None: the table's.
+        precision: one of `PRECISIONS`.
+        kept: BF16 layers at the start and at the end; None: the table's.
     """
-    kept = tail(config).layers if at_end is None else at_end
-    first_kept = config.num_layers - kept
+    layers = bf16_layers(config, precision)
+    start, end = kept or (layers.start, layers.end)
     return {
         linear.name: BF16
-        if linear.layer is not None and linear.layer >= first_kept
+        if linear.layer is not None and not start <= linear.layer < config.num_layers - end
         else linear.kind.format(precision)
         for linear in Structure.of(config).linears()
     }

@@ -15,9 +15,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
-from megatron_nemotron3.precision.table import MXFP8, NVFP4
+from megatron_nemotron3.precision.formats import BLOCKWISE, MXFP8, NVFP4, TENSORWISE
 
-TENSORWISE, BLOCKWISE = "tensorwise", "blockwise"
 _SCOPES = ("weights", "activations", "all")
 
 

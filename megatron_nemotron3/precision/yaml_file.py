@@ -21,7 +21,8 @@ from typing import Any
 
 from megatron_nemotron3.checkpoint.files import read_outside, write_text
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.precision.table import BF16, LINEARS, MXFP8, NVFP4, Structure
+from megatron_nemotron3.precision.formats import BF16, MXFP8, NVFP4, name_of
+from megatron_nemotron3.precision.table import LINEARS, Structure
 
 #: Longest file that is read, in bytes; the recipe of Ultra has 4 kB.
 _LIMIT = 1 << 20
@@ -67,7 +68,7 @@ class PrecisionFileError(ValueError):
 class Setting:
     """How a recipe changes the format of a linear."""
 
-    #: "bf16", or the name of the recipe: "mxfp8", "nvfp4", "tensorwise", …
+    #: "bf16", or the name of the recipe: "mxfp8", "nvfp4", "fp8-tensorwise", …
     format: str
     #: Whether it replaces the format of a quantized layer, and that of a BF16 layer (the tail).
     over_quantized: bool = True
@@ -268,7 +269,7 @@ def _read_recipe(problems: list[str], at: str, body: Any) -> Setting:
     if "custom" in (fp8, fp4) and not body.get("custom_recipe_factory"):
         problems.append(f"{at}: a custom recipe needs custom_recipe_factory")
     return Setting(
-        str(fp8 or fp4 or BF16),
+        name_of(fp8 or fp4 or BF16),
         bool(body.get("override_quantized_autocast", True)),
         bool(body.get("override_nonquantized_autocast", False)),
     )

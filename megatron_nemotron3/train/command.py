@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.args import Launch, check, continued
+from megatron_nemotron3 import lifetime
+from megatron_nemotron3.args import Launch, check, continued, manifest
 from megatron_nemotron3.args.command import (
     add_launch,
     chosen_emulation,
@@ -62,6 +63,13 @@ def register(commands: Any) -> None:
         default=continued.REPLAN,
         help="on another number of steps: plan the learning rate anew, or hold it (default replan)",
     )
+    train.add_argument(
+        "--change",
+        action="append",
+        choices=manifest.CHANGES,
+        default=[],
+        help="go on in the folder with another one of these; may be repeated",
+    )
     train.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
     train.set_defaults(run=train_command)
 
@@ -72,9 +80,10 @@ def train_command(options: argparse.Namespace) -> int:
     Raises:
         ValueError: as `training.train`; or an option is out of range or does not go with another.
     """
-    from megatron_nemotron3.run import resolve_device
-    from megatron_nemotron3.train.machine import shortages
-    from megatron_nemotron3.train.training import Request, schedule_of, train
+    with lifetime.leaving_at_interrupt("nemotron3 train"):
+        from megatron_nemotron3.run import resolve_device
+        from megatron_nemotron3.train.machine import shortages
+        from megatron_nemotron3.train.training import Request, schedule_of, train_interruptibly
 
     config = chosen_model(options)
     _require_own_options(options.extra)
@@ -85,7 +94,8 @@ def train_command(options: argparse.Namespace) -> int:
 
         if problem := te_problem():
             raise ValueError(f"--backend te: {problem}")
-    device = resolve_device(options.device)
+    with lifetime.leaving_at_interrupt("nemotron3 train"):  # imports torch
+        device = resolve_device(options.device)
     if device == "cpu":
         quiet_on_cpu()
     # On a CPU there is only the torch backend, and it alone emulates and measures. Naming it makes flags fit.
@@ -121,8 +131,9 @@ def train_command(options: argparse.Namespace) -> int:
         log_precision=log_precision,
         verbose=options.verbose,
         more_steps=options.more_steps,
+        changes=tuple(options.change),
     )
-    return train(request)
+    return train_interruptibly(request)
 
 
 def _require_own_options(words: Sequence[str]) -> None:

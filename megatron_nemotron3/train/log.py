@@ -10,7 +10,7 @@ from megatron_nemotron3.checkpoint.files import open_outside
 
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")
 _ITEM = re.compile(r"\| ([^|:]+?): *([-+0-9.eE]+|nan|inf) ")
-# During training the line names no set: it is the validation set.
+# In the training loop the line names no set: it is the validation set.
 _VALID = re.compile(r"validation loss at iteration (\d+)(?: on (\w+) set)? \| lm loss value: ([-+0-9.eE]+)")
 
 
@@ -46,11 +46,16 @@ class Validation:
     iteration: int
     which: str
     loss: float
+    #: It was made after the end of training, on the batches that follow those of the last evaluation.
+    again: bool = False
 
 
 @dataclass
 class Curve:
-    """All losses of a log, one entry per iteration. If a step was trained twice, the later one counts."""
+    """All losses of a log, one entry per iteration. If a step was trained twice, the later one counts.
+
+    Megatron evaluates the last step twice: in the training loop and after it. There the first one counts.
+    """
 
     steps: dict[int, Step] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
@@ -62,14 +67,16 @@ class Curve:
         if isinstance(item, Step):
             self.steps[item.iteration] = item
         elif isinstance(item, Validation):
-            (self.validation if item.which == "validation" else self.test)[item.iteration] = item.loss
+            losses = self.validation if item.which == "validation" else self.test
+            if not item.again or item.iteration not in losses:
+                losses[item.iteration] = item.loss
         return item
 
 
 def parse(line: str) -> Step | Validation | None:
     """Read a line of Megatron's log; None if it has no losses."""
     if (found := _VALID.search(line)) is not None:
-        return Validation(int(found[1]), found[2] or "validation", float(found[3]))
+        return Validation(int(found[1]), found[2] or "validation", float(found[3]), found[2] is not None)
     if (found := _STEP.search(line)) is not None and "lm loss" in line:
         values = {key.strip(): float(value) for key, value in _ITEM.findall(line)}
         return Step(int(found[1]), int(found[2]), values)

@@ -1,23 +1,48 @@
-"""Start the training processes, follow their log, and pass on interrupts so that they save first."""
+"""Start the training processes, follow their log, and at an interrupt let them save first."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from megatron_nemotron3 import lifetime
 
 ENTRY = Path(__file__).parent / "pretrain_script.py"
+#: Seconds between two looks at whether an interrupt has come.
+INTERVAL = 0.2
+#: Seconds in which processes that were told to end do so; afterwards they are killed.
+PATIENCE = 5.0
+
+
+class Watcher(Protocol):
+    """Who reads the log."""
+
+    def line(self, text: str) -> None:
+        """Read one line of the log."""
+
+    def interrupted(self) -> bool:
+        """Say what an interrupt does; return whether the processes are to save, or else to stop at once."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether after an interrupt nothing is left to wait for."""
 
 
 def command(argv: Sequence[str], world_size: int, device: str) -> list[str]:
     """Return the command line: our launcher, under torchrun if there are several ranks."""
     start = [sys.executable]
     if world_size > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+        start += ["-m", "megatron_nemotron3.train.agent", "--standalone", "--nproc-per-node", str(world_size)]
     return [*start, "-m", "megatron_nemotron3.run", "--device", device, str(ENTRY), *argv]
 
 
@@ -33,53 +58,215 @@ def environment(world_size: int, device: str) -> dict[str, str]:
     return result
 
 
-def follow(
-    words: Sequence[str],
-    env: dict[str, str],
-    log: Path,
-    on_line: Callable[[str], None],
-    on_interrupt: Callable[[], None],
-) -> int:
-    """Run a command, append its output to `log`, call `on_line` for each line; return the exit status.
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside the block SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does."""
 
-    The first interrupt (Ctrl-C or SIGTERM) asks the processes to save and leave (`--exit-signal-handler`),
-    a second one kills them. They run in a session of their own, so the terminal's signal does not reach them.
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with _handling(interrupt):
+        yield
+
+
+def follow(words: Sequence[str], env: dict[str, str], log: Path, watcher: Watcher) -> int:
+    """Run a command, append its output to `log`, give each line to `watcher`; return the exit status.
+
+    At the first interrupt (SIGINT, SIGTERM or SIGHUP) the processes are asked to save and leave if the
+    watcher says so; a second one ends them. They are sent no signal: it would also reach the processes that
+    the ranks save with. They read the request in `lifetime`'s control pipe, and its end ends them. A closed
+    terminal or pipe, to which nothing can be printed, counts as an interrupt.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8") as file:
-        process = subprocess.Popen(
+    run = _Run(words, env, log, watcher)
+    interrupts = 0
+
+    def count(signum: int, frame: FrameType | None) -> None:
+        nonlocal interrupts  # it acts below: printing here could interrupt a print
+        interrupts += 1
+
+    handled = 0
+    try:
+        with _handling(count):
+            while run.read():
+                if handled < interrupts:
+                    handled += 1
+                    run.interrupt(first=handled == 1)
+            # One that came last: the processes have ended.
+            if handled < interrupts:
+                watcher.interrupted()
+            return run.process.wait()
+    finally:
+        run.close()
+
+
+class _Run:
+    """The processes of one training."""
+
+    def __init__(self, words: Sequence[str], env: dict[str, str], log: Path, watcher: Watcher) -> None:
+        self.watcher = watcher
+        self.log = _Log(log)
+        self.process = subprocess.Popen(
             words,
-            env=env,
+            env={**env, lifetime.CONTROL: "1"},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
+            bufsize=0,
+            start_new_session=True,  # the terminal's signals do not reach them
         )
-        interrupts = 0
+        assert self.process.stdin and self.process.stdout
+        self._control, self._output = self.process.stdin, self.process.stdout
+        self._poll = select.poll()
+        self._poll.register(self._output, select.POLLIN)
+        self._rest = b""
+        self._stopping = False
+        self._deadline: float | None = None
+        self._told: dict[int, int] = {}
 
-        def stop(signum: int, frame: object) -> None:
-            nonlocal interrupts
-            interrupts += 1
-            on_interrupt()
-            _signal_group(process.pid, signal.SIGTERM if interrupts == 1 else signal.SIGKILL)
+    def read(self) -> bool:
+        """Read what the processes have printed, for a moment; return False once they have ended."""
+        if self._poll.poll(int(INTERVAL * 1000)):
+            data = os.read(self._output.fileno(), 1 << 16)
+            if not data:
+                return False
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._line(line + b"\n")
+        if self._stopping and self.watcher.finished:
+            self.end()
+        if self.process.poll() is not None:
+            self.end()  # ranks whose agent has been killed
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._kill()
+            return self.process.poll() is None
+        return True
 
-        before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    def interrupt(self, first: bool) -> None:
+        """Ask the processes to save and leave, or end them."""
+        with self._mute():
+            save = self.watcher.interrupted()
+            self._stopping = True
+        if not first or not save:
+            self.end()
+        elif self._deadline is None:
+            with contextlib.suppress(BrokenPipeError):  # they have just ended
+                self._control.write(b"s")
+
+    def end(self) -> None:
+        """End the processes: their watch ends them; those that do not obey are killed soon."""
+        if self._deadline is None:
+            self._told = descendants(self.process.pid)
+            self._deadline = time.monotonic() + PATIENCE
+            self._control.close()
+
+    def close(self) -> None:
+        """Wait until no process is left, and close the log."""
+        with contextlib.suppress(OSError):
+            self._control.close()
+        if self.process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(PATIENCE)
+        self._kill()
+        self.process.wait()
+        self._output.close()
+        if self._rest:
+            self.log.write(self._rest)
+        self.log.close()
+
+    def _line(self, line: bytes) -> None:
+        self.log.write(line)
+        with self._mute():
+            self.watcher.line(line.decode("utf-8", "replace"))
+
+    @contextlib.contextmanager
+    def _mute(self) -> Iterator[None]:
+        """If nothing can be printed any more, print to nowhere, and save and leave."""
         try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                file.write(line)
-                file.flush()
-                on_line(line)
-            return process.wait()
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-            if process.poll() is None:
-                _signal_group(process.pid, signal.SIGKILL)
-                process.wait()
+            yield
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
+            if not self._stopping:
+                self.interrupt(first=True)
+
+    def _kill(self) -> None:
+        """Kill what was told to end and has not."""
+        if self.process.poll() is None:
+            self.process.kill()
+        for pid, started in self._told.items():
+            if _stat(pid)[1:] == (started,):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
-def _signal_group(pid: int, signum: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signum)
+class _Log:
+    """A log file to append to. A disk that is full does not end the run that writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: Any = path.open("ab", buffering=0)
+        self._complete = True
+
+    def write(self, line: bytes) -> None:
+        try:
+            self._file.write(line)
+        except OSError as problem:
+            if self._complete:
+                print(f"{self.path} is incomplete: {problem.strerror}", flush=True)
+            self._complete = False
+
+    def close(self) -> None:
+        self._file.close()
+        with contextlib.suppress(OSError):
+            if not self.path.stat().st_size:
+                self.path.unlink()
+
+
+def descendants(pid: int) -> dict[int, int]:
+    """Processes that a process has started, and those that they have; none where there is no /proc.
+
+    Returns:
+        When each has started, by process id. A later process may have the same id.
+    """
+    children: dict[int, dict[int, int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        if stat := _stat(int(entry.name)):
+            children.setdefault(stat[0], {})[int(entry.name)] = stat[1]
+    found: dict[int, int] = {}
+    more = [pid]
+    while more:
+        below = {child: since for parent in more for child, since in children.get(parent, {}).items()}
+        found |= below
+        more = list(below)
+    return found
+
+
+def _stat(pid: int) -> tuple[int, int] | tuple[()]:
+    """The parent of a process and when it has started, in clock ticks since the boot."""
+    try:
+        # The name, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ()
+    return int(fields[1]), int(fields[19])
+
+
+@contextlib.contextmanager
+def _handling(handler: Any) -> Iterator[None]:
+    """Handle the group's signals by `handler` inside the block; outside the main thread, nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        # nohup ignores SIGHUP.
+        signum: signal.signal(signum, handler)
+        for signum in lifetime.GROUP_SIGNALS
+        if signal.getsignal(signum) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for signum, earlier in before.items():
+            signal.signal(signum, earlier)

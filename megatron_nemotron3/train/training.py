@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import shutil
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,14 +21,16 @@ from megatron_nemotron3.args import (
     published,
     to_argv,
 )
-from megatron_nemotron3.checkpoint import folders, lock, resume, state
+from megatron_nemotron3.checkpoint import folders, lock, resume
+from megatron_nemotron3.checkpoint.state import stored_state
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import command as precision
 from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.train import log, processes, report
+from megatron_nemotron3.train import log, processes, report, resuming
+from megatron_nemotron3.train.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ class Request:
     verbose: bool = False
     #: What another number of steps than the checkpoint's means for the rate: as `continued`.
     more_steps: str = continued.REPLAN
+    #: Parts of the run that may differ from the folder's earlier steps; of `manifest.CHANGES`.
+    changes: tuple[str, ...] = ()
 
     @property
     def precision_file(self) -> str | None:
@@ -102,6 +105,21 @@ def schedule_of(config: Nemotron3Config, layout: ParallelLayout, **given: Any) -
     return adjusted(short, **(defaults | given))
 
 
+def train_interruptibly(request: Request) -> int:
+    """`train`; an interrupt before or after the training processes run ends it with status 130.
+
+    Raises:
+        ValueError: as `train`.
+    """
+    with processes.interruptible():
+        try:
+            return train(request)
+        except KeyboardInterrupt:
+            saved = folders.latest_iteration(request.checkpoints)
+            print(f"\ninterrupted: {Progress().on_disk(saved, complete=True)}")
+            return 130
+
+
 def train(request: Request) -> int:
     """Train, and follow the log; return the exit status. A second call resumes from the last checkpoint.
 
@@ -142,15 +160,24 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
     for leftover in resume.remove_incomplete(request.checkpoints):
         print(f"removed {leftover}: its save was interrupted")
     begun = folders.latest_iteration(request.checkpoints)
-    data, baseline = _prepared_data(request)
+    stored = None
+    if begun is not None:
+        stored = stored_state(folders.checkpoint_path(request.checkpoints, begun))
+    to_write = {}
     if request.precision_file and not given.te_precision_config_file:
-        yaml_file.write(launch.config, request.precision_file)
+        to_write[request.precision_file] = yaml_file.render(launch.config).encode()
+    identity = resuming.Identity(request.output, begun, stored, request.changes, to_write)
+    identity.require(launch, "model", "mtp", "precision")
+    data, baseline = _prepared_data(request)
+    identity.require(replace(launch, data=data), "tokenizer", "data")
+    for path in to_write:
+        yaml_file.write(launch.config, path)
 
     log_file = request.output / "train.log"
     if begun is None:
         log_file.unlink(missing_ok=True)  # of a run that never saved
         precision_report.remove(request.output)
-    elif (last := _last_step(launch)) and begun >= last:
+    elif (last := resuming.last_step(launch)) and begun >= last:
         beyond = "" if begun == last else f", beyond the {last} steps asked for"
         print(
             f"already trained to step {begun}{beyond}; to train on, give more --steps; to start over, "
@@ -160,33 +187,33 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
         return 0
     else:
         print(f"resuming from step {begun}")
-        launch = _with_schedule(launch, request, begun)
+        launch = resuming.with_schedule(launch, given.options, request.more_steps, begun, stored)
 
+    launch = replace(launch, data=data)
+    identity.record(launch)
     print(f"training log: {log_file}", flush=True)
-    argv = to_argv(flags(replace(launch, data=data)))
+    argv = to_argv(flags(launch))
     words = processes.command(argv, launch.layout.world_size, request.device)
     env = processes.environment(launch.layout.world_size, request.device) | {lock.VARIABLE: key}
     status, progress = _run(request, launch, words, env, log_file)
-    if status != 0 and not progress.was_interrupted:
-        raise ValueError(f"{_cause_of_stop(request, progress, status)} (see {log_file})")
-
     saved = folders.latest_iteration(request.checkpoints)
+    state = progress.on_disk(saved, status == 0)
+    if status != 0 and not progress.stopped_at_once:
+        need = folders.bytes_needed(count(given.config).trainable, given.precision)
+        cause = progress.cause(request.checkpoints, status, need)
+        raise ValueError(f"{cause}; {state} (see {log_file})")
+
     curve = log.read(str(log_file))
     _print_report(request, curve, baseline, started)
     if progress.was_interrupted:
-        where = (
-            f"step {saved} is saved; the same command resumes from there"
-            if saved
-            else "no checkpoint was saved"
-        )
-        print(f"interrupted: {where}")
+        print(f"interrupted: {state}")
         return 130
     return 0
 
 
 def _run(
     request: Request, launch: Launch, words: list[str], env: dict[str, str], log_file: Path
-) -> tuple[int, _Progress]:
+) -> tuple[int, Progress]:
     """Run the training processes; return their exit status and what was seen of their log."""
     if request.monitor is not None:
         env[monitor.VARIABLE] = str(request.monitor)
@@ -194,45 +221,14 @@ def _run(
         env[emulation.VARIABLE] = launch.emulate.text()
     if (measuring := _measurement(request)) is not None:
         env[emulation.LOG_VARIABLE] = measuring.text()
-    progress = _Progress(request.verbose)
+    progress = Progress(request.verbose)
     try:
-        return processes.follow(words, env, log_file, progress.line, progress.interrupted), progress
+        return processes.follow(words, env, log_file, progress), progress
     finally:
         resume.remove_incomplete(request.checkpoints)
-
-
-def _last_step(launch: Launch) -> int | None:
-    """Return the step after which training ends; None if it is not known."""
-    found = continued.schedule_of_words(to_argv(flags(launch)))
-    return None if found is None else found.train // (1 if found.unit == "iters" else found.batch)
-
-
-def _with_schedule(launch: Launch, request: Request, begun: int) -> Launch:
-    """Return the launch with the schedule on which a run goes on from step `begun`; print what changes.
-
-    Raises:
-        ValueError: the rates are not those of the checkpoint.
-    """
-    stored = state.stored_state(folders.checkpoint_path(request.checkpoints, begun))
-    saved = stored and continued.saved_schedule(begun, stored.scheduler, stored.args)
-    wanted = continued.schedule_of_words(to_argv(flags(launch)))
-    if not saved or wanted is None:
-        return launch
-    continued.require_same_rates(saved, wanted)
-    own = [name for name in request.launch.options if name in continued.OPTIONS]
-    if not own:
-        hold = continued.KEEP in request.launch.options
-        words, lines = continued.continued(saved, wanted, continued.HOLD if hold else request.more_steps)
-    elif changed := continued.differences(saved, wanted):
-        words = [continued.OVERRIDE]
-        lines = [f"the schedule is the one given by {' '.join(own)}: {continued.described(changed)}"]
-    else:
-        return launch
-    for line in lines:
-        print(line)
-    # A switch that the user gave, too, would contradict the override.
-    extra = [word for word in launch.extra if word != continued.KEEP]
-    return replace(launch, extra=(*extra, *words))
+        # A save that was complete when the processes were ended may not have reached the tracker.
+        with contextlib.suppress(ValueError):
+            resume.before_start(["--load", str(request.checkpoints)], rank=0, key=env[lock.VARIABLE])
 
 
 def _measurement(request: Request) -> emulation.Logging | None:
@@ -252,18 +248,6 @@ def _measurement(request: Request) -> emulation.Logging | None:
     steps = (launch.schedule and launch.schedule.train_iters) or emulation.LOG_DEFAULT
     interval = request.log_precision or min(emulation.LOG_DEFAULT, steps)
     return emulation.Logging(interval, str(request.output.resolve()))
-
-
-def _cause_of_stop(request: Request, progress: _Progress, status: int) -> str:
-    """Return why training stopped, in one sentence."""
-    if "CheckpointException" in progress.last_error or "No space left" in progress.last_error:
-        # Megatron's writer processes do not report the cause, which is usually a full disk.
-        free = shutil.disk_usage(request.output).free / 1e6
-        return (
-            f"saving a checkpoint in {request.checkpoints} failed; {free:,.0f} MB are free there: "
-            "free disk space or choose another --output; the same command resumes from the last checkpoint"
-        )
-    return progress.last_error or f"training ended with status {status}"
 
 
 def _prepared_data(request: Request) -> tuple[TrainingData, float | None]:
@@ -320,55 +304,6 @@ def _print_report(request: Request, curve: log.Curve, baseline: float | None, st
     if (saved := folders.latest_iteration(request.checkpoints)) is not None:
         print(f"checkpoint       {folders.checkpoint_path(request.checkpoints, saved)}")
     print(f"took             {time.monotonic() - started:.0f} s")
-
-
-class _Progress:
-    """Print one line per logged step, and keep what an error message needs."""
-
-    def __init__(self, verbose: bool) -> None:
-        self.verbose = verbose
-        self.was_interrupted = False
-        self.last_error = ""
-        self._live = sys.stdout.isatty() and not verbose
-        self._printed = 0
-
-    def line(self, text: str) -> None:
-        """Process one line of the training log."""
-        if self.verbose:
-            print(text, end="", flush=True)
-        item = log.parse(text)
-        stripped = text.split("]: ", 1)[-1].strip()
-        if stripped.split(":")[0].endswith(("Error", "SystemExit", "Exception")) and ":" in stripped:
-            self.last_error = self.last_error or stripped[:300]
-        if text.startswith("megatron_nemotron3") and not self.verbose:
-            print(text, end="", flush=True)
-        if isinstance(item, log.Step) and not self.verbose:
-            self._step(item)
-        elif isinstance(item, log.Validation) and item.which == "validation" and not self.verbose:
-            print(f"step {item.iteration:5d}  validation loss {item.loss:.3f}", flush=True)
-
-    def _step(self, step: log.Step) -> None:
-        # A terminal shows one line that is rewritten; a file gets about twenty lines.
-        mtp = " ".join(f"{loss:.3f}" for loss in step.mtp)
-        text = f"step {step.iteration:5d}/{step.total}  loss {step.loss:.3f}" + (
-            f"  MTP {mtp}" if mtp else ""
-        )
-        text += f"  {step.seconds:.2f} s/step"
-        last = step.iteration == step.total
-        if self._live:
-            print(f"\r{text:<100}", end="\n" if last else "", flush=True)
-        elif last or step.iteration >= self._printed + step.total / 20 or step.iteration == 1:
-            self._printed = step.iteration
-            print(text, flush=True)
-
-    def interrupted(self) -> None:
-        """Handle an interrupt; called for each one."""
-        first, self.was_interrupted = not self.was_interrupted, True
-        print(
-            "\ninterrupted: saving a checkpoint first; interrupt again to stop at once"
-            if first
-            else "\nstopping"
-        )
 
 
 def _event_files(request: Request) -> tuple[str, ...]:

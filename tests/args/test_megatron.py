@@ -33,7 +33,8 @@ from megatron_nemotron3.args import (
     to_argv,
 )
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.precision.table import bf16_tail
+from megatron_nemotron3.precision.formats import FORMATS
+from megatron_nemotron3.precision.table import bf16_layers
 from tests.args.megatron_parser import ask
 
 pytest.importorskip("megatron.training")
@@ -206,10 +207,10 @@ def test_what_we_refuse_is_the_known_few(parsed: list[dict[str, Any]]) -> None:
         if "refused" in answer:
             for violation in answer["refused"].violations:
                 reasons.setdefault(violation.rule, set()).add(answer["config_in"].name)
-    assert set(reasons) <= {"mxfp8-torch", "weight-alignment"}, reasons
+    assert set(reasons) <= {"fp8-torch", "weight-alignment"}, reasons
     for answer in parsed:
         if answer["layout"] == published_layout(answer["config_in"]) and "refused" in answer:
-            assert (answer["precision"], answer["backend"]) == ("mxfp8", "torch"), label(answer)
+            assert answer["precision"] in FORMATS and answer["backend"] == "torch", label(answer)
         if answer["precision"] in ("bf16", "fp32"):
             assert "refused" not in answer, label(answer)
 
@@ -339,17 +340,20 @@ def test_precision(parsed: list[dict[str, Any]]) -> None:
         assert theirs["params_dtype"] == dtypes.get(precision, "torch.bfloat16"), label(answer)
         emulated = (precision, answer["backend"]) == ("nvfp4", "torch")
         assert theirs["fp4"] == ("e2m1" if precision == "nvfp4" and not emulated else None)
-        assert theirs["fp8"] == ("e4m3" if precision == "mxfp8" else None)
+        fmt = FORMATS.get(precision)
+        assert theirs["fp8"] == (fmt.elements if fmt and fmt.kind == "fp8" else None)
         assert (theirs["fp4_param"], theirs["fp8_param"]) == (False, False)
-        quantized = precision in ("mxfp8", "nvfp4")
-        assert theirs["first_last_layers_bf16"] == quantized
-        padded = quantized and config.is_moe and not emulated
+        kept = bf16_layers(config, precision)
+        assert theirs["first_last_layers_bf16"] == bool(fmt and fmt.bf16_layers)
+        padded = fmt is not None and config.is_moe and not emulated
         assert theirs["moe_router_padding_for_quantization"] == padded
-        if quantized:
-            assert theirs["num_layers_at_start_in_bf16"] == 0
-            assert theirs["num_layers_at_end_in_bf16"] == bf16_tail(config)
-        if precision == "mxfp8":
-            assert theirs["fp8_recipe"] == "mxfp8"
+        if theirs["first_last_layers_bf16"]:
+            assert theirs["num_layers_at_start_in_bf16"] == kept.start
+            assert theirs["num_layers_at_end_in_bf16"] == kept.end
+        if fmt and fmt.kind == "fp8":
+            assert theirs["fp8_recipe"] == fmt.recipe
+        if precision == "fp8-delayed":
+            assert (theirs["fp8_amax_history_len"], theirs["fp8_amax_compute_algo"]) == (1024, "max")
         # The precision file reached the config.
         assert (theirs["quant_recipe"] is not None) == (precision == "nvfp4")
 

@@ -106,6 +106,12 @@ def test_gpus(capability: list[int], architectures: list[str], level: str) -> No
     found = {f.subject: f for f in gpu.judge(answer(capability, architectures))}
     assert found["gpu"].level == level
     assert (found["nvfp4"].level == "ok") == (tuple(capability) in ((10, 0), (10, 3)))
+    fp8 = tuple(capability) >= (8, 9)
+    assert (found["fp8-tensorwise"].level, found["fp8-delayed"].level) == (
+        ("ok",) * 2 if fp8 else ("absent",) * 2
+    )
+    if found["nvfp4"].level == "absent" and fp8:
+        assert "this GPU trains in fp8-tensorwise" in found["nvfp4"].cure
     if level == "error":
         assert f"sm_{capability[0]}{capability[1]}" in found["gpu"].cure
 

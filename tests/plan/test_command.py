@@ -55,7 +55,10 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["--gpus", "0", "--gpu", "h100"], "--gpus 0: give 1 to"),
-        (["--gpus", "8", "--gpu", "h100", "--precision", "nvfp4"], "h100 has no FP4 units"),
+        (
+            ["--gpus", "8", "--gpu", "h100", "--precision", "nvfp4"],
+            "h100 (compute capability 9.0) has no nvfp4 units",
+        ),
         (["--gpus", "8", "--gpu", "h100", "--nvlink-domain", "0"], "--nvlink-domain 0: give 1 or more"),
         (["--gpus", "8", "--gpu", "h100", "--gbs", "-4"], "global_batch_size=-4: give 1 or more"),
     ],

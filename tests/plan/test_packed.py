@@ -10,9 +10,9 @@ from megatron_nemotron3.models import get
 from megatron_nemotron3.plan.activation_forms import PACKED, bytes_by_linear
 from megatron_nemotron3.plan.activations import layer_activations
 from megatron_nemotron3.plan.memory import memory, weight_copies
+from megatron_nemotron3.precision.formats import MXFP8, NVFP4
 from megatron_nemotron3.precision.quantizer import quantize
 from megatron_nemotron3.precision.recipe import Spec
-from megatron_nemotron3.precision.table import MXFP8, NVFP4
 from tests.support.launches import launch
 
 SUPER = get("super")

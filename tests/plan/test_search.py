@@ -33,7 +33,7 @@ def asked(name: str, seq_length: int, global_batch_size: int, precision: str = "
 QUESTIONS = {
     "nano": Question(asked("nano", 8192, 64), 16, GPUS["h100"]),
     "super": Question(asked("super", 8192, 96, "nvfp4"), 32, GPUS["b200"]),
-    "dense": Question(asked("nano-4b", 4096, 32, "mxfp8"), 8, GPUS["h100"]),
+    "dense": Question(asked("nano-4b", 4096, 32, "fp8-tensorwise"), 8, GPUS["h100"]),
     "long": Question(asked("nano", 131072, 16), 64, GPUS["h200"]),
 }
 #: Public launches: GPU, GPUs, precision, dispatcher, micro batch.
@@ -96,7 +96,9 @@ def test_published_launches_are_feasible_and_near_the_top(name: str) -> None:
 
 
 def test_bad_questions() -> None:
-    with pytest.raises(ValueError, match="h100 has no FP4 units"):
+    with pytest.raises(
+        ValueError, match=r"h100 .* has no nvfp4 units: use --precision fp8-tensorwise, fp8-blockwise"
+    ):
         Question(asked("super", 8192, 8, "nvfp4"), 8, GPUS["h100"])
     with pytest.raises(ValueError, match="gpus=0: give 1 or more"):
         Question(asked("super", 8192, 8), 0, GPUS["h100"])

@@ -23,7 +23,7 @@ from megatron_nemotron3.precision.census import (
     formats,
     lines,
     recipe_of,
-    require_nvfp4,
+    require_format,
 )
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFileError
 from tests.support.distributed import initialize, run_distributed
@@ -84,7 +84,7 @@ def compare_with_upstream() -> int:
         model = tiny_super(**FP4, num_layers_at_end_in_bf16=1)
         entries = census(model)
         modules = dict(model.named_modules())
-        assert entries == require_nvfp4(model)
+        assert entries == require_format(model, "nvfp4")
     file = recipe_of(model.config)
     checked = 0
     for entry in entries:
@@ -158,7 +158,7 @@ def test_mtp_numbers_its_own_layers() -> None:
 
 
 def refuse_all() -> dict[str, str]:
-    """What `require_nvfp4` says to runs without NVFP4."""
+    """What `require_format` says to runs without NVFP4."""
     initialize()
     said: dict[str, str] = {}
 
@@ -168,7 +168,7 @@ def refuse_all() -> dict[str, str]:
                 stack.enter_context(listening())
             model = tiny_super(**{**FP4, "num_layers_at_end_in_bf16": 1, **overrides})
             try:
-                require_nvfp4(model)
+                require_format(model, "nvfp4")
             except (CensusError, PrecisionFileError) as error:
                 said[name] = str(error)
 
@@ -192,12 +192,12 @@ def test_a_run_that_asked_for_nvfp4_and_has_none_ends() -> None:
     said = run_distributed(refuse_all, 1)[0]
     assert set(said) == {"nobody listens", "bf16", "all tail", "all taken", "typo"}
     assert (
-        "6 of 6 NVFP4 linears of this rank cannot compute it, first decoder.layers.0."
+        "6 of 6 nvfp4 linears of this rank cannot compute it, first decoder.layers.0."
         in said["nobody listens"]
     )
     assert "the layers' format is bf16: pass --fp4-format e2m1" in said["bf16"]
     assert (
-        "none of the model's 27 linears is NVFP4 (27 bf16): 0 layers at the start and 500" in said["all tail"]
+        "none of the model's 27 linears is nvfp4 (27 bf16): 0 layers at the start and 500" in said["all tail"]
     )
     assert "6 matchers of the precision file take the rest" in said["all taken"]
     assert "'*mixer.output_proj' matches no linear of this model" in said["typo"]
@@ -208,7 +208,7 @@ def stages() -> tuple[dict[str, str], int]:
     initialize(pp=2)
     with listening():
         model = tiny_super("MEM|*E/*E/*E", **FP4, num_layers_at_end_in_bf16=2)
-        entries = require_nvfp4(model)
+        entries = require_format(model, "nvfp4")
     return {e.name: e.format for e in entries if e.kind.quantizable}, formats(entries)["nvfp4"]
 
 
@@ -260,7 +260,7 @@ from megatron_nemotron3.precision import yaml_file
 def take(module, name):
     from megatron.core.quantization.quant_config import RecipeConfig
     from megatron.core.transformer.spec_utils import import_module
-    from megatron_nemotron3.precision.census import census, require_nvfp4
+    from megatron_nemotron3.precision.census import census, require_format
 
     distributed.initialize()
     pattern, fields = models.GOLDEN_MODELS["super_like"]
@@ -269,7 +269,7 @@ def take(module, name):
         pattern, import_module((module, name)), quant_recipe=recipe, num_layers_at_end_in_bf16=1,
         **fields, **{FP4!r},
     )
-    entries, modules, rows = require_nvfp4(model), dict(model.named_modules()), []
+    entries, modules, rows = require_format(model, "nvfp4"), dict(model.named_modules()), []
     for e in entries:
         params = getattr(modules[e.name], "te_quant_params", None)
         recipe = params and params.training_recipe

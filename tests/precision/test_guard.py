@@ -363,7 +363,7 @@ def test_an_empty_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     yaml_file.write(models.SUPER, file)
     words = ["super", "--precision", "nvfp4", "--backend", "te", "--te-precision-config-file", str(file)]
     assert cli.main(["flags", *words, "--", "--num-layers-at-end-in-bf16", "88"]) == 2
-    assert "none of the model's 345 linears is NVFP4" in capsys.readouterr().err
+    assert "none of the model's 345 linears is nvfp4" in capsys.readouterr().err
 
 
 def test_no_file_is_a_file_without_matchers() -> None:

@@ -59,6 +59,8 @@ def away(a: Tensor, b: Tensor) -> float:
         ("nvfp4", Emulation()),
         ("nvfp4, rht=0,sr=0", Emulation(hadamard=False, stochastic=False)),
         ("nvfp4,2d=0,wgrad=0,every_layer=1", Emulation(tile=False, wgrad=False, every_layer=True)),
+        ("mxfp8", Emulation(format="mxfp8")),
+        ("mxfp8,fprop=0", Emulation(format="mxfp8", fprop=False)),
     ],
 )
 def test_settings(text: str, meaning: Emulation | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,8 +73,9 @@ def test_settings(text: str, meaning: Emulation | None, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("mxfp8", "'mxfp8' is not emulated: start with nvfp4"),
-        ("nvfp4,hadamard=0", "'hadamard' is no switch: use rht, sr"),
+        ("fp8-tensorwise", "'fp8-tensorwise' is not emulated: start with nvfp4 or mxfp8"),
+        ("nvfp4,hadamard=0", "'hadamard' is no switch of nvfp4: use rht, sr"),
+        ("mxfp8,rht=0", "'rht' is no switch of mxfp8: use fprop, dgrad, wgrad, every_layer"),
         ("nvfp4,sr", "give sr=0 or sr=1"),
         ("nvfp4,sr=no", "give sr=0 or sr=1"),
         ("nvfp4,sr=0,sr=1", "sr is given twice"),
@@ -94,8 +97,8 @@ def test_recipes() -> None:
     assert without == Recipe((ROW, ROW), (ROW, COLUMN), (COLUMN, COLUMN))
     only = recipe("mxfp8", Emulation(fprop=False, wgrad=False))
     assert only == Recipe(None, MXFP8.dgrad, None)
-    with pytest.raises(ValueError, match="'tensorwise' is not emulated"):
-        recipe("tensorwise", Emulation())
+    with pytest.raises(ValueError, match="'fp8-tensorwise' is not emulated: use nvfp4, mxfp8 or bf16"):
+        recipe("fp8-tensorwise", Emulation())
 
 
 # -- one linear ----------------------------------------------------------------------------------------------
@@ -188,6 +191,24 @@ def test_products(fmt: str, switches: dict[str, bool], tokens: int, dtype: torch
             assert away(a, c) > QUANTIZED * (0.5 if fmt == "mxfp8" else 1), name
         else:
             assert torch.equal(a, c), name
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(64, 88), (40, 96)])
+def test_mxfp8_fills_the_last_block_with_zeros(inner: int, outer: int) -> None:
+    """The definition on operands that zeros make whole; so is Mamba's in_proj of every tiny model."""
+    torch.manual_seed(0)
+    module = duplicated(inner, outer, torch.float32)
+    x, dy = (torch.randn(23, 2, n).pow(3) for n in (inner, outer))
+    weight = module.weight.detach()
+    wide = torch.nn.functional.pad(weight, (0, -inner % 32, 0, -outer % 32))
+    wanted = definition(
+        filled(x.flatten(0, 1).t(), 32).t(), wide, filled(dy.flatten(0, 1).t(), 32).t(), MXFP8
+    )
+    found = run(emulate(module, "mxfp8", Emulation(format="mxfp8")), x, dy)
+    assert away(found.y.flatten(0, 1), wanted.y[:, :outer]) < NOISE[torch.float32]
+    assert away(found.dx.flatten(0, 1), wanted.dx[:, :inner]) < NOISE[torch.float32]
+    assert away(found.dw[0], wanted.dw[0][:outer, :inner]) < NOISE[torch.float32]
+    assert not any(wanted.y[:, outer:].flatten()) and not any(wanted.dw[0][outer:].flatten())
 
 
 def test_norm_in_front_is_not_quantized() -> None:
@@ -331,7 +352,7 @@ def test_refused() -> None:
             duplicated(64, 90, torch.float32), "decoder layer 3, mixer", "nvfp4", Emulation(), None
         )
     module = duplicated(64, 96, torch.float32)
-    with pytest.raises(ValueError, match="'tensorwise' is not emulated"):
+    with pytest.raises(ValueError, match="'fp8-tensorwise' is not emulated: use nvfp4, mxfp8 or bf16"):
         install.settle(module, "here", "nvfp4", Emulation(), told(fp8_quantization_recipe="tensorwise"))
     with pytest.raises(ValueError, match="fp4_quantisation_recipe"):
         install.settle(module, "here", "nvfp4", Emulation(), told(fp4_quantisation_recipe="nvfp4"))

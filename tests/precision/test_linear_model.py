@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from megatron_nemotron3.precision import install
-from megatron_nemotron3.precision.census import CensusError, census
+from megatron_nemotron3.precision.census import Ambient, CensusError, census
 from megatron_nemotron3.precision.settings import Emulation
-from tests.support.emulation import Step, assert_same, built, seed, step
+from megatron_nemotron3.precision.yaml_file import NO_FILE
+from tests.support.emulation import FIELDS, Step, assert_same, built, seed, step
 from tests.support.models import hybrid_config
 from tests.support.world import world_of_one
 
@@ -35,6 +37,32 @@ def test_modules_have_the_formats_of_the_census() -> None:
     assert {"nvfp4", "mxfp8"} == set(found.values())
     # The attention, the last layer (BF16 tail), latent projections and MTP are not among them.
     assert {name.split(".")[2] for name in found} == {"0", "1", "2"}
+
+
+def test_a_whole_run_in_mxfp8_is_what_megatron_means_by_it() -> None:
+    """Every linear outside the BF16 layers, all of MTP included, as in a config that asks TE for it."""
+    model = built("mxfp8", quant_recipe=None)
+    found = formats(model)
+    asked = Ambient.of(
+        hybrid_config(
+            model.hybrid_layer_pattern.split("/")[0],
+            **{name: value for name, value in FIELDS.items() if "in_bf16" in name or "layers_bf16" in name},
+        )
+    )
+    asked = dataclasses.replace(asked, format="mxfp8", whole_mtp=True)
+    wanted = {e.name for e in census(model, NO_FILE, asked) if e.kind.quantizable and e.effective == "mxfp8"}
+    assert set(found) == wanted and set(found.values()) == {"mxfp8"}
+    assert "mtp.layers.0.eh_proj" in found and "decoder.layers.3.self_attention.linear_qkv" in found
+    assert not any(name.startswith("decoder.layers.4.") for name in found)
+    plain, emulated = step(built(None, quant_recipe=None)), step(model)
+    assert not torch.equal(plain.loss, emulated.loss)
+    # At 31 dB every gradient moves; those of routed tokens most, because a few choose another expert.
+    away = sorted(
+        float((gradient - plain.gradients[name]).norm() / plain.gradients[name].norm())
+        for name, gradient in emulated.gradients.items()
+        if plain.gradients[name].any()
+    )
+    assert away[0] > 0 and away[len(away) // 2] < 0.15 and away[-1] < 0.6
 
 
 def test_every_layer_is_what_the_format_alone_means() -> None:
@@ -133,7 +161,7 @@ def test_without_a_file_nothing_outlives_a_microbatch() -> None:
 
 def test_a_run_without_nvfp4_ends() -> None:
     model = built("nvfp4", num_layers_at_end_in_bf16=5)
-    with pytest.raises(CensusError, match="none of the model's .* linears is NVFP4"):
+    with pytest.raises(CensusError, match="none of the model's .* linears is nvfp4"):
         step(model)
 
 

@@ -33,13 +33,27 @@ def test_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     ("value", "words", "message"),
     [
         (None, [*FLAGS, "--backend", "torch"], "use backend te, or emulate=True"),
-        ("nvfp4,st=0", [*FLAGS, "--backend", "torch", "--emulate"], "'st' is no switch: use rht, sr"),
+        (
+            "nvfp4,st=0",
+            [*FLAGS, "--backend", "torch", "--emulate"],
+            "'st' is no switch of nvfp4: use rht, sr",
+        ),
+        (
+            "mxfp8",
+            [*FLAGS, "--backend", "torch", "--emulate"],
+            "asks for nvfp4 on backend torch and emulates mxfp8: use precision mxfp8",
+        ),
+        (
+            None,
+            ["flags", "nano", "--tiny", "--precision", "fp8-tensorwise", "--backend", "torch", "--emulate"],
+            "asks for fp8-tensorwise on backend torch and emulates nvfp4",
+        ),
         ("nvfp4", FLAGS, "is set: pass --precision nvfp4 --emulate or unset it"),
         ("nvfp4", ["train", "super", "--tiny", "--device", "cpu"], "pass --precision nvfp4 --emulate"),
         (
             None,
             ["train", "super", "--tiny", "--device", "cpu", "--emulate"],
-            "emulation supports only precision nvfp4",
+            "emulation supports only precision nvfp4 and mxfp8",
         ),
     ],
 )

@@ -18,7 +18,7 @@ ASKED = ["--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"]
 
 def first_forward(arguments: list[str], hear: bool, **overrides: Any) -> tuple[int | None, str]:
     """(exit code or None, what was said) of the first forward of a run that was given `arguments`."""
-    run.verify_nvfp4(arguments)
+    run.verify_quantized(arguments)
     with ExitStack() as stack:
         if hear:
             stack.enter_context(listening())
@@ -55,13 +55,13 @@ def test_at_the_first_forward() -> None:
     }
     assert {found[name] for name in ("good", "not asked", "other recipe")} == {(None, "")}
     for name, message in (
-        ("nobody listens", "6 of 6 NVFP4 linears of this rank cannot compute it"),
-        ("all tail", "none of the model's 27 linears is NVFP4 (27 bf16)"),
+        ("nobody listens", "6 of 6 nvfp4 linears of this rank cannot compute it"),
+        ("all tail", "none of the model's 27 linears is nvfp4 (27 bf16)"),
         ("dropped", "the layers' format is bf16: pass --fp4-format e2m1"),
     ):
         code, said = found[name]
         assert (
-            code == 2 and message in said and said.startswith("megatron_nemotron3.run: NVFP4 was asked for")
+            code == 2 and message in said and said.startswith("megatron_nemotron3.run: nvfp4 was asked for")
         )
 
 
@@ -82,7 +82,7 @@ def take(tail):
     distributed.initialize()
     pattern, fields = models.GOLDEN_MODELS["super_like"]
     recipe = RecipeConfig.from_config_dict(yaml.safe_load(yaml_file.render(SUPER)))
-    run.verify_nvfp4({ASKED!r})
+    run.verify_quantized({ASKED!r})
     model = models.build_hybrid(
         pattern, hybrid_stack_spec, quant_recipe=recipe, num_layers_at_end_in_bf16=tail, **fields, **{FP4!r}
     )

@@ -17,10 +17,10 @@ from megatron_nemotron3.models.parameters import layer_tensors
 from megatron_nemotron3.precision import command
 from megatron_nemotron3.precision.share import OTHER, TAIL, shares, totals
 from megatron_nemotron3.precision.table import (
-    FORMATS,
     KINDS,
     LINEARS,
     NEVER,
+    PRECISIONS,
     Structure,
     bf16_tail,
     expected,
@@ -115,7 +115,7 @@ def test_every_matrix_of_a_layer_is_in_a_row() -> None:
                 assert kind is None or kind.layer == symbol
 
 
-@pytest.mark.parametrize("precision", FORMATS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
 def test_shares_add_up(config: models.Nemotron3Config, precision: str) -> None:
     """To all parameters of the checkpoint, and to the FLOPs by which stages are cut."""
@@ -157,7 +157,9 @@ def test_the_command_prints_it() -> None:
     assert "none at the start, 14 at the end" in text and "all linears of layers 74-87" in text
     assert "No source says" not in text and "No source says" in command.render(models.NANO)
     assert "nvfp4" not in "".join(command.render(models.NANO, "bf16").splitlines()[3:])
-    with pytest.raises(ValueError, match="fp16.*nvfp4, mxfp8, bf16"):
+    with pytest.raises(
+        ValueError, match="fp16.*nvfp4, mxfp8, fp8-tensorwise, fp8-blockwise, fp8-delayed, bf16"
+    ):
         command.render(models.SUPER, "fp16")
 
 
@@ -200,9 +202,9 @@ def test_flags_come_from_it() -> None:
 
 def test_rows_that_cannot_be_quantized_have_one_format() -> None:
     for kind in NEVER:
-        assert len({kind.format(precision) for precision in FORMATS}) == 1
+        assert len({kind.format(precision) for precision in PRECISIONS}) == 1
     for kind in LINEARS:
-        assert [kind.format(p) for p in FORMATS[1:]] == list(FORMATS[1:])
+        assert [kind.format(p) for p in PRECISIONS[1:]] == list(PRECISIONS[1:])
 
 
 @pytest.mark.parametrize("module", ["table", "share", "yaml_file", "census", "command"])

@@ -228,7 +228,7 @@ def test_upstreams_loader_resolves_the_same(config: models.Nemotron3Config, tmp_
     path = tmp_path / "file.yaml"
     yaml_file.write(config, path)
     ours, theirs = yaml_file.read(path, config), upstream(path)
-    table = expected(config, "nvfp4", at_end=0)
+    table = expected(config, "nvfp4", kept=(0, 0))
     for prefix in ("", "language_model.", "module.language_model."):
         for linear in Structure.of(config).linears():
             found = get_quant_config_or_none(prefix + linear.name, theirs)

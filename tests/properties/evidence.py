@@ -187,16 +187,33 @@ EVIDENCE: dict[str, Evidence] = {
         measured=measure.bf16_layers,
         shown="4 of 4 layers are BF16",
     ),
-    "mxfp8-tail-pipeline": Refused(
+    "fp8-bf16-layers-pipeline": Refused(
         case=quantized("mxfp8", "--num-layers-at-end-in-bf16", "3", pp=2),
         stage="model",
         message="num_layers_at_end_in_bf16 (3) must be between 0 and number of layers per pipeline stage (2)",
         pretend=measure.transformer_engine,
     ),
-    "mxfp8-torch": Refused(
+    "fp8-torch": Refused(
         case=quantized("mxfp8", backend="torch"),
         stage="model",
         message="Only transformer-engine>=1.7.0 supports MoE FP8 training",
+    ),
+    "delayed-bf16-layers": Refused(
+        case=quantized("fp8-delayed", "--first-last-layers-bf16"),
+        stage="model",
+        message="Delayed scaling does not support first / last layer in BF16.",
+        pretend=measure.transformer_engine,
+    ),
+    "delayed-recompute": Refused(
+        case=quantized("fp8-delayed", *SELECTIVE, "layernorm"),
+        stage="model",
+        message="Delayed scaling does not support moe_act and layernorm recompute for fp8.",
+        pretend=measure.transformer_engine,
+    ),
+    "fp8-param-gather": Refused(
+        case=case(None, "--fp8-param-gather"),
+        stage="model",
+        message="fp8_param must be used together with fp8 mode.",
     ),
     "nvfp4-torch": Refused(
         case=quantized("nvfp4", backend="torch"),
@@ -221,6 +238,14 @@ EVIDENCE: dict[str, Evidence] = {
     "fp4-row-alignment": NotShown(
         case=quantized("nvfp4", config=model(**{**ALIGNED, "moe_ffn_hidden_size": 48})),
         why="the FP4 GEMMs run on a GPU only; Megatron pads tokens to 32 for them (get_fp4_align_size)",
+    ),
+    "blockwise-alignment": NotShown(
+        case=quantized("fp8-blockwise", config=model(**{**ALIGNED, "moe_ffn_hidden_size": 48})),
+        why="the FP8 GEMMs run on a GPU only; TE's documentation asks for multiples of 128, its tests do not",
+    ),
+    "partial-blocks": NotShown(
+        case=quantized("mxfp8", config=model("M"), backend="torch", emulate="mxfp8"),
+        why="TE's MXFP8 quantizer asserts multiples of 32 on a GPU only",
     ),
     "token-alignment": NotShown(
         case=quantized("nvfp4", schedule=schedule(seq_length=8)),

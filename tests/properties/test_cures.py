@@ -44,7 +44,11 @@ CURES: tuple[tuple[str, str, Cure], ...] = (
     ("global-batch", r"use a multiple of (\d+)", _schedule("global_batch_size")),
     ("vpp-microbatches", r"global_batch_size that is a multiple of (\d+)", _schedule("global_batch_size")),
     ("token-alignment", r"seq_length that is a multiple of (\d+)", _schedule("seq_length")),
-    ("mxfp8-tail-pipeline", r"--num-layers-at-end-in-bf16 (\d+)", _option("--num-layers-at-end-in-bf16")),
+    (
+        "fp8-bf16-layers-pipeline",
+        r"--num-layers-at-end-in-bf16 (\d+)",
+        _option("--num-layers-at-end-in-bf16"),
+    ),
     ("recompute-mtp", r"--recompute-num-layers (\d+)", _option("--recompute-num-layers")),
 )
 

@@ -7,12 +7,12 @@ import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
 from unittest import mock
 
+from megatron_nemotron3.train.processes import Watcher
 from tests.support.distributed import run_fresh, run_launcher
 
 
@@ -69,9 +69,7 @@ def _status_of(words: list[str]) -> int:
     return 0
 
 
-def follow_forked(
-    words: Sequence[str], env: dict[str, str], log: Path, on_line: Callable[[str], None], _: Any
-) -> int:
+def follow_forked(words: Sequence[str], env: dict[str, str], log: Path, watcher: Watcher) -> int:
     """Stand in for `train.processes.follow`: the training process of one rank is forked.
 
     A test replaces `follow` by it where the process itself is not what is tested.
@@ -83,5 +81,5 @@ def follow_forked(
     with log.open("a", encoding="utf-8") as file:
         file.writelines(lines)
     for line in lines:
-        on_line(line)
+        watcher.line(line)
     return 0

@@ -29,9 +29,11 @@ def test_a_step() -> None:
 
 
 def test_other_lines() -> None:
-    assert log.parse(VALID) == log.Validation(4, "validation", 5.047692)
+    assert log.parse(VALID) == log.Validation(4, "validation", 5.047692, again=True)
     assert log.parse(VALID.replace(" on validation set", "")) == log.Validation(4, "validation", 5.047692)
-    assert log.parse(VALID.replace("on validation", "on test")) == log.Validation(4, "test", 5.047692)
+    assert log.parse(VALID.replace("on validation", "on test")) == log.Validation(
+        4, "test", 5.047692, again=True
+    )
     assert log.parse("[after training is done] iteration 3/4") is None
     assert log.parse("") is None
 
@@ -43,3 +45,10 @@ def test_a_step_trained_twice_counts_once(tmp_path: Path) -> None:
     assert [s.loss for s in curve.steps.values()] == [5.0]
     assert curve.validation == {4: 5.047692}
     assert log.read(str(tmp_path / "none")).steps == {}
+
+
+def test_the_last_step_is_evaluated_twice(tmp_path: Path) -> None:
+    """In the training loop, and after it on the next batches: the first one is the step's loss."""
+    file = tmp_path / "train.log"
+    file.write_text(VALID.replace(" on validation set", "") + VALID.replace("5.047692E", "5.5E"))
+    assert log.read(str(file)).validation == {4: 5.047692}

@@ -1,0 +1,229 @@
+"""What a training has done so far, from its log: what is printed meanwhile, and why it stopped."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_nemotron3.checkpoint.folders import free_bytes
+from megatron_nemotron3.train import log
+
+_SAVING = re.compile(r"saving checkpoint at iteration +(\d+) ")
+_SAVED = re.compile(r"successfully saved checkpoint from iteration +(\d+) ")
+#: A line of a traceback that leads into a save.
+_IN_SAVE = re.compile(r", in (save_checkpoint|maybe_finalize_async_\w+|write_preloaded_data)")
+_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|SystemExit)(?::|$)")
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
+#: What one of the checkpoint writer's threads met.
+_WORKER = re.compile(r"Local worker \d+ encountered an error: (.*)")
+_KILLED = re.compile(r"exitcode +: -(\d+) ")
+
+_RESULTS = "the process that collects the results of Megatron's checkpoint writer ended: was it killed?"
+#: What is wrong and what to do, by the number of the operating system's error.
+_BY_NUMBER = {
+    errno.ENOSPC: "the disk is full ({free:,.0f} MB are free): free disk space or choose another --output",
+    errno.EDQUOT: "the disk quota is used up: free disk space or choose another --output",
+    errno.EFBIG: "a file exceeds the limit on its size: raise `ulimit -f`, or choose an --output without one",
+    errno.ENOENT: "a file or folder there is missing: let no other process move or remove it",
+    errno.ENOTDIR: "a file is where a folder should be: move it away",
+    errno.EPIPE: _RESULTS,
+    errno.ECONNRESET: _RESULTS,
+    errno.ECONNREFUSED: _RESULTS,
+    errno.ENOMEM: "memory is used up: use a smaller model or fewer ranks",
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS),
+        "{what}: make the folder writable or choose another --output",
+    ),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENXIO), "{what}: check the disk, or the server it is on"),
+}
+#: The same, by what Megatron or torch prints.
+_BY_TEXT = {
+    "No space left on device": _BY_NUMBER[errno.ENOSPC],
+    "results_queue should not be empty": "Megatron's checkpoint writer ended early: was it killed?",
+    "EOFError": _RESULTS,
+    "MemoryError": _BY_NUMBER[errno.ENOMEM],
+    "Failed to validate global plan": "Megatron cannot save this model in this layout",
+}
+
+
+class Progress:
+    """Print one line per logged step, and keep what the message at the end needs."""
+
+    def __init__(self, verbose: bool = False) -> None:
+        self.verbose = verbose
+        #: Interrupts so far.
+        self.interrupts = 0
+        #: The last step that was logged.
+        self.last: int | None = None
+        self.total: int | None = None
+        #: Steps of the last save that was begun and of the last one that succeeded.
+        self.saving: int | None = None
+        self.saved: int | None = None
+        #: Whether the first step has begun, and the last one has ended.
+        self.training = False
+        self.trained = False
+        self.first_error = ""
+        self._number: int | None = None
+        self._worker_error = ""
+        self._in_save = False
+        self._killed_by: int | None = None
+        self._live = sys.stdout.isatty() and not verbose
+        self._printed = 0
+        self._evaluated: int | None = None
+
+    @property
+    def was_interrupted(self) -> bool:
+        return self.interrupts > 0
+
+    @property
+    def stopped_at_once(self) -> bool:
+        """Whether an interrupt ended the ranks, instead of asking them to save and leave."""
+        return self.interrupts > 1 or self.was_interrupted and (not self.training or self.finished)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is saved: only evaluations may follow."""
+        return self.trained and self.total is not None and self.saved == self.total
+
+    def line(self, text: str) -> None:
+        """Process one line of the training log."""
+        if self.verbose:
+            print(text, end="", flush=True)
+        self._follow(text)
+        item = log.parse(text)
+        if isinstance(item, log.Step):
+            self.last, self.total, self.training = item.iteration, item.total, True
+        if self.verbose:
+            return
+        if text.startswith("megatron_nemotron3"):
+            print(text, end="", flush=True)
+        elif isinstance(item, log.Step):
+            self._step(item)
+        elif isinstance(item, log.Validation) and item.which == "validation":
+            self._validation(item)
+
+    def _follow(self, text: str) -> None:
+        if found := _SAVING.search(text):
+            self.saving = int(found[1])
+        elif found := _SAVED.search(text):
+            self.saved = int(found[1])
+        elif "[before the start of training step]" in text:
+            self.training = True
+        elif "[after training is done]" in text:
+            self.trained = True
+        elif found := _KILLED.search(text):
+            self._killed_by = int(found[1])
+        self._in_save = self._in_save or _IN_SAVE.search(text) is not None
+        if self._number is None and (found := _ERRNO.search(text)):
+            self._number = int(found[1])
+        stripped = text.split("]: ", 1)[-1].strip()
+        if not self._worker_error and (found := _WORKER.search(text)):
+            self._worker_error = found[1][:300]
+        if not self.first_error and _ERROR.match(stripped):
+            self.first_error = stripped[:300]
+        for known in _BY_TEXT:
+            if known in stripped and known not in self.first_error:
+                self.first_error = stripped[:300]
+
+    def _step(self, step: log.Step) -> None:
+        # A terminal shows one line that is rewritten; a file gets about twenty lines.
+        mtp = " ".join(f"{loss:.3f}" for loss in step.mtp)
+        text = f"step {step.iteration:5d}/{step.total}  loss {step.loss:.3f}" + (
+            f"  MTP {mtp}" if mtp else ""
+        )
+        text += f"  {step.seconds:.2f} s/step"
+        last = step.iteration == step.total
+        if self._live:
+            print(f"\r{text:<100}", end="\n" if last else "", flush=True)
+        elif last or step.iteration >= self._printed + step.total / 20 or step.iteration == 1:
+            self._printed = step.iteration
+            print(text, flush=True)
+
+    def _validation(self, item: log.Validation) -> None:
+        if item.again and item.iteration == self._evaluated:
+            # The training loop evaluates a last step that falls on the interval, and Megatron does it again.
+            print(f"after training, on the next batches of the validation set: {item.loss:.3f}", flush=True)
+        else:
+            print(f"step {item.iteration:5d}  validation loss {item.loss:.3f}", flush=True)
+        self._evaluated = item.iteration
+
+    def interrupted(self) -> bool:
+        """Say what an interrupt does; return whether the ranks are to save and leave, or to stop at once."""
+        self.interrupts += 1
+        saves = self.interrupts == 1 and self.training
+        if self.interrupts > 1:
+            print("\nstopping at once", flush=True)
+        elif not self.training:
+            print("\ninterrupted before the first step: stopping", flush=True)
+        else:
+            what = (
+                "waiting until the last step is saved" if self.trained else "finishing this step, then saving"
+            )
+            print(f"\ninterrupted: {what}; interrupt again to stop at once", flush=True)
+        return saves
+
+    def on_disk(self, saved: int | None, complete: bool) -> str:
+        """Return which step is on disk and what is lost.
+
+        Args:
+            saved: step of the last checkpoint.
+            complete: the ranks left in order, so a checkpoint of the last step is to be expected.
+        """
+        where = "no checkpoint was saved" if saved is None else f"step {saved} is saved"
+        last = self.last or 0
+        if last > (saved or 0):
+            first = (saved or 0) + 1
+            where += f", and step {last} is" if first == last else f", and steps {first} to {last} are"
+            where += " lost"
+        elif self.training and not complete and not self.finished:
+            where += ", and what was trained after it is lost"
+        elif self.finished:
+            where += ", which was the last"
+        return where + ("; the same command " + ("starts again" if saved is None else "resumes from there"))
+
+    def cause(self, checkpoints: Path, status: int, need: int = 0) -> str:
+        """Return why training stopped, in one sentence.
+
+        Args:
+            need: bytes of a checkpoint. torch does not say why it cannot write a file.
+        """
+        saving = self._in_save or "CheckpointException" in self.first_error
+        if saving and self._number is None:
+            self._number = _unwritable(checkpoints, need)
+        reason = self._reason(checkpoints, status)
+        return f"saving a checkpoint in {checkpoints} failed: {reason}" if saving else reason
+
+    def _reason(self, checkpoints: Path, status: int) -> str:
+        known = _BY_NUMBER.get(self._number) if self._number is not None else None
+        for text, meaning in _BY_TEXT.items():
+            known = known or (meaning if text in self.first_error else None)
+        if known is None and self._worker_error:
+            return self._worker_error
+        if known:
+            return known.format(free=free_bytes(checkpoints) / 1e6, what=os.strerror(self._number or 0))
+        if (by := self._killed_by or -min(status, 0)) and not self.first_error:
+            name = signal.Signals(by).name
+            more = ": was the memory used up?" if by == signal.SIGKILL else ""
+            return f"a training process was killed by {name}{more}"
+        return self.first_error or f"training ended with status {status}"
+
+
+def _unwritable(folder: Path, need: int) -> int | None:
+    """The number of the error with which `need` bytes cannot be written to a file there; None: they can."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit not in (resource.RLIM_INFINITY, -1) and limit < need:
+        return errno.EFBIG
+    if free_bytes(folder) < need:
+        return errno.ENOSPC
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0" * min(need, 1 << 20))
+    except OSError as problem:
+        return problem.errno
+    return None
