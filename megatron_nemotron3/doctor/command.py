@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from megatron_nemotron3.cpu import quiet_on_cpu
-from megatron_nemotron3.doctor import gpu, loading, packages
+from megatron_nemotron3.doctor import gpu, loading, packages, recipe
 from megatron_nemotron3.doctor.finding import Finding, as_data, failed, render
 from megatron_nemotron3.models.own import model as named_model
 
@@ -56,6 +56,7 @@ def doctor_command(options: argparse.Namespace) -> int:
         sections.append(("gpu", gpu.findings()))
     else:
         sections.append(("gpu", [Finding("gpu", "absent", "not looked for: torch is not installed")]))
+    sections.append(("precision", recipe.findings()))
     usable = all(loaded.get(name) for name in packages.NEEDED)
     for title, wanted in (("kernels", options.kernels), ("step", options.step is not None)):
         skipped = [Finding(title, "error", "skipped: torch or megatron-core cannot be imported")]
