@@ -18,12 +18,14 @@ TRAIN = [
     "tokenizers",
     "transformers",
 ]
+REMOTE = ["fsspec", "huggingface_hub"]
 COMPRESS = ["nvidia-modelopt==0.47.0"]
 DOCS = ["mkdocs-material>=9.5"]
 TE = ["transformer-engine[pytorch]>=2.14", "mamba-ssm>=2.2.6", "causal-conv1d>=1.5"]
 DEV = [
     *TRAIN,
     *CONVERT,
+    *REMOTE,
     *DOCS,
     "hypothesis",
     "mypy",
@@ -53,6 +55,7 @@ setup(
     install_requires=[],
     extras_require={
         "convert": CONVERT,
+        "remote": REMOTE,
         "train": TRAIN,
         "te": TE,
         "compress": COMPRESS,

@@ -1,6 +1,6 @@
 """Run an unmodified Megatron script, on the CPU if there is no GPU.
 
-    python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] SCRIPT ARGS…
+    python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] [--change PART] SCRIPT ARGS…
     torchrun --nproc-per-node 2 -m megatron_nemotron3.run SCRIPT ARGS…
 
 The script runs as `__main__` with ARGS as its command line and its own folder first on the path, as
@@ -17,6 +17,8 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 - Before the start the tracker of `--load` is made to name the last complete checkpoint
   (`megatron_nemotron3.checkpoint.resume`), and a schedule that Megatron would refuse to load is refused
   with the option that it needs.
+- `run.json` in the folder of `--save` says which run it is; a start with another model is refused, and one
+  with another precision, MTP, tokenizer or data set needs `--change precision` (`mtp`, `tokenizer`, `data`).
 - Processes that the script starts survive a signal to the whole process group and end when it ends; with
   `--exit-signal-handler` Ctrl-C saves and leaves, as SIGTERM does (`megatron_nemotron3.lifetime`).
 - `--monitor N` runs stability monitors at every N-th iteration, 0 for none; it overrides NEMOTRON3_MONITOR
@@ -31,12 +33,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_nemotron3 import lifetime, spawned
+from megatron_nemotron3.args import manifest
 from megatron_nemotron3.args.versions import require_supported
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.monitor import settings
@@ -44,7 +46,7 @@ from megatron_nemotron3.precision import settings as emulation
 
 USAGE = (
     "usage: python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] "
-    f"[{emulation.OPTION} HOW] SCRIPT ARGS…"
+    f"[{emulation.OPTION} HOW] [--change PART] SCRIPT ARGS…"
 )
 SPEC_MODULE = "megatron_nemotron3.specs"
 
@@ -72,21 +74,29 @@ class Words(NamedTuple):
     arguments: list[str]
     #: Value of --nemotron3-emulate; None: from the environment.
     emulate: str | None = None
+    #: Values of --change.
+    changes: tuple[str, ...] = ()
 
 
 def split_arguments(argv: list[str]) -> Words:
     """Take the launcher's own options off a command line."""
     device, monitor, rest = "auto", None, list(argv)
     emulate: str | None = None
+    changes: tuple[str, ...] = ()
     while rest and rest[0].startswith("-"):
         option = rest.pop(0)
         if option in ("-h", "--help"):
             print(__doc__)
             raise SystemExit(0)
         name, _, value = option.partition("=")
-        if name not in ("--device", "--monitor", emulation.OPTION):
+        if name not in ("--device", "--monitor", "--change", emulation.OPTION):
             fail(f"unknown option {option} before SCRIPT\n{USAGE}")
         value = value or (rest.pop(0) if rest else "")
+        if name == "--change":
+            if value not in manifest.CHANGES:
+                fail(f"--change {value!r}: choose {', '.join(manifest.CHANGES)}")
+            changes = (*changes, value)
+            continue
         if name == "--monitor":
             monitor = _interval(value)
             continue
@@ -99,7 +109,7 @@ def split_arguments(argv: list[str]) -> Words:
     if not rest:
         fail(f"no SCRIPT given\n{USAGE}")
     arguments, among = _without_emulation(rest[1:])
-    return Words(device, monitor, rest[0], arguments, emulate if among is None else among)
+    return Words(device, monitor, rest[0], arguments, emulate if among is None else among, changes)
 
 
 def _without_emulation(arguments: list[str]) -> tuple[list[str], str | None]:
@@ -294,49 +304,18 @@ def verify_measurable(attribute: str | None) -> None:
     )
 
 
-def prepare_folders(arguments: list[str]) -> ExitStack:
+def prepare_folders(
+    arguments: list[str], changes: Sequence[str], emulated: emulation.Emulation | None
+) -> ExitStack:
     """Prepare the folders of a script's command line, or stop; return what holds the lock of `--save`."""
+    from megatron_nemotron3.args.script_folders import prepared
+
     with ExitStack() as stack:
-        settle_checkpoint(arguments, hold_save_folder(stack, arguments))
-        return stack.pop_all()
-
-
-def hold_save_folder(stack: ExitStack, arguments: list[str]) -> str:
-    """Lock the folder of `--save` for the ranks of this run, or stop; return the key of the run."""
-    from megatron_nemotron3.checkpoint.lock import held, run_key, this_command
-
-    key, save = run_key(), option_value(arguments, "--save")
-    if save and "://" not in save:
         try:
-            stack.enter_context(held(Path(save), this_command(), key=key))
+            stack.enter_context(prepared(arguments, int(os.environ["RANK"]), changes, emulated))
         except (ValueError, OSError) as problem:
             fail(str(problem))
-    return key
-
-
-def settle_checkpoint(arguments: list[str], key: str) -> None:
-    """Make the folder of `--load` name its last complete checkpoint; stop if what it names is damaged.
-
-    Rank 0 also stops if Megatron would refuse the schedule of the command line.
-
-    Args:
-        key: of the locks that this run holds.
-    """
-    from megatron_nemotron3.args import continued
-    from megatron_nemotron3.checkpoint.resume import before_start
-    from megatron_nemotron3.checkpoint.state import loaded_state
-
-    rank = int(os.environ["RANK"])
-    try:
-        for line in before_start(arguments, rank, key):
-            print(f"megatron_nemotron3: {line}", flush=True)
-        if rank == 0 and (found := loaded_state(arguments)) is not None:
-            step, state = found
-            saved = continued.saved_schedule(step, state.scheduler, state.args)
-            if saved and (problem := continued.problem(saved, arguments)):
-                fail(problem)
-    except ValueError as problem:
-        fail(str(problem))
+        return stack.pop_all()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -346,7 +325,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _launch(argv: list[str]) -> None:
-    device, monitor, script, arguments, emulate = split_arguments(argv)
+    device, monitor, script, arguments, emulate, changes = split_arguments(argv)
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     if emulate == "":
@@ -359,7 +338,7 @@ def _launch(argv: list[str]) -> None:
     require_well_formed_file(arguments)
     device = resolve_device(device)
     single_process_environment()
-    locks = prepare_folders(arguments)
+    locks = prepare_folders(arguments, changes, emulated)
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
 

@@ -57,6 +57,7 @@ COMMANDS = {
         "--model", "--tiny", "--device",
         "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
         "--verbose", "--emulate", "--te-precision-config-file", "--log-precision", "--more-steps",
+        "--change",
     }
     | RUN,
 }  # fmt: skip

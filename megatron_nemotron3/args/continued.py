@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_nemotron3.args.flag import parse, text
+from megatron_nemotron3.checkpoint.state import loaded_state
 
 OVERRIDE, KEEP = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"
 #: What to do about another number of steps: values of --more-steps.
@@ -196,17 +197,27 @@ def described(changed: Mapping[str, tuple[Any, Any]]) -> str:
     )
 
 
-def problem(saved: Saved, words: Sequence[str]) -> str | None:
-    """Return why Megatron would not load a checkpoint with this command line, and the cure; None if it would.
+def refused(words: Sequence[str]) -> str | None:
+    """Return why Megatron would not load the schedule of the checkpoint that its command line names.
 
-    Raises:
-        ValueError: other rates, for which there is no option.
+    The message names the option that it needs. None: it would load it, or nothing is known.
     """
-    wanted = schedule_of_words(words)
-    if wanted is None:
+    wanted, found = schedule_of_words(words), loaded_state(words)
+    if wanted is None or found is None:
         return None
-    require_same_rates(saved, wanted)
-    changed = differences(saved, wanted)
+    step, state = found
+    if (saved := saved_schedule(step, state.scheduler, state.args)) is None:
+        return None
+    try:
+        require_same_rates(saved, wanted)
+    except ValueError as problem:
+        return str(problem)
+    changed, decay = differences(saved, wanted), saved.schedule.wsd_decay
+    if KEEP in words and saved.schedule.style == "WSD" and decay not in (None, wanted.wsd_decay):
+        return (
+            f"{KEEP} keeps the checkpoint's schedule, but Megatron's scheduler does not hold the length of "
+            f"the WSD decay: give --lr-wsd-decay-{wanted.unit} {(decay or 0) / wanted.per_unit:g}"
+        )
     if not changed or OVERRIDE in words or KEEP in words:
         return None
     return (

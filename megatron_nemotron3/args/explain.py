@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_nemotron3.args import command_line
 from megatron_nemotron3.args.architecture import SPEC_MODULE, SPECS
+from megatron_nemotron3.args.continued import refused
 from megatron_nemotron3.args.flag import SECTIONS, Flag, parse, text, to_argv
 from megatron_nemotron3.args.flags import flags
 from megatron_nemotron3.args.launch import Launch, TrainingData
@@ -155,6 +156,8 @@ def explain_command(config: Nemotron3Config, text: str, name: str = "published")
         *command_line.renamed(text),
         *([f"not compared, because a shell variable is unresolved: {', '.join(unknown)}"] if unknown else []),
     ]
+    if command_line.is_known(value for flag in pasted for value in flag.values if flag.name == "--load"):
+        notes += [note] if (note := refused(to_argv(pasted))) else []
     rules = _pasted_violations(config, pasted, known)
     return _explanation(config, name, [*settings, *_missing_settings(pasted, known)], rules, notes)
 

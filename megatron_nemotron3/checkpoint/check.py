@@ -17,6 +17,7 @@ from megatron_nemotron3.checkpoint.folders import (
     read_tracker,
 )
 from megatron_nemotron3.checkpoint.integrity import check_integrity
+from megatron_nemotron3.checkpoint.lock import holder
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex
 from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.remote import shown
@@ -63,28 +64,50 @@ def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
 
 
 def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
-    """Check every checkpoint of a folder. Returns the problems."""
+    """Check every checkpoint of a folder. Returns the problems.
+
+    A checkpoint that a running training is saving is not one.
+    """
     problems: list[str] = []
     named: int | str | None = None
+    writer = holder(folder)
     try:
-        named = read_tracker(folder)
+        named = read_tracker(folder) if writer is None else _tracker_of_writer(folder)
     except ValueError as problem:
         problems.append(f"{folder / TRACKER}: it {problem}{_tracker_cure(folder)}")
     for iteration in reversed(found):
         if iteration == named:
             continue
         verdict = check_structure(checkpoint_path(folder, iteration))
+        newer = not isinstance(named, int) or iteration > named
+        if writer is not None and newer and verdict.state in ("unfinished", "damaged"):
+            print(f"iter_{iteration:07d} is being written by {writer}")
+            continue
         print(
             f"iter_{iteration:07d} {verdict.state}" + "".join(f": {shown(p)}" for p in verdict.problems[:1])
         )
         if verdict.state == "damaged":
             problems += verdict.problems
     if named is None:
-        if not problems and found:
+        if not problems and found and writer is None:
             problems.append(f"{folder / TRACKER}: the file is missing{_tracker_cure(folder)}")
         return problems
     print(f"{TRACKER} names {named}")
     return problems + _check_one(checkpoint_path(folder, named), full, workers)
+
+
+def _tracker_of_writer(folder: Path) -> int | str | None:
+    """Read the tracker of a running training, which writes it in two steps: empty, then the iteration.
+
+    Raises:
+        ValueError: as `read_tracker`, for two seconds.
+    """
+    for _ in range(40):
+        try:
+            return read_tracker(folder)
+        except ValueError:
+            time.sleep(0.05)
+    return read_tracker(folder)
 
 
 def _tracker_cure(folder: Path) -> str:
@@ -106,6 +129,8 @@ def _check_one(path: Path, full: bool, workers: int) -> list[str]:
     if verdict.index is not None:
         for line in describe(verdict.index):
             print("  " + line)
+    if verdict.state == "unfinished" and (writer := holder(path.parent)) is not None:
+        return [f"{path}: it is being written by {writer}: check it when it is complete"]
     if verdict.state in ("unfinished", "damaged") or verdict.problems:
         return list(verdict.problems)
     if not full:

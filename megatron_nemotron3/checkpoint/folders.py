@@ -87,7 +87,8 @@ def locate(folder: Path) -> Located:
         return Located("checkpoints", inside, folder)
     if "checkpoints" in found:
         return Located("checkpoints", folder, above.parent if above.name == CHECKPOINTS else None)
-    if "checkpoint" in found or _ITERATION.fullmatch(above.name):
+    bare = not found and not os.path.lexists(folder / HF_CONFIG)
+    if "checkpoint" in found or (bare and _ITERATION.fullmatch(above.name)):
         return Located(
             "checkpoint", folder, above.parent.parent if above.parent.name == CHECKPOINTS else None
         )

@@ -172,7 +172,7 @@ def _taken(folder: Path, own: Holder, patience: float, say: Callable[[str], None
             raise
         os.close(descriptor)
         waited = time.monotonic() - began
-        orphaned = bool(found) and all(record.ended for record in found)
+        orphaned = bool(found) and found[0].ended
         if waited > (patience if orphaned else _LOOK):
             raise ValueError(_refusal(folder, found, orphaned))
         if orphaned and waited > _LOOK and not told:

@@ -96,10 +96,10 @@ def open_megatron(
     Raises:
         ValueError: there is no Megatron checkpoint, it is damaged, or its tensors are not those of the model.
     """
-    found = locate_one(folder, iteration)
-    if found.kind == "hugging face":
+    located = locate_one(folder, iteration)
+    if located.kind == "hugging face":
         raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
-    place = found.folder
+    place = located.folder
     verdict = check_structure(place)
     source: FileSource
     if verdict.state == "legacy":

@@ -65,6 +65,18 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="scales of activations for --quantize: JSON, safetensors, or a quantized folder",
     )
+    export.add_argument(
+        "--watch",
+        type=float,
+        nargs="?",
+        const=30.0,
+        metavar="SECONDS",
+        help="export each new checkpoint of a running job to HF_DIR/iter_N; look every SECONDS (default 30)",
+    )
+    export.add_argument("--once", action="store_true", help="with --watch: export what is there, and stop")
+    export.add_argument(
+        "--keep-last", type=int, metavar="N", help="with --watch: keep the newest N exports (default: all)"
+    )
     load = ways.add_parser("from-hf", help="convert a Hugging Face folder to a Megatron checkpoint")
     load.add_argument(
         "source", type=place, metavar="HF_DIR", help="a Hugging Face folder, a URL, or the id of a repository"
@@ -170,6 +182,15 @@ def convert(options: argparse.Namespace) -> int:
             quantize=options.quantize,
             input_scales=options.input_scales,
         )
+        if options.watch is not None:
+            from megatron_nemotron3.convert.follow import Following, follow
+
+            if isinstance(options.source, str):
+                raise ValueError(f"{options.source}: --watch follows a job in a local folder, not at a URL")
+            how = Following(options.watch, options.once, options.keep_last)
+            return follow(options.source, options.target, to_hf, how)
+        if options.once or options.keep_last is not None:
+            raise ValueError("--once and --keep-last belong to --watch")
         with local(options.source, iteration=options.iteration) as source:
             return conversion.convert_to_hf(source, options.target, to_hf)
     from_hf = conversion.FromHfOptions(

@@ -73,7 +73,7 @@ MTP_BLOCKS = "num_nextn_predict_layers"
 #: use it.
 OWN = "megatron_nemotron3"
 #: Fields in it -> type.
-OWN_FIELDS: dict[str, type] = {
+OWN_FIELDS: dict[str, type[int | float | bool]] = {
     "mtp_num_layers": int,
     "mtp_use_repeated_layer": bool,
     "mtp_loss_scaling_factor": float,
@@ -356,7 +356,7 @@ def _own_fields(name: str, stated: Any, blocks: int) -> dict[str, Any]:
         return {}
     if not isinstance(stated, Mapping):
         raise ValueError(f"{name}: {OWN} is a {type(stated).__name__}, expected an object")
-    found = {field: stated[field] for field in OWN_FIELDS if field in stated}
+    found: dict[str, Any] = {field: stated[field] for field in OWN_FIELDS if field in stated}
     for field, value in found.items():
         if type(value) is not OWN_FIELDS[field] or not 0 <= value < 1 << 16:
             kind = OWN_FIELDS[field].__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -55,8 +56,8 @@ def parallel_map(
     context = multiprocessing.get_context("fork")
     counter = context.Value("q", 0)
     _work = (work, counter)
-    ends = os.pipe()
-    pool = ProcessPoolExecutor(min(workers, len(items)), context, _end_with_parent, ends)
+    pipe = os.pipe()
+    pool, ends = ProcessPoolExecutor(min(workers, len(items)), context, _end_with_parent, pipe), [*pipe]
     try:
         pending = {pool.submit(_run_item, item) for item in items}
         while pending:
@@ -69,10 +70,17 @@ def parallel_map(
                 report(counter.value, now - started)
     except BrokenProcessPool:
         raise ValueError("a worker was killed (out of memory?): try again with fewer --workers") from None
+    except BaseException:
+        _close(ends)  # workers end at once, not with the file that they write
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
-        for end in ends:
-            os.close(end)
+        _close(ends)
+
+
+def _close(ends: list[int]) -> None:
+    while ends:
+        os.close(ends.pop())
 
 
 def _end_with_parent(read: int, write: int) -> None:
@@ -81,6 +89,9 @@ def _end_with_parent(read: int, write: int) -> None:
     Only the parent keeps the write end of the pipe open, so reading returns as soon as the parent is dead.
     """
     os.close(write)
+    # Ctrl-C reaches the whole group; the parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def wait() -> None:
         os.read(read, 1)

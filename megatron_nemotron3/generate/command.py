@@ -175,7 +175,7 @@ def _generate(options: argparse.Namespace) -> int:
     result = generate(engine, ids, how, stream.push)
     stream.end()
     if options.json:
-        about = {"checkpoint": shown(found.checkpoint), "model": opened.config.name}
+        about: dict[str, Any] = {"checkpoint": shown(found.checkpoint), "model": opened.config.name}
         about |= {"mtp_num_layers": opened.config.mtp_num_layers, "mtp_source": opened.mtp_source}
         print(json.dumps({**about, **_generation_as_json(result, stream.outputs, ids)}, indent=2))
     else:

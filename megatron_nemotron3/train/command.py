@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3 import lifetime
-from megatron_nemotron3.args import Launch, continued
+from megatron_nemotron3.args import Launch, continued, manifest
 from megatron_nemotron3.args.command import (
     add_launch,
     chosen_emulation,
@@ -60,6 +60,13 @@ def register(commands: Any) -> None:
         choices=[continued.REPLAN, continued.HOLD],
         default=continued.REPLAN,
         help="on another number of steps: plan the learning rate anew, or hold it (default replan)",
+    )
+    train.add_argument(
+        "--change",
+        action="append",
+        choices=manifest.CHANGES,
+        default=[],
+        help="go on in the folder with another one of these; may be repeated",
     )
     train.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
     train.set_defaults(run=train_command)
@@ -117,6 +124,7 @@ def train_command(options: argparse.Namespace) -> int:
         log_precision=log_precision,
         verbose=options.verbose,
         more_steps=options.more_steps,
+        changes=tuple(options.change),
     )
     return train_interruptibly(request)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 from megatron_nemotron3.checkpoint.folders import free_bytes
@@ -18,6 +20,8 @@ _SAVED = re.compile(r"successfully saved checkpoint from iteration +(\d+) ")
 _IN_SAVE = re.compile(r", in (save_checkpoint|maybe_finalize_async_\w+|write_preloaded_data)")
 _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|SystemExit)(?::|$)")
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
+#: What one of the checkpoint writer's threads met.
+_WORKER = re.compile(r"Local worker \d+ encountered an error: (.*)")
 _KILLED = re.compile(r"exitcode +: -(\d+) ")
 
 _RESULTS = "the process that collects the results of Megatron's checkpoint writer ended: was it killed?"
@@ -66,6 +70,7 @@ class Progress:
         self.trained = False
         self.first_error = ""
         self._number: int | None = None
+        self._worker_error = ""
         self._in_save = False
         self._killed_by: int | None = None
         self._live = sys.stdout.isatty() and not verbose
@@ -118,6 +123,8 @@ class Progress:
         if self._number is None and (found := _ERRNO.search(text)):
             self._number = int(found[1])
         stripped = text.split("]: ", 1)[-1].strip()
+        if not self._worker_error and (found := _WORKER.search(text)):
+            self._worker_error = found[1][:300]
         if not self.first_error and _ERROR.match(stripped):
             self.first_error = stripped[:300]
         for known in _BY_TEXT:
@@ -180,9 +187,15 @@ class Progress:
             where += ", which was the last"
         return where + ("; the same command " + ("starts again" if saved is None else "resumes from there"))
 
-    def cause(self, checkpoints: Path, status: int) -> str:
-        """Return why training stopped, in one sentence."""
+    def cause(self, checkpoints: Path, status: int, need: int = 0) -> str:
+        """Return why training stopped, in one sentence.
+
+        Args:
+            need: bytes of a checkpoint. torch does not say why it cannot write a file.
+        """
         saving = self._in_save or "CheckpointException" in self.first_error
+        if saving and self._number is None:
+            self._number = _unwritable(checkpoints, need)
         reason = self._reason(checkpoints, status)
         return f"saving a checkpoint in {checkpoints} failed: {reason}" if saving else reason
 
@@ -190,6 +203,8 @@ class Progress:
         known = _BY_NUMBER.get(self._number) if self._number is not None else None
         for text, meaning in _BY_TEXT.items():
             known = known or (meaning if text in self.first_error else None)
+        if known is None and self._worker_error:
+            return self._worker_error
         if known:
             return known.format(free=free_bytes(checkpoints) / 1e6, what=os.strerror(self._number or 0))
         if (by := self._killed_by or -min(status, 0)) and not self.first_error:
@@ -197,3 +212,18 @@ class Progress:
             more = ": was the memory used up?" if by == signal.SIGKILL else ""
             return f"a training process was killed by {name}{more}"
         return self.first_error or f"training ended with status {status}"
+
+
+def _unwritable(folder: Path, need: int) -> int | None:
+    """The number of the error with which `need` bytes cannot be written to a file there; None: they can."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit not in (resource.RLIM_INFINITY, -1) and limit < need:
+        return errno.EFBIG
+    if free_bytes(folder) < need:
+        return errno.ENOSPC
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0" * min(need, 1 << 20))
+    except OSError as problem:
+        return problem.errno
+    return None

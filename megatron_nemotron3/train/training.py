@@ -21,14 +21,15 @@ from megatron_nemotron3.args import (
     published,
     to_argv,
 )
-from megatron_nemotron3.checkpoint import folders, lock, resume, state
+from megatron_nemotron3.checkpoint import folders, lock, resume
+from megatron_nemotron3.checkpoint.state import stored_state
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import command as precision
 from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.train import log, processes, report
+from megatron_nemotron3.train import log, processes, report, resuming
 from megatron_nemotron3.train.progress import Progress
 
 
@@ -54,6 +55,8 @@ class Request:
     verbose: bool = False
     #: What another number of steps than the checkpoint's means for the rate: as `continued`.
     more_steps: str = continued.REPLAN
+    #: Parts of the run that may differ from the folder's earlier steps; of `manifest.CHANGES`.
+    changes: tuple[str, ...] = ()
 
     @property
     def precision_file(self) -> str | None:
@@ -157,15 +160,24 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
     for leftover in resume.remove_incomplete(request.checkpoints):
         print(f"removed {leftover}: its save was interrupted")
     begun = folders.latest_iteration(request.checkpoints)
-    data, baseline = _prepared_data(request)
+    stored = None
+    if begun is not None:
+        stored = stored_state(folders.checkpoint_path(request.checkpoints, begun))
+    to_write = {}
     if request.precision_file and not given.te_precision_config_file:
-        yaml_file.write(launch.config, request.precision_file)
+        to_write[request.precision_file] = yaml_file.render(launch.config).encode()
+    identity = resuming.Identity(request.output, begun, stored, request.changes, to_write)
+    identity.require(launch, "model", "mtp", "precision")
+    data, baseline = _prepared_data(request)
+    identity.require(replace(launch, data=data), "tokenizer", "data")
+    for path in to_write:
+        yaml_file.write(launch.config, path)
 
     log_file = request.output / "train.log"
     if begun is None:
         log_file.unlink(missing_ok=True)  # of a run that never saved
         precision_report.remove(request.output)
-    elif (last := _last_step(launch)) and begun >= last:
+    elif (last := resuming.last_step(launch)) and begun >= last:
         beyond = "" if begun == last else f", beyond the {last} steps asked for"
         print(
             f"already trained to step {begun}{beyond}; to train on, give more --steps; to start over, "
@@ -175,17 +187,21 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
         return 0
     else:
         print(f"resuming from step {begun}")
-        launch = _with_schedule(launch, request, begun)
+        launch = resuming.with_schedule(launch, given.options, request.more_steps, begun, stored)
 
+    launch = replace(launch, data=data)
+    identity.record(launch)
     print(f"training log: {log_file}", flush=True)
-    argv = to_argv(flags(replace(launch, data=data)))
+    argv = to_argv(flags(launch))
     words = processes.command(argv, launch.layout.world_size, request.device)
     env = processes.environment(launch.layout.world_size, request.device) | {lock.VARIABLE: key}
     status, progress = _run(request, launch, words, env, log_file)
     saved = folders.latest_iteration(request.checkpoints)
     state = progress.on_disk(saved, status == 0)
     if status != 0 and not progress.stopped_at_once:
-        raise ValueError(f"{progress.cause(request.checkpoints, status)}; {state} (see {log_file})")
+        need = folders.bytes_needed(count(given.config).trainable, given.precision)
+        cause = progress.cause(request.checkpoints, status, need)
+        raise ValueError(f"{cause}; {state} (see {log_file})")
 
     curve = log.read(str(log_file))
     _print_report(request, curve, baseline, started)
@@ -213,40 +229,6 @@ def _run(
         # A save that was complete when the processes were ended may not have reached the tracker.
         with contextlib.suppress(ValueError):
             resume.before_start(["--load", str(request.checkpoints)], rank=0, key=env[lock.VARIABLE])
-
-
-def _last_step(launch: Launch) -> int | None:
-    """Return the step after which training ends; None if it is not known."""
-    found = continued.schedule_of_words(to_argv(flags(launch)))
-    return None if found is None else found.train // (1 if found.unit == "iters" else found.batch)
-
-
-def _with_schedule(launch: Launch, request: Request, begun: int) -> Launch:
-    """Return the launch with the schedule on which a run goes on from step `begun`; print what changes.
-
-    Raises:
-        ValueError: the rates are not those of the checkpoint.
-    """
-    stored = state.stored_state(folders.checkpoint_path(request.checkpoints, begun))
-    saved = stored and continued.saved_schedule(begun, stored.scheduler, stored.args)
-    wanted = continued.schedule_of_words(to_argv(flags(launch)))
-    if not saved or wanted is None:
-        return launch
-    continued.require_same_rates(saved, wanted)
-    own = [name for name in request.launch.options if name in continued.OPTIONS]
-    if not own:
-        hold = continued.KEEP in request.launch.options
-        words, lines = continued.continued(saved, wanted, continued.HOLD if hold else request.more_steps)
-    elif changed := continued.differences(saved, wanted):
-        words = [continued.OVERRIDE]
-        lines = [f"the schedule is the one given by {' '.join(own)}: {continued.described(changed)}"]
-    else:
-        return launch
-    for line in lines:
-        print(line)
-    # A switch that the user gave, too, would contradict the override.
-    extra = [word for word in launch.extra if word != continued.KEEP]
-    return replace(launch, extra=(*extra, *words))
 
 
 def _measurement(request: Request) -> emulation.Logging | None:

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
+from megatron_nemotron3.checkpoint import folders, lock
 from megatron_nemotron3.checkpoint.integrity import check_integrity
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_metadata
 from megatron_nemotron3.checkpoint.structure import check_structure
@@ -302,3 +304,25 @@ def test_a_folder_of_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str
 def test_no_checkpoint_there(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _check(capsys, *words)
     assert status == 2 and out == "" and words[0] in err and len(err.splitlines()) == 1
+
+
+def test_a_checkpoint_that_is_being_saved_is_not_damaged(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A running training holds the folder: what it has not finished is not a problem, and nothing changes."""
+    shutil.copytree(sound, tmp_path / "iter_0000004")
+    shutil.copytree(sound, tmp_path / "iter_0000008")
+    (tmp_path / "iter_0000008" / "metadata.json").unlink()  # written last
+    (tmp_path / folders.TRACKER).write_text("4")
+    with lock.held(tmp_path, "nemotron3 train super"):
+        status, out, err = _check(capsys, str(tmp_path))
+        assert (status, err) == (0, "") and out.endswith("sound\n")
+        assert f"iter_0000008 is being written by {os.getpid()} on " in out and "nemotron3 train super" in out
+        status, _, err = _check(capsys, str(tmp_path / "iter_0000008"))
+        assert status == 2 and "is being written by" in err and len(err.splitlines()) == 1
+        # The tracker is empty for a moment while it is written.
+        (tmp_path / folders.TRACKER).write_text("")
+        threading.Timer(0.3, (tmp_path / folders.TRACKER).write_text, ["4"]).start()
+        assert _check(capsys, str(tmp_path))[0] == 0
+    status, out, _ = _check(capsys, str(tmp_path))
+    assert status == 0 and "iter_0000008 unfinished" in out

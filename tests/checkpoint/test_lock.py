@@ -105,7 +105,10 @@ def test_a_killed_command_leaves_the_folder_to_its_ranks(tmp_path: Path, start: 
     found = lock.holder(tmp_path)
     assert found is not None and found.pid == rank.pid
     second = start(tmp_path)
-    assert f"is in use by {first.pid} on " in _said(second) and second.wait() == 2
+    assert "waiting for processes that a killed command left" in _said(second)
+    said = _said(second)
+    assert f"is in use by {first.pid} on " in said and f"(process {rank.pid})" in said
+    assert second.wait() == 2
     rank.kill()
     rank.wait()
     assert _said(start(tmp_path)) == "holds"

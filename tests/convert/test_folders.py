@@ -106,6 +106,8 @@ def test_what_could_be_read_in_two_ways_is_refused(forms: dict[str, Path], tmp_p
             ValueError, match=r"it holds .*Hugging Face checkpoint \(model.saf.* and a run|and a Hugging"
         ):
             locate(both)
+    export = Path(shutil.copytree(forms["hf"], tmp_path / "hf/iter_0000007"))
+    assert locate(export).kind == "hugging face"
     twice = Path(shutil.copytree(forms["checkpoints"], tmp_path / "twice"))
     shutil.copytree(forms["checkpoints"], twice / "checkpoints")
     with pytest.raises(ValueError, match="it holds Megatron's checkpoints .iter_0000300. and a run"):

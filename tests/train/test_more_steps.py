@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_nemotron3 import cli, run
-from megatron_nemotron3.args import TrainingData, continued, flags, to_argv
+from megatron_nemotron3.args import TrainingData, continued, flags, manifest, to_argv
 from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args.script_folders import settle_manifest
 from megatron_nemotron3.checkpoint import folders, lock
 from megatron_nemotron3.checkpoint.state import loaded_state
 from megatron_nemotron3.models import get, tiny
@@ -112,6 +116,71 @@ def test_a_stock_script_is_told_which_option_megatron_needs(
     assert "Megatron needs --override-opt-param-scheduler to take the new one" in said
     assert not (Path(folder) / lock.NAME).exists()
 
+    words = to_argv(flags(launch))
+    assert cli.main(["explain", "nano", "--tiny", "--argv", _script(words, trained)]) == 0
+    assert "Megatron needs --override-opt-param-scheduler" in capsys.readouterr().out
+    assert continued.refused([*words, continued.OVERRIDE]) is None
+    # The checkpoint's lengths with a WSD decay of this command line's would be a third schedule.
+    said = continued.refused([*words, continued.KEEP]) or ""
+    assert "does not hold the length of the WSD decay" in said
+    length = said.split()[-1]
+    assert continued.refused([*words, continued.KEEP, "--lr-wsd-decay-iters", length]) is None
+
+
+def _script(words: list[str], folder: Path) -> str:
+    path = folder / "launch.sh"
+    path.write_text(f"python pretrain_hybrid.py {shlex.join(words)}\n")
+    return str(path)
+
+
+def test_the_folder_of_another_run(
+    trained: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model, or another precision that nobody asked for, is refused before anything is written."""
+
+    def content() -> dict[str, int]:
+        return {str(path): path.stat().st_mtime_ns for path in trained.rglob("*") if path.is_file()}
+
+    before = content()
+    found = json.loads((trained / manifest.NAME).read_text())
+    assert found["parts"]["model"]["name"] == "nano-tiny" and "huggingface" in str(found["parts"]).lower()
+    words = ["--device", "cpu", "--output", str(trained), "--text", str(text), "--seq-length", "32"]
+    assert cli.main(["train", "super", "--tiny", *words, "--steps", "90"]) == 2
+    said = capsys.readouterr()
+    assert f"{trained} holds a training of nano-tiny, not of super-tiny (" in said.err
+    assert "saving" not in said.out + said.err and len(said.err.splitlines()) == 1
+    assert _train(trained, text, "--steps", "90", "--precision", "bf16") == 2
+    assert "with fp32, not bf16 (bf16 not given -> on): give --change precision" in capsys.readouterr().err
+    other = text.with_name("other.txt")
+    other.write_text(text.read_text() * 2)
+    assert _train(trained, other, "--steps", "90") == 2
+    assert "with another " in (said := capsys.readouterr()).err and "--change " in said.err
+    after = {path: time for path, time in content().items() if "/data/" not in path}  # prepared text stays
+    assert after == {path: time for path, time in before.items() if "/data/" not in path}
+
+
+def test_a_folder_of_an_older_version_gets_its_manifest(trained: Path, tmp_path: Path) -> None:
+    """Compared with the arguments of the checkpoint; also by `nemotron3 run` with a stock script."""
+    save = tmp_path / "stock"
+    save.symlink_to(trained / "checkpoints")
+
+    def settle(name: str, *changes: str, precision: str = "fp32") -> list[str]:
+        launch = Launch(config=tiny(get(name)), precision=precision, data=TrainingData(save=str(save)))
+        return settle_manifest(save, to_argv(flags(launch)), changes)
+
+    try:
+        with pytest.raises(ValueError, match="another model"):
+            settle("super")
+        (line,) = settle("nano")
+        assert "the folder had none" in line and (save / manifest.NAME).is_file()
+        assert settle("nano") == []
+        with pytest.raises(ValueError, match="--change precision"):
+            settle("nano", precision="bf16")
+        (line,) = settle("nano", "precision", precision="bf16")
+        assert line.startswith("precision changes at step ")
+    finally:
+        (save / manifest.NAME).unlink(missing_ok=True)
+
 
 def test_a_second_training_is_refused(
     trained: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -142,3 +211,25 @@ def test_a_second_training_is_refused(
         assert (folder / folders.TRACKER).read_text() == ""
     folders.write_tracker(folder, max(folders.iterations(folder)))
     assert set(before) == set(listing())
+
+
+@pytest.mark.full  # the lock itself: tests/checkpoint/test_lock.py
+def test_ranks_keep_the_folder_when_the_command_is_killed(text: Path, tmp_path: Path) -> None:
+    """A rank goes on for a while, and may be saving."""
+    words = [sys.executable, "-m", "megatron_nemotron3", "train", "nano", "--tiny", "--device", "cpu"]
+    words += ["--steps", "5000", "--seq-length", "32", "--micro-batch-size", "2", "--text", str(text)]
+    words += ["--output", str(tmp_path), "--", "--eval-iters", "0"]
+    first = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert first.stdout is not None
+    holder = None
+    for line in first.stdout:
+        if "/5000" in line:
+            holder = lock.holder(tmp_path / "checkpoints")
+            break
+    assert holder is not None and holder.pid == first.pid, "training did not start"
+    records = (tmp_path / "checkpoints" / lock.NAME).read_text().splitlines()
+    assert len(records) == 2  # the command and its rank
+    first.kill()
+    first.communicate()
+    with lock.held(tmp_path / "checkpoints", patience=60):  # the rank notices that nobody reads its log
+        pass

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoint import folders
-from megatron_nemotron3.train import processes
+from megatron_nemotron3.train import processes, progress
 from megatron_nemotron3.train.progress import Progress
 
 START = "[before the start of training step] datetime: 2026-11-22 15:57:46.788281 \n"
@@ -69,6 +69,20 @@ def test_a_failed_save_names_its_cause(lines: list[str], expected: str, tmp_path
     said = progress.cause(tmp_path, 1)
     assert said.startswith(f"saving a checkpoint in {tmp_path} failed: ") and expected in said
     assert ("full" in said) == ("Errno 28" in lines[0])
+
+
+def test_a_save_whose_cause_torch_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reports only the position in the file at which it could write no more."""
+    lines = (
+        "ERROR:x:Local worker 0 encountered an error: [enforce fail at inline_container.cc:672] . pos\n",
+        "ERROR:x:An error is caught while starting worker 0, error: <class 'RuntimeError'>\n",
+    )
+    said = [_after(START, *lines, IN_SAVE, EXCEPTION).cause(tmp_path, 1, need) for need in (1, 1 << 60)]
+    assert said[0].endswith("failed: [enforce fail at inline_container.cc:672] . pos")
+    assert "the disk is full" in said[1]
+    assert "is missing" in _after(START, *lines, IN_SAVE).cause(tmp_path / "none", 1, 1)
+    monkeypatch.setattr(progress.resource, "getrlimit", lambda _: (100, 100))
+    assert "ulimit -f" in _after(START, *lines, IN_SAVE, EXCEPTION).cause(tmp_path, 1, 1000)
 
 
 def test_other_failures_are_no_failed_saves(tmp_path: Path) -> None:
@@ -147,7 +161,8 @@ def test_a_failed_save_is_one_line(
 
     monkeypatch.setattr(processes, "follow", fail)
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("The quick brown fox. " * 2000)
+    for name in "abc":
+        (tmp_path / "text" / f"{name}.txt").write_text(f"The quick brown fox {name}. " * 400)
     words = ["train", "nano", "--tiny", "--device", "cpu", "--steps", "2", "--seq-length", "64"]
     output = tmp_path / "run"
     assert cli.main([*words, "--text", str(tmp_path / "text"), "--output", str(output)]) == 2

@@ -1,0 +1,109 @@
+"""A training that goes on in its folder: is it the same run, and on which schedule?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_nemotron3.args import Launch, continued, flags, manifest, to_argv
+from megatron_nemotron3.checkpoint.state import StoredState
+from megatron_nemotron3.precision import settings as emulation
+
+
+def parts(launch: Launch, contents: Mapping[str, bytes]) -> manifest.Parts:
+    """Return what the folder's manifest says of a launch.
+
+    Args:
+        contents: path -> content of files that are not written yet.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != emulation.VARIABLE}
+    if launch.emulate:
+        environment[emulation.VARIABLE] = launch.emulate.text()
+    return manifest.parts_of(to_argv(flags(launch)), environment, launch.config.name, contents)
+
+
+class Identity:
+    """Compare a launch with the run of its folder, and record what changes."""
+
+    def __init__(
+        self,
+        output: Path,
+        step: int | None,
+        stored: StoredState | None,
+        allowed: Collection[str],
+        contents: Mapping[str, bytes],
+    ) -> None:
+        """Read the folder's manifest.
+
+        Args:
+            step: where the run goes on; None: it begins.
+            stored: the checkpoint's state, if it can be read.
+            allowed: what may change.
+            contents: as for `parts`.
+
+        Raises:
+            ValueError, OSError: the manifest is damaged or cannot be read.
+        """
+        self.manifest, self.step, self.allowed, self.contents = (
+            manifest.Manifest(output),
+            step,
+            allowed,
+            contents,
+        )
+        self.before = manifest.parts_of_checkpoint(stored.args) if stored else {}
+
+    def require(self, launch: Launch, *names: str) -> None:
+        """Check parts of a launch.
+
+        Raises:
+            ValueError: the folder's run has other ones, and that was not asked for.
+        """
+        if self.step is not None:
+            new = parts(launch, self.contents)
+            self.manifest.require_same(new, self.step, self.allowed, names, self.before)
+
+    def record(self, launch: Launch) -> None:
+        """Write the manifest, and print what is new in it."""
+        for line in self.manifest.write(parts(launch, self.contents), self.step):
+            print(line)
+
+
+def last_step(launch: Launch) -> int | None:
+    """Return the step after which training ends; None if it is not known."""
+    found = continued.schedule_of_words(to_argv(flags(launch)))
+    return None if found is None else found.train // (1 if found.unit == "iters" else found.batch)
+
+
+def with_schedule(
+    launch: Launch, own: Mapping[str, object], more_steps: str, step: int, stored: StoredState | None
+) -> Launch:
+    """Return the launch with the schedule on which a run goes on; print what changes.
+
+    Args:
+        own: the options that the user gave to Megatron.
+        more_steps: as `continued.continued`.
+
+    Raises:
+        ValueError: the rates are not those of the checkpoint.
+    """
+    saved = stored and continued.saved_schedule(step, stored.scheduler, stored.args)
+    wanted = continued.schedule_of_words(to_argv(flags(launch)))
+    if not saved or wanted is None:
+        return launch
+    continued.require_same_rates(saved, wanted)
+    planned = [name for name in own if name in continued.OPTIONS]
+    if not planned:
+        hold = continued.KEEP in own
+        words, lines = continued.continued(saved, wanted, continued.HOLD if hold else more_steps)
+    elif changed := continued.differences(saved, wanted):
+        words = [continued.OVERRIDE]
+        lines = [f"the schedule is the one given by {' '.join(planned)}: {continued.described(changed)}"]
+    else:
+        return launch
+    for line in lines:
+        print(line)
+    # A switch that the user gave, too, would contradict the override.
+    extra = [word for word in launch.extra if word != continued.KEEP]
+    return replace(launch, extra=(*extra, *words))

@@ -1,0 +1,59 @@
+"""`nemotron3 train` interrupted at random moments. For more of them: `tests.support.interrupted_runs`."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import interrupted_runs as runs
+
+INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("signum", [INT, TERM, KILL], ids=str)
+def test_at_random_moments(signum: signal.Signals, ranks: int, asynchronous: bool) -> None:
+    outcomes = runs.moments(runs.Kind(signum, ranks, asynchronous), count=4, seed=1)
+    assert [outcome for outcome in outcomes if outcome.problems] == []
+
+
+@pytest.mark.parametrize("signum", [INT, TERM], ids=str)
+def test_during_imports_there_is_no_traceback(signum: signal.Signals, tmp_path: Path) -> None:
+    """The command has begun to import torch, which takes seconds."""
+    words = runs.command(tmp_path / "run", runs.Kind())
+    process = subprocess.Popen(
+        words, cwd=runs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.01)
+    process.send_signal(signum)
+    said = process.communicate(timeout=60)[0]
+    assert (
+        (process.returncode, said) == (130, "\nnemotron3 train: interrupted\n")
+        if signum == INT
+        else (-TERM, "")
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_imports_of_the_command_line_have_no_traceback() -> None:
+    code = (
+        "import builtins, os, signal\n"
+        "before = builtins.__import__\n"
+        "def importing(name, *rest):\n"
+        "    if name == 'megatron_nemotron3.args': os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return before(name, *rest)\n"
+        "builtins.__import__ = importing\n"
+        "from megatron_nemotron3.__main__ import main\n"
+        "main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=runs.ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (130, "\nnemotron3: interrupted\n")
