@@ -26,6 +26,7 @@ _WITHOUT = {
     "dgrad": "gradient of the input not quantized",
     "wgrad": "gradient of the weight not quantized",
     "every_layer": "every linear of every layer",
+    "4over6": "four-over-six scales of weights",
 }
 
 
