@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from megatron_nemotron3.cpu import quiet_on_cpu
-from megatron_nemotron3.doctor import gpu, loading, packages
+from megatron_nemotron3.doctor import gpu, loading, packages, recipe
 from megatron_nemotron3.doctor.finding import Finding, as_data, failed, render
 from megatron_nemotron3.models.own import model as named_model
 
@@ -47,6 +47,7 @@ def doctor_command(options: argparse.Namespace) -> int:
         ("packages", packages.check(packages.installed())),
         ("imports", loading.load_all()),
         ("gpu", gpu.findings()),
+        ("precision", recipe.findings()),
     ]
     usable = not failed([f for f in sections[1][1] if f.subject in ("torch", "megatron-core")])
     for title, wanted in (("kernels", options.kernels), ("step", options.step is not None)):

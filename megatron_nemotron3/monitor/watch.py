@@ -12,7 +12,7 @@ from megatron_nemotron3.checkpoint.folders import run_of
 from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.alarms import scan
 from megatron_nemotron3.monitor.events import History
-from megatron_nemotron3.monitor.series import KINDS
+from megatron_nemotron3.monitor.series import AGGREGATES, KINDS
 
 #: Tags that Megatron writes.
 _LOSS = re.compile(r"(lm|mtp_\d+) loss")
@@ -54,6 +54,8 @@ def watch_command(options: argparse.Namespace) -> int:
     print(f"{len(panels)} series of up to {max(map(len, panels.values()))} layers, {points} points: {output}")
     for finding in scan(history):
         print(f"WARNING: {finding}")
+    if f"{AGGREGATES}/experts" not in history:
+        print("not applied: router_collapse, dead_experts, mtp_loss_jump (event files of an earlier version)")
     return 0
 
 

@@ -21,6 +21,7 @@ first two settings when they are built.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_nemotron3.monitor.settings import EnvironmentSetting
@@ -124,6 +125,20 @@ def parse(text: str) -> Emulation | None:
         return Emulation(**chosen, format=first)
     except ValueError as problem:
         raise ValueError(f"{VARIABLE}={text!r}: {problem}") from None
+
+
+def split_option(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """Take `OPTION` out of a command line; return the other words, and its last value or None."""
+    kept: list[str] = []
+    value = None
+    rest = iter(words)
+    for word in rest:
+        name, equals, given = word.partition("=")
+        if name != OPTION:
+            kept.append(word)
+        else:
+            value = given if equals else next(rest, "")
+    return kept, value
 
 
 _EMULATION = EnvironmentSetting(VARIABLE, parse)
