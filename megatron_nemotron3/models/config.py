@@ -19,7 +19,6 @@ Every layer is one residual block with one mixer, `x <- x + mixer(RMSNorm(x))`:
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
