@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoint.files import require_output, require_plot
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model, names_model
 from megatron_nemotron3.precision import report as report_file
@@ -46,6 +47,8 @@ def precision_command(options: argparse.Namespace) -> int:
         ModuleNotFoundError: matplotlib is not installed (--report).
     """
     if options.report is not None and not names_model(options) and options.output is None:
+        if options.report.is_dir():  # a missing one has its own message
+            require_plot(options.report / report_file.PICTURE, "--report")
         print(report(options.report))
         return 0
     if options.report is not None or not names_model(options):
@@ -55,6 +58,8 @@ def precision_command(options: argparse.Namespace) -> int:
             raise ValueError(f"{yaml_file.FLAG} compares a file for {NVFP4}: drop --output and --format")
         print(compare(chosen_model(options), options.te_precision_config_file))
         return 0
+    if options.output is not None:
+        require_output(options.output, "--output")
     print(run(chosen_model(options), options.format, options.output))
     return 0
 
