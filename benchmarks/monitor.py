@@ -60,7 +60,7 @@ class Training:
     def _put_clocks(self) -> None:
         """Around every hook, before any is registered, and around the report."""
         from megatron_nemotron3.monitor.tracker import Monitor
-        from megatron_nemotron3.monitor.watched import WatchedLayer
+        from megatron_nemotron3.monitor.watched import WatchedLayer, WatchedLoss
 
         def clocked(function: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class Training:
             return call
 
         hooks = ("_on_layer", "_on_latent", "_on_router")
-        for owner, names in ((WatchedLayer, hooks), (Monitor, ("report",))):
+        for owner, names in ((WatchedLayer, hooks), (WatchedLoss, ("_on_model",)), (Monitor, ("report",))):
             for name in names:
                 setattr(owner, name, clocked(getattr(owner, name)))
 

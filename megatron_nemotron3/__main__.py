@@ -1,13 +1,57 @@
-"""`nemotron3` and `python -m megatron_nemotron3`."""
+"""The process of the `nemotron3` command: an interrupt at any moment ends it with one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
 
 from megatron_nemotron3 import lifetime
 
+INTERRUPTED = 130
+#: Seconds that an interrupted import has to end; some packages swallow KeyboardInterrupt.
+PATIENCE = 1.0
+
+_interrupted = False
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    global _interrupted
+    _interrupted = True
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            signal.signal(signal.SIGALRM, _leave)
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+            break
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
 
 def main() -> int:
-    """Entry point of the console script; returns the exit status."""
+    """Run the command line in `sys.argv`; return its exit status."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background of a shell script
     with lifetime.leaving_at_interrupt("nemotron3"):
         from megatron_nemotron3 import cli
-    return cli.main()
+
+    if not ignored:
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        return cli.main()
+    except BaseException:
+        if not _interrupted:
+            raise
+        print("interrupted", file=sys.stderr)  # whatever an import made of it
+        return INTERRUPTED
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if not ignored:
+            signal.signal(signal.SIGINT, _leave)
 
 
 if __name__ == "__main__":

@@ -108,21 +108,8 @@ def split_arguments(argv: list[str]) -> Words:
             fail(f"--device {device!r}: choose auto, cpu or cuda")
     if not rest:
         fail(f"no SCRIPT given\n{USAGE}")
-    arguments, among = _without_emulation(rest[1:])
+    arguments, among = emulation.split_option(rest[1:])
     return Words(device, monitor, rest[0], arguments, emulate if among is None else among, changes)
-
-
-def _without_emulation(arguments: list[str]) -> tuple[list[str], str | None]:
-    """Take --nemotron3-emulate out of a script's own words, and return the last value of it."""
-    kept, value = [], None
-    words = iter(arguments)
-    for word in words:
-        name, equals, given = word.partition("=")
-        if name != emulation.OPTION:
-            kept.append(word)
-        else:
-            value = given if equals else next(words, "")
-    return kept, value
 
 
 def _interval(value: str) -> int:

@@ -40,7 +40,8 @@ COMMANDS = {
     "check": {"--full", "--workers"},
     "doctor": {"--kernels", "--step", "--json"},
     "precision": {
-        "--model", "--tiny", "--format", "--output", "--yaml", "--report", "--te-precision-config-file",
+        "--model", "--tiny", "--format", "--precision", "--output", "--yaml", "--report",
+        "--te-precision-config-file",
     },
     "convert": set(),
     "verify": {"--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers"},

@@ -40,6 +40,7 @@ ALLOWED = {
         "lifetime",
         "models",
         "monitor",
+        "plan",
         "precision",
         "run",
     },

@@ -16,7 +16,7 @@ from megatron_nemotron3.args.flags import flags
 from megatron_nemotron3.args.launch import BACKENDS, PRECISIONS, Launch
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.parser_check import repeated
-from megatron_nemotron3.args.phases import PHASES, Phase, phase, require_known
+from megatron_nemotron3.args.phases import BF16_END, PHASES, Phase, phase, require_known, switch_step
 from megatron_nemotron3.args.precision_file import check as check_precision_file
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
@@ -56,7 +56,7 @@ def register(commands: Any) -> None:
     for command in (emit, why):
         add_model(command)
         add_launch(command, precision="bf16")
-        phases = ["none", *PHASES]
+        phases = ["none", *PHASES, BF16_END]
         command.add_argument(
             "--schedule", choices=phases, default="none", help="batch size and rates of a phase"
         )
@@ -125,7 +125,11 @@ def chosen_launch(options: argparse.Namespace) -> Launch:
     config, name = chosen_model(options), options.schedule
     chosen = Phase(schedule=TrainingSchedule()) if name == "none" else phase(config, name)
     schedule = adjusted(chosen.schedule, **chosen_schedule(options))
-    if name not in ("none", "published"):
+    if chosen.precision not in (None, options.precision):
+        raise ValueError(f"--schedule {name} is in {chosen.precision}: drop --precision {options.precision}")
+    if name == BF16_END:
+        switch_step(schedule)
+    elif name not in ("none", "published"):
         require_known(config, name, schedule, tuple(options.extra))
     return Launch(
         config=config,
@@ -154,6 +158,13 @@ def flags_command(options: argparse.Namespace) -> int:
     print(render(emitted, shell=options.shell))
     known = ("schedule-unknown",) if options.schedule == "none" else ()
     print_warnings(launch, options.extra, known)
+    if options.schedule == BF16_END and launch.schedule is not None:
+        step = switch_step(launch.schedule)
+        remarks.append(
+            f"{BF16_END} goes on from step {step}: train up to it with the same schedule, the quantized "
+            f"precision and -- --exit-interval {step}, then pass these options in the same folder, "
+            "to nemotron3 run with --change precision"
+        )
     for remark in remarks:
         print(remark, file=sys.stderr)
     return 0
@@ -169,7 +180,7 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
         RuleError, ValueError: as `explain`; or --argv is given with options that describe a launch.
         OSError: the file of --argv cannot be read.
     """
-    name = "published" if options.schedule == "none" else options.schedule
+    name = "published" if options.schedule in ("none", BF16_END) else options.schedule
     launch, remarks = None, []
     if options.argv is None:
         launch = chosen_launch(options)

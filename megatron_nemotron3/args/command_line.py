@@ -14,6 +14,8 @@ from collections.abc import Iterable
 
 from megatron_nemotron3.args.flag import Flag, parse
 from megatron_nemotron3.args.layout import ParallelLayout
+from megatron_nemotron3.precision.settings import OPTION, VARIABLE, Emulation
+from megatron_nemotron3.precision.settings import parse as parse_emulation
 
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)\+?=(?!\()(.*)$")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
@@ -30,6 +32,7 @@ _LAUNCHER = re.compile(
     r"--(nproc[-_]per[-_]node|nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_]\w+|standalone|max[-_]restarts)$"
 )
 
+_EMULATION = re.compile(rf"(?<!\S)(?:export\s+)?(?:{OPTION}[=\s]\s*|{VARIABLE}=)([^\s\\]+)")
 _SIZES = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
@@ -85,6 +88,16 @@ def _rename(options: dict[str, tuple[str, ...]]) -> None:
     if _OLD_MTP in options and _PATTERN in options and depths.isdecimal():
         mtp = options.pop(_OLD_MTP)
         options[_PATTERN] = ("/".join((*options[_PATTERN], *mtp * int(depths))),)
+
+
+def emulation(text: str) -> Emulation | None:
+    """What a command emulates, by the last option of our launcher or variable before it; None for nothing.
+
+    Raises:
+        ValueError: a value without meaning.
+    """
+    given = _EMULATION.findall(text)
+    return parse_emulation(given[-1].strip("\"'")) if given and is_known(given[-1:]) else None
 
 
 def is_known(values: Iterable[str]) -> bool:

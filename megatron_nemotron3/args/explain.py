@@ -34,6 +34,8 @@ from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
+from megatron_nemotron3.precision.settings import OPTION as EMULATE_OPTION
+from megatron_nemotron3.precision.settings import Emulation
 
 #: Every origin a setting can have.
 ORIGINS = ("model", "family", "layout", "precision", "schedule", "data", "backend", "default", "user")
@@ -158,7 +160,7 @@ def explain_command(config: Nemotron3Config, text: str, name: str = "published")
     ]
     if command_line.is_known(value for flag in pasted for value in flag.values if flag.name == "--load"):
         notes += [note] if (note := refused(to_argv(pasted))) else []
-    rules = _pasted_violations(config, pasted, known)
+    rules = _pasted_violations(config, pasted, known, command_line.emulation(text))
     return _explanation(config, name, [*settings, *_missing_settings(pasted, known)], rules, notes)
 
 
@@ -254,17 +256,17 @@ def _with_published(setting: Setting, found: Reference | None) -> Setting:
 
 
 def _pasted_violations(
-    config: Nemotron3Config, pasted: list[Flag], known: Mapping[str, Reference]
+    config: Nemotron3Config, pasted: list[Flag], known: Mapping[str, Reference], emulate: Emulation | None
 ) -> list[Violation]:
     """Apply the rules on layout and options. A schedule is compared, not checked."""
     options = {flag.name: flag.values for flag in pasted}
     layout = command_line.layout_of(options)
     if layout is None:
         return []
-    ours = set(known) | set(_sections(config))
+    ours = {*known, *_sections(config), EMULATE_OPTION}
     others = [flag for flag in pasted if flag.name not in ours and command_line.is_known(flag.values)]
     backend = "torch" if options.get("--spec") == (SPEC_MODULE, SPECS["torch"]) else "te"
-    precision = _precision_of(options)
+    precision = emulate.format if emulate else _precision_of(options)
     words = [word for flag in others for word in (flag.name, *flag.values)]
     launch = Launch(
         config=config,
@@ -273,6 +275,7 @@ def _pasted_violations(
         backend=backend,
         extra=words,
         te_precision_config_file=(options.get(_FILE) or (None,))[0],
+        emulate=emulate,
         megatron_core=VERSION,
     )
     return [violation for violation in check(launch) if violation.rule != "reserved-option"]

@@ -1,4 +1,4 @@
-"""The published phases after pre-training: long context and supervised fine-tuning.
+"""The published phases after pre-training, and the end of pre-training in BF16.
 
 Standard library only. Schedules are those of the technical reports: Nano arXiv 2512.20848 (2.5, 3.1.6), Super
 2604.12374 (2.6, 3.1), Ultra 2606.15007 (2.5, 3.1). A field or layout that is None is UNKNOWN: no source
@@ -15,6 +15,12 @@ from megatron_nemotron3.models import Nemotron3Config
 
 #: In the order of training. "published" is pre-training. A model has the phases its report names.
 PHASES = ("published", "long-context", "long-context-2", "long-context-4k", "sft", "sft-2")
+#: The last part of a pre-training run that was quantized before: the same schedule, in BF16.
+BF16_END = "bf16-end"
+#: Where "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149, appendix D) switched: at 8.2T of
+#: 10T tokens. With the forward pass in BF16 from there on, the loss of its 12B model was 0.5 % above that of
+#: FP8 instead of 1.5 %; switching backward alone gained nothing.
+BF16_END_START = 0.82
 
 _1M, _512K, _256K, _4K = 1 << 20, 1 << 19, 1 << 18, 1 << 12
 
@@ -30,6 +36,8 @@ class Phase:
     sft: bool = False
     #: What sources say about the fields that the schedule leaves open.
     note: str = ""
+    #: The precision it is in; None: any.
+    precision: str | None = None
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -143,14 +151,31 @@ _GIVE = {
 }
 
 
+def switch_step(schedule: TrainingSchedule) -> int:
+    """The step after which the rest of a run is in BF16.
+
+    Raises:
+        ValueError: the length of the run is UNKNOWN, or too short to be divided.
+    """
+    length, batch = schedule.length("train"), schedule.global_batch_size
+    if length is None or (schedule.unit == "samples" and batch is None):
+        raise ValueError(f"{BF16_END} is the last part of a run of known length: give {_GIVE['train']}")
+    steps = length if schedule.unit == "iters" else -(-length // (batch or 1))
+    step = round(BF16_END_START * steps)
+    if not 0 < step < steps:
+        raise ValueError(f"a run of {steps} steps has no last part of its own: give --steps 2 or more")
+    return step
+
+
 def phase(config: Nemotron3Config, name: str) -> Phase:
-    """Return a published phase by its name, one of `PHASES`.
+    """Return a published phase by its name, one of `PHASES`, or `BF16_END`.
 
     Raises:
         ValueError: the model has no such phase; the message lists those it has.
     """
-    if name == "published":
-        return Phase(schedule=published(config), layout=published_layout(config))
+    if name in ("published", BF16_END):
+        precision = "bf16" if name == BF16_END else None
+        return Phase(schedule=published(config), layout=published_layout(config), precision=precision)
     phases = _PUBLISHED.get(config.name, {})
     if name not in phases:
         raise ValueError(

@@ -13,7 +13,7 @@ from megatron_nemotron3.boundary.explain import LINES, describe, explain, ranks_
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.plan import Plan, Side
 from megatron_nemotron3.boundary.planner import make_plan, slices_of
-from megatron_nemotron3.checkpoint.files import save_figure
+from megatron_nemotron3.checkpoint.files import require_plot, save_figure
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 #: Limits beyond which a table is unreadable and slow to make.
@@ -68,6 +68,8 @@ def boundary(options: argparse.Namespace) -> int:
         OSError: the PNG cannot be written.
         ModuleNotFoundError: matplotlib is not installed (`--plot`).
     """
+    if options.plot is not None:
+        require_plot(options.plot, "--plot")
     for name in ("hidden", "lines", "samples", "seq_length"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give 1 or more")

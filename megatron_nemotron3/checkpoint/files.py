@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import os
 import shutil
 import stat
@@ -90,6 +91,38 @@ def _check_regular(found: os.stat_result, path: Path | str, limit: int | None) -
 def _check_length(length: int, path: Path | str, limit: int) -> None:
     if length > limit:
         raise Unreadable(path, f"it is longer than {limit:,} bytes, the most that is read of such a file")
+
+
+def require_output(path: Path, option: str) -> None:
+    """Raise unless the file `path` can be written: to be called before the work whose result it is to hold.
+
+    Raises:
+        ValueError: it is a folder or a device, or its folder is missing or does not take files.
+    """
+    folder, said = path.absolute().parent, f"{option} {path}"
+    if path.is_dir():
+        raise ValueError(f"{said} is a folder: give the name of a file")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{said} is not a regular file: give another name")
+    if not folder.is_dir():
+        raise ValueError(f"{said}: {folder} is not a folder: mkdir -p {folder}")
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix=temporary_prefix("")):
+            pass
+    except OSError as problem:
+        raise ValueError(f"{said}: no file can be made in {folder}: {problem.strerror}") from None
+
+
+def require_plot(path: Path, option: str) -> None:
+    """Raise unless a picture can be drawn and written to `path`, before the work that it is to show.
+
+    Raises:
+        ValueError: as `require_output`.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    require_output(path, option)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
 
 @contextlib.contextmanager

@@ -59,6 +59,25 @@ def shown(path: Path | str) -> str:
 
 
 @contextlib.contextmanager
+def target(where: Path | str) -> Iterator[tuple[Path, str | None]]:
+    """Yield the path to write to, and the URL if it only stands for one: nothing is written to it then."""
+    if isinstance(where, Path) or where.startswith("file://"):
+        yield _path_of(where), None
+        return
+    with tempfile.TemporaryDirectory(prefix="nemotron3-remote-") as home:
+        path = Path(home) / "target"
+        _shown[os.fspath(path)] = where.rstrip("/")
+        try:
+            yield path, where.rstrip("/")
+        finally:
+            del _shown[os.fspath(path)]
+
+
+def _path_of(where: Path | str) -> Path:
+    return where if isinstance(where, Path) else Path(unquote(urlsplit(where).path))
+
+
+@contextlib.contextmanager
 def local(where: Path | str, *, iteration: int | None = None, every: bool = False) -> Iterator[Path]:
     """Yield a local folder to read `where` through: a path, a URL, or the id of a Hugging Face repository.
 
@@ -76,14 +95,14 @@ def local(where: Path | str, *, iteration: int | None = None, every: bool = Fals
         yield _snapshot(os.fspath(where)) if is_id else path
         return
     if where.startswith("file://"):
-        yield Path(unquote(urlsplit(where).path))
+        yield _path_of(where)
         return
     home = Path(tempfile.mkdtemp(prefix="nemotron3-remote-"))
     folder = home / (where.rstrip("/").rpartition("/")[2] or "root")
     _shown[os.fspath(folder)] = where.rstrip("/")
     made: list[tuple[int, int]] = []
     try:
-        _Mirror(where, made, iteration, every).folder(_root(where), folder)
+        _Mirror(where, made, iteration, every).folder(root(where), folder)
         yield folder
     except (ValueError, OSError) as problem:
         raise ValueError(shown(str(problem))) from None
@@ -115,7 +134,8 @@ def filesystem(url: str) -> Any:
 _filesystems: dict[tuple[str, int], tuple[Any, str]] = {}
 
 
-def _root(url: str) -> str:
+def root(url: str) -> str:
+    """Return the path of a URL in its file system."""
     filesystem(url)
     return _filesystems[url, os.getpid()][1].rstrip("/") or "/"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,8 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.folders import locate, locate_one
-from megatron_nemotron3.checkpoint.metadata import CheckpointError
+from megatron_nemotron3.checkpoint.folders import CHECKPOINTS, locate, locate_one
+from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
 from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
@@ -31,6 +33,8 @@ from megatron_nemotron3.convert.views import Converted, Selected
 from megatron_nemotron3.models import Nemotron3Config, identify, named
 
 QUANTIZATION = "quantization_config"
+#: What a training writes beside its checkpoints, and the names of models that are taken from it.
+_RUN, _NAME = "run.json", re.compile(r"[\w.-]{1,100}")
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -265,4 +269,20 @@ def _megatron_config(
     padded = values.get("padded_vocab_size") if isinstance(values, dict) else None
     guess = vocab_size is None and values.get("vocab_size") is None and type(padded) is int
     config = config_of(arguments, name=os.fspath(folder), vocab_size=padded if guess else vocab_size)
-    return named(config, identify(config)), guess
+    found = identify(config)
+    stated = None if len(found) == 1 else _name_in_run(folder)
+    if stated is not None and (not found or stated in {one.name for one in found}):
+        return config.but(name=stated, title=stated), guess
+    return named(config, found), guess
+
+
+def _name_in_run(folder: Path) -> str | None:
+    """Return the model's name in the manifest of the run that wrote a checkpoint; None if it says none."""
+    saves = folder.absolute().parent
+    with contextlib.suppress(CheckpointError, KeyError, TypeError):
+        name = read_json((saves.parent if saves.name == CHECKPOINTS else saves) / _RUN)["parts"]["model"][
+            "name"
+        ]
+        if isinstance(name, str) and _NAME.fullmatch(name):
+            return name
+    return None

@@ -6,11 +6,12 @@ import argparse
 import os
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.remote import local, place
+from megatron_nemotron3.checkpoint.remote import local, place, target
 from megatron_nemotron3.convert.quantized_recipes import RECIPES
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_stored_model, stored_model
@@ -36,7 +37,7 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
     export.add_argument(
         "source", type=place, metavar="MEGATRON_DIR", help="a run, its checkpoints or one of them; or a URL"
     )
-    export.add_argument("target", type=Path, metavar="HF_DIR", help="a new folder")
+    export.add_argument("target", type=place, metavar="HF_DIR", help="a new folder, or a URL")
     export.add_argument(
         "--iteration", type=int, metavar="N", help="default: the iteration that the tracker names"
     )
@@ -81,7 +82,7 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
     load.add_argument(
         "source", type=place, metavar="HF_DIR", help="a Hugging Face folder, a URL, or the id of a repository"
     )
-    load.add_argument("target", type=Path, metavar="MEGATRON_DIR", help="a new folder, for --load")
+    load.add_argument("target", type=place, metavar="MEGATRON_DIR", help="a new folder, for --load; or a URL")
     load.add_argument(
         "--make-vocab-size-divisible-by",
         type=int,
@@ -185,22 +186,26 @@ def convert(options: argparse.Namespace) -> int:
         if options.watch is not None:
             from megatron_nemotron3.convert.follow import Following, follow
 
-            if isinstance(options.source, str):
-                raise ValueError(f"{options.source}: --watch follows a job in a local folder, not at a URL")
+            for where in (options.source, options.target):
+                if isinstance(where, str):
+                    raise ValueError(f"{where}: --watch is for local folders, not for a URL")
             how = Following(options.watch, options.once, options.keep_last)
             return follow(options.source, options.target, to_hf, how)
         if options.once or options.keep_last is not None:
             raise ValueError("--once and --keep-last belong to --watch")
-        with local(options.source, iteration=options.iteration) as source:
-            return conversion.convert_to_hf(source, options.target, to_hf)
+        with (
+            local(options.source, iteration=options.iteration) as source,
+            target(options.target) as (path, url),
+        ):
+            return conversion.convert_to_hf(source, path, replace(to_hf, url=url))
     from_hf = conversion.FromHfOptions(
         **common,
         make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
         dequantize=options.dequantize,
         mtp_num_layers=options.mtp_num_layers,
     )
-    with local(options.source) as source:
-        return conversion.convert_from_hf(source, options.target, from_hf)
+    with local(options.source) as source, target(options.target) as (path, url):
+        return conversion.convert_from_hf(source, path, replace(from_hf, url=url))
 
 
 def _compare_logits(tokens: int, megatron: Any, hf: Any, config: Nemotron3Config) -> int:

@@ -27,11 +27,12 @@ from megatron_nemotron3.convert.quantized_config import read_scales
 from megatron_nemotron3.convert.quantized_recipes import Quantization, quantization
 from megatron_nemotron3.convert.quantized_views import Quantized
 from megatron_nemotron3.convert.sources import TensorSource
+from megatron_nemotron3.convert.upload import check_url, upload
 from megatron_nemotron3.convert.views import Cast, Converted
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Options that do not change what is written.
-_NO_EFFECT = ("workers", "dry_run", "compare_logits")
+_NO_EFFECT = ("workers", "dry_run", "compare_logits", "url")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class Options:
     dry_run: bool = False
     shard_bytes: int = to_hf.SHARD_BYTES
     allow_nonfinite: bool = False
+    #: Write there; the target is then only a name.
+    url: str | None = None
     #: Called with Megatron's weights, Hugging Face's and the model after the conversion; returns the exit
     #: status (--check-logits).
     compare_logits: Callable[[TensorSource, TensorSource, Nemotron3Config], int] | None = None
@@ -82,7 +85,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         ValueError: the source is not a valid checkpoint of the model, the target exists, or the disk is full.
         OSError: a file cannot be written.
     """
-    check_target(target)
+    _check_target(target, options)
     _require_torch(options.dtype or options.quantize)
     vocab_size, reference = options.vocab_size, options.reference
     if locate(source).kind == "hugging face":
@@ -147,7 +150,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         ValueError: as `convert_to_hf`.
         OSError: a file cannot be written.
     """
-    check_target(target)
+    _check_target(target, options)
     _require_torch(options.dtype or options.dequantize)
     divisor = options.make_vocab_size_divisible_by
     if divisor < 1:
@@ -195,6 +198,14 @@ def _check_alike(opened: Checkpoint, options: Options) -> None:
         inventory.check_types(opened.folder, types, alike=True)
 
 
+def _check_target(target: Path, options: Options) -> None:
+    check_target(target)
+    if options.url is not None:
+        if options.compare_logits is not None:
+            raise ValueError("--check-logits: convert to a local folder, or leave it out")
+        check_url(options.url)
+
+
 def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options) -> bool:
     """Print the plan and write the folder. Returns whether it was written."""
     for line in _plan_lines(opened, target, job):
@@ -205,15 +216,18 @@ def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options) -> bo
     sys.stdout.flush()
     started = time.monotonic()
     show = ProgressLine()
-    run(job, workers=options.workers, report=show.progress)
+    if options.url is not None:
+        upload(job, options.url, show.progress)
+    else:
+        run(job, workers=options.workers, report=show.progress)
     show.end()
     seconds = time.monotonic() - started
     print(
-        f"written      {size_text(job.length)} in {seconds:.1f} s; {target / MANIFEST} has the CRC32 of each "
-        "file"
+        f"written      {size_text(job.length)} in {seconds:.1f} s; {shown(target / MANIFEST)} has the CRC32 "
+        "of each file"
     )
     if options.compare_logits is None and not isinstance(job.source, Quantized):
-        print(f"next         nemotron3 verify {shown(opened.folder)} {target}")
+        print(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}")
     return True
 
 
@@ -298,10 +312,9 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
         lines.append(
             "left out     " + ", ".join(f"{n:,} {what} tensors" for what, n in opened.left_out.items())
         )
-    lines.append(
-        f"target       {target}: {len(job.files) + len(job.small):,} files, {size_text(job.length)}; "
-        f"{size_text(free_bytes(target))} are free"
-    )
+    free = "" if shown(target) != str(target) else f"; {size_text(free_bytes(target))} are free"
+    files = len(job.files) + len(job.small)
+    lines.append(f"target       {shown(target)}: {files:,} files, {size_text(job.length)}{free}")
     if partial_of(target).exists():
         lines.append(f"continues    {partial_of(target)}")
     return lines

@@ -204,13 +204,7 @@ def _run_locked(job: Job, partial: Path, workers: int, report: Callable[[Progres
             f"{job.source.folder}: its files changed while they were converted: remove {partial} and repeat "
             "the command when nothing writes there"
         )
-    manifest = {
-        "format": 1,
-        "made_by": "megatron-nemotron3",
-        **job.origin,
-        "plan": fingerprint,
-        "files": {plan.name: done[plan.name] for plan in job.files},
-    }
+    manifest = manifest_of(job, fingerprint, done)
     for name, data in job.small.items():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         write_bytes(partial / name, data)
@@ -223,6 +217,17 @@ def _run_locked(job: Job, partial: Path, workers: int, report: Callable[[Progres
     (job.target / lock.NAME).unlink(missing_ok=True)
     sync_folder(job.target.absolute().parent)
     return manifest
+
+
+def manifest_of(job: Job, fingerprint: str, done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the manifest says: origin of the folder, length and CRC32 of each file."""
+    return {
+        "format": 1,
+        "made_by": "megatron-nemotron3",
+        **job.origin,
+        "plan": fingerprint,
+        "files": {plan.name: done[plan.name] for plan in job.files},
+    }
 
 
 def _finished_files(partial: Path, fingerprint: str, job: Job) -> dict[str, dict[str, Any]]:

@@ -135,7 +135,7 @@ def write(
     """
     crc = length = begun = 0
     with atomic(path) as temporary, open(temporary, "wb", buffering=0) as file:
-        for block, one in _prefetched(blocks(plan, source, finite=finite)):
+        for block, one in prefetched(blocks(plan, source, finite=finite)):
             crc, length = combine_crc32(crc, one, len(block)), length + len(block)
             _write_all(file.fileno(), block)
             if length - begun > BAND // 2:
@@ -147,7 +147,7 @@ def write(
     return crc
 
 
-def _prefetched(items: Iterator[_T]) -> Iterator[_T]:
+def prefetched(items: Iterator[_T]) -> Iterator[_T]:
     """Yield the items while a thread prepares the next ones.
 
     Reading, checksums and writing release Python's global lock, so they overlap.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
 from megatron_nemotron3.cpu import quiet_on_cpu
-from megatron_nemotron3.doctor import gpu, loading, packages
+from megatron_nemotron3.doctor import gpu, loading, packages, recipe
 from megatron_nemotron3.doctor.finding import Finding, as_data, failed, render
 from megatron_nemotron3.models.own import model as named_model
 
@@ -43,18 +44,43 @@ def doctor_command(options: argparse.Namespace) -> int:
     """
     if options.step is not None:
         named_model(options.step)  # reports a wrong name before the checks start
-    sections: list[tuple[str, Sequence[Finding]]] = [
-        ("packages", packages.check(packages.installed())),
-        ("imports", loading.load_all()),
-        ("gpu", gpu.findings()),
-    ]
-    usable = not failed([f for f in sections[1][1] if f.subject in ("torch", "megatron-core")])
+    have = packages.installed()
+    sections: list[tuple[str, Sequence[Finding]]] = [("packages", packages.check(have))]
+    told = ", ".join(name for name in packages.PURPOSE if name in have)
+    if told:
+        _say(f"importing {told}, which takes up to a minute")
+    sections.append(("imports", loading.load_all()))
+    loaded = {f.subject: f.level == "ok" for f in sections[1][1]}
+    if "torch" in have:
+        _say("asking torch for GPUs")
+        sections.append(("gpu", gpu.findings()))
+    else:
+        sections.append(("gpu", [Finding("gpu", "absent", "not looked for: torch is not installed")]))
+    sections.append(("precision", recipe.findings()))
+    usable = all(loaded.get(name) for name in packages.NEEDED)
     for title, wanted in (("kernels", options.kernels), ("step", options.step is not None)):
         skipped = [Finding(title, "error", "skipped: torch or megatron-core cannot be imported")]
         if wanted:
+            _say(f"running the check of {title}")
             sections.append((title, _computed_findings(title, options.step) if usable else skipped))
+    sections.append(("verdict", [_verdict(sections)]))
     print(json.dumps(as_data(sections), indent=2) if options.json else render(sections))
     return int(any(failed(findings) for _, findings in sections))
+
+
+def _say(what: str) -> None:
+    """Tell a person who waits what takes the time; stdout holds the findings alone."""
+    print(f"nemotron3 doctor: {what} …", file=sys.stderr, flush=True)
+
+
+def _verdict(sections: Sequence[tuple[str, Sequence[Finding]]]) -> Finding:
+    """Return whether this environment can train, and the next command."""
+    errors = [finding for _, findings in sections for finding in findings if finding.level == "error"]
+    if not errors:
+        return Finding("verdict", "ok", "this environment can train", "nemotron3 train nano --tiny")
+    subjects = ", ".join(dict.fromkeys(finding.subject for finding in errors))
+    cure = next((finding.cure for finding in errors if finding.cure), "")
+    return Finding("verdict", "error", f"this environment cannot train: {subjects}", cure)
 
 
 def _computed_findings(title: str, model: str) -> list[Finding]:

@@ -14,6 +14,7 @@ from megatron_nemotron3.checkpoint.remote import local, place, shown
 from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_stored_model, stored_model
+from megatron_nemotron3.train.inputs import require_tokenizer
 
 if TYPE_CHECKING:
     from megatron_nemotron3.convert.checkpoints import Checkpoint
@@ -143,6 +144,8 @@ def generate_command(options: argparse.Namespace) -> int:
             without MTP.
         OSError: the file of --prompt-file cannot be read.
     """
+    if options.tokenizer is not None:
+        require_tokenizer(options.tokenizer)
     with local(options.checkpoint) as options.checkpoint:
         return _generate(options)
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.checkpoint.files import require_plot
 from megatron_nemotron3.checkpoint.remote import local, shown
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.generate.command import (
@@ -16,6 +17,7 @@ from megatron_nemotron3.generate.command import (
     speculation_as_json,
 )
 from megatron_nemotron3.models.command import stored_model
+from megatron_nemotron3.train.inputs import require_tokenizer
 
 if TYPE_CHECKING:
     from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder
@@ -65,6 +67,12 @@ def evaluate_command(options: argparse.Namespace) -> int:
         OSError: a text cannot be read, or the PNG cannot be written.
         ModuleNotFoundError: megatron-core (data sets), tokenizers (--text) or matplotlib (--plot) is missing.
     """
+    if options.tokens < 1:
+        raise ValueError(f"--tokens {options.tokens}: give 1 or more")
+    if options.plot is not None:
+        require_plot(options.plot, "--plot")
+    if options.tokenizer is not None:
+        require_tokenizer(options.tokenizer)
     with local(options.checkpoint) as options.checkpoint:
         return _evaluate(options)
 
@@ -77,10 +85,6 @@ def _evaluate(options: argparse.Namespace) -> int:
     options.device = resolve_device(options.device)
     if options.device == "cpu":
         quiet_on_cpu()
-    if options.tokens < 1:
-        raise ValueError(f"--tokens {options.tokens}: give 1 or more")
-    if options.plot is not None and not options.plot.absolute().parent.is_dir():
-        raise ValueError(f"--plot {options.plot}: {options.plot.parent} is not a folder")
     found = find_checkpoint(options.checkpoint)
     opened = found.open(stored_model(options))
     if opened.vocabulary_guessed is False and opened.padded_vocab_size not in (

@@ -19,7 +19,6 @@ Every layer is one residual block with one mixer, `x <- x + mixer(RMSNorm(x))`:
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -56,8 +55,11 @@ def _require_value(model: str, field: str, annotation: str, value: object) -> No
         raise ValueError(f"{model}: {field}={value!r} is not {what}")
     if isinstance(value, (int, float)):
         zero = field in _MAY_BE_ZERO
-        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-            raise ValueError(f"{model}: {field}={value}: give a positive number" + (" or 0" if zero else ""))
+        # Compared as it is: an integer of 400 digits has no float.
+        if not 0 <= value < 1 << 63 or (value == 0 and not zero):
+            raise ValueError(
+                f"{model}: {field}={str(value)[:40]}: give a positive number" + (" or 0" if zero else "")
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -80,7 +79,7 @@ class Watchdog:
 
     def __init__(self) -> None:
         #: The last `WINDOW` points of every series that a rule examines.
-        self.series: dict[str, deque[Point]] = {}
+        self.series: dict[str, list[Point]] = {}
         #: Everything that was found.
         self.findings: list[Finding] = []
         self._rows: dict[tuple[str, str], _Row] = {}
@@ -91,11 +90,11 @@ class Watchdog:
         """Add the values (tag -> value) of an iteration; return new findings."""
         for tag, value in values.items():
             if value == value and _USED.fullmatch(tag):
-                self.series.setdefault(tag, deque(maxlen=WINDOW)).append((iteration, value))
+                points = self.series.setdefault(tag, [])
+                points.append((iteration, value))
+                del points[:-WINDOW]
         self._measurements += 1
-        # Rules slice the points, which a deque does not support.
-        series = {tag: list(points) for tag, points in self.series.items()}
-        found = [finding for rule in RULES if (finding := self._apply(rule, series, iteration))]
+        found = [finding for rule in RULES if (finding := self._apply(rule, self.series, iteration))]
         self.findings += found
         return found
 
@@ -125,9 +124,11 @@ class Watchdog:
         if state.times and self._measurements < state.told_at + PAUSE * 2**state.times:
             return False
         begun = self._measurements - state.firm
-        family = (self._rows.get((other.name, row)) for other in RULES if other.subject == rule.subject != "")
+        family = [other for other in RULES if other.subject and other.subject == rule.subject]
+        told = {other: self._rows.get((other.name, row)) for other in family}
         return not any(
-            other is not None and other.told and begun <= other.told_at + PAUSE for other in family
+            seen is not None and seen.told and (other.explains or begun <= seen.told_at + PAUSE)
+            for other, seen in told.items()
         )
 
 

@@ -22,6 +22,8 @@ class Rule:
     early: bool = False
     #: Rules of one subject often see the same fault; one of them reports it.
     subject: str = ""
+    #: Whether this one explains the others for as long as it lasts, not only what begins with it.
+    explains: bool = False
 
     @property
     def name(self) -> str:
@@ -47,6 +49,7 @@ RULES: tuple[Rule, ...] = (
         f"The router sends nearly all tokens to the same experts; the others stop learning: {_BALANCE}.",
         early=True,
         subject="router",
+        explains=True,
     ),
     Rule(
         signs.router_outlier,

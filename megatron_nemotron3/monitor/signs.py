@@ -42,7 +42,7 @@ THRESHOLDS: dict[str, Threshold] = {
     "uneven": Threshold(0.5, "this package: below half of that way a layer counts as settled"),
     "collapse_jump": Threshold(4.0, f"{_RECORDED}; times the layer's own excess over 1"),
     "collapse_jump_share": Threshold(
-        0.4, "Ultra report: 12 of 23.3 at the divergence is 0.49, 4.8 before 0.17"
+        0.5, "Ultra report: 12 of 23.3 at the divergence is 0.49, 4.8 before 0.17"
     ),
     "max_vio_over_median": Threshold(
         6.0, "Ultra report: 4.8 / 1.2 = 4 while the run was healthy, 12 / 1.2 = 10 at the divergence"
@@ -204,9 +204,9 @@ def residual_jump(series: Series) -> Signs:
     jumped = bool(before) and now >= jump * (before or 0.0)
     if jumped or now >= OVER * most:
         steepest = max(decoder[1:], key=lambda i: _growth(layers, i))
-        row = layers[steepest][0]
+        where, row = layers[steepest][0], layers[decoder[-1]][0]
         was = "" if before is None else f", from {before:.3G}"
-        text = f"residual RMS, last layer over first, is {now:.3G}{was}; it grew most across {spoken(row)}"
+        text = f"residual RMS, last layer over first, is {now:.3G}{was}; it grew most across {spoken(where)}"
         found[row] = Sign(text, now, jumped or now >= most)
     return found
 

@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import save_figure
+from megatron_nemotron3.checkpoint.files import require_plot, save_figure
 from megatron_nemotron3.checkpoint.folders import run_of
 from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.alarms import scan
 from megatron_nemotron3.monitor.events import History
-from megatron_nemotron3.monitor.series import KINDS
+from megatron_nemotron3.monitor.series import AGGREGATES, KINDS
 
 #: Tags that Megatron writes.
 _LOSS = re.compile(r"(lm|mtp_\d+) loss")
@@ -40,6 +40,9 @@ def watch_command(options: argparse.Namespace) -> int:
         ModuleNotFoundError: tensorboard or matplotlib is not installed.
     """
     folder: Path = run_of(options.folder)
+    output = options.output or folder / "monitor.png"
+    if options.output is not None or folder.is_dir():  # a missing folder has its own message
+        require_plot(output, "--output")
     files = events.find(folder)
     history = events.read(files)
     panels = {kind: rows for kind in KINDS if (rows := _panel_rows(history, kind))}
@@ -48,12 +51,13 @@ def watch_command(options: argparse.Namespace) -> int:
             f"{folder}: {len(files)} event file(s) hold no monitored series: train with monitors, which "
             "are off with NEMOTRON3_MONITOR=0, for models without experts, and with CUDA graphs"
         )
-    output = options.output or folder / "monitor.png"
     plot(history, panels, output, str(folder))
     points = max(len(points) for rows in panels.values() for points in rows.values())
     print(f"{len(panels)} series of up to {max(map(len, panels.values()))} layers, {points} points: {output}")
     for finding in scan(history):
         print(f"WARNING: {finding}")
+    if f"{AGGREGATES}/experts" not in history:
+        print("not applied: router_collapse, dead_experts, mtp_loss_jump (event files of an earlier version)")
     return 0
 
 

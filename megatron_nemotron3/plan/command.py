@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.args import PRECISIONS, Launch, TrainingSchedule, published
+from megatron_nemotron3.checkpoint.files import require_plot
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.plan.hardware import GPUS, gpu_named
 from megatron_nemotron3.plan.report import describe, memory_bars, render
@@ -65,6 +66,8 @@ def plan(options: argparse.Namespace) -> int:
         ModuleNotFoundError: matplotlib is not installed (`--plot`).
     """
     config = chosen_model(options)
+    if options.plot is not None:
+        require_plot(options.plot, "--plot")
     for name, most in (("gpus", MOST_GPUS), ("best", 1000)):
         if not 1 <= (value := getattr(options, name)) <= most:
             raise ValueError(f"--{name} {value}: give 1 to {most}")

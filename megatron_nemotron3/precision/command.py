@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoint.files import require_output, require_plot
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model, names_model
 from megatron_nemotron3.precision import report as report_file
-from megatron_nemotron3.precision import yaml_file
+from megatron_nemotron3.precision import te_variables, yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
-from megatron_nemotron3.precision.deviations import formats_in_force
+from megatron_nemotron3.precision.deviations import recipe_in_force
 from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4
 from megatron_nemotron3.precision.share import Share, shares, totals
 from megatron_nemotron3.precision.table import PRECISIONS, Structure, bf16_layers, is_published, tail
@@ -46,6 +47,8 @@ def precision_command(options: argparse.Namespace) -> int:
         ModuleNotFoundError: matplotlib is not installed (--report).
     """
     if options.report is not None and not names_model(options) and options.output is None:
+        if options.report.is_dir():  # a missing one has its own message
+            require_plot(options.report / report_file.PICTURE, "--report")
         print(report(options.report))
         return 0
     if options.report is not None or not names_model(options):
@@ -55,6 +58,8 @@ def precision_command(options: argparse.Namespace) -> int:
             raise ValueError(f"{yaml_file.FLAG} compares a file for {NVFP4}: drop --output and --format")
         print(compare(chosen_model(options), options.te_precision_config_file))
         return 0
+    if options.output is not None:
+        require_output(options.output, "--output")
     print(run(chosen_model(options), options.format, options.output))
     return 0
 
@@ -114,7 +119,7 @@ def compare(config: Nemotron3Config, path: str | Path) -> str:
         require_some(structure, file, ambient)
     except CensusError as problem:
         raise ValueError(f"{yaml_file.FLAG} {path}: {problem}") from None
-    return "\n".join(formats_in_force(structure, file, ambient))
+    return "\n".join(recipe_in_force(structure, file, ambient))
 
 
 def report(folder: str | Path, title: str = "") -> str:
@@ -153,6 +158,8 @@ def _recipe_notes(config: Nemotron3Config, precision: str, lines: list[Share]) -
     yield f"FLOPs: one token forward, {config.seq_length} tokens a sequence"
     if precision == BF16:
         return
+    used = {line.format for line in lines}
+    yield from (remark.line() for remark in te_variables.remarks(used, version=te_variables.te_version()))
     kept, recipe = bf16_layers(config, precision), FORMATS[precision]
     yield f"BF16 layers: {kept.start or 'none'} at the start, {kept.end or 'none'} at the end ({kept.source})"
     yield f"GPUs: compute capability {recipe.needs}" + ("; emulated on any device" if recipe.emulated else "")

@@ -9,9 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_nemotron3.precision import te_variables
-from megatron_nemotron3.precision.census import Ambient, ambient_of_linear
+from megatron_nemotron3.precision.census import (
+    Ambient,
+    ambient_of_linear,
+    census,
+    lines,
+    recipe_of,
+    structure_of,
+)
 from megatron_nemotron3.precision.formats import BF16, NVFP4
 from megatron_nemotron3.precision.settings import SWITCHES, VARIABLE, Emulation
 from megatron_nemotron3.precision.table import Structure, tail_of_depth
@@ -26,6 +34,7 @@ _WITHOUT = {
     "dgrad": "gradient of the input not quantized",
     "wgrad": "gradient of the weight not quantized",
     "every_layer": "every linear of every layer",
+    "4over6": "four-over-six scales of weights",
 }
 
 
@@ -124,6 +133,18 @@ def recipe_in_force(
     version = te_variables.te_version()
     for remark in te_variables.remarks(used, version=version, emulated=chosen is not None):
         yield remark.line()
+
+
+def census_lines(model: Any) -> Iterator[str]:
+    """The census of a built model, the recipe in force, and what deviates from the published one.
+
+    Args:
+        model: a `HybridModel` whose flags ask for FP4 or FP8, alone or wrapped.
+    """
+    hybrid = next(module for module in model.modules() if hasattr(module, "hybrid_layer_pattern"))
+    yield from lines(census(model))
+    ambient = Ambient.of(hybrid.config)
+    yield from recipe_in_force(structure_of(hybrid), recipe_of(hybrid.config), ambient)
 
 
 def line(found: Deviation) -> str:

@@ -24,6 +24,10 @@ from megatron_nemotron3.precision.numerics import e2m1, e4m3
 from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.scales import (
+    FOUR_OVER_SIX_MAX,
+    MAX,
+    Scales,
+    four_over_six_scales,
     mxfp8_exponents,
     mxfp8_scales,
     nvfp4_scales,
@@ -118,7 +122,9 @@ def units(
     if spec.format != "nvfp4":
         raise ValueError(f"{spec.format} has no scale for the whole tensor: use fake_quantize")
     prepared = prepare(x, spec, amax)
-    return Operand(_rounded_values(prepared, spec, generator, dtype or x.dtype, units=True), prepared.amax)
+    values = _rounded_values(prepared, spec, generator, dtype or x.dtype, units=True)
+    assert prepared.amax is not None
+    return Operand(values, prepared.amax * (MAX / _largest(spec)))
 
 
 def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:
@@ -179,14 +185,52 @@ def _rounded_values(
     out = x if prepared.ours and x.dtype == dtype else torch.empty_like(x, dtype=dtype)
     if not x.numel():
         return out
-    if (triton := _triton_module(x)) is not None:
+    if not spec.four_over_six and (triton := _triton_module(x)) is not None:
         return triton.finish(x, spec, prepared.block_amax, amax, out, units=units, generator=generator)
     if amax is None:
         encode, decode = mxfp8_scales(prepared.block_amax)
     else:
-        encode, decode = nvfp4_scales(prepared.block_amax, amax)
-        decode = decode if units else nvfp4_steps(decode, amax)
+        encode, decode = _block_scales(x, spec, prepared.block_amax, amax)
+        decode = decode if units else nvfp4_steps(decode, amax, _largest(spec))
     return _round_blocks(x, spec, encode, decode, out, generator)
+
+
+def _largest(spec: Spec) -> float:
+    """The largest element times its block scale that a tensor's amax becomes."""
+    return FOUR_OVER_SIX_MAX if spec.four_over_six else MAX
+
+
+def _block_scales(x: torch.Tensor, spec: Spec, block_amax: torch.Tensor, amax: torch.Tensor) -> Scales:
+    """Scales of the blocks of x; in four-over-six of each block those with the smaller error, 6 if equal."""
+    if not spec.four_over_six or not x.numel():
+        return nvfp4_scales(block_amax, amax)
+    six, four = four_over_six_scales(block_amax, amax)
+    error_6, error_4 = (_block_errors(x, spec, scales, amax) for scales in (six, four))
+    better = (error_4 < error_6).view(block_amax.shape)
+    return Scales(*(torch.where(better, b, a) for a, b in zip(six, four, strict=True)))
+
+
+def _block_errors(x: torch.Tensor, spec: Spec, scales: Scales, amax: torch.Tensor) -> torch.Tensor:
+    """Sum of abs(x' - x) of each block, float32, the block grid flattened."""
+    blocks = cut.view(x, spec)
+    whole = amax.expand(scales.block.shape)
+    views = (cut.expand(t, blocks, spec) for t in (scales.encode, scales.block, whole))
+    found = []
+    for source, encode, block, tensor in cut.pieces(blocks, *views):
+        values = source.float()
+        error = E2M1.round_(values * encode, torch.empty_like(values))
+        error.mul_(block).mul_(tensor).div_(torch.full_like(error, FOUR_OVER_SIX_MAX))
+        error.sub_(values).abs_()
+        # [n, 16], [g, 16, k] or, of tiles, [g, 16, k / 16, 16]: along the row first.
+        terms = error.unflatten(2, (-1, spec.block)).unbind(3) if spec.tile else error.unbind(1)
+        total = torch.zeros_like(terms[0])
+        for term in terms:
+            total += term
+        while spec.tile and total.shape[1] > 1:
+            upper, lower = total.chunk(2, 1)
+            total = upper + lower
+        found.append(total.flatten())
+    return torch.cat(found)
 
 
 def _round_blocks(
@@ -243,7 +287,7 @@ class Packed:
             steps = (self.scales.to(torch.int32) << 23).view(torch.float32)
         else:
             values = e2m1.decode(e2m1.unpack(self.codes))
-            steps = nvfp4_steps(e4m3.decode(self.scales), self.amax)
+            steps = nvfp4_steps(e4m3.decode(self.scales), self.amax, _largest(self.spec))
         blocks = values.unflatten(-1, (-1, self.spec.block)) * steps.unsqueeze(-1)
         result = blocks.flatten(-2).to(dtype)
         return result.mT.contiguous() if self.spec.axis == -2 else result
@@ -263,7 +307,7 @@ def quantize(
         encode, _ = mxfp8_scales(block_amax)
         bits = mxfp8_exponents(block_amax).to(torch.uint8)
     else:
-        encode, block = nvfp4_scales(block_amax, whole)
+        encode, block = _block_scales(prepared.x, spec, block_amax, whole)
         bits = e4m3.encode(block)
     for axis in (-1, -2) if spec.tile else (spec.axis,):
         encode = encode.repeat_interleave(spec.block, axis)

@@ -30,6 +30,8 @@ class Spec:
             axes.
         hadamard: rotate every block by the random Hadamard transform first; the values stay rotated.
         stochastic: round stochastically instead of to nearest.
+        four_over_six: scale each block so that its largest magnitude becomes 6 or 4, whichever is closer
+            (`scales`).
 
     Raises:
         ValueError: unknown format or axis, or a combination that TransformerEngine does not support.
@@ -40,19 +42,22 @@ class Spec:
     tile: bool = False
     hadamard: bool = False
     stochastic: bool = False
+    four_over_six: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in BLOCK:
             raise ValueError(f"format {self.format!r} is unknown: use one of {', '.join(BLOCK)}")
         if self.axis not in (-1, -2):
             raise ValueError(f"blocks along axis {self.axis} are not supported: use -1 or -2")
-        extras = [name for name in ("tile", "hadamard", "stochastic") if getattr(self, name)]
+        extras = [name for name in ("tile", "hadamard", "stochastic", "four_over_six") if getattr(self, name)]
         if self.format == MXFP8 and extras:
             raise ValueError(f"MXFP8 has no {' or '.join(extras)}: these belong to NVFP4")
         if self.tile and self.hadamard:
             raise ValueError(
                 "a 16 x 16 tile cannot be rotated along one axis: use tile or hadamard, not both"
             )
+        if self.four_over_six and (self.hadamard or self.stochastic):
+            raise ValueError("four-over-six goes with rounding to nearest, without rotation, as in TE")
 
     @property
     def block(self) -> int:
@@ -120,7 +125,7 @@ def recipe(fmt: str, chosen: Emulation) -> Recipe | None:
     if fmt == BF16:
         return None
     if fmt == NVFP4:
-        weight = replace(PUBLISHED.weight, tile=chosen.tile)
+        weight = replace(PUBLISHED.weight, tile=chosen.tile, four_over_six=chosen.four_over_six)
         dgrad_weight = weight if chosen.tile else replace(weight, axis=-2)
         dgrad_dy = replace(PUBLISHED.dgrad_dy, stochastic=chosen.stochastic)
         wgrad_dy = replace(PUBLISHED.wgrad_dy, hadamard=chosen.hadamard, stochastic=chosen.stochastic)

@@ -14,6 +14,16 @@ of its scales differ. (Inference weights are scaled by `numerics.nvfp4`, in Mode
 Below amax = 2688 / FLT_MAX = 7.9e-36 S cannot grow any more while x' still uses amax: values shrink, as in
 TransformerEngine. An infinite amax makes x' infinite or NaN; a NaN makes all of x' NaN.
 
+Four-over-six, an option for weights (the paper "Four Over Six"), as in TransformerEngine's
+`nvfp4_4over6` with its defaults. 6 is far from its neighbour 4, so a block may be closer to x if its largest
+magnitude becomes 4. Scales up to 448 * 256 / 448 leave room for a block scale that is 1.5 times as large:
+
+    S   = min(1536 / amax, FLT_MAX)              1536 = 6 * 256
+    s_6 = e4m3(amax_b / 6 * S)                   s_4 = e4m3(amax_b / 6 * S * 1.5)
+    E   = sum |q * s * amax / 1536 - x|          of both, over the block; s_4 is taken if its E is smaller
+
+Sums are in the order of the kernel: along the row, then rows of a tile in pairs 8, 4, 2 and 1 apart.
+
 MXFP8, powers of two with exponents rounded up (RCEIL), as in TransformerEngine's kernels:
 
     e   = ceil(log2(amax_b * (1/448)))   of a block of 32; from -127 to 127, stored as the byte e + 127 (E8M0)
@@ -40,6 +50,8 @@ from megatron_nemotron3.precision.numerics.grid import E4M3
 
 #: The largest value of an NVFP4 element times its block scale.
 MAX = e2m1.MAX * e4m3.MAX
+#: The same in four-over-six where 6 is the largest element.
+FOUR_OVER_SIX_MAX = e2m1.MAX * 256.0
 _FLT_MAX = torch.finfo(torch.float32).max
 _MANTISSA = 0x7FFFFF
 _HALF = 0x400000  # a subnormal amax up to 2^-127 has the exponent -127
@@ -67,14 +79,26 @@ def nvfp4_scales(block_amax: torch.Tensor, amax: torch.Tensor) -> Scales:
     whole = torch.full_like(amax, MAX).div_(amax).clamp_(max=_FLT_MAX)
     whole.add_(whole == 0)  # an infinite amax has 1
     block = block_amax * (whole * (1 / e2m1.MAX))
+    return _rounded_scales(block, whole)
+
+
+def four_over_six_scales(block_amax: torch.Tensor, amax: torch.Tensor) -> tuple[Scales, Scales]:
+    """Scales of blocks whose largest magnitude becomes 6, and 4; arguments as `nvfp4_scales`."""
+    whole = torch.full_like(amax, FOUR_OVER_SIX_MAX).div_(amax).clamp_(max=_FLT_MAX)
+    whole.add_(whole == 0)
+    base = block_amax / torch.full_like(block_amax, e2m1.MAX) * whole  # not times 1/6
+    return _rounded_scales(base.clone(), whole), _rounded_scales(base * 1.5, whole)
+
+
+def _rounded_scales(block: torch.Tensor, whole: torch.Tensor) -> Scales:
+    """Block scales rounded to E4M3 in place, and what x is multiplied by."""
     E4M3.round_(block, torch.empty_like(block))
-    encode = (block * whole.reciprocal()).reciprocal_().clamp_(max=_FLT_MAX)
-    return Scales(encode, block)
+    return Scales((block * whole.reciprocal()).reciprocal_().clamp_(max=_FLT_MAX), block)
 
 
-def nvfp4_steps(block: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+def nvfp4_steps(block: torch.Tensor, amax: torch.Tensor, largest: float = MAX) -> torch.Tensor:
     """s_b * amax * (1/2688), in the order of TransformerEngine's dequantization kernel."""
-    return (block * amax).mul_(1 / MAX)
+    return (block * amax).mul_(1 / largest)
 
 
 def product_scale(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ Environment variables, each read once by a process:
     NEMOTRON3_EMULATE=nvfp4                  the published recipe
     NEMOTRON3_EMULATE=nvfp4,rht=0,sr=0       without single ingredients
     NEMOTRON3_EMULATE=nvfp4,every_layer=1    no precision file, no BF16 layers
+    NEMOTRON3_EMULATE=nvfp4,4over6=1         weights with four-over-six scales
     NEMOTRON3_EMULATE=mxfp8                  MXFP8 in every linear outside the BF16 layers
     NEMOTRON3_EMULATE=0, or not set          off
 
@@ -20,6 +21,7 @@ first two settings when they are built.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_nemotron3.monitor.settings import EnvironmentSetting
@@ -40,6 +42,7 @@ SWITCHES = {
     "dgrad": "dgrad",
     "wgrad": "wgrad",
     "every_layer": "every_layer",
+    "4over6": "four_over_six",
 }
 #: Switches that MXFP8 has, too.
 _COMMON = ("fprop", "dgrad", "wgrad", "every_layer")
@@ -55,6 +58,7 @@ class Emulation:
         tile: scale weights by 16 x 16 tiles (NVFP4); otherwise by 1 x 16, and anew for dgrad.
         fprop, dgrad, wgrad: quantize the operands of this matmul.
         every_layer: the format in every linear of every layer, without precision file and BF16 layers.
+        four_over_six: scale blocks of weights to 4 where that is closer than to 6 (NVFP4).
         format: "nvfp4" or "mxfp8".
 
     Raises:
@@ -68,6 +72,7 @@ class Emulation:
     dgrad: bool = True
     wgrad: bool = True
     every_layer: bool = False
+    four_over_six: bool = False
     format: str = NVFP4
 
     def __post_init__(self) -> None:
@@ -120,6 +125,20 @@ def parse(text: str) -> Emulation | None:
         return Emulation(**chosen, format=first)
     except ValueError as problem:
         raise ValueError(f"{VARIABLE}={text!r}: {problem}") from None
+
+
+def split_option(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """Take `OPTION` out of a command line; return the other words, and its last value or None."""
+    kept: list[str] = []
+    value = None
+    rest = iter(words)
+    for word in rest:
+        name, equals, given = word.partition("=")
+        if name != OPTION:
+            kept.append(word)
+        else:
+            value = given if equals else next(rest, "")
+    return kept, value
 
 
 _EMULATION = EnvironmentSetting(VARIABLE, parse)

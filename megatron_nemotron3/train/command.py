@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3 import lifetime
-from megatron_nemotron3.args import Launch, continued, manifest
+from megatron_nemotron3.args import Launch, check, continued, manifest
 from megatron_nemotron3.args.command import (
     add_launch,
     chosen_emulation,
@@ -21,6 +22,7 @@ from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import settings as emulation
+from megatron_nemotron3.train.inputs import require_inputs
 
 #: Options of Megatron that an option of this command sets.
 _OWN = {
@@ -80,9 +82,12 @@ def train_command(options: argparse.Namespace) -> int:
     """
     with lifetime.leaving_at_interrupt("nemotron3 train"):
         from megatron_nemotron3.run import resolve_device
+        from megatron_nemotron3.train.machine import shortages
         from megatron_nemotron3.train.training import Request, schedule_of, train_interruptibly
 
     config = chosen_model(options)
+    _require_own_options(options.extra)
+    require_inputs(options)
     emulated, log_precision = chosen_emulation(options), _log_interval(options)
     if options.backend == "te":
         from megatron_nemotron3.layers.backend import te_problem
@@ -110,8 +115,10 @@ def train_command(options: argparse.Namespace) -> int:
         te_precision_config_file=file,
         emulate=emulated,
     )
-    _require_own_options(options.extra)
     print_warnings(launch, options.extra, ("schedule-unknown",))
+    if device == "cpu" and not any(rule.severity == "error" for rule in check(launch)):
+        for shortage in shortages(launch):
+            print(f"warning: {shortage}", file=sys.stderr)
     request = Request(
         launch=launch,
         device=device,

@@ -137,7 +137,7 @@ def test_every_option_exists_once_per_field() -> None:
 
 
 #: Modules of `precision` that import nothing but the standard library (PyYAML when they read a file).
-LIGHT_PRECISION = ("census", "deviations", "guard", "numerics", "settings", "table", "yaml_file")
+LIGHT_PRECISION = ("census", "deviations", "formats", "guard", "numerics", "settings", "table", "yaml_file")
 
 
 def test_standard_library_only() -> None:
@@ -154,8 +154,8 @@ def test_standard_library_only() -> None:
             for module in modules:
                 top, *rest = module.split(".")
                 inside = top == "megatron_nemotron3" and (
-                    rest[0] in ("args", "models")
-                    or rest in (["checkpoint", "files"], ["precision"])
+                    rest[0] in ("args", "checkpoint", "models")
+                    or rest == ["precision"]
                     or rest in [["precision", name] for name in LIGHT_PRECISION]
                 )
                 assert inside or top in sys.stdlib_module_names, f"{file.name} imports {module}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_nemotron3 import models
+from megatron_nemotron3 import cli, models
 from megatron_nemotron3.args import Launch, ParallelLayout, adjusted, check, published
-from megatron_nemotron3.args.phases import PHASES, Phase, phase, require_known
+from megatron_nemotron3.args.phases import BF16_END, PHASES, Phase, phase, require_known, switch_step
 
 
 def all_phases() -> list[tuple[str, str, Phase]]:
@@ -97,3 +97,30 @@ def test_steps_of_a_phase_keep_its_warmup_if_it_ends() -> None:
     assert (nano.train_iters, nano.lr_warmup_iters, nano.train_samples) == (100, 10, None)
     # Samples of a step that nobody knows cannot be counted.
     assert adjusted(phase(models.NANO, "long-context-4k").schedule, steps=7).train_iters == 7
+
+
+def test_the_end_of_a_run_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    """The published schedule to the letter, and the step where appendix D's 8.2T of 10T lie in it."""
+    found = phase(models.SUPER, BF16_END)
+    assert found.schedule == published(models.SUPER) and found.precision == "bf16"
+    assert switch_step(found.schedule) == round(0.82 * -(-3_051_757_813 // 3072)) == 814_597
+    words = ["flags", "super", "--tiny", "--backend", "torch", "--steps", "100", "--global-batch-size", "4"]
+    assert cli.main([*words, "--lr", "1e-3", "--schedule", BF16_END]) == 0
+    said = capsys.readouterr()
+    assert "--exit-interval 82" in said.err and "--change precision" in said.err
+    assert "--train-iters 100" in said.out and "--lr-wsd-decay-iters 20" in said.out
+    assert cli.main([*words, "--lr", "1e-3", "--schedule", "published"]) == 0
+    assert capsys.readouterr().out == said.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tiny"], "the last part of a run of known length: give --steps"),
+        (["--tiny", "--steps", "1"], "a run of 1 steps has no last part"),
+        (["--precision", "mxfp8", "--backend", "te"], "bf16-end is in bf16: drop --precision mxfp8"),
+    ],
+)
+def test_no_end_in_bf16(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["flags", "super", "--schedule", BF16_END, *words]) == 2
+    assert message in capsys.readouterr().err

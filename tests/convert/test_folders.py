@@ -10,6 +10,7 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoint.folders import locate, locate_one
+from megatron_nemotron3.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.models import get, identify, names, tiny
 from tests.monitor.test_watch import every_kind, write
 from tests.support.generation_folders import Folders, make
@@ -141,3 +142,17 @@ def test_models_are_called_by_their_name(name: str, tmp_path: Path, capsys: Capt
     assert cli.main(["verify", str(tmp_path / "x"), str(tmp_path / "llama"), "--workers=1"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if ", layers " in line]
     assert len(lines) == 3 and all(f"{name}-tiny" in line.partition("): ")[2] for line in lines)
+
+
+def test_a_model_of_ones_own_is_called_as_its_run_says(forms: dict[str, Path], tmp_path: Path) -> None:
+    """A manifest that names another model of the catalog is not believed."""
+    run = Path(shutil.copytree(forms["run"], tmp_path / "run"))
+    for stated, found in (("mine", "mine"), ("a b\n", "custom"), (7, "custom")):
+        (run / "run.json").write_text(json.dumps({"parts": {"model": {"name": stated}}}))
+        assert open_checkpoint(run).config.name == found
+    write_hf(tmp_path / "hf", tiny(get("super")))
+    words = ["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "save"), "--workers=1"]
+    assert cli.main(words) == 0
+    for stated, found in (("ultra-tiny", "ultra-tiny"), ("nano", "super-tiny or ultra-tiny")):
+        (tmp_path / "save/run.json").write_text(json.dumps({"parts": {"model": {"name": stated}}}))
+        assert open_checkpoint(tmp_path / "save").config.name == found

@@ -170,7 +170,7 @@ def test_killed_and_started_again(saved: Path, tmp_path: Path) -> None:
         (["{job}", "{out}", "--watch", "--keep-last", "0"], "give 1 or more"),
         (["{job}", "{out}", "--watch", "--iteration", "1"], "leave out --dry-run and --iteration"),
         (["{job}", "{out}", "--once"], "belong to --watch"),
-        (["memory://a/b", "{out}", "--watch"], "not at a URL"),
+        (["memory://a/b", "{out}", "--watch"], "not for a URL"),
     ],
 )
 def test_bad_input(saved: Path, tmp_path: Path, capsys: Capture, words: list[str], message: str) -> None:

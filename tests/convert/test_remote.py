@@ -130,6 +130,61 @@ def test_errors(folders: Path, capsys: Capture, tmp_path: Path) -> None:
     assert "use `nemotron3 convert to-hf`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("scheme", ["memory://", "local://"])
+def test_what_is_written_is_the_same(folders: Path, scheme: str, tmp_path: Path, capsys: Capture) -> None:
+    """Both directions, read back through the URL and compared with a local conversion."""
+    base = f"{scheme}{tmp_path}/there"
+    store = fsspec.filesystem(scheme.rstrip(":/"))
+    for way, name in (("from-hf", "hf"), ("to-hf", "run")):
+        some = ("--shard-size", "400kB", *ONE)
+        assert command("convert", way, folders / name, f"{base}/{way}", *some) == 0
+        assert command("convert", way, folders / name, tmp_path / way, *some) == 0
+        store.get(f"{tmp_path}/there/{way}", str(tmp_path / f"{way}-back"), recursive=True)
+        assert digest(tmp_path / f"{way}-back") == digest(tmp_path / way)
+        assert command("verify", f"{base}/{way}", folders / name, *ONE) == 0
+        assert command("verify", f"{base}/{way}", *ONE) == 0  # the manifest
+        assert command("check", f"{base}/{way}", "--full") == 0
+        capsys.readouterr()
+        assert command("convert", way, folders / name, f"{base}/{way}", *some) == 2
+        assert f"{base}/{way}: it exists" in capsys.readouterr().err
+        assert command("convert", way, folders / name, f"{base}/dry", "--dry-run") == 0
+        out = capsys.readouterr().out
+        assert f"{base}/dry: " in out and "are free" not in out and not store.exists(f"{tmp_path}/there/dry")
+
+
+@pytest.mark.parametrize("files", [0, 1, 3])
+def test_an_interrupted_upload(
+    folders: Path, files: int, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no checkpoint yet; the same command continues, another one is refused."""
+    from megatron_nemotron3.convert import upload
+
+    url = f"memory://half/{files}"
+    some = ("convert", "to-hf", folders / "run", url, "--shard-size", "300kB", *ONE)
+    blocks, made = upload.blocks, []
+
+    def failing(plan: object, source: object, **options: object) -> Iterator[object]:
+        made.append(plan)
+        for block in blocks(plan, source, **options):  # type: ignore[arg-type]
+            yield block
+            if len(made) == files + 1:
+                raise ValueError("the connection is lost")
+
+    monkeypatch.setattr(upload, "blocks", failing)
+    assert command(*some) == 2
+    assert "the connection is lost" in capsys.readouterr().err
+    assert command("check", url) == 2
+    monkeypatch.setattr(upload, "blocks", blocks)
+    assert command(*some[:4], "--shard-size", "200kB") == 2
+    assert "an interrupted conversion is there" in capsys.readouterr().err
+    before = len(made)
+    monkeypatch.setattr(upload, "blocks", lambda *a, **k: (made.append(a), blocks(*a, **k))[1])
+    assert command(*some) == 0
+    assert command("verify", url, folders / "run", *ONE) == 0 and command("verify", url, *ONE) == 0
+    total = len([n for n in fsspec.filesystem("memory").ls(f"/half/{files}", detail=False) if "model-" in n])
+    assert len(made) - before == total - files > 0
+
+
 def test_generate_from_a_url(folders: Path, capsys: Capture) -> None:
     words = ("--checkpoint", "memory://bucket/hf", "--prompt", "a", "--device", "cpu")
     assert command("generate", *words) == 2

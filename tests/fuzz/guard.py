@@ -46,6 +46,8 @@ _CODE += (
     "ftplib.",
     "smtplib.",
 )
+#: A lock names its host.
+_HARMLESS = ("socket.gethostname",)
 _PATHS = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.chown")
 _PATHS += ("os.truncate", "os.utime", "shutil.", "os.mkfifo", "os.mknod")
 _IMPORTABLE = ("megatron_nemotron3", "tests", "numpy", "torch", *sys.stdlib_module_names)
@@ -165,7 +167,7 @@ class _Watch:
         elif event == "import":
             if arguments[0].partition(".")[0] not in _IMPORTABLE:
                 wrong = f"imported {arguments[0]}"
-        elif event.startswith(_CODE) or (
+        elif (event.startswith(_CODE) and event not in _HARMLESS) or (
             event.startswith(_PATHS)
             and not all(
                 _inside(a, [self._home]) for a in arguments if isinstance(a, (str, bytes, os.PathLike))

@@ -10,7 +10,14 @@ import pytest
 
 from megatron_nemotron3.monitor.alarms import Watchdog, scan
 from megatron_nemotron3.monitor.rules import RULES
-from megatron_nemotron3.monitor.signs import SMOOTH, THRESHOLDS, WINDOW, mtp_loss_rise, router_outlier
+from megatron_nemotron3.monitor.signs import (
+    SMOOTH,
+    THRESHOLDS,
+    WINDOW,
+    _at_least,
+    mtp_loss_rise,
+    router_outlier,
+)
 
 Shape = Callable[[float], float]
 POINTS, LAYERS = 300, 8
@@ -158,3 +165,80 @@ def test_memory_is_bounded() -> None:
 
 def test_every_threshold_has_a_source() -> None:
     assert all(t.source and ("report" in t.source or "this package" in t.source) for t in THRESHOLDS.values())
+
+
+def routers(
+    iterations: range, share: Callable[[int], float], dead: float = 0.0, tokens: float = 1e6
+) -> dict[str, list[tuple[int, float]]]:
+    """Two routers of 64 experts, top 4: one balanced, one at a share of the way to the bound of 16."""
+    numbers = {"experts": 64.0, "top_k": 4.0, "bias_update_rate": 1e-3, "interval_tokens": tokens}
+    series = {f"monitor/{name}": [(i, value) for i in iterations] for name, value in numbers.items()}
+    for kind in ("max_vio", "max_vio_interval"):
+        series[f"{kind}/layer_002"] = [(i, 1.2) for i in iterations]
+        series[f"{kind}/layer_004"] = [(i, 1 + 15 * share(i)) for i in iterations]
+    series["dead_experts_interval/layer_004"] = [(i, dead) for i in iterations]
+    return series
+
+
+def test_a_router_that_never_balances_is_reported_when_the_early_phase_ends() -> None:
+    """1 / update rate: 1,000 iterations."""
+    (finding,) = scan(routers(range(10, 3000, 10), lambda i: 1.0 if i > 20 else 0.1))
+    assert (finding.rule, finding.iteration, finding.rows) == ("router_collapse", 1010, ("layer_004",))
+
+
+def test_a_layer_that_had_settled_is_reported_in_the_early_phase() -> None:
+    (finding,) = scan(routers(range(10, 500, 10), lambda i: 1.0 if 20 < i < 60 or i > 300 else 0.1))
+    assert (finding.rule, finding.iteration) == ("router_collapse", 320)
+
+
+def test_a_resumed_run_reports_what_it_finds() -> None:
+    (finding,) = scan(routers(range(5000, 5200, 10), lambda i: 1.0))
+    assert (finding.rule, finding.iteration) == ("router_collapse", 5010)
+
+
+def test_a_fault_that_comes_and_goes_is_reported_ever_more_rarely() -> None:
+    found = scan(routers(range(2000, 12_000, 10), lambda i: 1.0 if i // 10 % 12 < 5 else 0.1))
+    assert 3 <= len(found) <= 6 and {finding.rule for finding in found} == {"router_collapse"}
+    waits = [after.iteration - before.iteration for before, after in zip(found, found[1:])]
+    assert waits == sorted(waits)
+
+
+def test_a_level_that_trembles_is_one_fault() -> None:
+    """A value that moves around the threshold, here 0.9, is not over before it is well below."""
+    series = routers(range(2000, 12_000, 10), lambda i: 0.92 if i // 10 % 8 < 3 else 0.85)
+    assert [finding.iteration for finding in scan(series)] == [2010]
+
+
+@pytest.mark.parametrize(
+    ("dead", "tokens", "found"),
+    [(24, 1e6, 1), (1, 1e6, 1), (24, 1280, 1), (3, 1280, 0), (60, 60, 0), (0, 1e6, 0)],
+)
+def test_idle_experts_of_a_small_sample_are_chance(dead: float, tokens: float, found: int) -> None:
+    """Of 60 tokens even balance leaves most experts out. A single one counts if it stays idle."""
+    findings = scan(routers(range(2000, 2300, 10), lambda i: 0.1, dead, tokens))
+    assert [finding.rule for finding in findings] == ["dead_experts"] * found
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 1e-4), (3, 0.5), (8, 1.0), (24, 1.03), (30, 20.0)])
+def test_the_chance_of_idle_experts_is_bounded_from_above(count: int, expected: float) -> None:
+    exact = math.fsum(
+        math.exp(i * math.log(expected) - expected - math.lgamma(i + 1)) for i in range(count, count + 400)
+    )
+    assert exact <= _at_least(count, expected) * (1 + 1e-9) and _at_least(count, expected) <= 3 * exact
+    assert _at_least(1, 0.0) == 0.0 and _at_least(0, 0.0) == _at_least(2, 5.0) == 1.0
+
+
+def test_a_frozen_layer_is_no_finding() -> None:
+    """It has no gradients to count: 0 of 0."""
+    series = {"max_vio/layer_002": [(i, 1.2) for i in range(10)]}
+    assert scan(series | {"zero_gradients/layer_001": [(i, math.nan) for i in range(10)]}) == []
+    assert len(scan(series | {"zero_gradients/layer_001": [(i, 1.0) for i in range(10)]})) == 1
+
+
+def test_rules_whose_sign_lasts_one_measurement_wait_for_none() -> None:
+    """The bias update has an exact bound, so one measurement beyond it is enough; at it, none is."""
+    series = routers(range(2000, 2300, 10), lambda i: 0.1)
+    for speed, found in ((2e-3, 0), (2.2e-3, 1)):
+        series["expert_bias_spread/layer_004"] = [(i, speed * (i - 2000)) for i in range(2000, 2300, 10)]
+        findings = scan(series)
+        assert [finding.iteration for finding in findings if finding.rule == "bias_drift"] == [2010] * found

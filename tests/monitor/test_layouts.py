@@ -11,11 +11,13 @@ from unittest import mock
 
 import pytest
 
+from megatron_nemotron3 import cli
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.series import KINDS
 from megatron_nemotron3.train import log, processes
+from megatron_nemotron3.train.progress import Progress
 from tests.support.distributed import run_launcher
 from tests.support.short_run import mock_argv, short_schedule
 
@@ -51,7 +53,7 @@ def argv(layout: ParallelLayout, extra: tuple[str, ...], steps: int = STEPS, **d
 
 def train(words: list[str], layout: ParallelLayout, script: Path = processes.ENTRY) -> str:
     """What the run prints."""
-    if script == processes.ENTRY:
+    if script == processes.ENTRY or words[0] == str(processes.ENTRY):
         return run_launcher(["--device", "cpu", str(script), *words], layout.world_size)
     command = processes.command(words, layout.world_size, "cpu")
     command[command.index(str(processes.ENTRY))] = str(script)
@@ -180,6 +182,51 @@ def test_every_layout_reports_what_one_process_does(name: str) -> None:
 @pytest.mark.parametrize("name", ["one", "tp2-sp"])
 def test_the_stock_script_reports_it_too(name: str) -> None:
     assert_same(name, STOCK)
+
+
+HURT = Path(__file__).parent.parent / "support" / "hurt_script.py"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        processes.ENTRY,
+        pytest.param(
+            STOCK,
+            marks=(
+                pytest.mark.full,
+                pytest.mark.checkout,
+                pytest.mark.skipif(
+                    not STOCK.is_file(), reason="MEGATRON_LM_DIR names no Megatron-LM checkout"
+                ),
+            ),
+        ),
+    ],
+)
+def test_a_warning_is_in_the_log_in_nemotron3_train_and_in_watch(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One layer without gradients, our script and the stock one: the second measurement says so, once."""
+    words = argv(ParallelLayout(), (), steps=4, tensorboard_dir=str(tmp_path))
+    environment = {
+        "NEMOTRON3_MONITOR": "1",
+        "PYTHONPATH": f"{HURT.parents[2]}:{os.environ.get('PYTHONPATH')}",
+    }
+    with mock.patch.dict(os.environ, environment):
+        output = train([str(script), *words], ParallelLayout(), HURT)
+    (line,) = (line for line in output.splitlines() if "WARNING: iteration" in line)
+    assert line.startswith(
+        "megatron_nemotron3: WARNING: iteration 2: 100.0 % of the gradients of layer 2 are "
+    )
+
+    capsys.readouterr()
+    progress = Progress()
+    for printed in output.splitlines():
+        progress.line(f"{printed}\n")
+    assert line in capsys.readouterr().out.splitlines()
+
+    assert cli.main(["watch", str(tmp_path), "--output", str(tmp_path / "x.png")]) == 0
+    assert line.removeprefix("megatron_nemotron3: ") in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.full

@@ -98,7 +98,7 @@ THIS_MODEL: dict[str, tuple[str, str]] = {
     "two kinds": (swapped("*mixer.out_proj", "*linear_fc2"), "2 kinds: experts .*one matcher for each"),
     "nothing left": (
         GOOD + '  rest:\n    config: "bf16"\n    type: "glob"\n    pattern: "*"\n    enabled: true\n',
-        "none of the model's .* linears is NVFP4",
+        "none of the model's .* linears is nvfp4",
     ),
 }
 FLAGS = ["super", "--tiny", "--precision", "nvfp4"]

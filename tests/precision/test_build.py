@@ -62,7 +62,9 @@ def test_a_model_built_in_python(tmp_path: Path) -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(RuleError, match="emulation supports only precision nvfp4 on backend torch, not bf16"):
+    with pytest.raises(
+        RuleError, match="emulation supports only precision nvfp4 and mxfp8 on .*asks for bf16"
+    ):
         model_config(Launch.of("super", tiny=True, backend="torch", emulate=True))
     with pytest.raises(RuleError, match="nvfp4 without --te-precision-config-file"):
         model_config(Launch.of("super", tiny=True, backend="torch", precision="nvfp4", emulate=True))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
-from contextlib import ExitStack, redirect_stderr
+from contextlib import ExitStack, redirect_stderr, suppress
 from typing import Any
 
 import pytest
 
 from megatron_nemotron3 import run
+from megatron_nemotron3.precision import install
+from megatron_nemotron3.precision.deviations import census_lines
 from tests.support.distributed import initialize, run_distributed
 
 from .test_census_upstream import FP4, listening, tiny_super
@@ -65,6 +67,32 @@ def test_at_the_first_forward() -> None:
         )
 
 
+def announced() -> tuple[str, str]:
+    """What a stack on FP4 hardware prints at its first forward, and the census with it."""
+    import io
+    from contextlib import redirect_stdout
+
+    initialize()
+    with listening():
+        model = tiny_super(**FP4, num_layers_at_end_in_bf16=1)
+        install._check_at_first_forward(model.decoder, None, None)
+        said = io.StringIO()
+        with redirect_stdout(said), suppress(Exception):  # nothing was given to multiply
+            model(None, None, None)
+        return said.getvalue(), "\n".join(census_lines(model))
+
+
+def test_a_stack_on_fp4_hardware_says_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
+    run_said, census_said = run_distributed(announced, 1)[0]
+    for said in (run_said, census_said):
+        assert "linears of the whole model: 19 bf16, 2 mxfp8, 6 nvfp4, as published" in said
+        assert "nvfp4 in TransformerEngine: no random Hadamard transform, gradients rounded stoch" in said
+        assert "warning: NVTE_NVFP4_DISABLE_RHT=1: no random Hadamard transform" in said
+    assert all(line.startswith("megatron_nemotron3: ") for line in run_said.splitlines() if "NVTE" in line)
+    assert [line.split()[0] for line in census_said.splitlines() if " mamba_out " in line] == ["mxfp8"] * 2
+
+
 #: Run by TE_PYTHON: stock TE linears hear of their formats; where the tail is everything, the run ends.
 LIVE = f"""
 import json, logging, warnings
@@ -78,6 +106,8 @@ def take(tail):
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.quantization.quant_config import RecipeConfig
     from megatron_nemotron3 import run
+from megatron_nemotron3.precision import install
+from megatron_nemotron3.precision.deviations import census_lines
 
     distributed.initialize()
     pattern, fields = models.GOLDEN_MODELS["super_like"]

@@ -55,6 +55,16 @@ for x in tensors((1e-30, 1e-8, 0.01, 1, 1e4, 1e30)):
             # element within that error of a halfway point may go either way.
             assert (ours.codes != codes).sum() <= 2 * rotate
             checked += 1
+    for tile in (False, True):
+        made = reference_nvfp4.NVFP4QuantizerRef(
+            reference_utils.Fp4Formats.E2M1,
+            quant_tile_shape=(16 if tile else 1, 16),
+            nvfp4_use_4over6=True,
+            nvfp4_e4m3_max=256,
+        ).quantize(x)
+        ours = quantizer.quantize(x, Spec(tile=tile, four_over_six=True))
+        assert torch.equal(ours.scales, made.scale.view(torch.uint8))
+        assert torch.equal(ours.codes, made.data)
 print("checked", checked)
 """
 

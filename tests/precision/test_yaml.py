@@ -315,7 +315,7 @@ def test_the_command_writes_it(tmp_path: Path) -> None:
     assert "is not on this machine" in precision_file.check(launch)[0]
     assert "--te-precision-config-file" in command.run(models.SUPER, path=path)
     assert path.read_text() == GOOD and precision_file.check(launch) == []
-    with pytest.raises(ValueError, match="--format mxfp8 needs no file"):
+    with pytest.raises(ValueError, match="--precision mxfp8 needs no file"):
         command.run(models.SUPER, "mxfp8", tmp_path / "other.yaml")
     path.write_text(spoiled(*BAD["no enabled"][:2]))
     with pytest.raises(PrecisionFileError, match="enabled"):

@@ -19,22 +19,35 @@ def routers(model: torch.nn.Module) -> list[Any]:
     return [m.router for layer in decoder.layers for m in layer.modules() if isinstance(m, BaseMoELayer)]
 
 
-def overwrite(router: Any, liked: range, shunned: range, probe: Callable[[], None]) -> None:
-    """Overwrite rows of a router's weight so that every token prefers some experts and shuns others.
+def favor(router: Any, count: int, probe: Callable[[], None]) -> None:
+    """Overwrite a router's weight so that every token prefers its first `count` experts."""
+    sign = torch.full((router.weight.shape[0], 1), -1.0)
+    sign[:count] = 1.0
+    direction = _direction(router, probe)
+    with torch.no_grad():
+        router.weight.copy_(8 * sign * direction)
+
+
+def shun(router: Any, count: int, probe: Callable[[], None]) -> None:
+    """Overwrite the rows of `count` experts in a router's weight so that no token prefers them."""
+    direction = _direction(router, probe)
+    with torch.no_grad():
+        router.weight[:count] = -20 * direction
+
+
+def _direction(router: Any, probe: Callable[[], None]) -> Tensor:
+    """The direction that all inputs of a router are on one side of, by least squares.
 
     Args:
-        probe: runs a forward, from which the direction that the router's inputs share is taken.
+        probe: runs a forward.
     """
     seen: list[Tensor] = []
     handle = router.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].detach()))
     probe()
     handle.remove()
-    x = seen[0].reshape(-1, seen[0].shape[-1]).double()
-    # The direction that all tokens are on one side of, by least squares.
+    x = seen[0].reshape(-1, router.weight.shape[1]).double()
     direction = torch.linalg.lstsq(x, torch.ones(len(x), 1, dtype=torch.float64)).solution[:, 0]
-    with torch.no_grad():
-        for rows, sign in ((liked, 1), (shunned, -1)):
-            router.weight[rows.start : rows.stop] = (8 * sign * direction).to(router.weight.dtype)
+    return direction.to(router.weight.dtype)
 
 
 def no_gradients(layer: torch.nn.Module) -> Hooks:

@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint import folders
+from megatron_nemotron3.checkpoint import folders, resume
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.train import log
 from megatron_nemotron3.train.processes import descendants
@@ -104,6 +104,8 @@ def _judge(folder: Path, status: int, said: str, children: dict[int, int], force
         time.sleep(0.1)
     if alive := _alive(children):
         problems.append(f"{len(alive)} processes still run")
+    if forced:  # what the same command does first
+        resume.before_start(["--load", str(folder / "checkpoints")], rank=0)
     saved = folders.latest_iteration(folder / "checkpoints")
     last = max(log.read(str(folder / "train.log")).steps, default=0) if (folder / "train.log").exists() else 0
     if "Traceback" in said:
@@ -116,9 +118,10 @@ def _judge(folder: Path, status: int, said: str, children: dict[int, int], force
         problems.append(f"step {saved} is {state}")
     if not forced and last > (saved or 0):
         problems.append(f"step {last} is lost")
-    if status == 130 and "interrupted:" in said:
+    if status in (130, -signal.SIGINT) and "interrupted:" in said:
         problems += _untrue(said, saved, last)
-    elif status not in (0, 130, -signal.SIGTERM, -signal.SIGKILL):
+    # The interpreter may end by SIGINT, which is 130 in a shell, if C code met the KeyboardInterrupt.
+    elif status not in (0, 130, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL):
         problems.append(f"status {status}")
     return Outcome(last, saved, status, said, tuple(problems))
 

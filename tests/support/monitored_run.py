@@ -51,8 +51,11 @@ class MonitoredRun:
         batch: int = 2,
         **settings: Any,
     ) -> None:
+        set_moe_metrics_tracker(MoEMetricsTracker())  # not that of an earlier run
         with monitoring(interval):
             self.model = build_model(model, precision="fp32", backend="torch", seed=seed, **settings)
+        #: Kept here, because tests begin with a tracker of their own.
+        self.tracker: Any = get_moe_metrics_tracker()
         config = self.model.config
         self.ddp: Any = DistributedDataParallel(config, DistributedDataParallelConfig(), self.model)
         self.ddp.train()
@@ -80,17 +83,22 @@ class MonitoredRun:
         self.optimizer.load_state_dict(moments)
         self._chance.set_state(chance)
         self.iteration, self.losses, self.history, self.warnings = notes
-        tracker: Any = get_moe_metrics_tracker()
-        tracker.monitor.watchdog = watchdog
-        for layer in tracker.monitor.layers:
+        monitor = self.tracker.monitor
+        monitor.watchdog = watchdog
+        for layer in monitor.layers:
             layer.clear()
-        tracker.monitor.switch.step_done(self.iteration)
+        monitor.switch.step_done(self.iteration)
 
     def _parts(self) -> Any:
-        tracker: Any = get_moe_metrics_tracker()
         notes = (self.iteration, self.losses, self.history, self.warnings)
         weights = self.model.state_dict()
-        return weights, self.optimizer.state_dict(), self._chance.get_state(), notes, tracker.monitor.watchdog
+        return (
+            weights,
+            self.optimizer.state_dict(),
+            self._chance.get_state(),
+            notes,
+            self.tracker.monitor.watchdog,
+        )
 
     def train(self, steps: int, hurt: Callable[[int], None] | None = None) -> None:
         """Train on; `hurt(n)` is called before the n-th of these steps, from 0."""
@@ -112,7 +120,7 @@ class MonitoredRun:
         loss.backward()
         finalize_model_grads([self.ddp])
         self.optimizer.step()
-        tracker: Any = get_moe_metrics_tracker()
+        tracker = self.tracker
         before = len(tracker.monitor.watchdog.findings)
         tracker.report(1.0, self.iteration, writer=self, track_names=[], num_layers=1)
         self.warnings += tracker.monitor.watchdog.findings[before:]

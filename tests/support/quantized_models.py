@@ -27,11 +27,11 @@ class Memory(TensorSource):
         self.folder, self.files = Path("memory"), {}
         self._data = {n: (str(t.dtype).removeprefix("torch."), as_bits(t)) for n, t in tensors.items()}
         self.tensors = {n: SourceTensor(kind, tuple(a.shape)) for n, (kind, a) in self._data.items()}
-        self.reads: list[tuple[str, int]] = []
+        self.calls: list[tuple[str, int]] = []
 
     def read(self, name: str, slices: Any) -> numpy.ndarray:
         result = self._data[name][1][tuple(slice(*s) for s in slices)].copy()
-        self.reads.append((name, result.nbytes))
+        self.calls.append((name, result.nbytes))
         return result
 
 

@@ -84,9 +84,6 @@ def test_three_steps_then_six_then_fewer(
     assert _train(trained, text, "--steps", "4") == 0
     out = capsys.readouterr().out
     assert "already trained to step 6, beyond the 4 steps asked for" in out
-    assert _train(trained, text, "--steps", "8", "--more-steps", "hold") == 0
-    assert "the checkpoint's schedule is kept: learning rate 4e-05" in capsys.readouterr().out
-    assert {_rates(trained)[step] for step in (7, 8)} == {4e-5}
     assert _train(trained, text, "--steps", "9", "--lr", "1e-3") == 2
     said = capsys.readouterr().err
     assert "with --lr 0.004" in said and len(said.splitlines()) == 1
@@ -211,6 +208,17 @@ def test_a_second_training_is_refused(
         assert (folder / folders.TRACKER).read_text() == ""
     folders.write_tracker(folder, max(folders.iterations(folder)))
     assert set(before) == set(listing())
+
+
+@pytest.mark.full  # the rates: tests/args/test_continued.py
+def test_held_rates(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "follow", follow_forked)
+    assert _train(tmp_path, text, "--steps", "3") == 0
+    assert _train(tmp_path, text, "--steps", "5", "--more-steps", "hold") == 0
+    assert "the checkpoint's schedule is kept: learning rate 4e-05" in capsys.readouterr().out
+    assert {_rates(tmp_path)[step] for step in (4, 5)} == {4e-5}
 
 
 @pytest.mark.full  # the lock itself: tests/checkpoint/test_lock.py

@@ -100,6 +100,7 @@ def prepare(
         split_documents(split, len(texts.documents))  # refuses a bad split before the work begins
     if manifest is None:
         manifest = _build(root, digest, texts.documents, tokenizer, vocab_size)
+    _remove_cut_indices(root / _CACHE)
     held = TokenizerInfo(**manifest["tokenizer"])
     if held.tokenizer_model is not None:
         held = replace(held, tokenizer_model=str(root / _TOKENIZER))
@@ -136,6 +137,20 @@ def _build(root: Path, digest: str, documents: Sequence[str], kind: str, vocab_s
     }
     write_text(root / _MANIFEST, json.dumps(manifest, indent=2) + "\n")
     return manifest
+
+
+def _remove_cut_indices(cache: Path) -> None:
+    """Remove the sample indices that Megatron did not write to their end.
+
+    It takes an index for complete if its files exist, and ends in an error at each start.
+    """
+    import numpy
+
+    for file in cache.glob("*.npy"):
+        try:
+            numpy.load(file, mmap_mode="r")
+        except (ValueError, EOFError):
+            file.unlink()
 
 
 def _read_manifest(root: Path, digest: str) -> dict[str, Any] | None:

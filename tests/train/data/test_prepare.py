@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_nemotron3.train.data import prepare
@@ -46,6 +47,18 @@ def test_same_input_is_reused_without_writing(source, tmp_path):
     second = _prepare(source, tmp_path)
     assert second.reused and second.flags == first.flags and second.dataset == first.dataset
     assert {path: path.stat().st_mtime_ns for path in Path(first.folder).rglob("*")} == stamps
+
+
+def test_an_index_that_was_cut_short_is_removed(source, tmp_path):
+    """Megatron takes an index for complete if its files exist."""
+    cache = Path(_prepare(source, tmp_path).folder) / "cache"
+    cache.mkdir()
+    for name in ("whole", "cut", "empty"):
+        np.save(cache / f"{name}.npy", np.arange(5000))
+    (cache / "cut.npy").write_bytes((cache / "cut.npy").read_bytes()[:20_000])
+    (cache / "empty.npy").write_bytes(b"")
+    assert _prepare(source, tmp_path).reused
+    assert os.listdir(cache) == ["whole.npy"]
 
 
 def test_other_input_gets_another_folder(source, tmp_path):

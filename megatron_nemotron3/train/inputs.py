@@ -1,0 +1,55 @@
+"""What a command reads is there: checked before anything is imported or written. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+#: Files of which a tokenizer's folder has at least one.
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+def require_tokenizer(folder: str | Path) -> None:
+    """Raise unless a folder may hold a Hugging Face tokenizer; nothing is imported for it.
+
+    Raises:
+        ValueError: it is no folder, or has none of the files.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"--tokenizer {folder} is {'a file' if path.exists() else 'missing'}: give a folder")
+    if not any((path / name).is_file() for name in _FILES):
+        raise ValueError(f"--tokenizer {folder} holds no tokenizer: it has none of {', '.join(_FILES)}")
+
+
+def require_inputs(options: argparse.Namespace) -> None:
+    """Stop at data and folders that are not there, or that would not be used, before anything is imported."""
+    if options.data_path:
+        if options.tokenizer is None:
+            raise ValueError("--data-path needs --tokenizer FOLDER (a Hugging Face tokenizer)")
+        require_tokenizer(options.tokenizer)
+        for name, value in (("--text", options.text), ("--max-bytes", options.max_bytes)):
+            if value is not None:
+                raise ValueError(f"{name} and --data-path both say what to train on: give one")
+        prefixes = [word for word in options.data_path if not _is_number(word)]
+        for prefix in prefixes:
+            if missing := [s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]:
+                raise ValueError(f"--data-path {prefix}: there is no file {prefix}{missing[0]}")
+    elif options.tokenizer is not None:
+        raise ValueError("--tokenizer goes with --data-path; from text a tokenizer is trained: drop it")
+    if options.text is not None and not Path(options.text).exists():
+        raise ValueError(f"--text {options.text} does not exist")
+    if options.max_bytes is not None and options.max_bytes < 1:
+        raise ValueError(f"--max-bytes {options.max_bytes}: give 1 or more")
+    output = options.output
+    if output is not None and output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output} is a file: give a folder")
+
+
+def _is_number(word: str) -> bool:
+    """Whether a word of --data-path is the weight of the next prefix."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,247 @@
+"""What stops a command before its work, and how an interrupted one ends (docs/guards.md)."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_nemotron3 import cli
+from megatron_nemotron3.args import Launch
+from megatron_nemotron3.train import machine
+
+ROOT = Path(__file__).parents[1]
+
+PLOTS = (
+    ["plan", "nano", "--gpus", "8", "--gpu", "h100", "--plot"],
+    ["boundary", "--from", "tp=2", "--to", "dp=2", "--plot"],
+    ["watch", ".", "--output"],
+    ["evaluate", "--checkpoint", ".", "--plot"],
+    ["precision", "super", "--output"],
+)
+
+
+@pytest.fixture
+def nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work of these commands fails the test."""
+
+    def work(*_: Any, **__: Any) -> None:
+        raise AssertionError("the work began")
+
+    for name in (
+        "plan.command.search",
+        "monitor.events.read",
+        "run.resolve_device",
+        "boundary.command._forward_plan",
+    ):
+        monkeypatch.setattr(f"megatron_nemotron3.{name}", work)
+
+
+@pytest.mark.parametrize("command", PLOTS, ids=lambda words: words[0])
+@pytest.mark.usefixtures("nothing_is_done")
+def test_a_bad_place_is_noticed_before_the_work(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    places = {
+        "missing/x.png": "mkdir -p",
+        ".": "is a folder: give the name of a file",
+        "pipe": "is not a regular file",
+        "file/x.png": "is not a folder",
+        "/proc/x.png": "no file can be made in /proc",
+        "/dev/null": "is not a regular file",
+    }
+    for place, said in places.items():
+        assert cli.main([*command, str(tmp_path / place)]) == 2, place
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
+
+
+@pytest.mark.usefixtures("nothing_is_done")
+def test_a_plot_without_matplotlib_is_noticed_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main([*PLOTS[0], str(tmp_path / "x.png")]) == 2
+    assert "package matplotlib is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--data-path", "x", "--tokenizer", "none"], "--tokenizer none is missing: give a folder"),
+        (["--data-path", "x", "--tokenizer", "file"], "--tokenizer file is a file: give a folder"),
+        (["--data-path", "x", "--tokenizer", "."], "--tokenizer . holds no tokenizer"),
+        (["--data-path", "x"], "--data-path needs --tokenizer FOLDER"),
+        (["--data-path", "0.5", "x", "--tokenizer", "tok"], "--data-path x: there is no file x.bin"),
+        (["--data-path", "x", "--tokenizer", "tok", "--text", "file"], "--text and --data-path both"),
+        (["--tokenizer", "tok"], "--tokenizer goes with --data-path"),
+        (["--text", "none"], "--text none does not exist"),
+        (["--max-bytes", "0"], "--max-bytes 0: give 1 or more"),
+        (["--output", "file"], "--output file is a file: give a folder"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_is_done")
+def test_what_train_cannot_read_is_noticed_before_anything_is_imported(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "tok/tokenizer.json").touch()
+    assert cli.main(["train", "nano", "--tiny", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "tok"]
+
+
+def test_a_tokenizer_that_is_none_fails_in_a_second(tmp_path: Path) -> None:
+    for words in (
+        ["train", "nano", "--tiny", "--data-path", "x"],
+        ["generate", "--checkpoint", ".", "--prompt", "x"],
+        ["evaluate", "--checkpoint", "."],
+    ):
+        code = (
+            "import sys; sys.modules |= dict.fromkeys(('torch', 'megatron', 'transformers', 'numpy'))\n"
+            f"from megatron_nemotron3 import cli; sys.exit(cli.main({[*words, '--tokenizer', '/none']}))"
+        )
+        began = time.process_time()
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2 and "--tokenizer /none is missing" in done.stderr
+        assert time.process_time() - began < 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_ranks_than_cores_or_memory_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Launch.of("nano", tiny=True, precision="fp32", backend="torch", dp=4)
+    monkeypatch.setattr(machine, "cores", lambda: 4)
+    monkeypatch.setattr(machine, "free_memory", lambda: 4 << 30)
+    assert machine.shortages(launch) == []
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    monkeypatch.setattr(machine, "free_memory", lambda: 2 << 30)
+    cores, memory = machine.shortages(launch)
+    assert cores == "4 ranks share 2 cores: each rank gets 0.50 of a core at most"
+    assert memory.startswith("4 ranks need about 3.0 GiB of memory (0.7 GiB each for Megatron itself)")
+    assert "2.0 GiB are free" in memory
+
+
+def test_this_machine_is_read() -> None:
+    assert machine.cores() >= 1
+    free = machine.free_memory()
+    assert free is not None and free < 1 << 50
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB that takes names but no bytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this process cannot mount a file system")
+    try:
+        (folder / "ballast").write_bytes(bytes(256 * 1024))
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("command", [PLOTS[0], PLOTS[1], PLOTS[4]], ids=lambda words: words[0])
+def test_a_full_disk_leaves_no_file(
+    command: list[str], full_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command, str(full_disk / "out")]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert [path.name for path in full_disk.iterdir()] == ["ballast"]
+
+
+def test_stdout_on_a_full_disk() -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "megatron_nemotron3", "flags", "nano"]
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "nemotron3 flags: [Errno 28] No space left on device\n"
+
+
+def test_doctor_without_torch(tmp_path: Path) -> None:
+    """In an environment without any package."""
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    words = [str(bare / "bin/python"), "-m", "megatron_nemotron3", "doctor"]
+    done = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == ""
+    verdict = done.stdout.splitlines()[-3:]
+    assert verdict[0] == "verdict"
+    assert verdict[1].split(maxsplit=2)[2] == "this environment cannot train: torch, megatron-core"
+    assert verdict[2].strip() == "-> pip install 'megatron-nemotron3[train]'"
+    assert "ModuleNotFoundError" not in done.stdout
+
+
+#: What packages do with an interrupt while they are imported.
+IMPORTS = {
+    "passes": "time.sleep(60)",
+    "swallows": "try:\n    time.sleep(60)\nexcept BaseException:\n    time.sleep(60)",
+    "renames": "try:\n    time.sleep(60)\nexcept BaseException as e:\n    raise ImportError('broken') from e",
+}
+
+
+@pytest.mark.parametrize("kind", IMPORTS)
+@pytest.mark.parametrize(
+    "command",
+    [["train", "nano", "--tiny"], ["run", "script.py"], ["generate", "--checkpoint", ".", "--prompt", "x"]],
+    ids=lambda words: words[0],
+)
+def test_an_interrupt_during_an_import(command: list[str], kind: str, tmp_path: Path) -> None:
+    code = f"import sys, time\nprint('importing', flush=True)\n{IMPORTS[kind]}\n"
+    (tmp_path / "torch.py").write_text(code)
+    (tmp_path / "script.py").touch()
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    words = [sys.executable, "-m", "megatron_nemotron3", *command]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert said.strip().endswith("interrupted") and said.strip().count("\n") == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "command", [["doctor"], ["plan", "ultra", "--gpus", "3072", "--gpu", "gb200"]], ids=lambda words: words[0]
+)
+def test_an_interrupt_at_random_moments(command: list[str]) -> None:
+    """Of the command and its children, as a terminal sends it; after Python itself has started."""
+    randomness = random.Random(0)
+    program = "import runpy; print(flush=True); runpy.run_module('megatron_nemotron3', run_name='__main__')"
+    for _ in range(10):
+        with subprocess.Popen(
+            [sys.executable, "-c", program, *command],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            assert process.stdout
+            process.stdout.readline()
+            time.sleep(randomness.uniform(0.05, 1.5))
+            os.killpg(process.pid, signal.SIGINT)
+            out, said = process.communicate(timeout=30)
+        assert "Traceback" not in said + out, said
+        assert process.returncode in (130, 0, 1)  # it may have ended before
