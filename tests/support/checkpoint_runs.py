@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.args import ParallelLayout, manifest
+from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import log, processes
 from tests.support import distributed
@@ -91,6 +92,10 @@ def _launch_mortally(words: list[str], folder: str, journal: str, fatal: int, li
     return distributed.launch(words)
 
 
+#: What the launcher writes before the script starts: no part of a save.
+_BEFORE = (lock.NAME, manifest.NAME)
+
+
 def _arm(notes: int, folder: str, fatal: int, limit: int | None) -> None:
     count = -1
 
@@ -100,8 +105,10 @@ def _arm(notes: int, folder: str, fatal: int, limit: int | None) -> None:
             return
         if event == "open" and isinstance(args[2], int) and not args[2] & (os.O_WRONLY | os.O_RDWR):
             return  # reading changes nothing
-        count += 1
         target = args[1] if event == "os.rename" else args[0]
+        if str(target) == folder or any(own in os.path.basename(str(target)) for own in _BEFORE):
+            return
+        count += 1
         os.write(notes, f"{event} {os.path.relpath(str(target), folder)}\n".encode())
         if count != fatal:
             return

@@ -10,6 +10,8 @@ from typing import Any
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from tests.support.faults import no_gradients  # now: Megatron-LM has a `tests` of its own
+
 
 def main() -> None:
     hurt: list[Any] = []
@@ -17,8 +19,6 @@ def main() -> None:
     def before(module: Module, _inputs: Any) -> None:
         layers = getattr(getattr(module, "decoder", None), "layers", None)
         if layers is not None and not hurt:
-            from tests.support.faults import no_gradients
-
             hurt.extend(no_gradients(layers[1]))
 
     register_module_forward_pre_hook(before)
