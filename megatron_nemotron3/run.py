@@ -122,7 +122,8 @@ def _interval(value: str) -> int:
 def resolve_device(device: str) -> str:
     """auto -> cuda where torch sees a GPU, else cpu."""
     try:
-        import torch
+        with lifetime.leaving_at_interrupt("megatron_nemotron3"):
+            import torch
     except ModuleNotFoundError:
         fail("package torch is not installed: pip install 'megatron-nemotron3[train]'")
     available = torch.cuda.is_available()

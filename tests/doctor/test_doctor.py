@@ -164,7 +164,7 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(loading.load_all, "__defaults__", ((),))
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["packages", "imports", "gpu", "precision"]
+    assert list(found) == ["packages", "imports", "gpu", "precision", "verdict"]
     monkeypatch.setattr(packages, "installed", lambda: {**GOOD, "python": "3.10.2"})
     assert cli.main(["doctor"]) == 1
     assert "ERROR" in capsys.readouterr().out

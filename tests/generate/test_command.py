@@ -175,7 +175,7 @@ def refused(capsys: Capture, *words: object) -> str:
         (["--prompt", "a", "--stop", ""], "--stop ''"),
         (["--prompt", "a", "--tiny"], "--tiny requires --model NAME"),
         (["--prompt", "a", "--model", "supper"], "did you mean 'super'"),
-        (["--prompt", "a", "--tokenizer", "/nowhere"], "/nowhere: there is no tokenizer.json"),
+        (["--prompt", "a", "--tokenizer", "/nowhere"], "--tokenizer /nowhere is missing: give a folder"),
         (["--prompt-file", "/nowhere/prompt"], "/nowhere/prompt"),
     ],
 )
