@@ -71,6 +71,9 @@ def plan(options: argparse.Namespace) -> int:
     for name, most in (("gpus", MOST_GPUS), ("best", 1000)):
         if not 1 <= (value := getattr(options, name)) <= most:
             raise ValueError(f"--{name} {value}: give 1 to {most}")
+    for name in ("seq_length", "global_batch_size"):
+        if (given := getattr(options, name)) is not None and given < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {given}: give 1 or more")
     schedule = TrainingSchedule(
         seq_length=options.seq_length or config.seq_length,
         global_batch_size=options.global_batch_size or published(config).global_batch_size or BATCH,
