@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nemotron3.boundary.groups import BoundaryError, Failure, Groups
+from megatron_nemotron3.boundary.failure import BoundaryError, Failure
+from megatron_nemotron3.boundary.groups import Groups
 
 #: A dtype is sent as its index.
 DTYPES = (

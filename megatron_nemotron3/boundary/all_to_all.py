@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nemotron3.boundary.exchange import Indexed, copy, messages_by_peer, pack, unpack
-from megatron_nemotron3.boundary.groups import Failure, Groups
+from megatron_nemotron3.boundary.failure import Failure
+from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.boundary.plan import Message, Plan
 
 

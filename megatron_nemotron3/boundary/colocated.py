@@ -30,8 +30,9 @@ from megatron_nemotron3.boundary.agreement import (
 )
 from megatron_nemotron3.boundary.all_to_all import AllToAll
 from megatron_nemotron3.boundary.exchange import RowKind
+from megatron_nemotron3.boundary.failure import Failure
 from megatron_nemotron3.boundary.feed import Microbatch
-from megatron_nemotron3.boundary.groups import Failure, Groups
+from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.plan import Plan
 from megatron_nemotron3.boundary.planner import make_plan

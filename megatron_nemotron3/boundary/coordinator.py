@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +24,22 @@ from megatron_nemotron3.boundary.agreement import (
 )
 from megatron_nemotron3.boundary.edge import Edge
 from megatron_nemotron3.boundary.exchange import Pending, RowKind, Transfer, exchange
+from megatron_nemotron3.boundary.failure import Failure
 from megatron_nemotron3.boundary.feed import Microbatch, Stream
-from megatron_nemotron3.boundary.groups import Failure, Groups
+from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.boundary.plan import Plan
 
 _numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class _Outstanding:
+    """A microbatch whose gradients have not come back."""
+
+    plan: Plan
+    kind: RowKind
+    #: The tensor that was sent or received; the schedule keeps it until backward. None: there was none.
+    tensor: weakref.ref[Tensor] | None = None
 
 
 class Coordinator:
@@ -61,8 +75,11 @@ class Coordinator:
         self.failure = failure or Failure(ranks, self.abort)
         self.training, self.evaluation = Stream(), Stream()
         self._kinds: dict[Edge, RowKind] = {}
-        #: Microbatches whose gradients have not come back.
-        self._outstanding: dict[Edge, deque[tuple[Plan, RowKind]]] = {edge: deque() for edge in edges}
+        self._outstanding: dict[Edge, deque[_Outstanding]] = {edge: deque() for edge in edges}
+        #: Those of the exchange that runs.
+        self._newest: dict[Edge, _Outstanding] = {}
+        #: Names of transfers, and what all ranks believe about them as soon as the handle has completed.
+        self._comparisons: deque[tuple[list[str], Any, Tensor]] = deque()
         self._forwards = self._backwards = 0
         if failure is None and self.groups.is_member:
             require_same_edges(self.edges, ranks, self.failure, self.groups)
@@ -80,17 +97,50 @@ class Coordinator:
         """Whether this rank receives rows from the edge."""
         return any(self.groups.rank in lane for lane in edge.receivers)
 
-    def forget(self) -> None:
-        """Drop microbatches whose gradients will not come, because they ran forward only."""
+    def forget_forward_only(self) -> None:
+        """Drop microbatches whose gradients will not come: those whose tensors the schedule has released.
+
+        Gradients come in the order of the microbatches, so all before a dropped one are dropped, too.
+        """
         for outstanding in self._outstanding.values():
-            outstanding.clear()
+            released = [i for i, o in enumerate(outstanding) if o.tensor is not None and o.tensor() is None]
+            for _ in range(released[-1] + 1 if released else 0):
+                outstanding.popleft()
 
     def close(self) -> None:
-        """Wait for pending sends and release the groups. Call it on every rank, in one order."""
-        if not self.failure.failed:
-            with self.failure.guarded(lambda: "waited for rows to leave"):
-                self._pending.wait()
-        self.groups.close()
+        """Wait for pending sends and release the groups. Call it on every rank, in one order.
+
+        Raises:
+            BoundaryError: ranks counted the rows of the last microbatches differently.
+        """
+        try:
+            if not self.failure.failed:
+                with self.failure.guarded(lambda: "waited for rows to leave"):
+                    self._pending.wait()
+                self._compare(wait=True)
+        finally:
+            self._comparisons.clear()
+            self.groups.close()
+
+    def _compare(self, wait: bool = False) -> None:
+        """Fail if ranks believed different things about earlier exchanges (`wait`: about all of them)."""
+        while self._comparisons:
+            names, work, everyone = self._comparisons[0]
+            if not wait and not work.is_completed():
+                return
+            self._comparisons.popleft()
+            with self.failure.guarded(lambda names=names: f"compared {', '.join(names)}"):  # type: ignore[misc]
+                work.wait()
+            for name, column in zip(names, everyone.t().tolist(), strict=True):
+                sides: dict[int, list[int]] = {}
+                for rank, digest in zip(self.groups.ranks, column, strict=True):
+                    sides.setdefault(digest, []).append(rank)
+                if len(sides) > 1:
+                    self.failure.fail(
+                        f"{name}: ranks {' and ranks '.join(map(str, sides.values()))} describe the rows of "
+                        "the microbatch differently, so wrong rows may have arrived: give both sides the "
+                        "same batches and resume from the last checkpoint"
+                    )
 
     def run(
         self,
@@ -114,19 +164,28 @@ class Coordinator:
             BoundaryError: the same on every rank.
         """
         self.failure.check()
+        self._compare()
+        self._newest = {}
         ahead = self._forward(outputs or {}) if forward else []
         back = self._backward(gradients or {}) if backward else []
         # What this rank sends forward in training has arrived when its gradient comes back.
         later = torch.is_grad_enabled() and any(self.sends(e) and not e.frozen for e in self.edges)
         transfers = [transfer for _, transfer in (*ahead, *back)]
         found = exchange(transfers, self.groups, self.failure, self._pending if later else None)
+        if transfers and not self.groups.tagged:
+            names = [transfer.name for transfer in transfers]
+            comparison = self.groups.start_comparing([self.failure.beliefs[name] for name in names])
+            self._comparisons.append((names, *comparison))
         inputs: dict[str, Tensor] = {}
         returned: dict[str, Tensor | None] = {
             edge.source_name: None for edge in self.edges if backward and self.sends(edge)
         }
         for (edge, _), rows in zip(ahead, found, strict=False):
+            tensor = (outputs or {}).get(edge.source_name)
             if rows is not None:
-                inputs[edge.source_name] = edge.from_rows(rows.detach()).requires_grad_()
+                tensor = inputs[edge.source_name] = edge.from_rows(rows.detach()).requires_grad_()
+            if tensor is not None and edge in self._newest:
+                self._newest[edge].tensor = weakref.ref(tensor)
         for (edge, _), rows in zip(back, found[len(ahead) :], strict=True):
             if rows is not None:
                 returned[edge.source_name] = edge.from_rows(rows)
@@ -167,9 +226,10 @@ class Coordinator:
         self._forwards += 1
         transfers = []
         for edge in self.edges:
-            plan, kind = planned = self._plan(edge, counts[edge], microbatch)
+            plan, kind = self._plan(edge, counts[edge], microbatch)
             if torch.is_grad_enabled() and not edge.frozen:
-                self._outstanding[edge].append(planned)
+                self._newest[edge] = _Outstanding(plan, kind)
+                self._outstanding[edge].append(self._newest[edge])
             tensor = rows.get(edge)
             if tensor is None and self.sends(edge):  # an absent output has no rows
                 tensor = torch.zeros(0, *kind.row, dtype=kind.dtype, device=self.groups.device)
@@ -196,12 +256,12 @@ class Coordinator:
         for edge, answer in self._agree(announcements).items():
             if answer.row is not None and answer.dtype is not None:
                 self._kinds.setdefault(edge, RowKind(answer.row, answer.dtype))
-            self._outstanding[edge].append(self._plan(edge, answer.counts, None))
+            self._outstanding[edge].append(_Outstanding(*self._plan(edge, answer.counts, None)))
         self._backwards += 1
         transfers = []
         for edge in edges:
-            plan, kind = self._outstanding[edge].popleft()
-            plan, tensor = plan.backward, rows.get(edge)
+            oldest = self._outstanding[edge].popleft()
+            plan, kind, tensor = oldest.plan.backward, oldest.kind, rows.get(edge)
             if tensor is None and self.receives(edge):  # an absent gradient is zero
                 held = plan.rows_held(self.groups.rank)
                 tensor = torch.zeros(held, *kind.row, dtype=kind.dtype, device=self.groups.device)

@@ -3,7 +3,7 @@
 All ranks of an exchange pass the same transfers in the same order; from those and the plans each rank knows
 what the others send. Small messages between two ranks are coalesced into one buffer. The tag of a message is
 a digest of what the rank believes about the transfer: on gloo, ranks that count rows differently time out
-instead of receiving wrong rows (NCCL has no tags).
+instead of receiving wrong rows. NCCL has no tags: there the coordinator compares the digests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nemotron3.boundary.groups import Failure, Groups
+from megatron_nemotron3.boundary.failure import Failure
+from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.boundary.plan import Message, Piece, Plan
 
 #: Messages between two ranks are sent as one buffer if they are at most this long together.
@@ -142,11 +143,13 @@ def exchange(
     rank = groups.rank
     for transfer in transfers:
         _check_rows(transfer, rank, failure)
+    tags = [transfer.tag() for transfer in transfers]
+    failure.believe({transfer.name: tag for transfer, tag in zip(transfers, tags, strict=True)})
     with failure.guarded(lambda: f"waited for {', '.join(transfer.text(rank) for transfer in transfers)}"):
         if pending is not None:
             pending.wait()
         buffers = [_allocate(transfer, rank, groups.device) for transfer in transfers]
-        _send_and_receive(transfers, buffers, groups, pending)
+        _send_and_receive(transfers, tags, buffers, groups, pending)
         return [_gather_rows(t, buffer, groups) for t, buffer in zip(transfers, buffers, strict=True)]
 
 
@@ -186,20 +189,23 @@ def _allocate(transfer: Transfer, rank: int, device: torch.device) -> Tensor | N
 
 
 def _send_and_receive(
-    transfers: Sequence[Transfer], buffers: list[Tensor | None], groups: Groups, pending: Pending | None
+    transfers: Sequence[Transfer],
+    tags: Sequence[int],
+    buffers: list[Tensor | None],
+    groups: Groups,
+    pending: Pending | None,
 ) -> None:
     rank = groups.rank
     sent, received, own = messages_by_peer([transfer.plan for transfer in transfers], rank)
     for index, message in own:
         copy(message.pieces, _present(transfers[index].rows), _present(buffers[index]))
-    tags = [transfer.tag() for transfer in transfers]
     outgoing = {peer: _outgoing(transfers, messages, groups.device) for peer, messages in sent.items()}
     incoming = {
         peer: _incoming(transfers, messages, groups.device, buffers) for peer, messages in received.items()
     }
     # One order on all ranks: pair by pair, the lower rank of a pair first, then the higher one.
     operations = [
-        dist.P2POp(operation, payload.buffer, peer, groups.group, payload.tag(tags))
+        dist.P2POp(operation, payload.buffer, peer, groups.group, payload.tag(tags) if groups.tagged else 0)
         for peer in sorted({*outgoing, *incoming}, key=lambda peer: (min(rank, peer), max(rank, peer)))
         for operation, payload in itertools.chain(
             ((dist.isend, payload) for payload in outgoing.get(peer, ())),

@@ -24,8 +24,8 @@ from torch import Tensor
 from megatron_nemotron3.boundary.bridge import Bridge, dimensions
 from megatron_nemotron3.boundary.coordinator import Coordinator, require_same_edges
 from megatron_nemotron3.boundary.edge import Edge
+from megatron_nemotron3.boundary.failure import Failure
 from megatron_nemotron3.boundary.feed import RowFeed, Stream
-from megatron_nemotron3.boundary.groups import Failure
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.stages import check_modules, stage_of
 
@@ -44,7 +44,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         timeout: of every wait at a boundary; None: that of the default process group.
 
     Raises:
-        BoundaryError: the same on every rank: a rank is in no module, the modules cannot run as one pipeline
+        BoundaryError: the same on every rank: the modules cannot run as one pipeline
             (`stages.check_modules`), or ranks were given different arguments.
         ValueError: an invalid argument.
     """
@@ -67,10 +67,11 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
             for name, grid in module_to_grid_map.items()
         }
         check_modules(self._layouts, topology, dist.get_world_size(), frozen)
+        in_modules = sorted({rank for layout in self._layouts.values() for rank in layout.ranks})
         self._frozen = frozenset(frozen)
         self._hidden_size, self._timeout = hidden_size, timeout
         self._coordinators: dict[str, Coordinator] = {}
-        self._failure = Failure(range(dist.get_world_size()), self._abort)
+        self._failure = Failure(in_modules, self._abort)
         super().__init__(module_to_grid_map, topology, config, dim_mapping, module_output_ndim)
 
     def _build_bridge_comms(self) -> None:
@@ -141,10 +142,8 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
     def current_stage(self) -> int:
         """Pipeline stage of this rank, counted from the end of the pipeline (`stages.py`).
 
-        The schedule reads it once before a batch; microbatches that ran forward only are dropped then.
+        A rank in no module has stage 0, as upstream.
         """
-        for coordinator in self._coordinators.values():
-            coordinator.forget()
         return stage_of(self.current_rank, self._layouts, self.topology)
 
     def _abort(self) -> None:
@@ -206,6 +205,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
             module = self.rank_module_map.get(name)
             if module is not None and module.pp_rank == 0:
                 back = gradients is not None
+                coordinator.forget_forward_only()
                 found |= coordinator.run(None, gradients, forward=forward, backward=back)[0]
         return found
 
@@ -228,6 +228,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         for coordinator in self._coordinators.values():
             if any(edge.source_name in last for edge in coordinator.edges):
                 ahead = outputs is not None
+                coordinator.forget_forward_only()
                 gradients = coordinator.run(outputs, None, forward=ahead, backward=backward)[1]
                 for name, gradient in gradients.items():
                     # A module that feeds two others gets the sum of their gradients, as in autograd.

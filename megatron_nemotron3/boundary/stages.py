@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from megatron_nemotron3.boundary.groups import BoundaryError
+from megatron_nemotron3.boundary.failure import BoundaryError
 from megatron_nemotron3.boundary.layout import Layout
 
 Layouts = Mapping[str, Layout]
@@ -23,9 +23,9 @@ def check_modules(
     """Refuse modules that would hang later. Only arguments are read, so all ranks raise the same error.
 
     Raises:
-        BoundaryError: a module has no layout, the topology has a cycle, a rank is in no module or beyond the
-            world, an edge skips stages, the modules of a rank are at different stages, a module and the next
-            one share ranks, or a frozen module receives from a trained one.
+        BoundaryError: a module has no layout, the topology has a cycle, a rank is beyond the world, an edge
+            skips stages, the modules of a rank are at different stages, a module and the next one share
+            ranks, or a frozen module receives from a trained one. Ranks in no module are idle, as upstream.
     """
     for name, destinations in topology.items():
         if unknown := {name, *destinations} - layouts.keys():
@@ -40,12 +40,6 @@ def check_modules(
             modules_of.setdefault(rank, []).append(name)
     if beyond := sorted(rank for rank in modules_of if rank >= world_size):
         raise BoundaryError(f"ranks {beyond} of the layouts do not exist: the world has {world_size}")
-    if idle := sorted(set(range(world_size)) - modules_of.keys()):
-        modules = ", ".join(f"{name}: ranks {at.ranks[0]}-{at.ranks[-1]}" for name, at in layouts.items())
-        raise BoundaryError(
-            f"ranks {idle} of {world_size} are in no module ({modules}): use them in one, or "
-            f"start {len(modules_of)} processes"
-        )
     for name, destinations in topology.items():
         after = {other: remaining(other, layouts, topology) for other in destinations}
         for destination in destinations:
@@ -85,10 +79,9 @@ def remaining(module: str, layouts: Layouts, topology: Topology, above: tuple[st
 
 
 def stage_of(rank: int, layouts: Layouts, topology: Topology) -> int:
-    """Pipeline stage of a rank; 0 is the start of the longest path."""
-    return next(
-        _module_stage(rank, name, layouts, topology) for name in layouts if rank in layouts[name].ranks
-    )
+    """Pipeline stage of a rank; 0 is the start of the longest path, and of a rank in no module."""
+    stages = (_module_stage(rank, name, layouts, topology) for name in layouts if rank in layouts[name].ranks)
+    return next(stages, 0)
 
 
 def _module_stage(rank: int, module: str, layouts: Layouts, topology: Topology) -> int:

@@ -70,20 +70,40 @@ def _fallback_table() -> list[tuple[Any, str, Any]]:
 def _optimizer_table() -> list[tuple[Any, str, Any]]:
     """(object, attribute, replacement) for resuming the distributed optimizer with torch's Adam.
 
-    Without apex and TE upstream fails in three ways. It asks for the step count before any state exists.
-    After loading, the step of every parameter is one shared tensor, which Adam advances once per parameter,
-    or the zero of a placeholder. It looks for a step per parameter in a fully reshardable checkpoint, which
-    has none.
+    Without apex and TE upstream fails in four ways. It asks for the step count before any state exists, and
+    where there is none: the experts' optimizer of a pipeline stage without E layers has no parameters. After
+    loading, the step of every parameter is one shared tensor, which Adam advances once per parameter, or
+    the zero of a placeholder. It looks for a step per parameter in a fully reshardable checkpoint, which has
+    none.
     """
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
 
     state_dict, load_state_dict = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
+    synchronize_steps = ChainedOptimizer._synchronize_steps
+    no_parameter = "no parameter"  # key of the state that keeps the step count of an empty optimizer
+
+    def synchronize_steps_of_empty(self: Any) -> Any:
+        inner = [optimizer.optimizer for optimizer in self.chained_optimizers if optimizer.optimizer]
+        steps = [
+            float(s["step"])
+            for one in inner
+            for key, s in one.state.items()
+            if key != no_parameter and "step" in s
+        ]
+        for one in inner:
+            if not any(group["params"] for group in one.param_groups):
+                one.state[no_parameter] = {"step": torch.tensor(max(steps, default=0.0))}
+        return synchronize_steps(self)
 
     def state_dict_of_started(self: Any) -> Any:
         inner = self.optimizer
         if not self.is_stub_optimizer and not inner.state:
-            for parameter in (p for group in inner.param_groups for p in group["params"]):
+            parameters = [p for group in inner.param_groups for p in group["params"]]
+            if not parameters:
+                inner.state[no_parameter] = {"step": torch.tensor(0.0)}
+            for parameter in parameters:
                 inner.state[parameter] = {
                     "step": torch.tensor(0.0),
                     "exp_avg": torch.zeros_like(parameter),
@@ -106,6 +126,7 @@ def _optimizer_table() -> list[tuple[Any, str, Any]]:
     return [
         (DistributedOptimizer, "_set_main_param_and_optimizer_states", set_state_without_step),
         (DistributedOptimizer, "state_dict", state_dict_of_started),
+        (ChainedOptimizer, "_synchronize_steps", synchronize_steps_of_empty),
         (DistributedOptimizer, "load_state_dict", load_state_dict_with_steps),
     ]
 

@@ -9,6 +9,7 @@ import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -51,6 +52,7 @@ class Nemotron3Stack(HybridStack):
                 print(f"megatron_nemotron3: {submodules.description}", flush=True)
         emulate_stack(self)
         watch_stack(self)
+        size_moe_metrics(config)
 
 
 class MTPLayer(MultiTokenPredictionLayer):
@@ -87,6 +89,25 @@ class MTPLayer(MultiTokenPredictionLayer):
         if packed_seq_params is not None:
             check_borders(packed_seq_params)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+def size_moe_metrics(config: TransformerConfig) -> None:
+    """Create the metrics that Megatron logs for the routers, with one slot per decoder layer and MTP depth.
+
+    Ranks of all pipeline stages add up these tensors. The routers of a stage create them with this size. For
+    a stage without E layers the training loop creates them, and in 0.19 it counts only the E layers. Stages
+    that add tensors of different sizes abort in gloo; in NCCL the result is undefined.
+    """
+    if config.num_moe_experts is None:
+        return
+    kinds = config.moe_router_load_balancing_type
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    # The prefixes in Megatron's names: "aux_loss" -> "load_balancing_loss".
+    names = [kind.replace("aux_loss", "load_balancing_loss") for kind in kinds if kind.endswith("aux_loss")]
+    names += ["z_loss"] if config.moe_z_loss_coeff is not None else []
+    for name in names:
+        slots = config.num_layers + (config.mtp_num_layers or 0)
+        get_moe_metrics_tracker().ensure_initialized(name, slots)
 
 
 def check_borders(packed: PackedSeqParams) -> None:

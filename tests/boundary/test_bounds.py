@@ -62,6 +62,13 @@ def test_plans_meet_the_bounds(case) -> None:
             # What a rank receives and gathers is what it lacks, and no row twice.
             got = {rank: moved.received[rank] + moved.gathered[rank] for rank in wanted}
             assert got == low.missing
+            # Also with leaders: together t - 1 times the group's rows, whoever received them first.
+            for groups in direction.receivers:
+                for ranks, _ in groups:
+                    entered = sum(moved.received[rank] for rank in ranks)
+                    gathered = sum(moved.gathered[rank] for rank in ranks)
+                    assert gathered + entered == sum(low.missing[rank] for rank in ranks)
+            assert (moved.busiest - low.busiest) * direction.row_bytes <= direction.leader_bytes
         equal = without_leaders(direction)
         assert bounds(equal) == low
         moved = traffic(equal)
@@ -106,6 +113,8 @@ def test_one_sender_needs_one_receiver() -> None:
         assert len(way.messages) == 1
         assert traffic(way).busiest == bounds(way).busiest == 10_000
     assert plan.gather(5) == (tuple(range(1, 9)), 10_000, 10_000)  # a broadcast
+    # Every rank but the leader receives all rows; together it is t - 1 times the rows, as with equal parts.
+    assert traffic(plan).gathered == {1: 0} | dict.fromkeys(range(2, 9), 10_000)
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])

@@ -247,7 +247,8 @@ class Runner:
                 sequence_parallel=[name for name, at in layouts.items() if at.sequence_parallel],
                 **{"frozen": world.frozen, **options},
             )
-        self.groups = MultiModuleProcessGroupCollection(groups, "language" if "language" in groups else None)
+        named = "language" if "language" in groups else None
+        self.groups = MultiModuleProcessGroupCollection(groups, named) if groups else None  # an idle rank
         self.model = Stages(world, config)
 
     def run(self, batches: list[dict[str, Any]], forward_only: bool = False, times: int = 1) -> Result:

@@ -11,23 +11,30 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.support.checkpoint_runs import free_port
 from tests.support.distributed import PRELOAD
 
 NOTHING = "(ended without a word)"
 
 
-def run_apart(function: Callable[..., str], size: int, *args: Any, wait: float, timeout: float) -> list[str]:
+def run_apart(
+    function: Callable[..., str], size: int, *args: Any, wait: float, timeout: float, tcp: bool = False
+) -> list[str]:
     """What `function(*args)` returned or raised on every rank; NOTHING if the process just ended.
 
     Args:
         wait: seconds of every wait in the default process group.
         timeout: for the whole; what hangs then is killed and says so.
+        tcp: rank 0 hosts the store of the default process group; otherwise it is a file.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
+        store = f"tcp://127.0.0.1:{free_port()}" if tcp else f"file://{folder}/store"
         processes = [
-            context.Process(target=_rank, args=(function, args, rank, size, folder, wait, dict(os.environ)))
+            context.Process(
+                target=_rank, args=(function, args, rank, size, folder, store, wait, dict(os.environ))
+            )
             for rank in range(size)
         ]
         for process in processes:
@@ -50,6 +57,7 @@ def _rank(
     rank: int,
     size: int,
     folder: str,
+    store: str,
     wait: float,
     environment: dict[str, str],
 ) -> None:
@@ -62,7 +70,7 @@ def _rank(
     with cpu_mode():
         torch.distributed.init_process_group(
             "gloo",
-            init_method=f"file://{folder}/store",
+            init_method=store,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=wait),
