@@ -71,9 +71,10 @@ def plan(options: argparse.Namespace) -> int:
     for name, most in (("gpus", MOST_GPUS), ("best", 1000)):
         if not 1 <= (value := getattr(options, name)) <= most:
             raise ValueError(f"--{name} {value}: give 1 to {most}")
+    length, batch = options.seq_length, options.global_batch_size  # 0 is wrong, not "as published"
     schedule = TrainingSchedule(
-        seq_length=options.seq_length or config.seq_length,
-        global_batch_size=options.global_batch_size or published(config).global_batch_size or BATCH,
+        seq_length=config.seq_length if length is None else length,
+        global_batch_size=(published(config).global_batch_size or BATCH) if batch is None else batch,
     )
     question = Question(
         launch=Launch(config=config, precision=options.precision, backend="te", schedule=schedule),

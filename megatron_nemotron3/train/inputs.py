@@ -39,6 +39,8 @@ def require_inputs(options: argparse.Namespace) -> None:
         raise ValueError("--tokenizer goes with --data-path; from text a tokenizer is trained: drop it")
     if options.text is not None and not Path(options.text).exists():
         raise ValueError(f"--text {options.text} does not exist")
+    if options.text is not None and not (Path(options.text).is_file() or Path(options.text).is_dir()):
+        raise ValueError(f"--text {options.text} is neither a file nor a folder")
     if options.max_bytes is not None and options.max_bytes < 1:
         raise ValueError(f"--max-bytes {options.max_bytes}: give 1 or more")
     output = options.output
