@@ -105,9 +105,11 @@ def size_moe_metrics(config: TransformerConfig) -> None:
     # The prefixes in Megatron's names: "aux_loss" -> "load_balancing_loss".
     names = [kind.replace("aux_loss", "load_balancing_loss") for kind in kinds if kind.endswith("aux_loss")]
     names += ["z_loss"] if config.moe_z_loss_coeff is not None else []
+    tracker, slots = get_moe_metrics_tracker(), config.num_layers + (config.mtp_num_layers or 0)
     for name in names:
-        slots = config.num_layers + (config.mtp_num_layers or 0)
-        get_moe_metrics_tracker().ensure_initialized(name, slots)
+        if name in tracker.metrics and len(tracker.metrics[name].values) < slots:
+            del tracker.metrics[name]  # of a smaller model in this process
+        tracker.ensure_initialized(name, slots)
 
 
 def check_borders(packed: PackedSeqParams) -> None:
