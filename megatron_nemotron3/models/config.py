@@ -57,9 +57,8 @@ def _require_value(model: str, field: str, annotation: str, value: object) -> No
         zero = field in _MAY_BE_ZERO
         # Compared as it is: an integer of 400 digits has no float.
         if not 0 <= value < 1 << 63 or (value == 0 and not zero):
-            raise ValueError(
-                f"{model}: {field}={str(value)[:40]}: give a positive number" + (" or 0" if zero else "")
-            )
+            number = "a positive number or 0" if zero else "a positive number"
+            raise ValueError(f"{model}: {field}={str(value)[:40]}: give {number} below 2^63")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,7 +106,7 @@ HF: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "config asks for the impossible": (
         lambda f: _edit(f / "config.json", lambda d: d.update(hidden_size=10**30)),
-        "another shape",
+        "hidden_size=1000000.*: give a positive number below",
     ),
     "config has 10^9 experts": (
         lambda f: _edit(f / "config.json", lambda d: d.update(n_routed_experts=10**9)),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.convert import config_json, inventory
+from megatron_nemotron3.convert.checksums import Reads
 from megatron_nemotron3.convert.plan import apply
 from megatron_nemotron3.models import Nemotron3Config
 from tests.support.convert_models import assemble, chunks
@@ -28,6 +29,7 @@ class InMemory:
 
     def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
         self.content, self.folder, self.read_names = tensors, folder, set[str]()
+        self.reads = Reads(folder)
 
     @property
     def tensors(self) -> dict[str, Entry]:
