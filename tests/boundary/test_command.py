@@ -89,7 +89,10 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ),
         (["--from", "dp=99999", "--to", "dp=2"], "99,999 ranks: use 16,384 at most"),
         (["--from", "dp=4097", "--to", "dp=4096"], "16,781,312 samples (DP=4097 and DP=4096): use 1,000,000"),
-        (["--from", "dp=2", "--to", "dp=2", "--plot", "/nowhere/plan.png"], "/nowhere is not a folder: mkdir -p"),
+        (
+            ["--from", "dp=2", "--to", "dp=2", "--plot", "/nowhere/plan.png"],
+            "/nowhere is not a folder: mkdir -p",
+        ),
         (["--from", "dp=2", "--to", "dp=2", "--dtype", "fp64"], "invalid choice"),
         (["--to", "dp=2"], "required: --from"),
     ],
