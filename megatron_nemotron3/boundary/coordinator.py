@@ -24,7 +24,7 @@ from megatron_nemotron3.boundary.agreement import (
 )
 from megatron_nemotron3.boundary.edge import Edge
 from megatron_nemotron3.boundary.exchange import Pending, RowKind, Transfer, exchange
-from megatron_nemotron3.boundary.failure import Failure
+from megatron_nemotron3.boundary.failure import Failure, disagreements
 from megatron_nemotron3.boundary.feed import Microbatch, Stream
 from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.boundary.plan import Plan
@@ -131,16 +131,12 @@ class Coordinator:
             self._comparisons.popleft()
             with self.failure.guarded(lambda names=names: f"compared {', '.join(names)}"):  # type: ignore[misc]
                 work.wait()
-            for name, column in zip(names, everyone.t().tolist(), strict=True):
-                sides: dict[int, list[int]] = {}
-                for rank, digest in zip(self.groups.ranks, column, strict=True):
-                    sides.setdefault(digest, []).append(rank)
-                if len(sides) > 1:
-                    self.failure.fail(
-                        f"{name}: ranks {' and ranks '.join(map(str, sides.values()))} describe the rows of "
-                        "the microbatch differently, so wrong rows may have arrived: give both sides the "
-                        "same batches and resume from the last checkpoint"
-                    )
+            digests = zip(self.groups.ranks, everyone.tolist(), strict=True)
+            if lines := disagreements({rank: dict(zip(names, row, strict=True)) for rank, row in digests}):
+                self.failure.fail(
+                    f"{'; '.join(lines)}, so wrong rows may have arrived: give both sides the same "
+                    "batches and resume from the last checkpoint"
+                )
 
     def run(
         self,

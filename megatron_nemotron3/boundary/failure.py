@@ -211,7 +211,7 @@ class Failure:
         if ended := sorted(set(silent) - set(running)):
             lines.append(f"{_ranks(ended)} ended: look for the first error in the log there")
         entries[self.rank] = entry
-        lines += _disagreements({rank: believed for rank, (_, believed) in sorted(entries.items())})
+        lines += disagreements({rank: believed for rank, (_, believed) in sorted(entries.items())})
         if running and not lines:
             lines.append(f"{_ranks(running)} did not come to this exchange in time, but the process runs")
         lines.append(f"rank {self.rank}: {text}")
@@ -248,8 +248,12 @@ class Failure:
                 yield store
 
 
-def _disagreements(beliefs: Mapping[int, Mapping[str, int]]) -> list[str]:
-    """A line for each transfer that ranks describe differently."""
+def disagreements(beliefs: Mapping[int, Mapping[str, int]]) -> list[str]:
+    """A line for each transfer that ranks describe differently.
+
+    Args:
+        beliefs: rank -> name of a transfer -> digest of what the rank believes about it.
+    """
     lines = []
     for name in dict.fromkeys(name for believed in beliefs.values() for name in believed):
         groups: dict[int, list[int]] = {}

@@ -254,7 +254,7 @@ def test_other_counts_are_noticed_without_tags():
     """At the next microbatch, although the rows were received."""
     found = run_apart(_other_count_without_tags, 3, wait=20.0, timeout=60)
     assert len(set(found)) == 1, found
-    for words in ("BoundaryError: ", "forward 2", "ranks [0] and ranks [1, 2] describe", "same batches"):
+    for words in ("BoundaryError: ", "forward 2", "rank 0 and ranks [1, 2] describe", "same batches"):
         assert words in found[0], (words, found[0])
 
 
