@@ -78,6 +78,11 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _drop_output() -> None:
+    """Send what is buffered for stdout, which cannot be written, nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -95,9 +100,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # `nemotron3 flags … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
     except (ValueError, OSError) as problem:
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk; Python would flush again when it ends, and print a traceback
+            _drop_output()
         text = printable(str(problem), but="\n")
         print(f"nemotron3 {options.command}: {text}", file=sys.stderr)
         return 2

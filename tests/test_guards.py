@@ -169,7 +169,8 @@ def test_a_full_disk_leaves_no_file(
     assert [path.name for path in full_disk.iterdir()] == ["ballast"]
 
 
-def test_stdout_on_a_full_disk() -> None:
+def test_stdout_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with open("/dev/full", "w") as full:
         words = [sys.executable, "-m", "megatron_nemotron3", "flags", "nano"]
         done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
