@@ -17,9 +17,10 @@ from tests.support import durations
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
-# A shell starts background jobs with SIGINT ignored, and every process of a test would inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts background jobs with SIGINT ignored, nohup with SIGHUP; processes of tests would inherit it.
+for signum, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(signum) is signal.SIG_IGN:
+        signal.signal(signum, handler)
 
 SECONDS = durations.read()
 _NVTE = {name for name in os.environ if name.startswith("NVTE_")}

@@ -33,6 +33,9 @@ from megatron_nemotron3.boundary.stages import check_modules, stage_of
 class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
     """Sends rows and gradients between modules, and activations and gradients between stages of one module.
 
+    Keep what was sent and received until its gradient has been exchanged, as the stock schedule does: when
+    the next forward exchange begins, a microbatch whose tensors have been released counts as run forward only.
+
     Args:
         module_to_grid_map, topology, config, dim_mapping, module_output_ndim: as upstream, the same on every
             rank. `config.pipeline_dtype` is the dtype of all rows.
@@ -205,7 +208,8 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
             module = self.rank_module_map.get(name)
             if module is not None and module.pp_rank == 0:
                 back = gradients is not None
-                coordinator.forget_forward_only()
+                if forward:
+                    coordinator.forget_forward_only()
                 found |= coordinator.run(None, gradients, forward=forward, backward=back)[0]
         return found
 
@@ -228,7 +232,8 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         for coordinator in self._coordinators.values():
             if any(edge.source_name in last for edge in coordinator.edges):
                 ahead = outputs is not None
-                coordinator.forget_forward_only()
+                if ahead:
+                    coordinator.forget_forward_only()
                 gradients = coordinator.run(outputs, None, forward=ahead, backward=backward)[1]
                 for name, gradient in gradients.items():
                     # A module that feeds two others gets the sum of their gradients, as in autograd.

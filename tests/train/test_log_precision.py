@@ -29,7 +29,7 @@ SPEC = ["--spec", "megatron_nemotron3.specs"]
         (["--log-precision=often"], "--log-precision often: give at least 1 iteration"),
         (
             ["--log-precision", "--backend", "auto", "--precision", "mxfp8"],
-            "use backend te, or precision bf16",
+            "use backend te, or emulate=True",
         ),
     ],
 )
