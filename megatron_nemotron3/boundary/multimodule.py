@@ -34,7 +34,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
     """Sends rows and gradients between modules, and activations and gradients between stages of one module.
 
     Keep what was sent and received until its gradient has been exchanged, as the stock schedule does: when
-    the next forward exchange begins, a microbatch whose tensors have been released counts as run forward only.
+    the next forward exchange begins, a microbatch whose tensors were released counts as run forward only.
 
     Args:
         module_to_grid_map, topology, config, dim_mapping, module_output_ndim: as upstream, the same on every

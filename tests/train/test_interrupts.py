@@ -36,11 +36,12 @@ def test_during_imports_there_is_no_traceback(signum: signal.Signals, tmp_path: 
         time.sleep(0.01)
     process.send_signal(signum)
     said = process.communicate(timeout=60)[0]
-    assert (
-        (process.returncode, said) == (130, "\nnemotron3 train: interrupted\n")
-        if signum == INT
-        else (-TERM, "")
-    )
+    if signum == INT:
+        # An import may swallow the first interrupt, or turn it into an error of its own.
+        assert process.returncode == 130, said
+        assert said.strip().removeprefix("nemotron3 train: ") == "interrupted", said
+    else:
+        assert (process.returncode, said) == (-TERM, "")
     assert not (tmp_path / "run").exists()
 
 
