@@ -39,7 +39,7 @@ def test_during_imports_there_is_no_traceback(signum: signal.Signals, tmp_path: 
     if signum == INT:
         # An import may swallow the first interrupt, or turn it into an error of its own.
         assert process.returncode == 130, said
-        assert said.strip().removeprefix("nemotron3 train: ") == "interrupted", said
+        assert said.strip().split(": ")[-1] == "interrupted" and len(said.strip().splitlines()) == 1, said
     else:
         assert (process.returncode, said) == (-TERM, "")
     assert not (tmp_path / "run").exists()
