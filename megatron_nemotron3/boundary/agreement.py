@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nemotron3.boundary.failure import BoundaryError, Failure
+from megatron_nemotron3.boundary.failure import BoundaryError, Failure, by_value
 from megatron_nemotron3.boundary.groups import Groups
 
 #: A dtype is sent as its index.
@@ -231,9 +231,7 @@ def _feed_text(said: tuple[int, int]) -> str:
 
 
 def _require_equal(values: dict[int, Any], text: Callable[[Any], str], what: str) -> None:
-    groups: dict[Any, list[int]] = {}
-    for rank, value in values.items():
-        groups.setdefault(value, []).append(rank)
+    groups = by_value(values)
     if len(groups) > 1:
         said = "; ".join(f"ranks {ranks} {what} {text(value)}" for value, ranks in groups.items())
         raise ValueError(f"{said}: they must agree; give all of them the same configuration and batches")

@@ -221,8 +221,7 @@ class Failure:
 
     def _written_reason(self) -> str | None:
         """The reason that another rank wrote, if any."""
-        own = (self._mailboxes.open(rank) for rank in (self.rank,))
-        for store in itertools.chain(own, self._keepers()):
+        for store in itertools.chain([self._mailboxes.open(self.rank)], self._keepers()):
             if _quietly(store.check, [self._key]) and (found := _quietly(store.get, self._key)) is not None:
                 return str(found.decode())
         return None
@@ -235,7 +234,8 @@ class Failure:
                 first = found.decode()
         if first == reason:  # this rank was first: the others find it in their own mailbox
             for rank in self._mailboxes.alive([rank for rank in self.ranks if rank != self.rank]):
-                _quietly(lambda rank=rank: self._mailboxes.open(rank).compare_set(self._key, "", first))
+                if (store := _quietly(self._mailboxes.open, rank)) is not None:
+                    _quietly(store.compare_set, self._key, "", first)
         return first
 
     def _keepers(self) -> Iterator[Any]:
@@ -256,14 +256,19 @@ def disagreements(beliefs: Mapping[int, Mapping[str, int]]) -> list[str]:
     """
     lines = []
     for name in dict.fromkeys(name for believed in beliefs.values() for name in believed):
-        groups: dict[int, list[int]] = {}
-        for rank, believed in beliefs.items():
-            if name in believed:
-                groups.setdefault(believed[name], []).append(rank)
+        groups = by_value({rank: believed[name] for rank, believed in beliefs.items() if name in believed})
         if len(groups) > 1:
             sides = " and ".join(_ranks(ranks) for ranks in groups.values())
             lines.append(f"{name}: {sides} describe the rows of the microbatch differently")
     return lines
+
+
+def by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+    """Value -> the ranks that have it."""
+    groups: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    return groups
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -172,6 +173,12 @@ def atomic_group(*paths: Path) -> Iterator[list[Path]]:
             sync_folder(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def first_repeated(pairs: Sequence[tuple[str, Any]]) -> str | None:
+    """Return the first key of a JSON object that is there more than once; json keeps its last value."""
+    counts = Counter(name for name, _ in pairs)
+    return next((name for name, count in counts.items() if count > 1), None)
 
 
 def write_bytes(path: Path, data: bytes) -> None:

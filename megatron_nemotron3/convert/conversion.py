@@ -27,6 +27,7 @@ from megatron_nemotron3.convert.quantized_config import read_scales
 from megatron_nemotron3.convert.quantized_recipes import Quantization, quantization
 from megatron_nemotron3.convert.quantized_views import Quantized
 from megatron_nemotron3.convert.sources import TensorSource
+from megatron_nemotron3.convert.streams import FilePlan
 from megatron_nemotron3.convert.upload import check_url, upload
 from megatron_nemotron3.convert.views import Cast, Converted
 from megatron_nemotron3.models import Nemotron3Config
@@ -127,15 +128,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     files = to_hf.files(view.tensors, options.shard_bytes)
     for line in _quantized_lines(plan):
         print(line)
-    job = Job(
-        target,
-        view,
-        files,
-        small,
-        _job_origin(opened, options),
-        _job_options(options, scales),
-        finite=not options.allow_nonfinite,
-    )
+    job = _job(opened, target, view, (files, small), options, scales)
     if not _run_job(opened, target, job, options) or options.compare_logits is None:
         return 0
     megatron = _cast(opened.weights, options.dtype, opened, hf=False)
@@ -174,18 +167,8 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     dtype = options.dtype or _main_dtype(opened.weights)
     weights = _cast(opened.weights, options.dtype, opened, hf=True)
     view = Converted(weights, mappings(opened.config, padded_vocab_size=rows), to_hf=False)
-    files, small = from_hf.plan(
-        view, opened.config, padded_vocab_size=rows, dtype=dtype, limit=options.shard_bytes
-    )
-    job = Job(
-        target,
-        view,
-        files,
-        small,
-        _job_origin(opened, options),
-        _job_options(options),
-        finite=not options.allow_nonfinite,
-    )
+    plan = from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype=dtype, limit=options.shard_bytes)
+    job = _job(opened, target, view, plan, options)
     if not _run_job(opened, target, job, options) or options.compare_logits is None:
         return 0
     made = open_megatron(target, model=opened.config)
@@ -271,19 +254,42 @@ def _cast(view: TensorSource, dtype: str | None, opened: Checkpoint, *, hf: bool
     return Cast(view, dtype, keep=kept.__contains__)
 
 
-def _job_origin(opened: Checkpoint, options: Options) -> dict[str, object]:
-    return {
+def _job_options(options: Options, scales: Mapping[str, float] | None = None) -> dict[str, object]:
+    """Return every option that may change what is written, and the content of the scale file."""
+    values = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in _NO_EFFECT}
+    return {**values, "scales": scales}
+
+
+def _job(
+    opened: Checkpoint,
+    target: Path,
+    view: TensorSource,
+    plan: tuple[Sequence[FilePlan], Mapping[str, bytes]],
+    options: Options,
+    scales: Mapping[str, float] | None = None,
+) -> Job:
+    """Return what to write, where it comes from, and all that may change it.
+
+    Args:
+        plan: files of tensors, and small files.
+        scales: content of the scale file.
+    """
+    files, small = plan
+    origin = {
         "source": shown(opened.folder.absolute()),
         "source_kind": opened.kind,
         "model": opened.config.name,
         "dtype": options.dtype,
     }
-
-
-def _job_options(options: Options, scales: Mapping[str, float] | None = None) -> dict[str, object]:
-    """Return every option that may change what is written, and the content of the scale file."""
-    values = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in _NO_EFFECT}
-    return {**values, "scales": scales}
+    return Job(
+        target,
+        view,
+        files,
+        small,
+        origin,
+        _job_options(options, scales),
+        finite=not options.allow_nonfinite,
+    )
 
 
 def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:

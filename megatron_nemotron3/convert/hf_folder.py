@@ -22,7 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_nemotron3.checkpoint.files import Unreadable, open_outside
+from megatron_nemotron3.checkpoint.files import Unreadable, first_repeated, open_outside
 from megatron_nemotron3.checkpoint.folders import HF_CONFIG as CONFIG
 from megatron_nemotron3.checkpoint.folders import HF_INDEX as INDEX
 from megatron_nemotron3.checkpoint.folders import HF_SINGLE as SINGLE
@@ -236,9 +236,7 @@ def _parse_header(text: bytes, begin: int, size: int) -> tuple[dict[str, HeaderE
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r:.100} occurs twice")
+        raise ValueError(f"{first_repeated(pairs)!r:.100} occurs twice")
     return result
 
 

@@ -20,7 +20,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.checkpoint.files import first_repeated, read_outside
 from megatron_nemotron3.models import catalog
 from megatron_nemotron3.models.config import MAMBA_CONV_KERNEL, Nemotron3Config
 
@@ -105,9 +105,7 @@ def from_json(text: str, name: str = "own") -> Nemotron3Config:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f'"{twice}" is given twice: drop one')
+        raise ValueError(f'"{first_repeated(pairs)}" is given twice: drop one')
     return found
 
 
