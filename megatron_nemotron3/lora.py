@@ -31,7 +31,7 @@ class LoRA:
     """y = W x + alpha / dim * B (A x), with W frozen.
 
     Args:
-        targets: last parts of names ("linear_qkv"), or whole names of a rank's first stage with * for any text
+        targets: last parts of names ("linear_qkv"), or whole names with * for any text
             ("*.layers.0.*.in_proj"; layers count from 0 over all stages).
         dim: rank of the product: A is [dim, input], B is [output, dim].
         alpha: the scale is alpha / dim.

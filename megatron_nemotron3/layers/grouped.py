@@ -203,6 +203,8 @@ class _Experts(torch.autograd.Function):
         fc1, fc2 = weights[: len(ctx.counts)], weights[len(ctx.counts) :]
         dy, dx, dprobs = dy.contiguous(), torch.empty_like(x), torch.empty_like(probs)
         trained = any(ctx.needs_input_grad[4:])  # not under LoRA that leaves the experts alone
+        dfc1: Any
+        dfc2: Any
         dfc1, dfc2 = (
             _new_gradients(w, _expert_ranges(ctx.counts)) if trained else (None,) * len(w) for w in (fc1, fc2)
         )

@@ -48,14 +48,14 @@ class ReplaceableProducts(torch.nn.Module):
 
     def adapted(self, output: torch.Tensor, *inputs: Any) -> torch.Tensor:
         """Return the output, with what the adapter (`layers.lora`) makes of the inputs added."""
-        adapter = self._modules.get("adapter")
+        adapter: Any = self._modules.get("adapter")
         return output if adapter is None else output + adapter(*inputs)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """Return the layer's own tensors, and those of the adapter, which are split in another way."""
-        adapter = self._modules.pop("adapter", None)
+        adapter: Any = self._modules.pop("adapter", None)
         try:
             result: dict[str, Any] = self.own_sharded_state_dict(prefix, sharded_offsets, metadata)
         finally:

@@ -155,8 +155,8 @@ class RowAdapter(Adapter):
 class GroupedAdapter(Adapter):
     """One A and B for each local expert. Expert-TP ranks also split the rank dim.
 
-    All ranks of an expert-TP group have the same tokens, and the dispatcher adds their outputs. So FC1 gathers
-    A x along dim, FC2 scatters the sum of A x along dim, and no product is counted twice.
+    All ranks of an expert-TP group have the same tokens, and the dispatcher adds their outputs. So FC1
+    gathers A x along dim, FC2 scatters the sum of A x along dim, and no product is counted twice.
     """
 
     def __init__(self, linear: GroupedLinear, lora: LoRA, name: str) -> None:

@@ -1,4 +1,4 @@
-"""LoRA in any layout against one process: losses, gradients, three steps; and what is not an adapter stays."""
+"""LoRA in any layout against one process: losses, gradients, steps; and what is not an adapter stays."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_stage_without_adapters() -> None:
 
 @pytest.mark.full
 def test_recomputed_layers_have_gradients() -> None:
-    """Full recomputation drops gradients of layers whose input needs none; the frozen embedding's output does."""
+    """Full recomputation drops gradients of layers whose input needs none: the embedding's output does."""
     one = case_of("super")
     full = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
     found = train(replace(one, extra=(*one.extra, *full)), weights(one))
