@@ -68,7 +68,7 @@ def assert_merged(folder: Path, merged: dict[str, Tensor]) -> None:
 
 
 def test_merged_as_peft_merges(base: Path, tmp_path: Path) -> None:
-    """peft's own adapter, with an A for each of q, k, v, merged on the way to Megatron and on the way back."""
+    """peft's own adapter, with an A for each of q, k, v, merged on the way there and back."""
     expected = load_file(FOLDER / "merged.safetensors")
     assert len(expected) == 31
     run("from-hf", base, tmp_path / "merged", "--adapter", FOLDER, "--merge-adapter")
