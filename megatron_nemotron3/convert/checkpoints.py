@@ -182,7 +182,7 @@ def open_hugging_face(
         raise ValueError(
             f"{folder}: --dequantize: config.json has no {QUANTIZATION}: its weights are not quantized"
         )
-    config, mtp_source = _hf_config(folder, data, model, mtp_num_layers)
+    config, mtp_source = hf_model(folder, data, model, mtp_num_layers)
     kept = {name: name for name in source.tensors if not _matches_any(name, allow_unused)}
     inventory.check_hf(config, {name: source.tensors[name].shape for name in kept})
     inventory.check_types(folder, {name: source.tensors[name].dtype for name in kept})
@@ -193,7 +193,7 @@ def open_hugging_face(
     )
 
 
-def _hf_config(
+def hf_model(
     folder: Path, data: dict[str, Any], model: Nemotron3Config | None, depths: int | None
 ) -> tuple[Nemotron3Config, str]:
     """Return the model of a config.json, and what says how many depths its MTP has."""
