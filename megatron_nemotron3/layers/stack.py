@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_nemotron3.layers import padding
 from megatron_nemotron3.monitor.attach import watch_mtp, watch_stack
 from megatron_nemotron3.precision.install import emulate_mtp, emulate_stack
 
@@ -54,6 +55,39 @@ class Nemotron3Stack(HybridStack):
         watch_stack(self)
         size_moe_metrics(config)
 
+    def forward(
+        self,
+        hidden_states: Any,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Upstream's forward; routers leave padding tokens out (layers/padding.py).
+
+        Args:
+            hidden_states: [s, b, d], this rank's part; upstream wraps it in inference.
+            padding_mask: [b, s / cp], True for padding.
+
+        Raises:
+            ValueError: the mask has another length.
+        """
+        if padding_mask is not None or packed_seq_params is not None:
+            hidden = hidden_states if self.pre_process else self.input_tensor
+            if isinstance(hidden, torch.Tensor):
+                padding_mask = padding.local_mask(
+                    padding_mask,
+                    packed_seq_params,
+                    hidden,
+                    self.config.sequence_parallel,
+                    self.pg_collection,
+                )
+        padding.hand_to_mtp(padding_mask)
+        output: torch.Tensor = super().forward(
+            hidden_states, *args, packed_seq_params=packed_seq_params, padding_mask=padding_mask, **kwargs
+        )
+        return output
+
 
 class MTPLayer(MultiTokenPredictionLayer):
     """One depth of multi-token prediction (MTP) that tells its MoE layers that they belong to MTP.
@@ -88,7 +122,18 @@ class MTPLayer(MultiTokenPredictionLayer):
         """
         if packed_seq_params is not None:
             check_borders(packed_seq_params)
+        if kwargs.get("padding_mask") is None:
+            kwargs["padding_mask"] = padding.of_decoder()
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _get_embeddings(self, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """Upstream's, but the mask stays: what is padding at a depth is what is padding in the decoder.
+
+        Upstream rolls the mask with the tokens, which makes a document's last real token padding and its last
+        padding token real.
+        """
+        ids, positions, _, embedded, hidden = super()._get_embeddings(*args, **kwargs)
+        return ids, positions, padding_mask, embedded, hidden
 
 
 def size_moe_metrics(config: TransformerConfig) -> None:
