@@ -25,13 +25,14 @@ from megatron_nemotron3.convert import config_json, inventory, mp_rank
 from megatron_nemotron3.convert.config_keys import OWN
 from megatron_nemotron3.convert.hf_folder import open_hf, read_config
 from megatron_nemotron3.convert.inventory import TensorMapping
-from megatron_nemotron3.convert.keys import master_keys, non_weight_kind, plain_name
-from megatron_nemotron3.convert.megatron_args import config_of
+from megatron_nemotron3.convert.keys import master_keys, non_weight_kind, numbered_by_layer, plain_name
+from megatron_nemotron3.convert.megatron_args import config_of, stored_pattern
 from megatron_nemotron3.convert.quantized_views import Dequantized
 from megatron_nemotron3.convert.sources import FileSource, TensorSource
 from megatron_nemotron3.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
 from megatron_nemotron3.convert.views import Converted, Selected
 from megatron_nemotron3.models import Nemotron3Config, identify, named
+from megatron_nemotron3.models.pattern import HybridPattern
 
 QUANTIZATION = "quantization_config"
 #: What a training writes beside its checkpoints, and the names of models that are taken from it.
@@ -110,6 +111,7 @@ def open_megatron(
     if verdict.state == "legacy":
         kind, state = "mp_rank", mp_rank.common_state(place)
         config, guessed = _megatron_config(place, state, model, vocab_size)
+        _refuse_groups(place, state)
         source = mp_rank.open_mp_rank(place, config, allow_unused=allow_unused)
     else:
         source, index = open_torch_dist(place, verdict)
@@ -121,7 +123,12 @@ def open_megatron(
             if model is None:
                 raise
         config, guessed = _megatron_config(place, state, model, vocab_size)
-        source = reorder_mamba(source, config, state) if fsdp else source
+        if fsdp:
+            _refuse_groups(place, state)
+            source = reorder_mamba(source, config, state)
+        elif pattern := _grouped_pattern(place, state):
+            names = numbered_by_layer(source.tensors, pattern)
+            source = FileSource(place, {names[k]: t for k, t in source.tensors.items()}, source.files)
     keys, left_out = _weight_keys(source.tensors, allow_unused)
     if from_masters:
         masters = master_keys(source.tensors)
@@ -275,6 +282,23 @@ def _megatron_config(
     if stated is not None and (not found or stated in {one.name for one in found}):
         return config.but(name=stated, title=stated), guess
     return named(config, found), guess
+
+
+def _grouped_pattern(folder: Path, state: dict[str, Any]) -> HybridPattern | None:
+    """Return the stored pattern if it groups layers; None otherwise."""
+    arguments = state.get("args")
+    values = arguments.state if isinstance(arguments, Inert) else vars(arguments) if arguments else {}
+    text = values.get("hybrid_layer_pattern") if isinstance(values, dict) else None
+    return stored_pattern(os.fspath(folder), values) if isinstance(text, str) and "[" in text else None
+
+
+def _refuse_groups(folder: Path, state: dict[str, Any]) -> None:
+    """Refuse layers in groups in a format that names them as a stack inside the stack."""
+    if (pattern := _grouped_pattern(folder, state)) is not None:
+        raise ValueError(
+            f"{folder}: its layers are grouped ({pattern}), which is read from torch_dist checkpoints only: "
+            "load it in Megatron and save it with --ckpt-format torch_dist"
+        )
 
 
 def _name_in_run(folder: Path) -> str | None:

@@ -178,7 +178,7 @@ def config_of(
     values = args.state if isinstance(args, Inert) else vars(args)
     if not isinstance(values, dict):
         raise ValueError(f"{name}: the stored arguments are a {type(values).__name__}, not named values")
-    pattern = _stored_pattern(name, values)
+    pattern = stored_pattern(name, values)
     kinds = pattern.main + (pattern.mtp_pattern or "")
     _check_family(name, values, "E" in kinds)
     fields = {field: _stored_number(name, values, field, names) for field, names in _MODEL.items()}
@@ -211,8 +211,12 @@ def config_of(
     )
 
 
-def _stored_pattern(name: str, values: dict[str, Any]) -> patterns.HybridPattern:
-    """Parse hybrid_layer_pattern, or the two names used up to 0.16."""
+def stored_pattern(name: str, values: dict[str, Any]) -> patterns.HybridPattern:
+    """Parse hybrid_layer_pattern, or the two names used up to 0.16.
+
+    Raises:
+        ValueError: there is none, or it is invalid.
+    """
     text = values.get("hybrid_layer_pattern") or values.get("hybrid_override_pattern")
     if not isinstance(text, str):
         raise ValueError(
