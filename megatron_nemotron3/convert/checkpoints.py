@@ -22,6 +22,7 @@ from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import config_json, inventory, mp_rank
+from megatron_nemotron3.convert.config_keys import OWN
 from megatron_nemotron3.convert.hf_folder import open_hf, read_config
 from megatron_nemotron3.convert.inventory import TensorMapping
 from megatron_nemotron3.convert.keys import master_keys, non_weight_kind, numbered_by_layer, plain_name
@@ -206,7 +207,7 @@ def hf_model(
     """Return the model of a config.json, and what says how many depths its MTP has."""
     config = config_json.read(data, name=os.fspath(folder), base=model)
     found = (model,) if model else identify(config)
-    blocks, own = config.mtp_num_blocks, data.get(config_json.OWN)
+    blocks, own = config.mtp_num_blocks, data.get(OWN)
     config = named(config, found)
     if depths is not None:
         if not config.has_mtp or depths < 1 or (blocks > 1 and depths != blocks):
@@ -219,7 +220,7 @@ def hf_model(
         differs = own and stated != config.mtp_num_layers
         return config, f"--model {model.name}" + (f"; config.json says {stated}" if differs else "")
     if own:
-        return config, f"{config_json.OWN} in config.json"
+        return config, f"{OWN} in config.json"
     trained = {(one.mtp_num_layers, one.mtp_use_repeated_layer) for one in found}
     if blocks == 1 and trained and all(repeated for _, repeated in trained):
         factors = {one.mtp_loss_scaling_factor for one in found}
