@@ -23,16 +23,24 @@ from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import adapters, config_json, inventory, mp_rank
 from megatron_nemotron3.convert.adapters import Adapter, Merged
+from megatron_nemotron3.convert.config_keys import OWN
 from megatron_nemotron3.convert.hf_folder import open_hf, read_config
 from megatron_nemotron3.convert.inventory import TensorMapping
-from megatron_nemotron3.convert.keys import ADAPTER, master_keys, non_weight_kind, plain_name
-from megatron_nemotron3.convert.megatron_args import config_of
+from megatron_nemotron3.convert.keys import (
+    ADAPTER,
+    master_keys,
+    non_weight_kind,
+    numbered_by_layer,
+    plain_name,
+)
+from megatron_nemotron3.convert.megatron_args import config_of, stored_pattern
 from megatron_nemotron3.convert.quantized_views import Dequantized
 from megatron_nemotron3.convert.sources import FileSource, TensorSource
 from megatron_nemotron3.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
 from megatron_nemotron3.convert.views import Converted, Selected
 from megatron_nemotron3.lora import ARGUMENT, LoRA
 from megatron_nemotron3.models import Nemotron3Config, identify, named
+from megatron_nemotron3.models.pattern import HybridPattern
 
 QUANTIZATION = "quantization_config"
 #: What a training writes beside its checkpoints, and the names of models that are taken from it.
@@ -114,6 +122,7 @@ def open_megatron(
     if verdict.state == "legacy":
         kind, state = "mp_rank", mp_rank.common_state(place)
         config, guessed = _megatron_config(place, state, model, vocab_size)
+        _refuse_groups(place, state)
         source = mp_rank.open_mp_rank(place, config, allow_unused=allow_unused)
     else:
         source, index = open_torch_dist(place, verdict)
@@ -125,7 +134,12 @@ def open_megatron(
             if model is None:
                 raise
         config, guessed = _megatron_config(place, state, model, vocab_size)
-        source = reorder_mamba(source, config, state) if fsdp else source
+        if fsdp:
+            _refuse_groups(place, state)
+            source = reorder_mamba(source, config, state)
+        elif pattern := _grouped_pattern(place, state):
+            names = numbered_by_layer(source.tensors, pattern)
+            source = FileSource(place, {names[k]: t for k, t in source.tensors.items()}, source.files)
     keys, left_out = _weight_keys(source.tensors, allow_unused)
     if from_masters:
         masters = master_keys(source.tensors)
@@ -194,7 +208,7 @@ def open_hugging_face(
         raise ValueError(
             f"{folder}: --dequantize: config.json has no {QUANTIZATION}: its weights are not quantized"
         )
-    config, mtp_source = _hf_config(folder, data, model, mtp_num_layers)
+    config, mtp_source = hf_model(folder, data, model, mtp_num_layers)
     kept = {name: name for name in source.tensors if not _matches_any(name, allow_unused)}
     inventory.check_hf(config, {name: source.tensors[name].shape for name in kept})
     inventory.check_types(folder, {name: source.tensors[name].dtype for name in kept})
@@ -205,13 +219,13 @@ def open_hugging_face(
     )
 
 
-def _hf_config(
+def hf_model(
     folder: Path, data: dict[str, Any], model: Nemotron3Config | None, depths: int | None
 ) -> tuple[Nemotron3Config, str]:
     """Return the model of a config.json, and what says how many depths its MTP has."""
     config = config_json.read(data, name=os.fspath(folder), base=model)
     found = (model,) if model else identify(config)
-    blocks, own = config.mtp_num_blocks, data.get(config_json.OWN)
+    blocks, own = config.mtp_num_blocks, data.get(OWN)
     config = named(config, found)
     if depths is not None:
         if not config.has_mtp or depths < 1 or (blocks > 1 and depths != blocks):
@@ -224,7 +238,7 @@ def _hf_config(
         differs = own and stated != config.mtp_num_layers
         return config, f"--model {model.name}" + (f"; config.json says {stated}" if differs else "")
     if own:
-        return config, f"{config_json.OWN} in config.json"
+        return config, f"{OWN} in config.json"
     trained = {(one.mtp_num_layers, one.mtp_use_repeated_layer) for one in found}
     if blocks == 1 and trained and all(repeated for _, repeated in trained):
         factors = {one.mtp_loss_scaling_factor for one in found}
@@ -300,6 +314,23 @@ def _megatron_config(
     if stated is not None and (not found or stated in {one.name for one in found}):
         return config.but(name=stated, title=stated), guess
     return named(config, found), guess
+
+
+def _grouped_pattern(folder: Path, state: dict[str, Any]) -> HybridPattern | None:
+    """Return the stored pattern if it groups layers; None otherwise."""
+    arguments = state.get("args")
+    values = arguments.state if isinstance(arguments, Inert) else vars(arguments) if arguments else {}
+    text = values.get("hybrid_layer_pattern") if isinstance(values, dict) else None
+    return stored_pattern(os.fspath(folder), values) if isinstance(text, str) and "[" in text else None
+
+
+def _refuse_groups(folder: Path, state: dict[str, Any]) -> None:
+    """Refuse layers in groups in a format that names them as a stack inside the stack."""
+    if (pattern := _grouped_pattern(folder, state)) is not None:
+        raise ValueError(
+            f"{folder}: its layers are grouped ({pattern}), which is read from torch_dist checkpoints only: "
+            "load it in Megatron and save it with --ckpt-format torch_dist"
+        )
 
 
 def _name_in_run(folder: Path) -> str | None:

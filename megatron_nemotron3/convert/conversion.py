@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.checkpoint.folders import free_bytes, locate
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
@@ -26,6 +28,7 @@ from megatron_nemotron3.convert.checkpoints import (
     open_hugging_face,
     open_megatron,
 )
+from megatron_nemotron3.convert.config_json import clamp_note
 from megatron_nemotron3.convert.hf_folder import CONFIG, read_config
 from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.job import MANIFEST, Job, check_target, partial_of, run
@@ -147,10 +150,9 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         quantization=plan,
     )
     files = to_hf.files(view.tensors, options.shard_bytes)
-    for line in _quantized_lines(plan):
-        print(line)
+    notes = [*_quantized_lines(plan), *_clamp_lines(opened, json.loads(small[CONFIG]))]
     job = _job(opened, target, view, (files, small), options, scales)
-    if not _run_job(opened, target, job, options) or options.compare_logits is None:
+    if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
         return 0
     megatron = _cast(opened.weights, options.dtype, opened, hf=False)
     hf = open_hugging_face(target, model=options.model).weights
@@ -203,7 +205,8 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         view, opened.config, padded_vocab_size=rows, dtype=dtype, limit=options.shard_bytes, lora=lora
     )
     job = _job(opened, target, view, plan, options)
-    if not _run_job(opened, target, job, options) or options.compare_logits is None:
+    notes = _clamp_lines(opened, read_config(opened.folder))
+    if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
         return 0
     made = open_megatron(target, model=opened.config)
     return options.compare_logits(made.weights, weights, opened.config)
@@ -223,9 +226,9 @@ def _check_target(target: Path, options: Options) -> None:
         check_url(options.url)
 
 
-def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options) -> bool:
-    """Print the plan and write the folder. Returns whether it was written."""
-    for line in _plan_lines(opened, target, job):
+def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options, notes: Iterable[str]) -> bool:
+    """Print the notes and the plan, and write the folder. Returns whether it was written."""
+    for line in (*notes, *_plan_lines(opened, target, job)):
         print(line)
     if options.dry_run:
         print("dry run      nothing was written")
@@ -252,6 +255,11 @@ def _require_torch(arithmetic: object) -> None:
     """Import torch now if it will be needed. Copying needs only numpy; casts and quantization need torch."""
     if arithmetic:
         import torch  # noqa: F401
+
+
+def _clamp_lines(opened: Checkpoint, data: Mapping[str, Any]) -> list[str]:
+    note = clamp_note(data) if "M" in opened.config.full_pattern else None
+    return [] if note is None else [f"time steps   {note}"]
 
 
 def _quantized_lines(plan: Quantization | None) -> Iterator[str]:

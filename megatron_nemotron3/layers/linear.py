@@ -4,7 +4,7 @@ Megatron-Core's own `ColumnParallelLinear` and `RowParallelLinear` support tenso
 without TE. This module adds three things:
 
 * `products`: a replacement for Megatron's matrix products, such as NVFP4 emulation (`precision.linear`);
-* `NormColumnParallelLinear`: RMSNorm fused in front, weight named `layer_norm_weight`, as TE's
+* `LayerNormColumnParallelLinear`: RMSNorm fused in front, weight named `layer_norm_weight`, as TE's
   `TELayerNormColumnParallelLinear` stores it;
 * `DuplicatedLinear`: every tensor-parallel rank holds the whole weight (the latent projections of
   LatentMoE), as TE's `TELinear(parallel_mode="duplicated")`.
@@ -94,7 +94,7 @@ class RowParallelLinear(ReplaceableProducts, tensor_parallel.RowParallelLinear):
         return self.adapted(output, input_), bias
 
 
-class NormColumnParallelLinear(ColumnParallelLinear):
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
     """Y = RMSNorm(X) W^T, with the rows of W split over tensor-parallel ranks.
 
     Takes the arguments of Megatron's `ColumnParallelLinear`. Input [s, b, d] (or [s / tp, b, d] with
