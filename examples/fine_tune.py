@@ -23,16 +23,17 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-MODULES = (
-    "argparse ast asyncio base64 calendar collections configparser csv datetime decimal difflib email.message "
-    "fractions functools glob gzip heapq html http.client inspect io ipaddress itertools json logging math "
-    "multiprocessing operator os os.path pathlib pickle platform queue random re shlex shutil socket sqlite3 "
-    "statistics string struct subprocess sys tarfile tempfile textwrap threading time tokenize turtle types typing "
-    "unittest urllib.parse urllib.request uuid warnings weakref xml.dom zipfile zlib"
-).split()
+MODULES = """
+    argparse ast asyncio base64 calendar collections configparser csv datetime decimal difflib email.message
+    fractions functools glob gzip heapq html http.client inspect io ipaddress itertools json logging math
+    multiprocessing operator os os.path pathlib pickle platform queue random re shlex shutil socket sqlite3
+    statistics string struct subprocess sys tarfile tempfile textwrap threading time tokenize types typing
+    unittest urllib.parse urllib.request uuid warnings weakref xml.dom zipfile zlib
+"""
 #: The template of the conversations: plain words, so that the model's vocabulary stays as it is.
 TEMPLATE = (
-    "{% for m in messages %}{{ 'Question: ' if m.role == 'user' else 'Answer: ' }}{{ m.content }}\n{% endfor %}"
+    "{% for m in messages %}{{ 'Question: ' if m.role == 'user' else 'Answer: ' }}{{ m.content }}\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}Answer: {% endif %}"
 )
 STEPS = 60
@@ -42,7 +43,7 @@ def questions() -> dict[str, dict[str, object]]:
     """Conversations by name of the function; equal answers appear once."""
     found: dict[str, dict[str, object]] = {}
     answers = set()
-    for name in MODULES:
+    for name in MODULES.split():
         module = importlib.import_module(name)
         for key, value in sorted(vars(module).items()):
             text = inspect.getdoc(value) if callable(value) and not key.startswith("_") else None

@@ -42,8 +42,8 @@ def _tokens() -> list[Tensor]:
     return [torch.randint(1, 128, (n,), generator=generator) for n, _ in CONVERSATIONS]
 
 
-def _packed(folder: Path, multiple: int) -> packing.PackedConversations:
-    """The conversations as the packer has them after it read a file."""
+def _write(folder: Path) -> None:
+    """The conversations as the packer keeps them after it read a file."""
     file = folder / "chats.jsonl"
     file.touch()
     kept = folder / f"conversations-{packing._key(str(file), str(folder))}"
@@ -52,7 +52,6 @@ def _packed(folder: Path, multiple: int) -> packing.PackedConversations:
     np.save(kept / "tokens.npy", torch.cat(_tokens()).numpy().astype(np.int32))
     np.save(kept / "trained.npy", np.concatenate(trained))
     np.save(kept / "borders.npy", np.cumsum([0, *(n for n, _ in CONVERSATIONS)]))
-    return packing.PackedConversations(str(file), str(folder), ROW, multiple, cache=str(folder))
 
 
 def _alone(mean: str) -> Iterator[Any]:
@@ -98,7 +97,8 @@ def _measure(case: Case, weights: Tensors, mean: str, separate: bool, folder: st
         rows, step = list(_alone(mean)), _step_alone
     else:
         cp = case.layout.cp
-        packed = _packed(Path(folder), 2 * cp if cp > 1 else 1)
+        multiple = 2 * cp if cp > 1 else 1
+        packed = packing.PackedConversations(f"{folder}/chats.jsonl", folder, ROW, multiple, cache=folder)
         assert len(packed) == 4, "two conversations to a row on average, and padding"
         samples = [fine_tuning.sample(packed.row(i)) for i in range(rank, len(packed), dp)]
         rows = [{name: tensor[None] for name, tensor in one.items()} for one in samples]
@@ -120,6 +120,7 @@ def _measure(case: Case, weights: Tensors, mean: str, separate: bool, folder: st
 
 def measure(case: Case, weights: Tensors, mean: str, separate: bool = False) -> tuple[float, Tensors]:
     with tempfile.TemporaryDirectory() as folder:
+        _write(Path(folder))
         work = partial(_measure, case, weights, mean, separate, folder)
         ranks = run_distributed(work, case.layout.world_size, apart=True)
     assert len({loss for loss, _ in ranks}) == 1
@@ -162,9 +163,7 @@ def test_packed_equals_alone(
     assert set(found) == set(expected)
     for name, gradient in expected.items():
         scale = gradient.abs().max().item()
-        torch.testing.assert_close(
-            found[name], gradient, rtol=1e-4, atol=2e-5 * scale, msg=lambda m: f"{name}: {m}"
-        )
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=2e-5 * scale, msg=name)
 
 
 def test_the_means_differ(initial: dict[str, Tensors]) -> None:

@@ -19,14 +19,15 @@ TURNS = (
 )
 #: The same, with the marks of transformers.
 MARKED = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>\n"
-    "{% endgeneration %}{% else %}{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|end|>\n{% endgeneration %}{% else %}{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 #: Prompts begin a thought; turns hold an empty one, and history none, as in templates of reasoning models.
 THINKING = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
-    "{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' and loop.last %}<think></think>"
+    "{% endif %}{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}"
 )
 
 
@@ -68,7 +69,7 @@ def test_the_assistants_tokens_are_trained(tmp_path: Path, template: str) -> Non
 
 
 def test_the_prompt_of_a_thought(tmp_path: Path) -> None:
-    """The prompt ends in `<think>` and a new line, the turn has `<think></think>`: trained after `<think>`."""
+    """The prompt ends in `<think>` and a new line, the turn has `<think></think>`."""
     encoder = Encoder(write_tokenizer(tmp_path / "t", THINKING))
     (chat,) = read_conversations(write_lines(tmp_path / "c.jsonl", [{"messages": CHAT[:2]}]))
     found = encoder.encode(chat)
@@ -126,7 +127,7 @@ def test_first_fit() -> None:
 
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_rows(tmp_path: Path, multiple: int) -> None:
-    """Every conversation is whole, in one row; labels do not cross borders; nothing but the assistant counts."""
+    """Every conversation is whole and in one row; labels stay inside it; only the assistant counts."""
     generator = random.Random(2)
     chats = [
         [
