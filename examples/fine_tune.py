@@ -92,7 +92,7 @@ def main(hf: str, tokenizer: str, out: str = "runs/sft") -> None:
     if not before.exists():
         nemotron3("convert", "from-hf", hf, before)
     measure = ("--conversations", held_out, "--tokenizer", chat)
-    nemotron3("evaluate", before, *measure)
+    nemotron3("evaluate", "--checkpoint", before, *measure)
     options = (
         "--conversations",
         train,
@@ -105,7 +105,7 @@ def main(hf: str, tokenizer: str, out: str = "runs/sft") -> None:
     )
     schedule = ("--steps", STEPS, "--seq-length", 512, "--lr", "1e-3")
     nemotron3("train", "super", "--tiny", *options, *schedule)
-    nemotron3("evaluate", folder / "run", *measure)
+    nemotron3("evaluate", "--checkpoint", folder / "run", *measure)
 
 
 if __name__ == "__main__":

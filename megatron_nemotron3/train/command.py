@@ -123,7 +123,7 @@ def train_command(options: argparse.Namespace) -> int:
         layout=layout,
         precision=options.precision or ("fp32" if device == "cpu" else "bf16"),
         backend=backend,
-        schedule=schedule_of(config, layout, **_batch_of_rows(options, layout), **chosen_schedule(options)),
+        schedule=schedule_of(config, layout, **_chosen_batch(options, layout)),
         extra=extra,
         te_precision_config_file=file,
         emulate=emulated,
@@ -159,13 +159,13 @@ def _require_own_options(words: Sequence[str]) -> None:
         raise ValueError(f"after -- these would replace what train itself sets: {', '.join(wrong)}")
 
 
-def _batch_of_rows(options: argparse.Namespace, layout: ParallelLayout) -> dict[str, int]:
-    """Batch sizes for packed conversations, where the user gives none."""
+def _chosen_batch(options: argparse.Namespace, layout: ParallelLayout) -> dict[str, Any]:
+    """The schedule's options; for packed conversations with batch sizes where the user gives none."""
     chosen = chosen_schedule(options)
-    if not options.conversations:
-        return {}
-    defaults = {"micro_batch_size": 1, "global_batch_size": 4 * layout.dp * layout.pp}
-    return {name: value for name, value in defaults.items() if chosen.get(name) is None}
+    if options.conversations:
+        rows = {"micro_batch_size": 1, "global_batch_size": 4 * layout.dp * layout.pp}
+        chosen |= {name: size for name, size in rows.items() if chosen.get(name) is None}
+    return chosen
 
 
 def _log_interval(options: argparse.Namespace) -> int | None:

@@ -295,5 +295,5 @@ def test_conversations_are_measured_alone(world: None, tmp_path: Path) -> None:
 
 
 def test_conversations_need_a_tokenizer(capsys: Capture) -> None:
-    assert cli.main(["evaluate", "x", "--conversations", "y"]) == 2
+    assert cli.main(["evaluate", "--checkpoint", "x", "--conversations", "y"]) == 2
     assert "--conversations needs --tokenizer" in capsys.readouterr().err

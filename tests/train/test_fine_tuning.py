@@ -102,7 +102,9 @@ def test_held_out_loss_falls(inputs: list[str], tmp_path: Path, mean: str) -> No
     measure = ["--conversations", str(file), "--tokenizer", inputs[inputs.index("--tokenizer") + 1], "--json"]
 
     def loss() -> float:
-        found = json.loads(_run("evaluate", str(tmp_path / "run"), "--device", "cpu", *measure))
+        found = json.loads(
+            _run("evaluate", "--checkpoint", str(tmp_path / "run"), "--device", "cpu", *measure)
+        )
         assert found["conversations"] == 10
         return float(found["per_token"])
 
