@@ -48,7 +48,7 @@ def read_conversations(path: str | os.PathLike[str]) -> Iterator[Conversation]:
         ValueError: a line is no such object; the message names file and line.
         OSError: the file cannot be read.
     """
-    with open_outside(path) as file:
+    with open_outside(os.fspath(path)) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 place = f"{os.fspath(path)}:{number}"

@@ -181,7 +181,7 @@ def _write(path: str, tokenizer: str, folder: Path) -> None:
             tokens.extend(encoded.ids)
             trained.extend(encoded.trained)
             borders.append(len(tokens))
-    arrays = (
+    arrays: tuple[Any, ...] = (
         np.array(tokens, dtype=np.int32),
         np.array(trained, dtype=np.bool_),
         np.array(borders, dtype=np.int64),
