@@ -31,8 +31,8 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from torch import Tensor
 
-from megatron_nemotron3.layers.context_parallel import cu_seqlens
-from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
+from megatron_nemotron3.layers import padding
+from megatron_nemotron3.layers.context_parallel import Places, cu_seqlens
 from megatron_nemotron3.monitor.attach import watch_mtp
 from megatron_nemotron3.precision.install import emulate_mtp
 
@@ -53,7 +53,7 @@ class PhysicalBorders(PackedSeqParams):
     def of(cls, packed: PackedSeqParams) -> PhysicalBorders:
         """`packed` with padded borders. Does not repeat `__post_init__`, which waits for the device."""
         borders = object.__new__(cls)
-        vars(borders).update(vars(packed), caller=packed, cu_seqlens_q=cu_seqlens(packed))
+        borders.__dict__.update(vars(packed), caller=packed, cu_seqlens_q=cu_seqlens(packed))
         return borders
 
 
@@ -95,15 +95,28 @@ class MTPLayer(MultiTokenPredictionLayer):
             packed_seq_params = packed_seq_params.caller
         elif packed_seq_params is not None:
             refuse_padding(packed_seq_params)
+        if kwargs.get("padding_mask") is None:
+            kwargs["padding_mask"] = padding.of_decoder()
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _get_embeddings(
-        self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """Upstream's, which shifts tokens and positions by one."""
+        """Upstream's, which shifts tokens and positions by one, but the routers' mask stays.
+
+        What is padding at a depth is what is padding in the decoder. Upstream shifts the mask with the
+        tokens, which makes a document's last real token padding and its last padding token real.
+        """
         if packed_seq_params is not None:
             packed_seq_params = PhysicalBorders.of(packed_seq_params)
-        return super()._get_embeddings(*args, packed_seq_params=packed_seq_params, **kwargs)
+        ids, positions, _, embedded, hidden = super()._get_embeddings(
+            *args, packed_seq_params=packed_seq_params, **kwargs
+        )
+        return ids, positions, padding_mask, embedded, hidden
 
 
 def refuse_padding(packed: PackedSeqParams) -> None:
@@ -115,8 +128,8 @@ def refuse_padding(packed: PackedSeqParams) -> None:
     padded = packed.cu_seqlens_q_padded
     if padded is not None and padded is not packed.cu_seqlens_q:
         raise ValueError(
-            "packed documents have cu_seqlens_q_padded, and this model is no HybridModel or was not called as "
-            "a module, so Megatron would take MTP's labels from neighboring documents (Megatron-LM #6205): "
+            "packed documents have cu_seqlens_q_padded, and this model is no HybridModel or was not called "
+            "as a module. Megatron would take MTP's labels from neighboring documents (Megatron-LM #6205): "
             "call model(...), or pass the padded cu_seqlens as both and mask the padding in the loss"
         )
 
@@ -168,17 +181,17 @@ class LossHooks:
         tokens = given["input_ids"] if labels is None else labels
         if mask is None:
             mask = torch.ones_like(tokens, dtype=torch.float32)
-        places = Places.of(packed, tokens, group)
+        places = Places.of(packed, tokens.shape[1], group.size(), group.rank(), tokens.device)
         if packed is not None:
             mask = mask * places.real
             kwargs = {**kwargs, "packed_seq_params": PhysicalBorders.of(packed)}
         if group.size() > 1:
             # Without labels Megatron makes them from the tokens, and shifts the mask once more.
-            mask = self._weights(model.config, mask.float(), places, int(labels is None))
+            mask = self._weights(model.config, mask.float(), places, group, int(labels is None))
             self._before = _logged_losses()
         return args, {**kwargs, "loss_mask": mask}
 
-    def _weights(self, config: Any, mask: Tensor, places: Places, first: int) -> Tensor:
+    def _weights(self, config: Any, mask: Tensor, places: Places, group: Any, first: int) -> Tensor:
         """Set the factors that turn each rank's weights into those of one process.
 
         A token weighs 1 / n_k at depth k, with n_k the unmasked tokens left by the shift, or n_0 / n_k if
@@ -192,12 +205,12 @@ class LossHooks:
             The mask. Per token, a rank with n_0 = 0 gives weight 0 to targets that the shift brings from
             other ranks. It gets one token of a weight that no sum sees, so that there is something to scale.
         """
-        size, rank = places.group.size(), places.group.rank()
+        size, rank = group.size(), group.rank()
         shift = torch.arange(first, first + config.mtp_num_layers + 1, device=mask.device)
         owner = places.owner(shift)  # [depths + 1, s / cp]
         counts = (owner == torch.arange(size, device=mask.device)[:, None, None]) * mask.sum(0)
         every = counts.sum(-1)  # [cp, depths + 1]
-        torch.distributed.all_reduce(every, group=places.group)
+        torch.distributed.all_reduce(every, group=group)
         own, whole = every[rank], every.sum(0)
         left, whole_left = own[1:].clamp(min=1), whole[1:].clamp(min=1)
         # Ranks' losses are averaged in the log, and so are gradients unless the loss is per token.
@@ -246,56 +259,3 @@ def _logged_losses() -> Tensor | None:
     """A copy of the losses that Megatron has added up since the last report, [depths]."""
     values = MTPLossLoggingHelper.tracker.get("loss_values")
     return None if values is None else values.clone()
-
-
-@dataclass
-class Places:
-    """Where the tokens of this context-parallel rank lie in their documents, each [s / cp]."""
-
-    group: Any
-    #: Position in the document.
-    offset: Tensor
-    #: Tokens in each of the 2 * cp chunks of its document.
-    chunk: Tensor
-    #: Whether it is no padding.
-    real: Tensor
-
-    @classmethod
-    def of(cls, packed: PackedSeqParams | None, tokens: Tensor, group: Any) -> Places:
-        """Locate tokens [b, s / cp]; without `packed` a row is one document.
-
-        Raises:
-            ValueError: padded and unpadded borders are of different numbers of documents.
-        """
-        size, rank, length, device = group.size(), group.rank(), tokens.shape[1], tokens.device
-        if packed is None:
-            padded = real = torch.arange(2, device=device) * (size * length)
-        else:
-            padded, real = (t.to(device, torch.int64) for t in (cu_seqlens(packed), packed.cu_seqlens_q))
-        if padded.shape != real.shape:
-            raise ValueError(
-                f"cu_seqlens_q has borders of {len(real) - 1} documents, cu_seqlens_q_padded of "
-                f"{len(padded) - 1}: pass both of the same pack"
-            )
-        # What follows the last document has its index and no length.
-        document = seq_idx_from_cu_seqlens(padded // size, length)[0].long()
-        rest = padded.new_zeros(1)
-        chunk = (torch.cat([padded.diff(), rest]) // (2 * size))[document]
-        here = torch.arange(length, device=device) - (padded // size)[document]
-        second = (2 * size - 1 - rank) * chunk + here - chunk
-        offset = torch.where(here < chunk, rank * chunk + here, second)
-        return cls(group, offset, chunk, offset < torch.cat([real.diff(), rest])[document])
-
-    def owner(self, shift: Tensor) -> Tensor:
-        """Rank on which each token is after a shift to the left; -1 if it leaves its document.
-
-        Args:
-            shift: [n].
-
-        Returns:
-            [n, s / cp].
-        """
-        place = self.offset - shift[:, None]
-        index = place // self.chunk.clamp(min=1)
-        # Rank r holds chunks r and 2 * cp - 1 - r.
-        return torch.where(place < 0, -1, torch.minimum(index, 2 * self.group.size() - 1 - index))

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_nemotron3.layers import padding
 from megatron_nemotron3.monitor.attach import watch_stack
 from megatron_nemotron3.precision.install import emulate_stack
 
@@ -50,6 +52,39 @@ class Nemotron3Stack(HybridStack):
         emulate_stack(self)
         watch_stack(self)
         size_moe_metrics(config)
+
+    def forward(
+        self,
+        hidden_states: Any,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Upstream's forward; routers leave padding tokens out (layers/padding.py).
+
+        Args:
+            hidden_states: [s, b, d], this rank's part; upstream wraps it in inference.
+            padding_mask: [b, s / cp], True for padding.
+
+        Raises:
+            ValueError: the mask has another length.
+        """
+        if padding_mask is not None or packed_seq_params is not None:
+            hidden = hidden_states if self.pre_process else self.input_tensor
+            if isinstance(hidden, torch.Tensor):
+                padding_mask = padding.local_mask(
+                    padding_mask,
+                    packed_seq_params,
+                    hidden,
+                    self.config.sequence_parallel,
+                    self.pg_collection,
+                )
+        padding.hand_to_mtp(padding_mask)
+        output: torch.Tensor = super().forward(
+            hidden_states, *args, packed_seq_params=packed_seq_params, padding_mask=padding_mask, **kwargs
+        )
+        return output
 
 
 def size_moe_metrics(config: TransformerConfig) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.layers.context_parallel import document_borders, gathered_positions, zigzag
-from megatron_nemotron3.layers.mtp import MTPLayer, Places, refuse_padding
+from megatron_nemotron3.layers.context_parallel import Places, document_borders, gathered_positions, zigzag
+from megatron_nemotron3.layers.mtp import MTPLayer, refuse_padding
 from tests.parallel.case import Case
 from tests.parallel.compare import against, check
 from tests.parallel.layouts import CASES, PER_TOKEN
@@ -146,4 +145,4 @@ def forget_hooks(chunks: Any) -> None:
 def test_borders_of_other_documents_are_refused() -> None:
     packed = _Packed([0, 7], padded=[0, 8, 12])
     with pytest.raises(ValueError, match="of 1 documents, cu_seqlens_q_padded of 2"):
-        Places.of(packed, torch.zeros(1, 12), SimpleNamespace(size=lambda: 1, rank=lambda: 0))  # type: ignore[arg-type]
+        Places.of(packed, 12, 1, 0, torch.device("cpu"))  # type: ignore[arg-type]
