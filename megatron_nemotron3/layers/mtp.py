@@ -66,16 +66,17 @@ class MTPLayer(MultiTokenPredictionLayer):
 
     With `--mtp-use-repeated-layer` one such block is applied at every depth, so its experts run once per
     depth, and their load-balancing loss must be divided by the number of depths. Upstream divides if the
-    router knows that it is in MTP, but its hybrid stack does not tell it (megatron-core 0.19 and main): the
-    loss would count once per depth and be logged under a decoder layer.
+    router knows that it is in MTP. In megatron-core 0.19 the hybrid stack does not tell it: the loss would
+    count once per depth and be logged under a decoder layer. main tells it (Megatron-LM #6748), and only the
+    layer number is left to set here.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for module in self.modules():
             if isinstance(module, BaseMoELayer):
-                module.is_mtp_layer = True
-                module.router.is_mtp_layer = True
+                if not module.router.is_mtp_layer:
+                    module.is_mtp_layer = module.router.is_mtp_layer = True
                 # The metrics tracker has one slot per depth after the decoder's layers. The number
                 # inside the block ("*E": 2) overruns it if there is one depth (Megatron-LM #7172).
                 module.router.set_layer_number(self.layer_number)

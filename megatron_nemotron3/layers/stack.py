@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_nemotron3.layers import padding
+from megatron_nemotron3.layers.lora import add_when_built
 from megatron_nemotron3.monitor.attach import watch_stack
 from megatron_nemotron3.precision.install import emulate_stack
 
@@ -51,6 +52,7 @@ class Nemotron3Stack(HybridStack):
                 print(f"megatron_nemotron3: {submodules.description}", flush=True)
         emulate_stack(self)
         watch_stack(self)
+        add_when_built(self)
         size_moe_metrics(config)
 
     def forward(
