@@ -12,7 +12,7 @@ set -euo pipefail
 # architecture: every number comes from the catalog (nemotron3 show super)
 MODEL=super
 
-# parallelism: not published; with MTP, CP above 1 is refused (rule masked-mtp-cp). Nobody has run this layout
+# parallelism: not published. Nobody has run this layout
 PHASE=${PHASE:-1} TP=${TP:-8} EP=${EP:-64}
 case $PHASE in
     1) SCHEDULE=sft ;;

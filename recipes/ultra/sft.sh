@@ -12,7 +12,7 @@ set -euo pipefail
 # architecture: every number comes from the catalog (nemotron3 show ultra)
 MODEL=ultra
 
-# parallelism: NVIDIA's configuration is TP2 PP6 CP8 EP32; with MTP, CP is refused (rule masked-mtp-cp), so TP8
+# parallelism: NVIDIA's configuration is TP2 PP6 CP8 EP32 (TP=2 CP=8); this one needs no CP
 PHASE=${PHASE:-1} TP=${TP:-8} PP=${PP:-6} EP=${EP:-32}
 case $PHASE in
     1) SCHEDULE=sft ;;
