@@ -28,7 +28,7 @@ ALLOWED = {
     "layers": {"cpu", "models", "monitor", "precision"},
     "specs": {"layers"},
     "build": {"args", "cpu", "layers", "models", "precision"},
-    "bridge": {"convert", "cpu", "layers", "specs"},
+    "bridge": {"convert", "cpu", "layers", "models", "specs"},
     "lifetime": set(),
     "spawned": {"lifetime"},
     "run": {"args", "checkpoint", "cpu", "layers", "lifetime", "monitor", "precision", "spawned", "specs"},

@@ -16,7 +16,7 @@ def set_layout(provider: Any, tp: int = 1, pp: int = 1, ep: int = 1) -> None:
 
     provider.tensor_model_parallel_size, provider.sequence_parallel = tp, tp > 1
     provider.pipeline_model_parallel_size, provider.expert_model_parallel_size = pp, ep
-    provider.expert_tensor_parallel_size = 1
+    provider.expert_tensor_parallel_size, provider.should_pad_vocab = 1, True
     provider.params_dtype = provider.pipeline_dtype = torch.float32
     provider.bf16, provider.use_cpu_initialization = False, True
     if pp > 1:
@@ -52,3 +52,28 @@ def round_trip(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
         "decoder": type(model.decoder).__name__,
         "mtp": (model.config.mtp_num_layers, model.config.mtp_use_repeated_layer),
     }
+
+
+def logits(folder: Path, weights: Any, config: Any) -> tuple[Any, Any]:
+    """Logits [depth, b, s, vocabulary], MTP's first: of the imported model, and of our own with `weights`."""
+    import torch
+
+    import megatron_nemotron3 as n3
+    from tests.parallel.tensors import load
+
+    _, (theirs,) = imported(folder)
+    ours = n3.build_model(config, precision="fp32", backend="torch")
+    load([ours], weights)
+    ids = torch.randint(config.vocab_size, (2, 70), generator=torch.Generator().manual_seed(1))
+    found = []
+    for model in (theirs, ours):
+        seen: list[Any] = []
+        hook = model.output_layer.register_forward_hook(
+            lambda module, args, out, seen=seen: seen.append(out[0])
+        )
+        model.eval()
+        with torch.no_grad():
+            model(ids, torch.arange(70).expand(2, -1), None, labels=ids)
+        hook.remove()
+        found.append(torch.cat(seen)[..., : config.vocab_size])
+    return found[0], found[1]

@@ -62,3 +62,14 @@ def test_both_directions_are_those_of_our_converter(
         assert result["mtp"] == (config.mtp_num_layers, config.has_mtp and config.mtp_use_repeated_layer)
         assert result["hf"].keys() == values.keys()
         assert [name for name, value in values.items() if not result["hf"][name].equal(value)] == []
+
+
+def test_logits_are_those_of_our_own_build(folders: tuple[Nemotron3Config, Path, Any]) -> None:
+    """MTP's, too. Bit for bit: the weights are equal, so any difference is one of configuration."""
+    from tests.bridge import ranks
+
+    config, folder, _ = folders
+    ((theirs, ours),) = run_distributed(ranks.logits, 1, folder / "hf", written(folder / "megatron"), config)
+    depths = config.mtp_num_layers if config.has_mtp else 0
+    assert theirs.shape == ours.shape and theirs.shape[0] == 70 * (1 + depths)
+    assert ours.std() > 0.1 and theirs.equal(ours), (theirs - ours).abs().max()
