@@ -39,6 +39,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     MambaInProjMapping,
     RowParallelMapping,
 )
+from megatron.bridge.models.hybrid.hybrid_builder import HybridModelConfig
 from megatron.bridge.models.hybrid.hybrid_provider import (
     HybridModelProvider,
     get_default_hybrid_stack_spec,
@@ -48,7 +49,6 @@ from megatron.bridge.models.transformer_config import TransformerConfig
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.training.models.hybrid import HybridModelConfig
 
 from megatron_nemotron3 import cpu, specs
 from megatron_nemotron3.convert.checkpoints import hf_model
@@ -192,14 +192,15 @@ def _stored_mtp_blocks(hf_pretrained: Any) -> int:
 def model_config(provider: HybridModelProvider) -> HybridModelConfig:
     """The same model for Megatron's newer path: a config whose builder is `HybridModelBuilder`.
 
-    Its stack spec is resolved here, since a config holds no function. The provider's hooks, such as the one
-    that loads weights, go with it.
+    The provider is finalized and its stack spec resolved here, since a config holds no function. Its pre-wrap
+    hooks, such as the one that loads weights, go with it.
     """
-    transformer = TransformerConfig(**_fields(TransformerConfig, provider))
+    provider.finalize()
     values = _fields(HybridModelConfig, provider)
-    if not isinstance(values["hybrid_stack_spec"], ModuleSpec):
-        values["hybrid_stack_spec"] = provider._resolve_hybrid_stack_spec()
-    return HybridModelConfig(**values | {"transformer": transformer})
+    values["transformer"] = TransformerConfig(**_fields(TransformerConfig, provider))
+    values["hybrid_stack_spec"] = provider._resolve_hybrid_stack_spec()
+    values["pre_wrap_hooks"] = [provider.pre_wrap_hook] if provider.pre_wrap_hook else []
+    return HybridModelConfig(**values)
 
 
 def _fields(kind: type, source: Any) -> dict[str, Any]:

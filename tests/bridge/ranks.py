@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 # Before CPU mode: megatron.bridge compiles a function when it is imported.
-import megatron_nemotron3.bridge  # noqa: F401  isort: skip
+import megatron_nemotron3.bridge  # isort: skip
 from megatron.bridge import AutoBridge
 
 
@@ -38,6 +38,23 @@ def imported(folder: Path, **sizes: int) -> tuple[Any, Any]:
     return bridge, models
 
 
+def built(folder: Path, sizes: dict[str, int]) -> Any:
+    """This rank's pieces of the model that the config and its builder make, weights imported."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from tests.parallel.tensors import pieces
+    from tests.support.distributed import initialize
+
+    initialize(**sizes)
+    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider()
+    set_layout(provider, **sizes)
+    config = megatron_nemotron3.bridge.model_config(provider)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    models = config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
+    assert [type(model.decoder).__name__ for model in models] == ["Nemotron3Stack"]
+    return pieces(models)
+
+
 def round_trip(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     """Import and export: this rank's pieces, the exported tensors, logits, and what was built."""
     bridge, models = imported(folder, **sizes)
@@ -54,26 +71,30 @@ def round_trip(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def logits(folder: Path, weights: Any, config: Any) -> tuple[Any, Any]:
-    """Logits [depth, b, s, vocabulary], MTP's first: of the imported model, and of our own with `weights`."""
-    import torch
+def imported_logits(folder: Path, config: Any) -> Any:
+    """`logits` of the model that Bridge builds and imports."""
+    _, (model,) = imported(folder)
+    return logits(model, config)
 
+
+def own_logits(weights: Any, config: Any) -> Any:
+    """`logits` of our own build with these weights."""
     import megatron_nemotron3 as n3
     from tests.parallel.tensors import load
 
-    _, (theirs,) = imported(folder)
-    ours = n3.build_model(config, precision="fp32", backend="torch")
-    load([ours], weights)
+    model = n3.build_model(config, precision="fp32", backend="torch")
+    load([model], weights)
+    return logits(model, config)
+
+
+def logits(model: Any, config: Any) -> Any:
+    """Logits of a fixed text, MTP's first: [depths * s, b, vocabulary]. The loss overwrites them later."""
+    import torch
+
+    seen: list[Any] = []
+    model.output_layer.register_forward_hook(lambda module, args, out: seen.append(out[0].clone()))
     ids = torch.randint(config.vocab_size, (2, 70), generator=torch.Generator().manual_seed(1))
-    found = []
-    for model in (theirs, ours):
-        seen: list[Any] = []
-        hook = model.output_layer.register_forward_hook(
-            lambda module, args, out, seen=seen: seen.append(out[0])
-        )
-        model.eval()
-        with torch.no_grad():
-            model(ids, torch.arange(70).expand(2, -1), None, labels=ids)
-        hook.remove()
-        found.append(torch.cat(seen)[..., : config.vocab_size])
-    return found[0], found[1]
+    model.eval()
+    with torch.no_grad():
+        model(ids, torch.arange(70).expand(2, -1), None, labels=ids)
+    return torch.cat(seen)[..., : config.vocab_size]

@@ -59,7 +59,7 @@ def bridges(hf: Path, save: Path, load: Path, builder: bool, sizes: dict[str, in
     provider = AutoBridge.from_hf_pretrained(str(hf)).to_megatron_provider()
     set_layout(provider, **sizes)
     provider.seq_length, provider.calculate_per_token_loss = SEQUENCE, True
-    provider.make_vocab_size_divisible_by = 128
+    provider.make_vocab_size_divisible_by = 85  # as our flags: the checkpoints have equal shapes
     model: Any = megatron_nemotron3.bridge.model_config(provider) if builder else provider
     with redirect_stdout(io.StringIO()) as output, distributed.forked_writer():
         pretrain(_configuration(model, save, load), forward_step)
@@ -103,7 +103,9 @@ def _configuration(model: Any, save: Path, load: Path) -> ConfigContainer:
             skip_getting_attention_mask_from_dataset=True,
         ),
         logger=LoggerConfig(log_interval=1),
-        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=CONFIG.vocab_size),
+        tokenizer=TokenizerConfig(
+            tokenizer_type="NullTokenizer", vocab_size=CONFIG.vocab_size, use_tokenizer_vocab_size=True
+        ),
         checkpoint=CheckpointConfig(
             save=str(save), load=str(load), save_interval=EVERY, ckpt_format="torch_dist", async_save=False
         ),
