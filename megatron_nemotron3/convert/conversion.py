@@ -32,8 +32,8 @@ from megatron_nemotron3.convert.config_json import clamp_note
 from megatron_nemotron3.convert.hf_folder import CONFIG, read_config
 from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.job import MANIFEST, Job, check_target, partial_of, run
-from megatron_nemotron3.convert.progress import ProgressLine, size_text
 from megatron_nemotron3.convert.peft import Packed
+from megatron_nemotron3.convert.progress import ProgressLine, size_text
 from megatron_nemotron3.convert.quantized_config import read_scales
 from megatron_nemotron3.convert.quantized_recipes import Quantization, quantization
 from megatron_nemotron3.convert.quantized_views import Quantized
