@@ -93,8 +93,8 @@ def schedule_of(
             `global_batch_size`, `lr`.
 
     Raises:
-        ValueError: the model has no such schedule (for fine-tuning only tiny ones do), and a part of it is not
-            given.
+        ValueError: the model has no such schedule, as for fine-tuning only tiny ones do, and a part of it is
+            not given.
     """
     given = {name: value for name, value in given.items() if value is not None}
     if conversations:
