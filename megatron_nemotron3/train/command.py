@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3 import lifetime
-from megatron_nemotron3.args import Launch, ParallelLayout, check, continued, manifest
+from megatron_nemotron3.args import Launch, check, continued, manifest
 from megatron_nemotron3.args.command import (
     add_launch,
     chosen_emulation,
@@ -127,7 +127,9 @@ def train_command(options: argparse.Namespace) -> int:
         layout=layout,
         precision=options.precision or ("fp32" if device == "cpu" else "bf16"),
         backend=backend,
-        schedule=schedule_of(config, layout, **_chosen_batch(options, layout)),
+        schedule=schedule_of(
+            config, layout, conversations=bool(options.conversations), **chosen_schedule(options)
+        ),
         extra=extra,
         te_precision_config_file=file,
         emulate=emulated,
@@ -161,15 +163,6 @@ def _require_own_options(words: Sequence[str]) -> None:
     given = {flag.name for flag in parse(words)}
     if wrong := [f"{name} (give {own})" for name, own in _OWN.items() if name in given]:
         raise ValueError(f"after -- these would replace what train itself sets: {', '.join(wrong)}")
-
-
-def _chosen_batch(options: argparse.Namespace, layout: ParallelLayout) -> dict[str, Any]:
-    """The schedule's options; for packed conversations with batch sizes where the user gives none."""
-    chosen = chosen_schedule(options)
-    if options.conversations:
-        rows = {"micro_batch_size": 1, "global_batch_size": 4 * layout.dp * layout.pp}
-        chosen |= {name: size for name, size in rows.items() if chosen.get(name) is None}
-    return chosen
 
 
 def _log_interval(options: argparse.Namespace) -> int | None:
