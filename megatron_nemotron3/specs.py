@@ -9,7 +9,7 @@ The specs are plain module attributes, because Megatron reads `vars(module)[name
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_nemotron3.layers.backend import TORCH, Backend, default_backend, te_problem
+from megatron_nemotron3.layers.latent_moe import CountingRouter
 from megatron_nemotron3.layers.stack import MTPLayer, Nemotron3Stack, Nemotron3StackSubmodules
 
 
@@ -127,13 +128,24 @@ def stack_spec(backend: Backend) -> ModuleSpec:
     )
 
 
+def _counting(moe_layer: ModuleSpec) -> ModuleSpec:
+    """Upstream's MoE layer with our router, which counts right in BF16 and with padding tokens."""
+    build = moe_layer.submodules.mlp
+    moe = replace(build.keywords["submodules"], router=CountingRouter)
+    submodules = replace(
+        moe_layer.submodules, mlp=partial(build.func, **{**build.keywords, "submodules": moe})
+    )
+    return replace(moe_layer, submodules=submodules)
+
+
 def te_stack_spec() -> ModuleSpec:
-    """Upstream's TE layers in our stack, with our MTP layer."""
+    """Upstream's TE layers in our stack, with our router and MTP layer."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     stock = {f.name: getattr(hybrid_stack_spec.submodules, f.name) for f in fields(HybridStackSubmodules)}
     stock["mtp_block_spec"] = mtp_block_spec(TENorm, TEColumnParallelLinear)
+    stock["moe_layer"] = _counting(stock["moe_layer"])
     return ModuleSpec(
         module=Nemotron3Stack,
         submodules=Nemotron3StackSubmodules(

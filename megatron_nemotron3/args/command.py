@@ -9,7 +9,12 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from megatron_nemotron3.args.explain import explain, explain_command, with_megatron_defaults
+from megatron_nemotron3.args.explain import (
+    explain,
+    explain_command,
+    explain_nearest,
+    with_megatron_defaults,
+)
 from megatron_nemotron3.args.explain_text import render as render_explanation
 from megatron_nemotron3.args.flag import Flag, parse, render
 from megatron_nemotron3.args.flags import flags
@@ -21,7 +26,7 @@ from megatron_nemotron3.args.precision_file import check as check_precision_file
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
 from megatron_nemotron3.checkpoint.files import read_outside
-from megatron_nemotron3.models.command import add_model, chosen_model
+from megatron_nemotron3.models.command import add_model, chosen_model, names_model
 from megatron_nemotron3.precision.formats import EMULATED, NVFP4
 from megatron_nemotron3.precision.settings import OPTION, VARIABLE, Emulation, emulation_in_environment
 
@@ -46,7 +51,20 @@ SCHEDULE: dict[str, tuple[type, str]] = {
 #: Longest script that is read, in bytes.
 _SCRIPT_LIMIT = 16 << 20
 #: Options of `explain` that go with --argv.
-_BESIDE_ARGV = ("argv", "all", "json", "tiny", "schedule", "name", "model", "command", "run", "extra")
+_BESIDE_ARGV = (
+    "argv",
+    "set",
+    "all",
+    "full",
+    "json",
+    "tiny",
+    "schedule",
+    "name",
+    "model",
+    "command",
+    "run",
+    "extra",
+)
 
 
 def register(commands: Any) -> None:
@@ -63,8 +81,16 @@ def register(commands: Any) -> None:
     emit.add_argument("--shell", action="store_true", help="quote for eval in a shell script")
     emit.add_argument("--megatron-core", metavar="VERSION", help="0.19, 0.20 or main; default: as installed")
     emit.set_defaults(run=flags_command)
-    why.add_argument("--argv", metavar="FILE", help="explain this script or command; -: stdin")
-    why.add_argument("--all", action="store_true", help="also list defaults of the installed Megatron")
+    why.add_argument("--argv", metavar="FILE", help="explain this script, command or YAML; -: stdin")
+    why.add_argument(
+        "--set",
+        metavar="VARIABLE=VALUE",
+        action="append",
+        default=[],
+        help="value of a variable of the script of --argv; may be repeated",
+    )
+    why.add_argument("--full", action="store_true", help="list every option, not only what differs")
+    why.add_argument("--all", action="store_true", help="--full, with defaults of the installed Megatron")
     why.add_argument("--json", action="store_true", help="machine-readable")
     why.set_defaults(run=lambda options: explain_launch(options, why))
 
@@ -183,6 +209,10 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
     name = "published" if options.schedule in ("none", BF16_END) else options.schedule
     launch, remarks = None, []
     if options.argv is None:
+        if options.set:
+            raise ValueError(
+                f"--set {options.set[0]} sets a variable of the script of --argv, which is missing"
+            )
         launch = chosen_launch(options)
         found = explain(launch, name)
         remarks = _remarks(launch)
@@ -194,15 +224,33 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
             raise ValueError(
                 f"--argv explains an existing launch, which options cannot change: drop {' '.join(words)}"
             )
-        found = explain_command(chosen_model(options), _text_of(options.argv), name)
+        given = dict(_variable(word) for word in options.set)
+        # Read the model first: of two mistakes the one in the command line is named.
+        config = chosen_model(options) if names_model(options) or options.tiny else None
+        script = _text_of(options.argv)
+        if config is None:
+            found = explain_nearest(script, name, given)
+        else:
+            found = explain_command(config, script, name, given)
     if options.all:
         found = with_megatron_defaults(found)
-    print(json.dumps(found.describe(), indent=2) if options.json else render_explanation(found))
+    print(
+        json.dumps(found.describe(), indent=2)
+        if options.json
+        else render_explanation(found, options.full or options.all)
+    )
     if launch is not None:
         print_warnings(launch, options.extra, [violation.rule for violation in found.violations])
     for remark in remarks:
         print(remark, file=sys.stderr)
     return 0
+
+
+def _variable(word: str) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
+    if not equals or not name.isidentifier() and not name.isdecimal():
+        raise ValueError(f"--set {word}: give VARIABLE=VALUE")
+    return name, value
 
 
 def _text_of(file: str) -> str:

@@ -1,36 +1,22 @@
-"""Read the Megatron options out of the text of an existing launch. Standard library only.
+"""Read the Megatron options out of the text of an existing launch.
 
-The text is one command (`torchrun … pretrain_hybrid.py --a 1 \\ …`), options alone, or a shell script that
-collects options in arrays or quoted strings. Variables that the text assigns are replaced by their values;
-others keep their `$` (`is_known`).
+The text is one command (`torchrun … pretrain_hybrid.py --a 1 \\ …`), options alone, a shell script that
+collects options in arrays or quoted strings (`script`), or YAML (`yaml_launch`). Variables that the text
+assigns are replaced by their values; others keep their `$` (`is_known`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 
-from megatron_nemotron3.args.flag import Flag, parse
+from megatron_nemotron3.args import yaml_launch
+from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.args.layout import ParallelLayout
+from megatron_nemotron3.args.script import follow, is_known
 from megatron_nemotron3.precision.settings import OPTION, VARIABLE, Emulation
 from megatron_nemotron3.precision.settings import parse as parse_emulation
-
-_ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)\+?=(?!\()(.*)$")
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
-_ARRAY = re.compile(r"^\s*(?:local\s+)?\w+\+?=\(\s*")
-_STRING = re.compile(r"\w+\+?=.*--", re.DOTALL)
-#: Words that stand for options collected elsewhere in the script: "${MODEL_ARGS[@]}", $MODEL_ARGS, "$@".
-_COLLECTED = re.compile(r"\$\{\w+\[[@*]\]\}|\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\w*\}?|\$[@*]")
-_REDIRECTION = re.compile(r"[12&]?>")
-#: Words that end a shell command.
-_ENDS = (")", ";", "|", "&&", "||", "&")
-
-#: Options of torchrun, which scripts often keep in an array of their own.
-_LAUNCHER = re.compile(
-    r"--(nproc[-_]per[-_]node|nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_]\w+|standalone|max[-_]restarts)$"
-)
 
 _EMULATION = re.compile(rf"(?<!\S)(?:export\s+)?(?:{OPTION}[=\s]\s*|{VARIABLE}=)([^\s\\]+)")
 _SIZES = {
@@ -48,35 +34,44 @@ def read(text: str) -> list[Flag]:
     """Return the options in `text`, each once. The last of several counts, as for argparse.
 
     Raises:
-        ValueError: the text has no option, or a quote that is not closed.
+        ValueError: the text has no option, or as `script.follow`.
     """
-    variables: dict[str, str] = {}
-    words: list[str] = []
-    for line in _logical_lines(text):
-        assigned = _ASSIGNMENT.match(line)
-        if assigned and "--" not in assigned[2]:
-            value = _shell_words(assigned[2])
-            variables[assigned[1]] = (
-                _variables_filled(value[0], variables) if len(value) == 1 else "$" + assigned[1]
-            )
-            continue
-        words += [_variables_filled(word, variables) for word in _options_of_line(line)]
-    found = {flag.name: flag.values for flag in parse(words) if not _LAUNCHER.match(flag.name)}
+    return read_with_notes(text)[0]
+
+
+def read_with_notes(text: str, given: Mapping[str, str] | None = None) -> tuple[list[Flag], list[str]]:
+    """Return the options in `text`, and remarks on how it was read.
+
+    Args:
+        text: of a command, a shell script, or a YAML file that `yaml_launch` reads.
+        given: values of the script's variables, in place of those that it assigns.
+
+    Raises:
+        ValueError: the text has no option, or as `script.follow` and `yaml_launch.read`.
+    """
+    if yaml_launch.is_yaml(text):
+        if given:
+            raise ValueError("--set sets variables of a shell script, and the text is YAML")
+        found, notes = yaml_launch.read(text)
+    else:
+        followed = follow(text, given)
+        found, notes = followed.options, followed.notes
     if not found:
         raise ValueError(
             "no Megatron option in the text: paste the command as it was run, pretrain_hybrid.py --…"
         )
+    notes = [*_renamed(found), *notes]
     _rename(found)
-    return [Flag(name, values) for name, values in found.items()]
+    return [Flag(name, values) for name, values in found.items()], notes
 
 
-def renamed(text: str) -> list[str]:
+def _renamed(options: Collection[str]) -> list[str]:
     """Return a remark for each option that has another name in megatron-core 0.19."""
     old = {_OLD_PATTERN: _PATTERN, _OLD_MTP: f"the part of {_PATTERN} after the first /"}
     return [
         f"{name} is deprecated in megatron-core 0.19 and is compared as {new}"
         for name, new in old.items()
-        if re.search(rf"(?<!\S){name}(?!\S)", text)
+        if name in options
     ]
 
 
@@ -100,11 +95,6 @@ def emulation(text: str) -> Emulation | None:
     return parse_emulation(given[-1].strip("\"'")) if given and is_known(given[-1:]) else None
 
 
-def is_known(values: Iterable[str]) -> bool:
-    """Whether no shell variable is left in the values."""
-    return not any("$" in value for value in values)
-
-
 def layout_of(options: dict[str, tuple[str, ...]]) -> ParallelLayout | None:
     """Return the layout of a command line, with the smallest DP that its experts allow: no option gives DP.
 
@@ -122,57 +112,3 @@ def layout_of(options: dict[str, tuple[str, ...]]) -> ParallelLayout | None:
     ranks, experts = sizes.get("tp", 1) * sizes.get("cp", 1), sizes["etp"] * sizes.get("ep", 1)
     dp = experts // math.gcd(ranks, experts)
     return ParallelLayout(**sizes, sp="--sequence-parallel" in options, dp=dp)
-
-
-def _logical_lines(text: str) -> list[str]:
-    """Join continued lines, and lines inside one quote."""
-    lines: list[str] = []
-    pending = ""
-    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
-        pending = f"{pending} {line}" if pending else line
-        try:
-            _shell_words(pending)
-        except ValueError:  # a quote is open
-            continue
-        lines.append(pending)
-        pending = ""
-    if pending:
-        raise ValueError(f"a quote is not closed in {pending.strip()[:60]!r}")
-    return lines
-
-
-def _shell_words(line: str) -> list[str]:
-    return shlex.split(line, comments=True)
-
-
-def _options_of_line(line: str) -> list[str]:
-    """Return the words of Megatron's options in one line of a script; none for a line of another command."""
-    if array := _ARRAY.match(line):
-        line = line[array.end() :]
-    parts: list[str] = []
-    for word in _shell_words(line):
-        # A string that holds several options: MODEL_ARGS="--a 1 --b 2".
-        parts += word.partition("=")[2].split() if _STRING.match(word) else [word]
-    program = next((i for i, part in enumerate(parts) if part.endswith(".py")), None)
-    if program is None:
-        program = max((i + 1 for i, part in enumerate(parts) if part == "-m"), default=-1)
-    parts = parts[program + 1 :]
-    while parts and _COLLECTED.fullmatch(parts[0]):
-        del parts[0]
-    if not (parts and parts[0].startswith("--")):
-        return []
-    kept = []
-    for part in parts:
-        if part in _ENDS or _REDIRECTION.match(part):
-            break
-        if not _COLLECTED.fullmatch(part):
-            kept.append(part.removesuffix(")") if "(" not in part else part)
-    return kept
-
-
-def _variables_filled(word: str, variables: dict[str, str]) -> str:
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        return variables.get(name) or (match[2] if match[2] is not None else match[0])
-
-    return _VARIABLE.sub(value, _VARIABLE.sub(value, word))

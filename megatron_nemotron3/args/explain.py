@@ -32,13 +32,18 @@ from megatron_nemotron3.args.reference import (
 from megatron_nemotron3.args.rule import Violation
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule
-from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.args.stored_model import Taken, taken
+from megatron_nemotron3.args.yaml_launch import is_partial
+from megatron_nemotron3.models import Nemotron3Config, get, names
 from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
 from megatron_nemotron3.precision.settings import OPTION as EMULATE_OPTION
 from megatron_nemotron3.precision.settings import Emulation
 
 #: Every origin a setting can have.
-ORIGINS = ("model", "family", "layout", "precision", "schedule", "data", "backend", "default", "user")
+ORIGINS = (
+    *("model", "family", "layout", "precision", "schedule", "data", "backend", "default", "user"),
+    "checkpoint",
+)
 WORLD_SIZE = "world size"
 
 _ORIGIN_OF = {"config": "model", "distributed_optimizer": "default", "extra": "user"}
@@ -137,31 +142,95 @@ def explain(launch: Launch, name: str = "published") -> Explanation:
     return _explanation(config, name, [world, *settings, *_missing_settings(emitted, known)], check(launch))
 
 
-def explain_command(config: Nemotron3Config, text: str, name: str = "published") -> Explanation:
-    """Explain the text of an existing launch (`command_line.read`), compared with `config`.
+def explain_command(
+    config: Nemotron3Config, text: str, name: str = "published", given: Mapping[str, str] | None = None
+) -> Explanation:
+    """Explain the text of an existing launch (`command_line.read_with_notes`), compared with `config`.
 
     Every value in it is the user's, unless it equals the catalog's value for the model.
 
+    Args:
+        given: values of a script's variables, in place of those that it assigns.
+
     Raises:
-        ValueError: no option in it, or a phase the model does not have.
+        ValueError: no option in it, an option depends on a branch that cannot be decided, or a phase that the
+            model does not have.
     """
-    pasted, known, place = command_line.read(text), reference(config, name), _sections(config)
-    settings = []
-    for flag in pasted:
+    return _explain_pasted(config, _Pasted.of(text, given), name)
+
+
+def explain_nearest(
+    text: str, name: str = "published", given: Mapping[str, str] | None = None
+) -> Explanation:
+    """Explain the text of an existing launch, compared with the published model that it is nearest to.
+
+    Raises:
+        ValueError: as `explain_command`, or the text does not say what the model is.
+    """
+    pasted = _Pasted.of(text, given)
+    if not pasted.model.read or pasted.is_partial:
+        raise ValueError(
+            (pasted.model.note or "the YAML changes fields of a recipe that it does not name")
+            + ": give the NAME of the model that it is"
+        )
+    count = {config: len(_model_differences(config, pasted)) for config in map(get, names())}
+    nearest = min(count, key=lambda config: count[config])
+    found = _explain_pasted(nearest, pasted, name)
+    said = f"nearest published model: {nearest.name}; options of the model that differ: {count[nearest]}"
+    return replace(found, notes=(said, *found.notes))
+
+
+@dataclass(frozen=True)
+class _Pasted:
+    """What the text of a launch says."""
+
+    text: str
+    model: Taken
+    notes: tuple[str, ...]
+    #: Whether options that are missing say nothing about the model.
+    is_partial: bool
+
+    @classmethod
+    def of(cls, text: str, given: Mapping[str, str] | None) -> _Pasted:
+        flags, notes = command_line.read_with_notes(text, given)
+        partial = is_partial({flag.name: flag for flag in flags}, text)
+        return cls(text, taken(flags), tuple(notes), partial)
+
+
+def _model_differences(config: Nemotron3Config, pasted: _Pasted) -> list[Setting]:
+    return [s for s in _pasted_settings(config, pasted, reference(config)) if s.differs and s.of_model]
+
+
+def _pasted_settings(
+    config: Nemotron3Config, pasted: _Pasted, known: Mapping[str, Reference]
+) -> list[Setting]:
+    """Return the settings of a text, and what was published and is missing in it."""
+    place, model, settings = _sections(config), pasted.model, []
+    for flag in model.flags:
         setting = _setting(flag, known, place, "user")
         found = known.get(flag.name)
-        if found and found.origin in ("model", "family") and not setting.differs:
+        if flag.name in model.names:
+            setting = replace(setting, origin="checkpoint" if model.read else "user")
+            if not model.read:
+                setting = replace(setting, published=None)
+        elif found and found.origin in ("model", "family") and not setting.differs:
             setting = replace(setting, origin=found.origin)
         settings.append(setting)
+    missing = [] if pasted.is_partial else _missing_settings(model.flags, known)
+    return settings + [s for s in missing if model.read or s.name not in model.names]
+
+
+def _explain_pasted(config: Nemotron3Config, pasted: _Pasted, name: str) -> Explanation:
+    known, flags = reference(config, name), list(pasted.model.flags)
+    settings = _pasted_settings(config, pasted, known)
     unknown = [s.name for s in settings if not command_line.is_known((s.value,))]
-    notes = [
-        *command_line.renamed(text),
-        *([f"not compared, because a shell variable is unresolved: {', '.join(unknown)}"] if unknown else []),
-    ]
-    if command_line.is_known(value for flag in pasted for value in flag.values if flag.name == "--load"):
-        notes += [note] if (note := refused(to_argv(pasted))) else []
-    rules = _pasted_violations(config, pasted, known, command_line.emulation(text))
-    return _explanation(config, name, [*settings, *_missing_settings(pasted, known)], rules, notes)
+    notes = [*pasted.notes, *([pasted.model.note] if pasted.model.note else [])]
+    if unknown:
+        notes.append(f"not compared, because a shell variable is unresolved: {', '.join(unknown)}")
+    if command_line.is_known(value for flag in flags for value in flag.values if flag.name == "--load"):
+        notes += [note] if (note := refused(to_argv(flags))) else []
+    rules = _pasted_violations(config, flags, known, command_line.emulation(pasted.text))
+    return _explanation(config, name, settings, rules, notes)
 
 
 def with_megatron_defaults(explanation: Explanation) -> Explanation:
@@ -309,8 +378,9 @@ def _same_words(value: str, published: str) -> bool:
 
 
 def _same_pattern(value: str, published: str) -> bool:
-    """Compare patterns without their pipeline cuts, which do not change the model."""
-    return value.replace("|", "") == published.replace("|", "")
+    """Compare patterns without pipeline cuts and groups, which do not change the model."""
+    plain = str.maketrans("", "", "|[]")
+    return value.translate(plain) == published.translate(plain)
 
 
 def _both_or_none(value: str, published: str) -> bool:

@@ -15,13 +15,17 @@ WIDTH = 110
 _NAME, _VALUE, _ORIGIN = 41, 20, 10
 
 
-def render(explanation: Explanation) -> str:
-    """Return settings by section, then differences, then warnings and notes."""
+def render(explanation: Explanation, full: bool = False) -> str:
+    """Return differences, then warnings and notes.
+
+    Args:
+        full: begin with every setting, by section.
+    """
     lines = [explanation.config.title, "=" * len(explanation.config.title)]
     lines.append(f"compared with: {explanation.launch or 'the model alone; no public launch is known'}")
     order = {section: number for number, section in enumerate(SECTIONS)}
     # Published options that are missing come further down, among the differences.
-    shown = [setting for setting in explanation.settings if setting.passed or not setting.differs]
+    shown = [setting for setting in explanation.settings if full and (setting.passed or not setting.differs)]
     shown.sort(key=lambda setting: order.get(setting.section, len(order)))
     for section, settings in groupby(shown, key=lambda setting: setting.section):
         title = "the user's own" if section == "extra" else section

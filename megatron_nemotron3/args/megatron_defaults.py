@@ -89,6 +89,13 @@ def default(name: str, options: Options) -> str | None:
     return _DERIVED[name](options) if name in _DERIVED else DEFAULTS.get(name)
 
 
+def is_default(name: str, options: Options) -> bool:
+    """Whether an option changes nothing: its value is the default, or the option it refines is missing."""
+    if name in _BELOW and default(name, options) is None:
+        return True
+    return options[name] == (DEFAULTS.get(name),)
+
+
 def installed() -> tuple[str, list[argparse.Action]]:
     """Return (version, options) of the installed Megatron's parser. It imports torch, which takes seconds.
 

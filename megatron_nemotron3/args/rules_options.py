@@ -329,7 +329,7 @@ COMBINATION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "reshardable-buckets",
-        lambda c: _RESHARDABLE in c.options and _several_buckets(c),
+        lambda c: c.version == "0.19" and _RESHARDABLE in c.options and _several_buckets(c),
         lambda c: (
             f"{_RESHARDABLE} with gradients in several buckets ({_several_buckets(c)}): megatron-core 0.19 "
             "saves an optimizer state that is shifted by the padding between buckets: drop it and resume at "

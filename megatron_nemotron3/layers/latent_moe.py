@@ -30,7 +30,7 @@ from megatron_nemotron3.layers.linear import DuplicatedLinear
 
 
 class CountingRouter(TopKRouter):
-    """Upstream's router, with exact load counts in BF16 training.
+    """Upstream's router, with exact load counts in BF16 training and with padding tokens.
 
     Megatron's Float16Module casts every buffer to BF16. Upstream casts `expert_bias` back to FP32 but not
     `local_tokens_per_expert`: its counts stop at 256 and the bias update sees wrong loads.
@@ -41,6 +41,43 @@ class CountingRouter(TopKRouter):
         counts = self.local_tokens_per_expert
         if counts is not None and counts.dtype != torch.float32:
             counts.data = counts.data.float()
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Count the tokens of each expert, without padding.
+
+        Upstream 0.19 multiplies the map [t, N] by a mask [t], which is an error unless t is 1 or N.
+        """
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask.reshape(-1, 1)
+        super()._apply_expert_bias(routing_map)
+
+    #: Tokens of the micro-batch that are not padding, per rank of the sequence; set while `routing` runs.
+    _real_tokens: torch.Tensor | None = None
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Upstream's choice and losses for logits [s, b, N]; `padding_mask` [s, b] is True for padding."""
+        if padding_mask is not None and self.calculate_per_token_loss and self.is_aux_loss_enabled():
+            real = (~padding_mask).sum().float()
+            torch.distributed.all_reduce(real, group=self.tp_cp_group)
+            self._real_tokens = real / self.tp_cp_group.size()
+        try:
+            chosen: tuple[torch.Tensor, torch.Tensor] = super().routing(logits, padding_mask)
+        finally:
+            self._real_tokens = None
+        return chosen
+
+    def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Attach the loss; with `--calculate-per-token-loss` it is weighed by the real tokens.
+
+        Upstream takes them from counts that it has already added up over the ranks of the sequence, in place,
+        and multiplies by the number of ranks once more: with padding under TP 2 the loss counts twice.
+        """
+        if self._real_tokens is not None:
+            kwargs["valid_token_count"] = self._real_tokens
+        attached: torch.Tensor = super().attach_and_log_load_balancing_loss(*args, **kwargs)
+        return attached
 
 
 class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):

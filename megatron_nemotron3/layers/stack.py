@@ -13,6 +13,8 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_nemotron3.layers import padding
+from megatron_nemotron3.layers.lora import add_when_built
 from megatron_nemotron3.monitor.attach import watch_mtp, watch_stack
 from megatron_nemotron3.precision.install import emulate_mtp, emulate_stack
 
@@ -52,7 +54,41 @@ class Nemotron3Stack(HybridStack):
                 print(f"megatron_nemotron3: {submodules.description}", flush=True)
         emulate_stack(self)
         watch_stack(self)
+        add_when_built(self)
         size_moe_metrics(config)
+
+    def forward(
+        self,
+        hidden_states: Any,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Upstream's forward; routers leave padding tokens out (layers/padding.py).
+
+        Args:
+            hidden_states: [s, b, d], this rank's part; upstream wraps it in inference.
+            padding_mask: [b, s / cp], True for padding.
+
+        Raises:
+            ValueError: the mask has another length.
+        """
+        if padding_mask is not None or packed_seq_params is not None:
+            hidden = hidden_states if self.pre_process else self.input_tensor
+            if isinstance(hidden, torch.Tensor):
+                padding_mask = padding.local_mask(
+                    padding_mask,
+                    packed_seq_params,
+                    hidden,
+                    self.config.sequence_parallel,
+                    self.pg_collection,
+                )
+        padding.hand_to_mtp(padding_mask)
+        output: torch.Tensor = super().forward(
+            hidden_states, *args, packed_seq_params=packed_seq_params, padding_mask=padding_mask, **kwargs
+        )
+        return output
 
 
 class MTPLayer(MultiTokenPredictionLayer):
@@ -64,16 +100,17 @@ class MTPLayer(MultiTokenPredictionLayer):
 
     With `--mtp-use-repeated-layer` one such block is applied at every depth, so its experts run once per
     depth, and their load-balancing loss must be divided by the number of depths. Upstream divides if the
-    router knows that it is in MTP, but its hybrid stack does not tell it (megatron-core 0.19 and main): the
-    loss would count once per depth and be logged under a decoder layer.
+    router knows that it is in MTP. In megatron-core 0.19 the hybrid stack does not tell it: the loss would
+    count once per depth and be logged under a decoder layer. main tells it (Megatron-LM #6748), and only the
+    layer number is left to set here.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for module in self.modules():
             if isinstance(module, BaseMoELayer):
-                module.is_mtp_layer = True
-                module.router.is_mtp_layer = True
+                if not module.router.is_mtp_layer:
+                    module.is_mtp_layer = module.router.is_mtp_layer = True
                 # The metrics tracker has one slot per depth after the decoder's layers. The number
                 # inside the block ("*E": 2) overruns it if there is one depth (Megatron-LM #7172).
                 module.router.set_layer_number(self.layer_number)
@@ -88,7 +125,18 @@ class MTPLayer(MultiTokenPredictionLayer):
         """
         if packed_seq_params is not None:
             check_borders(packed_seq_params)
+        if kwargs.get("padding_mask") is None:
+            kwargs["padding_mask"] = padding.of_decoder()
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _get_embeddings(self, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """Upstream's, but the mask stays: what is padding at a depth is what is padding in the decoder.
+
+        Upstream rolls the mask with the tokens, which makes a document's last real token padding and its last
+        padding token real.
+        """
+        ids, positions, _, embedded, hidden = super()._get_embeddings(*args, **kwargs)
+        return ids, positions, padding_mask, embedded, hidden
 
 
 def size_moe_metrics(config: TransformerConfig) -> None:

@@ -82,6 +82,7 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
     "sequence-cp": ({"layout": layout(cp=4), "schedule": TrainingSchedule(seq_length=100)}, "100 .* 8"),
     "sequence-sp": ({"layout": layout(tp=8), "schedule": TrainingSchedule(seq_length=100)}, "100 .* CP.TP=8"),
     "conv-kernel": ({"config": SUPER.but(mamba_conv_kernel=3)}, "mamba_conv_kernel=3"),
+    "gated-norm-epsilon": ({"config": SUPER.but(layernorm_epsilon=1e-6)}, "epsilon=1e-06: .*: use 1e-05"),
     "global-batch": ({"layout": layout(dp=3), "schedule": WSD}, "16 .* micro_batch_size.DP=3"),
     "vpp-microbatches": (
         {"layout": layout(pp=3, vpp=2), "schedule": WSD},

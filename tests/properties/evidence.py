@@ -141,6 +141,11 @@ EVIDENCE: dict[str, Evidence] = {
         measured=measure.elements,
         shown="4108 weights are built, 4076 are meant",
     ),
+    "gated-norm-epsilon": Wrong(
+        case=case(model(layernorm_epsilon=1e-3)),
+        measured=measure.epsilons,
+        shown="norms have the epsilons 0.001 and 1e-05",
+    ),
     "global-batch": Refused(
         case=case(dp=2, schedule=schedule(global_batch_size=3)),
         stage="arguments",

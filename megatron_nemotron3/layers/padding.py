@@ -1,0 +1,90 @@
+"""Which tokens of a batch are padding, and how the routers of all layers learn of it.
+
+Padding must not count in the router's balance: it would move the expert bias and the load-balancing loss. A
+training script that knows the padding passes `padding_mask` to the model. For a pack whose padded borders
+(`cu_seqlens_q_padded`) differ from the real ones, the mask follows from the borders.
+
+Megatron 0.19 gives the mask to the decoder's layers alone, not to MTP, and does not cut it over TP ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+#: Mask of the decoder stack that ran last in this process, for the MTP layers that run right after it.
+_of_decoder: torch.Tensor | None = None
+
+
+def hand_to_mtp(mask: torch.Tensor | None) -> None:
+    """Keep the decoder's mask [b, s_local] for its MTP layers; HybridModel calls them with none."""
+    global _of_decoder
+    _of_decoder = mask
+
+
+def of_decoder() -> torch.Tensor | None:
+    """Return the mask [b, s_local] of the decoder stack that ran last."""
+    return _of_decoder
+
+
+def local_mask(
+    given: torch.Tensor | None,
+    packed: PackedSeqParams | None,
+    hidden: torch.Tensor,
+    sequence_parallel: bool,
+    groups: ProcessGroupCollection,
+) -> torch.Tensor | None:
+    """Return this rank's padding mask [b, s_local], True for padding; None if all tokens are real or unknown.
+
+    Args:
+        given: `padding_mask` of the model: [b, s / cp], or cut over tensor-parallel ranks already.
+        packed: its borders give the mask if none is given.
+        hidden: [s_local, b, d] input of the layers.
+        sequence_parallel: whether s_local is this tensor-parallel rank's part of s / cp.
+
+    Raises:
+        ValueError: the mask has another length.
+    """
+    tp = groups.tp.size() if sequence_parallel else 1
+    local, tokens = hidden.shape[0], hidden.shape[0] * tp
+    mask = given
+    if mask is None:
+        mask = padding_of_pack(packed, tokens, groups.cp.size(), groups.cp.rank(), hidden.device)
+    if mask is None or mask.shape[1] == local:
+        return mask
+    if mask.shape[1] != tokens:
+        raise ValueError(
+            f"padding_mask {list(mask.shape)} does not fit {tokens} tokens per rank of a row: pass this "
+            "context-parallel rank's part [b, s / cp]"
+        )
+    return mask[:, groups.tp.rank() * local :][:, :local]
+
+
+def padding_of_pack(
+    packed: PackedSeqParams | None, tokens: int, cp: int, rank: int, device: torch.device
+) -> torch.Tensor | None:
+    """Return the mask [1, tokens] of packed documents with padding between them, or None if they have none.
+
+    Tokens after the last padded border are padding. Computed on the device: the host does not wait.
+
+    Args:
+        tokens: tokens of this context-parallel rank, which has chunks `rank` and 2 * cp - 1 - `rank` of every
+            padded document.
+    """
+    if packed is None or packed.cu_seqlens_q_padded is None or packed.cu_seqlens_q is None:
+        return None
+    if packed.cu_seqlens_q is packed.cu_seqlens_q_padded:
+        return None
+    real = packed.cu_seqlens_q.to(device).long()
+    ends = packed.cu_seqlens_q_padded.to(device).long() // cp  # where the documents lie on this rank
+    last = ends.new_tensor([tokens])
+    lengths = torch.cat([real.diff(), last * 0])
+    here = torch.arange(tokens, device=device)
+    document = torch.searchsorted(ends[1:].contiguous(), here, right=True)
+    offset = here - ends[document]
+    chunk = (torch.cat([ends, torch.maximum(ends[-1:], last)]).diff()[document]) // 2
+    if cp > 1:
+        second = offset - chunk + (2 * cp - 1 - rank) * chunk
+        offset = torch.where(offset < chunk, offset + rank * chunk, second)
+    return (offset >= lengths[document])[None]
