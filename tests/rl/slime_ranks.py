@@ -9,6 +9,16 @@ from typing import Any
 
 from tests.rl.frameworks import not_here, placeholder, use
 
+use("SLIME_DIR")
+for _module, _names in {
+    "slime.backends.sglang_utils.arguments": ("sglang_parse_args", "validate_args"),
+    "slime.backends.sglang_utils.external": ("apply_external_engine_info_to_args",),
+}.items():
+    placeholder(_module, **dict.fromkeys(_names, not_here))
+
+# Before CPU mode: slime compiles functions when it is imported.
+import slime.backends.megatron_utils.model  # noqa: E402, F401
+
 #: (all tokens, tokens of the response) of each sample; even, as TP 2 needs for one document alone.
 SAMPLES = ((14, 6), (22, 9), (8, 3))
 VOCABULARY = 256
@@ -18,12 +28,6 @@ def arguments(argv: list[str]) -> Any:
     """The arguments that slime's own parser makes of a command line, without SGLang's."""
     from unittest import mock
 
-    use("SLIME_DIR")
-    for module, names in {
-        "slime.backends.sglang_utils.arguments": ("sglang_parse_args", "validate_args"),
-        "slime.backends.sglang_utils.external": ("apply_external_engine_info_to_args",),
-    }.items():
-        placeholder(module, **dict.fromkeys(names, not_here))
     from slime.backends.megatron_utils.arguments import megatron_parse_args, validate_args
     from slime.utils.arguments import get_slime_extra_args_provider
 
@@ -37,7 +41,7 @@ def arguments(argv: list[str]) -> Any:
 
 
 @contextlib.contextmanager
-def slime(argv: list[str], **sizes: int) -> Iterator[Any]:
+def megatron(argv: list[str], **sizes: int) -> Iterator[Any]:
     """slime's arguments as Megatron's global ones, and the process groups of a layout."""
     from megatron.core.num_microbatches_calculator import (
         destroy_num_microbatches_calculator,
@@ -79,7 +83,7 @@ def step(argv: list[str], sizes: dict[str, int]) -> dict[str, Any]:
     """Log-probabilities by slime's forward and by a plain one of each sample; weights that a step changed."""
     import torch
 
-    with slime(argv, **sizes) as args:
+    with megatron(argv, **sizes) as args:
         from slime.backends.megatron_utils.data import get_data_iterator
         from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
         from slime.backends.megatron_utils.model import (

@@ -6,13 +6,12 @@ import pytest
 
 from megatron_nemotron3.args import Launch, flags, to_argv
 from megatron_nemotron3.models import get
-from tests.rl import slime_ranks
 from tests.rl.frameworks import marks
 from tests.support.distributed import run_distributed
 
 pytestmark = marks("SLIME_DIR")
 
-MODEL = get("super-tiny").but(vocab_size=slime_ranks.VOCABULARY)
+MODEL = get("super-tiny").but(vocab_size=256)
 
 
 def command(**sizes: int) -> list[str]:
@@ -22,6 +21,7 @@ def command(**sizes: int) -> list[str]:
         *to_argv(flags(launch)),
         *("--custom-model-provider-path", "megatron_nemotron3.build.model_provider"),
         *("--train-backend", "megatron", "--load", "unused", "--loss-type", "sft_loss"),
+        *("--rollout-batch-size", "3"),
         *("--vocab-size", str(MODEL.vocab_size), "--weight-decay", "0", "--lr", "1e-3"),
         *("--micro-batch-size", "1", "--data-pad-size-multiplier", "8"),
     ]
@@ -31,6 +31,8 @@ def command(**sizes: int) -> list[str]:
 @pytest.mark.parametrize("mtp", [False, True])
 def test_a_step(sizes: dict[str, int], mtp: bool) -> None:
     """Packed log-probabilities are those of each sample alone; MTP trains exactly if slime asks for it."""
+    from tests.rl import slime_ranks
+
     argv = command(**sizes) + (["--enable-mtp-training"] if mtp else [])
     world = sizes.get("tp", 1) * sizes.get("pp", 1)
     ranks = run_distributed(slime_ranks.step, world, argv, sizes, timeout=300, apart=True)
