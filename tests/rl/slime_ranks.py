@@ -18,6 +18,25 @@ for _module, _names in {
 
 # Before CPU mode: slime compiles functions when it is imported.
 import slime.backends.megatron_utils.model  # noqa: E402, F401
+from slime.utils import accelerator  # noqa: E402
+from slime.utils.accelerator.cuda import CUDAAccelerator  # noqa: E402
+
+
+class CPU(CUDAAccelerator):
+    """A device for slime's registry of accelerators. What it asks CUDA for, CPU mode answers."""
+
+    name = device_type = "cpu"
+
+    def is_available(self) -> bool:
+        return True
+
+    def device(self, index: Any = None) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+    def current_device(self) -> Any:
+        return "cpu"
 
 #: (all tokens, tokens of the response) of each sample; even, as TP 2 needs for one document alone.
 SAMPLES = ((14, 6), (22, 9), (8, 3))
@@ -52,6 +71,7 @@ def megatron(argv: list[str], **sizes: int) -> Iterator[Any]:
     from tests.support.distributed import initialize
 
     initialize(**sizes)
+    accelerator.set_accelerator(CPU())
     args = arguments(argv)
     global_vars.set_args(args)
     global_vars._set_timers(args)

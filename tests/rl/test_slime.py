@@ -21,7 +21,7 @@ def command(**sizes: int) -> list[str]:
         *to_argv(flags(launch)),
         *("--custom-model-provider-path", "megatron_nemotron3.build.model_provider"),
         *("--train-backend", "megatron", "--load", "unused", "--loss-type", "sft_loss"),
-        *("--rollout-batch-size", "3"),
+        *("--rollout-batch-size", "3", "--num-rollout", "1"),
         *("--vocab-size", str(MODEL.vocab_size), "--weight-decay", "0", "--lr", "1e-3"),
         *("--micro-batch-size", "1", "--data-pad-size-multiplier", "8"),
     ]
