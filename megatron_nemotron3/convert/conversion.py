@@ -125,7 +125,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     opened = with_adapter(opened, options)
     if options.adapter_only:
         view, files, small = adapter_folder(opened, options)
-        _run_job(opened, target, _job(opened, target, view, (files, small), options), options)
+        _run_job(opened, target, _job(opened, target, view, (files, small), options), options, ())
         return 0
     view = opened.hf_view()
     dtype = _main_dtype(view)
