@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,3 @@ def skeleton(folder: Path, name: str) -> None:
         package = types.ModuleType(name)
         package.__path__ = [str(folder / name.replace(".", "/"))]
         sys.modules[name] = package
-
-
-#: A function that a test may call on every rank.
-Ranked = Callable[..., Any]

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 # Before CPU mode: Bridge compiles a function when it is imported.
-import megatron_nemotron3.bridge  # noqa: F401  isort: skip
-
+import megatron_nemotron3.bridge
 from tests.rl.frameworks import placeholder, skeleton, use
 
 
 def community_import() -> Any:
-    """NeMo-RL's module that imports and exports models, without the packages around it (they need a GPU's)."""
+    """NeMo-RL's module that imports and exports models, without the packages around it."""
     folder = use("NEMO_RL_DIR")
     for name in ("nemo_rl", "nemo_rl.models", "nemo_rl.models.megatron"):
         skeleton(folder, name)

@@ -1,4 +1,4 @@
-"""What ranks of a gloo world do with slime: build, compute log-probabilities, train a step. For `run_distributed`."""
+"""What ranks of a gloo world do with slime; for `run_distributed`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class CPU(CUDAAccelerator):
     def current_device(self) -> Any:
         return "cpu"
 
+
 #: (all tokens, tokens of the response) of each sample; even, as TP 2 needs for one document alone.
 SAMPLES = ((14, 6), (22, 9), (8, 3))
 VOCABULARY = 256
@@ -47,10 +48,9 @@ def arguments(argv: list[str]) -> Any:
     """The arguments that slime's own parser makes of a command line, without SGLang's."""
     from unittest import mock
 
+    import torch
     from slime.backends.megatron_utils.arguments import megatron_parse_args, validate_args
     from slime.utils.arguments import get_slime_extra_args_provider
-
-    import torch
 
     with mock.patch.object(sys, "argv", ["train.py", *argv]):
         args = megatron_parse_args(get_slime_extra_args_provider(), skip_hf_validate=True)

@@ -1,4 +1,4 @@
-"""slime builds, evaluates and trains our model through `--custom-model-provider-path`: `SLIME_DIR`, opt-in."""
+"""slime with `--custom-model-provider-path` builds, evaluates and trains our model: `SLIME_DIR`, opt-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's Megatron engine with `external_lib: megatron_nemotron3.bridge`, and its weight sync: `VERL_DIR`, opt-in.
+"""verl's engine with `external_lib: megatron_nemotron3.bridge`, and its weight sync: `VERL_DIR`, opt-in.
 
 verl compares its sharded delta sync with Bridge's full export on two GPUs, for a model of kinds M, * and -
 (tests/special_distributed/test_mcore_probe_differential.py). Here it is compared on gloo, for models with

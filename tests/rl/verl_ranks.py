@@ -1,4 +1,4 @@
-"""What ranks of a gloo world do with verl's Megatron engine: build it and sync weights. For `run_distributed`."""
+"""What ranks of a gloo world do with verl's Megatron engine; for `run_distributed`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def engine(folder: Path, sizes: dict[str, int], pattern: str) -> Any:
         **layout,
         expert_tensor_parallel_size=1,
         forward_only=True,
-        override_transformer_config={"hybrid_layer_pattern": pattern},
+        override_transformer_config={"hybrid_layer_pattern": pattern, "should_pad_vocab": True},
     )
     # verl knows no CPU platform: its device is the index of an accelerator, whose memory it logs.
     mock.patch.object(transformer_impl, "log_gpu_memory_usage").start()
@@ -53,7 +53,7 @@ def engine(folder: Path, sizes: dict[str, int], pattern: str) -> Any:
 
 
 def sync(folder: Path, sizes: dict[str, int], pattern: str) -> dict[str, Any]:
-    """Weights by verl's full sync and by its sharded delta sync, before and after a change of every weight."""
+    """Weights by verl's full sync and by its delta sync, before and after a change of every weight."""
     import torch
 
     made = engine(folder, sizes, pattern)
