@@ -21,11 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-<<<<<<< HEAD
-=======
 import re
-from collections.abc import Mapping
->>>>>>> main
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +114,8 @@ class VocabularyMapping(AutoMapping):
 
     def resolve(self, captures: tuple[str, ...]) -> VocabularyMapping:
         """The mapping of one parameter; there are no wildcards in its names."""
-        return VocabularyMapping(*self._resolve_names(captures), self.rows)
+        megatron_param, hf_param = self._resolve_names(captures)
+        return VocabularyMapping(megatron_param, hf_param, self.rows)
 
     def megatron_to_hf(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """`AutoMapping`'s tensor, without padding."""

@@ -189,7 +189,7 @@ def mtp_on_request(model: HybridModel) -> None:
 
     def take(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         labels = (kwargs.pop("mtp_kwargs", None) or {}).get("mtp_labels")
-        tokens = args[0] if args else kwargs.get("input_ids")
+        tokens = args[0] if args else kwargs["input_ids"]
         if labels is not None and (labels.shape, labels.data_ptr()) != (tokens.shape, tokens.data_ptr()):
             raise ValueError(
                 "mtp_labels is not the tensor input_ids: Megatron's HybridModel derives the labels of MTP "
