@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import types
@@ -13,8 +14,9 @@ import pytest
 
 def marks(variable: str) -> list[pytest.MarkDecorator]:
     """Marks of a test module that needs the checkout which the variable names."""
-    reason = f"{variable} does not name a checkout, or this is not RL_PYTHON (make test-rl)"
-    return [pytest.mark.rl, pytest.mark.skipif(not os.environ.get(variable), reason=reason)]
+    reason = f"{variable} does not name a checkout, or Megatron-Bridge is not installed: make test-rl"
+    missing = not os.environ.get(variable) or importlib.util.find_spec("megatron.bridge") is None
+    return [pytest.mark.rl, pytest.mark.skipif(missing, reason=reason)]
 
 
 def use(variable: str) -> Path:

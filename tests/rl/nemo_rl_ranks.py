@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-# Before CPU mode: Bridge compiles a function when it is imported.
-import megatron_nemotron3.bridge
+# Before CPU mode: Bridge compiles functions when it is imported.
+import megatron_nemotron3.bridge  # isort: skip
+import megatron.bridge.training.mlm_compat.activations  # noqa: F401
+
 from tests.rl.frameworks import placeholder, skeleton, use
 
 

@@ -66,6 +66,15 @@ def test_a_change_of_a_weight_reaches_exactly_its_tensor(model: str, layout: str
         assert_received(name, received[name], after, (after != bits(value)).view(-1))
 
 
+def test_without_mtp_enable(tmp_path: Path) -> None:
+    """verl's default: the model has no MTP, and no weights of it are sent."""
+    from tests.rl import verl_ranks
+
+    values = write_hf(tmp_path / "hf", MODELS["super"])
+    (sent,) = run_distributed(verl_ranks.without_mtp, 1, tmp_path / "hf", timeout=300, apart=True)
+    assert sent == {name for name in values if not name.startswith("mtp.")}
+
+
 def pattern(config: Nemotron3Config, sizes: dict[str, int]) -> str:
     """The model's layers, cut into equal stages."""
     main, *mtp = config.full_pattern.split("/")

@@ -16,7 +16,7 @@ from tests.rl.frameworks import use
 Row = tuple[list[tuple[str, tuple[int, ...]]], list[int], Any, Any]
 
 
-def engine(folder: Path, sizes: dict[str, int], pattern: str) -> Any:
+def engine(folder: Path, sizes: dict[str, int], options: dict[str, Any], mtp: bool = True) -> Any:
     """verl's engine of a Hugging Face folder, built as its workers build it, with `external_lib`."""
     from unittest import mock
 
@@ -32,7 +32,7 @@ def engine(folder: Path, sizes: dict[str, int], pattern: str) -> Any:
         external_lib="megatron_nemotron3.bridge",
         load_tokenizer=False,
         override_config={"attn_implementation": "eager"},
-        mtp=MtpConfig(enable=True),
+        mtp=MtpConfig(enable=mtp),
     )
     assert "megatron_nemotron3.bridge" in sys.modules
     names = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
@@ -41,7 +41,7 @@ def engine(folder: Path, sizes: dict[str, int], pattern: str) -> Any:
         **layout,
         expert_tensor_parallel_size=1,
         forward_only=True,
-        override_transformer_config={"hybrid_layer_pattern": pattern, "should_pad_vocab": True},
+        override_transformer_config=options,
     )
     # verl knows no CPU platform: its device is the index of an accelerator, whose memory it logs.
     mock.patch.object(transformer_impl, "log_gpu_memory_usage").start()
@@ -56,7 +56,7 @@ def sync(folder: Path, sizes: dict[str, int], pattern: str) -> dict[str, Any]:
     """Weights by verl's full sync and by its delta sync, before and after a change of every weight."""
     import torch
 
-    made = engine(folder, sizes, pattern)
+    made = engine(folder, sizes, {"hybrid_layer_pattern": pattern, "should_pad_vocab": True})
     (model,) = made.module
     before = exported(made)
     made.prime_delta_snapshots()
@@ -75,6 +75,11 @@ def sync(folder: Path, sizes: dict[str, int], pattern: str) -> dict[str, Any]:
         "sparse": sparse,
         "rank": torch.distributed.get_rank(),
     }
+
+
+def without_mtp(folder: Path) -> set[str]:
+    """What a full sync sends where `mtp.enable` is false."""
+    return set(exported(engine(folder, {}, {}, mtp=False)))
 
 
 def exported(made: Any) -> dict[str, Any]:
