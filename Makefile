@@ -5,7 +5,7 @@ RUN = $(VENV)/bin/python -m
 # A file's tests stay in one process: they share what they built. Long files start first (tests/conftest.py).
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo quick test test-full test-te test-matrix lint docs bench fuzz environment clean
+.PHONY: demo quick test test-full test-te test-upstream test-matrix lint docs bench fuzz environment clean
 
 environment:
 	@bash .ci/setup-environment $(VENV)
@@ -32,6 +32,12 @@ test-full: environment
 test-te: environment
 	@test -n "$(TE_PYTHON)" || { echo "set TE_PYTHON to an interpreter that has transformer-engine" >&2; exit 2; }
 	$(RUN) pytest -m te tests/te
+
+# Megatron's own unit tests of what we replace, with the stock stack and with ours (docs/reference/upstream_tests.md).
+test-upstream: environment
+	@test -d "$(MEGATRON_LM_DIR)" || { echo "set MEGATRON_LM_DIR to a checkout of Megatron-LM" >&2; exit 2; }
+	$(RUN) tests.upstream --megatron-lm $(MEGATRON_LM_DIR)
+	$(RUN) tests.docs.pages
 
 # A short suite on every supported megatron-core, each in an environment of its own (noxfile.py).
 test-matrix: environment
