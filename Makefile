@@ -5,7 +5,8 @@ RUN = $(VENV)/bin/python -m
 # A file's tests stay in one process: they share what they built. Long files start first (tests/conftest.py).
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo quick test test-full test-te test-upstream test-matrix lint docs bench fuzz environment clean
+.PHONY: demo quick test test-full test-te test-bridge test-upstream test-matrix test-main lint docs bench fuzz \
+	environment clean
 
 environment:
 	@bash .ci/setup-environment $(VENV)
@@ -39,9 +40,20 @@ test-upstream: environment
 	$(RUN) tests.upstream --megatron-lm $(MEGATRON_LM_DIR)
 	$(RUN) tests.docs.pages
 
+# BRIDGE_PYTHON names an interpreter with Megatron-Bridge; by default one is made (no GPU, no TransformerEngine).
+BRIDGE_PYTHON ?= $(VENV)-bridge/bin/python
+test-bridge: environment
+	@test "$(BRIDGE_PYTHON)" != "$(VENV)-bridge/bin/python" || bash .ci/bridge-environment $(VENV) $(VENV)-bridge
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BRIDGE_PYTHON) -m pytest -p no:xdist -m bridge tests/bridge
+
 # A short suite on every supported megatron-core, each in an environment of its own (noxfile.py).
 test-matrix: environment
 	$(RUN) nox
+
+# The same and the stock script on a checkout of Megatron-LM's main, in front of the installed wheel.
+test-main: environment
+	@test -n "$(MEGATRON_LM_DIR)" || { echo "set MEGATRON_LM_DIR to a checkout of Megatron-LM's main" >&2; exit 2; }
+	MEGATRON_LM_DIR_MAIN="$(MEGATRON_LM_DIR)" $(RUN) nox -s main
 
 lint: environment
 	$(RUN) ruff check .

@@ -1,14 +1,17 @@
-"""The short suite on every supported megatron-core: `make test-matrix`, or `nox -s main`.
+"""The short suite on every supported megatron-core: `make test-matrix`; on main alone: `make test-main`.
 
-An environment is made once per version (5 GB: torch comes with CUDA) and reused. Two variables save that:
+An environment is made once per version (5 GB: torch comes with CUDA) and reused. Variables save that:
 MATRIX_PYTHON_0_19 (or _MAIN) names an interpreter that already has that megatron-core and the tests'
-packages, and MEGATRON_LM_DIR_0_19 (or _MAIN) a Megatron-LM checkout of that version, whose stock script
-then runs, too.
+packages, and MEGATRON_LM_DIR_0_19 a Megatron-LM checkout of that version, whose stock script then runs, too.
+MEGATRON_LM_DIR_MAIN names a checkout of main. Its megatron is imported in front of the installed wheel, from
+which come the packages and the compiled helper of the data sets, so nothing needs to be installed.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import nox
 
@@ -44,9 +47,30 @@ SHORT = (
 )
 
 
+ROOT = Path(__file__).resolve().parent
+
+
+def _in_front(checkout: str) -> str:
+    """Return a folder that has only the checkout's `megatron`: its tests and scripts are not importable.
+
+    Raises:
+        SystemExit: it is not a Megatron-LM checkout.
+    """
+    megatron = Path(checkout).resolve() / "megatron"
+    if not (megatron / "core").is_dir():
+        sys.exit(f"MEGATRON_LM_DIR={checkout} has no megatron/core: name a checkout of Megatron-LM")
+    folder = ROOT / "build" / "main"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "megatron").unlink(missing_ok=True)
+    (folder / "megatron").symlink_to(megatron)
+    return str(folder)
+
+
 def _session(version: str) -> None:
     suffix = version.replace(".", "_").upper()
-    python = os.environ.get(f"MATRIX_PYTHON_{suffix}")
+    checkout = os.environ.get(f"MEGATRON_LM_DIR_{suffix}")
+    before_wheel = version == "main" and checkout is not None
+    python = os.environ.get(f"MATRIX_PYTHON_{suffix}") or (sys.executable if before_wheel else None)
 
     # python=None: the interpreter that runs nox, a 3.12 of which nothing else need be on PATH.
     @nox.session(name=version, python=None, venv_backend="none" if python else None)
@@ -54,6 +78,7 @@ def _session(version: str) -> None:
         if not python:
             session.install(*PACKAGES, RELEASES[version])
             session.install("--no-deps", "-e", ".")
+        front = [_in_front(checkout)] if checkout and before_wheel else []
         session.run(
             python or "python",
             *("-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile"),
@@ -62,8 +87,8 @@ def _session(version: str) -> None:
             external=bool(python),
             env={
                 "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.path.dirname(os.path.abspath(__file__)),
-                "MEGATRON_LM_DIR": os.environ.get(f"MEGATRON_LM_DIR_{suffix}", "/nowhere"),
+                "PYTHONPATH": os.pathsep.join([*front, str(ROOT)]),
+                "MEGATRON_LM_DIR": str(Path(checkout).resolve()) if checkout else "/nowhere",
             },
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import io
 import itertools
 import json
@@ -119,6 +120,7 @@ REPORTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "mtp-without-te": ("", ("0.20",)),
     "unknown-option": ("--mtp-hsm", ("0.19",)),
     "option-value": ("--rl-generation-lag 0.5", ("0.19",)),
+    "reshardable-buckets": ("--dist-ckpt-optim-fully-reshardable", ("0.19",)),
 }
 
 
@@ -126,7 +128,7 @@ REPORTED: dict[str, tuple[str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("rule", REPORTED)
 def test_rules_of_versions(rule: str, version: str) -> None:
     extra, reporting = REPORTED[rule]
-    found = check(Launch.of(models.SUPER, extra=extra.split(), megatron_core=version))
+    found = check(Launch.of(models.SUPER, ParallelLayout(pp=2), extra=extra.split(), megatron_core=version))
     assert (rule in [violation.rule for violation in found]) is (version in reporting)
 
 
@@ -255,14 +257,15 @@ def built(extra: str = "", **options: Any) -> Iterator[Any]:
                 torch.distributed.destroy_process_group()
 
 
-def step(model: Any, rows: slice = slice(None)) -> Any:
+def step(model: Any, rows: slice = slice(None), **options: Any) -> Any:
     """The mean loss of rows of two fixed sequences, after its backward; gradients add up."""
     import torch
 
     tokens = torch.randint(0, 200, (2, 33), generator=torch.Generator().manual_seed(0))[rows]
     b, s = tokens[:, 1:].shape
     positions = torch.arange(s)[None].expand(b, -1)
-    loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:], loss_mask=torch.ones(b, s)).mean()
+    mask = torch.ones(b, s)
+    loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:], loss_mask=mask, **options).mean()
     loss.backward()
     return loss.detach()
 
@@ -278,6 +281,73 @@ def test_the_loss_is_the_same_on_every_version() -> None:
     assert loss == pytest.approx(LOSS, rel=1e-5)
     # Expert biases are buffers; every parameter takes part.
     assert missing == []
+
+
+@full
+def test_a_model_that_was_never_trained_is_evaluated() -> None:
+    """On main, entering evaluation mode reaches a cache that our Mamba mixer does not have."""
+    import torch
+
+    with built() as model:
+        torch.manual_seed(0)
+        trained = step(model).item()
+    with built() as model:
+        torch.manual_seed(0)
+        model.eval()
+        assert step(model).item() == pytest.approx(trained, rel=1e-6)
+
+
+def gradients(model: Any, mtp: bool) -> dict[str, Any]:
+    """Gradients of the model's parameters: of MTP's, or of all others; None where there is none."""
+    return {n: p.grad for n, p in model.named_parameters() if n.startswith("mtp.") is mtp}
+
+
+@full
+@pytest.mark.parametrize("chosen", ["newest", "oldest"])
+def test_hidden_state_mixing(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking the newest state for every token is MTP without mixing; taking an older one is not."""
+    import torch
+
+    if unknown(["--mtp-hsm"], here()):
+        pytest.skip("this megatron-core has no --mtp-hsm")
+    draw = torch.randint
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        if len(args) != 2:  # not the draw of (number of states, shape)
+            return draw(*args, **kwargs)
+        return torch.full(args[1], args[0] - 1 if chosen == "newest" else 0)
+
+    with built() as model:
+        torch.manual_seed(0)
+        step(model)
+        plain = gradients(model, mtp=True)
+    with built("--mtp-hsm") as model, monkeypatch.context() as change:
+        torch.manual_seed(0)
+        change.setattr(torch, "randint", choose)
+        step(model)
+        mixed = gradients(model, mtp=True)
+    assert mixed.keys() == plain.keys()
+    same = {name for name in plain if torch.allclose(mixed[name], plain[name])}
+    assert same == (set(plain) if chosen == "newest" else set())
+
+
+@full
+def test_a_step_without_the_mtp_loss() -> None:
+    """`compute_mtp_loss=False` is a step in which MTP has no weight; its parameters get no gradient."""
+    import torch
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    if "compute_mtp_loss" not in inspect.signature(HybridModel.forward).parameters:
+        pytest.skip("this megatron-core has no compute_mtp_loss")
+    with built("--mtp-loss-scaling-factor 0 --moe-aux-loss-coeff 0") as model:
+        torch.manual_seed(0)
+        without_weight, expected = step(model).item(), gradients(model, mtp=False)
+    with built("--moe-aux-loss-coeff 0") as model:
+        torch.manual_seed(0)
+        assert step(model, compute_mtp_loss=False).item() == without_weight
+        assert set(gradients(model, mtp=True).values()) == {None}
+        for name, gradient in gradients(model, mtp=False).items():
+            torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
 def router_gradient(model: Any, *batches: slice) -> Any:

@@ -378,8 +378,9 @@ def _same_words(value: str, published: str) -> bool:
 
 
 def _same_pattern(value: str, published: str) -> bool:
-    """Compare patterns without their pipeline cuts, which do not change the model."""
-    return value.replace("|", "") == published.replace("|", "")
+    """Compare patterns without pipeline cuts and groups, which do not change the model."""
+    plain = str.maketrans("", "", "|[]")
+    return value.translate(plain) == published.translate(plain)
 
 
 def _both_or_none(value: str, published: str) -> bool:

@@ -1,11 +1,12 @@
 """Upstream's `BridgeCommunicator` over the exchange of this package: one edge between two modules.
 
-Every boundary rank sends and receives its own part, so upstream's `comm_map` and leader groups do not exist
-here. `_split_tensor_at_batch_dim` and the enumeration of ranks are inherited.
+Every boundary rank sends and receives its own part, so upstream's `comm_map` is empty here, and its group of
+leaders is created only if it is read. `_split_tensor_at_batch_dim` and the list of ranks are inherited.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -80,6 +81,11 @@ class Bridge(BridgeCommunicator):
         if coordinator is None:
             Bridge._alive.add(self)
 
+    @functools.cached_property
+    def bridge_pg(self) -> Any:
+        """Upstream's group of the leaders of both sides. Not needed here; created on all ranks when read."""
+        return self._get_or_create_bridge_pg(sorted({*self.src_tp_leaders, *self.dest_tp_leaders}))
+
     def close(self) -> None:
         """Release the process groups. Call it on every rank, in one order."""
         self.coordinator.close()
@@ -91,9 +97,10 @@ class Bridge(BridgeCommunicator):
 
     @classmethod
     def destroy_bridge_pgs(cls) -> None:
-        """Close all bridges that were constructed alone, in the order of construction."""
+        """Close all bridges that were constructed alone, in the order of construction, and leader groups."""
         for bridge in sorted(cls._alive, key=lambda bridge: bridge.coordinator.number):
             bridge.close()
+        super().destroy_bridge_pgs()
 
     def send_forward(self, tensor_to_send: Tensor) -> None:
         """Send this rank's part of the source's output.

@@ -6,6 +6,10 @@ Megatron numbers MTP blocks and the layers in each block; Hugging Face numbers a
     mtp.layers.o.enorm.weight                 <->   mtp.layers.{o * P}.enorm.weight
     mtp.layers.o.final_layernorm.weight       <->   mtp.layers.{o * P + P - 1}.final_layernorm.weight
 
+With groups in the pattern (`M[*E]`, Megatron-LM #4798) the layers of a group share a number:
+
+    decoder.layers.1.self_attention.…, decoder.layers.1.mlp.…   <->   backbone.layers.1.…, backbone.layers.2.…
+
 How a torch_dist folder names the optimizer's FP32 master weights depends on the options of the run:
 
     plain optimizer                                    optimizer.state.fp32_param.<key>
@@ -27,7 +31,8 @@ from dataclasses import dataclass
 from megatron_nemotron3.checkpoint.metadata import StoredTensor
 from megatron_nemotron3.convert.sources import SourceTensor
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.tensors import NamedShape, Row, Spelling, rows_of
+from megatron_nemotron3.models.pattern import HybridPattern
+from megatron_nemotron3.models.tensors import ROWS, NamedShape, Row, Spelling, rows_of
 
 #: The layer prefix of a name, on either side.
 _PREFIX = re.compile(r"(?:decoder|backbone|mtp)\.layers\.[0-9]+\.(?:mtp_model_layer\.layers\.[0-9]+\.)?")
@@ -92,6 +97,7 @@ _WRAPPERS = re.compile(r"^(?:(?:model|module)\.)+")
 #: Older name of the layer stack in an MTP block.
 _OLD_MTP = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.(?=layers\.)")
 
+ADAPTER = "adapter"
 #: Keys of a checkpoint folder that are not weights of the model.
 NON_WEIGHTS = {
     "extra state": re.compile(r".*\._extra_state(?:/.*)?"),
@@ -102,6 +108,8 @@ NON_WEIGHTS = {
         r"(?:rng_state|rerun_state_machine(?:_state)?|common_state|opt_param_scheduler|args|iteration"
         r"|checkpoint_version|num_floating_point_operations_so_far)(?:[/.].*)?"
     ),
+    # Of LoRA. Last, because the optimizer's state has the same ends.
+    ADAPTER: re.compile(r".*\.adapter\.linear_(?:in|out)\.weight(?:\.\w+)?"),
 }
 _MASTER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
 
@@ -120,6 +128,32 @@ def weight_of_master(key: str) -> str | None:
 def plain_name(key: str) -> str:
     """Return a key without the prefixes of wrappers, and with the present name of MTP's layer stack."""
     return _OLD_MTP.sub(r"\1mtp_model_layer.", _WRAPPERS.sub("", key))
+
+
+_DECODER_LAYER = re.compile(r"(.*\bdecoder\.layers\.)(\d+)\.(.+)")
+
+
+def numbered_by_layer(keys: Iterable[str], pattern: HybridPattern) -> dict[str, str]:
+    """Map keys of a checkpoint whose groups are numbered as one layer to keys with every layer's own number.
+
+    Keys of optimizer state are mapped, too. A key that fits no layer of its group stays as it is.
+
+    Raises:
+        ValueError: two keys become one.
+    """
+    layers: dict[tuple[int, str], int] = {}
+    for layer, (number, kind) in enumerate(zip(pattern.numbers, pattern.main, strict=True)):
+        of_kind = (t.name for row in ROWS if row.part == kind for s in row.spellings for t in s.tensors)
+        layers |= {(number, name.partition(".")[0]): layer for name in of_kind}
+    found: dict[str, str] = {}
+    for key in keys:
+        match = _DECODER_LAYER.fullmatch(key)
+        own = match and layers.get((int(match[2]), match[3].partition(".")[0]))
+        new = f"{match[1]}{own}.{match[3]}" if match and own is not None else key
+        if new in found:
+            raise ValueError(f"{found[new]!r} and {key!r} are the same tensor of the pattern {pattern}")
+        found[new] = key
+    return {key: new for new, key in found.items()}
 
 
 class NameLookup:

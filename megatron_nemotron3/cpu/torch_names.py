@@ -146,6 +146,7 @@ def table() -> list[tuple[Any, str, Any]]:
         "device": Device,
         "synchronize": nothing,
         "empty_cache": nothing,
+        "initial_seed": torch.initial_seed,
         "manual_seed": torch.default_generator.manual_seed,
         "manual_seed_all": nothing,  # torch.manual_seed calls it after seeding the CPU
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),

@@ -251,8 +251,9 @@ class Mamba2Mixer(MambaMixer):
             z = self.cp.post_conv_ssm(z.contiguous(), packed_seq_params)
         return self.out_proj(self.norm(y, z))
 
-    def refresh_cache(self) -> None:
-        """Do nothing: on main, upstream fills a decoding cache when a model enters evaluation mode."""
+    def train(self, mode: bool = True) -> Mamba2Mixer:
+        """Set the mode only: on main, upstream's mixer also fills a cache for decoding, which ours lacks."""
+        return super(MambaMixer, self).train(mode)
 
     def _held_sizes(self) -> MixerSizes:
         """Widths of this rank's part, divided over tensor and context parallelism."""

@@ -4,6 +4,10 @@
     ----- ----- -- --
     stage stage MTP depths 1 and 2 (the same layers at every depth)
 
+Brackets group layers of a stage, `M[*E]`: Megatron's schedule can then overlap the experts' communication of
+one micro-batch with another one's attention (Megatron-LM #4798, not in 0.19). The model is the same; its
+checkpoint numbers a group as one layer (`HybridPattern.numbers`).
+
 This is the language of Megatron's `--hybrid-layer-pattern`, restricted to the four layer kinds of this
 family. It is stricter in one respect: Megatron allows any stage or MTP depth to be empty, while this parser
 allows only a last stage that holds just MTP and the loss. With virtual pipelining the pattern has pp * vpp
@@ -12,13 +16,15 @@ stages, and stage i belongs to pipeline rank i mod pp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 #: Character -> layer kind.
 KINDS: dict[str, str] = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 
 PIPE = "|"
+_OPEN, _CLOSE = "[", "]"
 MTP_SEPARATOR = "/"
 
 # (first layer, one past the last) -> cost of a stage of these layers.
@@ -70,6 +76,8 @@ class HybridPattern:
     stages: tuple[str, ...]
     #: Layers of each MTP depth, all equal; empty without MTP.
     mtp: tuple[str, ...] = ()
+    #: (first decoder layer, one past the last) of each bracketed group, in order.
+    groups: tuple[tuple[int, int], ...] = ()
 
     @property
     def main(self) -> str:
@@ -91,25 +99,42 @@ class HybridPattern:
         """Number of MTP depths."""
         return len(self.mtp)
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The number in the checkpoint of each decoder layer: its own, or, with groups, that of its group."""
+        inner = {layer for first, end in self.groups for layer in range(first + 1, end)}
+        numbers = list(itertools.accumulate(layer not in inner for layer in range(self.num_layers)))
+        return tuple(number - 1 for number in numbers)
+
     def __str__(self) -> str:
-        return MTP_SEPARATOR.join((PIPE.join(self.stages), *self.mtp))
+        first, ends = {first for first, _ in self.groups}, {end - 1 for _, end in self.groups}
+        stages, layer = [], itertools.count()
+        for stage in self.stages:
+            stages.append(
+                "".join(
+                    f"{_OPEN * (n in first)}{kind}{_CLOSE * (n in ends)}"
+                    for kind, n in zip(stage, layer, strict=False)
+                )
+            )
+        return MTP_SEPARATOR.join((PIPE.join(stages), *self.mtp))
 
 
 def parse(full: str) -> HybridPattern:
-    """Parse a full pattern: stages cut by `|`, then MTP depths each opened by `/`.
+    """Parse a full pattern: stages cut by `|`, groups in brackets, then MTP depths each opened by `/`.
 
     Raises:
         ValueError: a character that is not allowed in its place (such as `|` inside MTP), no decoder layer,
-            an empty stage other than a last one that MTP follows, an empty MTP depth, or MTP depths that
-            differ.
+            an empty stage other than a last one that MTP follows, an empty MTP depth, MTP depths that
+            differ, or a group that Megatron refuses or whose layers would share names in a checkpoint.
     """
     main, *mtp = full.split(MTP_SEPARATOR)
-    _check_characters(main, "".join(KINDS) + PIPE, full)
+    _check_characters(main, "".join(KINDS) + PIPE + _OPEN + _CLOSE, full)
     start = len(main) + 1
     for depth in mtp:
         _check_characters(depth, "".join(KINDS), full, start)
         start += len(depth) + 1
-    stages = main.split(PIPE)
+    groups = tuple(_groups(main, full))
+    stages = main.replace(_OPEN, "").replace(_CLOSE, "").split(PIPE)
     if not any(stages):
         raise ValueError(f"layer pattern {full!r}: no decoder layer: give at least one of {' '.join(KINDS)}")
     for index, stage in enumerate(stages):
@@ -126,7 +151,44 @@ def parse(full: str) -> HybridPattern:
                 f"layer pattern {full!r}: MTP depth 1 is {mtp[0]!r} but depth {index + 1} is {depth!r}: "
                 "all depths must be equal"
             )
-    return HybridPattern(tuple(stages), tuple(mtp))
+    return HybridPattern(tuple(stages), tuple(mtp), groups)
+
+
+def _groups(main: str, full: str) -> Iterator[tuple[int, int]]:
+    """Yield first layer and end of each group.
+
+    Raises:
+        ValueError: as `parse`.
+    """
+    layer, first, inside = 0, 0, None
+    for position, character in enumerate(main):
+        at = f"layer pattern {full!r}: {character!r} at position {position} (counted from 0)"
+        if character == _OPEN:
+            if inside is not None:
+                raise ValueError(f"{at} opens a group inside a group: close the first one before")
+            first, inside = layer, ""
+        elif character == _CLOSE:
+            if not inside:
+                raise ValueError(f"{at} closes {'no' if inside is None else 'an empty'} group")
+            yield first, layer
+            inside = None
+        elif character == PIPE:
+            if inside is not None:
+                raise ValueError(f"{at} cuts a group: a group is in one stage")
+        else:
+            if inside is not None:
+                if "E" in inside:
+                    raise ValueError(f"{at} follows E in a group: E must be the last layer of its group")
+                # A dense layer's names begin with mlp., as those of experts do.
+                if character in inside or {character, *inside} >= {"-", "E"}:
+                    raise ValueError(
+                        f"{at} has the same names in a checkpoint as another layer of its group: give a "
+                        "group at most one M, one * and one of - and E"
+                    )
+                inside += character
+            layer += 1
+    if inside is not None:
+        raise ValueError(f"layer pattern {full!r}: the group [{inside} is not closed: add ']'")
 
 
 def join_stages(stages: tuple[str, ...] | list[str], mtp: tuple[str, ...] | list[str] = ()) -> str:

@@ -16,14 +16,15 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, CheckpointIndex, read_metadata
 from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.structure import check_structure
-from megatron_nemotron3.convert import inventory, mp_rank, plan
+from megatron_nemotron3.convert import checkpoints, inventory, mp_rank, plan
 from megatron_nemotron3.convert.checkpoints import open_megatron
-from megatron_nemotron3.convert.keys import master_keys, non_weight_kind, plain_name
+from megatron_nemotron3.convert.keys import master_keys, non_weight_kind, numbered_by_layer, plain_name
 from megatron_nemotron3.convert.mp_rank import open_mp_rank
 from megatron_nemotron3.convert.plan import whole
 from megatron_nemotron3.convert.sources import FileSource
 from megatron_nemotron3.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.pattern import parse
 from tests.golden.checkpoints.values import LAYERS, SIZES, VOCABULARY, values
 from tests.support.checkpoint_reading import read_rows
 
@@ -185,6 +186,74 @@ def test_fsdp(name: str, tmp_path: Path) -> None:
     raw = hugging_face(mappings, lambda n, shape: stored.read(keys[n], whole(shape)).view("f4"))
     wrong = {n.split("mixer.")[1] for n in raw if not numpy.array_equal(raw[n], theirs[n])}
     assert wrong == ({"in_proj.weight", "conv1d.weight", "conv1d.bias"} if tp > 1 else set())
+
+
+#: Of `4798_grouped`, M[ME][*-]E/*E: the number of each decoder layer in the keys.
+GROUPED = (0, 1, 1, 2, 2, 3)
+
+
+def grouped_key(name: str) -> str:
+    """The key Megatron-LM #4798 gives a tensor of a layer with its own number."""
+    if name == "decoder.final_norm.weight":
+        return "decoder.final_layernorm.weight"
+    if not name.startswith("decoder.layers."):
+        return name
+    head, number, rest = name[: len("decoder.layers.")], *name[len("decoder.layers.") :].split(".", 1)
+    return f"{head}{GROUPED[int(number)]}.{rest}"
+
+
+def test_grouped_layers(tmp_path: Path) -> None:
+    """The layers of a group share a number; they are told apart by the pattern, and converted one by one."""
+    folder = unpacked("4798_grouped", tmp_path)
+    model = config(mtp=True).but(pattern="MME*-E")
+    keys = weights(read_metadata(folder))
+    mappings = list(inventory.mappings(model))
+    assert set(keys) == {grouped_key(t.name) for m in mappings for t in m.megatron}
+    opened = open_megatron(folder, model=model)
+    assert dialects(list(opened.mappings)) == {"GPT norm"}
+    theirs = hugging_face(mappings, lambda name, shape: values(grouped_key(name), shape))
+    view = opened.hf_view()
+    assert view.tensors.keys() == theirs.keys()
+    for name, tensor in view.tensors.items():
+        expected = torch.from_numpy(theirs[name]).to(getattr(torch, tensor.dtype))
+        read = view.read(name, whole(tensor.shape))
+        assert numpy.array_equal(read.view(f"i{read.itemsize}"), bits(expected)), name
+
+
+def test_grouped_optimizer_state_follows_its_weight() -> None:
+    pattern = parse("M[*E]")
+    assert numbered_by_layer(
+        ["chained_1.optimizer.state.fp32_param.decoder.layers.1.mlp.router.weight", "decoder.layers.7.x"],
+        pattern,
+    ) == {
+        "chained_1.optimizer.state.fp32_param.decoder.layers.1.mlp.router.weight": (
+            "chained_1.optimizer.state.fp32_param.decoder.layers.2.mlp.router.weight"
+        ),
+        "decoder.layers.7.x": "decoder.layers.7.x",
+    }
+    with pytest.raises(
+        ValueError, match="layers.1.mlp.+ and .+layers.2.mlp.+ are the same tensor of .+M\\[\\*E\\]"
+    ):
+        numbered_by_layer(["decoder.layers.1.mlp.x", "decoder.layers.2.mlp.x"], pattern)
+
+
+@pytest.mark.parametrize("name", ["0.19.2_fsdp", "0.17.1_mp_rank"])
+def test_groups_in_other_formats_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There a group is a stack inside the stack, whose names no version has been seen to write."""
+    folder = unpacked(name, tmp_path)
+    for module, reader in ((checkpoints, "read_dcp_state"), (mp_rank, "common_state")):
+        read = getattr(module, reader)
+
+        def grouped(place: Any, read: Any = read) -> Any:
+            state = read(place)
+            state["args"].state["hybrid_layer_pattern"] = "[ME]*-/*E"
+            return state
+
+        monkeypatch.setattr(module, reader, grouped)
+    with pytest.raises(ValueError, match=r"grouped \(\[ME\]\*-/\*E\).*save it with --ckpt-format torch_dist"):
+        open_megatron(folder, model=config(mtp=True))
 
 
 def test_order_needs_tp(tmp_path: Path) -> None:

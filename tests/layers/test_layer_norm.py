@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.layers.linear import NormColumnParallelLinear
+from megatron_nemotron3.layers.linear import LayerNormColumnParallelLinear
 from megatron_nemotron3.layers.norm import LayerNorm, Norm, RMSNorm
 from megatron_nemotron3.models import get
 from tests.parallel.case import Case
@@ -74,7 +74,7 @@ def test_values_and_gradients(dtype: torch.dtype, zero_centered: bool) -> None:
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_fused_linear(zero_centered: bool) -> None:
     options = config(layernorm_zero_centered_gamma=zero_centered, layernorm_epsilon=1e-3)
-    layer = NormColumnParallelLinear(D, OUT, config=options, init_method=options.init_method, bias=False)
+    layer = LayerNormColumnParallelLinear(D, OUT, config=options, init_method=options.init_method, bias=False)
     # TransformerEngine's names and order.
     assert list(dict(layer.named_parameters())) == ["layer_norm_weight", "layer_norm_bias", "weight"]
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_fused_linear(zero_centered: bool) -> None:
 def test_rms_norm_has_no_bias() -> None:
     rms = config(normalization="RMSNorm")
     assert type(Norm(rms, D)) is RMSNorm
-    layer = NormColumnParallelLinear(D, OUT, config=rms, init_method=rms.init_method, bias=False)
+    layer = LayerNormColumnParallelLinear(D, OUT, config=rms, init_method=rms.init_method, bias=False)
     assert list(dict(layer.named_parameters())) == ["layer_norm_weight", "weight"]
     assert set(layer.state_dict()) == {"layer_norm_weight", "weight", "_extra_state"}
 
@@ -108,7 +108,7 @@ def test_marks_and_checkpoint() -> None:
     assert norm.weight.sequence_parallel and norm.bias.sequence_parallel
     assert not Norm(config(), D).bias.sequence_parallel
     plain = config()
-    layer = NormColumnParallelLinear(D, OUT, config=plain, init_method=plain.init_method, bias=False)
+    layer = LayerNormColumnParallelLinear(D, OUT, config=plain, init_method=plain.init_method, bias=False)
     stored = layer.sharded_state_dict(prefix="in_proj.", metadata={"dp_cp_group": None})
     bias = stored["in_proj.layer_norm_bias"]
     assert (bias.key, bias.global_shape, bias.axis_fragmentations) == ("in_proj.layer_norm_bias", (D,), (1,))

@@ -25,6 +25,14 @@ WELL_FORMED = st.builds(
     st.booleans(),
 )
 ANY_TEXT = st.text("M*E-|/Xg", max_size=10)
+#: Text with groups, of which a good share is valid.
+GROUPED = st.lists(
+    st.one_of(st.sampled_from("M*E-|"), st.text("M*E-|]", max_size=4).map(lambda inside: f"[{inside}]")),
+    min_size=1,
+    max_size=5,
+).map("".join)
+#: Megatron-LM #4798 knows groups; 0.19 and main of 2026-08-22 do not.
+MEGATRON_GROUPS = hasattr(megatron, "is_layer_group")
 
 
 def ours(text: str) -> HybridPattern | None:
@@ -72,6 +80,72 @@ def test_accepts_what_megatron_accepts_except_empty_parts(text: str) -> None:
         stages = main.split("|")
         refused = not any(stages) or "" in stages[:-1] or (stages[-1] == "" and not mtp) or "" in mtp
         assert refused, f"Megatron accepts {text!r} and no part of it is empty"
+
+
+@settings(max_examples=300)
+@given(GROUPED)
+def test_groups(text: str) -> None:
+    """A group changes neither layers nor stages, and its layers share a number."""
+    parsed = ours(text)
+    if parsed is None:
+        return
+    plain = parse(text.replace("[", "").replace("]", ""))
+    assert str(parsed) == text and (parsed.stages, parsed.mtp) == (plain.stages, plain.mtp)
+    assert plain.numbers == tuple(range(plain.num_layers))
+    assert len(set(parsed.numbers)) == parsed.num_layers - sum(
+        end - first - 1 for first, end in parsed.groups
+    )
+    for first, end in parsed.groups:
+        assert set(parsed.numbers[first:end]) == {parsed.numbers[first]}
+        assert set(plain.main[first : end - 1]) <= set("M*-")
+
+
+@pytest.mark.skipif(not MEGATRON_GROUPS, reason="this megatron-core has no groups (Megatron-LM #4798)")
+@settings(max_examples=300)
+@given(GROUPED)
+def test_megatron_makes_the_same_groups(text: str) -> None:
+    """Ours refuses in addition: empty stages, and layers of a group whose names would be one."""
+    parsed = ours(text)
+    try:
+        segments = [megatron.validate_segment_layers(stage) for stage in text.split("|")]
+    except ValueError:
+        assert parsed is None
+        return
+    if parsed is not None:
+        assert [megatron.flatten_layer_type_list(one) for one in segments] == [list(s) for s in parsed.stages]
+        sizes = [megatron.get_layer_type_physical_count(item) for one in segments for item in one]
+        assert parsed.numbers == tuple(n for n, size in enumerate(sizes) for _ in range(size))
+
+
+@pytest.mark.skipif(MEGATRON_GROUPS, reason="this megatron-core has groups")
+def test_megatron_without_groups_refuses_them() -> None:
+    """So nothing is trained as something else; its message names the bracket."""
+    with pytest.raises(ValueError, match=r"'\['"):
+        megatron.parse_hybrid_pattern("M[*E]")
+
+
+def test_numbers_of_groups() -> None:
+    assert parse("M[*E]|[M*-]E/*E").numbers == (0, 1, 1, 2, 2, 2, 3)
+    assert parse("M[*E]|[M*-]E/*E").groups == ((1, 3), (3, 6))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("M[*E", r"the group \[\*E is not closed"),
+        ("M*E]", "'\\]' at position 3 .* closes no group"),
+        ("M[]", "'\\]' at position 2 .* closes an empty group"),
+        ("[M[*]]", "'\\[' at position 2 .* opens a group inside a group"),
+        ("[M|*]", "'\\|' at position 2 .* cuts a group"),
+        ("[E*]", "'\\*' at position 2 .* follows E"),
+        ("[MM]", "'M' at position 2 .* same names in a checkpoint"),
+        ("[-E]", "'E' at position 2 .* same names in a checkpoint"),
+        ("M/[*E]", "'\\[' at position 2"),
+    ],
+)
+def test_errors_of_groups(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(text)
 
 
 def test_megatron_refuses_strangers_too() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.args import ParallelLayout, versions
 from tests.parallel.checkpoint import load, on_ranks, save, shifted_state
 from tests.parallel.compare import against
 from tests.parallel.layouts import CASES, PER_TOKEN
@@ -105,10 +105,13 @@ def test_state_behind_a_padded_bucket_is_shifted(
     """reshardable-buckets: Megatron drops the padding between buckets, but not from positions (#5077).
 
     In FP32 the optimizer's copy of a parameter is the parameter, so what would be saved of it can be checked.
+    main mended it.
     """
-    one = CASES[model]
-    wrong = shifted_state(one.at(layout, *RESHARD, *extra, against_rules=shifted), weights(one))
-    assert bool(wrong) == shifted, wrong
+    from megatron.core import __version__
+
+    one, wrong_here = CASES[model], shifted and versions.minor(__version__) == "0.19"
+    wrong = shifted_state(one.at(layout, *RESHARD, *extra, against_rules=wrong_here), weights(one))
+    assert bool(wrong) == wrong_here, wrong
 
 
 def _equal(a: Tensors, b: Tensors) -> None:

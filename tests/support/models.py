@@ -59,7 +59,7 @@ def hybrid_config(pattern: str, **overrides: Any) -> Any:
     tp = parallel_state.get_tensor_model_parallel_world_size()
     fields: dict[str, Any] = {
         **SIZES,
-        "num_layers": len(parsed.main_pattern.replace("|", "")),
+        "num_layers": sum(character not in "|[]" for character in parsed.main_pattern),
         "mtp_num_layers": parsed.mtp_num_depths or None,
         "activation_func": squared_relu,
         "params_dtype": torch.float32,

@@ -29,6 +29,13 @@ REASONS = (
     ),
 )
 
+_MASK = "our MTP keeps the padding mask in place: upstream's roll makes a document's last real token padding"
+#: Tests of what ours does otherwise on purpose.
+OTHERWISE = {
+    f"transformer/test_multi_token_prediction.py::TestMultiTokenPredictionLayer::{name}": _MASK
+    for name in ("test_forward_propagates_rolled_padding_mask", "test_get_embeddings_rolls_padding_mask")
+}
+
 
 def reason(message: str) -> str:
     """Return the first of `REASONS` that fits a message, or else the message."""
@@ -71,7 +78,7 @@ def _version(found: dict) -> list[str]:
         lines.append(f"| {file} | {len(outcomes)} | {passed[0]} | {passed[1]} |")
     lost = [name for name, (stock, ours) in tests.items() if stock[0] == "passed" and ours[0] != "passed"]
     lines += ["", f"Tests that pass with the stock stack and not with ours: {len(lost) or 'none'}."]
-    lines += [f"* `{name}`: {_cell(reason(tests[name][1][1]))}" for name in lost]
+    lines += [f"* `{name}`: {_cell(OTHERWISE.get(name) or reason(tests[name][1][1]))}" for name in lost]
     left: dict[str, Counter[str]] = {}
     for name, (_, ours) in tests.items():
         if ours[0] != "passed":

@@ -5,7 +5,7 @@ module because `tests` is Megatron's package there. The files of the tests are n
 
 * CUDA names mean the CPU (`megatron_nemotron3.cpu`);
 * packages that test files import and that are not here are empty modules; Megatron itself does not see them;
-* with UPSTREAM_SPEC=ours the names in `REPLACED` are ours when a test file imports them.
+* with UPSTREAM_SPEC=ours the names in `REPLACED` are ours in the test files that import them.
 """
 
 from __future__ import annotations
@@ -84,15 +84,6 @@ def pytest_configure() -> None:
     quiet_on_cpu()
     _mode.__enter__()
     sys.meta_path.append(_packages)  # type: ignore[arg-type]
-    if os.environ["UPSTREAM_SPEC"] == "ours":
-        ours = {}
-        for (module, name), place in REPLACED.items():
-            part, _, attribute = place.partition(":")
-            found = getattr(importlib.import_module(f"megatron_nemotron3.{part}"), attribute)
-            ours[importlib.import_module(module), name] = found
-        # Only now, because ours derive from Megatron's.
-        for (target, name), found in ours.items():
-            setattr(target, name, found)
 
 
 def pytest_make_collect_report() -> None:
@@ -100,11 +91,20 @@ def pytest_make_collect_report() -> None:
     _packages.importing = True
 
 
-def pytest_collection_finish() -> None:
-    """End it: a test that asks for a package at run time is told the truth."""
+def pytest_collection_finish(session: Any) -> None:
+    """Put ours in place in the test files; a test that asks for an absent package from now on is told so."""
     _packages.importing = False
     for name in [name for name in sys.modules if name.split(".")[0] in _ABSENT]:
         del sys.modules[name]
+    if os.environ["UPSTREAM_SPEC"] != "ours":
+        return
+    for (place, name), ours in REPLACED.items():
+        theirs = getattr(importlib.import_module(place), name)
+        part, _, attribute = ours.partition(":")
+        replacement = getattr(importlib.import_module(f"megatron_nemotron3.{part}"), attribute)
+        for module in {item.module for item in session.items}:
+            if vars(module).get(name, session) is theirs:
+                setattr(module, name, replacement)
 
 
 def pytest_collectreport(report: Any) -> None:

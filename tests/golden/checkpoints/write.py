@@ -1,6 +1,6 @@
 """Write a tiny checkpoint with whatever megatron-core is imported; see README.md. Never run by the tests.
 
-    PYTHONPATH=CORE:REPOSITORY python write.py FOLDER [--format F] [--modules te|local] [--singleton] …
+    PYTHONPATH=CORE:REPOSITORY python write.py FOLDER [--format F] [--modules te|local|ours] [--singleton] …
 
 The model is stock Megatron's own hybrid model with its own stack specification, the state goes through its
 own `sharded_state_dict` and `dist_checkpointing.save`. Only the elements are ours: `values` in values.py.
@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--format", choices=("torch_dist", "torch", "fsdp_dtensor"), default="torch_dist")
-    parser.add_argument("--modules", choices=("te", "local"), default="te")
+    parser.add_argument("--modules", choices=("te", "local", "ours"), default="te")
     parser.add_argument("--singleton", action="store_true", help="metadata singleton_local_shards")
     parser.add_argument("--layers", default=LAYERS)
     parser.add_argument("--tp", type=int, default=1, help="TP and EP; start one process for each RANK")
@@ -167,12 +167,12 @@ def build(args: argparse.Namespace) -> Any:
     main, _, mtp = args.layers.partition("/")
     sizes = {
         **SIZES,
-        "num_layers": len(main),
+        "num_layers": len(main) - main.count("[") - main.count("]"),
         "activation_func": squared_relu,
         "mtp_num_layers": 1 if mtp else None,
         "mtp_use_repeated_layer": bool(mtp),
         "is_hybrid_model": True,
-        "moe_grouped_gemm": args.modules == "te",
+        "moe_grouped_gemm": args.modules != "local",
         "sequence_parallel": args.tp > 1,
         **layout(args),
     }
@@ -182,7 +182,10 @@ def build(args: argparse.Namespace) -> Any:
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as spec
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-        spec = spec if args.modules == "te" else local(spec)
+        if args.modules == "ours":
+            from megatron_nemotron3.specs import nemotron3_torch_stack_spec as spec
+        elif args.modules == "local":
+            spec = local(spec)
         return HybridModel(config, spec, hybrid_layer_pattern=args.layers, **common)
     except ImportError:  # up to 0.17
         from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as spec
