@@ -61,7 +61,7 @@ def run(checkout: Path, mode: str, files: tuple[str, ...]) -> dict[str, tuple[st
         words += ["-p", "upstream_plugin", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
         command = [sys.executable, "-m", "pytest", *words, *(f"tests/unit_tests/{name}" for name in files)]
         with log.open("w") as output:
-            subprocess.run(
+            done = subprocess.run(
                 command,
                 cwd=checkout,
                 env=environment,
@@ -70,8 +70,8 @@ def run(checkout: Path, mode: str, files: tuple[str, ...]) -> dict[str, tuple[st
                 timeout=_LIMIT,
                 check=False,
             )
-        if not results.exists():
-            raise ValueError(f"{mode}: pytest ended without results:\n{log.read_text()[-2000:]}")
+        if done.returncode not in (0, 1) or not results.exists():  # 1: tests failed
+            raise ValueError(f"{mode}: pytest ended with {done.returncode}:\n{log.read_text()[-2000:]}")
         found = json.loads(results.read_text())
     return {name.removeprefix("tests/unit_tests/"): tuple(value) for name, value in found.items()}
 
