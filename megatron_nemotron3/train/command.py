@@ -18,7 +18,9 @@ from megatron_nemotron3.args.command import (
     print_warnings,
 )
 from megatron_nemotron3.args.flag import parse
+from megatron_nemotron3.checkpoint import folders
 from megatron_nemotron3.cpu import quiet_on_cpu
+from megatron_nemotron3.lora import in_environment
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import settings as emulation
@@ -99,6 +101,8 @@ def train_command(options: argparse.Namespace) -> int:
         from megatron_nemotron3.train.training import Request, schedule_of, train_interruptibly
 
     config = chosen_model(options)
+    if (lora := in_environment()) is not None and lora.base is not None:
+        folders.locate_one(Path(lora.base))
     _require_own_options(options.extra)
     require_inputs(options)
     emulated, log_precision = chosen_emulation(options), _log_interval(options)
