@@ -15,6 +15,13 @@ from megatron_nemotron3.checkpoint.folders import free_bytes, locate
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
 from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.convert import from_hf, inventory, to_hf
+from megatron_nemotron3.convert.adapter_options import (
+    adapter_folder,
+    adapter_state,
+    megatron_adapter,
+    with_adapter,
+)
+from megatron_nemotron3.convert.adapters import Together
 from megatron_nemotron3.convert.checkpoints import (
     Checkpoint,
     checkpoint_line,
@@ -52,6 +59,12 @@ class Options:
     dry_run: bool = False
     shard_bytes: int = to_hf.SHARD_BYTES
     allow_nonfinite: bool = False
+    #: A folder that peft saved.
+    adapter: Path | None = None
+    #: Add the adapter to the weights: that of `adapter`, or the source's own.
+    merge_adapter: bool = False
+    #: Default: as the Megatron checkpoint says.
+    lora_alpha: float | None = None
     #: Write there; the target is then only a name.
     url: str | None = None
     #: Called with Megatron's weights, Hugging Face's and the model after the conversion; returns the exit
@@ -71,6 +84,8 @@ class ToHfOptions(Options):
     #: Recipe of `quantized_recipes`.
     quantize: str | None = None
     input_scales: Path | None = None
+    #: Write the adapter alone, as a folder of peft.
+    adapter_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +119,14 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         vocab_size=vocab_size,
         from_masters=options.from_masters,
         allow_unused=options.allow_unused,
+        alpha=options.lora_alpha,
     )
     _check_alike(opened, options)
+    opened = with_adapter(opened, options)
+    if options.adapter_only:
+        view, files, small = adapter_folder(opened, options)
+        _run_job(opened, target, _job(opened, target, view, (files, small), options), options)
+        return 0
     view = opened.hf_view()
     dtype = _main_dtype(view)
     view = _cast(view, options.dtype, opened, hf=True)
@@ -167,9 +188,22 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     _check_alike(opened, options)
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisor)
     dtype = options.dtype or _main_dtype(opened.weights)
-    weights = _cast(opened.weights, options.dtype, opened, hf=True)
-    view = Converted(weights, mappings(opened.config, padded_vocab_size=rows), to_hf=False)
-    plan = from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype=dtype, limit=options.shard_bytes)
+    opened = with_adapter(opened, options)
+    weights = _cast(
+        opened.hf_view() if options.merge_adapter else opened.weights, options.dtype, opened, hf=True
+    )
+    made_of, found = weights, list(mappings(opened.config, padded_vocab_size=rows))
+    lora = None
+    if opened.adapter is not None and not options.merge_adapter:
+        lora, beside = megatron_adapter(opened.adapter, found)
+        made_of, found = (
+            Together(weights, _cast(opened.adapter.tensors, options.dtype, opened, hf=True)),
+            found + beside,
+        )
+    view = Converted(made_of, found, to_hf=False)
+    plan = from_hf.plan(
+        view, opened.config, padded_vocab_size=rows, dtype=dtype, limit=options.shard_bytes, lora=lora
+    )
     job = _job(opened, target, view, plan, options)
     notes = _clamp_lines(opened, read_config(opened.folder))
     if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
@@ -283,12 +317,14 @@ def _job(
         scales: content of the scale file.
     """
     files, small = plan
-    origin = {
+    origin: dict[str, object] = {
         "source": shown(opened.folder.absolute()),
         "source_kind": opened.kind,
         "model": opened.config.name,
         "dtype": options.dtype,
     }
+    if options.adapter is not None:
+        origin["adapter"] = adapter_state(options.adapter)
     return Job(
         target,
         view,

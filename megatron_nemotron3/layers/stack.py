@@ -14,6 +14,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_nemotron3.layers import padding
+from megatron_nemotron3.layers.lora import add_when_built
 from megatron_nemotron3.monitor.attach import watch_mtp, watch_stack
 from megatron_nemotron3.precision.install import emulate_mtp, emulate_stack
 
@@ -53,6 +54,7 @@ class Nemotron3Stack(HybridStack):
                 print(f"megatron_nemotron3: {submodules.description}", flush=True)
         emulate_stack(self)
         watch_stack(self)
+        add_when_built(self)
         size_moe_metrics(config)
 
     def forward(

@@ -39,6 +39,8 @@ class Case:
     cut_whole: bool = False
     #: Every document a micro-batch of its own instead: what packing must be equal to. One rank only.
     separate: bool = False
+    #: Adapters on frozen weights, as `LoRA.parse` reads them; None: train the weights.
+    lora: str | None = None
     #: Go on although a rule refuses it, to see what comes of it.
     against_rules: bool = False
     #: Importable function called with this rank's chunks before DistributedDataParallel wraps them, to break

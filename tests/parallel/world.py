@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.lora import LoRA, training
 from megatron_nemotron3.models import Nemotron3Config
 from tests.parallel.batch import Batch, batches
 from tests.parallel.case import Case
@@ -48,15 +49,19 @@ def train(case: Case, weights: Tensors | None = None, timeout: float = 300) -> R
     )
 
 
-def initial_weights(config: Nemotron3Config, seed: int = 0, extra: tuple[str, ...] = ()) -> Tensors:
+def initial_weights(
+    config: Nemotron3Config, seed: int = 0, extra: tuple[str, ...] = (), lora: str | None = None
+) -> Tensors:
     """Random weights of the whole model in which nothing is 1, 0 or equal to its neighbor by default."""
-    (pieces,) = run_distributed(_built, 1, Case(config=config, extra=extra), apart=True)
+    (pieces,) = run_distributed(_built, 1, Case(config=config, extra=extra, lora=lora), apart=True)
     generator = torch.Generator().manual_seed(seed)
 
     def randomized(key: str, tensor: Tensor) -> Tensor:
         noise = torch.randn(tensor.shape, generator=generator)
         if key.endswith("expert_bias"):
             return noise * 1e-2
+        if ".adapter.linear_out." in key:  # zero before the first step, so A would have no gradient
+            return 0.1 * noise
         if tensor.dim() == 1:  # gains, biases, A, D, dt
             return tensor + 0.1 * noise
         return tensor
@@ -88,9 +93,10 @@ def build(case: Case) -> tuple[list[Any], Any, Any]:
     if case.sabotage is not None:
         model_config.pre_wrap_hooks = [case.sabotage]
     configs = pretrain_cfg_container_from_args(args, model_config)
-    chunks = model_config.get_builder_cls()(model_config).build_distributed_models(
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(), ddp_config=configs.ddp
-    )
+    with training(LoRA.parse(case.lora) if case.lora is not None else None):
+        chunks = model_config.get_builder_cls()(model_config).build_distributed_models(
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(), ddp_config=configs.ddp
+        )
     return chunks, configs, args
 
 

@@ -38,6 +38,7 @@ PRELOAD = [
     "megatron.core.dist_checkpointing",
     "megatron.core.tokenizers.text",
     "megatron.training",
+    "megatron.bridge",  # where it is installed
 ]
 
 
