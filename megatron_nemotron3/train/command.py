@@ -18,11 +18,13 @@ from megatron_nemotron3.args.command import (
     print_warnings,
 )
 from megatron_nemotron3.args.flag import parse
+from megatron_nemotron3.checkpoint import folders
 from megatron_nemotron3.cpu import quiet_on_cpu
+from megatron_nemotron3.lora import in_environment
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import settings as emulation
-from megatron_nemotron3.train.inputs import require_inputs
+from megatron_nemotron3.train.inputs import MEANS, require_inputs
 
 #: Options of Megatron that an option of this command sets.
 _OWN = {
@@ -31,6 +33,8 @@ _OWN = {
     "--train-samples": "--steps",
     "--data-path": "--data-path before --",
     "--tokenizer-model": "--tokenizer",
+    "--sft": "--conversations before --",
+    "--pretrained-checkpoint": "--pretrained before --",
 }
 
 
@@ -48,7 +52,18 @@ def register(commands: Any) -> None:
     train.add_argument(
         "--data-path", nargs="+", default=[], metavar="PREFIX", help="use Megatron data sets instead of text"
     )
-    train.add_argument("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer for --data-path")
+    train.add_argument(
+        "--conversations", nargs="+", default=[], metavar="FILE", help="fine-tune on .jsonl conversations"
+    )
+    train.add_argument(
+        "--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer for --data-path or --conversations"
+    )
+    train.add_argument(
+        "--pretrained", type=Path, metavar="DIR", help="checkpoints to start from if the output has none"
+    )
+    train.add_argument(
+        "--mean", choices=MEANS, help=f"what the loss of --conversations is a mean over (default {MEANS[0]})"
+    )
     train.add_argument("--monitor", type=int, metavar="N", help="iterations between measurements; 0: off")
     train.add_argument(
         "--log-precision",
@@ -86,6 +101,8 @@ def train_command(options: argparse.Namespace) -> int:
         from megatron_nemotron3.train.training import Request, schedule_of, train_interruptibly
 
     config = chosen_model(options)
+    if (lora := in_environment()) is not None and lora.base is not None:
+        folders.locate_one(Path(lora.base))
     _require_own_options(options.extra)
     require_inputs(options)
     emulated, log_precision = chosen_emulation(options), _log_interval(options)
@@ -110,7 +127,9 @@ def train_command(options: argparse.Namespace) -> int:
         layout=layout,
         precision=options.precision or ("fp32" if device == "cpu" else "bf16"),
         backend=backend,
-        schedule=schedule_of(config, layout, **chosen_schedule(options)),
+        schedule=schedule_of(
+            config, layout, conversations=bool(options.conversations), **chosen_schedule(options)
+        ),
         extra=extra,
         te_precision_config_file=file,
         emulate=emulated,
@@ -127,6 +146,9 @@ def train_command(options: argparse.Namespace) -> int:
         max_bytes=options.max_bytes,
         data_path=tuple(options.data_path),
         tokenizer=options.tokenizer,
+        conversations=tuple(options.conversations),
+        mean=options.mean or MEANS[0],
+        pretrained=options.pretrained,
         monitor=None if options.monitor is None else monitor.parse_interval(str(options.monitor)),
         log_precision=log_precision,
         verbose=options.verbose,

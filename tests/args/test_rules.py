@@ -183,14 +183,6 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
         {"layout": layout(cp=2), "extra": ("--dataloader-inter-document-masking",)},
         "inter-document-masking with CP=2",
     ),
-    "mtp-cp": (
-        {"config": TINY, "layout": layout(cp=4)},
-        r"MTP with CP=4.*up to 0\.02 at seq_length=256",
-    ),
-    "masked-mtp-cp": (
-        {"layout": layout(cp=2), "extra": ("--eod-mask-loss",)},
-        "--eod-mask-loss with MTP and CP=2",
-    ),
     "masked-mean-cp": (
         {"config": models.get("nano"), "layout": layout(cp=2), "extra": ("--eod-mask-loss",)},
         "--eod-mask-loss with CP=2.*add --calculate-per-token-loss",

@@ -275,7 +275,6 @@ EVIDENCE: dict[str, Evidence] = {
         case=case(model("M", **MTP), "--dataloader-inter-document-masking", cp=2),
         measured=measure.rolled_documents,
         shown="MTP's shift to the next token is wrong for 7 of 16 tokens",
-        along=("mtp-cp",),
     ),
     "packed-cp-torch": Wrong(
         case=case(None, "--sft", cp=2),
