@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     MambaInProjMapping,
     RowParallelMapping,
 )
+from megatron.bridge.models.hybrid.hybrid_builder import HybridModelConfig
 from megatron.bridge.models.hybrid.hybrid_provider import (
     HybridModelProvider,
     get_default_hybrid_stack_spec,
@@ -47,17 +49,17 @@ from megatron.bridge.models.transformer_config import TransformerConfig
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.training.models.hybrid import HybridModelConfig
 
 from megatron_nemotron3 import cpu, specs
 from megatron_nemotron3.convert.checkpoints import hf_model
-from megatron_nemotron3.convert.config_json import OWN, OWN_FIELDS
+from megatron_nemotron3.convert.config_json import MTP_BLOCKS, OWN, OWN_FIELDS
 from megatron_nemotron3.cpu.megatron import ARGUMENTS
 from megatron_nemotron3.layers.backend import te_problem
 from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 from megatron_nemotron3.layers.latent_moe import CountingRouter
 from megatron_nemotron3.layers.linear import DuplicatedLinear
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
+from megatron_nemotron3.models.catalog import identify
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +117,7 @@ class Nemotron3Bridge(NemotronHBridge):
             for field in set(ARGUMENTS) & {field.name for field in dataclasses.fields(provider)}:
                 setattr(provider, field, ARGUMENTS[field])
         if provider.mtp_num_layers:
-            trained = mtp_training(hf_pretrained.config)
-            for field, value in trained.items():
+            for field, value in mtp_training(hf_pretrained).items():
                 setattr(provider, field, value)
         return provider
 
@@ -124,10 +125,10 @@ class Nemotron3Bridge(NemotronHBridge):
     def megatron_to_hf_config(cls, provider: Any) -> dict[str, Any]:
         """config.json of a provider. It counts MTP blocks, and says in our key how MTP is trained."""
         written: dict[str, Any] = super().megatron_to_hf_config(provider)
-        depths = getattr(provider, "mtp_num_layers", None) or 0
-        if depths:
-            written["num_nextn_predict_layers"] = 1 if provider.mtp_use_repeated_layer else depths
+        if written[MTP_BLOCKS] and all(hasattr(provider, field) for field in OWN_FIELDS):
             written[OWN] = {field: getattr(provider, field) for field in OWN_FIELDS}
+            if provider.mtp_use_repeated_layer:
+                written[MTP_BLOCKS] = 1
         return written
 
     def mapping_registry(self) -> MegatronMappingRegistry:
@@ -155,34 +156,51 @@ class Nemotron3Bridge(NemotronHBridge):
         return {name: value[:rows] if name in vocabulary else value for name, value in converted.items()}
 
 
-def mtp_training(hf_config: Any) -> dict[str, Any]:
+def mtp_training(hf_pretrained: Any) -> dict[str, Any]:
     """How MTP is trained: `mtp_num_layers`, `mtp_use_repeated_layer`, `mtp_loss_scaling_factor`.
 
-    Hugging Face's format has the number of MTP blocks but not how often they are applied. It comes from our
-    key in config.json if the folder has one, else from the catalog, if the model is in it. Otherwise each
-    block is applied once, and a warning says so.
+    Hugging Face's format states the number of MTP blocks, and not how often they are applied. That comes from
+    our key in config.json if the folder has one, else from the catalog, if the model is in it. Otherwise it
+    comes from the stored blocks: several are applied once each, and one as often as config.json states, where
+    Bridge 0.6.2 writes depths. Empty where nothing is known that Bridge does not know.
     """
-    data = {key: value for key, value in hf_config.to_dict().items() if key != "quantization_config"}
-    try:
-        config, source = hf_model(Path(hf_config.name_or_path or "model"), data, None, None)
-    except ValueError as error:
-        logger.warning("MTP: the depth is that of the stored blocks, because %s", error)
+    hf_config = hf_pretrained.config
+    if not hasattr(hf_config, "to_dict"):
         return {}
-    logger.info("MTP: %d depths, from %s", config.mtp_num_layers, source)
-    return {field: getattr(config, field) for field in OWN_FIELDS}
+    data = {key: value for key, value in hf_config.to_dict().items() if key != "quantization_config"}
+    stated, stored = data[MTP_BLOCKS], _stored_mtp_blocks(hf_pretrained)
+    data[MTP_BLOCKS] = stored or stated
+    try:
+        model, source = hf_model(Path(hf_config.name_or_path or "model"), data, None, None)
+        if data.get(OWN) or identify(model):
+            logger.info("MTP: %d depths, from %s", model.mtp_num_layers, source)
+            return {field: getattr(model, field) for field in OWN_FIELDS}
+    except ValueError as error:
+        logger.warning("MTP: its depth is taken from the stored blocks, not from the catalog: %s", error)
+    if not stored:
+        return {}
+    return {"mtp_num_layers": stated if stored == 1 else stored, "mtp_use_repeated_layer": stored == 1}
+
+
+def _stored_mtp_blocks(hf_pretrained: Any) -> int:
+    """MTP blocks among the tensors of a checkpoint; 0 if it has none, or there is only a config."""
+    source = getattr(getattr(hf_pretrained, "state", None), "source", None)
+    names = source.get_all_keys() if source is not None else ()
+    return sum(re.fullmatch(r"mtp\.layers\.\d+\.eh_proj\.weight", name) is not None for name in names)
 
 
 def model_config(provider: HybridModelProvider) -> HybridModelConfig:
     """The same model for Megatron's newer path: a config whose builder is `HybridModelBuilder`.
 
-    Its stack spec is resolved here, since a config holds no function. The provider's hooks, such as the one
-    that loads weights, go with it.
+    The provider is finalized and its stack spec resolved here, since a config holds no function. Its pre-wrap
+    hooks, such as the one that loads weights, go with it.
     """
-    transformer = TransformerConfig(**_fields(TransformerConfig, provider))
+    provider.finalize()
     values = _fields(HybridModelConfig, provider)
-    if not isinstance(values["hybrid_stack_spec"], ModuleSpec):
-        values["hybrid_stack_spec"] = provider._resolve_hybrid_stack_spec()
-    return HybridModelConfig(**values | {"transformer": transformer})
+    values["transformer"] = TransformerConfig(**_fields(TransformerConfig, provider))
+    values["hybrid_stack_spec"] = provider._resolve_hybrid_stack_spec()
+    values["pre_wrap_hooks"] = [provider.pre_wrap_hook] if provider.pre_wrap_hook else []
+    return HybridModelConfig(**values)
 
 
 def _fields(kind: type, source: Any) -> dict[str, Any]:
