@@ -5,7 +5,7 @@ RUN = $(VENV)/bin/python -m
 # A file's tests stay in one process: they share what they built. Long files start first (tests/conftest.py).
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo quick test test-full test-te test-matrix test-main lint docs bench fuzz environment clean
+.PHONY: demo quick test test-full test-te test-bridge test-matrix test-main lint docs bench fuzz environment clean
 
 environment:
 	@bash .ci/setup-environment $(VENV)
@@ -32,6 +32,12 @@ test-full: environment
 test-te: environment
 	@test -n "$(TE_PYTHON)" || { echo "set TE_PYTHON to an interpreter that has transformer-engine" >&2; exit 2; }
 	$(RUN) pytest -m te tests/te
+
+# BRIDGE_PYTHON names an interpreter with Megatron-Bridge; by default one is made (no GPU, no TransformerEngine).
+BRIDGE_PYTHON ?= $(VENV)-bridge/bin/python
+test-bridge: environment
+	@test "$(BRIDGE_PYTHON)" != "$(VENV)-bridge/bin/python" || bash .ci/bridge-environment $(VENV) $(VENV)-bridge
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BRIDGE_PYTHON) -m pytest -p no:xdist -m bridge tests/bridge
 
 # A short suite on every supported megatron-core, each in an environment of its own (noxfile.py).
 test-matrix: environment

@@ -37,7 +37,8 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_nemotron3.layers.backend import TORCH, Backend, default_backend, te_problem
 from megatron_nemotron3.layers.latent_moe import CountingRouter
-from megatron_nemotron3.layers.stack import MTPLayer, Nemotron3Stack, Nemotron3StackSubmodules
+from megatron_nemotron3.layers.mtp import MTPLayer
+from megatron_nemotron3.layers.stack import Nemotron3Stack, Nemotron3StackSubmodules
 
 
 def mtp_block_spec(norm: Any, column_parallel_linear: Any) -> ModuleSpec:

@@ -9,7 +9,8 @@
 # precision    PRECISION BACKEND TE_PRECISION_CONFIG_FILE
 # schedule     STEPS SEQ (tokens) GBS and MBS (sequences) LR MIN_LR LR_DECAY_STYLE: replace the published values.
 # memory       RECOMPUTE: full, or modules of Megatron's selective recompute ("moe layernorm"); empty: none.
-# data         DATA_PATH TOKENIZER SPLIT; for fine-tuning PROMPT_FORMAT.
+# data         DATA_PATH TOKENIZER SPLIT; for fine-tuning MEAN (tokens, conversations), and PROMPT_FORMAT with
+#              MEGATRON_LM_DIR.
 # checkpoints  OUTPUT (holds checkpoints/ and tensorboard/) SAVE_INTERVAL (steps) EXIT_MINUTES (save and stop).
 #              LOAD: the checkpoints folder of another run to start from, if OUTPUT has none.
 # other        EXTRA: further words for Megatron's command line.
@@ -63,13 +64,17 @@ text_data() { # --data-path takes alternating weights and prefixes, hence words
     DATA+=(--split "${SPLIT:-99,1,0}" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
 }
 
-conversation_data() { # stock Megatron's --sft
-    need MEGATRON_LM_DIR "fine-tuning is the stock pretrain_hybrid.py's (Megatron-LM, tag core_v0.19.0)"
+conversation_data() { # the entry of this package packs conversations; the stock script makes a row of each line
     need DATA_PATH "a .jsonl file of conversations, or weights and files in turn"
     need TOKENIZER "a Hugging Face tokenizer folder"
     read -ra DATA <<< "--data-path $DATA_PATH"
     DATA+=(--split "${SPLIT:-99,1,0}" --tokenizer-type SFTTokenizer --tokenizer-model "$TOKENIZER"
         --sft-tokenizer-prompt-format "${PROMPT_FORMAT:-default}")
+    case ${MEAN:-tokens} in tokens | conversations) ;; *) fail "MEAN=$MEAN: use tokens or conversations" ;; esac
+    if [ "${MEAN:-tokens}" = conversations ]; then
+        [ -z "${MEGATRON_LM_DIR:-}" ] || fail "MEAN=$MEAN is not the stock script's: unset MEGATRON_LM_DIR"
+        ENVIRONMENT+=("NEMOTRON3_SFT_MEAN=$MEAN")
+    fi
 }
 
 checkpoints() { # [required]: resume from OUTPUT, or start from LOAD with a new optimizer if OUTPUT has nothing

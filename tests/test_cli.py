@@ -44,7 +44,9 @@ COMMANDS = {
         "--te-precision-config-file",
     },
     "convert": set(),
-    "verify": {"--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers"},
+    "verify": {
+        "--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers", "--lora-alpha",
+    },
     "generate": {
         "--checkpoint", "--tokenizer", "--device", "--dtype", "--model", "--tiny", "--prompt",
         "--prompt-file", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--draft",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.rule import Rule, divisors
-from megatron_nemotron3.models.config import MAMBA_CONV_KERNEL
+from megatron_nemotron3.models.config import GATED_NORM_EPSILON, MAMBA_CONV_KERNEL
 
 _MIXER = "megatron/core/ssm/mamba_mixer.py"
 _MAMBA_CP = "megatron/core/ssm/mamba_context_parallel.py"
@@ -218,6 +218,16 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         lambda c: (
             f"mamba_conv_kernel={c.config.mamba_conv_kernel}: Megatron has no option for it and always "
             f"builds {MAMBA_CONV_KERNEL}: use {MAMBA_CONV_KERNEL}"
+        ),
+        _MIXER,
+    ),
+    Rule(
+        "gated-norm-epsilon",
+        lambda c: "M" in c.kinds and c.config.layernorm_epsilon != GATED_NORM_EPSILON,
+        lambda c: (
+            f"layernorm_epsilon={c.config.layernorm_epsilon}: the gated norm of Mamba-2 has "
+            f"{GATED_NORM_EPSILON} whatever --norm-epsilon is, so the norms of one model would differ: use "
+            f"{GATED_NORM_EPSILON}"
         ),
         _MIXER,
     ),

@@ -13,12 +13,9 @@ from megatron_nemotron3.args.rule import Rule, Severity
 from megatron_nemotron3.args.versions import DEFAULT
 
 _ARGUMENTS = "megatron/training/arguments.py"
-_MTP = "megatron/core/transformer/multi_token_prediction.py"
 
 #: Options under which some tokens of a sequence do not count in the loss.
 _MASKING = ("--sft", "--eod-mask-loss", "--rl-use-sequence-packing")
-#: Relative error of a rank's MTP loss up to which there is no warning.
-_TOLERATED = 1e-2
 _PER_TOKEN = "--calculate-per-token-loss"
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 
@@ -110,14 +107,6 @@ def _recompute(c: Launch) -> tuple[str, str]:
 
 def _recompute_chunk(c: Launch) -> str:
     return c.option("--recompute-num-layers", "1")
-
-
-def _mtp_error(c: Launch) -> float:
-    """Return the relative error of the MTP loss on rank 0, which has the end of every sequence."""
-    held, depth = c.seq_length / c.layout.cp, c.config.mtp_num_layers
-    if held <= depth:
-        return 1.0
-    return (held / (held - depth)) / (c.seq_length / (c.seq_length - depth)) - 1
 
 
 def _other_model(c: Launch) -> list[str]:
@@ -296,26 +285,6 @@ OPTION_RULES: tuple[Rule, ...] = (
 
 #: Options and layouts that work separately and fail together.
 COMBINATION_RULES: tuple[Rule, ...] = (
-    Rule(
-        "mtp-cp",
-        lambda c: c.config.has_mtp and c.layout.cp > 1 and _mtp_error(c) > _TOLERATED,
-        lambda c: (
-            f"MTP with CP={c.layout.cp}: each rank normalizes the MTP loss by its own tokens, so the "
-            f"relative error of its gradients is up to {_mtp_error(c):.1g} at seq_length={c.seq_length}: use "
-            "cp=1 for exact gradients"
-        ),
-        _MTP,
-        "warning",
-    ),
-    Rule(
-        "masked-mtp-cp",
-        lambda c: c.config.has_mtp and c.layout.cp > 1 and c.first_of(*_MASKING),
-        lambda c: (
-            f"{c.first_of(*_MASKING)} with MTP and CP={c.layout.cp}: CP ranks have different numbers of "
-            "unmasked tokens, and each normalizes the MTP loss by its own: use cp=1"
-        ),
-        _MTP,
-    ),
     Rule(
         "masked-mean-cp",
         lambda c: (

@@ -214,12 +214,14 @@ TENSOR_TABLE: dict[tuple[str, str], Any] = {
 def common_state(index: CheckpointIndex) -> dict[str, Any]:
     """Read the state stored in addition to the tensors ("iteration", "args", …), with classes as `Inert`.
 
+    As in Megatron, common.pt counts where a checkpoint has both forms.
+
     Raises:
         CheckpointError: it is damaged or names something that is not data.
     """
     place = index.common_state
-    if place is None:
-        path = index.folder / COMMON
+    path = index.folder / COMMON
+    if place is None or path.exists():
         try:
             place = StoredObject(COMMON, 0, path.stat().st_size)
         except OSError as problem:

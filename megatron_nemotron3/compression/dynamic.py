@@ -25,7 +25,11 @@ from megatron_nemotron3.layers.experts import (
     GroupedExperts,
     RowParallelGroupedLinear,
 )
-from megatron_nemotron3.layers.linear import DuplicatedLinear, NormColumnParallelLinear, RowParallelLinear
+from megatron_nemotron3.layers.linear import (
+    DuplicatedLinear,
+    LayerNormColumnParallelLinear,
+    RowParallelLinear,
+)
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.layers.norm import GatedGroupRMSNorm, RMSNorm, norm_gain
 
@@ -66,8 +70,10 @@ def measuring(model: torch.nn.Module) -> Iterator[None]:
             layer.measured = False
 
 
-@DMRegistry.register({NormColumnParallelLinear: "megatron_nemotron3.layers.linear.NormColumnParallelLinear"})
-class DynamicNormColumnParallelLinear(NormOutput, mcore._DynamicColumnParallelLinear):
+@DMRegistry.register(
+    {LayerNormColumnParallelLinear: "megatron_nemotron3.layers.linear.LayerNormColumnParallelLinear"}
+)
+class DynamicLayerNormColumnParallelLinear(NormOutput, mcore._DynamicColumnParallelLinear):
     """Column-parallel linear after a fused RMSNorm, whose gain is cut with the input."""
 
     def _setup(self, **hparams: Any) -> None:
@@ -85,7 +91,7 @@ class DynamicDuplicatedLinear(mcore._DynamicParallelLinear):
         super()._setup(**hparams)
 
 
-class DynamicQKV(NormOutput, DynamicModule, NormColumnParallelLinear):
+class DynamicQKV(NormOutput, DynamicModule, LayerNormColumnParallelLinear):
     """Projection to query, key and value: rows are cut by head within each query group."""
 
     _get_output_size_indices = _KNOWN_QKV._get_output_size_indices

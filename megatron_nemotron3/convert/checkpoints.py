@@ -21,15 +21,24 @@ from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
-from megatron_nemotron3.convert import config_json, inventory, mp_rank
+from megatron_nemotron3.convert import adapters, config_json, inventory, mp_rank
+from megatron_nemotron3.convert.adapters import Adapter, Merged
+from megatron_nemotron3.convert.config_keys import OWN
 from megatron_nemotron3.convert.hf_folder import open_hf, read_config
 from megatron_nemotron3.convert.inventory import TensorMapping
-from megatron_nemotron3.convert.keys import master_keys, non_weight_kind, numbered_by_layer, plain_name
+from megatron_nemotron3.convert.keys import (
+    ADAPTER,
+    master_keys,
+    non_weight_kind,
+    numbered_by_layer,
+    plain_name,
+)
 from megatron_nemotron3.convert.megatron_args import config_of, stored_pattern
 from megatron_nemotron3.convert.quantized_views import Dequantized
 from megatron_nemotron3.convert.sources import FileSource, TensorSource
 from megatron_nemotron3.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
 from megatron_nemotron3.convert.views import Converted, Selected
+from megatron_nemotron3.lora import ARGUMENT, LoRA
 from megatron_nemotron3.models import Nemotron3Config, identify, named
 from megatron_nemotron3.models.pattern import HybridPattern
 
@@ -57,6 +66,8 @@ class Checkpoint:
     mtp_source: str = ""
     #: The vocabulary size is unknown, and the padded size is used instead.
     vocabulary_guessed: bool = False
+    #: The checkpoint's own LoRA adapter, or another's.
+    adapter: Adapter | None = None
 
     @property
     def padded_vocab_size(self) -> int | None:
@@ -64,12 +75,11 @@ class Checkpoint:
         return self.weights.tensors[_EMBEDDING].shape[0] if self.kind != "hugging face" else None
 
     def hf_view(self) -> TensorSource:
-        """Return the weights under their Hugging Face names."""
-        return (
-            self.weights
-            if self.kind == "hugging face"
-            else Converted(self.weights, self.mappings, to_hf=True)
-        )
+        """Return the weights under their Hugging Face names, the adapter merged into them."""
+        view = self.weights
+        if self.kind != "hugging face":
+            view = Converted(view, self.mappings, to_hf=True)
+        return view if self.adapter is None else Merged(view, self.adapter)
 
 
 def open_checkpoint(folder: Path, **options: Any) -> Checkpoint:
@@ -89,6 +99,7 @@ def open_megatron(
     vocab_size: int | None = None,
     from_masters: bool = False,
     allow_unused: Sequence[str] = (),
+    alpha: float | None = None,
 ) -> Checkpoint:
     """Open a Megatron checkpoint: that of a run, of the folder with the tracker, or of one iteration.
 
@@ -97,6 +108,7 @@ def open_megatron(
         vocab_size: tokens of the vocabulary; default: from the model or the stored arguments.
         from_masters: read the optimizer's FP32 masters instead of the weights.
         allow_unused: patterns of keys that may be left out.
+        alpha: of LoRA adapters in it; default: from the stored arguments.
 
     Raises:
         ValueError: there is no Megatron checkpoint, it is damaged, or its tensors are not those of the model.
@@ -138,6 +150,12 @@ def open_megatron(
     mappings = tuple(inventory.mappings_of(config, keys, padded_vocab_size=padded))
     inventory.check_types(place, {name: source.tensors[key].dtype for name, key in keys.items()})
     iteration = state.get("iteration") if type(state.get("iteration")) is int else None
+    adapter = None
+    if left_out.pop(ADAPTER, 0):
+        found = {plain_name(key): key for key in source.tensors if non_weight_kind(key) == ADAPTER}
+        alpha = _stored_alpha(place, state) if alpha is None else alpha
+        adapter = adapters.from_megatron(Selected(source, found), mappings, alpha)
+        adapters.check_fits(adapter, {t.name: t.shape for mapping in mappings for t in mapping.hf})
     return Checkpoint(
         kind,
         place,
@@ -148,6 +166,7 @@ def open_megatron(
         iteration,
         mtp_source="" if not config.has_mtp else f"--model {model.name}" if model else "the stored arguments",
         vocabulary_guessed=guessed,
+        adapter=adapter,
     )
 
 
@@ -189,7 +208,7 @@ def open_hugging_face(
         raise ValueError(
             f"{folder}: --dequantize: config.json has no {QUANTIZATION}: its weights are not quantized"
         )
-    config, mtp_source = _hf_config(folder, data, model, mtp_num_layers)
+    config, mtp_source = hf_model(folder, data, model, mtp_num_layers)
     kept = {name: name for name in source.tensors if not _matches_any(name, allow_unused)}
     inventory.check_hf(config, {name: source.tensors[name].shape for name in kept})
     inventory.check_types(folder, {name: source.tensors[name].dtype for name in kept})
@@ -200,13 +219,13 @@ def open_hugging_face(
     )
 
 
-def _hf_config(
+def hf_model(
     folder: Path, data: dict[str, Any], model: Nemotron3Config | None, depths: int | None
 ) -> tuple[Nemotron3Config, str]:
     """Return the model of a config.json, and what says how many depths its MTP has."""
     config = config_json.read(data, name=os.fspath(folder), base=model)
     found = (model,) if model else identify(config)
-    blocks, own = config.mtp_num_blocks, data.get(config_json.OWN)
+    blocks, own = config.mtp_num_blocks, data.get(OWN)
     config = named(config, found)
     if depths is not None:
         if not config.has_mtp or depths < 1 or (blocks > 1 and depths != blocks):
@@ -219,7 +238,7 @@ def _hf_config(
         differs = own and stated != config.mtp_num_layers
         return config, f"--model {model.name}" + (f"; config.json says {stated}" if differs else "")
     if own:
-        return config, f"{config_json.OWN} in config.json"
+        return config, f"{OWN} in config.json"
     trained = {(one.mtp_num_layers, one.mtp_use_repeated_layer) for one in found}
     if blocks == 1 and trained and all(repeated for _, repeated in trained):
         factors = {one.mtp_loss_scaling_factor for one in found}
@@ -236,10 +255,24 @@ def checkpoint_line(opened: Checkpoint) -> str:
     at = "" if opened.iteration is None else f", iteration {opened.iteration}"
     depths = f", {c.mtp_num_layers} depths" if c.mtp_num_layers != c.mtp_num_blocks else ""
     mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}{depths}" if c.has_mtp else ""
+    lora = f", with a LoRA adapter of {len(opened.adapter.stems):,} matrices" if opened.adapter else ""
     return (
         f"{shown(opened.folder)} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, "
-        f"hidden size {c.hidden_size}"
+        f"hidden size {c.hidden_size}{lora}"
     )
+
+
+def _stored_alpha(folder: Path, state: dict[str, Any]) -> float:
+    """Return the alpha that LoRA was trained with."""
+    arguments = state.get("args")
+    values = arguments.state if isinstance(arguments, Inert) else vars(arguments) if arguments else {}
+    text = values.get(ARGUMENT) if isinstance(values, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{folder}: it has LoRA adapters and does not say their alpha (Megatron-Bridge's run_config.yaml "
+            "has it under peft): give --lora-alpha"
+        )
+    return LoRA.parse(text).alpha
 
 
 def _weight_keys(tensors: Iterable[str], allow_unused: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:

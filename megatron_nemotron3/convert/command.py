@@ -79,6 +79,9 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--keep-last", type=int, metavar="N", help="with --watch: keep the newest N exports (default: all)"
     )
+    export.add_argument(
+        "--adapter-only", action="store_true", help="write the LoRA adapter alone, as a folder of peft"
+    )
     load = ways.add_parser("from-hf", help="convert a Hugging Face folder to a Megatron checkpoint")
     load.add_argument(
         "source", type=place, metavar="HF_DIR", help="a Hugging Face folder, a URL, or the id of a repository"
@@ -105,6 +108,14 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
             type=int,
             metavar="N",
             help="afterwards, compare the logits of both sides on N tokens, layer by layer",
+        )
+        way.add_argument(
+            "--adapter", type=Path, metavar="DIR", help="a LoRA adapter to put in: a folder that peft saved"
+        )
+        way.add_argument(
+            "--merge-adapter",
+            action="store_true",
+            help="add the adapter, W + alpha / r * B A, to the weights",
         )
         way.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: as stored)")
         way.add_argument(
@@ -135,6 +146,9 @@ def _add_dequantize(command: argparse.ArgumentParser) -> None:
 
 def _add_stored(command: argparse.ArgumentParser) -> None:
     add_stored_model(command)
+    command.add_argument(
+        "--lora-alpha", type=float, metavar="N", help="alpha of a Megatron LoRA adapter (default: as stored)"
+    )
     command.add_argument(
         "--allow-unused", action="append", default=[], metavar="GLOB", help="tensors that may be left out"
     )
@@ -171,6 +185,9 @@ def convert(options: argparse.Namespace) -> int:
         "dry_run": options.dry_run,
         "shard_bytes": size(options.shard_size),
         "allow_nonfinite": options.allow_nonfinite,
+        "adapter": options.adapter,
+        "merge_adapter": options.merge_adapter,
+        "lora_alpha": options.lora_alpha,
     }
     if options.check_logits is not None:
         common["compare_logits"] = partial(_compare_logits, options.check_logits)
@@ -183,6 +200,7 @@ def convert(options: argparse.Namespace) -> int:
             reference=options.reference,
             quantize=options.quantize,
             input_scales=options.input_scales,
+            adapter_only=options.adapter_only,
         )
         if options.watch is not None:
             from megatron_nemotron3.convert.follow import Following, follow
@@ -226,7 +244,10 @@ def verify(options: argparse.Namespace) -> int:
     from megatron_nemotron3.convert import verify as comparison
 
     common = conversion.Options(
-        model=stored_model(options), allow_unused=tuple(options.allow_unused), workers=_workers(options)
+        model=stored_model(options),
+        allow_unused=tuple(options.allow_unused),
+        workers=_workers(options),
+        lora_alpha=options.lora_alpha,
     )
     with ExitStack() as stack:
         a, b = (one and stack.enter_context(local(one)) for one in (options.a, options.b))

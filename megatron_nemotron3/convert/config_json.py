@@ -5,9 +5,9 @@ read) or as a list of block types (`layers_block_type`), whose names changed in 
 linear_attention, attention -> full_attention). Both forms are read. The string is written unless a reference
 has only the list; transformers 5.15 refuses a file with both.
 
-Values that Megatron cannot build are refused (`FIXED`), keys that change no result are ignored (`IGNORED`),
-and unknown keys are refused. config.json contains nothing about training (MTP depths, loss factors, sequence
-length): those fields come from `base`, or keep their defaults.
+Values that Megatron cannot build, and unknown keys, are refused (`config_keys`). config.json contains nothing
+about training (MTP depths, loss factors, sequence length): those fields come from `base`, or keep their
+defaults.
 """
 
 from __future__ import annotations
@@ -18,122 +18,32 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_nemotron3.checkpoint.metadata import printable
+from megatron_nemotron3.convert.config_keys import (
+    BLOCK_OF,
+    BLOCKS,
+    CLAMPS,
+    DEFAULT_CLAMP,
+    DENSE,
+    FIELDS,
+    FIXED,
+    FLOATS,
+    FREE,
+    IGNORED,
+    INFINITE,
+    LAYERS,
+    MOE,
+    MTP_BLOCKS,
+    MTP_LAYERS,
+    NO_CLAMP,
+    NORMALIZED,
+    OPTIONAL,
+    OWN,
+    OWN_FIELDS,
+    WRITTEN,
+    WRITTEN_MOE,
+)
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.config import GATED_NORM_EPSILON, MAMBA_CONV_KERNEL
-
-#: Field of `Nemotron3Config` -> its name in config.json, followed by other names in use.
-FIELDS: dict[str, tuple[str, ...]] = {
-    "hidden_size": ("hidden_size",),
-    "vocab_size": ("vocab_size",),
-    "max_position_embeddings": ("max_position_embeddings",),
-    "num_attention_heads": ("num_attention_heads",),
-    "num_query_groups": ("num_key_value_heads",),
-    "kv_channels": ("head_dim", "attention_head_dim"),
-    "mamba_num_heads": ("mamba_num_heads",),
-    "mamba_head_dim": ("mamba_head_dim",),
-    "mamba_state_dim": ("ssm_state_size",),
-    "mamba_num_groups": ("n_groups", "mamba_n_groups"),
-    "mamba_conv_kernel": ("conv_kernel", "mamba_d_conv"),
-    "mamba_chunk_size": ("chunk_size", "mamba_chunk_size"),
-    "layernorm_epsilon": ("layer_norm_epsilon", "rms_norm_eps", "norm_eps"),
-    "init_method_std": ("initializer_range",),
-}
-#: The same for models with dense layers.
-DENSE: dict[str, tuple[str, ...]] = {"dense_ffn_hidden_size": ("intermediate_size",)}
-#: The same for mixtures of experts.
-MOE: dict[str, tuple[str, ...]] = {
-    "num_moe_experts": ("n_routed_experts", "num_local_experts"),
-    "moe_router_topk": ("num_experts_per_tok",),
-    "moe_ffn_hidden_size": ("moe_intermediate_size",),
-    "moe_shared_expert_intermediate_size": ("moe_shared_expert_intermediate_size",),
-    "moe_latent_size": ("moe_latent_size",),
-    "moe_router_topk_scaling_factor": ("routed_scaling_factor",),
-}
-FLOATS = {"layernorm_epsilon", "init_method_std", "moe_router_topk_scaling_factor"}
-#: Fields that are absent or null if the model has no such part.
-OPTIONAL = {"moe_latent_size"}
-#: Fields that are not needed to build the model: the reference's value is kept.
-FREE = {"max_position_embeddings", "init_method_std"}
-
-#: Block type -> layer kind; the first name of each kind is written.
-BLOCKS = {
-    "mamba": "M",
-    "attention": "*",
-    "moe": "E",
-    "mlp": "-",
-    "linear_attention": "M",
-    "full_attention": "*",
-}
-_BLOCK_OF = {kind: block for block, kind in reversed(BLOCKS.items())}
-#: (pattern string, lists of block types) of the decoder and of one MTP block.
-LAYERS = ("hybrid_override_pattern", ("layers_block_type", "layer_types"))
-MTP_LAYERS = ("mtp_hybrid_override_pattern", ("mtp_layers_block_type",))
-MTP_BLOCKS = "num_nextn_predict_layers"
-#: Key of our own: how MTP is trained, which Hugging Face has no key for. transformers keeps it and does not
-#: use it.
-OWN = "megatron_nemotron3"
-#: Fields in it -> type.
-OWN_FIELDS: dict[str, type[int | float | bool]] = {
-    "mtp_num_layers": int,
-    "mtp_use_repeated_layer": bool,
-    "mtp_loss_scaling_factor": float,
-}
-
-#: Keys with the only value that Megatron builds; keys in `_WRITTEN` are written.
-FIXED: dict[str, Any] = {
-    "model_type": "nemotron_h",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "mamba_conv_bias": True,
-    "mamba_dt_limit": (0.0, math.inf),
-    "mamba_hidden_act": "silu",
-    "mamba_proj_bias": False,
-    "mlp_bias": False,
-    "mlp_hidden_act": "relu2",
-    "n_group": 1,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "residual_in_fp32": False,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "time_step_limit": (0.0, math.inf),
-    "topk_group": 1,
-    "use_bias": False,
-    "use_conv_bias": True,
-}
-_INFINITE = 1e30
-_WRITTEN = (
-    *("model_type", "attention_bias", "attention_dropout", "hidden_dropout", "mamba_hidden_act"),
-    *("mamba_proj_bias", "mlp_bias", "mlp_hidden_act", "residual_in_fp32", "tie_word_embeddings"),
-    *("use_bias", "use_conv_bias"),
-)
-_WRITTEN_MOE = ("n_group", "n_shared_experts", "norm_topk_prob", "topk_group")
-#: Fields for which Megatron's Mamba-2 mixer has a fixed value. The epsilon is that of its gated norm; Hugging
-#: Face uses one epsilon for all norms.
-BUILT = {"mamba_conv_kernel": MAMBA_CONV_KERNEL, "layernorm_epsilon": GATED_NORM_EPSILON}
-
-#: Keys that change neither a tensor nor a result.
-IGNORED = frozenset(
-    (
-        # file and libraries
-        *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
-        # token ids and tasks
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "id2label", "label2id"),
-        *("problem_type", "is_encoder_decoder"),
-        # inference
-        *("use_cache", "use_mamba_kernels", "num_logits_to_keep", "chunk_size_feed_forward"),
-        *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "output_router_logits"),
-        *("output_attentions", "output_hidden_states", "return_dict"),
-        # positions: the family has no positional embeddings
-        *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
-        # initialization (transformers up to 5.23 also clamps dt at time_step_min; nobody else does)
-        *("rescale_prenorm_residual", "time_step_min", "time_step_max", "time_step_floor"),
-        *("mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor"),
-        # redundant: the number of layers, relu2, heads * head_dim
-        *("num_hidden_layers", "hidden_act", "intermediate_size", "expand", "mamba_expand"),
-    )
-)
+from megatron_nemotron3.models.config import BUILT
 
 
 def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | None = None) -> Nemotron3Config:
@@ -175,6 +85,8 @@ def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | Non
     kinds = pattern + (mtp or "")
     values = {field: _positive_number(name, data, field, keys) for field, keys in _fields_of(kinds).items()}
     _check_built(name, kinds, values)
+    if "E" in kinds:
+        _check_normalized(name, data.get(NORMALIZED), values["moe_router_topk"])
     training = _training_fields(name, data, base, blocks)
     title = base.title if base else name
     config = Nemotron3Config(name=name, title=title, pattern=pattern, mtp_pattern=mtp, **values, **training)
@@ -197,7 +109,7 @@ def write(
     Raises:
         ValueError: the reference describes another model, or Megatron cannot build this model.
     """
-    _check_built(config.name, config.full_pattern, vars(config))
+    config.require_built()
     tables = _fields_of(config.full_pattern)
     result: dict[str, Any] = {
         "architectures": ["NemotronHForCausalLM"],
@@ -206,9 +118,13 @@ def write(
         "num_hidden_layers": config.num_layers,
         **_layer_keys(LAYERS, config.pattern, reference),
         "intermediate_size": config.ffn_hidden_size,
-        **{key: FIXED[key] for key in (*_WRITTEN, *(_WRITTEN_MOE if config.is_moe else ()))},
+        **{key: FIXED[key] for key in (*WRITTEN, *(WRITTEN_MOE if config.is_moe else ()))},
         **{keys[0]: getattr(config, field) for field, keys in tables.items()},
     }
+    if config.is_moe:
+        result[NORMALIZED] = _is_normalized(config.moe_router_topk)
+    if "M" in config.full_pattern:
+        result[CLAMPS[-1]] = NO_CLAMP
     if config.has_mtp:
         assert config.mtp_pattern is not None
         result[MTP_BLOCKS] = config.mtp_num_blocks
@@ -220,7 +136,7 @@ def write(
             set(result)
             - {*LAYERS[1], *MTP_LAYERS[1]}
             - {FIELDS[field][0] for field in FREE}
-            - {"architectures"}
+            - {"architectures", *CLAMPS}
         )
         ours -= set() if "-" in config.full_pattern else {"intermediate_size"}
         # The default is infinite and is left out: JSON has no infinity, and libraries write it differently.
@@ -238,7 +154,7 @@ def _layer_keys(
 ) -> dict[str, Any]:
     """Return the layers as a pattern string, or as lists of block types if the reference has only those."""
     lists = [key for key in keys[1] if reference and reference.get(key) and not reference.get(keys[0])]
-    return {key: [_BLOCK_OF[kind] for kind in pattern] for key in lists} or {keys[0]: pattern}
+    return {key: [BLOCK_OF[kind] for kind in pattern] for key in lists} or {keys[0]: pattern}
 
 
 def _fields_of(kinds: str) -> dict[str, tuple[str, ...]]:
@@ -248,7 +164,16 @@ def _fields_of(kinds: str) -> dict[str, tuple[str, ...]]:
 
 def _check_config_keys(name: str, data: Mapping[str, Any]) -> None:
     known = {key for table in (FIELDS, DENSE, MOE) for keys in table.values() for key in keys}
-    known |= {OWN, MTP_BLOCKS, LAYERS[0], *LAYERS[1], MTP_LAYERS[0], *MTP_LAYERS[1], *FIXED} | IGNORED
+    known |= {
+        OWN,
+        NORMALIZED,
+        MTP_BLOCKS,
+        LAYERS[0],
+        *LAYERS[1],
+        MTP_LAYERS[0],
+        *MTP_LAYERS[1],
+        *FIXED,
+    } | IGNORED
     if "quantization_config" in data:
         raise ValueError(
             f"{name}: config.json has a quantization_config: --dequantize reads its weights as BF16"
@@ -274,7 +199,7 @@ def _normalized(value: Any) -> Any:
     if isinstance(value, Mapping) and set(value) == {"__float__"}:  # transformers 5
         with contextlib.suppress(TypeError, ValueError):
             return float(value["__float__"])
-    if isinstance(value, (int, float)) and value >= _INFINITE:
+    if isinstance(value, (int, float)) and value >= INFINITE:
         return math.inf
     return value
 
@@ -285,6 +210,34 @@ def _check_built(name: str, kinds: str, values: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name}: {FIELDS[field][0]}={values[field]}: Megatron builds Mamba-2 with {built} only"
             )
+
+
+def _is_normalized(topk: int | None) -> bool:
+    return topk != 1
+
+
+def _check_normalized(name: str, stated: Any, topk: int) -> None:
+    if (True if stated is None else stated) != _is_normalized(topk):
+        said = f"{name}: {NORMALIZED}={True if stated is None else stated!r}"
+        if _is_normalized(topk):
+            raise ValueError(f"{said} cannot be built by Megatron, which has True")
+        raise ValueError(
+            f"{said} divides the weight of the only expert by itself, which makes it 1; Megatron keeps the "
+            f"score: with num_experts_per_tok=1 only {NORMALIZED}=False can be built"
+        )
+
+
+def clamp_note(data: Mapping[str, Any]) -> str | None:
+    """Return what to say of a config.json with which transformers computes other time steps than Megatron."""
+    key, value = next(((k, data[k]) for k in CLAMPS if data.get(k) is not None), (CLAMPS[-1], None))
+    clamp = DEFAULT_CLAMP if value is None else value
+    if not isinstance(clamp, (int, float)) or clamp <= NO_CLAMP:
+        return None
+    stated = f"{key}={clamp}" if value is not None else f"no {key}, whose default is {clamp}"
+    return (
+        f"config.json has {stated}: transformers clamps dt there and computes other logits; "
+        f"Megatron and vLLM do not. {NO_CLAMP} turns it off"
+    )
 
 
 def _positive_number(name: str, data: Mapping[str, Any], field: str, keys: tuple[str, ...]) -> Any:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.checkpoint.folders import TOKENIZER, free_bytes, locate
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
 from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.convert import from_hf, inventory, to_hf
+from megatron_nemotron3.convert.adapter_options import (
+    adapter_folder,
+    adapter_state,
+    megatron_adapter,
+    with_adapter,
+)
+from megatron_nemotron3.convert.adapters import Together
 from megatron_nemotron3.convert.checkpoints import (
     Checkpoint,
     checkpoint_line,
     open_hugging_face,
     open_megatron,
 )
+from megatron_nemotron3.convert.config_json import clamp_note
 from megatron_nemotron3.convert.hf_folder import CONFIG, read_config
 from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.job import MANIFEST, Job, check_target, partial_of, run
@@ -49,6 +59,12 @@ class Options:
     dry_run: bool = False
     shard_bytes: int = to_hf.SHARD_BYTES
     allow_nonfinite: bool = False
+    #: A folder that peft saved.
+    adapter: Path | None = None
+    #: Add the adapter to the weights: that of `adapter`, or the source's own.
+    merge_adapter: bool = False
+    #: Default: as the Megatron checkpoint says.
+    lora_alpha: float | None = None
     #: Write there; the target is then only a name.
     url: str | None = None
     #: Called with Megatron's weights, Hugging Face's and the model after the conversion; returns the exit
@@ -68,6 +84,8 @@ class ToHfOptions(Options):
     #: Recipe of `quantized_recipes`.
     quantize: str | None = None
     input_scales: Path | None = None
+    #: Write the adapter alone, as a folder of peft.
+    adapter_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +119,14 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         vocab_size=vocab_size,
         from_masters=options.from_masters,
         allow_unused=options.allow_unused,
+        alpha=options.lora_alpha,
     )
     _check_alike(opened, options)
+    opened = with_adapter(opened, options)
+    if options.adapter_only:
+        view, files, small = adapter_folder(opened, options)
+        _run_job(opened, target, _job(opened, target, view, (files, small), options), options, ())
+        return 0
     view = opened.hf_view()
     dtype = _main_dtype(view)
     view = _cast(view, options.dtype, opened, hf=True)
@@ -127,10 +151,9 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         quantization=plan,
     )
     files = to_hf.files(view.tensors, options.shard_bytes)
-    for line in _quantized_lines(plan):
-        print(line)
+    notes = [*_quantized_lines(plan), *_clamp_lines(opened, json.loads(small[CONFIG]))]
     job = _job(opened, target, view, (files, small), options, scales)
-    if not _run_job(opened, target, job, options) or options.compare_logits is None:
+    if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
         return 0
     megatron = _cast(opened.weights, options.dtype, opened, hf=False)
     hf = open_hugging_face(target, model=options.model).weights
@@ -166,11 +189,25 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     _check_alike(opened, options)
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisor)
     dtype = options.dtype or _main_dtype(opened.weights)
-    weights = _cast(opened.weights, options.dtype, opened, hf=True)
-    view = Converted(weights, mappings(opened.config, padded_vocab_size=rows), to_hf=False)
-    plan = from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype=dtype, limit=options.shard_bytes)
+    opened = with_adapter(opened, options)
+    weights = _cast(
+        opened.hf_view() if options.merge_adapter else opened.weights, options.dtype, opened, hf=True
+    )
+    made_of, found = weights, list(mappings(opened.config, padded_vocab_size=rows))
+    lora = None
+    if opened.adapter is not None and not options.merge_adapter:
+        lora, beside = megatron_adapter(opened.adapter, found)
+        made_of, found = (
+            Together(weights, _cast(opened.adapter.tensors, options.dtype, opened, hf=True)),
+            found + beside,
+        )
+    view = Converted(made_of, found, to_hf=False)
+    plan = from_hf.plan(
+        view, opened.config, padded_vocab_size=rows, dtype=dtype, limit=options.shard_bytes, lora=lora
+    )
     job = _job(opened, target, view, plan, options)
-    if not _run_job(opened, target, job, options) or options.compare_logits is None:
+    notes = _clamp_lines(opened, read_config(opened.folder))
+    if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
         return 0
     made = open_megatron(target, model=opened.config)
     return options.compare_logits(made.weights, weights, opened.config)
@@ -190,9 +227,9 @@ def _check_target(target: Path, options: Options) -> None:
         check_url(options.url)
 
 
-def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options) -> bool:
-    """Print the plan and write the folder. Returns whether it was written."""
-    for line in _plan_lines(opened, target, job):
+def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options, notes: Iterable[str]) -> bool:
+    """Print the notes and the plan, and write the folder. Returns whether it was written."""
+    for line in (*notes, *_plan_lines(opened, target, job)):
         print(line)
     if options.dry_run:
         print("dry run      nothing was written")
@@ -219,6 +256,11 @@ def _require_torch(arithmetic: object) -> None:
     """Import torch now if it will be needed. Copying needs only numpy; casts and quantization need torch."""
     if arithmetic:
         import torch  # noqa: F401
+
+
+def _clamp_lines(opened: Checkpoint, data: Mapping[str, Any]) -> list[str]:
+    note = clamp_note(data) if "M" in opened.config.full_pattern else None
+    return [] if note is None else [f"time steps   {note}"]
 
 
 def _quantized_lines(plan: Quantization | None) -> Iterator[str]:
@@ -276,12 +318,14 @@ def _job(
         scales: content of the scale file.
     """
     files, small = plan
-    origin = {
+    origin: dict[str, object] = {
         "source": shown(opened.folder.absolute()),
         "source_kind": opened.kind,
         "model": opened.config.name,
         "dtype": options.dtype,
     }
+    if options.adapter is not None:
+        origin["adapter"] = adapter_state(options.adapter)
     return Job(
         target,
         view,

@@ -36,6 +36,7 @@ from megatron_nemotron3.convert.plan import Slices, band, extent, whole
 from megatron_nemotron3.convert.sources import SourceTensor
 from megatron_nemotron3.convert.streams import FilePlan, Part
 from megatron_nemotron3.convert.views import Converted
+from megatron_nemotron3.lora import ARGUMENT
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Largest size of a file in bytes, unless a single chunk is larger.
@@ -98,7 +99,13 @@ class FolderPlan:
 
 
 def plan(
-    view: Converted, config: Nemotron3Config, *, padded_vocab_size: int, dtype: str, limit: int = FILE_BYTES
+    view: Converted,
+    config: Nemotron3Config,
+    *,
+    padded_vocab_size: int,
+    dtype: str,
+    limit: int = FILE_BYTES,
+    lora: str | None = None,
 ) -> tuple[list[FilePlan], dict[str, bytes]]:
     """Plan a folder with these weights. Returns the data files, and the small files in the order of writing.
 
@@ -107,13 +114,17 @@ def plan(
         padded_vocab_size: rows of the embedding.
         dtype: type of the weights, for the stored arguments.
         limit: largest size of a file in bytes, unless a single chunk is larger.
+        lora: settings of the LoRA adapters among the tensors (`LoRA.text`).
     """
     folder = FolderPlan(limit)
     for name, tensor in view.tensors.items():
         folder.add(name, tensor, list(_chunk_slices(view, name, tensor)))
     for key in extra_state_keys(config):
         folder.add_object(key, EXTRA_STATE)
-    state = common_state(args_of(config, padded_vocab_size=padded_vocab_size, dtype=dtype))
+    args = args_of(config, padded_vocab_size=padded_vocab_size, dtype=dtype)
+    if lora is not None:
+        setattr(args, ARGUMENT, lora)
+    state = common_state(args)
     folder.add_object(COMMON_OBJECT, object_archive([state]))
     folder.close()
     small = {

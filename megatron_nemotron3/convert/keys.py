@@ -97,6 +97,7 @@ _WRAPPERS = re.compile(r"^(?:(?:model|module)\.)+")
 #: Older name of the layer stack in an MTP block.
 _OLD_MTP = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.(?=layers\.)")
 
+ADAPTER = "adapter"
 #: Keys of a checkpoint folder that are not weights of the model.
 NON_WEIGHTS = {
     "extra state": re.compile(r".*\._extra_state(?:/.*)?"),
@@ -107,6 +108,8 @@ NON_WEIGHTS = {
         r"(?:rng_state|rerun_state_machine(?:_state)?|common_state|opt_param_scheduler|args|iteration"
         r"|checkpoint_version|num_floating_point_operations_so_far)(?:[/.].*)?"
     ),
+    # Of LoRA. Last, because the optimizer's state has the same ends.
+    ADAPTER: re.compile(r".*\.adapter\.linear_(?:in|out)\.weight(?:\.\w+)?"),
 }
 _MASTER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
 

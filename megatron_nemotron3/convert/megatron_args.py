@@ -15,7 +15,6 @@ from typing import Any
 from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
-from megatron_nemotron3.models.config import MAMBA_CONV_KERNEL
 
 #: Configuration field -> names in the arguments, the present one first.
 _MODEL = {
@@ -115,11 +114,7 @@ def args_of(config: Nemotron3Config, *, padded_vocab_size: int, dtype: str = "bf
         raise ValueError(f"{config.name}: Megatron trains in {', '.join(_PRECISIONS)}, not in {dtype}")
     if padded_vocab_size < config.vocab_size:
         raise ValueError(f"padded_vocab_size={padded_vocab_size} is less than vocab_size={config.vocab_size}")
-    if config.mamba_conv_kernel != MAMBA_CONV_KERNEL and "M" in config.full_pattern:
-        raise ValueError(
-            f"{config.name}: mamba_conv_kernel={config.mamba_conv_kernel}: Megatron builds Mamba-2 with "
-            f"{MAMBA_CONV_KERNEL} only"
-        )
+    config.require_built()
     values: dict[str, Any] = {
         "num_layers": config.num_layers,
         "hybrid_layer_pattern": config.full_pattern,

@@ -18,7 +18,7 @@ from megatron_nemotron3.checkpoint.metadata import CheckpointError, StoredObject
 from megatron_nemotron3.checkpoint.read import TensorLayout, opened
 from megatron_nemotron3.checkpoint.unpickle import Inert, Refused, inert, loads
 from megatron_nemotron3.convert.hf_folder import regular_file_size
-from megatron_nemotron3.convert.keys import non_weight_kind, plain_name
+from megatron_nemotron3.convert.keys import ADAPTER, non_weight_kind, plain_name
 
 #: Largest pickle that is read, in bytes; Ultra's has about 20 MB.
 _LIMIT = 256 << 20
@@ -99,7 +99,9 @@ def _weights_of(model: Any, found: dict[str, Record]) -> dict[str, TensorLayout]
     for key, value in model.items():
         if not isinstance(key, str) or not key.isprintable():
             raise Refused(f"the name of a weight is the {type(key).__name__} {key!r:.60}")
-        if non_weight_kind(key) is not None:
+        if (kind := non_weight_kind(key)) is not None:
+            if kind == ADAPTER:
+                raise Refused(f"{key} is of a LoRA adapter: train it with --ckpt-format torch_dist")
             continue
         if not isinstance(value, read.PickledTensor):
             hint = "; models older than megatron-core are not read" if isinstance(value, dict) else ""

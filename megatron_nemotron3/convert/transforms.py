@@ -59,6 +59,14 @@ def concat(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
     return Plan(megatron, hf, tuple(pieces))
 
 
+def shared(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
+    """Copy one tensor into each HF tensor (A of a LoRA adapter of q, k, v); back, take the first of them."""
+    ((name, shape),) = megatron.items()
+    if any(part != shape for part in hf.values()):
+        raise ValueError(f"{name} {list(shape)} is not the same as each of {', '.join(hf)}")
+    return Plan(megatron, hf, tuple(Piece(name, whole(shape), one, whole(shape)) for one in hf))
+
+
 def stack(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
     """Unstack a tensor [experts, rows, columns] into an HF tensor [rows, columns] per expert."""
     ((name, shape),) = megatron.items()
@@ -105,6 +113,7 @@ RULES: dict[str, Callable[[Shapes, Shapes, int], Plan]] = {
     "copy": copy,
     "vocabulary": vocabulary,
     "concat": concat,
+    "shared": shared,
     "stack": stack,
     "qkv": qkv,
 }

@@ -39,6 +39,7 @@ def verify(
         "allow_unused": options.allow_unused,
         "dequantize": dequantize,
         "vocab_size": vocab_size,
+        "alpha": options.lora_alpha,
     }
     sides = [open_checkpoint(p, **wanted) for p in (a, b)]
     for name, side in zip("ab", sides):

@@ -175,6 +175,9 @@ def table(announce: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
         if not have_helper:
             compile_helpers()
 
+    # Megatron-Bridge binds the function when it is imported, which must happen before CPU mode.
+    binding = [datasets, sys.modules.get("megatron.bridge.training.initialize")]
+
     # main checks here whether MTP's projection is an inference linear, which raises without
     # TransformerEngine.
     mtp = importlib.import_module("megatron.core.transformer.multi_token_prediction")
@@ -184,7 +187,7 @@ def table(announce: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
     return [
         *found,
         (arguments, "parse_args", parse_for_cpu),
-        (datasets, "compile_helpers", compile_if_missing),
+        *((module, "compile_helpers", compile_if_missing) for module in binding if module is not None),
     ]
 
 

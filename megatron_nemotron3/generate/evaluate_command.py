@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from megatron_nemotron3.train.inputs import require_tokenizer
 
 if TYPE_CHECKING:
     from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder
+    from megatron_nemotron3.generate.engine import Engine
     from megatron_nemotron3.generate.evaluate import Acceptance, Losses
     from megatron_nemotron3.models import Nemotron3Config
 
@@ -42,6 +44,9 @@ def register(commands: Any) -> None:
         "--text", metavar="PATH", help="file, .jsonl or folder; default: the run's held-out data"
     )
     text.add_argument("--data-path", metavar="PREFIX", help="a Megatron data set, without a split")
+    text.add_argument(
+        "--conversations", metavar="FILE", help=".jsonl: the loss of the assistant's tokens; with --tokenizer"
+    )
     command.add_argument(
         "--tokens", type=int, default=TOKENS, metavar="N", help=f"of the loss, at most (default {TOKENS})"
     )
@@ -73,6 +78,10 @@ def evaluate_command(options: argparse.Namespace) -> int:
         require_plot(options.plot, "--plot")
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
+    if options.conversations is not None and options.tokenizer is None:
+        raise ValueError("--conversations needs --tokenizer FOLDER (a tokenizer with a chat template)")
+    if options.conversations is not None and (options.plot is not None or options.draft is not None):
+        raise ValueError("--plot and --draft measure texts, not --conversations: drop them")
     with local(options.checkpoint) as options.checkpoint:
         return _evaluate(options)
 
@@ -94,6 +103,9 @@ def _evaluate(options: argparse.Namespace) -> int:
         # Megatron's loss is over the padded vocabulary.
         opened = found.open(stored_model(options), opened.padded_vocab_size)
     config = opened.config
+    title = f"{shown(found.checkpoint)}: {config.name}"
+    if options.conversations is not None:
+        return _evaluate_conversations(load_engine(opened, options, mtp=False), options, title)
     draft = _chosen_draft(options.draft, config)
     check_draft(opened, draft)
     seq_length = _chosen_seq_length(options.seq_length, config)
@@ -107,7 +119,6 @@ def _evaluate(options: argparse.Namespace) -> int:
     prompts = _spread_prompts(ids, min(PROMPT_TOKENS, config.max_position_embeddings - new))
     if draft:
         accepted = acceptance(engine, prompts, new, range(draft + 1))
-    title = f"{shown(found.checkpoint)}: {config.name}"
     if options.plot is not None:
         plot(measured, accepted, config.mtp_num_layers, options.plot, title)
     if options.json:
@@ -131,6 +142,25 @@ def _evaluate(options: argparse.Namespace) -> int:
             print(line)
     if options.plot is not None:
         print(f"plot         {options.plot}")
+    return 0
+
+
+def _evaluate_conversations(engine: Engine, options: argparse.Namespace, title: str) -> int:
+    from megatron_nemotron3.generate.conversations import conversation_losses
+    from megatron_nemotron3.train.data.conversations import Encoder, read_conversations
+
+    encoder = Encoder(options.tokenizer)
+    encoded = [encoder.encode(one) for one in read_conversations(options.conversations)]
+    measured = conversation_losses(engine, encoded)
+    if options.json:
+        print(json.dumps({"checkpoint": title, "text": options.conversations, **asdict(measured)}, indent=2))
+        return 0
+    counted = f"{measured.tokens:,} tokens of the assistant in {measured.conversations:,} conversations"
+    print(f"checkpoint   {title}")
+    print(f"text         {options.conversations}: {counted}")
+    print(
+        f"loss         {measured.per_token:.4f} per token, {measured.per_conversation:.4f} per conversation"
+    )
     return 0
 
 

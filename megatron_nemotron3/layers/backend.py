@@ -25,7 +25,7 @@ from megatron_nemotron3.layers.experts import (
 from megatron_nemotron3.layers.latent_moe import CountingRouter, LatentMoELayer
 from megatron_nemotron3.layers.linear import (
     ColumnParallelLinear,
-    NormColumnParallelLinear,
+    LayerNormColumnParallelLinear,
     RowParallelLinear,
 )
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
@@ -77,7 +77,7 @@ TORCH = Backend(
     name="torch",
     norm=RMSNorm,
     column_parallel_linear=ColumnParallelLinear,
-    norm_column_parallel_linear=NormColumnParallelLinear,
+    norm_column_parallel_linear=LayerNormColumnParallelLinear,
     row_parallel_linear=RowParallelLinear,
     core_attention=TorchCoreAttention,
     mixer=Mamba2Mixer,

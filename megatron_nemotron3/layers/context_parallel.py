@@ -7,9 +7,13 @@ tokens in sequence. Upstream gets these positions from TransformerEngine's CUDA 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
+
+from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
 
 
 def cu_seqlens(packed: PackedSeqParams) -> torch.Tensor:
@@ -63,6 +67,63 @@ def zigzag(borders: torch.Tensor, cp: int, rank: int) -> torch.Tensor:
 def gathered_positions(borders: torch.Tensor, cp: int) -> torch.Tensor:
     """Positions [total] of all tokens in the order of a gather, rank after rank."""
     return torch.cat([zigzag(borders, cp, rank) for rank in range(cp)])
+
+
+@dataclass
+class Places:
+    """Where the tokens of a context-parallel rank lie in their documents, each [s / cp], on their device."""
+
+    cp: int
+    #: Position in the document.
+    offset: torch.Tensor
+    #: Tokens in each of the 2 * cp chunks of its document.
+    chunk: torch.Tensor
+    #: Whether it is no padding. What follows the last document is padding.
+    real: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, packed: PackedSeqParams | None, tokens: int, cp: int, rank: int, device: torch.device
+    ) -> Places:
+        """Locate the tokens of a rank; without `packed` a row is one document. The host does not wait.
+
+        Args:
+            tokens: s / cp.
+
+        Raises:
+            ValueError: padded and unpadded borders are of different numbers of documents.
+        """
+        if packed is None:
+            padded = real = torch.arange(2, device=device) * (cp * tokens)
+        else:
+            padded, real = (t.to(device, torch.int64) for t in (cu_seqlens(packed), packed.cu_seqlens_q))
+        if padded.shape != real.shape:
+            raise ValueError(
+                f"cu_seqlens_q has borders of {len(real) - 1} documents, cu_seqlens_q_padded of "
+                f"{len(padded) - 1}: pass both of the same pack"
+            )
+        # What follows the last document has the next index and no length.
+        starts, rest = padded // cp, padded.new_zeros(1)
+        document = seq_idx_from_cu_seqlens(starts, tokens)[0].long()
+        chunk = (torch.cat([padded.diff(), rest]) // (2 * cp))[document]
+        here = torch.arange(tokens, device=device) - starts[document]
+        second = (2 * cp - 1 - rank) * chunk + here - chunk
+        offset = torch.where(here < chunk, rank * chunk + here, second)
+        return cls(cp, offset, chunk, offset < torch.cat([real.diff(), rest])[document])
+
+    def owner(self, shift: torch.Tensor) -> torch.Tensor:
+        """Rank on which each token is after a shift to the left; -1 if it leaves its document.
+
+        Args:
+            shift: [n].
+
+        Returns:
+            [n, s / cp].
+        """
+        place = self.offset - shift[:, None]
+        index = place // self.chunk.clamp(min=1)
+        # Rank r holds chunks r and 2 * cp - 1 - r.
+        return torch.where(place < 0, -1, torch.minimum(index, 2 * self.cp - 1 - index))
 
 
 class PackedContextParallel(MambaContextParallel):

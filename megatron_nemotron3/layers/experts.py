@@ -130,14 +130,21 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
         if x is None:
             return self.weights(), None
         if (products := self.replaced()) is not None:
-            return products.grouped(self, x, self.weights(), tokens_per_expert), None
+            output = products.grouped(self, x, self.weights(), tokens_per_expert)
+        else:
+            output = self.products_of(x, self.weights(), tokens_per_expert)
+        return self.adapted(output, x, tokens_per_expert), None
+
+    @staticmethod
+    def products_of(x: torch.Tensor, weights: list[Any], tokens_per_expert: list[int]) -> torch.Tensor:
+        """[t, input] sorted by expert, times the matrix [output, input] of each expert."""
         form = grouped_linear_cuda if x.is_cuda and gpu_kernels_enabled() else grouped_linear
-        return form(x, self.weights(), tokens_per_expert), None
+        return form(x, weights, tokens_per_expert)
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are never delayed here."""
 
-    def sharded_state_dict(
+    def own_sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """One chunk per expert of a [E, output, input] tensor, as TE's grouped linear and `SequentialMLP`.
@@ -223,7 +230,10 @@ class GroupedExperts(TEGroupedMLP):
         counts = tokens_per_expert.tolist()
         x, probs = permuted_local_hidden_states, permuted_probs
         recompute = self.activation_recompute and self.training
-        replaced = self.linear_fc1.replaced() is not None or self.linear_fc2.replaced() is not None
+        replaced = any(
+            linear.replaced() is not None or "adapter" in linear._modules
+            for linear in (self.linear_fc1, self.linear_fc2)
+        )
         if not replaced and (recompute or not (x.is_cuda and gpu_kernels_enabled())):
             fc1, fc2 = self.linear_fc1(None, counts)[0], self.linear_fc2(None, counts)[0]
             return squared_relu_experts(x, probs, fc1, fc2, counts, recompute=recompute), None

@@ -202,15 +202,22 @@ class _Experts(torch.autograd.Function):
         x, probs, hidden, *weights = ctx.saved_tensors
         fc1, fc2 = weights[: len(ctx.counts)], weights[len(ctx.counts) :]
         dy, dx, dprobs = dy.contiguous(), torch.empty_like(x), torch.empty_like(probs)
-        dfc1, dfc2 = (_new_gradients(w, _expert_ranges(ctx.counts)) for w in (fc1, fc2))
+        trained = any(ctx.needs_input_grad[4:])  # not under LoRA that leaves the experts alone
+        dfc1: Any
+        dfc2: Any
+        dfc1, dfc2 = (
+            _new_gradients(w, _expert_ranges(ctx.counts)) if trained else (None,) * len(w) for w in (fc1, fc2)
+        )
         for rows, ranges in ctx.blocks:
             h = _expert_products(x[rows], fc1, ranges) if hidden is None else hidden[rows]
             positive, activation, weight = _weighted_activation(h, probs[rows])
-            _grouped_weight_gradients(dy[rows], activation, ranges, dfc2)
+            if trained:
+                _grouped_weight_gradients(dy[rows], activation, ranges, dfc2)
             along = _grouped_input_gradient(dy[rows], fc2, ranges) * positive
             dprobs[rows] = (along * positive).sum(-1)
             dh = along.mul_(2 * weight).to(x.dtype)
-            _grouped_weight_gradients(dh, x[rows], ranges, dfc1)
+            if trained:
+                _grouped_weight_gradients(dh, x[rows], ranges, dfc1)
             _grouped_input_gradient(dh, fc1, ranges, dx[rows])
         return dx, dprobs, None, None, *dfc1, *dfc2
 

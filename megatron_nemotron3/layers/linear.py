@@ -4,7 +4,7 @@ Megatron-Core's own `ColumnParallelLinear` and `RowParallelLinear` support tenso
 without TE. This module adds three things:
 
 * `products`: a replacement for Megatron's matrix products, such as NVFP4 emulation (`precision.linear`);
-* `NormColumnParallelLinear`: RMSNorm fused in front, weight named `layer_norm_weight`, as TE's
+* `LayerNormColumnParallelLinear`: RMSNorm fused in front, weight named `layer_norm_weight`, as TE's
   `TELayerNormColumnParallelLinear` stores it;
 * `DuplicatedLinear`: every tensor-parallel rank holds the whole weight (the latent projections of
   LatentMoE), as TE's `TELinear(parallel_mode="duplicated")`.
@@ -36,7 +36,7 @@ from megatron_nemotron3.layers.norm import (
 
 
 class ReplaceableProducts(torch.nn.Module):
-    """A linear layer whose matrix products can be replaced."""
+    """A linear layer whose matrix products can be replaced, and that may have a LoRA `adapter`."""
 
     #: A `precision.linear.Emulated`; None for Megatron's own products.
     products: Any = None
@@ -46,6 +46,29 @@ class ReplaceableProducts(torch.nn.Module):
         active = self.products is not None and self.products.recipe(self) is not None
         return self.products if active else None
 
+    def adapted(self, output: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        """Return the output, with what the adapter (`layers.lora`) makes of the inputs added."""
+        adapter: Any = self._modules.get("adapter")
+        return output if adapter is None else output + adapter(*inputs)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Return the layer's own tensors, and those of the adapter, which are split in another way."""
+        adapter: Any = self._modules.pop("adapter", None)
+        try:
+            result: dict[str, Any] = self.own_sharded_state_dict(prefix, sharded_offsets, metadata)
+        finally:
+            if adapter is not None:
+                self._modules["adapter"] = adapter
+        if adapter is not None:
+            result.update(adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata))
+        return result
+
+    def own_sharded_state_dict(self, *arguments: Any) -> Any:
+        """Return what the layer saves without an adapter."""
+        return super().sharded_state_dict(*arguments)  # type: ignore[misc]
+
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Override Megatron's gather and multiplication (with their backward) by `products`."""
         if (products := self.replaced()) is not None:
@@ -54,14 +77,24 @@ class ReplaceableProducts(torch.nn.Module):
 
 
 class ColumnParallelLinear(ReplaceableProducts, tensor_parallel.ColumnParallelLinear):
-    """Megatron's layer with `products`."""
+    """Megatron's layer with `products` and `adapter`."""
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Upstream's forward, and the adapter of the same input."""
+        output, bias = super().forward(input_, *args, **kwargs)
+        return self.adapted(output, input_), bias
 
 
 class RowParallelLinear(ReplaceableProducts, tensor_parallel.RowParallelLinear):
-    """Megatron's layer with `products`."""
+    """Megatron's layer with `products` and `adapter`."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[Any, Any]:
+        """Upstream's forward, and the adapter of the same input."""
+        output, bias = super().forward(input_)
+        return self.adapted(output, input_), bias
 
 
-class NormColumnParallelLinear(ColumnParallelLinear):
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
     """Y = RMSNorm(X) W^T, with the rows of W split over tensor-parallel ranks.
 
     Takes the arguments of Megatron's `ColumnParallelLinear`. Input [s, b, d] (or [s / tp, b, d] with
@@ -137,13 +170,13 @@ class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """[..., input_size] -> ([..., output_size], no bias)."""
         if (products := self.replaced()) is not None:
-            return products.linear(self, x, self.weight), None
-        return F.linear(x, self.weight), None
+            return self.adapted(products.linear(self, x, self.weight), x), None
+        return self.adapted(F.linear(x, self.weight), x), None
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are never delayed here. Megatron's MoE layer calls it."""
 
-    def sharded_state_dict(
+    def own_sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """Replicated over tensor- and data-parallel ranks."""

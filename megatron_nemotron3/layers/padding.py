@@ -13,6 +13,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_nemotron3.layers.context_parallel import Places
+
 #: Mask of the decoder stack that ran last in this process, for the MTP layers that run right after it.
 _of_decoder: torch.Tensor | None = None
 
@@ -76,15 +78,4 @@ def padding_of_pack(
         return None
     if packed.cu_seqlens_q is packed.cu_seqlens_q_padded:
         return None
-    real = packed.cu_seqlens_q.to(device).long()
-    ends = packed.cu_seqlens_q_padded.to(device).long() // cp  # where the documents lie on this rank
-    last = ends.new_tensor([tokens])
-    lengths = torch.cat([real.diff(), last * 0])
-    here = torch.arange(tokens, device=device)
-    document = torch.searchsorted(ends[1:].contiguous(), here, right=True)
-    offset = here - ends[document]
-    chunk = (torch.cat([ends, torch.maximum(ends[-1:], last)]).diff()[document]) // 2
-    if cp > 1:
-        second = offset - chunk + (2 * cp - 1 - rank) * chunk
-        offset = torch.where(offset < chunk, offset + rank * chunk, second)
-    return (offset >= lengths[document])[None]
+    return ~Places.of(packed, tokens, cp, rank, device).real[None]

@@ -1,4 +1,4 @@
-"""The layer stack that a `--spec` of this package builds, and its multi-token-prediction (MTP) layer."""
+"""The layer stack that a `--spec` of this package builds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_nemotron3.layers import padding
-from megatron_nemotron3.monitor.attach import watch_mtp, watch_stack
-from megatron_nemotron3.precision.install import emulate_mtp, emulate_stack
+from megatron_nemotron3.layers.lora import add_when_built
+from megatron_nemotron3.monitor.attach import watch_stack
+from megatron_nemotron3.precision.install import emulate_stack
 
 
 @dataclass
@@ -53,6 +52,7 @@ class Nemotron3Stack(HybridStack):
                 print(f"megatron_nemotron3: {submodules.description}", flush=True)
         emulate_stack(self)
         watch_stack(self)
+        add_when_built(self)
         size_moe_metrics(config)
 
     def forward(
@@ -89,54 +89,6 @@ class Nemotron3Stack(HybridStack):
         return output
 
 
-class MTPLayer(MultiTokenPredictionLayer):
-    """One depth of multi-token prediction (MTP) that tells its MoE layers that they belong to MTP.
-
-        h_{k-1} [s, b, d] --hnorm--+
-                                   +--cat--> eh_proj --> pattern's layers ("*E") --> final_layernorm --> h_k
-        emb(token t+k)    --enorm--+
-
-    With `--mtp-use-repeated-layer` one such block is applied at every depth, so its experts run once per
-    depth, and their load-balancing loss must be divided by the number of depths. Upstream divides if the
-    router knows that it is in MTP. In megatron-core 0.19 the hybrid stack does not tell it: the loss would
-    count once per depth and be logged under a decoder layer. main tells it (Megatron-LM #6748), and only the
-    layer number is left to set here.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for module in self.modules():
-            if isinstance(module, BaseMoELayer):
-                if not module.router.is_mtp_layer:
-                    module.is_mtp_layer = module.router.is_mtp_layer = True
-                # The metrics tracker has one slot per depth after the decoder's layers. The number
-                # inside the block ("*E": 2) overruns it if there is one depth (Megatron-LM #7172).
-                module.router.set_layer_number(self.layer_number)
-        emulate_mtp(self)
-        watch_mtp(self)
-
-    def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
-        """Upstream's forward; refuses packed documents whose labels Megatron would roll wrongly.
-
-        Raises:
-            ValueError: padded borders differ from the unpadded ones (Megatron-LM #6205, #4495).
-        """
-        if packed_seq_params is not None:
-            check_borders(packed_seq_params)
-        if kwargs.get("padding_mask") is None:
-            kwargs["padding_mask"] = padding.of_decoder()
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-
-    def _get_embeddings(self, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        """Upstream's, but the mask stays: what is padding at a depth is what is padding in the decoder.
-
-        Upstream rolls the mask with the tokens, which makes a document's last real token padding and its last
-        padding token real.
-        """
-        ids, positions, _, embedded, hidden = super()._get_embeddings(*args, **kwargs)
-        return ids, positions, padding_mask, embedded, hidden
-
-
 def size_moe_metrics(config: TransformerConfig) -> None:
     """Create the metrics that Megatron logs for the routers, with one slot per decoder layer and MTP depth.
 
@@ -156,22 +108,3 @@ def size_moe_metrics(config: TransformerConfig) -> None:
         if name in tracker.metrics and len(tracker.metrics[name].values) < slots:
             del tracker.metrics[name]  # of a smaller model in this process
         tracker.ensure_initialized(name, slots)
-
-
-def check_borders(packed: PackedSeqParams) -> None:
-    """Refuse packed documents whose padding appears in `cu_seqlens_q_padded` only.
-
-    Megatron rolls MTP's tokens, labels and masks at `cu_seqlens_q`, but the tokens lie at the padded
-    positions. Targets would then come from the neighbouring document, and the wrong loss would go unnoticed.
-
-    Raises:
-        ValueError: the two differ.
-    """
-    real, padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
-    if padded is None or real is padded or torch.equal(real, padded):
-        return
-    raise ValueError(
-        f"packed documents end at {real.tolist()} and are padded to {padded.tolist()}: Megatron would roll "
-        "MTP labels at the first, but the tokens lie at the second (Megatron-LM #6205); pass the padded "
-        "cu_seqlens as both, as pretrain_hybrid.py does, and mask the padding in the loss"
-    )

@@ -28,6 +28,12 @@ from megatron_nemotron3.models import pattern as _pattern
 MAMBA_CONV_KERNEL = 4
 #: Epsilon of the gated norm in Megatron's Mamba-2 mixer, whatever `--norm-epsilon` is.
 GATED_NORM_EPSILON = 1e-5
+#: Fields for which Megatron's Mamba-2 mixer has a fixed value. All norms of a model share one epsilon, so
+#: that of the gated norm is the only one that can be built.
+BUILT: dict[str, int | float] = {
+    "mamba_conv_kernel": MAMBA_CONV_KERNEL,
+    "layernorm_epsilon": GATED_NORM_EPSILON,
+}
 
 #: Type of a field -> the Python types of its values, and what to call it.
 _TYPES = {"int": ((int,), "an integer"), "float": ((int, float), "a number"), "str": ((str,), "text")}
@@ -222,6 +228,14 @@ class Nemotron3Config:
     def full_pattern(self) -> str:
         """The value of `--hybrid-layer-pattern` before pipeline cuts: decoder, then `/` per MTP depth."""
         return self.pattern + f"/{self.mtp_pattern}" * self.mtp_num_layers
+
+    def require_built(self) -> None:
+        """Raise ValueError if a field differs from what Megatron's Mamba-2 mixer always has (`BUILT`)."""
+        for field, built in BUILT.items() if "M" in self.full_pattern else ():
+            if getattr(self, field) != built:
+                raise ValueError(
+                    f"{self.name}: {field}={getattr(self, field)}: Megatron builds Mamba-2 with {built} only"
+                )
 
     def to_json(self) -> str:
         """The fields as JSON text, which `from_json` turns into an equal config."""

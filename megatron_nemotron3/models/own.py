@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_nemotron3.checkpoint.files import first_repeated, read_outside
 from megatron_nemotron3.models import catalog
-from megatron_nemotron3.models.config import MAMBA_CONV_KERNEL, Nemotron3Config
+from megatron_nemotron3.models.config import Nemotron3Config
 
 SUFFIXES = (".json", ".py")
 #: No description of a model is longer, in bytes.
@@ -192,8 +192,5 @@ def _checked(config: Nemotron3Config) -> Nemotron3Config:
             f'name "{config.name}" is that of {named.title}, which this is not: rename the file, or give a '
             '"name" of its own'
         )
-    if config.mamba_conv_kernel != MAMBA_CONV_KERNEL and "M" in config.full_pattern:
-        raise ValueError(
-            f"mamba_conv_kernel={config.mamba_conv_kernel}: Megatron's Mamba-2 has {MAMBA_CONV_KERNEL}"
-        )
+    config.require_built()
     return config

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3 import lifetime
-from megatron_nemotron3.args import Launch, check, continued, manifest
+from megatron_nemotron3.args import Launch, ParallelLayout, check, continued, manifest
 from megatron_nemotron3.args.command import (
     add_launch,
     chosen_emulation,
@@ -22,7 +22,7 @@ from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import settings as emulation
-from megatron_nemotron3.train.inputs import require_inputs
+from megatron_nemotron3.train.inputs import MEANS, require_inputs
 
 #: Options of Megatron that an option of this command sets.
 _OWN = {
@@ -31,6 +31,8 @@ _OWN = {
     "--train-samples": "--steps",
     "--data-path": "--data-path before --",
     "--tokenizer-model": "--tokenizer",
+    "--sft": "--conversations before --",
+    "--pretrained-checkpoint": "--pretrained before --",
 }
 
 
@@ -48,7 +50,18 @@ def register(commands: Any) -> None:
     train.add_argument(
         "--data-path", nargs="+", default=[], metavar="PREFIX", help="use Megatron data sets instead of text"
     )
-    train.add_argument("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer for --data-path")
+    train.add_argument(
+        "--conversations", nargs="+", default=[], metavar="FILE", help="fine-tune on .jsonl conversations"
+    )
+    train.add_argument(
+        "--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer for --data-path or --conversations"
+    )
+    train.add_argument(
+        "--pretrained", type=Path, metavar="DIR", help="checkpoints to start from if the output has none"
+    )
+    train.add_argument(
+        "--mean", choices=MEANS, help=f"what the loss of --conversations is a mean over (default {MEANS[0]})"
+    )
     train.add_argument("--monitor", type=int, metavar="N", help="iterations between measurements; 0: off")
     train.add_argument(
         "--log-precision",
@@ -110,7 +123,7 @@ def train_command(options: argparse.Namespace) -> int:
         layout=layout,
         precision=options.precision or ("fp32" if device == "cpu" else "bf16"),
         backend=backend,
-        schedule=schedule_of(config, layout, **chosen_schedule(options)),
+        schedule=schedule_of(config, layout, **_chosen_batch(options, layout)),
         extra=extra,
         te_precision_config_file=file,
         emulate=emulated,
@@ -127,6 +140,9 @@ def train_command(options: argparse.Namespace) -> int:
         max_bytes=options.max_bytes,
         data_path=tuple(options.data_path),
         tokenizer=options.tokenizer,
+        conversations=tuple(options.conversations),
+        mean=options.mean or MEANS[0],
+        pretrained=options.pretrained,
         monitor=None if options.monitor is None else monitor.parse_interval(str(options.monitor)),
         log_precision=log_precision,
         verbose=options.verbose,
@@ -141,6 +157,15 @@ def _require_own_options(words: Sequence[str]) -> None:
     given = {flag.name for flag in parse(words)}
     if wrong := [f"{name} (give {own})" for name, own in _OWN.items() if name in given]:
         raise ValueError(f"after -- these would replace what train itself sets: {', '.join(wrong)}")
+
+
+def _chosen_batch(options: argparse.Namespace, layout: ParallelLayout) -> dict[str, Any]:
+    """The schedule's options; for packed conversations with batch sizes where the user gives none."""
+    chosen = chosen_schedule(options)
+    if options.conversations:
+        rows = {"micro_batch_size": 1, "global_batch_size": 4 * layout.dp * layout.pp}
+        chosen |= {name: size for name, size in rows.items() if chosen.get(name) is None}
+    return chosen
 
 
 def _log_interval(options: argparse.Namespace) -> int | None:

@@ -5,6 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+#: Names the last checkpoint of a folder.
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+#: What the loss of fine-tuning may be a mean over, the default first, and the variable that says it.
+MEANS = ("tokens", "conversations")
+SFT_MEAN = "NEMOTRON3_SFT_MEAN"
+
 #: Files of which a tokenizer's folder has at least one.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -24,6 +31,15 @@ def require_tokenizer(folder: str | Path) -> None:
 
 def require_inputs(options: argparse.Namespace) -> None:
     """Stop at data and folders that are not there, or that would not be used, before anything is imported."""
+    if options.conversations:
+        _require_conversations(options)
+    elif options.mean is not None:
+        raise ValueError("--mean goes with --conversations: drop it")
+    if options.pretrained is not None and not (options.pretrained / _TRACKER).is_file():
+        raise ValueError(
+            f"--pretrained {options.pretrained} has no {_TRACKER}: give a folder that `nemotron3 convert "
+            "from-hf` or --save wrote"
+        )
     if options.data_path:
         if options.tokenizer is None:
             raise ValueError("--data-path needs --tokenizer FOLDER (a Hugging Face tokenizer)")
@@ -35,8 +51,10 @@ def require_inputs(options: argparse.Namespace) -> None:
         for prefix in prefixes:
             if missing := [s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]:
                 raise ValueError(f"--data-path {prefix}: there is no file {prefix}{missing[0]}")
-    elif options.tokenizer is not None:
-        raise ValueError("--tokenizer goes with --data-path; from text a tokenizer is trained: drop it")
+    elif options.tokenizer is not None and not options.conversations:
+        raise ValueError(
+            "--tokenizer goes with --data-path or --conversations; from text a tokenizer is trained: drop it"
+        )
     if options.text is not None and not Path(options.text).exists():
         raise ValueError(f"--text {options.text} does not exist")
     if options.text is not None and not (Path(options.text).is_file() or Path(options.text).is_dir()):
@@ -46,6 +64,25 @@ def require_inputs(options: argparse.Namespace) -> None:
     output = options.output
     if output is not None and output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file: give a folder")
+
+
+def _require_conversations(options: argparse.Namespace) -> None:
+    for name, value in (("--text", options.text), ("--max-bytes", options.max_bytes)):
+        if value is not None:
+            raise ValueError(f"{name} and --conversations both say what to train on: give one")
+    if options.data_path:
+        raise ValueError("--data-path and --conversations both say what to train on: give one")
+    if options.tokenizer is None:
+        raise ValueError("--conversations needs --tokenizer FOLDER (a Hugging Face tokenizer)")
+    require_tokenizer(options.tokenizer)
+    for file in options.conversations:
+        if not Path(file).is_file():
+            raise ValueError(f"--conversations {file}: there is no such file")
+    if options.micro_batch_size not in (None, 1):
+        raise ValueError(
+            f"--micro-batch-size {options.micro_batch_size}: conversations are packed into rows; give 1, "
+            "and a larger --seq-length"
+        )
 
 
 def _is_number(word: str) -> bool:

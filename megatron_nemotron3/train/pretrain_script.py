@@ -5,8 +5,8 @@
     nemotron3 run megatron_nemotron3/train/pretrain_script.py "$@" --data-path …
 
 `nemotron3 train` starts this script. PyPI's megatron-core has the loop (`megatron.training`) but not the
-stock script, and this one needs nothing else. It does plain pre-training; packed fine-tuning, ModelOpt and
-distillation are left to the stock script.
+stock script, and this one needs nothing else. It does plain pre-training, and with `--sft` fine-tuning on
+packed conversations (`fine_tuning.py`); ModelOpt and distillation are left to the stock script.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_nemotron3.build import model_provider
+from megatron_nemotron3.train import fine_tuning
 
 #: Options whose batches carry document borders or teacher data. Only the stock script supports them.
-UNSUPPORTED = ("sft", "dataloader_inter_document_masking", "hybrid_context_parallel", "logits_load_dir")
+UNSUPPORTED = ("dataloader_inter_document_masking", "hybrid_context_parallel", "logits_load_dir")
 
 #: Inputs of the model; each is [b, s / cp], but for the attention mask.
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -123,9 +124,11 @@ def forward_step(data_iterator: Iterator[_Batch], model: torch.nn.Module) -> tup
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Train, validation and test sets of Megatron's GPTDataset; `num_samples` sequences of each."""
+    """Train, validation and test sets of text, or of conversations with `--sft`; `num_samples` of each."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    if args.tokenizer_type == "SFTTokenizer":
+        return fine_tuning.datasets(args, num_samples, blend, blend_per_split)
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -167,12 +170,20 @@ def main() -> None:
         raise SystemExit(
             f"{option} is not supported by this script: run the stock pretrain_hybrid.py with the same flags"
         )
+    step = forward_step
+    if args.sft:
+        if reason := fine_tuning.problem(args):
+            raise SystemExit(reason)
+        fine_tuning.MEAN.read()
+        step = fine_tuning.forward_step
+        # Megatron's evaluation would take the mean of the rows' means, and rows hold different numbers.
+        args.sft = False
     pretrain(
         pretrain_cfg_container_from_args(args),
         train_valid_test_dataset_provider=datasets_provider,
         model_provider=model_provider,
         model_type=ModelType.encoder_or_decoder,
-        forward_step_func=forward_step,
+        forward_step_func=step,
     )
 
 

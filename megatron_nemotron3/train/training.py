@@ -30,6 +30,7 @@ from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes, report, resuming
+from megatron_nemotron3.train.inputs import MEANS, SFT_MEAN
 from megatron_nemotron3.train.progress import Progress
 
 
@@ -48,6 +49,11 @@ class Request:
     #: Prefixes of Megatron data sets. If given, `text` is not used, and `tokenizer` is needed.
     data_path: tuple[str, ...] = ()
     tokenizer: str | None = None
+    #: .jsonl files of conversations to fine-tune on, with `tokenizer`; what their loss is a mean over.
+    conversations: tuple[str, ...] = ()
+    mean: str = MEANS[0]
+    #: Checkpoints to start from if the output has none.
+    pretrained: Path | None = None
     #: Iterations between measurements of the monitors; 0: off; None: as NEMOTRON3_MONITOR says.
     monitor: int | None = None
     #: Iterations between precision measurements; 0: the default interval; None: off.
@@ -137,7 +143,7 @@ def train(request: Request) -> int:
         te_precision_config_file=request.precision_file,
         data=TrainingData(),
         # After a signal: finish the step, save, leave.
-        extra=("--exit-signal-handler", *_event_files(request), *given.extra),
+        extra=("--exit-signal-handler", *_event_files(request), *_starting_options(request), *given.extra),
     )
     flags(launch)  # rules first: nothing is written for a layout that cannot run
     precision_file.require_usable_here(given, measured=measured)
@@ -215,6 +221,8 @@ def _run(
     request: Request, launch: Launch, words: list[str], env: dict[str, str], log_file: Path
 ) -> tuple[int, Progress]:
     """Run the training processes; return their exit status and what was seen of their log."""
+    if request.conversations:
+        env[SFT_MEAN] = request.mean
     if request.monitor is not None:
         env[monitor.VARIABLE] = str(request.monitor)
     if launch.emulate:
@@ -256,6 +264,8 @@ def _prepared_data(request: Request) -> tuple[TrainingData, float | None]:
     from megatron_nemotron3.train.data.prepare import MAX_BYTES
 
     folders_only = TrainingData(save=str(request.checkpoints), load=str(request.checkpoints))
+    if request.conversations:
+        return _prepared_conversations(request, folders_only), None
     if request.data_path:
         if request.tokenizer is None:
             raise ValueError("--data-path needs --tokenizer FOLDER (a Hugging Face tokenizer)")
@@ -287,6 +297,40 @@ def _prepared_data(request: Request) -> tuple[TrainingData, float | None]:
         tokenizer_model=tokenizer.tokenizer_model,
     )
     return data, baseline.cross_entropy
+
+
+def _starting_options(request: Request) -> tuple[str, ...]:
+    """Options of fine-tuning, and of weights to start from."""
+    options: tuple[str, ...] = ()
+    if request.conversations:
+        options += ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
+    if request.pretrained is not None:
+        options += ("--pretrained-checkpoint", str(request.pretrained))
+    return options
+
+
+def _prepared_conversations(request: Request, data: TrainingData) -> TrainingData:
+    """Encode the conversations, so that a wrong file ends here; the training processes map the result.
+
+    Raises:
+        ValueError: as `PackedConversations`.
+    """
+    from megatron_nemotron3.train.data.packing import PackedConversations
+
+    launch, cache = request.launch, str(request.output / "data")
+    multiple = 2 * launch.layout.cp if launch.layout.cp > 1 else 1
+    for file in request.conversations:
+        if request.tokenizer is None:
+            raise ValueError("conversations need a tokenizer's folder")
+        print(PackedConversations(file, request.tokenizer, launch.seq_length, multiple, cache).describe())
+    return replace(
+        data,
+        data_path=request.conversations,
+        split="90,10,0",
+        data_cache_path=cache,
+        tokenizer_type="SFTTokenizer",
+        tokenizer_model=request.tokenizer,
+    )
 
 
 def _print_report(request: Request, curve: log.Curve, baseline: float | None, started: float) -> None:

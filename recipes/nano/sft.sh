@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Supervised fine-tuning of Nemotron 3 Nano: 13,000 steps of 64 x 256K packed tokens, rate 5e-5, warm-up 800 steps.
 # The schedule after the warm-up is UNKNOWN, so LR_DECAY_STYLE (constant, cosine ...) is needed.
-# Needed: DATA_PATH (.jsonl of conversations), TOKENIZER, MEGATRON_LM_DIR, LR_DECAY_STYLE, and LOAD: checkpoints
-# of the previous phase, or what nemotron3 convert from-hf wrote. SEQ sets another length, PROMPT_FORMAT the template.
+# Needed: DATA_PATH (.jsonl of conversations), TOKENIZER, LR_DECAY_STYLE, and LOAD: checkpoints
+# of the previous phase, or what nemotron3 convert from-hf wrote. SEQ sets another length.
 # Optional: variables below with :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
@@ -20,7 +20,7 @@ PRECISION=${PRECISION:-bf16}
 # memory: not published
 RECOMPUTE=${RECOMPUTE-full}
 
-# data: stock Megatron's --sft; docs/launching.md says which tokens count in the loss
+# data: conversations, packed; only the assistant's tokens count in the loss (docs/sft.md)
 conversation_data
 
 # logging and checkpoints

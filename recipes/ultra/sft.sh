@@ -2,8 +2,8 @@
 # Supervised fine-tuning of Nemotron 3 Ultra, cosine.
 #   PHASE=1 (default)  204,800 samples of 294,912 packed tokens, 64 a step, rate 1.5e-5 to 1e-6
 #   PHASE=2            19,200 samples of 515,000, rate 1e-5 to 2e-6
-# Needed: DATA_PATH (.jsonl of conversations), TOKENIZER, MEGATRON_LM_DIR, and LOAD: checkpoints
-# of the previous phase, or what nemotron3 convert from-hf wrote. SEQ sets another length, PROMPT_FORMAT the template.
+# Needed: DATA_PATH (.jsonl of conversations), TOKENIZER, and LOAD: checkpoints
+# of the previous phase, or what nemotron3 convert from-hf wrote. SEQ sets another length.
 # Optional: variables below with :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
@@ -12,7 +12,7 @@ set -euo pipefail
 # architecture: every number comes from the catalog (nemotron3 show ultra)
 MODEL=ultra
 
-# parallelism: NVIDIA's configuration is TP2 PP6 CP8 EP32; with MTP, CP is refused (rule masked-mtp-cp), so TP8
+# parallelism: NVIDIA's configuration is TP2 PP6 CP8 EP32 (TP=2 CP=8); this one needs no CP
 PHASE=${PHASE:-1} TP=${TP:-8} PP=${PP:-6} EP=${EP:-32}
 case $PHASE in
     1) SCHEDULE=sft ;;
@@ -26,7 +26,7 @@ PRECISION=${PRECISION:-bf16}
 # memory: as in NVIDIA's configuration
 RECOMPUTE=${RECOMPUTE-full}
 
-# data: stock Megatron's --sft; docs/launching.md says which tokens count in the loss
+# data: conversations, packed; only the assistant's tokens count in the loss (docs/sft.md)
 conversation_data
 
 # logging and checkpoints

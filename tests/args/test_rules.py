@@ -82,6 +82,7 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
     "sequence-cp": ({"layout": layout(cp=4), "schedule": TrainingSchedule(seq_length=100)}, "100 .* 8"),
     "sequence-sp": ({"layout": layout(tp=8), "schedule": TrainingSchedule(seq_length=100)}, "100 .* CP.TP=8"),
     "conv-kernel": ({"config": SUPER.but(mamba_conv_kernel=3)}, "mamba_conv_kernel=3"),
+    "gated-norm-epsilon": ({"config": SUPER.but(layernorm_epsilon=1e-6)}, "epsilon=1e-06: .*: use 1e-05"),
     "global-batch": ({"layout": layout(dp=3), "schedule": WSD}, "16 .* micro_batch_size.DP=3"),
     "vpp-microbatches": (
         {"layout": layout(pp=3, vpp=2), "schedule": WSD},
@@ -181,14 +182,6 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
     "documents-cp": (
         {"layout": layout(cp=2), "extra": ("--dataloader-inter-document-masking",)},
         "inter-document-masking with CP=2",
-    ),
-    "mtp-cp": (
-        {"config": TINY, "layout": layout(cp=4)},
-        r"MTP with CP=4.*up to 0\.02 at seq_length=256",
-    ),
-    "masked-mtp-cp": (
-        {"layout": layout(cp=2), "extra": ("--eod-mask-loss",)},
-        "--eod-mask-loss with MTP and CP=2",
     ),
     "masked-mean-cp": (
         {"config": models.get("nano"), "layout": layout(cp=2), "extra": ("--eod-mask-loss",)},

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_nemotron3.convert import inventory
-from megatron_nemotron3.convert.config_json import BLOCKS, FIXED, IGNORED, OWN, read, write
+from megatron_nemotron3.convert.config_json import read, write
+from megatron_nemotron3.convert.config_keys import BLOCKS, FIXED, IGNORED, OWN
 from megatron_nemotron3.models import Nemotron3Config, get, names
 from tests.support.convert_models import DISTINCT, random_config
 
@@ -211,7 +212,7 @@ def test_files_as_published_are_read() -> None:
         # With it as reference its own fields stay.
         merged = write(config, reference=data)
         assert {k: v for k, v in data.items() if k != "time_step_limit"}.items() <= merged.items()
-        aliases = {"head_dim", "dtype"} | set(merged) & {"moe_latent_size"}
+        aliases = {"head_dim", "dtype", "time_step_min"} | set(merged) & {"moe_latent_size"}
         assert set(merged) - set(data) == aliases - set(data)
         through_json(merged)
         same_model(read(merged), config.but(init_method_std=0.02))

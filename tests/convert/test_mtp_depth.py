@@ -12,7 +12,8 @@ import torch
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.convert.checkpoints import open_hugging_face
-from megatron_nemotron3.convert.config_json import OWN, write
+from megatron_nemotron3.convert.config_json import write
+from megatron_nemotron3.convert.config_keys import OWN
 from megatron_nemotron3.generate.checkpoint_folder import stored_arguments
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from tests.support.counted_job import digest

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_nemotron3.convert import config_json, inventory
+from megatron_nemotron3.convert import config_keys, inventory
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models import names as model_names
+from megatron_nemotron3.models.config import BUILT
 from megatron_nemotron3.models.tensors import (
     DIALECTS,
     PARAMETER,
@@ -154,15 +155,15 @@ def _symbol_section() -> list[str]:
 
 
 def _config_section() -> list[str]:
-    tables = {**config_json.FIELDS, **config_json.DENSE, **config_json.MOE}
+    tables = {**config_keys.FIELDS, **config_keys.DENSE, **config_keys.MOE}
     lines = [
         "## config.json",
         "",
         "`convert.config_json.read` and `write`. Layers are a pattern string "
-        f"(`{config_json.LAYERS[0]}`, `{config_json.MTP_LAYERS[0]}`) or a list of block types "
-        f"(`{config_json.LAYERS[1][0]}`, `{config_json.MTP_LAYERS[1][0]}`); either is "
+        f"(`{config_keys.LAYERS[0]}`, `{config_keys.MTP_LAYERS[0]}`) or a list of block types "
+        f"(`{config_keys.LAYERS[1][0]}`, `{config_keys.MTP_LAYERS[1][0]}`); either is "
         "read, and the string written, or the list where a reference has only that. Block types: "
-        + ", ".join(f"`{block}` {kind}" for block, kind in config_json.BLOCKS.items())
+        + ", ".join(f"`{block}` {kind}" for block, kind in config_keys.BLOCKS.items())
         + ". Values that contradict each other, that Megatron cannot build, and unknown keys are refused.",
         "",
         "| `Nemotron3Config` | config.json | also read |",
@@ -170,10 +171,16 @@ def _config_section() -> list[str]:
     ]
     for field, keys in tables.items():
         lines.append(f"| `{field}` | `{keys[0]}` | {', '.join(f'`{key}`' for key in keys[1:]) or 'none'} |")
-    fixed = {**config_json.FIXED, **{config_json.FIELDS[f][0]: v for f, v in config_json.BUILT.items()}}
+    fixed = {**config_keys.FIXED, **{config_keys.FIELDS[f][0]: v for f, v in BUILT.items()}}
     lines += [
         "",
-        "Only with these values, where stated: " + ", ".join(f"`{k}` {v}" for k, v in fixed.items()) + ".",
+        "Only with these values, where stated: "
+        + ", ".join(f"`{k}` {v}" for k, v in fixed.items())
+        + f"; `{config_keys.NORMALIZED}` True, but False with one expert per token.",
+        "",
+        f"`{config_keys.CLAMPS[-1]}` is written as {config_keys.NO_CLAMP}: transformers clamps time steps "
+        "below at it, which Megatron and vLLM do not. Where a reference has another value it is kept, and "
+        "the conversion says so.",
     ]
     return lines
 

@@ -268,3 +268,32 @@ def _validation_samples(folder: Path, s: int) -> Tensor:
         ]
         found.append(np.concatenate(pieces).astype(np.int64))
     return torch.tensor(np.stack(found))
+
+
+def test_conversations_are_measured_alone(world: None, tmp_path: Path) -> None:
+    """Against Megatron's token losses of each; only marked tokens count, in both means."""
+    from megatron_nemotron3.generate.conversations import conversation_losses
+    from megatron_nemotron3.train.data.conversations import Encoded
+
+    config = get("super-tiny")
+    made = pair(config, tmp_path, seed=5)
+    engine = Engine(read_weights(made.hf, config))
+    lengths, prompts = (31, 9, 20), (5, 8, 13)
+    texts = [random_text(engine, 1, n)[0].tolist() for n in lengths]
+    encoded = [Encoded(ids, [i >= p for i in range(len(ids))]) for ids, p in zip(texts, prompts)]
+    found = conversation_losses(engine, [*encoded, Encoded([1, 2, 3], [False] * 3)])
+    parts = []
+    with torch.no_grad():
+        for ids, prompt in zip(texts, prompts):
+            row = torch.tensor([ids])
+            parts.append(forward(made.model, row[:, :-1], row[:, 1:])[0, prompt - 1 :])
+    assert (found.tokens, found.conversations) == (26 + 1 + 7, 3)
+    assert found.per_token == pytest.approx(float(torch.cat(parts).mean()), abs=2e-5)
+    assert found.per_conversation == pytest.approx(sum(float(p.mean()) for p in parts) / 3, abs=2e-5)
+    with pytest.raises(ValueError, match="none of 1 conversations"):
+        conversation_losses(engine, [Encoded([1, 2], [False, False])])
+
+
+def test_conversations_need_a_tokenizer(capsys: Capture) -> None:
+    assert cli.main(["evaluate", "--checkpoint", "x", "--conversations", "y"]) == 2
+    assert "--conversations needs --tokenizer" in capsys.readouterr().err

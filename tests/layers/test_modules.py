@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_nemotron3.layers.attention import TorchCoreAttention
 from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear, GroupedExperts
 from megatron_nemotron3.layers.grouped import grouped_linear, grouped_linear_reference
-from megatron_nemotron3.layers.linear import NormColumnParallelLinear
+from megatron_nemotron3.layers.linear import LayerNormColumnParallelLinear
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.layers.norm import RMSNorm
 from megatron_nemotron3.models import get
@@ -156,9 +156,9 @@ def norm(**changes: Any) -> RMSNorm:
     return RMSNorm(transformer_config(MODEL, **changes), 24)
 
 
-def linear(**changes: Any) -> NormColumnParallelLinear:
+def linear(**changes: Any) -> LayerNormColumnParallelLinear:
     config = transformer_config(MODEL, **changes)
-    return NormColumnParallelLinear(24, 40, config=config, init_method=config.init_method, bias=False)
+    return LayerNormColumnParallelLinear(24, 40, config=config, init_method=config.init_method, bias=False)
 
 
 @pytest.mark.parametrize("kind", DEFINITIONS, ids=["mamba", "moe", "attention"])

@@ -108,7 +108,10 @@ def test_the_same_model_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture
         ({"base": "nano", "num_query_groups": 3}, "num_attention_heads=32 is not divisible by"),
         ({"base": "nano", "moe_router_topk": 500}, "moe_router_topk=500 exceeds num_moe_experts=128"),
         ({"base": "nano", "mtp_num_layers": 1}, "contradict each other"),
-        ({"base": "nano", "mamba_conv_kernel": 8}, "mamba_conv_kernel=8: Megatron's Mamba-2 has 4"),
+        (
+            {"base": "nano", "mamba_conv_kernel": 8},
+            "mamba_conv_kernel=8: Megatron builds Mamba-2 with 4 only",
+        ),
         ({"base": "nano", "name": "../out"}, "becomes a folder's"),
         ({"base": "nano", "name": "super"}, 'name "super" is that of Nemotron 3 Super'),
         ({"base": "nano", "name": "super-tiny"}, 'name "super-tiny" is that of'),

@@ -27,29 +27,46 @@ def batches(case: Case) -> Callable[[int], Iterator[Batch]]:
             batch = {key: t[first : first + case.micro_batch_size] for key, t in whole.items()}
             if case.separate:
                 assert case.documents is not None
-                parts = zip(*(t.split(case.documents, dim=1) for t in batch.values()))
-                yield from ((dict(zip(batch, part)), None) for part in parts)
+                lengths = [length for length in case.documents if length]
+                parts = zip(*(t.split(lengths, dim=1) for t in batch.values()))
+                yield from ((_masked(case, dict(zip(batch, part))), None) for part in parts)
             else:
-                yield cut(case, batch)
+                share, packed = cut(case, batch)
+                yield _masked(case, share), packed
 
     return of
 
 
+def _masked(case: Case, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the mask that the model gets, if it gets one."""
+    if case.model_mask == "absent":
+        return batch
+    counted = batch.pop("padding", 0) if case.model_mask == "padding counts" else 0
+    return {**batch, "model_mask": batch["loss_mask"] + counted}
+
+
 def global_batch(case: Case, step: int) -> dict[str, Tensor]:
-    """Tokens, labels, loss mask and positions [sequences, s] of one optimizer step."""
+    """Tokens, labels, loss mask and positions [sequences, s] of one optimizer step, without padding."""
     generator = torch.Generator().manual_seed(1000 * case.seed + step)
     n, lengths = case.sequences, case.documents or (case.seq_length,)
     words = case.config.vocab_size
     streams = [torch.randint(words, (n, length + 1), generator=generator) for length in lengths]
     positions = torch.cat([torch.arange(length) for length in lengths]).expand(n, -1)
     # Where another number of tokens counts in every sequence, a mean of means is not the mean.
-    random = torch.rand(n, case.seq_length, generator=generator) < torch.linspace(0.5, 1.0, n)[:, None]
-    depths = case.config.mtp_num_layers or 0
-    counted = {"none": positions >= 0, "random": random, "heads": positions >= depths}[case.mask]
+    random = torch.rand(n, sum(lengths), generator=generator) < torch.linspace(0.5, 1.0, n)[:, None]
+    heads = positions >= (case.config.mtp_num_layers or 0)
+    quarter = case.seq_length // 4
+    masks = {
+        "none": positions >= 0,
+        "random": random,
+        "heads": heads,
+        "random heads": random & heads,
+        "middle": (positions < quarter) | (positions >= case.seq_length - quarter),
+    }
     return {
         "tokens": torch.cat([stream[:, :-1] for stream in streams], dim=1),
         "labels": torch.cat([stream[:, 1:] for stream in streams], dim=1),
-        "loss_mask": counted.float(),
+        "loss_mask": masks[case.mask].float(),
         "position_ids": positions,
     }
 
@@ -70,20 +87,43 @@ def _cut_packed(case: Case, batch: dict[str, Tensor]) -> Batch:
 
     assert case.documents is not None and case.micro_batch_size == 1
     cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    padded = case.padded or case.documents
+    lengths = (*padded, case.seq_length - sum(padded))
+    if padded != case.documents:
+        batch = _pad(batch, case.documents, lengths)
     held = []
-    lengths = (case.seq_length,) if case.cut_whole else case.documents
-    for document in torch.arange(case.seq_length).split(lengths):
-        chunks = document.chunk(2 * cp)
+    for document in torch.arange(case.seq_length).split((case.seq_length,) if case.cut_whole else lengths):
+        chunks = document.tensor_split(2 * cp)
         held += [chunks[rank], chunks[-1 - rank]]
     index = torch.cat(held)
-    borders = torch.tensor((0, *case.documents), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    borders, physical = (
+        torch.tensor((0, *sizes), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        for sizes in (case.documents, padded)
+    )
     longest = max(case.documents)
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=borders,
         cu_seqlens_kv=borders,
+        cu_seqlens_q_padded=physical if case.padded else None,
+        cu_seqlens_kv_padded=physical if case.padded else None,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         total_tokens=case.seq_length,
     )
     return {key: t[:, index].contiguous() for key, t in batch.items()}, packed
+
+
+def _pad(batch: dict[str, Tensor], documents: tuple[int, ...], padded: tuple[int, ...]) -> dict[str, Tensor]:
+    """Documents with tokens and labels of 1, which no loss must see, behind each and behind the last.
+
+    Args:
+        padded: length of each, and of what follows the last.
+    """
+    n = next(iter(batch.values())).shape[0]
+    real = torch.cat([torch.arange(p) < d for d, p in zip((*documents, 0), padded)])
+    result = {"padding": (~real).float().expand(n, -1)}
+    for key, t in batch.items():
+        result[key] = t.new_full((n, len(real)), 0 if key == "loss_mask" else 1)
+        result[key][:, real] = t
+    return result

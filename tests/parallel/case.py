@@ -30,15 +30,24 @@ class Case:
     steps: int = 3
     seed: int = 7
     #: Tokens that do not count. "random": another number in every sequence. "heads": the first ones of every
-    #: document, as many as there are MTP depths.
-    mask: Literal["none", "random", "heads"] = "random"
+    #: document, as many as there are MTP depths. "random heads": both. "middle": everything
+    #: but the first and the last quarter of the sequence, so all that the second of two CP ranks holds.
+    mask: Literal["none", "random", "heads", "random heads", "middle"] = "random"
+    #: The model gets labels and returns a loss; without them it returns logits, as in reinforcement learning.
+    labels: bool = True
     #: Lengths of the documents packed into each sequence (THD), None for plain sequences.
     documents: tuple[int, ...] | None = None
+    #: What each is padded to inside the pack (`cu_seqlens_q_padded`); the rest of the row is padding, too.
+    padded: tuple[int, ...] | None = None
+    #: The mask that the model gets, for MTP: that of the loss, the same with padding counted, or none.
+    model_mask: Literal["same", "padding counts", "absent"] = "same"
     #: Cut a packed sequence over context-parallel ranks as if it were one document
     #: (`--dataloader-inter-document-masking` does).
     cut_whole: bool = False
     #: Every document a micro-batch of its own instead: what packing must be equal to. One rank only.
     separate: bool = False
+    #: Adapters on frozen weights, as `LoRA.parse` reads them; None: train the weights.
+    lora: str | None = None
     #: Go on although a rule refuses it, to see what comes of it.
     against_rules: bool = False
     #: Importable function called with this rank's chunks before DistributedDataParallel wraps them, to break

@@ -72,4 +72,7 @@ def against(one: Case, base: Result, found: Result) -> tuple[Distance, Distance]
     assert after.share <= 1, f"weights after {one.steps} steps differ: {after}"
     for a, b in zip(base.losses + base.norms, found.losses + found.norms, strict=True):
         assert abs(a - b) <= 1e-5 * abs(a), f"losses and gradient norms {base} and {found}"
+    if not one.separate:  # a mean over micro-batches
+        for a, b in zip(sum(base.mtp, []), sum(found.mtp, []), strict=True):
+            assert abs(a - b) <= 1e-5 * abs(a), f"losses of MTP {base.mtp} and {found.mtp}"
     return gradients, after

@@ -69,14 +69,12 @@ LAYOUTS: dict[str, Layout] = {
     "DP2 distributed optimizer, overlapped": Layout(
         _L(dp=2), ("--overlap-grad-reduce", "--overlap-param-gather")
     ),
-    "CP2": Layout(_L(cp=2), quick=("nano",), models=("nano", "dense"), per_token=True),
-    "CP4": Layout(_L(cp=4), models=("nano", "dense"), per_token=True),
-    # MTP under CP is right only where every rank keeps all its tokens in the roll (docs/parity.md).
-    "CP2, MTP": Layout(_L(cp=2), quick=("super",), models=("super",), mask="heads"),
+    "CP2": Layout(_L(cp=2), quick=("nano", "super"), per_token=True),
+    "CP4": Layout(_L(cp=4), per_token=True),
     "CP2, mean loss": Layout(_L(cp=2), models=("nano", "dense"), mask="none"),
-    "CP2 TP2 SP": Layout(_L(cp=2, tp=2), models=("nano", "dense"), per_token=True),
-    "CP2 TP2 SP, MTP": Layout(_L(cp=2, tp=2), models=("super",), mask="heads"),
-    "CP2 EP2": Layout(_L(cp=2, ep=2), models=("nano",), per_token=True),
+    "CP2 TP2 SP": Layout(_L(cp=2, tp=2), per_token=True),
+    "CP2 PP2": Layout(_L(cp=2, pp=2), models=("super",)),
+    "CP2 EP2": Layout(_L(cp=2, ep=2), models=_MOE, per_token=True),
     "TP2 SP PP2": Layout(_L(tp=2, pp=2), quick=("nano",)),
     "PP2 EP2": Layout(_L(pp=2, dp=2, ep=2), models=_MOE),
     "TP2 SP PP2 EP2": Layout(_L(tp=2, pp=2, ep=2), models=_MOE),

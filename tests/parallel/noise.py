@@ -30,7 +30,7 @@ UNIT = 2.0**-24
 @functools.cache
 def weights(case: Case) -> Tensors:
     """What every layout of a case starts from."""
-    return initial_weights(case.config, extra=case.extra)
+    return initial_weights(case.config, extra=case.extra, lora=case.lora)
 
 
 @functools.cache

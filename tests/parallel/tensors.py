@@ -84,12 +84,12 @@ def load(chunks: Sequence[Any], weights: Tensors) -> None:
 
 
 def gradients(chunks: Sequence[Any]) -> Pieces:
-    """Copies of the accumulated gradients, cut and named as the parameters are."""
+    """Copies of the accumulated gradients, cut and named as the parameters are; zeros of frozen ones."""
     parameters = [p for chunk in chunks for p in unwrap(chunk).parameters()]
     values = [p.data for p in parameters]
     try:
         for p in parameters:
-            p.data = p.main_grad.clone()
+            p.data = p.main_grad.clone() if p.requires_grad else torch.zeros_like(p.data)
         return [piece for piece in pieces(chunks) if not piece[0].endswith("expert_bias")]
     finally:
         for p, value in zip(parameters, values):

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.layers.context_parallel import document_borders, gathered_positions, zigzag
-from megatron_nemotron3.layers.stack import MTPLayer, check_borders
+from megatron_nemotron3.layers.context_parallel import Places, document_borders, gathered_positions, zigzag
+from megatron_nemotron3.layers.mtp import MTPLayer, refuse_padding
 from tests.parallel.case import Case
-from tests.parallel.compare import check
+from tests.parallel.compare import against, check
 from tests.parallel.layouts import CASES, PER_TOKEN
+from tests.parallel.noise import reference, weights
 from tests.parallel.world import train
 
 #: The load-balancing loss is of a sequence, and a pack is one sequence to Megatron (Megatron-LM #6108).
@@ -83,27 +84,65 @@ def test_borders() -> None:
         zigzag(torch.tensor([0, 10]), 2, 0)
 
 
-def test_mtp_refuses_borders_that_only_padding_knows() -> None:
-    check_borders(_Packed([0, 8, 12]))  # type: ignore[arg-type]
-    check_borders(_Packed([0, 8, 12], padded=[0, 8, 12]))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"end at \[0, 7, 10\] and are padded to \[0, 8, 12\].*#6205"):
-        check_borders(_Packed([0, 7, 10], padded=[0, 8, 12]))  # type: ignore[arg-type]
+#: One document without padding, one whose padding begins at the edge of a CP chunk, one whose padding begins
+#: inside one, one that is all padding, one shorter than MTP is deep, and padding behind the last. Experts'
+#: biases would also count padding.
+PADDED = replace(
+    CASES["super"],
+    documents=(8, 12, 7, 0, 1),
+    padded=(8, 16, 12, 8, 8),
+    mask="random heads",
+    model_mask="padding counts",
+    extra=(*NO_AUX, "--moe-router-bias-update-rate", "0"),
+)
+PADDED_LAYOUTS = [
+    (ParallelLayout(), False),
+    (ParallelLayout(cp=2), False),
+    (ParallelLayout(tp=2), True),
+    (ParallelLayout(cp=2, tp=2), True),
+    (ParallelLayout(tp=2, pp=2), True),
+    (ParallelLayout(cp=2, pp=2, vpp=2), True),
+]
 
 
-def forget_borders(chunks: Any) -> None:
-    """Make the first MTP depth see padded borders that are not the rolled ones."""
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=pytest.mark.full if full else (), id=str(layout))
+        for layout, full in PADDED_LAYOUTS
+    ],
+)
+def test_padded_equals_separate(layout: ParallelLayout) -> None:
+    check(replace(PADDED, separate=True), PADDED.at(layout))
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(cp=2)], ids=str)
+def test_padding_does_not_count_without_a_mask(layout: ParallelLayout) -> None:
+    """Megatron-Bridge gives the model no mask: all tokens but the padding count, as in a pack without."""
+    padded = replace(PADDED, mask="none", model_mask="absent")
+    found = train(padded.at(layout), weights(padded))
+    dense = replace(padded, padded=None, seq_length=sum(PADDED.documents or ()))
+    base = reference(dense)
+    against(dense, base, found)
+
+
+def test_a_model_that_is_not_called_as_a_module_is_refused() -> None:
+    refuse_padding(_Packed([0, 8, 12]))  # type: ignore[arg-type]
+    both = _Packed([0, 8, 12])
+    both.cu_seqlens_q_padded = both.cu_seqlens_q
+    refuse_padding(both)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"ValueError: packed documents have cu_seqlens_q_padded.*#6205"):
+        train(replace(PADDED, sabotage=forget_hooks, steps=1))
+
+
+def forget_hooks(chunks: Any) -> None:
+    """Remove the hooks of the model, as code that calls `model.forward` would."""
     for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, MTPLayer):
-                module.register_forward_pre_hook(_pad, with_kwargs=True)
+        chunk._forward_pre_hooks.clear()
+        assert any(isinstance(module, MTPLayer) for module in chunk.modules())
 
 
-def _pad(module: Any, args: Any, kwargs: Any) -> Any:
-    packed = replace(kwargs["packed_seq_params"])
-    packed.cu_seqlens_q_padded = packed.cu_seqlens_q + 1
-    return args, {**kwargs, "packed_seq_params": packed}
-
-
-def test_mtp_refuses_them_in_training() -> None:
-    with pytest.raises(RuntimeError, match="ValueError: packed documents end at"):
-        train(replace(DOCUMENTS["super"], sabotage=forget_borders, steps=1))
+def test_borders_of_other_documents_are_refused() -> None:
+    packed = _Packed([0, 7], padded=[0, 8, 12])
+    with pytest.raises(ValueError, match="of 1 documents, cu_seqlens_q_padded of 2"):
+        Places.of(packed, 12, 1, 0, torch.device("cpu"))  # type: ignore[arg-type]

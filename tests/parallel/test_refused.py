@@ -23,25 +23,6 @@ def runs(case: Case, other: Case | None = None) -> tuple[Result, Result]:
     return one_step(case, (other or case).at(CP2))
 
 
-def test_mtp_weighs_each_context_rank_by_its_own_tokens() -> None:
-    """mtp-cp: Megatron scales the MTP loss by tokens that count over those left after the roll, on each rank.
-
-    Without a mask every rank keeps s / cp tokens; the roll takes k of them at depth k, all from rank 0, which
-    has the end of the sequence. Its share weighs (s/2) / (s/2 - k) instead of s / (s - k). Here s = 64.
-    """
-    one, two = runs(replace(CASES["super"], mask="none"))
-    error = relative(one, two, "mtp.")
-    assert 5e-3 < error < 5e-2
-    # All of it comes from MTP: the output layer, which the decoder shares with it, is off by less.
-    assert relative(one, two, "output_layer") < error
-
-
-def test_masked_mtp_under_context_parallelism_is_off_by_percents() -> None:
-    """masked-mtp-cp: where ranks hold different numbers of tokens that count, the weights differ at any s."""
-    one, two = runs(replace(CASES["super"], mask="random"))
-    assert relative(one, two, "mtp.") > 2e-2
-
-
 def test_masked_mean_loss_under_context_parallelism_is_a_mean_of_means() -> None:
     """masked-mean-cp: without --calculate-per-token-loss every rank divides by its own number of tokens."""
     one, two = runs(replace(CASES["nano"], mask="random"))

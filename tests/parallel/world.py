@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.lora import LoRA, training
 from megatron_nemotron3.models import Nemotron3Config
 from tests.parallel.batch import Batch, batches
 from tests.parallel.case import Case
@@ -48,15 +49,19 @@ def train(case: Case, weights: Tensors | None = None, timeout: float = 300) -> R
     )
 
 
-def initial_weights(config: Nemotron3Config, seed: int = 0, extra: tuple[str, ...] = ()) -> Tensors:
+def initial_weights(
+    config: Nemotron3Config, seed: int = 0, extra: tuple[str, ...] = (), lora: str | None = None
+) -> Tensors:
     """Random weights of the whole model in which nothing is 1, 0 or equal to its neighbor by default."""
-    (pieces,) = run_distributed(_built, 1, Case(config=config, extra=extra), apart=True)
+    (pieces,) = run_distributed(_built, 1, Case(config=config, extra=extra, lora=lora), apart=True)
     generator = torch.Generator().manual_seed(seed)
 
     def randomized(key: str, tensor: Tensor) -> Tensor:
         noise = torch.randn(tensor.shape, generator=generator)
         if key.endswith("expert_bias"):
             return noise * 1e-2
+        if ".adapter.linear_out." in key:  # zero before the first step, so A would have no gradient
+            return 0.1 * noise
         if tensor.dim() == 1:  # gains, biases, A, D, dt
             return tensor + 0.1 * noise
         return tensor
@@ -88,9 +93,10 @@ def build(case: Case) -> tuple[list[Any], Any, Any]:
     if case.sabotage is not None:
         model_config.pre_wrap_hooks = [case.sabotage]
     configs = pretrain_cfg_container_from_args(args, model_config)
-    chunks = model_config.get_builder_cls()(model_config).build_distributed_models(
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(), ddp_config=configs.ddp
-    )
+    with training(LoRA.parse(case.lora) if case.lora is not None else None):
+        chunks = model_config.get_builder_cls()(model_config).build_distributed_models(
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(), ddp_config=configs.ddp
+        )
     return chunks, configs, args
 
 
@@ -103,16 +109,18 @@ def _loss(mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tenso
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
-def _forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
+def _forward_step(labels: bool, iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
     batch, packed = next(iterator)
     output = model(
         batch["tokens"],
         batch["position_ids"],
         None,
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
+        labels=batch["labels"] if labels else None,
+        loss_mask=batch.get("model_mask"),
         packed_seq_params=packed,
     )
+    if not labels and output.shape[:2] == batch["labels"].shape:  # logits [b, s, v], on the last stage
+        output = torch.nn.functional.cross_entropy(output.mT, batch["labels"], reduction="none")
     return output, partial(_loss, batch["loss_mask"])
 
 
@@ -147,19 +155,16 @@ class Run:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         case, data = self.case, batches(self.case)
-        microbatches = case.sequences // case.micro_batch_size // case.layout.dp
-        if case.separate:
-            microbatches *= len(case.documents or ())
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
             chunk.force_all_reduce = whole_gradients
         self.optimizer.zero_grad()
         several = len(self.chunks) > 1
         reported = get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=partial(_forward_step, case.labels),
             data_iterator=[data(step) for _ in self.chunks] if several else data(step),
             model=self.chunks if several else self.chunks[0],
-            num_microbatches=microbatches,
+            num_microbatches=self.microbatches,
             seq_length=case.seq_length,
             micro_batch_size=case.micro_batch_size,
             decoder_seq_length=case.seq_length,
@@ -167,6 +172,13 @@ class Run:
             force_all_reduce=whole_gradients,
         )
         return _mean_loss(reported)
+
+    @property
+    def microbatches(self) -> int:
+        """Those of this rank in a step."""
+        case = self.case
+        documents = sum(length > 0 for length in case.documents or ()) if case.separate else 1
+        return documents * case.sequences // case.micro_batch_size // case.layout.dp
 
     def step(self) -> float:
         """One step of the optimizer. Returns the norm of the gradients."""
@@ -189,7 +201,7 @@ def _train(case: Case, weights: Tensors | None) -> dict[str, Any]:
         result["losses"].append(run.forward_backward(step, whole_gradients=step == 0))
         if step == 0:
             result["gradients"] = gradients(run.chunks)
-        result["mtp"].append(_mtp_losses())
+        result["mtp"].append([loss / run.microbatches for loss in _mtp_losses()])
         result["norms"].append(run.step())
     run.finish()
     result["weights"] = pieces(run.chunks)
@@ -215,7 +227,7 @@ def _mean_loss(reported: list[dict[str, Tensor]]) -> float:
 
 
 def _mtp_losses() -> list[float]:
-    """Loss of each MTP depth as Megatron logs it, on ranks of the last stage."""
+    """Loss of each MTP depth as Megatron logs it but for the micro-batches, on ranks of the last stage."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     MTPLossLoggingHelper.reduce_metrics_in_tracker()

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear
-from megatron_nemotron3.layers.linear import DuplicatedLinear, NormColumnParallelLinear
+from megatron_nemotron3.layers.linear import DuplicatedLinear, LayerNormColumnParallelLinear
 from megatron_nemotron3.layers.norm import RMSNorm
 from megatron_nemotron3.precision import install, settings
 from megatron_nemotron3.precision.quantizer import fake_quantize
@@ -214,7 +214,7 @@ def test_mxfp8_fills_the_last_block_with_zeros(inner: int, outer: int) -> None:
 def test_norm_in_front_is_not_quantized() -> None:
     torch.manual_seed(0)
     config = hybrid_config("M")
-    module: Any = NormColumnParallelLinear(
+    module: Any = LayerNormColumnParallelLinear(
         64, 96, config=config, init_method=config.init_method, bias=False, gather_output=False
     ).train()
     x, dy = torch.randn(16, 2, 64, requires_grad=True), torch.randn(16, 2, 96)

@@ -141,6 +141,11 @@ EVIDENCE: dict[str, Evidence] = {
         measured=measure.elements,
         shown="4108 weights are built, 4076 are meant",
     ),
+    "gated-norm-epsilon": Wrong(
+        case=case(model(layernorm_epsilon=1e-3)),
+        measured=measure.epsilons,
+        shown="norms have the epsilons 0.001 and 1e-05",
+    ),
     "global-batch": Refused(
         case=case(dp=2, schedule=schedule(global_batch_size=3)),
         stage="arguments",
@@ -270,7 +275,6 @@ EVIDENCE: dict[str, Evidence] = {
         case=case(model("M", **MTP), "--dataloader-inter-document-masking", cp=2),
         measured=measure.rolled_documents,
         shown="MTP's shift to the next token is wrong for 7 of 16 tokens",
-        along=("mtp-cp",),
     ),
     "packed-cp-torch": Wrong(
         case=case(None, "--sft", cp=2),

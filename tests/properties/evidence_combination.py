@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tests.parallel import case as parallel
 from tests.parallel.checkpoint import shifted_state
 from tests.parallel.layouts import CASES
@@ -20,19 +18,8 @@ def _off(one: parallel.Case, run: Case, part: str) -> float:
     return relative(*one_step(one, one.at(run.layout)), part)
 
 
-def mtp_unmasked(run: Case) -> str:
-    """Every token counts."""
-    error = _off(replace(CASES["super"], mask="none"), run, "mtp.")
-    return f"MTP's gradients are off by {error:.0%} at 64 tokens"
-
-
-def mtp_masked(run: Case) -> str:
-    """Other numbers of tokens count on each rank."""
-    return f"MTP's gradients are off by {_off(CASES['super'], run, 'mtp.'):.0%}"
-
-
 def mean_masked(run: Case) -> str:
-    """The same without MTP."""
+    """Other numbers of tokens count on each rank."""
     return f"gradients are off by {_off(CASES['nano'], run, ''):.0%}, the printed loss is right"
 
 
@@ -45,17 +32,6 @@ def shifted(run: Case) -> str:
 
 
 COMBINATIONS: dict[str, Evidence] = {
-    "mtp-cp": Wrong(
-        case=case(MTP_CONFIG, cp=2),
-        measured=mtp_unmasked,
-        shown="MTP's gradients are off by 3% at 64 tokens",
-    ),
-    "masked-mtp-cp": Wrong(
-        case=case(MTP_CONFIG, "--eod-mask-loss", cp=2),
-        measured=mtp_masked,
-        shown="MTP's gradients are off by 5%",
-        along=("mtp-cp",),
-    ),
     "masked-mean-cp": Wrong(
         case=case(MEAN_CONFIG, "--eod-mask-loss", cp=2),
         measured=mean_masked,

@@ -148,6 +148,18 @@ def elements(case: Case) -> str:
     return f"{outcome(case).parameters} weights are built, {count(case.config).trainable} are meant"
 
 
+def epsilons(case: Case) -> str:
+    """Epsilons of the norms that get built."""
+    return f"norms have the epsilons {' and '.join(run_distributed(_epsilons, 1, case)[0])}"
+
+
+def _epsilons(case: Case) -> Any:
+    with step.rules_off():
+        return step.attempt(
+            case, lambda model, _: sorted({str(m.eps) for m in model[0].modules() if hasattr(m, "eps")})
+        )
+
+
 def expert_groups(case: Case) -> str:
     """What happens to EP where there are no experts."""
     made = arguments_of(case)

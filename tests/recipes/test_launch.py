@@ -40,7 +40,7 @@ def test_shellcheck() -> None:
         ("super/long_context", {"NNODES": "16", "PHASE": "3"}, "PHASE=3: use 1, 2 or 4k"),
         ("super/long_context", {"NNODES": "16", "PHASE": "2"}, "STEPS"),
         ("nano/long_context", {"NNODES": "16", "PHASE": "4k"}, "GBS"),
-        ("nano/sft", {"NNODES": "4"}, "set MEGATRON_LM_DIR"),
+        ("nano/sft", {"NNODES": "4", "MEAN": "rows"}, "MEAN=rows: use tokens or conversations"),
         ("nano/proxy", {"LOAD": "/nowhere", "DRY_RUN": ""}, "LOAD=/nowhere has no latest_checkpointed"),
     ],
 )  # fmt: skip
@@ -52,11 +52,25 @@ def test_one_clear_line(recipe: str, variables: dict[str, str], message: str) ->
     assert done.stdout == ""
 
 
-def test_unknown_decay_of_nano_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "pretrain_hybrid.py").touch()
-    variables = {"DRY_RUN": "1", "NNODES": "4", "MEGATRON_LM_DIR": str(tmp_path), **BASIC}
+def test_unknown_decay_of_nano_is_asked_for() -> None:
+    variables = {"DRY_RUN": "1", "NNODES": "4", **BASIC}
     done = run(RECIPES / "nano/sft.sh", variables)
     assert done.returncode == 2 and "LR_DECAY_STYLE" in done.stderr
+
+
+def test_fine_tuning_with_the_stock_script(tmp_path: Path) -> None:
+    """It has one of the two means."""
+    (tmp_path / "pretrain_hybrid.py").touch()
+    variables = {"DRY_RUN": "1", "NNODES": "8", "STEPS": "10", "PHASE": "2", **BASIC}
+    ours = run(RECIPES / "super/sft.sh", variables)
+    assert "NEMOTRON3_SFT_MEAN=conversations" in ours.stdout and "train/pretrain_script.py" in ours.stdout
+    stock = run(RECIPES / "super/sft.sh", {**variables, "MEGATRON_LM_DIR": str(tmp_path)})
+    assert stock.returncode == 0, stock.stderr
+    assert "NEMOTRON3_SFT_MEAN" not in stock.stdout and f"{tmp_path}/pretrain_hybrid.py" in stock.stdout
+    refused = run(
+        RECIPES / "super/sft.sh", {**variables, "MEGATRON_LM_DIR": str(tmp_path), "MEAN": "conversations"}
+    )
+    assert refused.returncode == 2 and "MEAN=conversations is not the stock script's" in refused.stderr
 
 
 def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ PRELOAD = [
     "megatron.core.dist_checkpointing",
     "megatron.core.tokenizers.text",
     "megatron.training",
+    "megatron.bridge",  # where it is installed
 ]
 
 
@@ -110,15 +111,19 @@ def launch(argv: list[str]) -> str:
     return output.getvalue()
 
 
-def _launch_and_save_quickly(argv: list[str]) -> str:
-    """`launch`, with the queue of Megatron's checkpoint writer in a forked process.
+def forked_writer() -> Any:
+    """A block in which the queue of Megatron's checkpoint writer is in a forked process.
 
     Megatron spawns it, which imports torch and Megatron once more: four seconds for each rank that saves. A
-    rank that is to be killed must use `launch`: a forked process would keep the rank's pipe open.
+    rank that is to be killed must do without: a forked process would keep the rank's pipe open.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    with mock.patch.object(filesystem_async.get_write_results_queue, "__defaults__", ("fork",)):
+    return mock.patch.object(filesystem_async.get_write_results_queue, "__defaults__", ("fork",))
+
+
+def _launch_and_save_quickly(argv: list[str]) -> str:
+    with forked_writer():
         return launch(argv)
 
 

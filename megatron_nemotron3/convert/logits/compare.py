@@ -91,6 +91,8 @@ def check_logits(
     ids = torch.randint(config.vocab_size, (tokens,), generator=generator)
     with torch.no_grad():
         sides = Reference(megatron, config), HuggingFace(hf, config)
+        if (note := sides[1].note) is not None:
+            echo(f"transformers computes without its clamp of time steps here; {note}")
         comparison = _Comparison(*sides, config, generator, options)
         comparison.run(ids)
     comparison.report.peak_memory = _peak_memory()

@@ -86,6 +86,8 @@ class HuggingFace:
             raise ValueError(f"{path} is missing: transformers builds its layers from it")
         data = read_json(path)
         config_json.read(data, name=str(path), base=config)
+        #: What this side leaves out of transformers' computation, in words; None if nothing.
+        self.note = config_json.clamp_note(data) if "M" in config.full_pattern else None
         try:
             self.config = config_class.from_dict(data)
         except Exception as problem:  # its validators raise exceptions of their own
@@ -168,7 +170,7 @@ class HuggingFace:
                 raise ValueError(
                     "transformers' Mamba-2 mixer has no time_step_limit: this version is not supported"
                 )
-            # Up to 5.23 transformers clamps time steps at time_step_min; Megatron and inference do not.
+            # `config_json.clamp_note` says so.
             block.mixer.time_step_limit = (0.0, math.inf)
         own = {name: t for name, t in block.state_dict().items() if not name.startswith("mixer.experts.")}
         filled = {name: self.weights.tensor(prefix + name, tuple(t.shape)) for name, t in own.items()}

@@ -1,0 +1,217 @@
+"""Build, convert and train Nemotron 3 inside Megatron-Bridge (docs/bridge.md).
+
+    import megatron_nemotron3.bridge
+    from megatron.bridge import AutoBridge
+
+    provider = AutoBridge.from_hf_pretrained(folder).to_megatron_provider()
+
+The import does five things, each through a public hook of Bridge:
+
+* it tells `AutoMapping` how our modules are split over tensor-parallel ranks;
+* it registers `Nemotron3Bridge` for NemotronH, so that a provider builds our stack, MTP has the depth it was
+  trained with, Mamba layers inside MTP are converted, and padding of the vocabulary is not exported;
+* it offers the stack specs as functions, which Bridge stores in `run_config.yaml` by their import path;
+* it allows this package in such files, which Bridge otherwise refuses to read;
+* where TransformerEngine is not installed it lets `import megatron.bridge` succeed (`cpu.bridge_imports`).
+
+This is the only module that imports megatron.bridge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.cpu.bridge_imports import allow_missing_te
+
+allow_missing_te()
+
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    ColumnParallelMapping,
+    MambaConv1dMapping,
+    MambaInProjMapping,
+    RowParallelMapping,
+)
+from megatron.bridge.models.hybrid.hybrid_builder import HybridModelConfig
+from megatron.bridge.models.hybrid.hybrid_provider import (
+    HybridModelProvider,
+    get_default_hybrid_stack_spec,
+)
+from megatron.bridge.models.nemotronh.nemotron_h_bridge import NemotronHBridge
+from megatron.bridge.models.transformer_config import TransformerConfig
+from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_nemotron3 import cpu, specs
+from megatron_nemotron3.convert.checkpoints import hf_model
+from megatron_nemotron3.convert.config_json import MTP_BLOCKS, OWN, OWN_FIELDS
+from megatron_nemotron3.cpu.megatron import ARGUMENTS
+from megatron_nemotron3.layers.backend import te_problem
+from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear, RowParallelGroupedLinear
+from megatron_nemotron3.layers.latent_moe import CountingRouter
+from megatron_nemotron3.layers.linear import DuplicatedLinear
+from megatron_nemotron3.layers.mamba import Mamba2Mixer
+from megatron_nemotron3.models.catalog import identify
+
+logger = logging.getLogger(__name__)
+
+#: Class of ours whose name Bridge does not know -> how its parameters are split over tensor-parallel ranks.
+#: `LayerNormColumnParallelLinear` is known by its name: rows of the weight split, norm replicated.
+PARALLELISM: dict[type, str] = {
+    DuplicatedLinear: "replicated",
+    CountingRouter: "replicated",
+    Mamba2Mixer: "column",
+    ColumnParallelGroupedLinear: "column",
+    RowParallelGroupedLinear: "row",
+}
+#: Parameters of a Mamba layer -> the mapping of each; Bridge maps them in the decoder, not inside MTP.
+_MAMBA = {
+    **dict.fromkeys(("mixer.A_log", "mixer.D", "mixer.dt_bias", "mixer.norm.weight"), ColumnParallelMapping),
+    "mixer.out_proj.weight": RowParallelMapping,
+    "mixer.in_proj.weight": MambaInProjMapping,
+    "mixer.conv1d_weight": MambaConv1dMapping,
+    "mixer.conv1d_bias": MambaConv1dMapping,
+}
+
+
+def stack_spec(config: Any) -> ModuleSpec:
+    """Our stack: on TransformerEngine if it is installed and there is a GPU, else on plain torch.
+
+    A provider that asks for another kind of stack (`transformer_impl="inference_optimized"`,
+    `restore_modelopt_state`) gets Bridge's own.
+    """
+    if getattr(config, "transformer_impl", None) == "inference_optimized" or config.restore_modelopt_state:
+        return get_default_hybrid_stack_spec(config)
+    return specs.nemotron3_stack_spec
+
+
+def torch_stack_spec() -> ModuleSpec:
+    """Our stack on plain torch."""
+    return specs.nemotron3_torch_stack_spec
+
+
+def te_stack_spec() -> ModuleSpec:
+    """Our stack on TransformerEngine; building a model fails without it."""
+    return specs.nemotron3_te_stack_spec
+
+
+class Nemotron3Bridge(NemotronHBridge):
+    """Bridge's converter of NemotronH, with our stack, the depth of MTP, and Mamba layers inside MTP."""
+
+    def provider_bridge(self, hf_pretrained: Any) -> HybridModelProvider:
+        """Provider of our stack for a Hugging Face model or config."""
+        provider = super().provider_bridge(hf_pretrained)
+        provider.hybrid_stack_spec = stack_spec
+        provider.apply_rope_fusion = False  # the family has no positions
+        if te_problem() is not None:
+            provider.moe_permute_fusion = False
+        if cpu.is_active():
+            for field in set(ARGUMENTS) & {field.name for field in dataclasses.fields(provider)}:
+                setattr(provider, field, ARGUMENTS[field])
+        if provider.mtp_num_layers:
+            for field, value in mtp_training(hf_pretrained).items():
+                setattr(provider, field, value)
+        return provider
+
+    @classmethod
+    def megatron_to_hf_config(cls, provider: Any) -> dict[str, Any]:
+        """config.json of a provider. It counts MTP blocks, and says in our key how MTP is trained."""
+        written: dict[str, Any] = super().megatron_to_hf_config(provider)
+        if written[MTP_BLOCKS] and all(hasattr(provider, field) for field in OWN_FIELDS):
+            written[OWN] = {field: getattr(provider, field) for field in OWN_FIELDS}
+            if provider.mtp_use_repeated_layer:
+                written[MTP_BLOCKS] = 1
+        return written
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        """Bridge's mappings, and those of the Mamba layers inside MTP."""
+        blocks, pattern = self._hf_mtp_config(self.hf_config)
+        inside = [
+            mapping(
+                f"mtp.layers.{block}.mtp_model_layer.layers.{layer}.{name}",
+                f"mtp.layers.{block * len(pattern) + layer}.{name.replace('conv1d_', 'conv1d.')}",
+            )
+            for block in range(blocks)
+            for layer, kind in enumerate(pattern or "")
+            if kind == "M"
+            for name, mapping in _MAMBA.items()
+        ]
+        return MegatronMappingRegistry(*super().mapping_registry().get_all_mappings(), *inside)
+
+    def maybe_modify_converted_hf_weight(
+        self, task: Any, converted_weights_dict: dict[str, Any], hf_state_dict: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Cut the rows that pad the vocabulary off the embedding and the head."""
+        converted = super().maybe_modify_converted_hf_weight(task, converted_weights_dict, hf_state_dict)
+        rows = self.hf_config.vocab_size
+        vocabulary = ("backbone.embeddings.weight", "lm_head.weight")
+        return {name: value[:rows] if name in vocabulary else value for name, value in converted.items()}
+
+
+def mtp_training(hf_pretrained: Any) -> dict[str, Any]:
+    """How MTP is trained: `mtp_num_layers`, `mtp_use_repeated_layer`, `mtp_loss_scaling_factor`.
+
+    Hugging Face's format states the number of MTP blocks, and not how often they are applied. That comes from
+    our key in config.json if the folder has one, else from the catalog, if the model is in it. Otherwise it
+    comes from the stored blocks: several are applied once each, and one as often as config.json states, where
+    Bridge 0.6.2 writes depths. Empty where nothing is known that Bridge does not know.
+    """
+    hf_config = hf_pretrained.config
+    if not hasattr(hf_config, "to_dict"):
+        return {}
+    data = {key: value for key, value in hf_config.to_dict().items() if key != "quantization_config"}
+    stated, stored = data[MTP_BLOCKS], _stored_mtp_blocks(hf_pretrained)
+    data[MTP_BLOCKS] = stored or stated
+    try:
+        model, source = hf_model(Path(hf_config.name_or_path or "model"), data, None, None)
+        if data.get(OWN) or identify(model):
+            logger.info("MTP: %d depths, from %s", model.mtp_num_layers, source)
+            return {field: getattr(model, field) for field in OWN_FIELDS}
+    except ValueError as error:
+        logger.warning("MTP: its depth is taken from the stored blocks, not from the catalog: %s", error)
+    if not stored:
+        return {}
+    return {"mtp_num_layers": stated if stored == 1 else stored, "mtp_use_repeated_layer": stored == 1}
+
+
+def _stored_mtp_blocks(hf_pretrained: Any) -> int:
+    """MTP blocks among the tensors of a checkpoint; 0 if it has none, or there is only a config."""
+    source = getattr(getattr(hf_pretrained, "state", None), "source", None)
+    names = source.get_all_keys() if source is not None else ()
+    return sum(re.fullmatch(r"mtp\.layers\.\d+\.eh_proj\.weight", name) is not None for name in names)
+
+
+def model_config(provider: HybridModelProvider) -> HybridModelConfig:
+    """The same model for Megatron's newer path: a config whose builder is `HybridModelBuilder`.
+
+    The provider is finalized and its stack spec resolved here, since a config holds no function. Its pre-wrap
+    hooks, such as the one that loads weights, go with it.
+    """
+    provider.finalize()
+    values = _fields(HybridModelConfig, provider)
+    values["transformer"] = TransformerConfig(**_fields(TransformerConfig, provider))
+    values["hybrid_stack_spec"] = provider._resolve_hybrid_stack_spec()
+    values["pre_wrap_hooks"] = [provider.pre_wrap_hook] if provider.pre_wrap_hook else []
+    return HybridModelConfig(**values)
+
+
+def _fields(kind: type, source: Any) -> dict[str, Any]:
+    """The values of `source` for the fields of a dataclass."""
+    names = (field.name for field in dataclasses.fields(kind) if field.init)
+    return {name: getattr(source, name) for name in names if hasattr(source, name)}
+
+
+for _module, _kind in PARALLELISM.items():
+    AutoMapping.register_module_type(_module.__name__, _kind)
+register_allowed_target_prefix(__package__)
+MegatronModelBridge.register_bridge(
+    source="NemotronHForCausalLM", target=HybridModel, provider=HybridModelProvider, model_type="nemotron_h"
+)(Nemotron3Bridge)

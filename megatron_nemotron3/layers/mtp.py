@@ -1,0 +1,262 @@
+"""The multi-token-prediction (MTP) layer, and what its loss needs to be right for padded packs and CP.
+
+Megatron computes the loss of MTP in the model's `forward`, outside the layers that a `--spec` builds:
+
+- It shifts tokens, labels and loss mask at `cu_seqlens_q`. Where documents are padded inside a pack, they lie
+  at `cu_seqlens_q_padded`, so targets would come from a neighboring document (Megatron-LM #6205, #4495).
+- Each context-parallel (CP) rank divides by its own number of tokens, so tokens weigh more on a rank that
+  holds fewer of them: by 3 % at 64 tokens, by more where tokens are masked.
+
+`LossHooks` corrects both with forward hooks of the model. Under CP they cost one all-reduce of
+CP * (depths + 1) numbers for each micro-batch. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossLoggingHelper,
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionLayer,
+)
+from torch import Tensor
+
+from megatron_nemotron3.layers import padding
+from megatron_nemotron3.layers.context_parallel import Places, cu_seqlens
+from megatron_nemotron3.monitor.attach import watch_mtp
+from megatron_nemotron3.precision.install import emulate_mtp
+
+#: Weight of one token on a rank whose tokens are all masked; see `_weights`. Lost when added to 1 in FP32.
+_TRACE = 2.0**-30
+
+
+@dataclass
+class PhysicalBorders(PackedSeqParams):
+    """Packed documents with `cu_seqlens_q` where they lie in memory, as Megatron's shift takes it.
+
+    Attention must not see it: `max_seqlen_q` is that of the caller's borders.
+    """
+
+    caller: PackedSeqParams | None = None
+
+    @classmethod
+    def of(cls, packed: PackedSeqParams) -> PhysicalBorders:
+        """`packed` with padded borders. Does not repeat `__post_init__`, which waits for the device."""
+        borders = object.__new__(cls)
+        borders.__dict__.update(vars(packed), caller=packed, cu_seqlens_q=cu_seqlens(packed))
+        return borders
+
+
+class MTPLayer(MultiTokenPredictionLayer):
+    """One depth of multi-token prediction (MTP) that tells its MoE layers that they belong to MTP.
+
+        h_{k-1} [s, b, d] --hnorm--+
+                                   +--cat--> eh_proj --> pattern's layers ("*E") --> final_layernorm --> h_k
+        emb(token t+k)    --enorm--+
+
+    With `--mtp-use-repeated-layer` one such block is applied at every depth, so its experts run once per
+    depth, and their load-balancing loss must be divided by the number of depths. Upstream divides if the
+    router knows that it is in MTP. In megatron-core 0.19 the hybrid stack does not tell it: the loss would
+    count once per depth and be logged under a decoder layer. main tells it (Megatron-LM #6748), and only the
+    layer number is left to set here.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for module in self.modules():
+            if isinstance(module, BaseMoELayer):
+                if not module.router.is_mtp_layer:
+                    module.is_mtp_layer = module.router.is_mtp_layer = True
+                # The metrics tracker has one slot per depth after the decoder's layers. The number
+                # inside the block ("*E": 2) overruns it if there is one depth (Megatron-LM #7172).
+                module.router.set_layer_number(self.layer_number)
+        emulate_mtp(self)
+        watch_mtp(self)
+        if self.layer_number == 1:
+            _hook_model_of(self)
+
+    def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
+        """Upstream's forward, with the shift at the documents' physical borders.
+
+        Raises:
+            ValueError: documents are padded, and `LossHooks` did not run, so Megatron would shift the labels
+                at the wrong borders.
+        """
+        if isinstance(packed_seq_params, PhysicalBorders):
+            packed_seq_params = packed_seq_params.caller
+        elif packed_seq_params is not None:
+            refuse_padding(packed_seq_params)
+        if kwargs.get("padding_mask") is None:
+            kwargs["padding_mask"] = padding.of_decoder()
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _get_embeddings(
+        self,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Upstream's, which shifts tokens and positions by one, but the routers' mask stays.
+
+        What is padding at a depth is what is padding in the decoder. Upstream shifts the mask with the
+        tokens, which makes a document's last real token padding and its last padding token real.
+        """
+        if packed_seq_params is not None:
+            packed_seq_params = PhysicalBorders.of(packed_seq_params)
+        ids, positions, _, embedded, hidden = super()._get_embeddings(
+            *args, packed_seq_params=packed_seq_params, **kwargs
+        )
+        return ids, positions, padding_mask, embedded, hidden
+
+
+def refuse_padding(packed: PackedSeqParams) -> None:
+    """Refuse padded documents in a model whose MTP loss nobody corrects. Compares no values.
+
+    Raises:
+        ValueError: there are padded borders other than `cu_seqlens_q`.
+    """
+    padded = packed.cu_seqlens_q_padded
+    if padded is not None and padded is not packed.cu_seqlens_q:
+        raise ValueError(
+            "packed documents have cu_seqlens_q_padded, and this model is no HybridModel or was not called "
+            "as a module. Megatron would take MTP's labels from neighboring documents (Megatron-LM #6205): "
+            "call model(...), or pass the padded cu_seqlens as both and mask the padding in the loss"
+        )
+
+
+def _hook_model_of(layer: MTPLayer) -> None:
+    """Install `LossHooks` when the model takes the MTP block that holds this layer."""
+    reference = weakref.ref(layer)
+
+    def registered(parent: torch.nn.Module, _name: str, child: torch.nn.Module | None) -> None:
+        wanted = reference()
+        if wanted is None:
+            handle.remove()
+        elif isinstance(child, MultiTokenPredictionBlock) and wanted in child.layers:
+            handle.remove()
+            if isinstance(parent, HybridModel):
+                LossHooks().install(parent)
+
+    handle = torch.nn.modules.module.register_module_module_registration_hook(registered)
+
+
+class LossHooks:
+    """Forward hooks that give Megatron's MTP loss the right borders, mask and weights."""
+
+    def __init__(self) -> None:
+        self._inner = False
+        self._call = 0
+        #: Of each depth: what the gradient and the logged loss of this micro-batch are multiplied by.
+        self._gradient: Tensor | None = None
+        self._logged: Tensor | None = None
+        self._before: Tensor | None = None
+
+    def install(self, model: HybridModel) -> None:
+        """Hook the model."""
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end)
+
+    def _begin(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Before the model: hand over borders and mask, and count tokens."""
+        self._gradient, self._call = None, 0
+        group, packed = model.pg_collection.cp, kwargs.get("packed_seq_params")
+        if not _computes_loss(model, kwargs) or (packed is None and group.size() == 1):
+            return None
+        if not self._inner:  # the output layer did not exist yet when the model was hooked
+            model.decoder.register_forward_pre_hook(_give_back_borders, with_kwargs=True)
+            model.output_layer.register_forward_hook(self._weigh)
+            self._inner = True
+        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        labels, mask = given.get("labels"), given.get("loss_mask")
+        tokens = given["input_ids"] if labels is None else labels
+        if mask is None:
+            mask = torch.ones_like(tokens, dtype=torch.float32)
+        places = Places.of(packed, tokens.shape[1], group.size(), group.rank(), tokens.device)
+        if packed is not None:
+            mask = mask * places.real
+            kwargs = {**kwargs, "packed_seq_params": PhysicalBorders.of(packed)}
+        if group.size() > 1:
+            # Without labels Megatron makes them from the tokens, and shifts the mask once more.
+            mask = self._weights(model.config, mask.float(), places, group, int(labels is None))
+            self._before = _logged_losses()
+        return args, {**kwargs, "loss_mask": mask}
+
+    def _weights(self, config: Any, mask: Tensor, places: Places, group: Any, first: int) -> Tensor:
+        """Set the factors that turn each rank's weights into those of one process.
+
+        A token weighs 1 / n_k at depth k, with n_k the unmasked tokens left by the shift, or n_0 / n_k if
+        the loss is per token (upstream's `process_mtp_loss`). Upstream takes both numbers of the rank.
+
+        Args:
+            mask: [b, s / cp].
+            first: shift of depth 0.
+
+        Returns:
+            The mask. Per token, a rank with n_0 = 0 gives weight 0 to targets that the shift brings from
+            other ranks. It gets one token of a weight that no sum sees, so that there is something to scale.
+        """
+        size, rank = group.size(), group.rank()
+        shift = torch.arange(first, first + config.mtp_num_layers + 1, device=mask.device)
+        owner = places.owner(shift)  # [depths + 1, s / cp]
+        counts = (owner == torch.arange(size, device=mask.device)[:, None, None]) * mask.sum(0)
+        every = counts.sum(-1)  # [cp, depths + 1]
+        torch.distributed.all_reduce(every, group=group)
+        own, whole = every[rank], every.sum(0)
+        left, whole_left = own[1:].clamp(min=1), whole[1:].clamp(min=1)
+        # Ranks' losses are averaged in the log, and so are gradients unless the loss is per token.
+        self._logged = size * left / whole_left
+        self._gradient = self._logged
+        if config.calculate_per_token_loss:
+            lost = (own[0] == 0) & (own[1:] > 0).any()
+            here = (owner[0] == rank).float().argmax() == torch.arange(mask.shape[1], device=mask.device)
+            trace = (here & lost) * _TRACE
+            mask, counted = mask + trace, own[0] + trace.sum() * mask.shape[0]
+            self._gradient = whole[0] / whole_left * left / torch.where(counted > 0, counted, 1)
+        return mask
+
+    def _weigh(self, _layer: Any, _inputs: Any, output: Any) -> None:
+        """After the output layer, which Megatron calls for every depth, then for the decoder."""
+        if self._gradient is not None and self._call < len(self._gradient) and output[0].requires_grad:
+            output[0].register_hook(partial(torch.mul, other=self._gradient[self._call]))
+        self._call += 1
+
+    def _end(self, model: Any, _inputs: Any, _output: Any) -> None:
+        """After the model: correct what it added to the logged losses."""
+        if self._gradient is None or not model.training:
+            return
+        values = _logged_losses()
+        if values is not None and self._logged is not None:
+            added = values if self._before is None else values - self._before
+            MTPLossLoggingHelper.tracker["loss_values"] += added * (self._logged - 1)
+        self._gradient = self._before = None
+
+
+def _computes_loss(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this call computes the loss of MTP; `compute_mtp_loss` is an argument of newer versions."""
+    wanted = model.mtp_process and model.post_process and kwargs.get("compute_mtp_loss", True)
+    return bool(wanted and not InferenceMode.is_active())
+
+
+def _give_back_borders(_decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Let the decoder see the borders that the caller gave."""
+    packed = kwargs.get("packed_seq_params")
+    if not isinstance(packed, PhysicalBorders):
+        return None
+    return args, {**kwargs, "packed_seq_params": packed.caller}
+
+
+def _logged_losses() -> Tensor | None:
+    """A copy of the losses that Megatron has added up since the last report, [depths]."""
+    values = MTPLossLoggingHelper.tracker.get("loss_values")
+    return None if values is None else values.clone()

@@ -1,0 +1,136 @@
+"""What to train with LoRA: which linears, at what rank. Standard library only (the modules: `layers.lora`).
+
+    NEMOTRON3_LORA="dim=16,alpha=32,targets=linear_qkv+linear_proj" nemotron3 run pretrain_hybrid.py …
+
+Names of targets and parameters are those of Megatron-Bridge's LoRA, so checkpoints of adapters are the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+#: How a shell reaches a training process. "" and unset: no LoRA.
+VARIABLE = "NEMOTRON3_LORA"
+#: Linears that can have an adapter, by the last part of their name.
+LINEARS = (
+    *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj"),
+    *("fc1_latent_proj", "fc2_latent_proj", "eh_proj"),
+)
+#: Bridge's default and `in_proj`. `out_proj` is left out because peft refuses it for this family.
+DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj")
+#: Where a checkpoint's stored arguments keep `LoRA.text()`.
+ARGUMENT = "nemotron3_lora"
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """y = W x + alpha / dim * B (A x), with W frozen.
+
+    Args:
+        targets: last parts of names ("linear_qkv"), or whole names with * for any text
+            ("*.layers.0.*.in_proj"; layers count from 0 over all stages).
+        dim: rank of the product: A is [dim, input], B is [output, dim].
+        alpha: the scale is alpha / dim.
+        seed: of A's first values, which do not depend on the parallel layout. B begins at zero.
+
+    Raises:
+        ValueError: a number is out of range, or no linear of the family can match a target.
+    """
+
+    targets: tuple[str, ...] = DEFAULT_TARGETS
+    dim: int = 32
+    alpha: float = 32
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if self.dim < 1 or not 0 < self.alpha < float("inf"):
+            raise ValueError(f"LoRA with dim={self.dim}, alpha={self.alpha}: both must be greater than 0")
+        if not self.targets:
+            raise ValueError(f"LoRA without targets: give some of {', '.join(LINEARS)}")
+        for target in self.targets:
+            last = target.rpartition(".")[2]
+            if not any(_matches(last, linear) for linear in LINEARS):
+                raise ValueError(f"LoRA target {target!r}: give some of {', '.join(LINEARS)}")
+
+    @classmethod
+    def parse(cls, text: str) -> LoRA:
+        """Parse "dim=16,alpha=32,targets=linear_qkv+linear_proj"; what is left out keeps its default.
+
+        Raises:
+            ValueError: the text is malformed; or as the constructor.
+        """
+        kinds = {"targets": _targets, "dim": int, "alpha": float, "seed": int}
+        values: dict[str, object] = {}
+        for word in filter(None, (one.strip() for one in text.split(","))):
+            name, equals, value = word.partition("=")
+            try:
+                if not equals or name in values:
+                    raise ValueError
+                values[name] = kinds[name](value)  # type: ignore[operator]
+            except (KeyError, ValueError):
+                raise ValueError(
+                    f"LoRA settings {text!r}: {word!r} is not one of dim=N, alpha=N, seed=N and "
+                    "targets=NAME+NAME, each at most once"
+                ) from None
+        return cls(**values)  # type: ignore[arg-type]
+
+    def text(self) -> str:
+        """Return the settings as `parse` reads them."""
+        words = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            words.append(f"{one.name}={'+'.join(value) if one.name == 'targets' else value}")
+        return ",".join(words)
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / self.dim
+
+    def matches(self, name: str) -> bool:
+        """Whether a linear of this name, "decoder.layers.0.mixer.in_proj", gets an adapter."""
+        last = name.rpartition(".")[2]
+        return last in LINEARS and any(target == last or _matches(target, name) for target in self.targets)
+
+
+def _targets(text: str) -> tuple[str, ...]:
+    return tuple(text.split("+"))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
+
+
+def in_environment(environment: Mapping[str, str] = os.environ) -> LoRA | None:
+    """Return what NEMOTRON3_LORA says; None: no LoRA.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    text = environment.get(VARIABLE)
+    try:
+        return LoRA.parse("" if text == "1" else text) if text else None
+    except ValueError as problem:
+        raise ValueError(f"{VARIABLE}: {problem}") from None
+
+
+_chosen: list[LoRA | None] = []
+
+
+def current() -> LoRA | None:
+    """Return the settings for models that are built now: of `training`, else of the environment."""
+    return _chosen[-1] if _chosen else in_environment()
+
+
+@contextmanager
+def training(lora: LoRA | None) -> Iterator[None]:
+    """Add adapters to the models that are built inside; None: to none of them."""
+    _chosen.append(lora)
+    try:
+        yield
+    finally:
+        _chosen.pop()

@@ -1,0 +1,144 @@
+"""Conversations from .jsonl files: their tokens, and which of them the assistant wrote.
+
+A line is an object with a list `messages` of objects with `role` and `content`, and perhaps `tools`. As in
+Megatron's SFT data, a line may hold several conversations if each begins with a system message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_nemotron3.checkpoint.files import open_outside
+
+Message = dict[str, Any]
+
+#: What a chat template has around the assistant's part for `return_assistant_tokens_mask`.
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, and where they come from."""
+
+    messages: list[Message]
+    #: Definitions for the chat template, or None.
+    tools: list[Any] | None
+    #: `file:line`, for messages.
+    place: str
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokens of a conversation."""
+
+    ids: list[int]
+    #: Of each token, whether the assistant wrote it.
+    trained: list[bool]
+
+
+def read_conversations(path: str | os.PathLike[str]) -> Iterator[Conversation]:
+    """Read the conversations of a file in order; empty lines are skipped.
+
+    Raises:
+        ValueError: a line is no such object; the message names file and line.
+        OSError: the file cannot be read.
+    """
+    with open_outside(os.fspath(path)) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                place = f"{os.fspath(path)}:{number}"
+                yield from _conversations(line, place)
+
+
+def _conversations(line: bytes, place: str) -> Iterator[Conversation]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as problem:
+        raise ValueError(f"{place}: not JSON: {problem}") from None
+    messages = found.get("messages") if isinstance(found, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f'{place}: give an object with a list "messages", as in {{"messages": [...]}}')
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f'{place}: every message is an object with "role" and "content"')
+    starts = [i for i, message in enumerate(messages) if i == 0 or message["role"] == "system"]
+    for start, end in zip(starts, [*starts[1:], len(messages)], strict=True):
+        yield Conversation(messages[start:end], found.get("tools"), place)
+
+
+class Encoder:
+    """A tokenizer's chat template, and the assistant's part of what it renders.
+
+    If the template marks it with `{% generation %}`, the marks are used. Otherwise an assistant's turn begins
+    where the prompt for it ends (`add_generation_prompt`), and ends with the template's text for the message.
+
+    Raises:
+        ValueError: the folder's tokenizer has no chat template, or cannot say where a token lies in the text.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(os.fspath(folder))
+        template = self.tokenizer.chat_template
+        if not isinstance(template, str):
+            what = "no chat template" if template is None else "several chat templates"
+            raise ValueError(f"the tokenizer in {folder} has {what}: conversations need one")
+        if not self.tokenizer.is_fast:
+            raise ValueError(f"the tokenizer in {folder} has no tokenizer.json, which gives tokens a place")
+        self.marked = bool(_GENERATION.search(template))
+
+    def encode(self, conversation: Conversation) -> Encoded:
+        """Tokens of a conversation.
+
+        Raises:
+            ValueError: the template refuses it, or writes an assistant's message differently once others
+                follow it, so that its text is not a part of the conversation's.
+        """
+        try:
+            if self.marked:
+                found = self._render(conversation, tokenize=True)
+                return Encoded(list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
+            text, spans = self._spans(conversation)
+        except ValueError:
+            raise
+        except Exception as problem:  # a template raises what it likes
+            raise ValueError(f"{conversation.place}: the chat template: {problem}") from None
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        trained = [any(start <= first < end for start, end in spans) for first, _ in found["offset_mapping"]]
+        return Encoded(list(found["input_ids"]), trained)
+
+    def _spans(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation's text, and where in it the assistant's turns begin and end."""
+        text, spans = str(self._render(conversation)), []
+        for i, message in enumerate(conversation.messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = str(self._render(conversation, i, add_generation_prompt=True))
+            turn = str(self._render(conversation, i + 1))
+            # A template may put an empty thought into the prompt that the turn itself writes otherwise.
+            start = len(os.path.commonprefix([prompt, text]))
+            content = message.get("content")
+            said = content.strip() if isinstance(content, str) else ""
+            if not text.startswith(turn) or said not in text[start : len(turn)]:
+                raise ValueError(
+                    f"{conversation.place}: message {i + 1} reads differently once others follow it, so "
+                    "the chat template does not say which tokens are the assistant's: end the "
+                    "conversation there, or use a template with {% generation %}"
+                )
+            spans.append((start, len(turn)))
+        return text, spans
+
+    def _render(self, conversation: Conversation, messages: int | None = None, **how: Any) -> Any:
+        if how.pop("tokenize", False):
+            how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        else:
+            how["tokenize"] = False
+        return self.tokenizer.apply_chat_template(
+            conversation.messages[:messages], tools=conversation.tools, **how
+        )

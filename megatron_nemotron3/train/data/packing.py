@@ -1,0 +1,191 @@
+"""Conversations packed into rows of one length: first fit, no conversation is cut.
+
+Tokens and marks of a file are computed once per tokenizer and kept as arrays beside it (or in
+`--data-cache-path`), which all processes map. Which conversation goes into which row depends on the length
+of a row and is computed at each start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoint.files import atomic_group
+from megatron_nemotron3.train.data.conversations import Encoder, read_conversations
+
+#: Version of the arrays.
+_FORMAT = 1
+_NAMES = ("tokens.npy", "trained.npy", "borders.npy")
+
+
+def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Assign each length to the first bin with enough room left, in order; bins hold indices of `lengths`.
+
+    A tree with the largest room of its bins finds the bin in log(n) steps.
+
+    Raises:
+        ValueError: a length is more than `room`.
+    """
+    if lengths and max(lengths) > room:
+        raise ValueError(f"a length of {max(lengths)} does not fit {room}")
+    size = 1 << max(0, len(lengths) - 1).bit_length()
+    largest = [room] * (2 * size)
+    bins: list[list[int]] = [[] for _ in lengths]
+    for index, length in enumerate(lengths):
+        node = 1
+        while node < size:
+            node = 2 * node if largest[2 * node] >= length else 2 * node + 1
+        bins[node - size].append(index)
+        largest[node] -= length
+        while node > 1:
+            node //= 2
+            largest[node] = max(largest[2 * node], largest[2 * node + 1])
+    return [found for found in bins if found]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Conversations in one row, each padded to a multiple; arrays of NumPy."""
+
+    #: [s] ids; padding is token 0, as where Megatron's shift for MTP leaves a document.
+    tokens: Any
+    #: [s] the next token of the same conversation, 0 if there is none.
+    labels: Any
+    #: [s] float32, 1 where the label is the assistant's.
+    loss_mask: Any
+    #: [s] position in its conversation.
+    positions: Any
+    #: [s] whether the token is padding.
+    padding: Any
+    #: [conversations + 1] first token of each, or one more if the row ends in padding; the last is s.
+    borders: Any
+    #: Conversations.
+    conversations: int
+
+
+class PackedConversations:
+    """The rows of a file.
+
+    Args:
+        path: .jsonl file.
+        tokenizer: folder of a Hugging Face tokenizer with a chat template.
+        length: tokens of a row.
+        multiple: conversations are padded to a multiple of it; 2 * CP under context parallelism.
+        cache: folder for the arrays; None: `cache` beside the file.
+
+    Raises:
+        ValueError: as `read_conversations` and `Encoder`; or no conversation fits, or none has an assistant.
+    """
+
+    def __init__(
+        self, path: str, tokenizer: str, length: int, multiple: int = 1, cache: str | None = None
+    ) -> None:
+        import numpy as np
+
+        self.path, self.length, self.multiple = path, length, multiple
+        folder = (
+            Path(cache or Path(path).absolute().parent / "cache") / f"conversations-{_key(path, tokenizer)}"
+        )
+        if not (folder / _NAMES[-1]).is_file():
+            _write(path, tokenizer, folder)
+        self._tokens, self._trained, self._starts = (np.load(folder / n, mmap_mode="r") for n in _NAMES)
+        sizes = np.diff(self._starts)
+        padded = -(-sizes // multiple) * multiple
+        taught = np.add.reduceat(self._labels_trained(), self._starts[:-1]) if len(sizes) else sizes
+        usable = (padded <= length) & (taught > 0)
+        self._kept = np.flatnonzero(usable)
+        #: Conversations that are left out: longer than a row, or without a token of the assistant.
+        self.too_long, self.untaught = int((padded > length).sum()), int((taught == 0).sum())
+        if not len(self._kept):
+            raise ValueError(
+                f"{path}: none of {len(sizes)} conversations can be trained on: {self.too_long} are longer "
+                f"than {length} tokens, {self.untaught} have no message of the assistant"
+            )
+        self._rows = first_fit(padded[self._kept].tolist(), length)
+        #: Of the conversations that are used.
+        self.conversations, self.tokens = len(self._kept), int(sizes[self._kept].sum())
+
+    def _labels_trained(self) -> Any:
+        """Of each token, whether the next one is a label; conversations do not reach into the next."""
+        import numpy as np
+
+        label = np.append(self._trained[1:], False)
+        label[self._starts[1:] - 1] = False
+        return label.astype(np.int64)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    def row(self, index: int) -> Row:
+        """Return a row."""
+        import numpy as np
+
+        length = self.length
+        tokens, labels, positions = (np.zeros(length, np.int64) for _ in range(3))
+        mask, padding = np.zeros(length, np.float32), np.ones(length, np.bool_)
+        borders, at = [0], 0
+        for which in self._kept[self._rows[index]]:
+            first, last = int(self._starts[which]), int(self._starts[which + 1])
+            n = last - first
+            tokens[at : at + n] = self._tokens[first:last]
+            labels[at : at + n - 1] = self._tokens[first + 1 : last]
+            mask[at : at + n - 1] = self._trained[first + 1 : last]
+            padding[at : at + n] = False
+            padded = -(-n // self.multiple) * self.multiple
+            positions[at : at + padded] = np.arange(padded)
+            at += padded
+            borders.append(at)
+        if at < length:
+            positions[at:] = np.arange(length - at)
+            borders.append(length)
+        count = len(self._rows[index])
+        return Row(tokens, labels, mask, positions, padding, np.array(borders, np.int32), count)
+
+    def describe(self) -> str:
+        """One line for the log: how full the rows are, and what is left out."""
+        share = self.tokens / (len(self) * self.length)
+        text = f"{self.path}: {self.conversations:,} conversations in {len(self):,} rows, {share:.1%} full"
+        if self.too_long:
+            text += f"; {self.too_long:,} longer than {self.length:,} tokens are left out"
+        if self.untaught:
+            text += f"; {self.untaught:,} without a message of the assistant are left out"
+        return text
+
+
+def _key(path: str, tokenizer: str) -> str:
+    """Changes with the file, the tokenizer and the format of the arrays."""
+    found = os.stat(path)
+    parts = [str(_FORMAT), os.path.realpath(path), str(found.st_size), str(found.st_mtime_ns)]
+    digest = hashlib.sha256("\n".join(parts).encode())
+    for file in sorted(Path(tokenizer).iterdir()):
+        if file.is_file() and file.suffix in (".json", ".model", ".jinja", ".txt"):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _write(path: str, tokenizer: str, folder: Path) -> None:
+    """Encode a file; the last array marks the folder as complete."""
+    import numpy as np
+
+    encoder = Encoder(tokenizer)
+    tokens, trained, borders = array("i"), array("b"), array("q", [0])
+    for conversation in read_conversations(path):
+        encoded = encoder.encode(conversation)
+        if encoded.ids:
+            tokens.extend(encoded.ids)
+            trained.extend(encoded.trained)
+            borders.append(len(tokens))
+    arrays: tuple[Any, ...] = (
+        np.array(tokens, dtype=np.int32),
+        np.array(trained, dtype=np.bool_),
+        np.array(borders, dtype=np.int64),
+    )
+    with atomic_group(*(folder / name for name in _NAMES)) as places:
+        for place, values in zip(places, arrays, strict=True):
+            np.save(place, values)

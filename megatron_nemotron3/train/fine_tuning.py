@@ -1,0 +1,242 @@
+"""Supervised fine-tuning (SFT) for the training script: rows of conversations, and the mean the loss is.
+
+Every rank reads the rows itself, so nothing is broadcast and all pipeline stages know the borders and the
+padding, which the routers leave out (layers/padding.py).
+
+    mean over tokens          sum of the assistant's token losses / their number, over the global batch
+    mean over conversations   mean of the conversations' own means: a token weighs 1 / n in one of n
+
+Both are a sum of token losses times weights, divided by a number that Megatron adds up over micro-batches and
+ranks (`--calculate-per-token-loss`). MTP takes the same weights from the loss mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_nemotron3.layers.context_parallel import zigzag
+from megatron_nemotron3.monitor.settings import EnvironmentSetting
+from megatron_nemotron3.train.data.packing import PackedConversations, Row
+from megatron_nemotron3.train.inputs import MEANS, SFT_MEAN
+
+Sample = dict[str, Any]
+
+
+def _parse_mean(text: str) -> str:
+    if text and text not in MEANS:
+        raise ValueError(f"{SFT_MEAN}={text!r}: use {' or '.join(MEANS)}")
+    return text or MEANS[0]
+
+
+MEAN = EnvironmentSetting(SFT_MEAN, _parse_mean)
+
+
+def problem(args: Any) -> str | None:
+    """Why Megatron's parsed arguments do not go with conversations, with the cure; None if they do."""
+    if args.micro_batch_size != 1:
+        return (
+            f"--micro-batch-size {args.micro_batch_size} with --sft: rows are packed; use 1 and longer rows"
+        )
+    if not args.calculate_per_token_loss:
+        return "--sft needs --calculate-per-token-loss: its loss is a mean over the global batch, not of rows"
+    if args.tokenizer_type != "SFTTokenizer" or args.sft_tokenizer_prompt_format != "default":
+        return (
+            f"--tokenizer-type {args.tokenizer_type} --sft-tokenizer-prompt-format "
+            f"{args.sft_tokenizer_prompt_format}: this script uses the tokenizer's own chat template; give "
+            "SFTTokenizer and default"
+        )
+    if args.mock_data:
+        return "--mock-data with --sft: give --data-path FILE.jsonl"
+    return None
+
+
+@dataclass
+class ConversationConfig(BlendedMegatronDatasetConfig):
+    """What the rows depend on, on top of Megatron's."""
+
+    #: Folder of the tokenizer.
+    chat_tokenizer: str = ""
+    #: As in `PackedConversations`.
+    multiple: int = 1
+
+
+class ConversationDataset(MegatronDataset):
+    """Rows of a split of a file, in another order in each epoch. Sample: tensors of one `Row`."""
+
+    dataset: PackedConversations
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not len(self.indices):
+            raise ValueError(
+                f"{self.dataset_path}: --split {self.config.split} leaves none of {len(self.dataset)} rows "
+                f"for {self.index_split.name}: give it a larger share"
+            )
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: PackedConversations) -> int:
+        """Number of rows."""
+        return len(low_level_dataset)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: ConversationConfig) -> PackedConversations:
+        """Pack a file."""
+        packed = PackedConversations(
+            dataset_path, config.chat_tokenizer, config.sequence_length, config.multiple, config.path_to_cache
+        )
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            print(packed.describe(), flush=True)
+        return packed
+
+    def __len__(self) -> int:
+        """Number of samples asked for; all rows once if none was."""
+        return self.num_samples or len(self.indices)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sample `index`."""
+        epoch, place = divmod(int(index), len(self.indices))
+        order = np.random.default_rng((self.config.random_seed, epoch)).permutation(len(self.indices))
+        return sample(self.dataset.row(int(self.indices[order[place]])))
+
+
+def sample(row: Row) -> Sample:
+    """Tensors of a row, without the dimension of the micro-batch, which the loader adds."""
+    arrays = {
+        "tokens": row.tokens,
+        "labels": row.labels,
+        "loss_mask": row.loss_mask,
+        "position_ids": row.positions,
+        "padding": row.padding,
+        "borders": row.borders,
+    }
+    return {name: torch.from_numpy(values) for name, values in arrays.items()}
+
+
+def datasets(args: Any, num_samples: list[int], blend: Any, blend_per_split: Any) -> Any:
+    """Build the training, validation and test sets of Megatron's arguments, on every rank.
+
+    Raises:
+        ValueError: as `PackedConversations`.
+    """
+    config = ConversationConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        path_to_cache=args.data_cache_path,
+        chat_tokenizer=args.tokenizer_model,
+        multiple=2 * args.context_parallel_size if args.context_parallel_size > 1 else 1,
+    )
+    return BlendedMegatronDatasetBuilder(ConversationDataset, num_samples, lambda: True, config).build()
+
+
+def weights(mask: torch.Tensor, borders: torch.Tensor, mean: str) -> tuple[torch.Tensor, int]:
+    """Weight of each token [1, s], and what the weighted sum is divided by.
+
+    Args:
+        mask: [1, s], 1 for labels that count.
+        borders: [documents + 1] of the whole row, on the host, as `mask`.
+        mean: of `MEANS`. The weights of a conversation add up to `CONVERSATION`, so that the divisor, by
+            which the load-balancing loss is divided, too, is of the size of a number of tokens.
+    """
+    if mean == "tokens":
+        return mask, int(mask.sum())
+    result, count = torch.zeros_like(mask), 0
+    for start, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+        part = mask[:, start:end]
+        if counted := float(part.sum()):
+            result[:, start:end] = part * (CONVERSATION / counted)
+            count += 1
+    return result, count * CONVERSATION
+
+
+#: Weight of a conversation in the mean over conversations.
+CONVERSATION = 1024
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A row's share of this context-parallel rank, as the model takes it, and the divisor of its loss."""
+
+    tensors: dict[str, torch.Tensor]
+    packed: PackedSeqParams
+    divisor: int
+
+
+def inputs(drawn: Sample, mean: str, cp: int, rank: int) -> Inputs:
+    """Prepare a sample of the loader.
+
+    Args:
+        drawn: tensors [1, …] on the host.
+        mean: of `MEANS`.
+        cp, rank: of context parallelism. The divisor is that of the whole row, and counted on rank 0 alone.
+    """
+    borders = drawn["borders"][0]
+    named = {name: drawn[name] for name in ("tokens", "labels", "position_ids", "padding")}
+    named["loss_mask"], divisor = weights(drawn["loss_mask"], borders, mean)
+    if cp > 1:
+        here = zigzag(borders, cp, rank)
+        named = {name: tensor[:, here] for name, tensor in named.items()}
+    length = int(borders[-1])
+    device = torch.device(torch.cuda.current_device())
+    on_device = borders.to(device, non_blocking=True)
+    longest = int(borders.diff().max())
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        # Attention treats the padding behind a conversation as part of it, which changes no real token.
+        cu_seqlens_q=on_device,
+        cu_seqlens_kv=on_device,
+        cu_seqlens_q_padded=on_device,
+        cu_seqlens_kv_padded=on_device,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        total_tokens=length,
+    )
+    moved = {name: tensor.to(device, non_blocking=True).contiguous() for name, tensor in named.items()}
+    return Inputs(moved, packed, divisor if rank == 0 else 0)
+
+
+def forward(model: torch.nn.Module, given: Inputs) -> torch.Tensor:
+    """Token losses [1, s / cp] of the last stage, or what its stage computes."""
+    tensors = given.tensors
+    output: torch.Tensor = model(
+        tensors["tokens"],
+        tensors["position_ids"],
+        None,
+        labels=tensors["labels"],
+        loss_mask=tensors["loss_mask"],
+        packed_seq_params=given.packed,
+        padding_mask=tensors["padding"],
+    )
+    return output
+
+
+def loss_function(
+    given: Inputs, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Weighted sum of the token losses, its divisor, and what Megatron logs."""
+    mask = given.tensors["loss_mask"]
+    loss = (output.reshape(-1).float() * mask.reshape(-1)).sum()
+    divisor = torch.tensor(given.divisor, dtype=torch.int, device=loss.device)
+    return loss, divisor, {"lm loss": torch.stack([loss.detach(), divisor.to(loss.dtype)])}
+
+
+def forward_step(data_iterator: Iterator[Sample], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """One row forward; Megatron's schedule calls the returned loss function on the last stage."""
+    cp, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+    given = inputs(next(data_iterator), MEAN.current(), cp, rank)
+    return forward(model, given), partial(loss_function, given)

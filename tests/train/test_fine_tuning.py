@@ -1,0 +1,117 @@
+"""`nemotron3 train --conversations`: wrong lines end at once, and the loss of what is held out falls."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_nemotron3 import cli
+from megatron_nemotron3.train import log
+from tests.train.data.test_conversations import CHAT, say, write_lines, write_tokenizer
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> list[str]:
+    """The command line of a run that could start."""
+    chats = [[say("user", f"{i} apples?"), say("assistant", f"{i} apples and pears")] for i in range(60)]
+    file = write_lines(tmp_path / "chats.jsonl", [{"messages": chat} for chat in chats])
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    words = ["train", "nano", "--tiny", "--device", "cpu", "--output", str(tmp_path / "run")]
+    return [*words, "--conversations", str(file), "--tokenizer", str(tokenizer), "--seq-length", "64"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--text", "x"], "--text and --conversations both say what to train on"),
+        (["--data-path", "x"], "--data-path and --conversations both say what to train on"),
+        (["--micro-batch-size", "2"], "--micro-batch-size 2: conversations are packed into rows"),
+        (["--pretrained", "/nowhere"], "--pretrained /nowhere has no latest_checkpointed_iteration.txt"),
+        (["--", "--sft"], "--sft (give --conversations before --)"),
+        (["--conversations", "/nowhere"], "--conversations /nowhere: there is no such file"),
+        (["--tokenizer", "/nowhere"], "--tokenizer /nowhere is missing"),
+    ],
+)
+def test_wrong_lines(
+    inputs: list[str], more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*inputs, *more]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mean_without_conversations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "nano", "--tiny", "--mean", "tokens"]) == 2
+    assert "--mean goes with --conversations" in capsys.readouterr().err
+
+
+def test_a_wrong_file_ends_before_training(
+    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"text": "no conversation"}])
+    assert cli.main(inputs) == 2
+    assert 'chats.jsonl:2: give an object with a list "messages"' in capsys.readouterr().err
+    assert not (tmp_path / "run" / "train.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"micro_batch_size": 2}, "--micro-batch-size 2 with --sft"),
+        ({"calculate_per_token_loss": False}, "--sft needs --calculate-per-token-loss"),
+        ({"sft_tokenizer_prompt_format": "identity"}, "uses the tokenizer's own chat template"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "--tokenizer-type HuggingFaceTokenizer"),
+        ({"mock_data": True}, "--mock-data with --sft"),
+    ],
+)
+def test_the_script_refuses_other_options(change: dict[str, object], message: str) -> None:
+    from megatron_nemotron3.train import fine_tuning
+
+    good = {
+        "micro_batch_size": 1,
+        "calculate_per_token_loss": True,
+        "tokenizer_type": "SFTTokenizer",
+        "sft_tokenizer_prompt_format": "default",
+        "mock_data": False,
+    }
+    assert fine_tuning.problem(SimpleNamespace(**good)) is None
+    assert message in (fine_tuning.problem(SimpleNamespace(**{**good, **change})) or "")
+
+
+def _run(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_nemotron3", *words], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("mean", ["tokens", pytest.param("conversations", marks=pytest.mark.full)])
+def test_held_out_loss_falls(inputs: list[str], tmp_path: Path, mean: str) -> None:
+    """Numbers that were not trained on, in sentences like those that were; then the run resumes."""
+    held_out = [
+        [say("user", f"{i} apples?"), say("assistant", f"{i} apples and pears")] for i in range(60, 70)
+    ]
+    file = write_lines(tmp_path / "held.jsonl", [{"messages": chat} for chat in held_out])
+    measure = ["--conversations", str(file), "--tokenizer", inputs[inputs.index("--tokenizer") + 1], "--json"]
+
+    def loss() -> float:
+        found = json.loads(
+            _run("evaluate", "--checkpoint", str(tmp_path / "run"), "--device", "cpu", *measure)
+        )
+        assert found["conversations"] == 10
+        return float(found["per_token"])
+
+    last = ["--", "--eval-iters", "1", "--save-interval", "1"]
+    said = _run(*inputs, "--mean", mean, "--steps", "1", "--lr", "4e-3", *last)
+    assert "60 conversations in" in said and "% full" in said
+    before = loss()
+    _run(*inputs, "--mean", mean, "--steps", "12", "--lr", "4e-3", "--", "--eval-iters", "1")
+    assert loss() < before - 0.5
+    assert max(log.read(str(tmp_path / "run" / "train.log")).steps) == 12
