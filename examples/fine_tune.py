@@ -15,7 +15,6 @@ import importlib
 import inspect
 import json
 import shutil
-import subprocess
 import sys
 import zlib
 from pathlib import Path
@@ -77,9 +76,12 @@ def tokenizer_with_template(source: Path, folder: Path) -> Path:
 
 
 def nemotron3(*words: object) -> None:
-    """Run a command of the package."""
+    """Run a command of the package; a failure ends the script."""
+    from megatron_nemotron3 import cli
+
     print("$ nemotron3", *words, flush=True)
-    subprocess.run([sys.executable, "-m", "megatron_nemotron3", *map(str, words)], check=True)
+    if status := cli.main([str(word) for word in words]):
+        sys.exit(status)
 
 
 def main(hf: str, tokenizer: str, out: str = "runs/sft") -> None:
@@ -93,18 +95,9 @@ def main(hf: str, tokenizer: str, out: str = "runs/sft") -> None:
         nemotron3("convert", "from-hf", hf, before)
     measure = ("--conversations", held_out, "--tokenizer", chat)
     nemotron3("evaluate", "--checkpoint", before, *measure)
-    options = (
-        "--conversations",
-        train,
-        "--tokenizer",
-        chat,
-        "--pretrained",
-        before,
-        "--output",
-        folder / "run",
-    )
+    data = ("--conversations", train, "--tokenizer", chat, "--pretrained", before)
     schedule = ("--steps", STEPS, "--seq-length", 512, "--lr", "1e-3")
-    nemotron3("train", "super", "--tiny", *options, *schedule)
+    nemotron3("train", "super", "--tiny", *data, "--output", folder / "run", *schedule)
     nemotron3("evaluate", "--checkpoint", folder / "run", *measure)
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +102,35 @@ def te_stack_spec() -> ModuleSpec:
     return specs.nemotron3_te_stack_spec
 
 
+class VocabularyMapping(AutoMapping):
+    """Mapping of the embedding or the head that cuts off the rows which pad the vocabulary.
+
+    The cut is not in `maybe_modify_converted_hf_weight`, because verl's delta sync calls mappings only.
+    """
+
+    def __init__(self, megatron_param: str, hf_param: str, rows: int) -> None:
+        super().__init__(megatron_param, hf_param)
+        self.rows = rows
+
+    def resolve(self, captures: tuple[str, ...]) -> VocabularyMapping:
+        """The mapping of one parameter; there are no wildcards in its names."""
+        megatron_param, hf_param = self._resolve_names(captures)
+        return VocabularyMapping(megatron_param, hf_param, self.rows)
+
+    def megatron_to_hf(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`AutoMapping`'s tensor, without padding."""
+        return self._cut(super().megatron_to_hf(*args, **kwargs))
+
+    def megatron_to_hf_quant(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`AutoMapping`'s tensors, without padding."""
+        return self._cut(super().megatron_to_hf_quant(*args, **kwargs))
+
+    def _cut(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: value[: self.rows] if name == self.hf_param else value for name, value in tensors.items()
+        }
+
+
 class Nemotron3Bridge(NemotronHBridge):
     """Bridge's converter of NemotronH, with our stack, the depth of MTP, and Mamba layers inside MTP."""
 
@@ -144,16 +172,16 @@ class Nemotron3Bridge(NemotronHBridge):
             if kind == "M"
             for name, mapping in _MAMBA.items()
         ]
-        return MegatronMappingRegistry(*super().mapping_registry().get_all_mappings(), *inside)
+        mappings = [
+            self._without_padding(mapping) for mapping in super().mapping_registry().get_all_mappings()
+        ]
+        return MegatronMappingRegistry(*mappings, *inside)
 
-    def maybe_modify_converted_hf_weight(
-        self, task: Any, converted_weights_dict: dict[str, Any], hf_state_dict: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Cut the rows that pad the vocabulary off the embedding and the head."""
-        converted = super().maybe_modify_converted_hf_weight(task, converted_weights_dict, hf_state_dict)
-        rows = self.hf_config.vocab_size
-        vocabulary = ("backbone.embeddings.weight", "lm_head.weight")
-        return {name: value[:rows] if name in vocabulary else value for name, value in converted.items()}
+    def _without_padding(self, mapping: Any) -> Any:
+        """The mapping, or a `VocabularyMapping` if it is that of the embedding or the head."""
+        if mapping.hf_param not in ("backbone.embeddings.weight", "lm_head.weight"):
+            return mapping
+        return VocabularyMapping(mapping.megatron_param, mapping.hf_param, self.hf_config.vocab_size)
 
 
 def mtp_training(hf_pretrained: Any) -> dict[str, Any]:

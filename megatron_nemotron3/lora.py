@@ -1,6 +1,6 @@
 """What to train with LoRA: which linears, at what rank. Standard library only (the modules: `layers.lora`).
 
-    NEMOTRON3_LORA="dim=16,alpha=32,targets=linear_qkv+linear_proj" nemotron3 run pretrain_hybrid.py …
+    NEMOTRON3_LORA="base=BASE_DIR,dim=16,alpha=32,targets=linear_qkv+linear_proj" nemotron3 run SCRIPT …
 
 Names of targets and parameters are those of Megatron-Bridge's LoRA, so checkpoints of adapters are the same.
 """
@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 #: How a shell reaches a training process. "" and unset: no LoRA.
 VARIABLE = "NEMOTRON3_LORA"
@@ -36,6 +36,8 @@ class LoRA:
         dim: rank of the product: A is [dim, input], B is [output, dim].
         alpha: the scale is alpha / dim.
         seed: of A's first values, which do not depend on the parallel layout. B begins at zero.
+        base: Megatron checkpoint (torch_dist) whose weights are adapted. It is read when the model is built,
+            so a run begins without --load. None: the weights are loaded otherwise.
 
     Raises:
         ValueError: a number is out of range, or no linear of the family can match a target.
@@ -45,6 +47,7 @@ class LoRA:
     dim: int = 32
     alpha: float = 32
     seed: int = 1234
+    base: str | None = None
 
     def __post_init__(self) -> None:
         if self.dim < 1 or not 0 < self.alpha < float("inf"):
@@ -63,7 +66,7 @@ class LoRA:
         Raises:
             ValueError: the text is malformed; or as the constructor.
         """
-        kinds = {"targets": _targets, "dim": int, "alpha": float, "seed": int}
+        kinds = {"targets": _targets, "dim": int, "alpha": float, "seed": int, "base": str}
         values: dict[str, object] = {}
         for word in filter(None, (one.strip() for one in text.split(","))):
             name, equals, value = word.partition("=")
@@ -73,18 +76,14 @@ class LoRA:
                 values[name] = kinds[name](value)  # type: ignore[operator]
             except (KeyError, ValueError):
                 raise ValueError(
-                    f"LoRA settings {text!r}: {word!r} is not one of dim=N, alpha=N, seed=N and "
+                    f"LoRA settings {text!r}: {word!r} is not one of dim=N, alpha=N, seed=N, base=DIR and "
                     "targets=NAME+NAME, each at most once"
                 ) from None
         return cls(**values)  # type: ignore[arg-type]
 
     def text(self) -> str:
-        """Return the settings as `parse` reads them."""
-        words = []
-        for one in fields(self):
-            value = getattr(self, one.name)
-            words.append(f"{one.name}={'+'.join(value) if one.name == 'targets' else value}")
-        return ",".join(words)
+        """Return what the adapters are, as `parse` reads it: all but `base`."""
+        return f"dim={self.dim},alpha={self.alpha:g},seed={self.seed},targets={'+'.join(self.targets)}"
 
     @property
     def scale(self) -> float:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "megatron_nemotron3"
 #: part -> parts it may import. A part is a top-level module or folder of the package.
 ALLOWED = {
     "models": {"checkpoint"},
-    "args": {"checkpoint", "models", "precision"},
+    "args": {"checkpoint", "lora", "models", "precision"},
     "cpu": set(),
     "monitor": {"checkpoint"},
     "checkpoint": set(),
@@ -25,7 +25,7 @@ ALLOWED = {
     "generate": {"checkpoint", "convert", "cpu", "layers", "models", "run", "train"},
     "compression": {"checkpoint", "convert", "cpu", "layers", "models"},
     "doctor": {"build", "cpu", "layers", "models", "precision"},
-    "layers": {"cpu", "lora", "models", "monitor", "precision"},
+    "layers": {"checkpoint", "cpu", "lora", "models", "monitor", "precision"},
     "lora": set(),
     "specs": {"layers"},
     "build": {"args", "cpu", "layers", "models", "precision"},
@@ -40,6 +40,7 @@ ALLOWED = {
         "cpu",
         "layers",
         "lifetime",
+        "lora",
         "models",
         "monitor",
         "plan",

@@ -19,6 +19,8 @@ from typing import Any
 from megatron_nemotron3.args.architecture import MODEL, MOE, MTP
 from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.checkpoint.files import Unreadable, read_outside, write_text
+from megatron_nemotron3.lora import ARGUMENT, in_environment
+from megatron_nemotron3.lora import VARIABLE as LORA
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import te_variables
@@ -112,6 +114,8 @@ def parts_of(
             parts["data"][option] = _hash_of(Path(flag.values[0])) if of_file else values
         elif not option.startswith(_QUIET):
             parts["launch"][option] = values
+    if (lora := in_environment(environment)) is not None:
+        parts["model"][LORA] = lora.text()
     parts["precision"] |= {
         name: value for name, value in sorted(environment.items()) if name in _VARIABLES and value
     }
@@ -136,6 +140,8 @@ def parts_of_checkpoint(args: Mapping[str, Any]) -> Parts:
         main, _, mtp = pattern.replace("|", "").partition(MTP_SEPARATOR)
         parts["model"][_PATTERN] = main
         parts["mtp"][_PATTERN] = mtp or "none"
+    if isinstance(text := args.get(ARGUMENT), str):
+        parts["model"][LORA] = text
     parts["precision"] = found(("--bf16", "--fp16"))
     for kind in ("fp8", "fp4"):
         if isinstance(value := args.get(kind), str):

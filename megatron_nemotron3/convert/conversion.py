@@ -32,6 +32,7 @@ from megatron_nemotron3.convert.config_json import clamp_note
 from megatron_nemotron3.convert.hf_folder import CONFIG, read_config
 from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.job import MANIFEST, Job, check_target, partial_of, run
+from megatron_nemotron3.convert.peft import Packed
 from megatron_nemotron3.convert.progress import ProgressLine, size_text
 from megatron_nemotron3.convert.quantized_config import read_scales
 from megatron_nemotron3.convert.quantized_recipes import Quantization, quantization
@@ -247,7 +248,7 @@ def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options, notes
         f"written      {size_text(job.length)} in {seconds:.1f} s; {shown(target / MANIFEST)} has the CRC32 "
         "of each file"
     )
-    if options.compare_logits is None and not isinstance(job.source, Quantized):
+    if options.compare_logits is None and not isinstance(job.source, (Quantized, Packed)):
         print(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}")
     return True
 

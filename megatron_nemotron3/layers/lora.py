@@ -15,10 +15,12 @@ import re
 import sys
 import weakref
 import zlib
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.ssm.mamba_mixer import _split_tensor_factory
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -33,6 +35,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_nemotron3.checkpoint.folders import locate_one
+from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.layers.experts import GroupedLinear
 from megatron_nemotron3.layers.linear import ColumnParallelLinear, DuplicatedLinear, RowParallelLinear
 from megatron_nemotron3.lora import ARGUMENT, LINEARS, VARIABLE, LoRA, current
@@ -303,14 +307,39 @@ def add_when_built(stack: Any) -> None:
             hook.remove()
 
     def finish_init(quant_config: Any) -> None:
-        owner = model[0]() if model else None
+        owner: Any = model[0]() if model else None
         if owner is None:
             raise RuntimeError(f"{VARIABLE}: the stack is in no model, so nothing would be frozen")
+        if lora.base is not None:
+            load_base(owner, Path(lora.base))
         names = add_adapters(owner, lora)
         _announce(owner, lora, names)
 
     hook = torch.nn.modules.module.register_module_module_registration_hook(registered)
     stack.finish_init = finish_init
+
+
+def load_base(model: Any, folder: Path) -> None:
+    """Load this rank's weights of a Megatron checkpoint into a model without adapters. All ranks call it.
+
+    Raises:
+        ValueError: there is no torch_dist checkpoint in the folder.
+    """
+    found = locate_one(folder)
+    if not (found.folder / METADATA).exists():
+        raise ValueError(f"{VARIABLE}: base={folder}: it is not a torch_dist checkpoint of Megatron")
+    place = str(found.folder)
+    metadata = dist_checkpointing.load_content_metadata(place) or {}
+    metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = model.sharded_state_dict(metadata=metadata)
+    wanted = set(state)  # beside them Megatron returns arguments and counters
+    loaded = dist_checkpointing.load(state, place, validate_access_integrity=False)
+    differ = model.load_state_dict({k: v for k, v in loaded.items() if k in wanted}, strict=False)
+    keys = [
+        key for key in (*differ.missing_keys, *differ.unexpected_keys) if not key.endswith("_extra_state")
+    ]
+    if keys:
+        raise ValueError(f"{VARIABLE}: base={folder}: {len(keys)} tensors do not fit, first {keys[0]}")
 
 
 def _announce(model: Any, lora: LoRA, names: list[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3 import lifetime
-from megatron_nemotron3.args import Launch, ParallelLayout, check, continued, manifest
+from megatron_nemotron3.args import Launch, check, continued, manifest
 from megatron_nemotron3.args.command import (
     add_launch,
     chosen_emulation,
@@ -18,7 +18,9 @@ from megatron_nemotron3.args.command import (
     print_warnings,
 )
 from megatron_nemotron3.args.flag import parse
+from megatron_nemotron3.checkpoint import folders
 from megatron_nemotron3.cpu import quiet_on_cpu
+from megatron_nemotron3.lora import in_environment
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import settings as emulation
@@ -99,6 +101,8 @@ def train_command(options: argparse.Namespace) -> int:
         from megatron_nemotron3.train.training import Request, schedule_of, train_interruptibly
 
     config = chosen_model(options)
+    if (lora := in_environment()) is not None and lora.base is not None:
+        folders.locate_one(Path(lora.base))
     _require_own_options(options.extra)
     require_inputs(options)
     emulated, log_precision = chosen_emulation(options), _log_interval(options)
@@ -123,7 +127,9 @@ def train_command(options: argparse.Namespace) -> int:
         layout=layout,
         precision=options.precision or ("fp32" if device == "cpu" else "bf16"),
         backend=backend,
-        schedule=schedule_of(config, layout, **_chosen_batch(options, layout)),
+        schedule=schedule_of(
+            config, layout, conversations=bool(options.conversations), **chosen_schedule(options)
+        ),
         extra=extra,
         te_precision_config_file=file,
         emulate=emulated,
@@ -157,15 +163,6 @@ def _require_own_options(words: Sequence[str]) -> None:
     given = {flag.name for flag in parse(words)}
     if wrong := [f"{name} (give {own})" for name, own in _OWN.items() if name in given]:
         raise ValueError(f"after -- these would replace what train itself sets: {', '.join(wrong)}")
-
-
-def _chosen_batch(options: argparse.Namespace, layout: ParallelLayout) -> dict[str, Any]:
-    """The schedule's options; for packed conversations with batch sizes where the user gives none."""
-    chosen = chosen_schedule(options)
-    if options.conversations:
-        rows = {"micro_batch_size": 1, "global_batch_size": 4 * layout.dp * layout.pp}
-        chosen |= {name: size for name, size in rows.items() if chosen.get(name) is None}
-    return chosen
 
 
 def _log_interval(options: argparse.Namespace) -> int | None:

@@ -81,17 +81,28 @@ class Request:
         return f"{self.launch.config.title} [{self.launch.config.name}]"
 
 
-def schedule_of(config: Nemotron3Config, layout: ParallelLayout, **given: Any) -> TrainingSchedule:
+def schedule_of(
+    config: Nemotron3Config, layout: ParallelLayout, *, conversations: bool = False, **given: Any
+) -> TrainingSchedule:
     """Return a schedule that trains a tiny model on a CPU in minutes; for other models the published one.
 
     Args:
+        conversations: for fine-tuning: one row to a micro-batch, and for other models a constant rate, since
+            the published one is that of pre-training.
         given: arguments of `adjusted` that replace parts of it: `steps`, `seq_length`, `micro_batch_size`,
             `global_batch_size`, `lr`.
 
     Raises:
-        ValueError: the model has no published schedule and a part of it is not given.
+        ValueError: the model has no such schedule, as for fine-tuning only tiny ones do, and a part of it is
+            not given.
     """
     given = {name: value for name, value in given.items() if value is not None}
+    if conversations:
+        given = {"micro_batch_size": 1, "global_batch_size": 4 * layout.dp * layout.pp, **given}
+        if not config.name.endswith("-tiny"):
+            if missing := [f"--{name}" for name in ("steps", "lr") if name not in given]:
+                raise ValueError(f"fine-tuning has no default schedule: give {' and '.join(missing)}")
+            return adjusted(TrainingSchedule(lr_decay_style="constant"), **given)
     if not config.name.endswith("-tiny"):
         schedule = adjusted(published(config), **given)
         if schedule.unknown:

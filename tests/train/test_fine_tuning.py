@@ -46,6 +46,19 @@ def test_wrong_lines(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_released_model_needs_a_schedule() -> None:
+    """Pre-training's rate and batch would be wrong for fine-tuning."""
+    from megatron_nemotron3.args import ParallelLayout
+    from megatron_nemotron3.models import get
+    from megatron_nemotron3.train.training import schedule_of
+
+    with pytest.raises(ValueError, match="no default schedule: give --steps and --lr"):
+        schedule_of(get("nano"), ParallelLayout(), conversations=True)
+    found = schedule_of(get("nano"), ParallelLayout(dp=2), conversations=True, steps=50, lr=2e-5)
+    assert (found.train_samples, found.lr, found.lr_decay_style) == (50 * 8, 2e-5, "constant")
+    assert (found.micro_batch_size, found.global_batch_size) == (1, 8)
+
+
 def test_a_mean_without_conversations(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "nano", "--tiny", "--mean", "tokens"]) == 2
     assert "--mean goes with --conversations" in capsys.readouterr().err
