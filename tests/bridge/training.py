@@ -38,10 +38,15 @@ CONFIG = tiny(get("super")).but(pattern="ME*", vocab_size=255)
 STEPS, EVERY, SEQUENCE, BATCH = 4, 2, 32, 2
 
 
+def our_options(layout: ParallelLayout, *extra: str, **folders: str) -> list[str]:
+    """Options of our launcher's run."""
+    schedule = short_schedule(STEPS, seq_length=SEQUENCE, global_batch_size=BATCH, save_interval=EVERY)
+    return mock_argv(CONFIG, layout, schedule, extra, **folders)
+
+
 def ours(layout: ParallelLayout, *extra: str, **folders: str) -> dict[int, log.Step]:
     """Steps of our launcher's run, which is started with the same numbers."""
-    schedule = short_schedule(STEPS, seq_length=SEQUENCE, global_batch_size=BATCH, save_interval=EVERY)
-    words = mock_argv(CONFIG, layout, schedule, extra, **folders)
+    words = our_options(layout, *extra, **folders)
     output = distributed.run_launcher(["--device", "cpu", str(processes.ENTRY), *words], layout.world_size)
     return steps_of(output)
 
@@ -59,7 +64,10 @@ def bridges(hf: Path, save: Path, load: Path, builder: bool, sizes: dict[str, in
     provider = AutoBridge.from_hf_pretrained(str(hf)).to_megatron_provider()
     set_layout(provider, **sizes)
     provider.seq_length, provider.calculate_per_token_loss = SEQUENCE, True
-    provider.make_vocab_size_divisible_by = 85  # as our flags: the checkpoints have equal shapes
+    # As our flags, so that the checkpoints have equal shapes.
+    option, words = "--make-vocab-size-divisible-by", our_options(ParallelLayout(**sizes))
+    divisor = words[words.index(option) + 1] if option in words else "128"  # Megatron's default
+    provider.make_vocab_size_divisible_by = int(divisor)
     model: Any = megatron_nemotron3.bridge.model_config(provider) if builder else provider
     with redirect_stdout(io.StringIO()) as output, distributed.forked_writer():
         pretrain(_configuration(model, save, load), forward_step)
