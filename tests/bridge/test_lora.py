@@ -32,6 +32,7 @@ def logits_and_gradients(tp: int, kind: str) -> tuple[Any, dict[str, Any]]:
     import megatron_nemotron3.bridge as ours  # isort: skip
     import torch
     from megatron.bridge.peft.lora import LoRA as BridgeLoRA
+    from megatron.core import parallel_state
 
     from megatron_nemotron3.build import build_model
     from megatron_nemotron3.lora import LoRA, training
@@ -46,7 +47,7 @@ def logits_and_gradients(tp: int, kind: str) -> tuple[Any, dict[str, Any]]:
         model = build_model("super", tiny=True, precision="fp32", backend="torch", **layout)
     if own is None:
         peft = (BridgeLoRA if kind == "bridge dense" else ours.LoRA)(target_modules=targets, dim=4, alpha=8)
-        # Without TransformerEngine Bridge compares with classes that are None; with it, ours are not among them.
+        # Without TransformerEngine Bridge compares with classes that are None; with it, ours are none of them.
         with mock.patch("megatron.bridge.peft.utils.HAVE_TE", False):
             model = peft(model)
     # The same values by key and place of an element in the whole model, whoever holds it.
@@ -59,12 +60,17 @@ def logits_and_gradients(tp: int, kind: str) -> tuple[Any, dict[str, Any]]:
             first = sum(t.global_offset[: t.prepend_axis_num]) + sum(map(ord, t.key))
             t.data.copy_(torch.sin(place + first) * 0.1 + (1.0 if t.key.endswith("norm.weight") else 0.0))
     tokens = torch.arange(32)[None] % 500
-    output = model(tokens, torch.arange(32)[None], None, runtime_gather_output=True)
+    output = model(tokens, torch.arange(32)[None], None)
+    shares = [torch.empty_like(output) for _ in range(tp)]
+    torch.distributed.all_gather(
+        shares, output.detach(), group=parallel_state.get_tensor_model_parallel_group()
+    )
+    logits = torch.cat(shares, -1)
     (output * torch.linspace(-1, 1, output.numel()).view(output.shape)).sum().backward()
     trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     assert trained and all(".adapter." in name for name in trained)
     norms = {name: float(gradient.double().norm()) for name, gradient in trained.items()}
-    return output.detach().double().flatten()[:4096].tolist(), norms
+    return logits.double().flatten()[:4096].tolist(), norms
 
 
 @pytest.mark.parametrize("tp", [1, 2])
