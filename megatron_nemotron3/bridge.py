@@ -53,7 +53,7 @@ from megatron_nemotron3 import cpu, specs
 from megatron_nemotron3.convert.checkpoints import hf_model
 from megatron_nemotron3.convert.config_json import MTP_BLOCKS, OWN, OWN_FIELDS
 from megatron_nemotron3.cpu.megatron import ARGUMENTS
-from megatron_nemotron3.layers.backend import te_problem
+from megatron_nemotron3.layers.backend import default_backend, te_problem
 from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 from megatron_nemotron3.layers.latent_moe import CountingRouter
 from megatron_nemotron3.layers.linear import DuplicatedLinear
@@ -89,7 +89,8 @@ def stack_spec(config: Any) -> ModuleSpec:
     """
     if getattr(config, "transformer_impl", None) == "inference_optimized" or config.restore_modelopt_state:
         return get_default_hybrid_stack_spec(config)
-    return specs.nemotron3_stack_spec
+    # Asked now, not when `specs` was imported: Bridge must be imported before CPU mode.
+    return te_stack_spec() if default_backend() == "te" else torch_stack_spec()
 
 
 def torch_stack_spec() -> ModuleSpec:
@@ -139,6 +140,10 @@ class Nemotron3Bridge(NemotronHBridge):
         provider = super().provider_bridge(hf_pretrained)
         provider.hybrid_stack_spec = stack_spec
         provider.apply_rope_fusion = False  # the family has no positions
+        if provider.moe_router_num_groups == 1:  # choosing one group of one: the same experts without it
+            provider.moe_router_num_groups = provider.moe_router_group_topk = None
+        if provider.moe_latent_size:
+            provider.moe_shared_expert_overlap = False  # Megatron's own MoE layer refuses it in training
         if te_problem() is not None:
             provider.moe_permute_fusion = False
         if cpu.is_active():
