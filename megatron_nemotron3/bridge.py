@@ -184,9 +184,10 @@ class Nemotron3Bridge(NemotronHBridge):
 
     def _without_padding(self, mapping: Any) -> Any:
         """The mapping, or a `VocabularyMapping` if it is that of the embedding or the head."""
-        if mapping.hf_param not in ("backbone.embeddings.weight", "lm_head.weight"):
+        rows = getattr(self.hf_config, "vocab_size", None)  # a registry is also made before there is a config
+        if rows is None or mapping.hf_param not in ("backbone.embeddings.weight", "lm_head.weight"):
             return mapping
-        return VocabularyMapping(mapping.megatron_param, mapping.hf_param, self.hf_config.vocab_size)
+        return VocabularyMapping(mapping.megatron_param, mapping.hf_param, rows)
 
 
 def mtp_training(hf_pretrained: Any) -> dict[str, Any]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-# Before CPU mode: Bridge compiles functions when it is imported.
+# Before CPU mode: Bridge compiles a function when it is imported.
 import megatron_nemotron3.bridge  # isort: skip
-import megatron.bridge.training.mlm_compat.activations  # noqa: F401
 
 from tests.rl.frameworks import placeholder, skeleton, use
 
 
 def community_import() -> Any:
-    """NeMo-RL's module that imports and exports models, without the packages around it."""
+    """NeMo-RL's module that imports models, without the packages around it."""
     folder = use("NEMO_RL_DIR")
     for name in ("nemo_rl", "nemo_rl.models", "nemo_rl.models.megatron"):
         skeleton(folder, name)
@@ -39,11 +38,3 @@ def import_model(folder: Path, output: Path, spec: str, sizes: dict[str, int]) -
     }
     stack = getattr(megatron_nemotron3.bridge, spec)
     community_import().import_model_from_hf_name(str(folder), str(output), config, mamba_stack_spec=stack)
-
-
-def export_model(folder: Path, checkpoint: Path, output: Path) -> None:
-    """NeMo-RL's export of a checkpoint. It makes a process group of its own."""
-    from megatron_nemotron3.cpu import cpu_mode
-
-    with cpu_mode():
-        community_import().export_model_from_megatron(str(folder), str(checkpoint), str(output), str(folder))

@@ -1,20 +1,18 @@
-"""NeMo-RL imports a Hugging Face model with `mamba_stack_spec=` and exports it: `NEMO_RL_DIR`, opt-in."""
+"""NeMo-RL imports a Hugging Face model with `mamba_stack_spec=`: `NEMO_RL_DIR`, opt-in."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
 
 from megatron_nemotron3.checkpoint.metadata import read_metadata
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.models import get
 from tests.rl.frameworks import marks
 from tests.support.checkpoint_reading import read_rows
-from tests.support.distributed import run_distributed, run_fresh
+from tests.support.distributed import run_distributed
 from tests.support.hf_folders import write_hf
 from tests.support.loaded_weights import same, written
 
@@ -22,12 +20,12 @@ pytestmark = marks("NEMO_RL_DIR")
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"ep": 2}], ids=str)
-def test_import_and_export(sizes: dict[str, int], tmp_path: Path) -> None:
-    """The checkpoint is that of `nemotron3 convert`, and names our spec; its export is the folder."""
+def test_import(sizes: dict[str, int], tmp_path: Path) -> None:
+    """The checkpoint is that of `nemotron3 convert`, and names our spec."""
     from tests.rl import nemo_rl_ranks
 
     config = get("super-tiny")
-    values = write_hf(tmp_path / "hf", config)
+    write_hf(tmp_path / "hf", config)
     assert main(["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "ours"), "--workers", "1"]) == 0
     run_distributed(
         nemo_rl_ranks.import_model,
@@ -47,12 +45,3 @@ def test_import_and_export(sizes: dict[str, int], tmp_path: Path) -> None:
     index = read_metadata(iteration)
     theirs = {name: read_rows(index, name) for name in index.tensors}
     same(written(tmp_path / "ours"), theirs, config)
-
-    if sizes:
-        return  # the checkpoints are equal
-    run_fresh(nemo_rl_ranks.export_model, tmp_path / "hf", iteration, tmp_path / "exported", timeout=300)
-    exported: dict[str, torch.Tensor] = {}
-    for file in (tmp_path / "exported").glob("*.safetensors"):
-        exported |= load_file(file)
-    assert exported.keys() == values.keys()
-    assert [name for name, value in values.items() if not exported[name].equal(value)] == []
