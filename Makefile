@@ -5,7 +5,8 @@ RUN = $(VENV)/bin/python -m
 # A file's tests stay in one process: they share what they built. Long files start first (tests/conftest.py).
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo quick test test-full test-te test-bridge test-matrix test-main lint docs bench fuzz environment clean
+.PHONY: demo quick test test-full test-te test-bridge test-rl test-upstream test-matrix test-main lint docs bench \
+	fuzz environment clean
 
 environment:
 	@bash .ci/setup-environment $(VENV)
@@ -33,11 +34,25 @@ test-te: environment
 	@test -n "$(TE_PYTHON)" || { echo "set TE_PYTHON to an interpreter that has transformer-engine" >&2; exit 2; }
 	$(RUN) pytest -m te tests/te
 
+# Megatron's own unit tests of what we replace, with the stock stack and with ours (docs/reference/upstream_tests.md).
+test-upstream: environment
+	@test -d "$(MEGATRON_LM_DIR)" || { echo "set MEGATRON_LM_DIR to a checkout of Megatron-LM" >&2; exit 2; }
+	$(RUN) tests.upstream --megatron-lm $(MEGATRON_LM_DIR)
+	$(RUN) tests.docs.pages
+
 # BRIDGE_PYTHON names an interpreter with Megatron-Bridge; by default one is made (no GPU, no TransformerEngine).
 BRIDGE_PYTHON ?= $(VENV)-bridge/bin/python
 test-bridge: environment
 	@test "$(BRIDGE_PYTHON)" != "$(VENV)-bridge/bin/python" || bash .ci/bridge-environment $(VENV) $(VENV)-bridge
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BRIDGE_PYTHON) -m pytest -p no:xdist -m bridge tests/bridge
+
+# Checkouts of RL frameworks: VERL_DIR, NEMO_RL_DIR, SLIME_DIR, as many as there are. RL_PYTHON as BRIDGE_PYTHON.
+RL_PYTHON ?= $(VENV)-rl/bin/python
+test-rl: environment
+	@test -n "$(VERL_DIR)$(NEMO_RL_DIR)$(SLIME_DIR)" || { echo "set VERL_DIR, NEMO_RL_DIR or SLIME_DIR to a checkout" >&2; exit 2; }
+	@test "$(RL_PYTHON)" != "$(VENV)-rl/bin/python" || { \
+		bash .ci/bridge-environment $(VENV) $(VENV)-bridge && bash .ci/rl-environment $(VENV)-bridge $(VENV)-rl; }
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(RL_PYTHON) -m pytest -p no:xdist -m rl tests/rl
 
 # A short suite on every supported megatron-core, each in an environment of its own (noxfile.py).
 test-matrix: environment

@@ -255,13 +255,21 @@ def _chunks(model: Any) -> dict[tuple[str, tuple[int, ...]], ShardedTensor]:
     }
 
 
+def _place(chunk: ShardedTensor) -> tuple[slice, ...]:
+    """Where a chunk lies in the whole tensor; axes that only number chunks have length 1."""
+    sizes = (1,) * chunk.prepend_axis_num + tuple(chunk.local_shape)
+    return tuple(slice(at, at + size) for at, size in zip(chunk.global_offset, sizes, strict=True))
+
+
 def weights(model: Any) -> dict[str, Tensor]:
     """Whole tensors by their name in a checkpoint, of a model on one rank."""
     whole: dict[str, Tensor] = {}
     for (name, _), chunk in _chunks(model).items():
         if name not in whole:
             whole[name] = torch.empty(chunk.global_shape, dtype=chunk.dtype)
-        whole[name][chunk.global_slice()] = chunk.data.detach()
+        whole[name][_place(chunk)] = chunk.data.detach().view(
+            (1,) * chunk.prepend_axis_num + tuple(chunk.local_shape)
+        )
     return whole
 
 
@@ -273,7 +281,7 @@ def load(model: Any, whole: Mapping[str, Tensor]) -> None:
     """
     with torch.no_grad():
         for (name, _), chunk in _chunks(model).items():
-            chunk.data.copy_(whole[name][chunk.global_slice()].view_as(chunk.data))
+            chunk.data.copy_(whole[name][_place(chunk)].view_as(chunk.data))
     for (name, offset), chunk in _chunks(model).items():
-        if not torch.equal(chunk.data, whole[name][chunk.global_slice()].view_as(chunk.data)):
+        if not torch.equal(chunk.data, whole[name][_place(chunk)].view_as(chunk.data)):
             raise ValueError(f"weights of {name} at {offset} were not set: its pieces are copies, not views")

@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from megatron_nemotron3.cpu.bridge_imports import allow_missing_te
 
 allow_missing_te()
 
-import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import (
@@ -47,22 +45,18 @@ from megatron.bridge.models.hybrid.hybrid_provider import (
 )
 from megatron.bridge.models.nemotronh.nemotron_h_bridge import NemotronHBridge
 from megatron.bridge.models.transformer_config import TransformerConfig
-from megatron.bridge.peft import lora
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.utils import get_model_config
 
 from megatron_nemotron3 import cpu, specs
-from megatron_nemotron3 import lora as settings
 from megatron_nemotron3.convert.checkpoints import hf_model
 from megatron_nemotron3.convert.config_json import MTP_BLOCKS, OWN, OWN_FIELDS
 from megatron_nemotron3.cpu.megatron import ARGUMENTS
-from megatron_nemotron3.layers.backend import te_problem
+from megatron_nemotron3.layers.backend import default_backend, te_problem
 from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 from megatron_nemotron3.layers.latent_moe import CountingRouter
 from megatron_nemotron3.layers.linear import DuplicatedLinear
-from megatron_nemotron3.layers.lora import adapter_class
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.models.catalog import identify
 
@@ -95,7 +89,8 @@ def stack_spec(config: Any) -> ModuleSpec:
     """
     if getattr(config, "transformer_impl", None) == "inference_optimized" or config.restore_modelopt_state:
         return get_default_hybrid_stack_spec(config)
-    return specs.nemotron3_stack_spec
+    # Asked now, not when `specs` was imported: Bridge must be imported before CPU mode.
+    return te_stack_spec() if default_backend() == "te" else torch_stack_spec()
 
 
 def torch_stack_spec() -> ModuleSpec:
@@ -108,6 +103,35 @@ def te_stack_spec() -> ModuleSpec:
     return specs.nemotron3_te_stack_spec
 
 
+class VocabularyMapping(AutoMapping):
+    """Mapping of the embedding or the head that cuts off the rows which pad the vocabulary.
+
+    The cut is not in `maybe_modify_converted_hf_weight`, because verl's delta sync calls mappings only.
+    """
+
+    def __init__(self, megatron_param: str, hf_param: str, rows: int) -> None:
+        super().__init__(megatron_param, hf_param)
+        self.rows = rows
+
+    def resolve(self, captures: tuple[str, ...]) -> VocabularyMapping:
+        """The mapping of one parameter; there are no wildcards in its names."""
+        megatron_param, hf_param = self._resolve_names(captures)
+        return VocabularyMapping(megatron_param, hf_param, self.rows)
+
+    def megatron_to_hf(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`AutoMapping`'s tensor, without padding."""
+        return self._cut(super().megatron_to_hf(*args, **kwargs))
+
+    def megatron_to_hf_quant(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`AutoMapping`'s tensors, without padding."""
+        return self._cut(super().megatron_to_hf_quant(*args, **kwargs))
+
+    def _cut(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: value[: self.rows] if name == self.hf_param else value for name, value in tensors.items()
+        }
+
+
 class Nemotron3Bridge(NemotronHBridge):
     """Bridge's converter of NemotronH, with our stack, the depth of MTP, and Mamba layers inside MTP."""
 
@@ -116,6 +140,10 @@ class Nemotron3Bridge(NemotronHBridge):
         provider = super().provider_bridge(hf_pretrained)
         provider.hybrid_stack_spec = stack_spec
         provider.apply_rope_fusion = False  # the family has no positions
+        if provider.moe_router_num_groups == 1:  # choosing one group of one: the same experts without it
+            provider.moe_router_num_groups = provider.moe_router_group_topk = None
+        if provider.moe_latent_size:
+            provider.moe_shared_expert_overlap = False  # Megatron's own MoE layer refuses it in training
         if te_problem() is not None:
             provider.moe_permute_fusion = False
         if cpu.is_active():
@@ -149,16 +177,17 @@ class Nemotron3Bridge(NemotronHBridge):
             if kind == "M"
             for name, mapping in _MAMBA.items()
         ]
-        return MegatronMappingRegistry(*super().mapping_registry().get_all_mappings(), *inside)
+        mappings = [
+            self._without_padding(mapping) for mapping in super().mapping_registry().get_all_mappings()
+        ]
+        return MegatronMappingRegistry(*mappings, *inside)
 
-    def maybe_modify_converted_hf_weight(
-        self, task: Any, converted_weights_dict: dict[str, Any], hf_state_dict: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Cut the rows that pad the vocabulary off the embedding and the head."""
-        converted = super().maybe_modify_converted_hf_weight(task, converted_weights_dict, hf_state_dict)
-        rows = self.hf_config.vocab_size
-        vocabulary = ("backbone.embeddings.weight", "lm_head.weight")
-        return {name: value[:rows] if name in vocabulary else value for name, value in converted.items()}
+    def _without_padding(self, mapping: Any) -> Any:
+        """The mapping, or a `VocabularyMapping` if it is that of the embedding or the head."""
+        rows = getattr(self.hf_config, "vocab_size", None)  # a registry is also made before there is a config
+        if rows is None or mapping.hf_param not in ("backbone.embeddings.weight", "lm_head.weight"):
+            return mapping
+        return VocabularyMapping(mapping.megatron_param, mapping.hf_param, rows)
 
 
 def mtp_training(hf_pretrained: Any) -> dict[str, Any]:
@@ -206,44 +235,6 @@ def model_config(provider: HybridModelProvider) -> HybridModelConfig:
     values["hybrid_stack_spec"] = provider._resolve_hybrid_stack_spec()
     values["pre_wrap_hooks"] = [provider.pre_wrap_hook] if provider.pre_wrap_hook else []
     return HybridModelConfig(**values)
-
-
-@dataclasses.dataclass
-class LoRA(lora.LoRA):
-    """Bridge's LoRA, on every linear of the torch backend: routed experts and latent projections, too.
-
-    Fields and names of parameters are Bridge's. Bridge's own class knows neither `DuplicatedLinear` nor
-    grouped linears, and raises NotImplementedError for them. Here each routed expert has a pair of its own,
-    and the routers' correction (`expert_bias`) is frozen with the base. `nemotron3 convert` exports the
-    adapters to peft, or merges them (docs/lora.md).
-    """
-
-    share_expert_adapters: bool = False
-
-    def transform(
-        self, module: torch.nn.Module, name: str | None = None, prefix: str | None = None
-    ) -> torch.nn.Module:
-        """Add an adapter to a linear of the torch backend; leave other modules to Bridge.
-
-        Raises:
-            ValueError: a field asks for what the adapters do not have.
-        """
-        kind = adapter_class(module)
-        if kind is None or (matched := self.match(module, name, prefix)) is None:
-            return super().transform(module, name, prefix)
-        wanted = ("dropout", "a2a_experimental", "normalize_moe_lora", "share_expert_adapters")
-        for field in (*wanted, "experts_shared_outer_loras"):
-            if getattr(self, field):
-                raise ValueError(f"LoRA with {field}={getattr(self, field)}: not supported on {matched[1]}")
-        if "adapter" not in module._modules:
-            module.adapter = kind(module, settings.LoRA(dim=self.dim, alpha=self.alpha), matched[1])
-        return module
-
-    def freeze_model(self, model: Any, training: bool = True) -> None:
-        """Freeze the base, and with it the routers' correction, which moves without a gradient."""
-        for chunk in model if isinstance(model, list) else [model]:
-            get_model_config(chunk).moe_router_bias_update_rate = 0.0
-        super().freeze_model(model, training)
 
 
 def _fields(kind: type, source: Any) -> dict[str, Any]:

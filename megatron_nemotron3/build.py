@@ -152,7 +152,8 @@ def model_provider(
 ) -> HybridModel:
     """Build from Megatron's global arguments, as `megatron.training.pretrain(model_provider=…)` requires.
 
-    `--spec` must name a spec of this package.
+    `--spec` must name a spec of this package. With slime's arguments, which have `enable_mtp_training`, MTP
+    runs where slime asks for it (`mtp_on_request`).
 
     Args:
         config: a TransformerConfig; None: from the arguments.
@@ -162,10 +163,46 @@ def model_provider(
     """
     from megatron.training import argument_utils, get_args
 
-    built = argument_utils.hybrid_config_from_args(get_args(), config)
+    args = get_args()
+    built = argument_utils.hybrid_config_from_args(args, config)
     builder = built.get_builder_cls()(built)
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    return verified(builder.build_model(groups, pre_process, post_process, vp_stage))
+    model = verified(builder.build_model(groups, pre_process, post_process, vp_stage))
+    if hasattr(args, "enable_mtp_training"):
+        mtp_on_request(model)
+    return model
+
+
+def mtp_on_request(model: HybridModel) -> None:
+    """Let the caller of a forward say whether MTP runs, by the keyword `mtp_kwargs`, as slime does.
+
+    slime adds this keyword to Megatron's GPTModel. With `mtp_kwargs={"mtp_labels": tokens}` MTP's loss is
+    computed on the tokens, without it MTP does not run at all. Megatron's HybridModel does not know the
+    keyword and always runs MTP, whose labels it derives from `input_ids` if there are no others. So a hook
+    takes the keyword, and MTP is off during a forward without it: neither its weights nor the decoder then
+    have a gradient of MTP's loss. The model has MTP all the same: its weights are loaded, saved and exported.
+
+    Raises (in the forward):
+        ValueError: `mtp_labels` are not the tensor that is given as `input_ids`.
+    """
+    has_mtp = model.mtp_process
+
+    def take(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        labels = (kwargs.pop("mtp_kwargs", None) or {}).get("mtp_labels")
+        tokens = args[0] if args else kwargs["input_ids"]
+        if labels is not None and (labels.shape, labels.data_ptr()) != (tokens.shape, tokens.data_ptr()):
+            raise ValueError(
+                "mtp_labels is not the tensor input_ids: Megatron's HybridModel derives the labels of MTP "
+                "from input_ids; pass mtp_kwargs={'mtp_labels': input_ids}, or nothing"
+            )
+        model.mtp_process = has_mtp and labels is not None
+        return args, kwargs
+
+    def restore(*_: Any) -> None:
+        model.mtp_process = has_mtp
+
+    model.register_forward_pre_hook(take, with_kwargs=True, prepend=True)  # before hooks that bind arguments
+    model.register_forward_hook(restore, always_call=True)
 
 
 def verified(model: HybridModel) -> HybridModel:

@@ -23,7 +23,7 @@ COMMANDS = {
     | RUN,
     "explain": {
         "--model", "--tiny", "--argv",
-        "--all", "--json", "--te-precision-config-file", "--schedule", "--emulate",
+        "--all", "--full", "--set", "--json", "--te-precision-config-file", "--schedule", "--emulate",
     }
     | RUN,
     "run": set(),
@@ -54,13 +54,13 @@ COMMANDS = {
     },
     "evaluate": {
         "--checkpoint", "--tokenizer", "--device", "--dtype", "--model", "--tiny", "--text", "--data-path",
-        "--tokens", "--seq-length", "--draft", "--plot", "--json",
+        "--conversations", "--tokens", "--seq-length", "--draft", "--plot", "--json",
     },
     "train": {
         "--model", "--tiny", "--device",
         "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
         "--verbose", "--emulate", "--te-precision-config-file", "--log-precision", "--more-steps",
-        "--change",
+        "--change", "--conversations", "--pretrained", "--mean",
     }
     | RUN,
 }  # fmt: skip

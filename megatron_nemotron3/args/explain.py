@@ -35,6 +35,7 @@ from megatron_nemotron3.args.schedule import TrainingSchedule
 from megatron_nemotron3.args.stored_model import Taken, taken
 from megatron_nemotron3.args.yaml_launch import is_partial
 from megatron_nemotron3.models import Nemotron3Config, get, names
+from megatron_nemotron3.models.pattern import without_layout
 from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
 from megatron_nemotron3.precision.settings import OPTION as EMULATE_OPTION
 from megatron_nemotron3.precision.settings import Emulation
@@ -379,8 +380,7 @@ def _same_words(value: str, published: str) -> bool:
 
 def _same_pattern(value: str, published: str) -> bool:
     """Compare patterns without pipeline cuts and groups, which do not change the model."""
-    plain = str.maketrans("", "", "|[]")
-    return value.translate(plain) == published.translate(plain)
+    return without_layout(value) == without_layout(published)
 
 
 def _both_or_none(value: str, published: str) -> bool:

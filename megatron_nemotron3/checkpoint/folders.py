@@ -24,6 +24,8 @@ from megatron_nemotron3.checkpoint.files import Unreadable, open_outside, write_
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+#: Folder inside a checkpoint in which Megatron's main, and Megatron-Bridge, save the tokenizer's files.
+TOKENIZER = "tokenizer"
 #: Folder of the checkpoints in the output folder of `nemotron3 train`.
 CHECKPOINTS = "checkpoints"
 #: Files of a Hugging Face folder.

@@ -28,7 +28,14 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from megatron_nemotron3.checkpoint import archive
-from megatron_nemotron3.checkpoint.folders import CHECKPOINTS, HF_INDEX, RELEASE, TRACKER, iteration_of
+from megatron_nemotron3.checkpoint.folders import (
+    CHECKPOINTS,
+    HF_INDEX,
+    RELEASE,
+    TOKENIZER,
+    TRACKER,
+    iteration_of,
+)
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(::[^/]*)?://")
@@ -176,7 +183,7 @@ class _Mirror:
                 if not self._needed(folder, number if number is not None else name):
                     (folder / name).mkdir()
                     continue
-            elif name != CHECKPOINTS and not name.startswith("mp_rank_"):
+            elif name not in (CHECKPOINTS, TOKENIZER) and not name.startswith("mp_rank_"):
                 continue
             self.folder(below, folder / name)
 

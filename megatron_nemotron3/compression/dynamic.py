@@ -31,7 +31,7 @@ from megatron_nemotron3.layers.linear import (
     RowParallelLinear,
 )
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
-from megatron_nemotron3.layers.norm import GatedGroupRMSNorm, RMSNorm, norm_gain
+from megatron_nemotron3.layers.norm import GatedGroupRMSNorm, RMSNorm
 
 _KNOWN_QKV = mcore._DynamicTEQKVLayerNormColumnParallelLinear
 _KNOWN_PROJ = mcore._DynamicTEProjRowParallelLinear
@@ -53,8 +53,7 @@ class NormOutput:
         output: tuple[Any, ...] = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         if not self.measured:
             return output
-        gain = norm_gain(self.layer_norm_weight, self.zero_centered_gamma)  # type: ignore[attr-defined]
-        return (*output, RMSNorm.apply_norm(input_, gain, self.eps))  # type: ignore[attr-defined]
+        return (*output, self.normed(input_))  # type: ignore[attr-defined]
 
 
 @contextmanager

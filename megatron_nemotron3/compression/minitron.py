@@ -28,6 +28,7 @@ from megatron_nemotron3.compression.plugin import load_plugin
 from megatron_nemotron3.convert.megatron_args import args_of, common_state
 from megatron_nemotron3.cpu import cpu_mode
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.pattern import MTP_SEPARATOR, without_layout
 from megatron_nemotron3.models.tiny import TINY_SUFFIX
 
 #: modelopt's name (Megatron's field) -> ours, where they differ.
@@ -180,8 +181,8 @@ def _granularity(config: Nemotron3Config, sizes: Mapping[str, int]) -> dict[str,
 
 
 def kept_pattern(hybrid_layer_pattern: str) -> str:
-    """The decoder's layers of Megatron's pattern, without pipeline cuts and MTP."""
-    return hybrid_layer_pattern.partition("/")[0].replace("|", "")
+    """The decoder's layers of Megatron's pattern, without pipeline cuts, groups and MTP."""
+    return without_layout(hybrid_layer_pattern.partition(MTP_SEPARATOR)[0])
 
 
 def load(model: HybridModel, weights: Mapping[str, Any]) -> None:

@@ -48,7 +48,8 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
         "--reference",
         type=Path,
         metavar="DIR",
-        help="HF folder whose tokenizer and generation files are copied",
+        help="HF folder whose tokenizer and generation files are copied (default: the tokenizer in the "
+        "checkpoint, which Megatron's main saves)",
     )
     export.add_argument(
         "--from-optimizer-master",

@@ -178,6 +178,11 @@ def _check_config_keys(name: str, data: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{name}: config.json has a quantization_config: --dequantize reads its weights as BF16"
         )
+    if data.get("block_configs"):
+        raise ValueError(
+            f"{name}: config.json has block_configs, as of Nemotron Puzzle: width and number per token of "
+            "the experts differ between layers, and Megatron 0.19 builds the same in all"
+        )
     if unknown := sorted(set(data) - known):
         keys = ", ".join(map(printable, unknown))
         raise ValueError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.folders import free_bytes, locate
+from megatron_nemotron3.checkpoint.folders import TOKENIZER, free_bytes, locate
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
 from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.convert import from_hf, inventory, to_hf
@@ -147,6 +147,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         view.tensors,
         limit=options.shard_bytes,
         reference=reference,
+        tokenizer=stored if (stored := opened.folder / TOKENIZER).is_dir() else None,
         dtype=options.dtype or dtype,
         quantization=plan,
     )

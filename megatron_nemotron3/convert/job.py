@@ -17,6 +17,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,7 +162,12 @@ def run(
     try:
         with lock.held(partial):
             check_target(job.target)  # another process may just have finished it
-            return _run_locked(job, partial, workers, report)
+            try:
+                return _run_locked(job, partial, workers, report)
+            except CheckpointError:
+                if not _journal_lines(partial)[1:]:  # no file is finished: there is nothing to continue
+                    shutil.rmtree(partial)
+                raise
     except FileNotFoundError:
         check_target(job.target)  # it has finished it while this one waited for the lock
         raise

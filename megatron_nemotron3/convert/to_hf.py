@@ -81,10 +81,15 @@ def small_files(
     *,
     limit: int = SHARD_BYTES,
     reference: Path | None = None,
+    tokenizer: Path | None = None,
     dtype: str = "bfloat16",
     quantization: Quantization | None = None,
 ) -> dict[str, bytes]:
-    """Return the other files of an HF folder: the index, config.json, and files copied from a reference.
+    """Return the other files of an HF folder: the index, config.json, and copied files.
+
+    Args:
+        reference: HF folder whose tokenizer and generation files are copied.
+        tokenizer: folder of a tokenizer, for files that the reference does not have.
 
     Raises:
         CheckpointError: a file of the reference cannot be read.
@@ -94,6 +99,8 @@ def small_files(
     if (text := index(tensors, limit)) is not None:
         result[INDEX] = text
     base = None
+    if tokenizer is not None:
+        result.update(_copied_files(tokenizer))
     if reference is not None:
         result.update(_copied_files(reference))
         base = read_config(reference) if (reference / CONFIG).exists() else None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoint.folders import TOKENIZER as TOKENIZER_FOLDER
 from megatron_nemotron3.checkpoint.folders import is_hugging_face, locate_one
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.checkpoint.read import common_state
@@ -55,7 +56,7 @@ class CheckpointFolder:
         return (named or found)[0] if len(named or found) == 1 else None
 
     def tokenizer(self, given: Path | None = None) -> Tokenizer:
-        """The given tokenizer; otherwise that of the checkpoint, of the run, or of the stored arguments.
+        """The given tokenizer; otherwise that in the checkpoint, of the run, or of the stored arguments.
 
         Raises:
             ValueError: none is found, or it is damaged.
@@ -71,7 +72,7 @@ class CheckpointFolder:
         )
 
     def _tokenizer_folders(self) -> list[Path]:
-        places = [self.checkpoint]
+        places = [self.checkpoint, self.checkpoint / TOKENIZER_FOLDER]
         if (prepared := self.prepared()) is not None:
             places.append(prepared / "tokenizer")
         stored = self.arguments.get("tokenizer_model")

@@ -29,7 +29,7 @@ from megatron_nemotron3.layers.linear import (
     RowParallelLinear,
 )
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
-from megatron_nemotron3.layers.norm import RMSNorm
+from megatron_nemotron3.layers.norm import Norm
 from megatron_nemotron3.layers.scan_kernels import TORCH as TORCH_SCAN
 from megatron_nemotron3.layers.scan_kernels import cuda_scans
 from megatron_nemotron3.precision.settings import gpu_kernels_enabled
@@ -42,7 +42,7 @@ class Backend:
     name: str
     norm: Any
     column_parallel_linear: Any
-    #: Input norm fused; weight stored as `layer_norm_weight`.
+    #: Input norm fused; weights stored as `layer_norm_weight`, `layer_norm_bias`.
     norm_column_parallel_linear: Any
     row_parallel_linear: Any
     core_attention: Any
@@ -62,7 +62,7 @@ def _torch_parts() -> dict[str, str]:
     """Part of the torch backend -> its implementation on this machine."""
     parts = {
         "linear": "Megatron local",
-        "norm": "torch RMSNorm",
+        "norm": "torch",
         "attention": "torch SDPA",
         "scan": TORCH_SCAN.name,
         "experts": "torch grouped",
@@ -75,7 +75,7 @@ def _torch_parts() -> dict[str, str]:
 
 TORCH = Backend(
     name="torch",
-    norm=RMSNorm,
+    norm=Norm,
     column_parallel_linear=ColumnParallelLinear,
     norm_column_parallel_linear=LayerNormColumnParallelLinear,
     row_parallel_linear=RowParallelLinear,

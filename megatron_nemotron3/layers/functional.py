@@ -49,6 +49,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     return _RMSNorm.apply(x, None, weight, x.shape[-1], eps)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """Layer norm over the last dimension (arXiv 1607.06450), statistics in FP32 or the dtype of x if wider.
+
+    Args:
+        x: [..., d].
+        weight, bias: [d], any floating dtype.
+        eps: added to the variance.
+
+    Returns:
+        [..., d] in the dtype of x.
+    """
+    wide = accumulation_dtype(x)
+    return F.layer_norm(x.to(wide), weight.shape, weight.to(wide), bias.to(wide), eps).to(x.dtype)
+
+
 def gated_group_rms_norm_reference(
     x: Tensor, z: Tensor, weight: Tensor, *, group_size: int, eps: float = 1e-5
 ) -> Tensor:

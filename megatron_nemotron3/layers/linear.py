@@ -4,15 +4,14 @@ Megatron-Core's own `ColumnParallelLinear` and `RowParallelLinear` support tenso
 without TE. This module adds three things:
 
 * `products`: a replacement for Megatron's matrix products, such as NVFP4 emulation (`precision.linear`);
-* `LayerNormColumnParallelLinear`: RMSNorm fused in front, weight named `layer_norm_weight`, as TE's
-  `TELayerNormColumnParallelLinear` stores it;
+* `LayerNormColumnParallelLinear`: the norm fused in front, weights named `layer_norm_weight` and
+  `layer_norm_bias`, as TE's `TELayerNormColumnParallelLinear` stores them;
 * `DuplicatedLinear`: every tensor-parallel rank holds the whole weight (the latent projections of
   LatentMoE), as TE's `TELinear(parallel_mode="duplicated")`.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +26,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
+from megatron_nemotron3.layers.functional import layer_norm, rms_norm
 from megatron_nemotron3.layers.norm import (
     EmptyExtraState,
-    RMSNorm,
+    is_layer_norm,
+    new_norm_bias,
     new_norm_weight,
     norm_gain,
     parameter_device,
@@ -96,28 +97,26 @@ class RowParallelLinear(ReplaceableProducts, tensor_parallel.RowParallelLinear):
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
-    """Y = RMSNorm(X) W^T, with the rows of W split over tensor-parallel ranks.
+    """Y = norm(X) W^T, with the rows of W split over tensor-parallel ranks.
 
     Takes the arguments of Megatron's `ColumnParallelLinear`. Input [s, b, d] (or [s / tp, b, d] with
     sequence parallelism), output [s, b, out / tp].
 
-    Parameters: `layer_norm_weight` [d], replicated, `weight` [out / tp, d].
+    Parameters: `layer_norm_weight` [d], replicated, `weight` [out / tp, d]; with `--normalization LayerNorm`
+    also `layer_norm_bias` [d], replicated.
     """
-
-    #: Return (output, bias, normalized input), as the adapter wrappers of Megatron-Bridge read it.
-    returns_normed = False
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
     ) -> None:
-        RMSNorm.check(config)
+        has_bias = is_layer_norm(config)
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
-        self.tp_size = self.tp_group.size()  # TE's name, which Bridge's wrappers read
         # TE registers the norm first. The order matters to optimizers that number their parameters.
         weight = self._parameters.pop("weight")
         self.layer_norm_weight = new_norm_weight(config, input_size)
+        self.layer_norm_bias = new_norm_bias(config, input_size) if has_bias else None
         self.register_parameter("weight", weight)
 
     def forward(
@@ -127,23 +126,14 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Normalize [s, b, d] with FP32 statistics, then multiply. Returns (output, bias or None)."""
+        return super().forward(self.normed(input_), weight, runtime_gather_output)
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """The input of the product: [s, b, d] -> [s, b, d]."""
         gain = norm_gain(self.layer_norm_weight, self.zero_centered_gamma)
-        normed = RMSNorm.apply_norm(input_, gain, self.eps)
-        output = super().forward(normed, weight, runtime_gather_output)
-        return (*output, normed) if self.returns_normed else output  # type: ignore[return-value]
-
-    def map(self, transform: Callable[..., torch.nn.Module], **where: Any) -> torch.nn.Module:
-        """Let Megatron-Bridge's PEFT transform the layer; its walk calls this where a module has it.
-
-        An adapter beside this layer takes the normalized input, so a wrapper is given it as a third output.
-
-        Args:
-            transform: called with the layer and those of `where` (name, prefix, …) that it takes.
-        """
-        taken = inspect.signature(transform).parameters
-        result = transform(self, **{name: value for name, value in where.items() if name in taken})
-        self.returns_normed = self.returns_normed or result is not self
-        return result
+        if self.layer_norm_bias is None:
+            return rms_norm(x, gain, self.eps)
+        return layer_norm(x, gain, self.layer_norm_bias, self.eps)
 
 
 class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):

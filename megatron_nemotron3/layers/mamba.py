@@ -111,6 +111,11 @@ class Mamba2Mixer(MambaMixer):
         self.headdim, self.d_state = config.mamba_head_dim, config.mamba_state_dim
         self.ngroups = config.mamba_num_groups
         self.nheads = config.mamba_num_heads or 2 * d_model // config.mamba_head_dim
+        if not config.mamba_num_heads and 2 * d_model % config.mamba_head_dim:
+            raise ValueError(
+                f"d_inner must be evenly divisible by headdim: 2 * hidden_size={2 * d_model} is not by "
+                f"mamba_head_dim={config.mamba_head_dim}; pass --mamba-num-heads"
+            )
         whole = MixerSizes(self.nheads, self.headdim, self.ngroups, self.d_state)
         self.d_inner = whole.inner
         self.D_has_hdim, self.rmsnorm, self.norm_before_gate = False, True, False

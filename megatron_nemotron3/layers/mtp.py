@@ -48,12 +48,14 @@ class PhysicalBorders(PackedSeqParams):
     """
 
     caller: PackedSeqParams | None = None
+    #: Whether each token of this rank is no padding, [s / cp].
+    real: Tensor | None = None
 
     @classmethod
-    def of(cls, packed: PackedSeqParams) -> PhysicalBorders:
+    def of(cls, packed: PackedSeqParams, real: Tensor | None = None) -> PhysicalBorders:
         """`packed` with padded borders. Does not repeat `__post_init__`, which waits for the device."""
         borders = object.__new__(cls)
-        borders.__dict__.update(vars(packed), caller=packed, cu_seqlens_q=cu_seqlens(packed))
+        borders.__dict__.update(vars(packed), caller=packed, real=real, cu_seqlens_q=cu_seqlens(packed))
         return borders
 
 
@@ -88,11 +90,15 @@ class MTPLayer(MultiTokenPredictionLayer):
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
         """Upstream's forward, with the shift at the documents' physical borders.
 
+        What the shift brings to the end of a document is token 0, as in a document without padding: the
+        routers count that position.
+
         Raises:
             ValueError: documents are padded, and `LossHooks` did not run, so Megatron would shift the labels
                 at the wrong borders.
         """
         if isinstance(packed_seq_params, PhysicalBorders):
+            kwargs["input_ids"] = kwargs["input_ids"] * packed_seq_params.real
             packed_seq_params = packed_seq_params.caller
         elif packed_seq_params is not None:
             refuse_padding(packed_seq_params)
@@ -185,7 +191,7 @@ class LossHooks:
         places = Places.of(packed, tokens.shape[1], group.size(), group.rank(), tokens.device)
         if packed is not None:
             mask = mask * places.real
-            kwargs = {**kwargs, "packed_seq_params": PhysicalBorders.of(packed)}
+            kwargs = {**kwargs, "packed_seq_params": PhysicalBorders.of(packed, places.real)}
         if group.size() > 1:
             # Without labels Megatron makes them from the tokens, and shifts the mask once more.
             mask = self._weights(model.config, mask.float(), places, group, int(labels is None))

@@ -1,4 +1,4 @@
-"""RMSNorm modules on plain torch that support sequence parallelism, and checkpoints like TE's.
+"""RMSNorm and LayerNorm on plain torch that support sequence parallelism, and checkpoints like TE's.
 
 Megatron's `WrappedTorchNorm` refuses sequence parallelism because torch's parameters lack the
 `sequence_parallel` mark, which makes Megatron reduce their gradients. The modules here set it.
@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_nemotron3.layers.functional import gated_group_rms_norm, rms_norm
+from megatron_nemotron3.layers.functional import gated_group_rms_norm, layer_norm, rms_norm
 
 
 class EmptyExtraState(torch.nn.Module):
@@ -44,10 +44,20 @@ def parameter_device(config: TransformerConfig) -> Any:
 
 def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     """A norm gain [size], replicated over tensor-parallel ranks and marked for sequence parallelism."""
-    start = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
-    weight = torch.nn.Parameter(start(size, dtype=config.params_dtype, device=parameter_device(config)))
-    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return weight
+    return _new_replicated(config, size, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
+
+
+def new_norm_bias(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+    """The bias of a LayerNorm [size], as `new_norm_weight`."""
+    return _new_replicated(config, size, 0.0)
+
+
+def _new_replicated(config: TransformerConfig, size: int, start: float) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(
+        torch.full((size,), start, dtype=config.params_dtype, device=parameter_device(config))
+    )
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter
 
 
 def norm_gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
@@ -59,28 +69,13 @@ class RMSNorm(EmptyExtraState):
     """y = x / rms(x) * gain over the last dimension, statistics in FP32, output in the input's dtype.
 
     Built as Megatron builds norms: `RMSNorm(config=…, hidden_size=…, eps=…)`. Input [s, b, d].
-
-    Raises:
-        ValueError: `--normalization` is not RMSNorm.
     """
-
-    apply_norm = staticmethod(rms_norm)
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.check(config)
         self.eps = eps
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         self.weight = new_norm_weight(config, hidden_size)
-
-    @staticmethod
-    def check(config: TransformerConfig) -> None:
-        """Raise ValueError unless the config asks for RMSNorm."""
-        if config.normalization != "RMSNorm":
-            raise ValueError(
-                f"normalization={config.normalization!r}: the torch backend supports RMSNorm only; "
-                "pass --normalization RMSNorm"
-            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., d] -> [..., d]."""
@@ -89,6 +84,50 @@ class RMSNorm(EmptyExtraState):
     def extra_repr(self) -> str:
         """Sizes for print(model)."""
         return f"{self.weight.numel()}, eps={self.eps}"
+
+
+class LayerNorm(RMSNorm):
+    """y = (x - mean(x)) / std(x) * gain + bias over the last dimension; all else as `RMSNorm`.
+
+    No published Nemotron 3 model has it. It is Megatron's default for `--normalization`.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.bias = new_norm_bias(config, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., d] -> [..., d]."""
+        return layer_norm(x, norm_gain(self.weight, self.zero_centered_gamma), self.bias, self.eps)
+
+
+def is_layer_norm(config: TransformerConfig) -> bool:
+    """Whether `--normalization` asks for LayerNorm rather than RMSNorm.
+
+    Raises:
+        ValueError: it asks for neither.
+    """
+    if config.normalization not in ("LayerNorm", "RMSNorm"):
+        raise ValueError(
+            f"normalization={config.normalization!r}: the torch backend supports RMSNorm and LayerNorm; "
+            "pass --normalization RMSNorm"
+        )
+    return bool(config.normalization == "LayerNorm")
+
+
+class Norm:
+    """Builds the norm that `--normalization` asks for, as `RMSNorm` is built.
+
+    A class and no function, because Megatron's `build_module` does not call functions.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> RMSNorm:  # type: ignore[misc]
+        """Return a `RMSNorm` or `LayerNorm`.
+
+        Raises:
+            ValueError: as `is_layer_norm`.
+        """
+        return (LayerNorm if is_layer_norm(config) else RMSNorm)(config, hidden_size, eps)
 
 
 class GatedGroupRMSNorm(torch.nn.Module):

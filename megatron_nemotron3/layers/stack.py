@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -42,6 +43,12 @@ class Nemotron3Stack(HybridStack):
     ) -> None:
         super().__init__(config, submodules, *args, post_layer_norm=False, **kwargs)
         self.post_layer_norm = post_layer_norm
+        # Upstream skips a layer for which the spec has no builder: the model would compute something else.
+        if missing := [number for number, layer in enumerate(self.layers) if isinstance(layer, IdentityOp)]:
+            raise ValueError(
+                f"layers {missing} of this stage are of a kind that the spec does not build: Nemotron 3 has "
+                "Mamba-2 (M), attention (*), MLP (-) and MoE (E); check --hybrid-layer-pattern"
+            )
         if self.post_process and post_layer_norm:
             self.final_norm = submodules.final_norm(
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon

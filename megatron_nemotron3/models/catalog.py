@@ -120,6 +120,80 @@ NEMOTRON_H_8B = Nemotron3Config(
     ),
 )
 
+# Pruned from the 8B. No source states an initialization: the standard deviation is the family's rule below.
+NEMOTRON_H_4B = NEMOTRON_H_8B.but(
+    name="nemotron-h-4b",
+    title="Nemotron-H 4B",
+    hidden_size=3072,
+    mamba_num_heads=112,
+    dense_ffn_hidden_size=12288,
+    init_method_std=0.0161,
+    published_total="4B",
+    source=(
+        "arXiv 2504.11409; "
+        "Megatron-LM examples/post_training/modelopt/conf/nvidia/Nemotron-H-4B-Instruct.sh, without its "
+        "positions, as the 8B; file sizes of nvidia/Nemotron-H-4B-Base-8K: 4.99 and 3.98 GB"
+    ),
+)
+
+NEMOTRON_H_56B = Nemotron3Config(
+    name="nemotron-h-56b",
+    title="Nemotron-H 56B",
+    pattern=(
+        "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*"
+        "-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    ),
+    hidden_size=8192,
+    max_position_embeddings=8192,
+    num_attention_heads=64,
+    num_query_groups=8,
+    mamba_num_heads=256,
+    mamba_state_dim=256,
+    dense_ffn_hidden_size=32768,
+    init_method_std=0.0099,
+    published_total="56B",
+    source=(
+        "arXiv 2504.03624; "
+        "Megatron-LM examples/post_training/modelopt/conf/nvidia/Nemotron-H-56B-Base-8K.sh, "
+        "examples/rl/model_configs/nemotron5_56b.sh (256 Mamba heads are Megatron's default at this width)"
+    ),
+)
+
+# Pruned from the 56B, so never initialized at random: the standard deviation is the parent's.
+NEMOTRON_H_47B = NEMOTRON_H_56B.but(
+    name="nemotron-h-47b",
+    title="Nemotron-H 47B",
+    pattern=(
+        "M-M-M-M-M-M-M-M-M*-M-M-M-M-M-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-M-M---MM---M-M*-M-M-M-M-M-"
+    ),
+    dense_ffn_hidden_size=30720,
+    published_total="47B",
+    source=(
+        "arXiv 2504.03624; "
+        "Megatron-LM examples/post_training/modelopt/conf/nvidia/Nemotron-H-47B-Reasoning-128K.sh"
+    ),
+)
+
+NANO_12B_V2 = Nemotron3Config(
+    name="nano-12b-v2",
+    title="Nemotron Nano 12B v2",
+    pattern="M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
+    hidden_size=5120,
+    max_position_embeddings=131072,
+    num_attention_heads=40,
+    num_query_groups=8,
+    mamba_num_heads=128,
+    mamba_head_dim=80,
+    dense_ffn_hidden_size=20480,
+    init_method_std=0.0125,
+    published_total="12B",
+    source=(
+        "arXiv 2508.14444 (layers, width, heads); "
+        "Megatron-LM examples/rl/model_configs/nemotron5p5_12b_H.sh; "
+        "Megatron-Bridge's provider of the model (128 Mamba heads, as Megatron's default)"
+    ),
+)
+
 # Pruned from Nemotron Nano 12B v2, so never initialized at random: the standard deviation is the family's
 # rule sqrt(0.8 / hidden_size), which gives the 12B base its published 0.0125. Sequence length: the base's.
 NANO_9B_V2 = Nemotron3Config(
@@ -162,7 +236,10 @@ NANO_4B = Nemotron3Config(
     ),
 )
 
-_ALL = (NANO, SUPER, ULTRA, LIGHTNING, NANO_4B, NANO_9B_V2, NEMOTRON_H_8B)
+_ALL = (
+    *(NANO, SUPER, ULTRA, LIGHTNING, NANO_4B, NANO_9B_V2, NANO_12B_V2),
+    *(NEMOTRON_H_4B, NEMOTRON_H_8B, NEMOTRON_H_47B, NEMOTRON_H_56B),
+)
 _MODELS = {model.name: model for model in _ALL}
 
 # What Hugging Face repository names carry besides the title.

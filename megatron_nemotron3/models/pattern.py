@@ -25,6 +25,7 @@ KINDS: dict[str, str] = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 
 PIPE = "|"
 _OPEN, _CLOSE = "[", "]"
+_LAYOUT = str.maketrans("", "", PIPE + _OPEN + _CLOSE)
 MTP_SEPARATOR = "/"
 
 # (first layer, one past the last) -> cost of a stage of these layers.
@@ -42,6 +43,11 @@ def _check_characters(pattern: str, allowed: str, full: str | None = None, start
                 f"layer pattern {whole!r}: character {character!r} at position {position} (counted from 0) "
                 f"is not allowed here: use {' '.join(allowed)}"
             )
+
+
+def without_layout(full: str) -> str:
+    """The layers of a full pattern as they are computed: without pipeline cuts and groups."""
+    return full.translate(_LAYOUT)
 
 
 def validate(pattern: str) -> None:
@@ -134,7 +140,7 @@ def parse(full: str) -> HybridPattern:
         _check_characters(depth, "".join(KINDS), full, start)
         start += len(depth) + 1
     groups = tuple(_groups(main, full))
-    stages = main.replace(_OPEN, "").replace(_CLOSE, "").split(PIPE)
+    stages = [without_layout(stage) for stage in main.split(PIPE)]
     if not any(stages):
         raise ValueError(f"layer pattern {full!r}: no decoder layer: give at least one of {' '.join(KINDS)}")
     for index, stage in enumerate(stages):

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.moe_logging import (
 
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.monitor.hooks import agree_on_interval, find_ddp, find_model
-from megatron_nemotron3.monitor.series import decoder_row, mtp_row
+from megatron_nemotron3.monitor.series import decoder_layers, decoder_row, mtp_row
 from megatron_nemotron3.monitor.tracker import Monitor, MonitorTracker
 from megatron_nemotron3.monitor.watched import WatchedLayer
 
@@ -35,7 +35,7 @@ def watch_stack(stack: Any) -> None:
     if interval == 0 or _reason_against(stack.config):
         return
     monitor = _install_monitor(interval, stack.pg_collection)
-    for layer in stack.layers:
+    for layer in decoder_layers(stack):
         row = decoder_row(layer.layer_number)
         monitor.add(WatchedLayer(row, (row,), layer, monitor.switch))
     find_ddp(stack, monitor.wrapped_by)

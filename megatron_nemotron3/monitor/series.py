@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 Values = dict[str, dict[str, float]]
 
@@ -42,6 +44,12 @@ _DECODER = re.compile(r"layer_(\d+)")
 _MTP = re.compile(r"mtp_(\d+)_layer_(\d+)")
 _DEPTH = re.compile(r"mtp_(\d+)")
 _MTP_SHARED = re.compile(r"mtp_layer_(\d+)")
+
+
+def decoder_layers(stack: Any) -> Iterator[Any]:
+    """Yield the layers of a decoder stack one by one, also those of groups (`M[*E]`, stacks in the stack)."""
+    for layer in stack.layers:
+        yield from decoder_layers(layer) if hasattr(layer, "layers") else (layer,)
 
 
 def decoder_row(number: int) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_nemotron3.models.pattern import MTP_SEPARATOR, without_layout
 from megatron_nemotron3.precision.formats import BF16, FORMATS, name_of
 from megatron_nemotron3.precision.table import Linear, ModuleKind, Structure, kind_of
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile, parse, require_fit
@@ -201,10 +202,20 @@ def require_some(structure: Structure, file: PrecisionFile, ambient: Ambient) ->
 
 
 def structure_of(model: Any) -> Structure:
-    """Structure of the whole model that a `HybridModel` belongs to, on any pipeline stage."""
-    main, *depths = model.hybrid_layer_pattern.split("/")
+    """Structure of the whole model that a `HybridModel` belongs to, on any pipeline stage.
+
+    Raises:
+        CensusError: the model's layers are grouped, or come from a list of layer configs without a pattern.
+    """
+    pattern = model.hybrid_layer_pattern
+    if pattern is None or "[" in pattern:
+        raise CensusError(
+            f"hybrid_layer_pattern={pattern!r}: number formats are only checked in models whose layers are "
+            "given by a pattern without groups, because a recipe names layers one by one: use such a pattern"
+        )
+    main, *depths = pattern.split(MTP_SEPARATOR)
     blocks = depths[:1] if model.config.mtp_use_repeated_layer else depths
-    return Structure(main.replace("|", ""), tuple(blocks), bool(model.config.moe_latent_size))
+    return Structure(without_layout(main), tuple(blocks), bool(model.config.moe_latent_size))
 
 
 def _hybrid_model(modules: Iterable[Any]) -> Any:

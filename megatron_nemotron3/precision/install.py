@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.random import (
 )
 
 from megatron_nemotron3.monitor.hooks import agree_on_interval, until_first_forward
-from megatron_nemotron3.monitor.series import decoder_row, mtp_row
+from megatron_nemotron3.monitor.series import decoder_layers, decoder_row, mtp_row
 from megatron_nemotron3.precision import settings
 from megatron_nemotron3.precision.census import (
     Ambient,
@@ -133,7 +133,7 @@ def emulate_stack(stack: Any) -> None:
         if (stack.config.fp4 or stack.config.fp8) and not getattr(stack.config, "use_kitchen", False):
             _check_at_first_forward(stack, None, None)
         return
-    for layer in stack.layers:
+    for layer in decoder_layers(stack):
         number = layer.layer_number
         _prepare_linears(
             layer, f"decoder layer {number}", decoder_row(number), plan.ambient.of_layer(number - 1), plan

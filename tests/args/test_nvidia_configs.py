@@ -58,6 +58,10 @@ DIFFERENT_IN = {
     ("nano-9b-v2", "--seq-length"): "a choice for post-training",
     ("nemotron-h-8b", "--seq-length"): "a choice for post-training",
     ("nemotron-h-8b", "--max-position-embeddings"): "without positions only a bound on the sequence",
+    ("nemotron-h-4b", "--seq-length"): "a choice for post-training",
+    ("nemotron-h-4b", "--max-position-embeddings"): "without positions only a bound on the sequence",
+    ("nemotron-h-56b", "--tensor-model-parallel-size"): "a choice for post-training",
+    ("nemotron-h-56b", "--pipeline-model-parallel-size"): "a choice for post-training",
 }
 
 FILES = {
@@ -65,7 +69,10 @@ FILES = {
     "super": (f"{MODELOPT}/NVIDIA-Nemotron-3-Super-120B-A12B-BF16.sh", "bf16"),
     "super-release": (RELEASE, "mxfp8"),
     "ultra": (f"{MODELOPT}/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16.sh", "bf16"),
+    "nemotron-h-4b": (f"{MODELOPT}/Nemotron-H-4B-Instruct.sh", "bf16"),
     "nemotron-h-8b": (f"{MODELOPT}/Nemotron-H-8B-Base-8K.sh", "bf16"),
+    "nemotron-h-47b": (f"{MODELOPT}/Nemotron-H-47B-Reasoning-128K.sh", "bf16"),
+    "nemotron-h-56b": (f"{MODELOPT}/Nemotron-H-56B-Base-8K.sh", "bf16"),
     "nano-9b-v2": (f"{MODELOPT}/NVIDIA-Nemotron-Nano-9B-v2.sh", "bf16"),
 }
 
@@ -99,7 +106,7 @@ def test_same_or_explained(key: str) -> None:
         for flag in flags(Launch.of(config, layout, precision=precision, backend="te", schedule=schedule))
     }
     options = theirs(Path(ROOT or "") / path)
-    assert len(options) > 25, "the file was not read"
+    assert len(options) > 20, "the file was not read"
     options = {
         {"--hybrid-override-pattern": "--hybrid-layer-pattern"}.get(name, name): values
         for name, values in options.items()

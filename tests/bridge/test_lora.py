@@ -47,7 +47,7 @@ def logits_and_gradients(tp: int, kind: str) -> tuple[Any, dict[str, Any]]:
         model = build_model("super", tiny=True, precision="fp32", backend="torch", **layout)
     if own is None:
         peft = (BridgeLoRA if kind == "bridge dense" else ours.LoRA)(target_modules=targets, dim=4, alpha=8)
-        # Without TransformerEngine Bridge compares with classes that are None; with it, ours are none of them.
+        # Without TransformerEngine Bridge compares with None; with it, ours are none of its classes.
         with mock.patch("megatron.bridge.peft.utils.HAVE_TE", False):
             model = peft(model)
     # The same values by key and place of an element in the whole model, whoever holds it.

@@ -268,6 +268,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sliding_window": 4096}, "sliding_window=4096"),
     ({"model_type": "mamba2"}, "model_type='mamba2'"),
     ({"quantization_config": {}}, "quantization_config"),
+    ({"block_configs": [{"block_type": "moe", "num_experts_per_tok": 4}]}, "block_configs, as of .* Puzzle"),
     ({"moe_gate_bias": 1, "depth": 2}, "2 unknown keys: depth, moe_gate_bias"),
     ({"num_hidden_layers": 11}, "num_hidden_layers=11, but the pattern .* has 12 layers"),
     (

@@ -317,3 +317,23 @@ def test_needs_numpy_alone_and_torch_to_compute(small: Small, tmp_path: Path) ->
     assert "package torch is not installed: pip install 'megatron-nemotron3[convert]'" in found.stderr
     assert not (tmp_path / "cast.partial").exists()
     assert _alone(_HEAVY, *words).returncode == 0
+
+
+def test_the_tokenizer_in_a_checkpoint_goes_along(tmp_path: Path) -> None:
+    """Megatron's main saves it in the checkpoint (#6280); a file of --reference comes before it."""
+    write_hf(tmp_path / "hf", models.DISTINCT)
+    assert nemotron3("convert", "from-hf", tmp_path / "hf", tmp_path / "megatron", "--workers", 1) == 0
+    place = tmp_path / "megatron/release/tokenizer"
+    place.mkdir()
+    for name in ("tokenizer.json", "special_tokens_map.json", "notes.txt"):
+        (place / name).write_text(f'{{"{name}": 1}}')
+    assert nemotron3("check", tmp_path / "megatron") == 0
+    to_hf = ("convert", "to-hf", tmp_path / "megatron")
+    assert nemotron3(*to_hf, tmp_path / "with", "--workers", 1) == 0
+    assert (tmp_path / "with/tokenizer.json").read_bytes() == (place / "tokenizer.json").read_bytes()
+    assert (tmp_path / "with/special_tokens_map.json").exists() and not (tmp_path / "with/notes.txt").exists()
+    (tmp_path / "hf/tokenizer.json").write_text("{}")
+    reference = ("--reference", tmp_path / "hf")
+    assert nemotron3(*to_hf, tmp_path / "other", "--workers", 1, *reference) == 0
+    assert (tmp_path / "other/tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "other/special_tokens_map.json").exists()

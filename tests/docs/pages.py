@@ -101,6 +101,13 @@ def _help() -> Iterator[tuple[str, str]]:
         yield from list(walk(cli.parser()))
 
 
+def upstream_tests() -> str:
+    """Megatron's own unit tests, with the stock stack and with ours."""
+    from tests.upstream.page import markdown
+
+    return markdown()
+
+
 def imports() -> str:
     """The table of docs/design.md: each part of the package, what it is for, and what it may import."""
     from tests.test_imports import ALLOWED
@@ -130,6 +137,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/verification.md": verification,
     "reference/formats.md": formats,
     "reference/commands.md": commands,
+    "reference/upstream_tests.md": upstream_tests,
 }
 #: Page below docs/ -> tables in it that are generated, by name. They stand between two comments.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {"design.md": {"imports": imports}}

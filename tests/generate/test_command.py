@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
+from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.generate import GenerationOptions, generate
 from megatron_nemotron3.generate.text import Detokenizer, OutputStream, OutputText, Tokenizer
@@ -197,6 +198,9 @@ def test_bad_folders(folders_with_text: Folders, capsys: Capture, tmp_path: Path
     write_hf(bare, config, values=agreeing_tensors(config, 0.1), dtype="float32")
     assert "no tokenizer found" in (message := refused(capsys, "--checkpoint", bare, *asked))
     assert "give --tokenizer DIR" in message
+    # Megatron's main saves the tokenizer inside the checkpoint.
+    shutil.copytree(f.tokenizer, bare / "tokenizer")
+    assert CheckpointFolder(bare).tokenizer().folder == bare / "tokenizer"
     words = ["--checkpoint", bare, "--tokenizer", f.tokenizer, *asked, "--draft", 2]
     assert "has no MTP block to draft with: leave it out" in refused(capsys, *words)
     (tmp_path / "broken").mkdir()

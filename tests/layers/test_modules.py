@@ -26,7 +26,7 @@ from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear, Group
 from megatron_nemotron3.layers.grouped import grouped_linear, grouped_linear_reference
 from megatron_nemotron3.layers.linear import LayerNormColumnParallelLinear
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
-from megatron_nemotron3.layers.norm import RMSNorm
+from megatron_nemotron3.layers.norm import Norm, RMSNorm
 from megatron_nemotron3.models import get
 from tests.support.model_mapping import megatron_model, randomize, transformer_config
 from tests.support.world import world_of_one
@@ -154,6 +154,10 @@ def random(*shape: int, seed: int = 1) -> Tensor:
 
 def norm(**changes: Any) -> RMSNorm:
     return RMSNorm(transformer_config(MODEL, **changes), 24)
+
+
+def built_norm(**changes: Any) -> RMSNorm:
+    return Norm(transformer_config(MODEL, **changes), 24)
 
 
 def linear(**changes: Any) -> LayerNormColumnParallelLinear:
@@ -358,8 +362,10 @@ def grouped(width: int, tp: int) -> Any:
     return ColumnParallelGroupedLinear(2, 8, width, **options, pg_collection=groups(expt_tp=tp))
 
 
-def mixer(tp: int) -> Any:
-    return Mamba2Mixer(transformer_config(MODEL), None, MODEL.hidden_size, pg_collection=groups(tp=tp))
+def mixer(tp: int, **changes: Any) -> Any:
+    return Mamba2Mixer(
+        transformer_config(MODEL, **changes), None, MODEL.hidden_size, pg_collection=groups(tp=tp)
+    )
 
 
 QKV = [torch.zeros(4, 1, 2, 32)] * 3
@@ -368,8 +374,16 @@ REFUSALS = {
     "softmax": (lambda: core_attention(softmax_type="off-by-one"), "off-by-one.*full softmax"),
     "window": (lambda: core_attention(window_size=(8, 0)), r"window_size=\(8, 0\)"),
     "attention bias": (lambda: core_attention()(*QKV, attention_bias=QKV[0]), "attention_bias"),
-    "layer norm": (lambda: norm(normalization="LayerNorm"), "'LayerNorm'.*--normalization RMSNorm"),
-    "linear after layer norm": (lambda: linear(normalization="LayerNorm"), "--normalization RMSNorm"),
+    "another norm": (lambda: built_norm(normalization="L2Norm"), "'L2Norm'.*--normalization RMSNorm"),
+    "linear after another norm": (lambda: linear(normalization="L2Norm"), "--normalization RMSNorm"),
+    "an unknown layer": (
+        lambda: megatron_model(MODEL, pattern="M+M"),
+        r"layers \[1\] of this stage are of a kind that the spec does not build",
+    ),
+    "Mamba width": (
+        lambda: mixer(tp=1, mamba_num_heads=None, mamba_head_dim=24),
+        "is not by mamba_head_dim=24",
+    ),
     "gated experts": (
         lambda: GroupedExperts(2, transformer_config(MODEL, gated_linear_unit=True)),
         "gated squared_relu.*--squared-relu",

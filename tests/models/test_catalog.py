@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 import megatron_nemotron3
-from megatron_nemotron3.models import NANO, NEMOTRON_H_8B, SUPER, ULTRA, count, get, names, tiny
+from megatron_nemotron3.models import (
+    NANO,
+    NANO_12B_V2,
+    NEMOTRON_H_8B,
+    NEMOTRON_H_56B,
+    SUPER,
+    ULTRA,
+    count,
+    get,
+    names,
+    tiny,
+)
 from megatron_nemotron3.models.pattern import count as count_layers
 
 
@@ -23,7 +34,11 @@ from megatron_nemotron3.models.pattern import count as count_layers
         ("lightning", {"M": 23, "E": 23, "*": 6, "-": 0}),
         ("nano-4b", {"M": 21, "E": 0, "*": 4, "-": 17}),
         ("nano-9b-v2", {"M": 27, "E": 0, "*": 4, "-": 25}),
+        ("nano-12b-v2", {"M": 28, "E": 0, "*": 6, "-": 28}),
+        ("nemotron-h-4b", {"M": 24, "E": 0, "*": 4, "-": 24}),
         ("nemotron-h-8b", {"M": 24, "E": 0, "*": 4, "-": 24}),
+        ("nemotron-h-47b", {"M": 45, "E": 0, "*": 5, "-": 48}),
+        ("nemotron-h-56b", {"M": 54, "E": 0, "*": 10, "-": 54}),
     ],
 )
 def test_layers_per_kind(model: str, layers: dict[str, int]) -> None:
@@ -31,7 +46,7 @@ def test_layers_per_kind(model: str, layers: dict[str, int]) -> None:
 
 
 def test_every_catalog_model_is_listed_once_and_has_a_source() -> None:
-    assert len(set(names())) == len(names()) == 7
+    assert len(set(names())) == len(names()) == 11
     for name in names():
         config = get(name)
         assert config.name == name and config.source
@@ -52,6 +67,10 @@ def test_every_catalog_model_is_listed_once_and_has_a_source() -> None:
         ("Nemotron 3.5 Lightning", "lightning"),
         ("nvidia/Nemotron-H-8B-Base-8K", "nemotron-h-8b"),
         ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "nano-9b-v2"),
+        ("nvidia/NVIDIA-Nemotron-Nano-12B-v2-Base", "nano-12b-v2"),
+        ("nvidia/Nemotron-H-4B-Base-8K", "nemotron-h-4b"),
+        ("nvidia/Nemotron-H-47B-Base-8K", "nemotron-h-47b"),
+        ("nvidia/Nemotron-H-56B-Base-8K", "nemotron-h-56b"),
         ("Super-tiny", "super-tiny"),
         ("nemotron-3-ultra-tiny", "ultra-tiny"),
     ],
@@ -69,7 +88,7 @@ def test_get_names_the_nearest() -> None:
 
 def test_initialization_follows_the_width() -> None:
     # The rule that `tiny` and the pruned models rely on; the published values have 2 or 3 digits.
-    for config in (NANO, SUPER, ULTRA, NEMOTRON_H_8B):
+    for config in (NANO, SUPER, ULTRA, NEMOTRON_H_8B, NEMOTRON_H_56B, NANO_12B_V2):
         assert config.init_method_std == pytest.approx((0.8 / config.hidden_size) ** 0.5, rel=4e-3)
 
 

@@ -63,7 +63,7 @@ def test_the_same_model_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture
         ["show", "--model", file, "--json"],
         ["show", file],
         ["flags", "--model", file],
-        ["explain", "--model", file],
+        ["explain", "--model", file, "--full"],
         ["precision", "--model", file],
         ["plan", "--model", file, "--gpus", "1", "--gpu", "h100"],
     )

@@ -9,7 +9,11 @@ from megatron_nemotron3.models import (
     NANO,
     NANO_4B,
     NANO_9B_V2,
+    NANO_12B_V2,
+    NEMOTRON_H_4B,
     NEMOTRON_H_8B,
+    NEMOTRON_H_47B,
+    NEMOTRON_H_56B,
     SUPER,
     ULTRA,
     Nemotron3Config,
@@ -19,7 +23,12 @@ from megatron_nemotron3.models import (
     stored_tensors,
     tiny,
 )
-from megatron_nemotron3.models.parameters import ACTIVE_CONVENTIONS, layer_parameters, layer_tensors
+from megatron_nemotron3.models.parameters import (
+    ACTIVE_CONVENTIONS,
+    active_layer_parameters,
+    layer_parameters,
+    layer_tensors,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +40,11 @@ from megatron_nemotron3.models.parameters import ACTIVE_CONVENTIONS, layer_param
         (LIGHTNING, 32_913_266_240, 31_577_940_288),
         (NANO_4B, 3_973_556_832, 3_973_556_832),
         (NANO_9B_V2, 8_888_227_328, 8_888_227_328),
+        (NANO_12B_V2, 12_310_001_152, 12_310_001_152),
+        (NEMOTRON_H_4B, 4_489_223_040, 4_489_223_040),
         (NEMOTRON_H_8B, 8_100_852_736, 8_100_852_736),
+        (NEMOTRON_H_47B, 46_791_554_816, 46_791_554_816),
+        (NEMOTRON_H_56B, 56_324_350_464, 56_324_350_464),
     ],
     ids=lambda value: value.name if isinstance(value, Nemotron3Config) else None,
 )
@@ -54,6 +67,34 @@ def test_checkpoint_bytes_of_the_released_models() -> None:
     assert count(SUPER).stored_bytes == 247_222_108_160
     assert count(ULTRA).stored_bytes == 1_121_049_257_984
     assert count(LIGHTNING).stored_bytes == 65_826_538_624
+
+
+def test_files_of_the_released_4b() -> None:
+    """Their sizes are published in hundredths of a gigabyte, with two headers of a few kilobytes."""
+    assert count(NEMOTRON_H_4B).stored_bytes / 1e9 == pytest.approx(4.99 + 3.98, abs=0.01)
+
+
+#: (expert FFN size, top-k) of each E layer of Nemotron Labs 3 Puzzle 75B-A9B: `block_configs` of its
+#: config.json, revision 7cd7fa01.
+PUZZLE = (
+    *((1280, 4), (1280, 8), (1280, 10), (1280, 8), (1280, 8), (1280, 8), (1280, 12), (1280, 8)),
+    *((1280, 10), (1280, 8), (2688, 12), (1536, 14), (2688, 12), (1536, 12), (1536, 12), (2688, 12)),
+    *((2688, 12), (2688, 12), (1536, 10), (2688, 12), (2688, 12), (1792, 12), (1792, 14), (1280, 10)),
+    *((1280, 10), (1280, 12), (1280, 8), (1280, 12), (1280, 10), (1280, 8), (1280, 8), (1280, 10)),
+    *((1280, 10), (1280, 10), (1280, 12), (1280, 12), (1280, 14), (1280, 16), (1792, 18), (2048, 18)),
+)
+
+
+def test_layers_of_different_experts_add_up_to_what_is_published() -> None:
+    """Puzzle is Super with other experts in each layer and a smaller Mamba state: 75.3B, 9.3B active."""
+    base = SUPER.but(mamba_state_dim=96)
+    layers = [base.but(moe_ffn_hidden_size=width, moe_router_topk=topk) for width, topk in PUZZLE]
+    one = count(base, mtp=False)
+    assert len(layers) == base.pattern.count("E")
+    total = one.stored - one.layers["E"] + sum(layer_parameters(layer, "E") for layer in layers)
+    active = one.active["with_embeddings"] - len(layers) * active_layer_parameters(base, "E")
+    active += sum(active_layer_parameters(layer, "E") for layer in layers)
+    assert (total, active) == (75_353_345_024, 9_337_076_736)
 
 
 def test_expert_bias_is_stored_but_not_trained() -> None:

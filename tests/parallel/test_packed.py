@@ -85,15 +85,14 @@ def test_borders() -> None:
 
 
 #: One document without padding, one whose padding begins at the edge of a CP chunk, one whose padding begins
-#: inside one, one that is all padding, one shorter than MTP is deep, and padding behind the last. Experts'
-#: biases would also count padding.
+#: inside one, one that is all padding, one shorter than MTP is deep, and padding behind the last.
 PADDED = replace(
     CASES["super"],
     documents=(8, 12, 7, 0, 1),
     padded=(8, 16, 12, 8, 8),
     mask="random heads",
     model_mask="padding counts",
-    extra=(*NO_AUX, "--moe-router-bias-update-rate", "0"),
+    extra=NO_AUX,
 )
 PADDED_LAYOUTS = [
     (ParallelLayout(), False),

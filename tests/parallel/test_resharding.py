@@ -110,7 +110,7 @@ def test_state_behind_a_padded_bucket_is_shifted(
     from megatron.core import __version__
 
     one, wrong_here = CASES[model], shifted and versions.minor(__version__) == "0.19"
-    wrong = shifted_state(one.at(layout, *RESHARD, *extra, against_rules=wrong_here), weights(one))
+    wrong = shifted_state(one.at(layout, *RESHARD, *extra, against_rules=shifted), weights(one))
     assert bool(wrong) == wrong_here, wrong
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_nemotron3.models import get, names
+from megatron_nemotron3.models import get, identify, names
 from tests.support import parity
 from tests.support.model_mapping import megatron_model, randomize, to_transformers
 from tests.support.parity import Comparison, compare, oracle, without_mtp
@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 ORACLE_IS_RIGHT = (5, 15, 1)
 
 
-@pytest.fixture(scope="module", params=names())
+@pytest.fixture(scope="module", params=parity.SEEDS)
 def run(request: pytest.FixtureRequest, world: None) -> Comparison:
     return compare(without_mtp(get(f"{request.param}-tiny")), seed=parity.SEEDS[request.param])
 
@@ -31,6 +31,13 @@ def run(request: pytest.FixtureRequest, world: None) -> Comparison:
 def test_the_oracle_is_a_version_that_computes_the_scan() -> None:
     version = tuple(int(part) for part in transformers.__version__.split(".")[:3])
     assert version >= ORACLE_IS_RIGHT
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_tiny_form_is_compared(name: str) -> None:
+    """Under its own name, or under that of a model with the same one."""
+    same = {model.name for model in identify(without_mtp(get(f"{name}-tiny")))}
+    assert same & {f"{compared}-tiny" for compared in parity.SEEDS}
 
 
 def test_every_layer_kind_is_covered() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.args import RULES, Launch, check
+from megatron_nemotron3.args import RULES, Launch, check, versions
 from megatron_nemotron3.args.rules_options import _GPT_LAYOUT
 from megatron_nemotron3.models import count
 from tests.properties.entries import Refused, Wrong
@@ -56,6 +56,10 @@ def test_megatron_refuses_too(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", [name for name, e in EVIDENCE.items() if isinstance(e, Wrong)])
 def test_megatron_computes_something_else(rule: str) -> None:
+    from megatron.core import __version__
+
+    if rule == "reshardable-buckets" and versions.minor(__version__) != "0.19":
+        pytest.skip("mended after 0.19, where the rule no longer holds")
     evidence = EVIDENCE[rule]
     assert isinstance(evidence, Wrong)
     assert evidence.measured(evidence.case) == evidence.shown

@@ -82,8 +82,12 @@ def transformer_config(model: Nemotron3Config, **changes: Any) -> Any:
     return TransformerConfig(**(values | changes))
 
 
-def megatron_model(model: Nemotron3Config, **changes: Any) -> Any:
-    """Stock `HybridModel` with our torch stack; `changes` go to its `TransformerConfig`."""
+def megatron_model(model: Nemotron3Config, pattern: str | None = None, **changes: Any) -> Any:
+    """Stock `HybridModel` with our torch stack; `changes` go to its `TransformerConfig`.
+
+    Args:
+        pattern: instead of the model's.
+    """
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     from megatron_nemotron3.specs import nemotron3_torch_stack_spec
@@ -93,7 +97,7 @@ def megatron_model(model: Nemotron3Config, **changes: Any) -> Any:
         hybrid_stack_spec=nemotron3_torch_stack_spec,
         vocab_size=model.vocab_size,
         max_sequence_length=model.seq_length,
-        hybrid_layer_pattern=model.full_pattern,
+        hybrid_layer_pattern=pattern or model.full_pattern,
     )
 
 

@@ -1,6 +1,7 @@
 """A checkpoint with real layer widths and no files: its numbers are generated when they are read.
 
-python -m tests.support.synthetic_checkpoint super 200   # one layer of each kind and MTP: time, peak memory
+python -m tests.support.synthetic_checkpoint super 200       # one layer of each kind and MTP; time, memory
+python -m tests.support.synthetic_checkpoint super 4 whole   # all 88 layers and MTP
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ class Synthetic(TensorSource):
         return values.bfloat16().view(torch.uint16).numpy()
 
 
-def main(name: str, tokens: int) -> None:
+def main(name: str, tokens: int, whole: bool) -> None:
     """Print the report, and a last line that a test reads."""
-    real = get(name)
-    kinds = "".join(kind for kind in "M*-E" if kind in real.pattern)
-    config = real.but(name=f"{name}-cut", pattern=kinds)
+    config = get(name)
+    if not whole:
+        kinds = "".join(kind for kind in "M*-E" if kind in config.pattern)
+        config = config.but(name=f"{name}-cut", pattern=kinds)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config_json.write(config)))
         megatron = Synthetic(config, Path(folder))
@@ -85,4 +87,4 @@ def main(name: str, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:] == ["whole"])

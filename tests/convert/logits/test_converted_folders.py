@@ -42,12 +42,14 @@ def test_conversions_there_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_memory_at_the_real_widths_of_super() -> None:
-    """One layer of each kind and the MTP block; the 512 experts of a layer (5.6 GB) are never all loaded.
+@pytest.mark.parametrize("words", [("150",), ("4", "whole")], ids=" ".join)
+def test_memory_at_the_real_widths_of_super(words: tuple[str, ...]) -> None:
+    """One layer of each kind and the MTP block, or all 88 layers; an E layer's 512 experts (5.6 GB) are never
+    all loaded.
 
     Seen: 1.4 GiB. transformers' own block of one such layer would take 11.3 GB in FP32.
     """
-    command = [sys.executable, "-m", "tests.support.synthetic_checkpoint", "super", "150"]
+    command = [sys.executable, "-m", "tests.support.synthetic_checkpoint", "super", *words]
     root = Path(__file__).parents[3]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
