@@ -12,6 +12,7 @@ without TE. This module adds three things:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,9 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
     also `layer_norm_bias` [d], replicated.
     """
 
+    #: Return (output, bias, normalized input), as the adapter wrappers of Megatron-Bridge read it.
+    returns_normed = False
+
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
     ) -> None:
@@ -113,6 +117,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        self.tp_size = self.tp_group.size()  # TE's name, which Bridge's wrappers read
         # TE registers the norm first. The order matters to optimizers that number their parameters.
         weight = self._parameters.pop("weight")
         self.layer_norm_weight = new_norm_weight(config, input_size)
@@ -131,9 +136,28 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         """The input of the product: [s, b, d] -> [s, b, d]."""
         gain = norm_gain(self.layer_norm_weight, self.zero_centered_gamma)
+<<<<<<< ours
         if self.layer_norm_bias is None:
             return rms_norm(x, gain, self.eps)
         return layer_norm(x, gain, self.layer_norm_bias, self.eps)
+=======
+        normed = RMSNorm.apply_norm(input_, gain, self.eps)
+        output = super().forward(normed, weight, runtime_gather_output)
+        return (*output, normed) if self.returns_normed else output  # type: ignore[return-value]
+
+    def map(self, transform: Callable[..., torch.nn.Module], **where: Any) -> torch.nn.Module:
+        """Let Megatron-Bridge's PEFT transform the layer; its walk calls this where a module has it.
+
+        An adapter beside this layer takes the normalized input, so a wrapper is given it as a third output.
+
+        Args:
+            transform: called with the layer and those of `where` (name, prefix, …) that it takes.
+        """
+        taken = inspect.signature(transform).parameters
+        result = transform(self, **{name: value for name, value in where.items() if name in taken})
+        self.returns_normed = self.returns_normed or result is not self
+        return result
+>>>>>>> theirs
 
 
 class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):
