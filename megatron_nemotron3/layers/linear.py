@@ -131,19 +131,16 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Normalize [s, b, d] with FP32 statistics, then multiply. Returns (output, bias or None)."""
-        return super().forward(self.normed(input_), weight, runtime_gather_output)
+        normed = self.normed(input_)
+        output = super().forward(normed, weight, runtime_gather_output)
+        return (*output, normed) if self.returns_normed else output  # type: ignore[return-value]
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         """The input of the product: [s, b, d] -> [s, b, d]."""
         gain = norm_gain(self.layer_norm_weight, self.zero_centered_gamma)
-<<<<<<< ours
         if self.layer_norm_bias is None:
             return rms_norm(x, gain, self.eps)
         return layer_norm(x, gain, self.layer_norm_bias, self.eps)
-=======
-        normed = RMSNorm.apply_norm(input_, gain, self.eps)
-        output = super().forward(normed, weight, runtime_gather_output)
-        return (*output, normed) if self.returns_normed else output  # type: ignore[return-value]
 
     def map(self, transform: Callable[..., torch.nn.Module], **where: Any) -> torch.nn.Module:
         """Let Megatron-Bridge's PEFT transform the layer; its walk calls this where a module has it.
@@ -157,7 +154,6 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         result = transform(self, **{name: value for name, value in where.items() if name in taken})
         self.returns_normed = self.returns_normed or result is not self
         return result
->>>>>>> theirs
 
 
 class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):
