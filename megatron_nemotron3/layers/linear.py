@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from megatron.core.utils import get_tensor_model_parallel_group_if_none
+from megatron.core.utils import get_pg_size, get_tensor_model_parallel_group_if_none
 
 from megatron_nemotron3.layers.functional import layer_norm, rms_norm
 from megatron_nemotron3.layers.norm import (
@@ -117,7 +117,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
-        self.tp_size = self.tp_group.size()  # TE's name, which Bridge's wrappers read
+        self.tp_size = get_pg_size(self.tp_group)  # type: ignore[arg-type]  # TE's name, which Bridge reads
         # TE registers the norm first. The order matters to optimizers that number their parameters.
         weight = self._parameters.pop("weight")
         self.layer_norm_weight = new_norm_weight(config, input_size)
