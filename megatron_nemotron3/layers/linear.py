@@ -117,7 +117,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
-        self.tp_size = get_pg_size(self.tp_group)  # type: ignore[arg-type]  # TE's name, which Bridge reads
+        self.tp_size = get_pg_size(self.tp_group)  # TE's name, which Bridge's wrappers read
         # TE registers the norm first. The order matters to optimizers that number their parameters.
         weight = self._parameters.pop("weight")
         self.layer_norm_weight = new_norm_weight(config, input_size)
