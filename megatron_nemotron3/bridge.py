@@ -29,6 +29,7 @@ from megatron_nemotron3.cpu.bridge_imports import allow_missing_te
 
 allow_missing_te()
 
+import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import (
@@ -45,11 +46,14 @@ from megatron.bridge.models.hybrid.hybrid_provider import (
 )
 from megatron.bridge.models.nemotronh.nemotron_h_bridge import NemotronHBridge
 from megatron.bridge.models.transformer_config import TransformerConfig
+from megatron.bridge.peft import lora
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.utils import get_model_config
 
 from megatron_nemotron3 import cpu, specs
+from megatron_nemotron3 import lora as settings
 from megatron_nemotron3.convert.checkpoints import hf_model
 from megatron_nemotron3.convert.config_json import MTP_BLOCKS, OWN, OWN_FIELDS
 from megatron_nemotron3.cpu.megatron import ARGUMENTS
@@ -57,6 +61,7 @@ from megatron_nemotron3.layers.backend import default_backend, te_problem
 from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 from megatron_nemotron3.layers.latent_moe import CountingRouter
 from megatron_nemotron3.layers.linear import DuplicatedLinear
+from megatron_nemotron3.layers.lora import adapter_class
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.models.catalog import identify
 
@@ -235,6 +240,44 @@ def model_config(provider: HybridModelProvider) -> HybridModelConfig:
     values["hybrid_stack_spec"] = provider._resolve_hybrid_stack_spec()
     values["pre_wrap_hooks"] = [provider.pre_wrap_hook] if provider.pre_wrap_hook else []
     return HybridModelConfig(**values)
+
+
+@dataclasses.dataclass
+class LoRA(lora.LoRA):
+    """Bridge's LoRA, on every linear of the torch backend: routed experts and latent projections, too.
+
+    Fields and names of parameters are Bridge's. Bridge's own class knows neither `DuplicatedLinear` nor
+    grouped linears, and raises NotImplementedError for them. Here each routed expert has a pair of its own,
+    and the routers' correction (`expert_bias`) is frozen with the base. `nemotron3 convert` exports the
+    adapters to peft, or merges them (docs/lora.md).
+    """
+
+    share_expert_adapters: bool = False
+
+    def transform(
+        self, module: torch.nn.Module, name: str | None = None, prefix: str | None = None
+    ) -> torch.nn.Module:
+        """Add an adapter to a linear of the torch backend; leave other modules to Bridge.
+
+        Raises:
+            ValueError: a field asks for what the adapters do not have.
+        """
+        kind = adapter_class(module)
+        if kind is None or (matched := self.match(module, name, prefix)) is None:
+            return super().transform(module, name, prefix)
+        wanted = ("dropout", "a2a_experimental", "normalize_moe_lora", "share_expert_adapters")
+        for field in (*wanted, "experts_shared_outer_loras"):
+            if getattr(self, field):
+                raise ValueError(f"LoRA with {field}={getattr(self, field)}: not supported on {matched[1]}")
+        if "adapter" not in module._modules:
+            module.adapter = kind(module, settings.LoRA(dim=self.dim, alpha=self.alpha), matched[1])
+        return module
+
+    def freeze_model(self, model: Any, training: bool = True) -> None:
+        """Freeze the base, and with it the routers' correction, which moves without a gradient."""
+        for chunk in model if isinstance(model, list) else [model]:
+            get_model_config(chunk).moe_router_bias_update_rate = 0.0
+        super().freeze_model(model, training)
 
 
 def _fields(kind: type, source: Any) -> dict[str, Any]:

@@ -87,7 +87,12 @@ checkpoints() { # [required]: resume from OUTPUT, or start from LOAD with a new 
         [ -z "${LOAD:-}" ] || [ -n "${DRY_RUN:-}" ] || [ -e "$LOAD/$tracker" ] \
             || fail "LOAD=$LOAD has no $tracker: give a folder with a checkpoint"
     fi
-    [ -z "${LOAD:-}" ] || CHECKPOINTS+=(--pretrained-checkpoint "$LOAD")
+    if [ -n "${LORA:-}" ]; then # adapters on the weights of LOAD, which are read when the model is built (docs/lora.md)
+        need LOAD "the checkpoint that adapters are trained on"
+        export NEMOTRON3_LORA="base=$LOAD,$LORA"
+    elif [ -n "${LOAD:-}" ]; then
+        CHECKPOINTS+=(--pretrained-checkpoint "$LOAD")
+    fi
 }
 
 precision_file() { # write the format of every linear of MODEL, unless the user gives a file

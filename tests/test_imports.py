@@ -29,7 +29,7 @@ ALLOWED = {
     "lora": set(),
     "specs": {"layers"},
     "build": {"args", "cpu", "layers", "models", "precision"},
-    "bridge": {"convert", "cpu", "layers", "models", "specs"},
+    "bridge": {"convert", "cpu", "layers", "lora", "models", "specs"},
     "lifetime": set(),
     "spawned": {"lifetime"},
     "run": {"args", "checkpoint", "cpu", "layers", "lifetime", "monitor", "precision", "spawned", "specs"},

@@ -12,6 +12,7 @@ without TE. This module adds three things:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from megatron.core.utils import get_tensor_model_parallel_group_if_none
+from megatron.core.utils import get_pg_size, get_tensor_model_parallel_group_if_none
 
 from megatron_nemotron3.layers.functional import layer_norm, rms_norm
 from megatron_nemotron3.layers.norm import (
@@ -106,6 +107,9 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
     also `layer_norm_bias` [d], replicated.
     """
 
+    #: Return (output, bias, normalized input), as the adapter wrappers of Megatron-Bridge read it.
+    returns_normed = False
+
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
     ) -> None:
@@ -113,6 +117,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        self.tp_size = get_pg_size(self.tp_group)  # TE's name, which Bridge's wrappers read
         # TE registers the norm first. The order matters to optimizers that number their parameters.
         weight = self._parameters.pop("weight")
         self.layer_norm_weight = new_norm_weight(config, input_size)
@@ -126,7 +131,9 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Normalize [s, b, d] with FP32 statistics, then multiply. Returns (output, bias or None)."""
-        return super().forward(self.normed(input_), weight, runtime_gather_output)
+        normed = self.normed(input_)
+        output = super().forward(normed, weight, runtime_gather_output)
+        return (*output, normed) if self.returns_normed else output  # type: ignore[return-value]
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         """The input of the product: [s, b, d] -> [s, b, d]."""
@@ -134,6 +141,19 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         if self.layer_norm_bias is None:
             return rms_norm(x, gain, self.eps)
         return layer_norm(x, gain, self.layer_norm_bias, self.eps)
+
+    def map(self, transform: Callable[..., torch.nn.Module], **where: Any) -> torch.nn.Module:
+        """Let Megatron-Bridge's PEFT transform the layer; its walk calls this where a module has it.
+
+        An adapter beside this layer takes the normalized input, so a wrapper is given it as a third output.
+
+        Args:
+            transform: called with the layer and those of `where` (name, prefix, …) that it takes.
+        """
+        taken = inspect.signature(transform).parameters
+        result = transform(self, **{name: value for name, value in where.items() if name in taken})
+        self.returns_normed = self.returns_normed or result is not self
+        return result
 
 
 class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):

@@ -223,7 +223,8 @@ def _first_values(lora: LoRA, name: str, columns: int) -> Tensor:
     )
 
 
-def _adapter_class(linear: torch.nn.Module) -> type[Adapter] | None:
+def adapter_class(linear: torch.nn.Module) -> type[Adapter] | None:
+    """Return the adapter of a linear of the torch backend; None for other modules."""
     kinds: tuple[tuple[type, type[Adapter]], ...] = (
         (ColumnParallelLinear, ColumnAdapter),
         (RowParallelLinear, RowAdapter),
@@ -255,7 +256,7 @@ def add_adapters(model: Any, lora: LoRA) -> list[str]:
         name = _global_name(model, name)
         if not lora.matches(name):
             continue
-        kind = _adapter_class(module)
+        kind = adapter_class(module)
         if kind is None or getattr(module, "explicit_expert_comm", False):
             raise ValueError(
                 f"LoRA on {name}: {type(module).__name__} is not a linear of the torch backend: use "

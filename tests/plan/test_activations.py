@@ -111,6 +111,7 @@ def _measured(case: Case) -> list[Saved]:
     for index, chunk in enumerate(build(case)[0]):
         stage = groups.get_pipeline_model_parallel_rank() + index * layout.pp
         batch = {key: tensor.clone() for key, tensor in next(batches(case)(0))[0].items()}
+        batch["loss_mask"] = batch.pop("model_mask", None)
         chunk.train()
         model = chunk
         while hasattr(model, "module"):

@@ -106,7 +106,9 @@ def _run(*words: str) -> str:
 
 
 @pytest.mark.parametrize("mean", ["tokens", pytest.param("conversations", marks=pytest.mark.full)])
-def test_held_out_loss_falls(inputs: list[str], tmp_path: Path, mean: str) -> None:
+def test_held_out_loss_falls(
+    inputs: list[str], tmp_path: Path, mean: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Numbers that were not trained on, in sentences like those that were; then the run resumes."""
     held_out = [
         [say("user", f"{i} apples?"), say("assistant", f"{i} apples and pears")] for i in range(60, 70)
@@ -115,9 +117,8 @@ def test_held_out_loss_falls(inputs: list[str], tmp_path: Path, mean: str) -> No
     measure = ["--conversations", str(file), "--tokenizer", inputs[inputs.index("--tokenizer") + 1], "--json"]
 
     def loss() -> float:
-        found = json.loads(
-            _run("evaluate", "--checkpoint", str(tmp_path / "run"), "--device", "cpu", *measure)
-        )
+        assert cli.main(["evaluate", "--checkpoint", str(tmp_path / "run"), "--device", "cpu", *measure]) == 0
+        found = json.loads(capsys.readouterr().out)
         assert found["conversations"] == 10
         return float(found["per_token"])
 

@@ -29,11 +29,18 @@ REASONS = (
     ),
 )
 
-_MASK = "our MTP keeps the padding mask in place: upstream's roll makes a document's last real token padding"
-#: Tests of what ours does otherwise on purpose.
+_BLOCK = (
+    "the test builds Megatron's GPT block, which our spec does not enter, and looks for our MoE layer in it"
+)
+_MOE = "transformer/moe/test_moe_layer.py::TestInterleaveTransformerBlock::test_interleave_transformer_block"
+#: Tests that pass with the stock stack and not with ours -> why.
 OTHERWISE = {
-    f"transformer/test_multi_token_prediction.py::TestMultiTokenPredictionLayer::{name}": _MASK
-    for name in ("test_forward_propagates_rolled_padding_mask", "test_get_embeddings_rolls_padding_mask")
+    **{f"{_MOE}[{case}]": _BLOCK for case in ("2", "moe_layer_freq1", "moe_layer_freq2")},
+    "transformer/moe/test_routers.py::TestTop2Router::test_aux_loss": (
+        "the test changes the configuration after the layer is built, whose router has a copy in our layer"
+    ),
+    "transformer/moe/test_shared_experts.py::TestSharedExperts::test_shared_expert_forward_backward"
+    "[1-1-alltoall]": "the test looks for the stream of Megatron's shared-expert overlap; ours is another",
 }
 
 
