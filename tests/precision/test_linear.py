@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear
+from megatron_nemotron3.layers.functional import rms_norm
 from megatron_nemotron3.layers.linear import DuplicatedLinear, LayerNormColumnParallelLinear
-from megatron_nemotron3.layers.norm import RMSNorm
 from megatron_nemotron3.precision import install, settings
 from megatron_nemotron3.precision.quantizer import fake_quantize
 from megatron_nemotron3.precision.recipe import Recipe, Spec, recipe
@@ -219,7 +219,7 @@ def test_norm_in_front_is_not_quantized() -> None:
     ).train()
     x, dy = torch.randn(16, 2, 64, requires_grad=True), torch.randn(16, 2, 96)
     gain = module.layer_norm_weight
-    normed = RMSNorm.apply_norm(x, gain, module.eps)
+    normed = rms_norm(x, gain, module.eps)
     wanted = definition(normed.detach().flatten(0, 1), module.weight.detach(), dy.flatten(0, 1), NVFP4)
     expected = torch.autograd.grad(normed, [x, gain], wanted.dx.view(16, 2, 64))
     y, _ = emulate(module, "nvfp4", Emulation())(x)

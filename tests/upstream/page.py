@@ -85,6 +85,7 @@ def _version(found: dict) -> list[str]:
         lines.append(f"| {file} | {len(outcomes)} | {passed[0]} | {passed[1]} |")
     lost = [name for name, (stock, ours) in tests.items() if stock[0] == "passed" and ours[0] != "passed"]
     lines += ["", f"Tests that pass with the stock stack and not with ours: {len(lost) or 'none'}."]
+    lines += [""] if lost else []
     lines += [f"* `{name}`: {_cell(OTHERWISE.get(name) or reason(tests[name][1][1]))}" for name in lost]
     left: dict[str, Counter[str]] = {}
     for name, (_, ours) in tests.items():
