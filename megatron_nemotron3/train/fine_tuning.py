@@ -32,9 +32,6 @@ from megatron_nemotron3.train.inputs import MEANS, SFT_MEAN
 
 Sample = dict[str, Any]
 
-#: Samples of a data set per sample that Megatron asks for.
-_SURPLUS = 64
-
 
 def _parse_mean(text: str) -> str:
     if text and text not in MEANS:
@@ -103,12 +100,8 @@ class ConversationDataset(MegatronDataset):
         return packed
 
     def __len__(self) -> int:
-        """Number of samples; all rows once if none was asked for.
-
-        Rows repeat without end. A run that is resumed with other intervals evaluates more often than Megatron
-        asks for, and it would end with StopIteration, so there are many more than that.
-        """
-        return _SURPLUS * self.num_samples if self.num_samples else len(self.indices)
+        """Number of samples; all rows once if none was asked for."""
+        return self.num_samples or len(self.indices)
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index`."""

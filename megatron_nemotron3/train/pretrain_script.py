@@ -11,7 +11,7 @@ packed conversations (`fine_tuning.py`); ModelOpt and distillation are left to t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -123,9 +123,25 @@ def forward_step(data_iterator: Iterator[_Batch], model: torch.nn.Module) -> tup
     return output, partial(loss_function, batch["loss_mask"])  # type: ignore[arg-type]
 
 
-def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
+def validation_samples(args: Any, asked: int | None) -> int | None:
+    """Samples of the validation set, in place of the number that Megatron asks for (None: the whole set).
+
+    Megatron counts the evaluations of this command line's interval, and begins behind what the checkpoint's
+    run has consumed. A run that goes on with a longer interval may have consumed more than that count.
+    """
+    if asked is None:
+        return None
+    start = getattr(args, "start_eval_at_iter", None) or 0
+    before = max(0, args.iteration // args.eval_interval - start // args.eval_interval)
+    batch = getattr(args, "eval_global_batch_size", args.global_batch_size)
+    return asked + max(0, args.consumed_valid_samples - before * args.eval_iters * batch)
+
+
+def datasets_provider(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
     """Train, validation and test sets of text, or of conversations with `--sft`; `num_samples` of each."""
     args = get_args()
+    train, validation, test = num_samples
+    num_samples = [train, validation_samples(args, validation), test]
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     if args.tokenizer_type == "SFTTokenizer":
         return fine_tuning.datasets(args, num_samples, blend, blend_per_split)

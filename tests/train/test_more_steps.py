@@ -37,7 +37,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _train(output: Path, text: Path, *words: str) -> int:
     given = ["train", "nano", "--tiny", "--device", "cpu", "--output", str(output), "--text", str(text)]
     short = ["--seq-length", "32", "--micro-batch-size", "2", *words]
-    return cli.main([*given, *short, "--", "--eval-iters", "0", "--save-interval", "100"])
+    return cli.main([*given, *short, "--", "--eval-iters", "1", "--save-interval", "100"])
 
 
 def _rates(output: Path) -> dict[int, float]:
@@ -87,6 +87,8 @@ def test_three_steps_then_six_then_fewer(
     assert _train(trained, text, "--steps", "9", "--lr", "1e-3") == 2
     said = capsys.readouterr().err
     assert "with --lr 0.004" in said and len(said.splitlines()) == 1
+    # Six steps had six evaluations, and eight steps have an interval of two: fewer than that in all.
+    assert _train(trained, text, "--steps", "8") == 0
     assert not (trained / "checkpoints" / lock.NAME).exists()
 
 
