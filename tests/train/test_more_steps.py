@@ -30,14 +30,14 @@ _RATE = re.compile(r"iteration +(\d+)/.*learning rate: (\S+)")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A little text."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(20_000)))
+    path.write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(1500)))
     return path
 
 
 def _train(output: Path, text: Path, *words: str) -> int:
     given = ["train", "nano", "--tiny", "--device", "cpu", "--output", str(output), "--text", str(text)]
     short = ["--seq-length", "32", "--micro-batch-size", "2", *words]
-    return cli.main([*given, *short, "--", "--eval-iters", "1", "--save-interval", "100"])
+    return cli.main([*given, *short, "--", "--eval-iters", "4", "--save-interval", "100"])
 
 
 def _rates(output: Path) -> dict[int, float]:
