@@ -123,7 +123,7 @@ def sample(row: Row) -> Sample:
     return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
 
-def datasets(args: Any, num_samples: list[int], blend: Any, blend_per_split: Any) -> Any:
+def datasets(args: Any, num_samples: list[int | None], blend: Any, blend_per_split: Any) -> Any:
     """Build the training, validation and test sets of Megatron's arguments, on every rank.
 
     Raises:

@@ -137,14 +137,14 @@ def validation_samples(args: Any, asked: int | None) -> int | None:
     return asked + max(0, args.consumed_valid_samples - before * args.eval_iters * batch)
 
 
-def datasets_provider(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
+def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
     """Train, validation and test sets of text, or of conversations with `--sft`; `num_samples` of each."""
     args = get_args()
     train, validation, test = num_samples
-    num_samples = [train, validation_samples(args, validation), test]
+    wanted = [train, validation_samples(args, validation), test]
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     if args.tokenizer_type == "SFTTokenizer":
-        return fine_tuning.datasets(args, num_samples, blend, blend_per_split)
+        return fine_tuning.datasets(args, wanted, blend, blend_per_split)
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -172,7 +172,7 @@ def datasets_provider(num_samples: Sequence[int], vp_stage: int | None = None) -
         return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
 
     dataset = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(dataset, num_samples, needed_here, config).build()
+    return BlendedMegatronDatasetBuilder(dataset, wanted, needed_here, config).build()
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
