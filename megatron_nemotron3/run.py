@@ -226,7 +226,7 @@ def _experts(text: str | None) -> str:
 def _torch_spec(spec: Any) -> str:
     """The option that builds a stack on the torch backend."""
     model = None if spec is None else spec.submodules.model
-    return f"--spec {stack_specs.MODULE} {stack_specs.spec_name('torch', model)}"
+    return f"--spec {stack_specs.MODULE} {stack_specs.spec_name(model, 'torch')}"
 
 
 def verify_quantized(arguments: list[str]) -> None:

@@ -185,7 +185,7 @@ def _missing(name: str, model: Nemotron3Config | None = None) -> ModuleSpec:
 
 
 nemotron3_torch_stack_spec = _composed(TORCH)
-nemotron3_te_stack_spec = _te() if te_problem() is None else _missing(spec_name("te"))
+nemotron3_te_stack_spec = _te() if te_problem() is None else _missing(spec_name(None, "te"))
 nemotron3_stack_spec = nemotron3_te_stack_spec if default_backend() == "te" else nemotron3_torch_stack_spec
 
 
@@ -203,11 +203,11 @@ def stack_spec(backend: str, config: Nemotron3Config | None = None) -> ModuleSpe
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r}: use {', '.join(BACKENDS)}")
-    spec: ModuleSpec = globals()[spec_name(backend)]
+    spec: ModuleSpec = globals()[spec_name(None, backend)]
     if config is None or config.moe_layers is None:
         return spec
     if spec.module is TransformerEngineMissing:
-        return _missing(spec_name(backend, config), config)
+        return _missing(spec_name(config, backend), config)
     return replace(spec, submodules=replace(spec.submodules, model=config))
 
 

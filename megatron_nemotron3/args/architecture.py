@@ -110,7 +110,7 @@ def architecture_flags(
         seq_length: tokens per sequence.
     """
     head: tuple[tuple[str, object, str], ...] = (
-        ("--spec", (MODULE, spec_name(backend, config)), "backend"),
+        ("--spec", (MODULE, spec_name(config, backend)), "backend"),
         ("--hybrid-layer-pattern", pattern, "config.pattern, config.mtp_pattern, layout"),
     )
     tail: tuple[tuple[str, object, str], ...] = (

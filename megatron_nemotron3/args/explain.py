@@ -335,7 +335,7 @@ def _pasted_violations(
         return []
     ours = {*known, *_sections(config), EMULATE_OPTION}
     others = [flag for flag in pasted if flag.name not in ours and command_line.is_known(flag.values)]
-    backend = "torch" if options.get("--spec") == (MODULE, spec_name("torch", config)) else "te"
+    backend = "torch" if options.get("--spec") == (MODULE, spec_name(config, "torch")) else "te"
     precision = emulate.format if emulate else _precision_of(options)
     words = [word for flag in others for word in (flag.name, *flag.values)]
     launch = Launch(

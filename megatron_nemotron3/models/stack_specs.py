@@ -20,7 +20,7 @@ MODULE = "megatron_nemotron3.specs"
 ARGUMENT = "nemotron3_moe_layers"
 
 
-def spec_name(backend: str, config: Nemotron3Config | None = None) -> str:
+def spec_name(config: Nemotron3Config | None, backend: str) -> str:
     """Return the name of a stack: "nemotron3_torch_stack_spec", "nemotron3_puzzle_torch_stack_spec".
 
     Args:
@@ -33,7 +33,7 @@ def spec_name(backend: str, config: Nemotron3Config | None = None) -> str:
 def models_by_spec() -> dict[str, tuple[str, Nemotron3Config]]:
     """Name of a stack -> its backend and the catalog model, or tiny form, whose E layers it builds."""
     forms = [form for name in names() for form in (get(name), get(name + TINY_SUFFIX))]
-    return {spec_name(b, form): (b, form) for form in forms if form.moe_layers for b in BACKENDS}
+    return {spec_name(form, b): (b, form) for form in forms if form.moe_layers for b in BACKENDS}
 
 
 def experts_text(config: Nemotron3Config | None) -> str:
