@@ -28,7 +28,7 @@ ALLOWED = {
     "layers": {"checkpoint", "cpu", "lora", "models", "monitor", "precision"},
     "lora": set(),
     "specs": {"layers", "models"},
-    "build": {"args", "cpu", "layers", "models", "precision"},
+    "build": {"args", "cpu", "layers", "models", "precision", "specs"},
     "bridge": {"convert", "cpu", "layers", "lora", "models", "specs"},
     "lifetime": set(),
     "spawned": {"lifetime"},

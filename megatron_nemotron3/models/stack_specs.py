@@ -30,6 +30,14 @@ def spec_name(config: Nemotron3Config | None, backend: str) -> str:
     return f"nemotron3_{own}{BACKENDS[backend]}stack_spec"
 
 
+def has_spec(config: Nemotron3Config) -> bool:
+    """Whether `MODULE` has a stack for this model; one of one's own with `moe_layers` has none there."""
+    if config.moe_layers is None:
+        return True
+    _, known = models_by_spec().get(spec_name(config, "auto"), ("", None))
+    return known is not None and (known.pattern, known.moe_layers) == (config.pattern, config.moe_layers)
+
+
 def models_by_spec() -> dict[str, tuple[str, Nemotron3Config]]:
     """Name of a stack -> its backend and the catalog model, or tiny form, whose E layers it builds."""
     forms = [form for name in names() for form in (get(name), get(name + TINY_SUFFIX))]
