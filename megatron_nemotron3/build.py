@@ -78,7 +78,7 @@ def model_config(launch: Launch) -> Any:
     """
     from megatron.training import argument_utils
 
-    own = None if has_spec(launch.config) else launch.config
+    own = None if has_spec(launch.config) or "--spec" in launch.options else launch.config
     # The imported megatron-core need not be the installed one. No option says which experts a layer has.
     known = launch.config.but(moe_layers=None) if own else launch.config
     emitted = flags(replace(launch, megatron_core=__version__, config=known))
