@@ -78,16 +78,16 @@ def flattened(name: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], Rows 
         return dict(data), None
     if (kind := data.get("model_type", MODEL_TYPE)) != MODEL_TYPE:
         raise ValueError(
-            f"{name}: config.json has {KEY} and model_type {kind!r:.40}: they need {MODEL_TYPE!r}"
+            f"{name}: config.json has {KEY} and model_type {kind!r:.40}: such layers are of {MODEL_TYPE!r}"
         )
     decoder, mtp = _blocks(name, data, KEY), _blocks(name, data, MTP_KEY)
     if not decoder:
         raise ValueError(f"{name}: model_type {MODEL_TYPE!r} without {KEY}: the layers' experts are unknown")
     result = {key: value for key, value in data.items() if key not in (KEY, MTP_KEY, _DERIVED)}
     result["model_type"] = FIXED["model_type"]
-    _set_layers(name, result, LAYERS[0], KEY, decoder)
+    _set_layers(name, result, LAYERS, KEY, decoder)
     if mtp:
-        _set_layers(name, result, MTP_LAYERS[0], MTP_KEY, mtp)
+        _set_layers(name, result, MTP_LAYERS, MTP_KEY, mtp)
         if result.get(MTP_BLOCKS) is None:
             result[MTP_BLOCKS] = 1
     _set_common(name, result, decoder, mtp)
@@ -145,13 +145,21 @@ def _blocks(name: str, data: Mapping[str, Any], key: str) -> list[dict[str, Any]
 
 
 def _set_layers(
-    name: str, result: dict[str, Any], pattern_key: str, key: str, blocks: list[dict[str, Any]]
+    name: str,
+    result: dict[str, Any],
+    keys: tuple[str, tuple[str, ...]],
+    key: str,
+    blocks: list[dict[str, Any]],
 ) -> None:
+    """Put the layers outside as a pattern, in place of what is there, which must say the same."""
     pattern = "".join(BLOCKS[block[_TYPE]] for block in blocks)
-    stated = result.get(pattern_key) or pattern
-    if stated != pattern:
-        raise ValueError(f"{name}: {pattern_key}={stated!r:.100} and {key} {pattern!r} contradict each other")
-    result[pattern_key] = pattern
+    for other in (keys[0], *keys[1]):
+        stated = said = result.pop(other, None)
+        if isinstance(stated, list):
+            said = "".join(BLOCKS.get(one, "?") if isinstance(one, str) else "?" for one in stated)
+        if stated and said != pattern:
+            raise ValueError(f"{name}: {other}={stated!r:.100} and {key} {pattern!r} contradict each other")
+    result[keys[0]] = pattern
 
 
 def _set_common(
@@ -177,7 +185,7 @@ def _set_common(
             )
         kind = next(block[_TYPE] for at, block in blocks if at == first)
         lacking = next((at for at, b in blocks if b[_TYPE] == kind and key not in b), None)
-        if lacking and result.get(key) is None:
+        if lacking and key not in FIXED and result.get(key) is None:
             raise ValueError(f"{name}: {lacking} has no {key}, which {first} has")
         result[key] = value
 
