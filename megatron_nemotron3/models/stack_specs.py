@@ -5,6 +5,7 @@ A model whose E layers differ (`moe_layers`) has its own, because Megatron has o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ BACKENDS = {"auto": "", "te": "te_", "torch": "torch_"}
 MODULE = "megatron_nemotron3.specs"
 #: Where a checkpoint's stored arguments keep `experts_text`.
 ARGUMENT = "nemotron3_moe_layers"
+_EXPERTS = re.compile(r"(?:[1-9]\d{0,11}:[1-9]\d{0,11}(?: |\Z))*")
 
 
 def spec_name(config: Nemotron3Config | None, backend: str) -> str:
@@ -48,6 +50,18 @@ def experts_text(config: Nemotron3Config | None) -> str:
     """Return width and top-k of each E layer, "1280:4 1280:8"; "" where they are alike."""
     rows = None if config is None else config.moe_layers
     return " ".join(f"{width}:{topk}" for width, topk in rows or ())
+
+
+def read_experts(text: str) -> tuple[tuple[int, int], ...] | None:
+    """Return `moe_layers` of an `experts_text`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not _EXPERTS.fullmatch(text):
+        raise ValueError(f"{ARGUMENT} {text!r:.60} is not of the form 1280:4 1280:8")
+    rows = (one.split(":") for one in text.split())
+    return tuple((int(width), int(topk)) for width, topk in rows) or None
 
 
 def stored_experts(args: Mapping[str, Any]) -> str | None:
