@@ -22,6 +22,7 @@ from megatron_nemotron3.generate.layers import MLP, Attention, Layer, Norm, Read
 from megatron_nemotron3.generate.mamba import Mamba
 from megatron_nemotron3.generate.moe import MixtureOfExperts
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import hf_root
 
 LAYER_KINDS: dict[str, Callable[[ReadTensor, Nemotron3Config], Layer]] = {
     "M": Mamba,
@@ -107,8 +108,9 @@ def read_weights(
 ) -> Weights:
     """Load tensors under Hugging Face names from any source. Arguments and errors as for `load`."""
     tensors, target, d = TensorReader("checkpoint", source), torch.device(device), config.hidden_size
+    root = hf_root(config)
     if dtype is None:
-        dtype = getattr(torch, source.tensors[tensors.find("backbone.embeddings.weight")].dtype)
+        dtype = getattr(torch, source.tensors[tensors.find(f"{root}.embeddings.weight")].dtype)
 
     def below(prefix: str) -> ReadTensor:
         def read(name: str, *shape: int, float32: bool = False) -> Tensor:
@@ -124,7 +126,7 @@ def read_weights(
         read = below(prefix.hf)
         if prefix.part in LAYER_KINDS:
             if stack is layers or mtp:
-                stack.append(LAYER_KINDS[prefix.part](read, config))
+                stack.append(LAYER_KINDS[prefix.part](read, prefix.config))
         elif prefix.part == "mtp_in":
             stack = []
             read_input = read
@@ -137,9 +139,9 @@ def read_weights(
     read = below("")
     found = Weights(
         config,
-        embedding=read("backbone.embeddings.weight", config.vocab_size, d),
+        embedding=read(f"{root}.embeddings.weight", config.vocab_size, d),
         layers=layers,
-        final_norm=read_norm(read, config, "backbone.norm_f.weight"),
+        final_norm=read_norm(read, config, f"{root}.norm_f.weight"),
         output=transposed(read("lm_head.weight", config.vocab_size, d)),
         mtp=blocks,
     )
