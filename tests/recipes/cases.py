@@ -120,7 +120,7 @@ def golden_text(words: list[str]) -> str:
     """A command as the golden file has it: an option a line, folders of this machine by name."""
     lines: list[str] = []
     for word in words:
-        word = word.replace(str(ROOT), "$ROOT")
+        word = word.replace(str(ROOT), "$ROOT").replace(f"kernels-{os.getuid()}/", "kernels-$UID/")
         starts = word.startswith("--") or word in ("python3", "-m") or (word[:1].isupper() and "=" in word)
         if starts or not lines:
             lines.append(word)
