@@ -6,6 +6,7 @@
 #              MEGATRON_LM_DIR: a checkout of Megatron-LM; without it, the entry of this package.
 # model        TINY=1: the small form of the model.
 # parallelism  TP PP VPP CP EP ETP; DP follows from the number of GPUs.
+# hardware     GPU (h100, gb200 ...): the options and variables published for it; WITHOUT: options of it to leave out.
 # precision    PRECISION BACKEND TE_PRECISION_CONFIG_FILE
 # schedule     STEPS SEQ (tokens) GBS and MBS (sequences) LR MIN_LR LR_DECAY_STYLE: replace the published values.
 # memory       RECOMPUTE: full, or modules of Megatron's selective recompute ("moe layernorm"); empty: none.
@@ -33,19 +34,7 @@ number GPUS NNODES
 [[ $NODE_RANK =~ ^[0-9]+$ ]] || fail "NODE_RANK=$NODE_RANK: give a number from 0 on"
 WORLD=$(( GPUS * NNODES ))
 (( NNODES == 1 )) || [ -n "${DRY_RUN:-}" ] || need MASTER_ADDR "the host name of node 0"
-DEVICE=auto DATA=() CHECKPOINTS=()
-
-# What NVIDIA's public launch scripts export.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-export NVTE_FWD_LAYERNORM_SM_MARGIN=${NVTE_FWD_LAYERNORM_SM_MARGIN:-16}
-export NVTE_BWD_LAYERNORM_SM_MARGIN=${NVTE_BWD_LAYERNORM_SM_MARGIN:-16}
-export NVTE_FUSED_ATTN=${NVTE_FUSED_ATTN:-0}
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-ENVIRONMENT=()
-for name in CUDA_DEVICE_MAX_CONNECTIONS NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_BWD_LAYERNORM_SM_MARGIN NVTE_FUSED_ATTN \
-    PYTORCH_CUDA_ALLOC_CONF; do
-    ENVIRONMENT+=("$name=${!name}")
-done
+DEVICE=auto DATA=() CHECKPOINTS=() ENVIRONMENT=()
 
 # The stock script of a Megatron-LM checkout, or the entry in this package.
 if [ -n "${MEGATRON_LM_DIR:-}" ]; then
@@ -56,6 +45,24 @@ else
     SCRIPT=$(python3 -c 'import megatron_nemotron3 as m; print(m.__path__[0])' 2> /dev/null)/train/pretrain_script.py \
         || fail "python3 has no megatron_nemotron3: pip install megatron-nemotron3, or set PYTHONPATH"
 fi
+
+environment() { # WORDS of nemotron3 flags...: what was published for GPU, or what NVIDIA's public launch scripts export
+    local exports names name
+    if [ -n "${GPU:-}" ]; then
+        exports=$(python3 -m megatron_nemotron3 "$@" --environment 2> /dev/null) || exit 2
+        names=$(sed -n 's/^export \([A-Z0-9_]*\)=.*/\1/p' <<< "$exports")
+        eval "$exports"
+    else
+        export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+        export NVTE_FWD_LAYERNORM_SM_MARGIN=${NVTE_FWD_LAYERNORM_SM_MARGIN:-16}
+        export NVTE_BWD_LAYERNORM_SM_MARGIN=${NVTE_BWD_LAYERNORM_SM_MARGIN:-16}
+        export NVTE_FUSED_ATTN=${NVTE_FUSED_ATTN:-0}
+        export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+        names="CUDA_DEVICE_MAX_CONNECTIONS NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_BWD_LAYERNORM_SM_MARGIN NVTE_FUSED_ATTN
+            PYTORCH_CUDA_ALLOC_CONF"
+    fi
+    for name in $names; do ENVIRONMENT+=("$name=${!name}"); done
+}
 
 rendezvous() { # where torchrun's agents meet
     RENDEZVOUS=(--standalone)
@@ -139,7 +146,7 @@ PYTHON
 }
 
 launch() {
-    local flags words layout batch given ranks python=()
+    local flags words layout batch given ranks without python=()
     CP=${CP:-1} PP=${PP:-1}
     number TP PP CP EP
     ranks=$(( TP * PP * CP ))
@@ -158,10 +165,13 @@ launch() {
     fi
     read -ra words <<< "${EXTRA:-}"
     given+=("${DATA[@]}" "${CHECKPOINTS[@]}" "${words[@]}")
+    words=(flags "$MODEL" ${TINY:+--tiny} "${layout[@]}" --precision "$PRECISION"
+        ${TE_PRECISION_CONFIG_FILE:+--te-precision-config-file "$TE_PRECISION_CONFIG_FILE"}
+        --backend "${BACKEND:-te}" "${batch[@]}" ${GPU:+--gpu "$GPU"})
+    for without in ${WITHOUT:-}; do words+=(--without "$without"); done
     # On its own line, so that refused flags stop the recipe here.
-    flags=$(python3 -m megatron_nemotron3 flags "$MODEL" ${TINY:+--tiny} "${layout[@]}" --precision "$PRECISION" \
-        ${TE_PRECISION_CONFIG_FILE:+--te-precision-config-file "$TE_PRECISION_CONFIG_FILE"} \
-        --backend "${BACKEND:-te}" "${batch[@]}" --shell -- "${given[@]}") || exit 2
+    flags=$(python3 -m megatron_nemotron3 "${words[@]}" --shell -- "${given[@]}") || exit 2
+    environment "${words[@]}"
     eval "ARGS=( $flags )"
     [ "$DEVICE" = cpu ] || kernel_caches "$OUTPUT/kernels"
     if [ "$DEVICE" != cpu ] && [ "${NUMA:-1}" != 0 ]; then

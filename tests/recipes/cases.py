@@ -75,6 +75,7 @@ CASES = [
     Case("super", "sft", "2", 8, {"PHASE": "2", "STEPS": "500"}, "sft-2"),
     *_of("ultra", 768, 64, 24),
     Case("ultra", "sft", "2", 24, {"PHASE": "2"}, "sft-2"),
+    Case("super", "proxy", "gb200", 8, {"GPU": "gb200"}, "published"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What a recipe does with its nodes: NUMA binding, order by NVLink domain, saves, compiled kernels."""
+"""What a recipe does with its GPUs and nodes: options, NUMA, order by NVLink domain, saves, kernels."""
 
 from __future__ import annotations
 
@@ -20,6 +20,24 @@ from tests.recipes.test_launch import _program
 
 BIND = ROOT / "recipes" / "bind.sh"
 PROXY = ROOT / "recipes" / "super" / "proxy.sh"
+
+# -- options of a GPU ----------------------------------------------------------------------------------------
+
+
+def test_the_options_and_variables_of_a_gpu() -> None:
+    """The golden file super-proxy-gb200 has all; a variable that is set stays, WITHOUT drops options."""
+    given = {"DRY_RUN": "1", **BASIC, "NNODES": "8", "GPU": "gb200"}
+    left = run(PROXY, {**given, "USE_MNNVL": "7", "WITHOUT": "cuda-graph-impl cuda-graph-modules"})
+    assert left.returncode == 0, left.stderr
+    assert " USE_MNNVL=7 " in left.stdout and " CUDA_DEVICE_MAX_CONNECTIONS=32 " in left.stdout
+    assert "cuda-graph" not in left.stdout and "--moe-flex-dispatcher-backend hybridep" in left.stdout
+    # The published sets use fused attention, which Megatron refuses together with this.
+    assert "NVTE_FUSED_ATTN" not in left.stdout
+    assert "NVTE_FUSED_ATTN=0" in run(PROXY, {**given, "GPU": ""}).stdout
+    refused = run(PROXY, {**given, "GPU": "h101"})
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert refused.stderr.count("\n") == 1 and "unknown GPU 'h101'" in refused.stderr
+
 
 # -- NUMA ----------------------------------------------------------------------------------------------------
 
