@@ -162,7 +162,7 @@ def _sized(
     spec = submodules.moe_layer
     assert isinstance(spec, ModuleSpec) and spec.module is MoETransformerLayer
     params = {**spec.params, "model": model, "shared": config}
-    return replace(submodules, moe_layer=replace(spec, module=SizedMoELayer, params=params))
+    return replace(submodules, moe_layer=replace(spec, module=SizedMoELayer, params=params))  # type: ignore[call-arg]
 
 
 def _require_layers(layers: Any, model: Nemotron3Config) -> None:
