@@ -74,6 +74,14 @@ def bridges(hf: Path, save: Path, load: Path, builder: bool, sizes: dict[str, in
     return steps_of(output.getvalue())
 
 
+def export(hf: Path, checkpoint: Path, output: Path) -> str:
+    """Bridge's own export of a checkpoint; returns the class of the stack built from run_config.yaml."""
+    bridge = AutoBridge.from_hf_pretrained(str(hf))
+    models = bridge.load_megatron_model(checkpoint, wrap_with_ddp=False)
+    bridge.save_hf_pretrained(models, output, show_progress=False, strict=True)
+    return type(models[0].decoder).__name__
+
+
 def _configuration(model: Any, save: Path, load: Path) -> ConfigContainer:
     """The rest of the run: numbers of `short_schedule` and `mock_argv`."""
     return ConfigContainer(
