@@ -90,6 +90,8 @@ class Launch:
     #: On by default also at dp=1, as in NVIDIA's launches: its checkpoints do not load into the plain
     #: optimizer, so a run that started without it could not grow later.
     distributed_optimizer: bool = True
+    #: Whether `train/pretrain_script.py` will run, which does some things that the stock scripts cannot.
+    own_script: bool = False
     #: Version of megatron-core that the flags are for, such as "0.19" or "main"; None: the installed one.
     megatron_core: str | None = None
 
