@@ -97,7 +97,7 @@ def stack_spec(config: Any) -> ModuleSpec:
     """
     if getattr(config, "transformer_impl", None) == "inference_optimized" or config.restore_modelopt_state:
         return get_default_hybrid_stack_spec(config)
-    # Asked now, not when `specs` was imported: Bridge must be imported before CPU mode.
+    # Asked now, not when `specs` was imported, which may be before CPU mode.
     return te_stack_spec() if default_backend() == "te" else torch_stack_spec()
 
 

@@ -56,7 +56,7 @@ def test_modules_that_compile_functions_are_imported_inside() -> None:
     from megatron.core import jit
 
     with cpu.cpu_mode():
-        torch._dynamo.trace_rules.get_torch_obj_rule_map.cache_clear()  # filled where something compiled before
+        torch._dynamo.trace_rules.get_torch_obj_rule_map.cache_clear()  # what compiled before filled it
         for decorator in (torch.compile, torch.compile(dynamic=True), jit.jit_fuser):
             assert decorator(lambda x: x + 1)(torch.zeros(1)) == 1
 

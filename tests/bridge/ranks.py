@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-# Before CPU mode: megatron.bridge compiles a function when it is imported.
+# Before megatron.bridge, which it lets be imported without TransformerEngine.
 import megatron_nemotron3.bridge  # isort: skip
 from megatron.bridge import AutoBridge
 
