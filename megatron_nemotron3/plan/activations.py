@@ -12,8 +12,9 @@ from functools import lru_cache
 
 from megatron_nemotron3.args import Launch
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.plan.activation_forms import DROPPED, FORMS, Form, Share, packing_saves
+from megatron_nemotron3.plan.activation_forms import DROPPED, FORMS, Form, Share
 from megatron_nemotron3.plan.recompute import MODULES, Recompute, runs
+from megatron_nemotron3.plan.savings import offloaded, packing_saves
 from megatron_nemotron3.plan.state import stage_patterns
 
 #: Kind -> bytes of one microbatch, see `_kind_bytes`.
@@ -38,7 +39,12 @@ def _kept_form(config: Nemotron3Config, at: Share, kind: str) -> Form:
     # A name of MODULES belongs to one kind of layer; parts of other kinds may have the same names.
     names = [name for name in at.recompute.modules if kind == MODULES[name][0]]
     dropped = {part for name in names for part in DROPPED[name]}
-    return {part: number for part, number in form.items() if part not in dropped and number}
+    moved = offloaded(config, at, kind)
+    return {
+        part: number - moved.get(part, 0)
+        for part, number in form.items()
+        if part not in dropped and number > moved.get(part, 0)
+    }
 
 
 @lru_cache(maxsize=65536)

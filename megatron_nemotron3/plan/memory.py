@@ -12,17 +12,23 @@ from functools import lru_cache
 from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
-from megatron_nemotron3.plan.activation_forms import (
-    FLOAT,
-    PACKED,
-    Share,
-    bytes_by_linear,
-    moe_backward,
-    quantized_share,
-)
+from megatron_nemotron3.plan.activation_forms import FLOAT, Share, moe_backward
 from megatron_nemotron3.plan.activations import stage_bytes
-from megatron_nemotron3.plan.state import approximate_state, held_elements, stage_patterns, state
+from megatron_nemotron3.plan.options import IN_PLACE
+from megatron_nemotron3.plan.savings import PACKED, bytes_by_linear, quantized_share
+from megatron_nemotron3.plan.state import (
+    approximate_state,
+    bytes_of,
+    held_elements,
+    kind_elements,
+    stage_patterns,
+    state,
+)
 from megatron_nemotron3.precision.table import kind_named
+
+
+#: Layers that Megatron-FSDP holds whole at once: the one in use, and the next.
+_GATHERED = 2
 
 
 @dataclass(frozen=True)
@@ -87,13 +93,9 @@ def memory(
         held = approximate_state(launch, pp_rank)
     else:
         held = state(launch, pp_rank=pp_rank, dp_rank=exact[0], edp_rank=exact[1])
-    pattern = "".join(patterns[pp_rank :: layout.pp])
-    packed_weights = 0
-    for kind in set(pattern) if at.te else ():
-        copies = weight_copies(config, kind, launch.precision, layout.tp, layout.etp, layout.ep)
-        packed_weights += pattern.count(kind) * copies
+    packed_weights, replaced = _packed_weights(launch, at, "".join(patterns[pp_rank :: layout.pp]))
     return Memory(
-        weights=held.weights,
+        weights=held.weights - replaced,
         gradients=held.gradients,
         optimizer=held.optimizer,
         activations=activations,
@@ -101,6 +103,24 @@ def memory(
         buffers=max(more for _, _, more in chunks) + sum(buffers(launch, at, pp_rank).values()),
         packed_weights=packed_weights,
     )
+
+
+def _packed_weights(launch: Launch, at: Share, pattern: str) -> tuple[int, int]:
+    """Bytes of the packed copies of all weights, and of the BF16 weights that they replace.
+
+    With Megatron-FSDP only the layers that are gathered have copies.
+    """
+    if not at.te:
+        return 0, 0
+    layout, copies, replaced = launch.layout, 0, 0
+    for kind in set(pattern):
+        one = weight_copies(launch.config, kind, launch.precision, layout.tp, layout.etp, layout.ep)
+        times = min(pattern.count(kind), _GATHERED) if at.options.fsdp else pattern.count(kind)
+        copies += times * one
+        if at.options.packed_weights and not at.options.fsdp:
+            each = PACKED[launch.precision] if launch.precision in PACKED else PACKED["bf16"]
+            replaced += round(times * one / (2 * each) * PACKED["bf16"])
+    return copies, replaced
 
 
 @lru_cache(maxsize=4096)
@@ -128,6 +148,7 @@ def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:
     routing: probabilities and map [tokens, experts] of the last microbatch, which every dispatcher keeps.
     pipeline: one tensor received and one sent in each direction; interleaved, twice as many.
     logits: in the model's precision, besides the FP32 softmax made from them.
+    gathered layers: with Megatron-FSDP, weights and gradients of the largest layers in use, and the tables.
     """
     config, layout = launch.config, launch.layout
     patterns = stage_patterns(config, layout.stages, launch.seq_length)
@@ -147,8 +168,14 @@ def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:
         found["routing"] = layers * at.shard * (config.num_moe_experts or 0) * (FLOAT + 1)
     if layout.pp > 1:
         found["pipeline"] = (4 if layout.vpp > 1 else 2) * at.stream(d)
-    if last and at.element == 2:
+    if last and at.element == 2 and at.options.loss != IN_PLACE:
         found["logits"] = at.inner(at.padded_vocab // layout.tp)
+    if at.options.fsdp:
+        sizes = bytes_of(launch)
+        layers = [kind_elements(config, kind, layout.tp, layout.etp, layout.ep) for kind in set(kinds)]
+        tables = kind_elements(config, "output", layout.tp, layout.etp, layout.ep)
+        elements = _GATHERED * max(held.dense + held.expert for held in layers) + 2 * tables.dense
+        found["gathered layers"] = elements * (sizes.weight + sizes.gradient)
     return found
 
 

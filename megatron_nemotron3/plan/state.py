@@ -19,6 +19,7 @@ from megatron_nemotron3.args.layout import cut_pattern
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.tensors import PARAMETER, Row, registered, rows_of, symbol_sizes
+from megatron_nemotron3.plan.options import Options
 
 #: Megatron starts every parameter of a distributed optimizer's buffer at a multiple of this many elements,
 #: and ends a bucket at a multiple of the least common multiple of the ranks and `BUCKET_END`.
@@ -129,9 +130,11 @@ class State:
 
 
 def bytes_of(launch: Launch) -> Bytes:
-    """The bytes of a launch's precision; gradients take 2 with `--grad-reduce-in-bf16` in `extra`."""
-    sizes = FP32 if launch.precision == "fp32" else BF16
-    return replace(sizes, gradient=2) if "--grad-reduce-in-bf16" in launch.extra else sizes
+    """The bytes of a launch's precision and options (`--grad-reduce-in-bf16`, precision-aware optimizer)."""
+    if launch.precision == "fp32":
+        return replace(FP32, gradient=2) if "--grad-reduce-in-bf16" in launch.extra else FP32
+    options = Options.of(launch)
+    return replace(BF16, gradient=options.gradient, master=options.master, moments=options.moments)
 
 
 def state(launch: Launch, *, pp_rank: int = 0, dp_rank: int = 0, edp_rank: int = 0) -> State:
@@ -251,8 +254,12 @@ def approximate_state(launch: Launch, pp_rank: int = 0) -> State:
     whole, owned = held.dense + held.expert, float(held.dense + held.expert)
     if launch.distributed_optimizer:
         owned = held.dense / (layout.dp * layout.cp) + held.expert / layout.edp
+    options, kept = Options.of(launch), float(whole)
+    if options.fsdp:  # divided inside an instance; the optimizer over all of them
+        dense, expert = layout.dp * layout.cp // options.instances, max(1, layout.edp // options.instances)
+        kept = held.dense / dense + held.expert / expert
     return State(
-        weights=whole * sizes.weight,
-        gradients=whole * sizes.gradient,
+        weights=round(kept * sizes.weight),
+        gradients=round(kept * sizes.gradient),
         optimizer=round(owned * (sizes.master + sizes.moments)),
     )
