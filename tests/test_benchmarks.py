@@ -50,6 +50,13 @@ def number(cell: str) -> float:
     return float(cell.replace(",", ""))
 
 
+def test_padded_packs_against_packs_without_padding() -> None:
+    done = run("train_step.py", "--packed", "--lengths", "64", "--repetitions", "1")
+    assert done.returncode == 0, done.stderr
+    ((_, row),) = tables(done.stdout)
+    assert row[0] == "64" and all(number(cell) > 0 for cell in row[1:])
+
+
 def test_parts_of_a_step() -> None:
     done = run("parts.py", "--lengths", "64", "--repetitions", "1")
     assert done.returncode == 0, done.stderr

@@ -25,6 +25,15 @@ SPECS = {
 }
 
 
+def spec_name(config: Nemotron3Config, backend: str) -> str:
+    """The object of `SPEC_MODULE` that builds this model: one of its own where experts differ by layer,
+    because no option says so."""
+    if config.moe_layers is None:
+        return SPECS[backend]
+    own = config.name.replace("-", "_")
+    return SPECS[backend].replace("nemotron3_", f"nemotron3_{own}_", 1)
+
+
 @dataclass(frozen=True)
 class Row:
     """A flag, and how to compute its value from a config."""
@@ -117,7 +126,7 @@ def architecture_flags(
         seq_length: tokens per sequence.
     """
     head: tuple[tuple[str, object, str], ...] = (
-        ("--spec", (SPEC_MODULE, SPECS[backend]), "backend"),
+        ("--spec", (SPEC_MODULE, spec_name(config, backend)), "backend"),
         ("--hybrid-layer-pattern", pattern, "config.pattern, config.mtp_pattern, layout"),
     )
     tail: tuple[tuple[str, object, str], ...] = (

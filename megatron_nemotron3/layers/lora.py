@@ -11,6 +11,7 @@ its output is gathered or reduced. Names, shapes and torch_dist keys are those o
 
 from __future__ import annotations
 
+import operator
 import re
 import sys
 import weakref
@@ -39,6 +40,7 @@ from megatron_nemotron3.checkpoint.folders import locate_one
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.layers.experts import GroupedLinear
 from megatron_nemotron3.layers.linear import ColumnParallelLinear, DuplicatedLinear, RowParallelLinear
+from megatron_nemotron3.layers.registration import when_taken
 from megatron_nemotron3.lora import ARGUMENT, LINEARS, VARIABLE, LoRA, current
 
 #: Parts of Mamba's in_proj in torch_dist keys.
@@ -302,11 +304,6 @@ def add_when_built(stack: Any) -> None:
         return
     model: list[weakref.ref[torch.nn.Module]] = []
 
-    def registered(parent: torch.nn.Module, name: str, child: Any) -> None:
-        if child is stack:
-            model.append(weakref.ref(parent))
-            hook.remove()
-
     def finish_init(quant_config: Any) -> None:
         owner: Any = model[0]() if model else None
         if owner is None:
@@ -316,7 +313,7 @@ def add_when_built(stack: Any) -> None:
         names = add_adapters(owner, lora)
         _announce(owner, lora, names)
 
-    hook = torch.nn.modules.module.register_module_module_registration_hook(registered)
+    when_taken(stack, operator.is_, lambda parent: model.append(weakref.ref(parent)))
     stack.finish_init = finish_init
 
 

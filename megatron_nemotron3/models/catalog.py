@@ -73,6 +73,64 @@ SUPER = Nemotron3Config(
     ),
 )
 
+# Pruned from Super, whose initialization and MTP block it keeps: 512 experts of another width, and another
+# number of them per token, in each E layer, and a smaller Mamba state.
+PUZZLE = SUPER.but(
+    name="puzzle",
+    title="Nemotron Labs 3 Puzzle 75B-A9B",
+    mamba_state_dim=96,
+    # fmt: off
+    moe_layers=(
+        (1280, 4),
+        (1280, 8),
+        (1280, 10),
+        (1280, 8),
+        (1280, 8),
+        (1280, 8),
+        (1280, 12),
+        (1280, 8),
+        (1280, 10),
+        (1280, 8),
+        (2688, 12),
+        (1536, 14),
+        (2688, 12),
+        (1536, 12),
+        (1536, 12),
+        (2688, 12),
+        (2688, 12),
+        (2688, 12),
+        (1536, 10),
+        (2688, 12),
+        (2688, 12),
+        (1792, 12),
+        (1792, 14),
+        (1280, 10),
+        (1280, 10),
+        (1280, 12),
+        (1280, 8),
+        (1280, 12),
+        (1280, 10),
+        (1280, 8),
+        (1280, 8),
+        (1280, 10),
+        (1280, 10),
+        (1280, 10),
+        (1280, 12),
+        (1280, 12),
+        (1280, 14),
+        (1280, 16),
+        (1792, 18),
+        (2048, 18),
+    ),
+    # fmt: on
+    published_total="75.3B",
+    published_active="9.3B",
+    source=(
+        "block_configs in the config.json of nvidia/NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B, revision "
+        "7cd7fa01; the rest as Super"
+    ),
+)
+
 ULTRA = Nemotron3Config(
     name="ultra",
     title="Nemotron 3 Ultra 550B-A55B",
@@ -237,7 +295,7 @@ NANO_4B = Nemotron3Config(
 )
 
 _ALL = (
-    *(NANO, SUPER, ULTRA, LIGHTNING, NANO_4B, NANO_9B_V2, NANO_12B_V2),
+    *(NANO, SUPER, ULTRA, LIGHTNING, PUZZLE, NANO_4B, NANO_9B_V2, NANO_12B_V2),
     *(NEMOTRON_H_4B, NEMOTRON_H_8B, NEMOTRON_H_47B, NEMOTRON_H_56B),
 )
 _MODELS = {model.name: model for model in _ALL}

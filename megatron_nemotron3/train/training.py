@@ -326,10 +326,10 @@ def _prepared_conversations(request: Request, data: TrainingData) -> TrainingDat
     Raises:
         ValueError: as `PackedConversations`.
     """
-    from megatron_nemotron3.train.data.packing import PackedConversations
+    from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
 
     launch, cache = request.launch, str(request.output / "data")
-    multiple = 2 * launch.layout.cp if launch.layout.cp > 1 else 1
+    multiple = conversation_multiple(launch.layout.cp)
     for file in request.conversations:
         if request.tokenizer is None:
             raise ValueError("conversations need a tokenizer's folder")
