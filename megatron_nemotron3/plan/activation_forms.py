@@ -86,7 +86,7 @@ class Share:
             element=4 if launch.precision == "fp32" else 2,
             backend=launch.backend,
             imbalance=options.capacity or imbalance,
-            recompute=Recompute.of(tuple(launch.extra)),
+            recompute=Recompute.of(launch),
             precision=launch.precision,
             padded_vocab=padded_vocab_size(launch.config, layout),
             options=options,

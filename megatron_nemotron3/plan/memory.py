@@ -14,7 +14,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
 from megatron_nemotron3.plan.activation_forms import FLOAT, Share, moe_backward
 from megatron_nemotron3.plan.activations import stage_bytes
-from megatron_nemotron3.plan.options import IN_PLACE
+from megatron_nemotron3.plan.options import NATIVE
 from megatron_nemotron3.plan.savings import PACKED, bytes_by_linear, quantized_share
 from megatron_nemotron3.plan.state import (
     approximate_state,
@@ -25,7 +25,6 @@ from megatron_nemotron3.plan.state import (
     state,
 )
 from megatron_nemotron3.precision.table import kind_named
-
 
 #: Layers that Megatron-FSDP holds whole at once: the one in use, and the next.
 _GATHERED = 2
@@ -147,7 +146,8 @@ def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:
     expert exchange: the rows that a rank sends to experts, and those that it receives before it sorts them.
     routing: probabilities and map [tokens, experts] of the last microbatch, which every dispatcher keeps.
     pipeline: one tensor received and one sent in each direction; interleaved, twice as many.
-    logits: in the model's precision, besides the FP32 softmax made from them.
+    logits: in the model's precision, besides what the loss keeps. Megatron's fused loss also holds them in FP32,
+    before and after their maximum is subtracted (the second is inferred from the memory of published runs).
     gathered layers: with Megatron-FSDP, weights and gradients of the largest layers in use, and the tables.
     """
     config, layout = launch.config, launch.layout
@@ -168,8 +168,10 @@ def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:
         found["routing"] = layers * at.shard * (config.num_moe_experts or 0) * (FLOAT + 1)
     if layout.pp > 1:
         found["pipeline"] = (4 if layout.vpp > 1 else 2) * at.stream(d)
-    if last and at.element == 2 and at.options.loss != IN_PLACE:
-        found["logits"] = at.inner(at.padded_vocab // layout.tp)
+    if last:
+        copies = at.element if at.element == 2 else 0
+        copies += 2 * FLOAT if at.options.loss == NATIVE else 0
+        found["logits"] = at.tokens * (at.padded_vocab // layout.tp) * copies
     if at.options.fsdp:
         sizes = bytes_of(launch)
         layers = [kind_elements(config, kind, layout.tp, layout.etp, layout.ep) for kind in set(kinds)]

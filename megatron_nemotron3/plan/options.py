@@ -6,20 +6,19 @@ plan of a launch is about the run that its command line starts. Recomputation ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_nemotron3.args import Launch
-from megatron_nemotron3.args.flag import parse
+from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS
 
 #: What sends tokens to experts: every copy (`--moe-token-dispatcher-type alltoall`, what our flags emit), or
 #: one a rank (flex with DeepEP or HybridEP; the published runs use HybridEP).
 ALLTOALL, DEEPEP, HYBRIDEP = "alltoall", "deepep", "hybridep"
 DISPATCHERS = (ALLTOALL, DEEPEP, HYBRIDEP)
-#: `--cross-entropy-fusion-impl te`: Transformer Engine's loss keeps the logits and writes their gradient over
-#: them. Every other loss keeps an FP32 softmax.
-IN_PLACE = "te"
+#: `--cross-entropy-fusion-impl`. Transformer Engine's loss keeps the logits and writes their gradient over
+#: them. Megatron's, fused or not, keeps an FP32 softmax.
+IN_PLACE, NATIVE = "te", "native"
 #: Bytes of the types that `--exp-avg-dtype` and `--exp-avg-sq-dtype` name.
 TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 #: Modules of `--cuda-graph-modules` -> layer kind whose launches they capture.
@@ -33,6 +32,31 @@ OFFLOADED = {
     "expert_fc1": "E",
     "moe_act": "E",
     "fused_group_mlp": "E",
+}
+
+#: The options that are read.
+READ = {
+    "--moe-token-dispatcher-type",
+    "--moe-flex-dispatcher-backend",
+    "--cuda-graph-impl",
+    "--cuda-graph-modules",
+    "--cuda-graph-scope",
+    "--cross-entropy-fusion-impl",
+    "--fine-grained-activation-offloading",
+    "--offload-modules",
+    "--min-offloaded-tensor-size",
+    "--use-megatron-fsdp",
+    "--num-distributed-optimizer-instances",
+    "--megatron-fsdp-main-grads-dtype",
+    "--fp8-param-gather",
+    "--fp8-recipe",
+    "--moe-expert-capacity-factor",
+    "--moe-pad-expert-input-to-capacity",
+    "--grad-reduce-in-bf16",
+    "--use-precision-aware-optimizer",
+    "--main-params-dtype",
+    "--exp-avg-dtype",
+    "--exp-avg-sq-dtype",
 }
 
 
@@ -54,7 +78,7 @@ class Options:
     """What the options say that cost time or memory.
 
     dispatcher: one of `DISPATCHERS`. graphs: modules captured in CUDA graphs. overlap: gradients and weights
-    travel during computation. loss: `IN_PLACE` or "" . offload: modules whose inputs go to the CPU. fsdp:
+    travel during computation. loss: `IN_PLACE`, `NATIVE`, or "" where it is not fused. offload: modules whose inputs go to the CPU. fsdp:
     weights and gradients are divided over the data ranks as well (Megatron-FSDP). instances: groups of data
     ranks that each hold all of it (`--num-distributed-optimizer-instances`). packed_weights: quantized linears
     hold no BF16 weight (`--fp8-param-gather`). capacity: rows of an expert over their mean to which it is
@@ -79,7 +103,10 @@ class Options:
     @staticmethod
     def of(launch: Launch) -> Options:
         """The options of a launch."""
-        return _options(tuple(launch.extra), launch.distributed_optimizer and launch.backend != "torch")
+        given = launch.options
+        words = tuple((name, given[name]) for name in sorted(READ & given.keys()))
+        overlap = launch.distributed_optimizer and launch.backend != "torch"
+        return _options(words, launch.precision, launch.backend, overlap)
 
     @property
     def deduplicates(self) -> bool:
@@ -88,8 +115,10 @@ class Options:
 
 
 @lru_cache(maxsize=1024)
-def _options(words: Sequence[str], overlap: bool) -> Options:
-    given = {flag.name: flag.values for flag in parse(words)}
+def _options(
+    words: tuple[tuple[str, tuple[str, ...]], ...], precision: str, backend: str, overlap: bool
+) -> Options:
+    given = dict(words)
 
     def first(name: str, default: str) -> str:
         return (given.get(name) or (default,))[0]
@@ -101,31 +130,41 @@ def _options(words: Sequence[str], overlap: bool) -> Options:
     if first("--cuda-graph-impl", "none") != "none":
         named = given.get("--cuda-graph-modules") or given.get("--cuda-graph-scope") or ()
         graphs = frozenset(named or GRAPHS)  # without names, whole layers
+    fsdp = "--use-megatron-fsdp" in given
     precise = "--use-precision-aware-optimizer" in given
-    kinds = ("--exp-avg-dtype", "--exp-avg-sq-dtype")
+    # Where the optimizer reads BF16 weights it keeps only the other 16 bits of an FP32 copy. In FP8 it cannot.
+    half = not fsdp and (first("--main-params-dtype", "fp32") != "fp32" or not _fp8_recipe(given, precision))
+    moments = ("--exp-avg-dtype", "--exp-avg-sq-dtype")
     padded = "--moe-pad-expert-input-to-capacity" in given
+    offloads = "--fine-grained-activation-offloading" in given
+    fused = NATIVE if backend == "te" else ""
     return Options(
         dispatcher=dispatcher if dispatcher in DISPATCHERS else ALLTOALL,
         graphs=graphs,
         overlap=overlap,
-        loss=IN_PLACE if first("--cross-entropy-fusion-impl", "native") == IN_PLACE else "",
-        offload=given.get("--offload-modules", ())
-        if "--fine-grained-activation-offloading" in given
-        else (),
+        loss=first("--cross-entropy-fusion-impl", fused),
+        offload=given.get("--offload-modules", ()) if offloads else (),
         least_offloaded=int(first("--min-offloaded-tensor-size", str(1 << 20))),
-        fsdp="--use-megatron-fsdp" in given,
+        fsdp=fsdp,
         instances=int(first("--num-distributed-optimizer-instances", "1")),
         packed_weights="--fp8-param-gather" in given,
         capacity=float(first("--moe-expert-capacity-factor", "1")) if padded else None,
-        gradient=_gradient(given, first("--megatron-fsdp-main-grads-dtype", "auto")),
-        # Beside BF16 weights Transformer Engine's Adam keeps only the other 16 bits of an FP32 copy.
-        master=2 if precise else 4,
-        moments=sum(TYPE_BYTES[first(kind, "fp32")] for kind in kinds) if precise else 8,
+        gradient=_gradient_bytes(given, fsdp),
+        master=2 if precise and half else 4,
+        moments=sum(TYPE_BYTES[first(name, "fp32")] for name in moments) if precise else 8,
     )
 
 
-def _gradient(given: dict[str, tuple[str, ...]], fsdp_type: str) -> int:
+def _fp8_recipe(given: dict[str, tuple[str, ...]], precision: str) -> bool:
+    """Whether Megatron's optimizer takes weights for FP8 with a scale of their own, as it decides it."""
+    eight = precision in FORMATS and FORMATS[precision].kind == "fp8"
+    default = FORMATS[precision].recipe if eight else DEFAULT_RECIPES["fp8"]
+    return (given.get("--fp8-recipe") or (default,))[0] != "delayed"
+
+
+def _gradient_bytes(given: dict[str, tuple[str, ...]], fsdp: bool) -> int:
     """Bytes in which a gradient is accumulated. Megatron-FSDP has an option of its own."""
-    if "--use-megatron-fsdp" in given and fsdp_type != "auto":
-        return TYPE_BYTES[fsdp_type]
+    (kind, *_) = given.get("--megatron-fsdp-main-grads-dtype") or ("auto",)
+    if fsdp and kind != "auto":
+        return TYPE_BYTES[kind]
     return 2 if "--grad-reduce-in-bf16" in given else 4

@@ -25,6 +25,7 @@ from functools import lru_cache
 from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.plan.hardware import GPU
+from megatron_nemotron3.plan.options import Options
 from megatron_nemotron3.plan.state import bytes_of, padded_vocab_size, stage_elements, stage_patterns
 
 #: Bytes of an activation or weight that crosses a link (BF16; nothing is sent in FP8), and of FP32.
@@ -241,15 +242,22 @@ def _pipeline_transfers(launch: Launch, pp_rank: int) -> Iterator[Transfer]:
 
 
 def _state_transfers(launch: Launch, pp_rank: int, overlap: bool) -> Iterator[Transfer]:
-    """Gradients and weights, once a step."""
-    config, layout = launch.config, launch.layout
+    """Gradients and weights, once a step; with Megatron-FSDP once a microbatch."""
+    config, layout, options = launch.config, launch.layout, Options.of(launch)
     held, gradient = stage_elements(launch, pp_rank), bytes_of(launch).gradient
     gathers = 2 if held.expert and not overlap else 1
     for link, ranks, elements in (
         ("dp", layout.dp * layout.cp, held.dense),
         ("edp", layout.edp, held.expert),
     ):
-        if launch.distributed_optimizer:
+        if options.fsdp:
+            # Each microbatch gathers the weights for forward and for backward, and scatters its gradients.
+            times, inside = launch.microbatches, max(1, ranks // options.instances)
+            moved = 2 * times * elements * ACTIVATION
+            yield Transfer(link, "weights", ALL_GATHER, inside, 2 * times, moved, True)
+            moved = times * elements * gradient
+            yield Transfer(link, "gradients", REDUCE_SCATTER, inside, times, moved, True)
+        elif launch.distributed_optimizer:
             yield Transfer(link, "gradients", REDUCE_SCATTER, ranks, 1, elements * gradient, overlap)
             gathered = gathers * elements * ACTIVATION
             yield Transfer(link, "weights", ALL_GATHER, ranks, gathers, gathered, overlap)
