@@ -1,7 +1,7 @@
 """How far `nemotron3 plan` is from published runs: time, peak memory, and the place of their layouts.
 
 python benchmarks/plan_error.py          every published run: tokens/s/GPU and memory by the model
-python benchmarks/plan_error.py --fit    fits the two constants anew, and leaves out one run and one model at a time
+python benchmarks/plan_error.py --fit    fits the two constants anew, leaving out one run, then one model
 python benchmarks/plan_error.py --places where the published layouts rank among all that fit
 """
 
@@ -101,9 +101,8 @@ def fit(lines: Sequence[Line]) -> tuple[float, float]:
 
 def show_runs() -> None:
     """The tables of docs/measurements.md."""
-    print(
-        "| model | GPUs | precision | layout | micro | source | tokens/s/GPU | model | error | GiB | model | error |"
-    )
+    columns = "model GPUs precision layout micro source tokens/s/GPU plan error GiB plan error"
+    print(f"| {' | '.join(columns.split())} |")
     print("|-|-|-|-|-:|-|-:|-:|-:|-:|-:|-:|")
     for run in RUNS + CARDS:
         (error,) = errors([run])
@@ -122,37 +121,34 @@ def show_runs() -> None:
         "cards, natural routing (*)": [run for run in CARDS if run.natural and not run.functional],
     }.items():
         found = errors(runs)
-        print(
-            f"\ntime, {name}: root mean square {spread(found):.1%}, worst {_worst(found):+.0%}, {len(runs)} runs"
-        )
+        print(f"\ntime, {name}: {_summary(found)}")
     found = [memory_error(run) for run in CARDS if run.memory]
-    print(f"\nmemory: root mean square {spread(found):.1%}, worst {_worst(found):+.1%}, {len(found)} runs")
+    print(f"\nmemory: {_summary(found)}")
 
 
-def _worst(found: Sequence[float]) -> float:
-    return max(found, key=abs)
+def _summary(found: Sequence[float]) -> str:
+    return f"root mean square {spread(found):.1%}, worst {max(found, key=abs):+.1%}, {len(found)} runs"
 
 
 def show_fit() -> None:
-    """Fitted to all, to all but one run, and to all but one model: what the model says of what it has not seen."""
+    """Fitted to all, to all but one run, and to all but one model: errors of what was left out."""
     lines = [Line(run) for run in FITTED]
     scan, experts = fit(lines)
     seen = [line.error(scan, experts) for line in lines]
-    print(
-        f"all {len(lines)}: scan {scan:.3f} experts {experts * 1e3:.2f} ms  root mean square {spread(seen):.1%}"
-    )
+    print(f"scan {scan:.3f}, experts {experts * 1e3:.2f} ms: {_summary(seen)}")
     unseen = []
     for line in lines:
         unseen.append(line.error(*fit([other for other in lines if other is not line])))
-    print(f"one run left out: root mean square {spread(unseen):.1%}, worst {_worst(unseen):+.0%}")
+    print(f"one run left out: {_summary(unseen)}")
     unseen = []
     for model in dict.fromkeys(line.run.model for line in lines):
         values = fit([line for line in lines if line.run.model != model])
         mine = [line.error(*values) for line in lines if line.run.model == model]
         unseen += mine
         shown = " ".join(f"{e:+.0%}" for e in mine)
-        print(f"without {model:10} scan {values[0]:.3f} experts {values[1] * 1e3:.2f} ms  unseen {shown}")
-    print(f"one model left out: root mean square {spread(unseen):.1%}, worst {_worst(unseen):+.0%}")
+        constants = f"scan {values[0]:.3f}, experts {values[1] * 1e3:.2f} ms"
+        print(f"without {model:10} {constants}, unseen {shown}")
+    print(f"one model left out: {_summary(unseen)}")
 
 
 def show_places() -> None:

@@ -1,8 +1,8 @@
 """GPUs with the numbers of their data sheets. Standard library only.
 
 Peaks are dense (without sparsity). Bandwidths are of one direction. Memory is the data sheet's figure for the
-system divided by its GPUs; its GB are 2**30 bytes (published runs reserved 75.3 GiB of an H100's 80 GB and 173.9
-GiB of a GB200's 186 GB). A process can allocate less (`RESERVE`).
+system divided by its GPUs. Its GB are 2**30 bytes: published runs reserved 81 billion bytes of an H100's 80
+GB and 187 billion of a GB200's 186 GB. A process can allocate less (`RESERVE`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ RESERVE = 6 * GIB
 class GPU:
     """One GPU in its system.
 
-    memory: bytes. bf16, fp8, fp4: operations per second of matrix products; vector: of FP32 outside them. hbm: bytes per second. nvlink, network: bytes per
+    memory: bytes. bf16, fp8, fp4: operations per second of matrix products; vector: of FP32 outside them.
+    hbm: bytes per second. nvlink, network: bytes per
     second that one GPU sends. nvlink_domain: GPUs connected by NVLink. capability: CUDA compute capability.
     """
 

@@ -14,6 +14,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
 from megatron_nemotron3.plan.activation_forms import FLOAT, Share, moe_backward
 from megatron_nemotron3.plan.activations import stage_bytes
+from megatron_nemotron3.plan.kinds import letter, resolve, symbols
 from megatron_nemotron3.plan.options import NATIVE
 from megatron_nemotron3.plan.savings import PACKED, bytes_by_linear, quantized_share
 from megatron_nemotron3.plan.state import (
@@ -78,7 +79,9 @@ def memory(
     config, layout = launch.config, launch.layout
     at = Share.of(launch, imbalance)
     patterns = stage_patterns(config, layout.stages, launch.seq_length)
-    work = moe_backward(config, at, layout.ep) if config.is_moe else 0
+    applied = symbols(config) + (config.mtp_pattern or "")
+    routed = {resolve(config, symbol)[0] for symbol in applied if letter(symbol) == "E"}
+    work = max((moe_backward(own, at, layout.ep) for own in routed), default=0)
     chunks = [
         stage_bytes(config, at, patterns, stage, work) for stage in range(pp_rank, layout.stages, layout.pp)
     ]
@@ -126,9 +129,11 @@ def _packed_weights(launch: Launch, at: Share, pattern: str) -> tuple[int, int]:
 def weight_copies(config: Nemotron3Config, kind: str, precision: str, tp: int, etp: int, ep: int) -> int:
     """Mean bytes of the packed copies of a decoder layer's weights on a rank.
 
-    Transformer Engine packs the weight of a quantized linear along both axes, and keeps the copies from the
-    first microbatch of a step to the next step. Derived from its modules, not measured.
+    kind: a symbol of `kinds.symbols`. Transformer Engine packs the weight of a quantized linear along both
+    axes, and keeps the copies from the first microbatch of a step to the next step. Derived from its modules,
+    not measured.
     """
+    config, kind = resolve(config, kind)
     sizes, layout = bytes_by_linear(config, precision), ParallelLayout(tp=tp, etp=etp, ep=ep)
     total = 0.0
     for row in rows_of(config, kind):
@@ -146,9 +151,10 @@ def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:
     expert exchange: the rows that a rank sends to experts, and those that it receives before it sorts them.
     routing: probabilities and map [tokens, experts] of the last microbatch, which every dispatcher keeps.
     pipeline: one tensor received and one sent in each direction; interleaved, twice as many.
-    logits: in the model's precision, besides what the loss keeps. Megatron's fused loss also holds them in FP32,
-    before and after their maximum is subtracted (the second is inferred from the memory of published runs).
-    gathered layers: with Megatron-FSDP, weights and gradients of the largest layers in use, and the tables.
+    logits: in the model's precision, besides what the loss keeps. Megatron's fused loss also holds them in
+    FP32, before and after their maximum is subtracted (the second: inferred from the memory of published
+    runs). gathered layers: with Megatron-FSDP, weights and gradients of the largest layers in use, and the
+    tables.
     """
     config, layout = launch.config, launch.layout
     patterns = stage_patterns(config, layout.stages, launch.seq_length)
@@ -159,11 +165,13 @@ def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:
     d, found = config.hidden_size, {}
     if at.sequence_parallel:
         found["sequence gather"] = at.inner(2 * d if last and config.has_mtp else d)
-    if "E" in kinds and layout.ep > 1:
-        sent = at.shard * (config.moe_router_topk or 0) * config.expert_input_size * at.element
+    routed = [resolve(config, kind)[0] for kind in kinds if letter(kind) == "E"]
+    if routed and layout.ep > 1:
+        copies = max(own.moe_router_topk or 0 for own in routed)
+        sent = at.shard * copies * config.expert_input_size * at.element
         found["expert exchange"] = sent + round(sent * layout.etp * at.imbalance)
-    if "E" in kinds:
-        layers = "".join(patterns[pp_rank :: layout.pp]).count("E")
+    if routed:
+        layers = sum(letter(kind) == "E" for kind in "".join(patterns[pp_rank :: layout.pp]))
         layers += (config.mtp_pattern or "").count("E") * config.mtp_num_blocks if last else 0
         found["routing"] = layers * at.shard * (config.num_moe_experts or 0) * (FLOAT + 1)
     if layout.pp > 1:
@@ -174,9 +182,9 @@ def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:
         found["logits"] = at.tokens * (at.padded_vocab // layout.tp) * copies
     if at.options.fsdp:
         sizes = bytes_of(launch)
-        layers = [kind_elements(config, kind, layout.tp, layout.etp, layout.ep) for kind in set(kinds)]
+        whole = [kind_elements(config, kind, layout.tp, layout.etp, layout.ep) for kind in set(kinds)]
         tables = kind_elements(config, "output", layout.tp, layout.etp, layout.ep)
-        elements = _GATHERED * max(held.dense + held.expert for held in layers) + 2 * tables.dense
+        elements = _GATHERED * max(held.dense + held.expert for held in whole) + 2 * tables.dense
         found["gathered layers"] = elements * (sizes.weight + sizes.gradient)
     return found
 

@@ -1,7 +1,7 @@
 """The performance options of a launch that change its time or its memory. Standard library only.
 
-They are read from Megatron's own options (`Launch.extra` over what `flags` emits for the backend), so that the
-plan of a launch is about the run that its command line starts. Recomputation has a module of its own.
+They are read from Megatron's own options (`Launch.extra` over what `flags` emits for the backend), so that
+the plan of a launch is about the run that its command line starts. Recomputation has a module of its own.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Options:
     """What the options say that cost time or memory.
 
     dispatcher: one of `DISPATCHERS`. graphs: modules captured in CUDA graphs. overlap: gradients and weights
-    travel during computation. loss: `IN_PLACE`, `NATIVE`, or "" where it is not fused. offload: modules whose inputs go to the CPU. fsdp:
-    weights and gradients are divided over the data ranks as well (Megatron-FSDP). instances: groups of data
-    ranks that each hold all of it (`--num-distributed-optimizer-instances`). packed_weights: quantized linears
-    hold no BF16 weight (`--fp8-param-gather`). capacity: rows of an expert over their mean to which it is
-    padded, or None. gradient, master, moments: bytes of an accumulated gradient, of the optimizer's copy of a
-    weight, and of both moments, in BF16 training.
+    travel during computation. loss: `IN_PLACE`, `NATIVE`, or "" where it is not fused. offload: modules whose
+    inputs go to the CPU. fsdp: weights and gradients are divided over the data ranks as well (Megatron-FSDP).
+    instances: groups of data ranks that each hold all of it (`--num-distributed-optimizer-instances`).
+    packed_weights: quantized linears hold no BF16 weight (`--fp8-param-gather`). capacity: rows of an expert
+    over their mean to which it is padded, or None. gradient, master, moments: bytes of an accumulated
+    gradient, of the optimizer's copy of a weight, and of both moments, in BF16 training.
     """
 
     dispatcher: str = ALLTOALL
@@ -132,7 +132,8 @@ def _options(
         graphs = frozenset(named or GRAPHS)  # without names, whole layers
     fsdp = "--use-megatron-fsdp" in given
     precise = "--use-precision-aware-optimizer" in given
-    # Where the optimizer reads BF16 weights it keeps only the other 16 bits of an FP32 copy. In FP8 it cannot.
+    # Where the optimizer reads BF16 weights it keeps only the other 16 bits of an FP32 copy. In FP8 it
+    # cannot.
     half = not fsdp and (first("--main-params-dtype", "fp32") != "fp32" or not _fp8_recipe(given, precision))
     moments = ("--exp-avg-dtype", "--exp-avg-sq-dtype")
     padded = "--moe-pad-expert-input-to-capacity" in given

@@ -2,13 +2,14 @@
 
 Sources, all in Megatron-Bridge (state of 2026-08-22, 067f987df03b):
 
-- "26.08" and the like: docs/performance-summary.md and performance-summary-archive.md, newest container in
-  which the row appears. 8,192 tokens a sequence, balanced routing forced, PP 1, CP 1.
-- "card": examples/model_verification_cards/*/card.yaml. "card <commit>": a state of that file in the history of
+- "26.08" and the like: docs/performance-summary.md and performance-summary-archive.md, newest container that
+  has the row. 8,192 tokens a sequence, balanced routing forced, PP 1, CP 1.
+- "card": examples/model_verification_cards/*/card.yaml. "card <commit>": a state of that file in the history
+of
   the repository, or of pull request 5568 (Ultra on H100).
 
-The options of a run are those of its recipe (`perf_recipes/nemotronh`, `recipes/nemotronh`, and
-`scripts/performance/configs/nemotronh` of version 0.5.0 for containers 26.04 and 26.06), as Megatron's options.
+The options of a run are those of its recipe (`perf_recipes/nemotronh`, `recipes/nemotronh`, and for
+containers 26.04 and 26.06 `scripts/performance/configs/nemotronh` of version 0.5.0), as options of Megatron.
 Standard library only.
 """
 
@@ -145,7 +146,10 @@ RUNS: tuple[Run, ...] = (
 CARDS: tuple[Run, ...] = (
     Run(
         *("super", "h100", 64, "bf16", 1280, 1, 1, 32, _tokens(1280, 64, 27588.58, 4096), "card"),
-        **dict(options=_SUPER_H100, pp=2, seq_length=4096, memory=59.0),
+        options=_SUPER_H100,
+        pp=2,
+        seq_length=4096,
+        memory=59.0,
     ),
     Run("super", "gb200", 64, "bf16", 512, 1, 2, 64, _tokens(512, 64, 9926.35), "card"),
     Run(
@@ -157,7 +161,8 @@ CARDS: tuple[Run, ...] = (
     ),
     Run(
         *("lightning", "h100", 16, "bf16", 512, 1, 1, 8, _tokens(512, 16, 20826.37), "card 98bce3260"),
-        **dict(options=f"{_PERF} {_GRAPHS} attn mamba {_SELECTIVE} moe layernorm", memory=71.949),
+        options=f"{_PERF} {_GRAPHS} attn mamba {_SELECTIVE} moe layernorm",
+        memory=71.949,
     ),
     Run(
         *("lightning", "gb200", 8, "bf16", 512, 2, 1, 8, _tokens(512, 8, 18236.06), "card"),
@@ -165,53 +170,73 @@ CARDS: tuple[Run, ...] = (
     ),
     Run(
         *("lightning", "gb200", 8, "mxfp8", 384, 3, 1, 8, _tokens(384, 8, 13917.0), "card"),
-        **dict(options=f"{_PERF} {_PACKED} {_FSDP}", memory=169.54),
+        options=f"{_PERF} {_PACKED} {_FSDP}",
+        memory=169.54,
     ),
     Run(
         *("nano-4b", "h100", 8, "bf16", 1024, 1, 1, 1, _tokens(1024, 8, 26775.11, 4096), "card"),
-        **dict(options="--use-precision-aware-optimizer", seq_length=4096),
+        options="--use-precision-aware-optimizer",
+        seq_length=4096,
     ),
     Run(
         *("super", "h100", 64, "bf16", 1280, 1, 1, 32, _tokens(1280, 64, 29368.69, 4096), "card"),
-        **dict(options=_SUPER_H100, pp=2, seq_length=4096, memory=58.079, natural=True),
+        options=_SUPER_H100,
+        pp=2,
+        seq_length=4096,
+        memory=58.079,
+        natural=True,
     ),
     Run(
         *("lightning", "h100", 16, "bf16", 512, 1, 1, 8, _tokens(512, 16, 36869.27), "card"),
         options=f"{_ALL} {_GRAPHS} mamba {_SELECTIVE} moe layernorm core_attn",
-        **dict(cp=2, memory=68.547, natural=True),
+        cp=2,
+        memory=68.547,
+        natural=True,
     ),
     Run(
         *("lightning", "gb200", 8, "bf16", 512, 2, 1, 8, _tokens(512, 8, 21483.63), "card"),
-        **dict(options=_PERF, memory=158.22, natural=True),
+        options=_PERF,
+        memory=158.22,
+        natural=True,
     ),
     Run(
         *("lightning", "gb200", 8, "bf16", 512, 2, 1, 8, _tokens(512, 8, 13362.64, 4096), "card 513e30e83"),
         options=f"{_ALL} {_GRAPHS} attn mamba moe_router moe_preprocess",
-        **dict(seq_length=4096, memory=130.12, natural=True),
+        seq_length=4096,
+        memory=130.12,
+        natural=True,
     ),
     Run(
         *("lightning", "gb200", 8, "bf16", 512, 1, 1, 8, _tokens(512, 8, 26051.24), "card c9a70e2f5"),
         options=f"{_ALL} {_GRAPHS} attn mamba moe_router moe_preprocess",
-        **dict(memory=130.12, natural=True),
+        memory=130.12,
+        natural=True,
     ),
     Run(
         *("lightning", "gb200", 8, "bf16", 512, 2, 1, 8, _tokens(512, 8, 26665.83), "card"),
         options=f"{_PERF} {_FSDP} --megatron-fsdp-main-grads-dtype fp32",
-        **dict(memory=160.76, natural=True),
+        memory=160.76,
+        natural=True,
     ),
     Run(
         *("lightning", "gb200", 8, "bf16", 512, 2, 1, 8, _tokens(512, 8, 24690.75), "card a10679e0c"),
-        **dict(options=f"{_PERF} {_FSDP}", memory=152.52, natural=True),
+        options=f"{_PERF} {_FSDP}",
+        memory=152.52,
+        natural=True,
     ),
     Run(
         *("lightning", "gb200", 8, "bf16", 512, 1, 1, 8, _tokens(512, 8, 40722.94), "card c9a70e2f5"),
-        **dict(options=f"{_ALL} {_FSDP}", memory=123.04, natural=True),
+        options=f"{_ALL} {_FSDP}",
+        memory=123.04,
+        natural=True,
     ),
     Run(
         # Its recipe also computes MLPs in 64 pieces, has NCCL buffers of 256 KiB and no prefetch of weights.
         *("ultra", "h100", 256, "bf16", 512, 1, 4, 64, _tokens(512, 256, 388228.08), "card f1f241b0b"),
         options=f"--cross-entropy-fusion-impl te {_FSDP} {_SHORT_MOMENTS} --recompute-granularity full "
         "--recompute-method block --recompute-num-layers 108",
-        **dict(memory=41.934, natural=True, functional=True),
+        memory=41.934,
+        natural=True,
+        functional=True,
     ),
 )

@@ -13,6 +13,7 @@ from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, ch
 from megatron_nemotron3.args.versions import DEFAULT
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.plan.hardware import GIB, GPU, GPUS, RESERVE
+from megatron_nemotron3.plan.kinds import symbols
 from megatron_nemotron3.plan.memory import Memory, memory
 from megatron_nemotron3.plan.options import ALLTOALL, dispatcher_words
 from megatron_nemotron3.plan.recompute import NONE, Recompute, modules
@@ -285,8 +286,8 @@ class _TimeBound:
         self.question = question
         self.passes: dict[tuple[int, ...], float] = {}
         config = question.config
-        applied = config.pattern + (config.mtp_pattern or "") * config.mtp_num_layers
-        self.times = {kind: applied.count(kind) for kind in "M*E-"} | {"embedding": 1, "output": 1}
+        applied = symbols(config) + (config.mtp_pattern or "") * config.mtp_num_layers
+        self.times = {kind: applied.count(kind) for kind in applied} | {"embedding": 1, "output": 1}
         if config.has_mtp:
             self.times["mtp"] = config.mtp_num_layers
 

@@ -19,6 +19,7 @@ from megatron_nemotron3.args.layout import cut_pattern
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.tensors import PARAMETER, Row, registered, rows_of, symbol_sizes
+from megatron_nemotron3.plan.kinds import resolve, symbols
 from megatron_nemotron3.plan.options import Options
 
 #: Megatron starts every parameter of a distributed optimizer's buffer at a multiple of this many elements,
@@ -44,8 +45,12 @@ def padded_vocab_size(config: Nemotron3Config, layout: ParallelLayout) -> int:
 
 @lru_cache(maxsize=65536)
 def stage_patterns(config: Nemotron3Config, stages: int, seq_length: int) -> tuple[str, ...]:
-    """The layers of each stage, as our flags cut the pattern for sequences of this length."""
-    return tuple(_pattern.parse(cut_pattern(config, ParallelLayout(pp=stages), seq_length)).stages)
+    """The layers of each stage as `kinds.symbols`, as our flags cut the pattern for this sequence length."""
+    left, found = symbols(config), []
+    for stage in _pattern.parse(cut_pattern(config, ParallelLayout(pp=stages), seq_length)).stages:
+        found.append(left[: len(stage)])
+        left = left[len(stage) :]
+    return tuple(found)
 
 
 def parameters(launch: Launch, stage: int) -> list[Parameter]:
@@ -61,7 +66,7 @@ def _stage_parameters(launch: Launch, stage: int) -> Iterator[Parameter]:
     config, layout = launch.config, launch.layout
     stages = stage_patterns(config, layout.stages, launch.seq_length)
     last = stage == len(stages) - 1
-    sizes = symbol_sizes(config, padded_vocab_size(config, layout))
+    vocab = padded_vocab_size(config, layout)
     # MTP embeds the next tokens itself, so its stage holds the embedding table, too.
     parts = ["embedding"] if stage == 0 or (last and config.has_mtp) else []
     parts += stages[stage]
@@ -69,7 +74,9 @@ def _stage_parameters(launch: Launch, stage: int) -> Iterator[Parameter]:
         block = ["mtp_in", *(config.mtp_pattern or ""), "mtp_out"]
         parts += ["final_norm", *block * config.mtp_num_blocks, "output_layer"]
     for part in parts:
-        for row in registered(_part_rows(config, part)):
+        own, kind = resolve(config, part)
+        sizes = symbol_sizes(own, vocab)
+        for row in registered(_part_rows(own, kind)):
             elements, copies, expert = held_elements(row, layout, sizes)
             name = row.spelling(PARAMETER).tensors[0].name
             yield from [Parameter(name, elements, expert)] * copies
@@ -205,7 +212,7 @@ class Elements:
 def kind_elements(config: Nemotron3Config, kind: str, tp: int, etp: int, ep: int) -> Elements:
     """Elements of one layer of a kind, or of "embedding", "output" (with the final norm) or "mtp" (one stored
     block without its layers)."""
-    layout = ParallelLayout(tp=tp, etp=etp, ep=ep)
+    layout, (config, kind) = ParallelLayout(tp=tp, etp=etp, ep=ep), resolve(config, kind)
     sizes = symbol_sizes(config, padded_vocab_size(config, layout))
     parts = {"output": ("final_norm", "output_layer"), "mtp": ("mtp_in", "mtp_out")}.get(kind, (kind,))
     total = Elements()

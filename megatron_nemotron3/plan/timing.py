@@ -3,11 +3,10 @@
 The time of a microbatch on a pipeline rank is a sum over its layers: matrix products at a share of the GPU's
 peak in their format; Mamba's scan at a share of the vector units' peak; saved activations read and written a
 number of times (norms, convolutions, permutations and quantization are bound by memory); weights read and
-gradients accumulated; kernel launches as far as the GPU waits for them, and none where CUDA graphs replace them;
-a wait in each E layer; and collectives, none of them hidden, as in the stock schedule of a hybrid model. A step
-adds the pipeline bubble, the data-parallel traffic that computation does not cover, and the optimizer. What the
-launch's options change comes from `options.Options`.
-docs/measurements.md compares the model with published runs.
+gradients accumulated; kernel launches as far as the GPU waits for them, none where CUDA graphs replace them;
+a wait in each E layer; and collectives, none of them hidden, as in the stock schedule of a hybrid model. A
+step adds the pipeline bubble, the data-parallel traffic that computation does not cover, and the optimizer.
+The launch's options count (`options`). docs/measurements.md compares the model with published runs.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from megatron_nemotron3.models.tensors import ROWS
 from megatron_nemotron3.plan.activations import layer_activations
 from megatron_nemotron3.plan.flops import BACKWARD, layer_operations, module_of
 from megatron_nemotron3.plan.hardware import GPU
+from megatron_nemotron3.plan.kinds import letter, resolve, symbols
 from megatron_nemotron3.plan.options import Options
 from megatron_nemotron3.plan.recompute import MODULES, Recompute
 from megatron_nemotron3.plan.savings import quantized_share
@@ -47,11 +47,11 @@ from megatron_nemotron3.precision.table import kind_named
 class Assumptions:
     """Numbers that no data sheet gives.
 
-    products: share of the peak that a matrix product attains, by format. scan: the same of Mamba's scan, on the
-    vector units. passes: how often a saved activation crosses memory in forward and backward. memory, nvlink,
-    network: attained share of their bandwidth. launches: seconds that the host takes to start the kernels of a
-    layer for a microbatch. experts: seconds that an E layer waits besides: the host learns there how many
-    tokens each expert gets before it can go on. latency: seconds of a collective.
+    products: share of the peak that a matrix product attains, by format. scan: the same of Mamba's scan, on
+    the vector units. passes: how often a saved activation crosses memory in forward and backward. memory,
+    nvlink, network: attained share of their bandwidth. launches: seconds that the host takes to start the
+    kernels of a layer for a microbatch. experts: seconds that an E layer waits besides: the host learns there
+    how many tokens each expert gets before it can go on. latency: seconds of a collective.
     """
 
     products: dict[str, float] = field(hash=False)
@@ -158,11 +158,11 @@ def module_formats(config: Nemotron3Config, precision: str) -> dict[tuple[str, s
     return found
 
 
-def _product_seconds(launch: Launch, machine: Machine, kind: str) -> float:
+def _product_seconds(launch: Launch, config: Nemotron3Config, machine: Machine, kind: str) -> float:
     """Seconds of the matrix products of one token's forward pass through a layer, on one GPU."""
     if kind == "embedding":
         return 0.0
-    config, precision = launch.config, launch.precision
+    precision = launch.precision
     plain = "fp32" if precision == "fp32" else "bf16"
 
     def rate(format: str) -> float:
@@ -184,15 +184,15 @@ def _product_seconds(launch: Launch, machine: Machine, kind: str) -> float:
 
 
 @lru_cache(maxsize=65536)
-def _layer_time(launch: Launch, machine: Machine, kind: str) -> LayerTime:
-    config, layout, assumed = launch.config, launch.layout, machine.assumed
+def _layer_time(launch: Launch, machine: Machine, symbol: str) -> LayerTime:
+    layout, assumed, (config, kind) = launch.layout, machine.assumed, resolve(launch.config, symbol)
     tokens = launch.seq_length * launch.micro_batch_size
-    forward = _product_seconds(launch, machine, kind) * tokens / (layout.tp * layout.cp)
+    forward = _product_seconds(launch, config, machine, kind) * tokens / (layout.tp * layout.cp)
     # The backend is Transformer Engine on a GPU: what it keeps is what crosses memory. Quantizing reads and
     # writes what packing saves.
     saved = layer_activations(
         replace(launch, backend="te", precision="fp32" if launch.precision == "fp32" else "bf16", extra=()),
-        kind,
+        symbol,
     )
     held = kind_elements(config, kind, layout.tp, layout.etp, layout.ep)
     moved = sum(saved.values()) * assumed.passes / machine.bandwidth
@@ -274,10 +274,10 @@ def one_replica(launch: Launch) -> Launch:
 def layer_times(launch: Launch, machine: Machine) -> dict[str, LayerTime]:
     """Kind -> its time for a microbatch. `launch` is a result of `one_replica`."""
     config = launch.config
-    kinds = dict.fromkeys((*config.pattern, *(config.mtp_pattern or ""), "embedding", "output", "mtp"))
+    kinds = dict.fromkeys((*symbols(config), *(config.mtp_pattern or ""), "embedding", "output", "mtp"))
     dense = replace(launch, layout=replace(launch.layout, ep=1, etp=1))  # only E layers depend on ep and etp
     return {
-        kind: _layer_time(launch if kind == "E" else dense, machine, kind)
+        kind: _layer_time(launch if letter(kind) == "E" else dense, machine, kind)
         for kind in kinds
         if kind != "mtp" or config.has_mtp
     }

@@ -25,6 +25,7 @@ from functools import lru_cache
 from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.plan.hardware import GPU
+from megatron_nemotron3.plan.kinds import resolve
 from megatron_nemotron3.plan.options import Options
 from megatron_nemotron3.plan.state import bytes_of, padded_vocab_size, stage_elements, stage_patterns
 
@@ -73,9 +74,11 @@ def layer_transfers(
     """Transfers of one layer for one microbatch, forward and backward.
 
     Args:
-        kind: "M", "*", "E", "-", "embedding", "output" (with the loss), or "mtp": a depth without its layers,
+        kind: a symbol of `kinds.symbols`, "embedding", "output" (with the loss), or "mtp": a depth without
+        its layers,
             but with its own embedding and output.
     """
+    config, kind = resolve(config, kind)
     tokens = seq_length // layout.cp * micro_batch_size
     return tuple(t for t in _LAYER_TRANSFERS[kind](config, layout, tokens) if t.ranks > 1 and t.buffer)
 
@@ -193,7 +196,7 @@ def stage_kinds(config: Nemotron3Config, pp: int, vpp: int, pp_rank: int, seq_le
     last = pp_rank == pp - 1
     depths = config.mtp_num_layers if config.has_mtp and last else 0
     applied += (config.mtp_pattern or "") * depths
-    found = {kind: applied.count(kind) for kind in "M*E-"}
+    found = {kind: applied.count(kind) for kind in dict.fromkeys(applied)}
     found |= {"embedding": int(pp_rank == 0), "output": int(last), "mtp": depths}
     return {kind: times for kind, times in found.items() if times}
 
