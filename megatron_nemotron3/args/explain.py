@@ -43,7 +43,7 @@ from megatron_nemotron3.precision.settings import Emulation
 #: Every origin a setting can have.
 ORIGINS = (
     *("model", "family", "layout", "precision", "schedule", "data", "backend", "default", "user"),
-    "checkpoint",
+    *("checkpoint", "gpu"),
 )
 WORLD_SIZE = "world size"
 

@@ -174,10 +174,10 @@ OPTION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "packed-cp-torch",
-        lambda c: "--sft" in c.options and c.layout.cp > 1 and c.backend == "torch",
+        lambda c: "--sft" in c.options and c.layout.cp > 1 and c.backend == "torch" and not c.own_script,
         lambda c: (
-            f"--sft with CP={c.layout.cp}: Megatron splits packed documents with Transformer Engine's CUDA "
-            "library: use cp=1 or backend te"
+            f"--sft with CP={c.layout.cp}: the stock script splits packed documents with Transformer "
+            "Engine's CUDA library: use cp=1, backend te, or `nemotron3 train --conversations`"
         ),
         "megatron/core/utils.py",
     ),

@@ -153,6 +153,7 @@ def train(request: Request) -> int:
         given,
         te_precision_config_file=request.precision_file,
         data=TrainingData(),
+        own_script=True,
         # After a signal: finish the step, save, leave.
         extra=("--exit-signal-handler", *_event_files(request), *_starting_options(request), *given.extra),
     )

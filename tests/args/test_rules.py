@@ -240,6 +240,13 @@ HARMLESS: list[dict[str, Any]] = [
         "layout": layout(cp=2),
         "backend": "te",
     },
+    {
+        "config": models.get("nano"),
+        "extra": ("--sft", "--calculate-per-token-loss"),
+        "layout": layout(cp=2),
+        "backend": "torch",
+        "own_script": True,
+    },
     {"extra": ("--dist-ckpt-optim-fully-reshardable",), "backend": "torch"},
     {"extra": ("--dataloader-inter-document-masking",)},
     {"extra": ("--recompute-modules", "moe_act"), "backend": "te"},

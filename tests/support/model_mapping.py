@@ -134,6 +134,28 @@ def transformers_config(model: Nemotron3Config) -> Any:
     )
 
 
+def transformers_model(model: Nemotron3Config, **settings: Any) -> Any:
+    """`NemotronHForCausalLM` of a model, MTP left out; `settings` are attributes of its config.
+
+    transformers has no class for experts that differ by layer. Its own mixture of experts, built once for
+    each layer from the config of that layer, is that model.
+    """
+    import transformers
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
+
+    def configured(of: Nemotron3Config) -> Any:
+        config = transformers_config(of)
+        for name, value in settings.items():
+            setattr(config, name, value)
+        return config
+
+    result = transformers.NemotronHForCausalLM(configured(model))
+    for number, kind in enumerate(model.pattern if model.moe_layers else ""):
+        if kind == "E":
+            result.model.layers[number].mixer = NemotronHMoE(configured(model.at(number)), layer_idx=number)
+    return result
+
+
 def to_transformers(tensors: dict[str, Tensor], model: Nemotron3Config) -> dict[str, Tensor]:
     """Megatron's named tensors (parameters, or their gradients) under transformers' names and shapes.
 
