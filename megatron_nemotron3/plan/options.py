@@ -106,6 +106,8 @@ class Options:
         given = launch.options
         words = tuple((name, given[name]) for name in sorted(READ & given.keys()))
         overlap = launch.distributed_optimizer and launch.backend != "torch"
+        if launch.tuned and "--overlap-param-gather" in launch.tuned.removed:
+            overlap = "--overlap-param-gather" in given
         return _options(words, launch.precision, launch.backend, overlap)
 
     @property

@@ -1,4 +1,4 @@
-"""Models whose E layers differ (`moe_layers`): every part of the plan counts each layer with its own sizes."""
+"""Models whose E layers differ (`moe_layers`): the plan counts each layer with its own sizes."""
 
 from __future__ import annotations
 
