@@ -107,10 +107,9 @@ def read_weights(
     mtp: bool = True,
 ) -> Weights:
     """Load tensors under Hugging Face names from any source. Arguments and errors as for `load`."""
-    tensors, target, d = TensorReader("checkpoint", source), torch.device(device), config.hidden_size
-    root = hf_root(config)
+    tensors, target = TensorReader("checkpoint", source), torch.device(device)
     if dtype is None:
-        dtype = getattr(torch, source.tensors[tensors.find(f"{root}.embeddings.weight")].dtype)
+        dtype = getattr(torch, source.tensors[tensors.find(f"{hf_root(config)}.embeddings.weight")].dtype)
 
     def below(prefix: str) -> ReadTensor:
         def read(name: str, *shape: int, float32: bool = False) -> Tensor:
@@ -119,6 +118,19 @@ def read_weights(
 
         return read
 
+    found = assemble(below, config, mtp=mtp)
+    source.reads.finish()
+    return found
+
+
+def assemble(below: Callable[[str], ReadTensor], config: Nemotron3Config, *, mtp: bool = True) -> Weights:
+    """Lay out the tensors of a model for decoding.
+
+    Args:
+        below: prefix of Hugging Face names -> what reads the tensors below it.
+        mtp: also the MTP block, if there is one.
+    """
+    d, root = config.hidden_size, hf_root(config)
     layers: list[Layer] = []
     blocks: list[MTPBlock] = []
     stack = layers
@@ -137,7 +149,7 @@ def read_weights(
             final_norm = read_norm(read, config, "final_layernorm.weight")
             blocks.append(MTPBlock(enorm, hnorm, eh_proj, stack, final_norm))
     read = below("")
-    found = Weights(
+    return Weights(
         config,
         embedding=read(f"{root}.embeddings.weight", config.vocab_size, d),
         layers=layers,
@@ -145,5 +157,3 @@ def read_weights(
         output=transposed(read("lm_head.weight", config.vocab_size, d)),
         mtp=blocks,
     )
-    source.reads.finish()
-    return found
