@@ -80,7 +80,7 @@ PERFORMANCE_RULES: tuple[Rule, ...] = (
         "cpu-offloading-num-layers",
         lambda c: int(c.option("--cpu-offloading-num-layers", "0")) > 0,
         lambda c: (
-            f"--cpu-offloading-num-layers {c.option('--cpu-offloading-num-layers', '')} offloads nothing: "
+            f"--cpu-offloading-num-layers={c.option('--cpu-offloading-num-layers', '')} offloads nothing: "
             "only the block of GPT models has it. Use --fine-grained-activation-offloading with "
             "--offload-modules"
         ),
