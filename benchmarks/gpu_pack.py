@@ -150,15 +150,6 @@ def gather(folder: Path, te_wheel: Path | None, have: Iterable[str]) -> dict[str
         RuntimeError: pip failed.
     """
     wheels, te = folder / "wheels", folder / "te" / "wheels"
-    pip(
-        "download",
-        "--quiet",
-        "--no-deps",
-        *target_options(),
-        "-d",
-        str(wheels),
-        *missing(resolve(folder), have),
-    )
     own = missing(resolve(folder), have)
     _download(wheels, own)
     pip("wheel", "--quiet", "--no-deps", "-w", str(wheels), str(ROOT))

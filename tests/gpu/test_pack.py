@@ -1,4 +1,4 @@
-"""Packs for a GPU machine without a package index (benchmarks/gpu_pack.py): without network, of small wheels."""
+"""Packs for a GPU machine without a package index (benchmarks/gpu_pack.py), of small wheels made here."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def test_what_is_wrong_is_said_before_anything_is_made(pack: Path, tmp_path: Pat
 def test_torch_and_what_is_there_are_left_out() -> None:
     """Packages that only torch needs stay out; what was asked for by name or is newer here does not."""
     needs = {
-        "torch": ["nvidia-cublas==13", "numpy", 'pandas; extra == "all"'],
+        "torch": ["cuda-toolkit[cublas]==13", "numpy", 'pandas; extra == "all"'],
+        "cuda-toolkit": ['nvidia-cublas==13; extra == "cublas"'],
         "nvidia-cublas": [],
         "numpy": [],
         "megatron_core": ["torch", "einops", "pandas"],
