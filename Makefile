@@ -5,7 +5,7 @@ RUN = $(VENV)/bin/python -m
 # A file's tests stay in one process: they share what they built. Long files start first (tests/conftest.py).
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo quick test test-full test-te test-bridge test-rl test-upstream test-matrix test-main lint docs bench \
+.PHONY: demo quick test test-full test-te test-bridge test-rl test-upstream test-matrix test-main lint docs bench gpu \
 	fuzz environment clean
 
 environment:
@@ -41,18 +41,25 @@ test-upstream: environment
 	$(RUN) tests.docs.pages
 
 # BRIDGE_PYTHON names an interpreter with Megatron-Bridge; by default one is made (no GPU, no TransformerEngine).
+# MAIN=1: the checkouts MEGATRON_BRIDGE_DIR and MEGATRON_LM_DIR are imported in front of the installed packages.
 BRIDGE_PYTHON ?= $(VENV)-bridge/bin/python
+FRONT = $(if $(MAIN),$(abspath $(MEGATRON_BRIDGE_DIR))/src:$(CURDIR)/build/main:)
+put_in_front = test -z "$(MAIN)" || { test -d "$(MEGATRON_BRIDGE_DIR)/src/megatron/bridge" -a -d "$(MEGATRON_LM_DIR)/megatron/core" || \
+	{ echo "set MEGATRON_BRIDGE_DIR and MEGATRON_LM_DIR to checkouts" >&2; exit 2; }; \
+	mkdir -p build/main && ln -sfn "$(abspath $(MEGATRON_LM_DIR))/megatron" build/main/megatron; }
 test-bridge: environment
+	@$(put_in_front)
 	@test "$(BRIDGE_PYTHON)" != "$(VENV)-bridge/bin/python" || bash .ci/bridge-environment $(VENV) $(VENV)-bridge
-	PYTHONPATH=. OMP_NUM_THREADS=1 $(BRIDGE_PYTHON) -m pytest -p no:xdist -m bridge tests/bridge
+	PYTHONPATH=$(FRONT). OMP_NUM_THREADS=1 $(BRIDGE_PYTHON) -m pytest -p no:xdist -m bridge tests/bridge
 
 # Checkouts of RL frameworks: VERL_DIR, NEMO_RL_DIR, SLIME_DIR, as many as there are. RL_PYTHON as BRIDGE_PYTHON.
 RL_PYTHON ?= $(VENV)-rl/bin/python
 test-rl: environment
+	@$(put_in_front)
 	@test -n "$(VERL_DIR)$(NEMO_RL_DIR)$(SLIME_DIR)" || { echo "set VERL_DIR, NEMO_RL_DIR or SLIME_DIR to a checkout" >&2; exit 2; }
 	@test "$(RL_PYTHON)" != "$(VENV)-rl/bin/python" || { \
 		bash .ci/bridge-environment $(VENV) $(VENV)-bridge && bash .ci/rl-environment $(VENV)-bridge $(VENV)-rl; }
-	PYTHONPATH=. OMP_NUM_THREADS=1 $(RL_PYTHON) -m pytest -p no:xdist -m rl tests/rl
+	PYTHONPATH=$(FRONT). OMP_NUM_THREADS=1 $(RL_PYTHON) -m pytest -p no:xdist -m rl tests/rl
 
 # A short suite on every supported megatron-core, each in an environment of its own (noxfile.py).
 test-matrix: environment
@@ -72,7 +79,14 @@ lint: environment
 docs: environment
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
-# The benchmarks that run on a CPU. On a GPU: python benchmarks/train_step_gpu.py
+# On a machine with a GPU: all that is measured there, in 25 minutes (docs/testing.md). GPU_PYTHON has torch and
+# megatron-core; OPTIONS are those of benchmarks/gpu.py.
+GPU_PYTHON ?= python3
+RESULTS ?= build/gpu/results.jsonl
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu.py --results $(RESULTS) $(OPTIONS)
+
+# The benchmarks that run on a CPU.
 bench: environment
 	@for name in train_step parts ssd memory monitor convert convert_shapes nvfp4 boundary plan_error generate; do \
 		echo "== $$name"; $(VENV)/bin/python benchmarks/$$name.py || exit 1; \

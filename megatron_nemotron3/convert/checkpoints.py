@@ -34,7 +34,7 @@ from megatron_nemotron3.convert.keys import (
     numbered_by_layer,
     plain_name,
 )
-from megatron_nemotron3.convert.megatron_args import config_of, stored_pattern
+from megatron_nemotron3.convert.megatron_args import config_of, require_experts, stored_pattern
 from megatron_nemotron3.convert.quantized_views import Dequantized
 from megatron_nemotron3.convert.sources import FileSource, TensorSource
 from megatron_nemotron3.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
@@ -298,6 +298,7 @@ def _megatron_config(
 ) -> tuple[Nemotron3Config, bool]:
     """Return the model, and whether its vocabulary size is a guess: a tokenizer's is not stored."""
     if model is not None:
+        require_experts(os.fspath(folder), stored_arguments(state), model)
         return dataclasses.replace(model, vocab_size=vocab_size) if vocab_size else model, False
     arguments = state.get("args")
     if not isinstance(arguments, (Inert, Namespace)):

@@ -1,7 +1,8 @@
-"""Learning which model takes a module: the specs that Megatron builds from do not say."""
+"""What a module that Megatron builds from a spec is not told: the model that takes it, and the arguments."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,3 +25,10 @@ def when_taken(
             then(parent)
 
     hook = torch.nn.modules.module.register_module_module_registration_hook(registered)
+
+
+def keep_argument(name: str, value: str) -> None:
+    """Put a value into Megatron's global arguments, which a checkpoint stores, if there are any."""
+    training = sys.modules.get("megatron.training.global_vars")
+    if training is not None and training._GLOBAL_ARGS is not None:
+        setattr(training.get_args(), name, value)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 
-from megatron_nemotron3.models.config import Nemotron3Config
+from megatron_nemotron3.models.config import Nemotron3Config, unbuilt_fields
 from megatron_nemotron3.models.tiny import TINY_SUFFIX, tiny
 
 NANO = Nemotron3Config(
@@ -369,6 +369,7 @@ def identify(config: Nemotron3Config) -> tuple[Nemotron3Config, ...]:
     """
     known = [form for model in _ALL for form in (model, tiny(model))]
     for ignored in (_OF_A_RUN, _OF_A_RUN | _MTP) if config.mtp_pattern is None else (_OF_A_RUN,):
+        ignored |= unbuilt_fields(config)
         compared = [field.name for field in fields(config) if field.name not in ignored]
         found = [model for model in known if all(getattr(model, f) == getattr(config, f) for f in compared)]
         if found:

@@ -106,6 +106,14 @@ def _with_experts(config: Nemotron3Config, row: tuple[int, int]) -> Nemotron3Con
     return config.but(moe_ffn_hidden_size=row[0], moe_router_topk=row[1], moe_layers=None)
 
 
+def unbuilt_fields(config: Nemotron3Config) -> frozenset[str]:
+    """Fields that no layer of a model is built from: those of MTP's experts, where the decoder's layers have
+    their own and there is no MTP."""
+    if config.moe_layers is None or "E" in (config.mtp_pattern or ""):
+        return frozenset()
+    return frozenset(("moe_ffn_hidden_size", "moe_router_topk"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Nemotron3Config:
     """The numbers of one model. Sizes are in elements; None means that the model lacks the part.

@@ -90,11 +90,11 @@ def megatron_model(model: Nemotron3Config, pattern: str | None = None, **changes
     """
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    from megatron_nemotron3.specs import nemotron3_torch_stack_spec
+    from megatron_nemotron3.specs import stack_spec
 
     return HybridModel(
         config=transformer_config(model, **changes),
-        hybrid_stack_spec=nemotron3_torch_stack_spec,
+        hybrid_stack_spec=stack_spec("torch", model),
         vocab_size=model.vocab_size,
         max_sequence_length=model.seq_length,
         hybrid_layer_pattern=pattern or model.full_pattern,
