@@ -24,7 +24,7 @@ from tests.args.megatron_parser import ask, plain
 core = pytest.importorskip("megatron.core")
 pytest.importorskip("megatron.training")
 
-from tests.args.bridge_differences import DIFFERENCES, Case, Key, differing  # noqa: E402
+from tests.args.bridge_differences import DIFFERENCES, ONLY_ON_19, Case, Key, differing  # noqa: E402
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "bridge_performance.json"
 
@@ -153,9 +153,7 @@ def test_megatron_makes_of_our_options_what_the_recipes_set(cases: list[Case]) -
                 unexplained.append(f"{'/'.join(case.key)}: {part}.{field}: recipe {theirs!r}, ours {ours!r}")
     assert not unexplained, f"{len(unexplained)}\n" + "\n".join(unexplained[:20])
     listed = {(d.part, field) for d in DIFFERENCES for field in d.fields.split()}
-    stale = (
-        listed - used - ({("transformer", "moe_use_grouped_tensor")} if core.__version__ >= "0.20" else set())
-    )
+    stale = listed - used - (ONLY_ON_19 if core.__version__ >= "0.20" else set())
     assert stale == set(), "no set differs in these any more"
 
 
