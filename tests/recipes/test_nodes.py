@@ -34,6 +34,10 @@ def test_the_options_and_variables_of_a_gpu() -> None:
     # The published sets use fused attention, which Megatron refuses together with this.
     assert "NVTE_FUSED_ATTN" not in left.stdout
     assert "NVTE_FUSED_ATTN=0" in run(PROXY, {**given, "GPU": ""}).stdout
+    # Megatron asks for 1 on Hopper with TP or CP; published for H100 is TP1.
+    for tp, connections in (("1", "32"), ("2", "1")):
+        hopper = run(PROXY, {**given, "GPU": "h100", "TP": tp})
+        assert f" CUDA_DEVICE_MAX_CONNECTIONS={connections} " in hopper.stdout, hopper.stderr
     refused = run(PROXY, {**given, "GPU": "h101"})
     assert refused.returncode == 2 and refused.stdout == ""
     assert refused.stderr.count("\n") == 1 and "unknown GPU 'h101'" in refused.stderr
