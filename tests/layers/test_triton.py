@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_nemotron3.layers import functional, grouped_gpu, ssd
+from megatron_nemotron3.layers import functional, grouped, grouped_gpu, ssd
 from megatron_nemotron3.layers.chunked_scan import LOG_DECAY_FLOOR
 from megatron_nemotron3.layers.grouped import grouped_linear_reference
 from tests.layers.test_ssd import (
@@ -131,6 +131,32 @@ def check_grouped(counts, out, width, *, device="cpu", together=False, as_tensor
         assert a.dtype == torch.bfloat16
         limit = torch.finfo(a.dtype).eps * b.abs() + terms * torch.finfo(torch.float32).eps * c
         assert ((a.cpu().double() - b).abs() <= limit).all(), f"result {i}"
+
+
+def check_experts(counts, width, latent, *, device="cpu", as_tensor=False, recompute=False):
+    """Experts in BF16 against FP64. An error of eps in a factor of the sum is at most eps of the sum of the
+    terms' magnitudes; FC1's output, the activation, their gradients and the results are rounded: 8 eps."""
+    torch.manual_seed(0)
+    x, probs = torch.randn(sum(counts), latent).bfloat16(), torch.rand(sum(counts))
+    weights = [torch.randn(width, latent).bfloat16() for _ in counts]
+    weights += [torch.randn(latent, width).bfloat16() for _ in counts]
+    dy = torch.randn(sum(counts), latent).bfloat16()
+
+    def run(call, leaves, dy, given, **options):
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        fc1, fc2 = leaves[2 : 2 + len(counts)], leaves[2 + len(counts) :]
+        y = call(leaves[0], leaves[1], fc1, fc2, given, **options)
+        return [y, *torch.autograd.grad(y, leaves, dy)]
+
+    given = torch.tensor(counts, device=device) if as_tensor else counts
+    placed = [t.to(device) for t in (x, probs, *weights)]
+    got = run(grouped_gpu.squared_relu_experts_cuda, placed, dy.to(device), given, recompute=recompute)
+    exact = [t.double() for t in (x, probs, *weights)]
+    want = run(grouped.squared_relu_experts, exact, dy.double(), counts)
+    size = run(grouped.squared_relu_experts, [t.abs() for t in exact], dy.double().abs(), counts)
+    for i, (a, b, c) in enumerate(zip(got, want, size, strict=True)):
+        assert a.dtype == (torch.float32 if i == 2 else torch.bfloat16)
+        assert ((a.cpu().double() - b).abs() <= 8 * torch.finfo(torch.bfloat16).eps * c).all(), f"result {i}"
 
 
 # In the interpreter
