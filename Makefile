@@ -5,7 +5,7 @@ RUN = $(VENV)/bin/python -m
 # A file's tests stay in one process: they share what they built. Long files start first (tests/conftest.py).
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo quick test test-full test-te test-bridge test-rl test-upstream test-matrix test-main lint docs bench \
+.PHONY: demo quick test test-full test-te test-bridge test-rl test-upstream test-matrix test-main lint docs bench gpu \
 	fuzz environment clean
 
 environment:
@@ -72,7 +72,14 @@ lint: environment
 docs: environment
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
-# The benchmarks that run on a CPU. On a GPU: python benchmarks/train_step_gpu.py
+# On a machine with a GPU: all that is measured there, in 25 minutes (docs/testing.md). GPU_PYTHON has torch and
+# megatron-core; OPTIONS are those of benchmarks/gpu.py.
+GPU_PYTHON ?= python3
+RESULTS ?= build/gpu/results.jsonl
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu.py --results $(RESULTS) $(OPTIONS)
+
+# The benchmarks that run on a CPU.
 bench: environment
 	@for name in train_step parts ssd memory monitor convert convert_shapes nvfp4 boundary plan_error generate; do \
 		echo "== $$name"; $(VENV)/bin/python benchmarks/$$name.py || exit 1; \

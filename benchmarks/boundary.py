@@ -1,18 +1,16 @@
 """Traffic between modules, counted at the calls of torch.distributed: our communicator beside upstream's.
 
-    python benchmarks/boundary.py [--rows 2048] [--hidden 256] [--quick] [--device cuda]
+    python benchmarks/boundary.py [--rows 2048] [--hidden 256] [--quick]
 
-On the CPU: 4 + 4 gloo processes. V is the bytes of a microbatch's rows. "busiest" is what the busiest rank
+4 + 4 gloo processes on the CPU. V is the bytes of a microbatch's rows. "busiest" is what the busiest rank
 sends or receives between the modules, in V; the bound is max(V / S, V / D) for S and D boundary ranks, or for
 ragged rows what `boundary.bounds` says. "inside" is what enters the busiest rank from its own module (a group
 that replicates must gather). Bytes and messages are counted in every process at the calls of
 torch.distributed (wire.py), for the second microbatch: the first one agrees on width and dtype. Integers
 (shapes, headers) are counted apart: "4 + 8, 6" is 4 messages with rows, 8 calls with integers (all ranks) and
 6 reads of a tensor's value by the host. Every value is compared with plain concatenation; "wrong" says what
-differs. None of this is a time.
-
-With --device, what one GPU does: bandwidth of packing; time and peak memory of building a decoder input from
-owner slices (boundary/placement.py) beside upstream's scatter of the whole sequence followed by the slice.
+differs. None of this is a time;
+what one GPU takes for its part is measured by gpu_boundary.py.
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ import io
 import itertools
 import math
 import os
-import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from common import print_table
@@ -270,139 +266,14 @@ def wire_table(rows: int, hidden: int, quick: bool) -> None:
     )
 
 
-def gpu_tables(device: str, rows: int, hidden: int, rounds: int) -> None:
-    """Measure one device."""
-    import torch
-
-    pack_table(torch.device(device), rows, hidden, rounds)
-    print()
-    align_table(torch.device(device), hidden, rounds, (8192, 32768, 131072) if device == "cuda" else (512,))
-
-
-def pack_table(device: Any, rows: int, hidden: int, rounds: int) -> None:
-    """Bytes per second that `pack` and `unpack` read and write."""
-    import torch
-
-    from megatron_nemotron3.boundary.exchange import pack, unpack
-    from megatron_nemotron3.boundary.plan import Piece
-
-    table = []
-    for pieces_of in (1, 16, 256):
-        run = rows // pieces_of
-        source = torch.randn(2 * rows, hidden, device=device, dtype=torch.bfloat16)
-        pieces = tuple(Piece(2 * i * run, i * run, run) for i in range(pieces_of))
-        spread = tuple(Piece(i * run, 2 * i * run, run) for i in range(pieces_of))
-        out = torch.empty(run * pieces_of, hidden, device=device, dtype=torch.bfloat16)
-        moved = 2 * out.numel() * out.itemsize
-        packing = seconds(lambda s=source, p=pieces, o=out: pack(s, p, o), rounds)
-        unpacking = seconds(lambda s=source, p=spread, o=out: unpack(o, p, s), rounds)
-        table.append(
-            [
-                f"{pieces_of}",
-                f"{out.numel() * out.itemsize / 2**20:.1f}",
-                f"{moved / packing / 1e9:.0f}",
-                f"{moved / unpacking / 1e9:.0f}",
-            ]
-        )
-    print_table(["pieces", "MiB", "pack GB/s", "unpack GB/s"], table)
-
-
-def align_table(device: Any, hidden: int, rounds: int, lengths: tuple[int, ...]) -> None:
-    """The decoder input of one rank: owner slices beside upstream's whole sequence and the slice of it."""
-    import torch
-    from megatron.core.models.mimo.model.base import MimoModel
-
-    from megatron_nemotron3.boundary.partition import positions
-    from megatron_nemotron3.boundary.placement import assemble, make_placement
-
-    table = []
-    for length, (cp, tp) in itertools.product(lengths, ((1, 8), (4, 8))):
-        ids = torch.zeros(1, length, dtype=torch.int64)
-        ids[:, length // 8 : length // 2] = 1
-        owned = [[rows] for rows in positions(length, cp, tp, sequence_parallel=True)]
-        placement = make_placement((ids == 1).to(torch.int8), ["images"], owned, 0)
-        text = torch.randn(len(placement.text), hidden, device=device, dtype=torch.bfloat16)
-        rows = torch.randn(len(placement.rows["images"]), hidden, device=device, dtype=torch.bfloat16)
-        at = (placement.text.to(device), placement.rows["images"].to(device))
-        everything = {
-            "text": torch.randn(int((ids == 0).sum()), hidden, device=device, dtype=torch.bfloat16),
-            "images": torch.randn(int((ids == 1).sum()), hidden, device=device, dtype=torch.bfloat16),
-        }
-        on_device = ids.to(device)
-        places = torch.cat([torch.arange(a, b) for a, b in owned[0][0]]).to(device)
-
-        def slices(parts: Any = ((at[0], text), (at[1], rows)), way: Any = placement) -> Any:
-            return assemble(way, parts)
-
-        def scatter(parts: Any = everything, where: Any = on_device, mine: Any = places) -> Any:
-            whole = MimoModel.align_embeddings_by_token_positions(None, parts, where, {"images": 1})
-            return whole.index_select(0, mine)
-
-        assert slices().shape == scatter().shape
-        ours, theirs = seconds(slices, rounds), seconds(scatter, rounds)
-        peaks = [peak(function, device) for function in (slices, scatter)]
-        table.append(
-            [
-                f"{length}",
-                f"{cp} x {tp}",
-                f"{ours * 1e6:.0f}",
-                f"{theirs * 1e6:.0f}",
-                *(f"{p / 2**20:.1f}" for p in peaks),
-            ]
-        )
-    print_table(["length", "CP x TP", "slices us", "upstream us", "slices MiB", "upstream MiB"], table)
-
-
-def seconds(function: Callable[[], Any], rounds: int) -> float:
-    """Median of `rounds` calls."""
-    import time
-
-    import torch
-
-    times = []
-    for number in range(rounds + 2):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        begun = time.perf_counter()
-        function()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times += [time.perf_counter() - begun] if number > 1 else []
-    return sorted(times)[len(times) // 2]
-
-
-def peak(function: Callable[[], Any], device: Any) -> float:
-    """Bytes that a call allocates at most; nan on the CPU."""
-    import torch
-
-    if device.type != "cuda":
-        return math.nan
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    function()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def main() -> None:
     """Read arguments, print tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=2048, help="of a microbatch, a multiple of 16")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--quick", action="store_true", help="nine of the cases")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="time what one device does, instead")
-    parser.add_argument("--rounds", type=int, default=30)
     given = parser.parse_args()
-    if given.device is None:
-        wire_table(given.rows, given.hidden, given.quick)
-        return
-    import torch
-
-    if given.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here", file=sys.stderr)
-        raise SystemExit(2)
-    gpu_tables(given.device, given.rows, given.hidden, given.rounds)
+    wire_table(given.rows, given.hidden, given.quick)
 
 
 if __name__ == "__main__":

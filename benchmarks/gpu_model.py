@@ -1,10 +1,11 @@
-"""Models of train_step_gpu.py: stacks of published width with a few layers, and their model FLOPs.
+"""Models of gpu.py: stacks of published width with a few layers, and their model FLOPs.
 
 Needs only the standard library and `megatron_nemotron3.models`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,14 +38,21 @@ def stack(name: str, *, tiny: bool = False) -> Nemotron3Config:
 
 
 def fitting(config: Nemotron3Config, capacity: int) -> Nemotron3Config:
-    """Halve the routed experts of `config` until weights, gradients and `RESERVE` fit in `capacity` bytes.
+    """`halved` for a training step: weights, gradients and `RESERVE` fit in `capacity` bytes."""
+    from megatron_nemotron3.models.parameters import count
+
+    return halved(config, lambda c: BYTES_PER_PARAMETER * count(c).stored + RESERVE, capacity)
+
+
+def halved(
+    config: Nemotron3Config, needed: Callable[[Nemotron3Config], int], capacity: int
+) -> Nemotron3Config:
+    """Halve the routed experts of `config` until `needed` bytes are at most `capacity`.
 
     Raises:
         ValueError: it does not fit with twice as many experts as a token selects.
     """
-    from megatron_nemotron3.models.parameters import count
-
-    while (need := BYTES_PER_PARAMETER * count(config).stored + RESERVE) > capacity:
+    while (need := needed(config)) > capacity:
         experts, topk = config.num_moe_experts or 0, config.moe_router_topk or 0
         if experts // 2 < 2 * topk:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A side of train_step_gpu.py: one model in a process of its own."""
+"""A side of the stages `step` of gpu.py: one model in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-#: Warm-up steps, and tokens of the first one: they cover autotuning and the compilation of Triton kernels.
+#: Warm-up steps, and tokens of the first step: they cover autotuning and the compilation of Triton kernels.
 WARM_UP, PROBE_TOKENS = 2, 160
 #: Logits that are compared: the last rows, and every n-th entry of the vocabulary.
 LAST_ROWS, VOCABULARY_STRIDE = 128, 8
@@ -29,14 +29,13 @@ def quiet() -> None:
 
 
 class Side:
-    """A model in BF16. Between turns it holds no device memory except the CUDA context."""
+    """A model in BF16 on one device."""
 
     def __init__(self, device: str, environment: dict[str, str]) -> None:
         os.environ.update(environment)
         quiet()
         self.device = device
         self._world = ExitStack()
-        self._has_world = False
         self.module: Any = None
 
     # -- the model ----------------------------------------------------------------------------
@@ -45,8 +44,8 @@ class Side:
         """Create the module on the device, in BF16, with undefined weights."""
         raise NotImplementedError
 
-    def pieces(self) -> Iterator[tuple[str, Any]]:
-        """Its tensors under Hugging Face names, for `gpu_weights.fill`."""
+    def pieces(self, gradients: bool = False) -> Iterator[tuple[str, Any]]:
+        """Its tensors, or their gradients, under Hugging Face names: for `gpu_weights`."""
         raise NotImplementedError
 
     def forward(self, tokens: Any) -> Any:
@@ -72,23 +71,15 @@ class Side:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def build(self, config: Any) -> str:
-        """Replace the model by one of `config`, run it once, and return its settings."""
-        from gpu_weights import Storages
+        """Make the model of `config`, run it once, and return its settings."""
         from gpu_world import world
 
-        if not self._has_world:
-            self._world.enter_context(world(self.device))
-            self._has_world = True
-        self.module = None
-        self.clean()
+        self._world.enter_context(world(self.device))
         self.config = config
         self.module = self.make().train()
-        self._storages = Storages(self.module)
-        try:
-            self._fill()
-            self.probe()
-        finally:
-            self._sleep()
+        self._fill()
+        self.probe()
+        self.module.zero_grad(set_to_none=True)
         return self.settings()
 
     def close(self) -> None:
@@ -97,25 +88,18 @@ class Side:
 
     def probe(self) -> None:
         """Run one short step; raises if the settings do not work here."""
-        self._step(*self.batch(PROBE_TOKENS))
+        self._short_step()
 
-    def _wake(self, pinned: bool = False) -> None:
-        self._storages.allocate()
-        self._fill(pinned)
+    def _short_step(self) -> None:
+        self._step(*self.batch(min(PROBE_TOKENS, self.config.seq_length)))
 
     def _fill(self, pinned: bool = False) -> None:
         from gpu_weights import fill
 
         fill(self.pieces(), pinned=pinned)
 
-    def _sleep(self) -> None:
-        if self.module is not None:
-            self.module.zero_grad(set_to_none=True)
-            self._storages.release()
-        self.clean()
-
     def clean(self) -> None:
-        """Free cached memory; after an error, call it when nothing refers to the failed step any more."""
+        """Free cached memory."""
         import torch
 
         gc.collect()
@@ -133,55 +117,63 @@ class Side:
 
     # -- figures -----------------------------------------------------------------------------------
 
-    def logits(self, length: int) -> Any:
-        """Logits of the last rows and part of the vocabulary as a NumPy array, with pinned routing."""
-        import torch
+    def parity(self, length: int) -> dict[str, Any]:
+        """Loss, and sketches of logits and gradients, with pinned routing.
 
-        try:
-            self._wake(pinned=True)
-            with torch.no_grad():
-                rows = self.forward(self.batch(length)[0])[0, -LAST_ROWS:, ::VOCABULARY_STRIDE]
-                return rows.float().cpu().numpy()
-        finally:
-            self._sleep()
+        BF16 rounding could otherwise swap nearly equal experts. The logits are the last rows and part of the
+        vocabulary.
+        """
+        import torch
+        from gpu_weights import rounded, sketch, sketches
+
+        self._fill(pinned=True)
+        self.module.zero_grad(set_to_none=True)
+        tokens, labels = self.batch(length)
+        with torch.no_grad():
+            logits = self.forward(tokens)[0, -LAST_ROWS:, ::VOCABULARY_STRIDE]
+        found: dict[str, Any] = {"tokens": length, "logits": rounded(sketch("logits", logits))}
+        del logits
+        found["loss"] = self._step(tokens, labels).item()
+        found["gradients"] = sketches(self.pieces(gradients=True))
+        self.module.zero_grad(set_to_none=True)
+        return found
 
     def measure(self, length: int, steps: int) -> dict[str, Any]:
-        """Measure the seconds of `steps` steps, the memory added by a step, its host waits, and the loss."""
-        try:
-            self._wake()
-            tokens, labels = self.batch(length)
-            for _ in range(WARM_UP):
-                loss = self._step(tokens, labels).item()
-            seconds = self._seconds(tokens, labels, steps)
-            self.module.zero_grad(set_to_none=True)
-            peak = self._peak(partial(self._step, tokens, labels))
-            self.module.zero_grad(set_to_none=True)
-            return {
-                "seconds": seconds,
-                "peak": peak,
-                "waits": self._waits(tokens, labels),
-                "weights": self._storages.nbytes,
-                "loss": loss,
-            }
-        finally:
-            self._sleep()
+        """Seconds of `steps` steps, loss, memory that a step adds, and its host waits; free routing.
 
-    def profile(self, length: int, rows: int) -> str:
-        """torch's table of the operations that take most device time in one step."""
+        peak is the largest increase over the idle model, gradients included; held is the same where
+        gradients exist before the step, as in Megatron's buffers: activations and temporary memory.
+        """
+        self._fill()
+        tokens, labels = self.batch(length)
+        for _ in range(WARM_UP):
+            loss = self._step(tokens, labels).item()
+        seconds = self._seconds(tokens, labels, steps)
+        self.module.zero_grad(set_to_none=True)
+        peak, held = (self._peak(partial(self._step, tokens, labels)) for _ in range(2))
+        self.module.zero_grad(set_to_none=True)
+        return {
+            "tokens": length,
+            "seconds": seconds,
+            "loss": loss,
+            "peak": peak,
+            "held": held,
+            "weights": sum(p.nbytes for p in self.module.parameters()),
+            "waits": self._waits(tokens, labels),
+        }
+
+    def profile(self, length: int, rows: int) -> list[list[Any]]:
+        """The operations that take most device time in one step: name, calls, milliseconds."""
         from torch.profiler import profile
 
-        try:
-            self._wake()
-            batch = self.batch(length)
-            for _ in range(WARM_UP):
-                self._step(*batch)
-            with profile() as run:
-                self._step(*batch)
-                self.clean()
-            order = f"self_{self.device}_time_total"
-            return str(run.key_averages().table(sort_by=order, row_limit=rows, max_name_column_width=60))
-        finally:
-            self._sleep()
+        batch = self.batch(length)
+        with profile() as run:
+            self._step(*batch)
+            self.clean()
+        self.module.zero_grad(set_to_none=True)
+        attribute = f"self_{'device' if self.device == 'cuda' else 'cpu'}_time_total"
+        found = sorted(run.key_averages(), key=lambda event: -getattr(event, attribute))
+        return [[e.key[:80], e.count, round(getattr(e, attribute) / 1e3, 3)] for e in found[:rows]]
 
     def _step(self, tokens: Any, labels: Any) -> Any:
         loss = self.loss(tokens, labels)

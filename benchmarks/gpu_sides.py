@@ -1,4 +1,4 @@
-"""The sides of train_step_gpu.py: our torch spec, upstream's TE spec, transformers' model."""
+"""The sides of a training step in gpu.py: our torch spec, upstream's TE spec, transformers' model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from gpu_setting import Skipped
 from gpu_side import Side
 
 
@@ -25,10 +26,10 @@ class Megatron(Side):
             "perform_initialization": False,
         }
 
-    def pieces(self) -> Iterator[tuple[str, Any]]:
+    def pieces(self, gradients: bool = False) -> Iterator[tuple[str, Any]]:
         from gpu_weights import megatron_pieces
 
-        return megatron_pieces(self.module, self.config)
+        return megatron_pieces(self.module, self.config, gradients)
 
     def forward(self, tokens: Any, labels: Any = None) -> Any:
         import torch
@@ -41,19 +42,19 @@ class Megatron(Side):
 
 
 class Ours(Megatron):
-    """Our torch spec. `without_mamba_ssm` hides mamba-ssm, so that our own Triton scan runs."""
+    """Our torch spec. Unless `mamba_ssm`, that package is hidden, so that our own Triton scan runs."""
 
-    def __init__(self, device: str, environment: dict[str, str], without_mamba_ssm: bool = False) -> None:
+    def __init__(self, device: str, environment: dict[str, str], mamba_ssm: bool = False) -> None:
         super().__init__(device, environment)
-        self._redundant = without_mamba_ssm and importlib.util.find_spec("mamba_ssm") is None
-        if without_mamba_ssm:
+        self._mamba_ssm = mamba_ssm
+        if not mamba_ssm:
             sys.modules["mamba_ssm"] = None  # type: ignore[assignment]  # importing it now fails
 
     def make(self) -> Any:
         from tests.support.model_mapping import megatron_model
 
-        if self._redundant:
-            raise RuntimeError("package mamba-ssm is not installed: ours-kernels is the same")
+        if self._mamba_ssm and importlib.util.find_spec("mamba_ssm") is None:
+            raise Skipped("package mamba-ssm is not installed")
         return megatron_model(self.config, **self._changes())
 
     def settings(self) -> str:
@@ -69,9 +70,9 @@ class StockTE(Megatron):
         from megatron_nemotron3.layers.backend import te_problem
 
         if problem := te_problem():
-            raise RuntimeError(problem)
+            raise Skipped(problem)
         if self.device != "cuda":
-            raise RuntimeError("TransformerEngine runs on a GPU only")
+            raise Skipped("TransformerEngine runs on a GPU only")
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
         from megatron.core.models.hybrid.hybrid_model import HybridModel
         from megatron.core.ssm import mamba_mixer
@@ -127,12 +128,23 @@ SCANS: dict[str, tuple[tuple[str, ...], bool]] = {
 }
 
 
-class Transformers(Side):
-    """NemotronHForCausalLM with flash attention if installed, otherwise SDPA, and mamba-ssm where it runs."""
+#: transformers' implementations of experts, and the tokens of the step that decides between them.
+EXPERTS = ("grouped_mm", "eager", "batched_mm")
+CHOICE_TOKENS = 2048
 
-    def __init__(self, device: str, environment: dict[str, str], experts: str) -> None:
+
+class Transformers(Side):
+    """NemotronHForCausalLM at its best setting.
+
+    Flash attention if it is installed, otherwise SDPA; mamba-ssm where it runs; the fastest of its
+    implementations of experts.
+    """
+
+    def __init__(self, device: str, environment: dict[str, str]) -> None:
         super().__init__(device, environment)
-        self.experts, self._scan = experts, ""
+        self._scan = ""
+        #: Implementation of experts -> milliseconds of a step, or why it does not run.
+        self.tried: dict[str, float | str] = {}
 
     def make(self) -> Any:
         import torch
@@ -144,7 +156,7 @@ class Transformers(Side):
         config = transformers_config(self.config)
         flash = self.device == "cuda" and importlib.util.find_spec("flash_attn") is not None
         config._attn_implementation = "flash_attention_2" if flash else "sdpa"
-        config._experts_implementation = self.experts
+        config._experts_implementation = EXPERTS[0]
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
@@ -159,10 +171,10 @@ class Transformers(Side):
                 part.e_score_correction_bias = part.e_score_correction_bias.float()  # as after loading
         return module
 
-    def pieces(self) -> Iterator[tuple[str, Any]]:
+    def pieces(self, gradients: bool = False) -> Iterator[tuple[str, Any]]:
         from gpu_weights import transformers_pieces
 
-        return transformers_pieces(self.module, self.config)
+        return transformers_pieces(self.module, self.config, gradients)
 
     def forward(self, tokens: Any) -> Any:
         return self.module(tokens).logits
@@ -173,14 +185,33 @@ class Transformers(Side):
         return F.cross_entropy(self.forward(tokens).flatten(0, 1).float(), labels.flatten())
 
     def probe(self) -> None:
-        """Choose the first scan of `SCANS` that runs."""
+        """Choose the first scan of `SCANS` that runs, and the fastest of `EXPERTS`."""
+        self._choose_scan()
+        length, times = (CHOICE_TOKENS, 3) if self.device == "cuda" else (CHOICE_TOKENS // 64, 1)
+        batch = self.batch(min(length, self.config.seq_length))
+        for name in EXPERTS:
+            self.module.config._experts_implementation = name
+            try:
+                self._step(*batch)
+                self.tried[name] = 1e3 * min(self._seconds(*batch, times))
+            except Exception as error:  # out of memory, or not implemented here
+                self.tried[name] = f"{type(error).__name__}: {error}"[:120]
+            self.module.zero_grad(set_to_none=True)
+            self.clean()
+        took = {name: value for name, value in self.tried.items() if isinstance(value, float)}
+        if not took:
+            raise RuntimeError(f"no implementation of experts runs: {self.tried}")
+        self.module.config._experts_implementation = min(took, key=lambda name: took[name])
+
+    def _choose_scan(self) -> None:
         from transformers.models.nemotron_h import modeling_nemotron_h as module
 
         names = ("causal_conv1d_fn", "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined")
         originals = {name: getattr(module, name) for name in names}
         if not is_kernel(originals["mamba2_chunk_scan"]):
             self._scan = "torch (no mamba-ssm)"
-            return super().probe()
+            self._short_step()
+            return
         failures = []
         for scan, (plain, fused_off) in SCANS.items():
             for name in names:
@@ -190,7 +221,7 @@ class Transformers(Side):
             if fused_off:
                 module.mamba2_split_conv1d_scan_combined = lambda *args, **kwargs: None
             try:
-                super().probe()
+                self._short_step()
             except Exception as error:
                 failures.append(f"{scan}: {type(error).__name__}: {error}"[:120])
                 continue
@@ -201,7 +232,9 @@ class Transformers(Side):
 
     def settings(self) -> str:
         attention = self.module.config._attn_implementation
-        return f"attention {attention}, experts {self.experts}, scan {self._scan}"
+        experts = self.module.config._experts_implementation
+        tried = ", ".join(f"{n} {v:.1f} ms" if isinstance(v, float) else n for n, v in self.tried.items())
+        return f"attention {attention}, experts {experts} (of {tried}), scan {self._scan}"
 
 
 def is_kernel(function: Any) -> bool:
@@ -210,13 +243,11 @@ def is_kernel(function: Any) -> bool:
 
 
 _ON, _OFF = {"NEMOTRON3_GPU_KERNELS": "1"}, {"NEMOTRON3_GPU_KERNELS": "0"}
-#: Name on the command line -> factory of the side, called with the device.
+#: Name of the stage -> factory of the side, called with the device.
 SIDES: dict[str, Callable[[str], Side]] = {
-    "ours-kernels": partial(Ours, environment=_ON),
-    "ours-triton": partial(Ours, environment=_ON, without_mamba_ssm=True),
-    "ours-plain": partial(Ours, environment=_OFF),
-    "hf-grouped_mm": partial(Transformers, environment=_OFF, experts="grouped_mm"),
-    "stock-te": partial(StockTE, environment=_OFF),
-    "hf-eager": partial(Transformers, environment=_OFF, experts="eager"),
-    "hf-batched_mm": partial(Transformers, environment=_OFF, experts="batched_mm"),
+    "kernels": partial(Ours, environment=_ON),
+    "plain": partial(Ours, environment=_OFF),
+    "mamba-ssm": partial(Ours, environment=_ON, mamba_ssm=True),
+    "hf": partial(Transformers, environment=_OFF),
+    "te": partial(StockTE, environment=_OFF),
 }

@@ -1,4 +1,7 @@
-"""Subjects of nvfp4.py: a model whose linears switch between plain and emulated matmuls; single linears."""
+"""Subjects of nvfp4.py and gpu_nvfp4.py.
+
+A model whose linears switch between plain and emulated matmuls, and single linears.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from common import peak_memory, timed
 
 #: A case: a value of NEMOTRON3_EMULATE (None for plain matmuls), and whether Triton quantizes.
 Case = tuple[str | None, bool]
+#: Columns of `linear_row` after the shape.
+LINEAR = ["tokens x in x out", "products", "Q(x)", "Q(W)", "Q(dY)", "Q(dY^T)", "Q(X^T)", "products BF16"]
 
 
 def seconds(function: Callable[[], Any], device: str) -> float:
@@ -131,6 +136,11 @@ class Switched:
 
         with quantizing(triton):
             return measure(run, self._device)
+
+
+def label(shape: tuple[int, int, int]) -> str:
+    """A shape for a table."""
+    return " x ".join(str(size) for size in shape)
 
 
 def three(x: Any, w: Any, dy: Any) -> tuple[Any, Any, Any]:

@@ -1,16 +1,20 @@
 """Forward and backward of a whole model: our torch layers against transformers' NemotronHForCausalLM.
 
-    OMP_NUM_THREADS=2 python benchmarks/train_step.py [--quick]
+    OMP_NUM_THREADS=2 python benchmarks/train_step.py [--quick] [--packed]
 
 Same weights, same tokens, FP32, batch 1, on the CPU; the logits must agree before anything is timed. Each
 side runs in a process of its own; they take turns, and the medians are compared. Peak memory is the increase
 of resident memory over the idle model during one step (activations and gradients, without weights).
 transformers runs with SDPA attention and the fastest of its expert implementations at the first length. Our
 side is Megatron's stock HybridModel in training mode, with the load-balancing loss that transformers lacks.
+
+`--packed` times our model with two MTP depths alone, on rows of four documents: borders as stock Megatron
+takes them against the same tokens with padded borders, which our MTP layer handles. CPU seconds, in turn.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -147,6 +151,70 @@ class Theirs(Side):
         return best
 
 
+class Packed(Ours):
+    """Our model with MTP on a row of four documents, each with padding behind it or none."""
+
+    DEPTHS, DOCUMENTS, PADDING = 2, 4, 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        for padded in (False, True):
+            self.packed_step(64, padded)
+
+    def build(self) -> Any:
+        self.config = self.config.but(mtp_pattern="*E", mtp_num_layers=self.DEPTHS)
+        return super().build()
+
+    def weights(self) -> tuple[Any, dict[str, Any]]:
+        """Our model; transformers has no MTP to compare with."""
+        from tests.support.model_mapping import megatron_model, randomize
+
+        ours = megatron_model(
+            self.config, mtp_num_layers=self.DEPTHS, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.1
+        )
+        randomize(ours, seed=6)
+        return ours, {}
+
+    def packed_step(self, length: int, padded: bool) -> float:
+        """CPU seconds of one forward and backward."""
+        import torch
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        tokens, labels = self.batch(length)
+        each = length // self.DOCUMENTS
+        borders = torch.arange(self.DOCUMENTS + 1, dtype=torch.int32) * each
+        logical = torch.arange(self.DOCUMENTS + 1, dtype=torch.int32) * (each - self.PADDING)
+        own = logical if padded else borders
+        mask = (torch.arange(length) % each < each - self.PADDING).float().unsqueeze(0)
+        self.module.zero_grad(set_to_none=True)
+        start = time.process_time()
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=own,
+            cu_seqlens_kv=own,
+            cu_seqlens_q_padded=borders if padded else None,
+            cu_seqlens_kv_padded=borders if padded else None,
+            max_seqlen_q=each,
+            max_seqlen_kv=each,
+            total_tokens=length,
+        )
+        positions = (torch.arange(length) % each).unsqueeze(0)
+        loss = self.module(
+            tokens, positions, None, labels=labels, loss_mask=mask, packed_seq_params=params
+        ).mean()
+        loss.backward()
+        return time.process_time() - start
+
+
+def measure_packed(lengths: Any, repetitions: int) -> None:
+    model, rows = Worker(Packed), []
+    for length in lengths:
+        calls = [lambda s=length, p=p: model.call("packed_step", s, p) for p in (False, True)]
+        plain, padded = in_turn(calls, repetitions)
+        rows.append([str(length), f"{plain:.3f}", f"{padded:.3f}", f"{padded / plain:.3f}"])
+    print_table(["tokens", "no padding, CPU s", "padded borders, CPU s", "ratio"], rows)
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--quick", action="store_true", help="lengths 512 and 2048, three repetitions")
@@ -156,10 +224,14 @@ def main() -> None:
     arguments.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: ours only"
     )
+    arguments.add_argument("--packed", action="store_true", help="padded packs with MTP; ours only")
     args = arguments.parse_args()
     lengths = args.lengths or (LENGTHS[:2] if args.quick else LENGTHS)
     repetitions = args.repetitions or (3 if args.quick else 5)
     print(machine(), flush=True)
+    if args.packed:
+        measure_packed(lengths, repetitions)
+        return
     ours = Worker(Ours, args.dtype)
     if args.ours_only or args.dtype != "float32":
         measure_ours(ours, lengths, repetitions)

@@ -29,10 +29,11 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_nemotron3 import cpu
+from megatron_nemotron3 import cpu, specs
 from megatron_nemotron3.args import Launch, ParallelLayout, flags, precision_file, to_argv
 from megatron_nemotron3.layers.stack import Nemotron3Stack
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.stack_specs import has_spec
 from megatron_nemotron3.precision import settings as emulation
 
 
@@ -77,13 +78,18 @@ def model_config(launch: Launch) -> Any:
     """
     from megatron.training import argument_utils
 
-    # The imported megatron-core need not be the installed one.
-    emitted = flags(replace(launch, megatron_core=__version__))
+    own = None if has_spec(launch.config) or "--spec" in launch.options else launch.config
+    # The imported megatron-core need not be the installed one. No option says which experts a layer has.
+    known = launch.config.but(moe_layers=None) if own else launch.config
+    emitted = flags(replace(launch, megatron_core=__version__, config=known))
     precision_file.check(launch)
     args = megatron_args(to_argv(emitted), launch.layout.world_size)
     if args.padded_vocab_size is None and args.vocab_size is None:
         args.vocab_size = launch.config.vocab_size
-    return argument_utils.hybrid_config_from_args(args)
+    built = argument_utils.hybrid_config_from_args(args)
+    if own is not None:
+        built.hybrid_stack_spec = specs.stack_spec(launch.backend, own)
+    return built
 
 
 def build(

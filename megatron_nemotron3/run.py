@@ -39,8 +39,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_nemotron3 import lifetime, spawned
 from megatron_nemotron3.args import manifest
+from megatron_nemotron3.args.stored_model import loaded
 from megatron_nemotron3.args.versions import require_supported
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
+from megatron_nemotron3.models import stack_specs
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
 
@@ -48,7 +50,6 @@ USAGE = (
     "usage: python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] "
     f"[{emulation.OPTION} HOW] [--change PART] SCRIPT ARGS…"
 )
-SPEC_MODULE = "megatron_nemotron3.specs"
 
 
 def register(commands: Any) -> None:
@@ -144,10 +145,26 @@ def single_process_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def requested_spec(argv: list[str]) -> str | None:
-    """The attribute of our spec module that `--spec` names, or None if it names another module."""
-    module, attribute = [*(option_values(argv, "--spec") or ()), "", ""][:2]
-    return attribute if module == SPEC_MODULE else None
+def requested_spec(argv: list[str]) -> tuple[str, Any]:
+    """The words of `--spec` ("" without it), and the stack if it is one of ours, in whatever module.
+
+    Megatron-Core 0.19 logs an import error in a spec module and builds its stock stack instead. So the module
+    is imported here, and one that cannot be imported ends the run when a model's first forward begins.
+    """
+    from megatron_nemotron3 import specs
+
+    module, name = [*(option_values(argv, "--spec") or ()), "", ""][:2]
+    words = f"--spec {module} {name}"
+    if not module or not name:
+        return "", None
+    try:
+        return words, specs.named(module, name)
+    except ValueError as problem:
+        fail(f"{words}: {problem}")
+    except ImportError as problem:
+        said = f"{words}: {problem}, so Megatron built its own stack: put its folder on PYTHONPATH"
+        at_first_forward(lambda _: fail(said))
+        return words, None
 
 
 def require_supported_megatron() -> None:
@@ -171,31 +188,45 @@ def at_first_forward(inspect: Callable[[Any], None]) -> None:
     handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
 
 
-def verify_stack(attribute: str) -> None:
-    """Stop unless Megatron builds the stack that `--spec` asks for.
+def verify_stack(words: str, spec: Any, arguments: list[str]) -> None:
+    """Stop unless Megatron builds the stack of ours that `--spec` asks for, and the checkpoint is one of it.
 
-    Megatron-Core 0.19 logs an import error in a spec module and builds its stock stack instead, and
-    `--use-checkpoint-args` replaces `--spec` by the checkpoint's. So import the module now, and inspect the
-    model when its first forward begins.
+    `--use-checkpoint-args` replaces `--spec` by the checkpoint's. So inspect the model when its first forward
+    begins.
     """
-    from megatron_nemotron3 import specs
     from megatron_nemotron3.layers.backend import te_problem
     from megatron_nemotron3.layers.stack import Nemotron3Stack
+    from megatron_nemotron3.specs import TransformerEngineMissing
 
-    known = [name for name in vars(specs) if name.startswith("nemotron3") and name.endswith("_stack_spec")]
-    if attribute not in known:
-        fail(f"--spec {SPEC_MODULE} {attribute}: unknown spec; use one of {', '.join(sorted(known))}")
-    if attribute == "nemotron3_te_stack_spec" and (problem := te_problem()):
-        fail(f"--spec {SPEC_MODULE} {attribute}: {problem}")
+    if spec.module is TransformerEngineMissing:
+        fail(f"{words}: {te_problem()}")
 
     def require_our_stack(model: Any) -> None:
         if not isinstance(model.decoder, Nemotron3Stack):
             fail(
-                f"--spec {SPEC_MODULE} {attribute} was given, but Megatron built "
-                f"{type(model.decoder).__name__} (does --use-checkpoint-args override --spec?)"
+                f"{words} was given, but Megatron built {type(model.decoder).__name__} (does "
+                "--use-checkpoint-args override --spec?)"
             )
 
     at_first_forward(require_our_stack)
+    if "--use-checkpoint-args" in arguments or (found := loaded(arguments)) is None:
+        return
+    before, now = stack_specs.stored_experts(found[1].args), stack_specs.experts_text(spec.submodules.model)
+    if before not in (None, now):
+        fail(
+            f"{words} builds {_experts(now)}, and {found[0]} of --load was trained with {_experts(before)}: "
+            "weights of the same shapes would load and compute something else; give its --spec"
+        )
+
+
+def _experts(text: str | None) -> str:
+    return f"layers of experts (width:top-k) {text}" if text else "the same experts in every layer"
+
+
+def _torch_spec(spec: Any) -> str:
+    """The option that builds a stack on the torch backend."""
+    model = None if spec is None else spec.submodules.model
+    return f"--spec {stack_specs.MODULE} {stack_specs.spec_name(model, 'torch')}"
 
 
 def verify_quantized(arguments: list[str]) -> None:
@@ -222,13 +253,6 @@ def verify_quantized(arguments: list[str]) -> None:
     at_first_forward(require_linears)
 
 
-def is_torch_spec(attribute: str | None) -> bool:
-    """Whether `--spec` names the torch backend's stack."""
-    from megatron_nemotron3 import specs
-
-    return attribute is not None and getattr(specs, attribute) is specs.nemotron3_torch_stack_spec
-
-
 def require_well_formed_file(arguments: list[str]) -> None:
     """Stop if the precision file has mistakes: Megatron ignores most, and crashes on some."""
     if (file := option_value(arguments, "--te-precision-config-file")) is None:
@@ -243,27 +267,28 @@ def require_well_formed_file(arguments: list[str]) -> None:
         fail(str(problem))
 
 
-def verify_formats(arguments: list[str], attribute: str | None, *, emulate: bool, measured: bool) -> None:
+def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool, measured: bool) -> None:
     """Stop unless the formats that options ask for are those that linears will compute in.
 
     Args:
         arguments: the script's own.
-        attribute: of our spec module that `--spec` names.
+        words, spec: of `--spec`, as `requested_spec` gives them.
         emulate: linears of the torch backend emulate NVFP4.
         measured: precision is logged.
     """
     from megatron_nemotron3.precision.census import CensusError
     from megatron_nemotron3.precision.guard import require_usable
+    from megatron_nemotron3.specs import is_torch
 
-    torch_spec = is_torch_spec(attribute)
+    torch_spec = is_torch(spec)
     try:
         require_usable(arguments, torch_spec=torch_spec, emulate=emulate, measured=measured)
     except CensusError as problem:
         fail(str(problem))
-    if emulate and attribute is not None and not torch_spec:
+    if emulate and spec is not None and not torch_spec:
         fail(
             f"{emulation.VARIABLE} or {emulation.OPTION} emulates linears of the torch backend, and --spec "
-            f"names {attribute}: use --spec {SPEC_MODULE} nemotron3_torch_stack_spec, or turn emulation off"
+            f"names {words.split()[-1]}: use {_torch_spec(spec)}, or turn emulation off"
         )
     if emulate:
         at_first_forward(_require_emulation)
@@ -277,18 +302,19 @@ def _require_emulation(model: Any) -> None:
     if not isinstance(model.decoder, Nemotron3Stack):
         fail(
             f"{emulation.VARIABLE} or {emulation.OPTION} is set, but Megatron built "
-            f"{type(model.decoder).__name__}, which ignores it: use --spec {SPEC_MODULE} "
-            "nemotron3_torch_stack_spec"
+            f"{type(model.decoder).__name__}, which ignores it: use {_torch_spec(None)}"
         )
 
 
-def verify_measurable(attribute: str | None) -> None:
+def verify_measurable(spec: Any) -> None:
     """Stop a run that would measure precision (NEMOTRON3_LOG_PRECISION) on linears that do not support it."""
-    if is_torch_spec(attribute):
+    from megatron_nemotron3.specs import is_torch
+
+    if is_torch(spec):
         return
     fail(
         f"{emulation.LOG_VARIABLE} measures linears of the torch backend, and --spec names another stack: "
-        f"use --spec {SPEC_MODULE} nemotron3_torch_stack_spec, or unset it"
+        f"use {_torch_spec(spec)}, or unset it"
     )
 
 
@@ -347,11 +373,14 @@ def _launch(argv: list[str]) -> None:
         stack.enter_context(emulation.logging_precision(measured))
         if monitor is not None:
             stack.enter_context(settings.monitoring(monitor))
-        if (attribute := requested_spec(arguments)) is not None:
-            verify_stack(attribute)
+        spec_words, spec = requested_spec(arguments)
+        if spec is not None:
+            verify_stack(spec_words, spec, arguments)
         if measured is not None:
-            verify_measurable(attribute)
-        verify_formats(arguments, attribute, emulate=emulated is not None, measured=measured is not None)
+            verify_measurable(spec)
+        verify_formats(
+            arguments, spec_words, spec, emulate=emulated is not None, measured=measured is not None
+        )
         from megatron_nemotron3.precision.census import CensusError
         from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 

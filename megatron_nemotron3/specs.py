@@ -4,6 +4,17 @@
     nemotron3_torch_stack_spec  plain torch, on CPU and GPU
     nemotron3_te_stack_spec     TE; building the model fails without it
 
+Models whose E layers have experts of different widths and top-k have their own, which build each layer from
+its row of `Nemotron3Config.moe_layers`:
+
+    nemotron3_puzzle_stack_spec, nemotron3_puzzle_torch_stack_spec, nemotron3_puzzle_te_stack_spec
+    nemotron3_puzzle_tiny_stack_spec, …
+
+A model of one's own with `moe_layers` needs a module of one's own, for `--spec my_module spec`:
+
+    from megatron_nemotron3.specs import stack_spec
+    spec = stack_spec("torch", config)
+
 The specs are plain module attributes, because Megatron reads `vars(module)[name]`.
 """
 
@@ -11,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -39,6 +51,8 @@ from megatron_nemotron3.layers.backend import TORCH, Backend, default_backend, t
 from megatron_nemotron3.layers.latent_moe import CountingRouter
 from megatron_nemotron3.layers.mtp import MTPLayer
 from megatron_nemotron3.layers.stack import Nemotron3Stack, Nemotron3StackSubmodules
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.stack_specs import BACKENDS, MODULE, models_by_spec, spec_name
 
 
 def mtp_block_spec(norm: Any, column_parallel_linear: Any) -> ModuleSpec:
@@ -55,7 +69,7 @@ def mtp_block_spec(norm: Any, column_parallel_linear: Any) -> ModuleSpec:
     )
 
 
-def stack_spec(backend: Backend) -> ModuleSpec:
+def _composed(backend: Backend) -> ModuleSpec:
     """Compose the stack (layers M, *, -, E and MTP) from the builders of a backend."""
     mamba = ModuleSpec(
         module=MambaLayer,
@@ -139,7 +153,7 @@ def _counting(moe_layer: ModuleSpec) -> ModuleSpec:
     return replace(moe_layer, submodules=submodules)
 
 
-def te_stack_spec() -> ModuleSpec:
+def _te() -> ModuleSpec:
     """Upstream's TE layers in our stack, with our router and MTP layer."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
@@ -160,14 +174,64 @@ def te_stack_spec() -> ModuleSpec:
 class TransformerEngineMissing:
     """Replaces the TE stack if TE is absent: building the model fails with the reason."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ImportError(f"--spec megatron_nemotron3.specs nemotron3_te_stack_spec: {te_problem()}")
+    def __init__(self, *args: Any, spec: str, **kwargs: Any) -> None:
+        raise ImportError(f"--spec {MODULE} {spec}: {te_problem()}")
 
 
-nemotron3_torch_stack_spec = stack_spec(TORCH)
-nemotron3_te_stack_spec = (
-    te_stack_spec()
-    if te_problem() is None
-    else ModuleSpec(module=TransformerEngineMissing, submodules=nemotron3_torch_stack_spec.submodules)
-)
+def _missing(name: str, model: Nemotron3Config | None = None) -> ModuleSpec:
+    """A spec whose build fails; it has the parts of the torch backend, for those who look into it."""
+    submodules = replace(nemotron3_torch_stack_spec.submodules, model=model)
+    return ModuleSpec(module=TransformerEngineMissing, submodules=submodules, params={"spec": name})
+
+
+nemotron3_torch_stack_spec = _composed(TORCH)
+nemotron3_te_stack_spec = _te() if te_problem() is None else _missing(spec_name(None, "te"))
 nemotron3_stack_spec = nemotron3_te_stack_spec if default_backend() == "te" else nemotron3_torch_stack_spec
+
+
+def stack_spec(backend: str, config: Nemotron3Config | None = None) -> ModuleSpec:
+    """Return our stack on a backend, with the experts that each layer of `config` has.
+
+    Args:
+        backend: "auto", "te" or "torch", as in the names above.
+        config: a model with `moe_layers`. Building checks its layers and experts; other sizes are those of
+            Megatron's options. None, or a model without `moe_layers`: all E layers have the experts of
+            Megatron's options.
+
+    Raises:
+        ValueError: no such backend.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r}: use {', '.join(BACKENDS)}")
+    spec: ModuleSpec = globals()[spec_name(None, backend)]
+    if config is None or config.moe_layers is None:
+        return spec
+    if spec.module is TransformerEngineMissing:
+        return _missing(spec_name(config, backend), config)
+    return replace(spec, submodules=replace(spec.submodules, model=config))
+
+
+def named(module: str, name: str) -> ModuleSpec | None:
+    """Return the stack that the two words of `--spec` name, if it is one of ours, also in another module.
+
+    Raises:
+        ValueError: the module has no such object.
+        ImportError: the module cannot be imported.
+    """
+    objects = vars(import_module(module))
+    if name not in objects:
+        known = [key for key, value in objects.items() if isinstance(value, ModuleSpec)]
+        raise ValueError(f"unknown spec; use one of {', '.join(sorted(known))}")
+    found = objects[name]
+    ours = isinstance(found, ModuleSpec) and isinstance(found.submodules, Nemotron3StackSubmodules)
+    return found if ours else None
+
+
+def is_torch(spec: ModuleSpec | None) -> bool:
+    """Whether a stack is built on the torch backend."""
+    if spec is None or spec.module is not Nemotron3Stack:
+        return False
+    return bool(spec.submodules.mamba_layer is nemotron3_torch_stack_spec.submodules.mamba_layer)
+
+
+globals().update({name: stack_spec(*of) for name, of in models_by_spec().items()})

@@ -19,11 +19,13 @@ COMMANDS = {
     "flags": {
         "--model", "--tiny", "--shell",
         "--te-precision-config-file", "--schedule", "--emulate", "--megatron-core",
+        "--gpu", "--without", "--environment",
     }
     | RUN,
     "explain": {
         "--model", "--tiny", "--argv",
         "--all", "--full", "--set", "--json", "--te-precision-config-file", "--schedule", "--emulate",
+        "--gpu", "--without",
     }
     | RUN,
     "run": set(),

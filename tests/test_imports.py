@@ -27,12 +27,15 @@ ALLOWED = {
     "doctor": {"build", "cpu", "layers", "models", "precision"},
     "layers": {"checkpoint", "cpu", "lora", "models", "monitor", "precision"},
     "lora": set(),
-    "specs": {"layers"},
-    "build": {"args", "cpu", "layers", "models", "precision"},
+    "specs": {"layers", "models"},
+    "build": {"args", "cpu", "layers", "models", "precision", "specs"},
     "bridge": {"convert", "cpu", "layers", "lora", "models", "specs"},
     "lifetime": set(),
     "spawned": {"lifetime"},
-    "run": {"args", "checkpoint", "cpu", "layers", "lifetime", "monitor", "precision", "spawned", "specs"},
+    "run": {
+        *("args", "checkpoint", "cpu", "layers", "lifetime", "models", "monitor", "precision", "spawned"),
+        "specs",
+    },
     "train": {
         "args",
         "build",

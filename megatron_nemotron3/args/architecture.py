@@ -12,17 +12,10 @@ from dataclasses import dataclass
 from megatron_nemotron3.args.flag import Flag, text
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.stack_specs import MODULE, spec_name
 
 #: The largest divisor Megatron pads the vocabulary to by default (times TP).
 _VOCAB_DIVISOR = 128
-
-#: The two words of `--spec`: a module, which Megatron imports, and its object for each backend.
-SPEC_MODULE = "megatron_nemotron3.specs"
-SPECS = {
-    "auto": "nemotron3_stack_spec",
-    "te": "nemotron3_te_stack_spec",
-    "torch": "nemotron3_torch_stack_spec",
-}
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ def architecture_flags(
         seq_length: tokens per sequence.
     """
     head: tuple[tuple[str, object, str], ...] = (
-        ("--spec", (SPEC_MODULE, SPECS[backend]), "backend"),
+        ("--spec", (MODULE, spec_name(config, backend)), "backend"),
         ("--hybrid-layer-pattern", pattern, "config.pattern, config.mtp_pattern, layout"),
     )
     tail: tuple[tuple[str, object, str], ...] = (

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_nemotron3.args.explain import (
@@ -16,16 +17,18 @@ from megatron_nemotron3.args.explain import (
     with_megatron_defaults,
 )
 from megatron_nemotron3.args.explain_text import render as render_explanation
-from megatron_nemotron3.args.flag import Flag, parse, render
+from megatron_nemotron3.args.flag import Flag, exports, parse, render
 from megatron_nemotron3.args.flags import flags
 from megatron_nemotron3.args.launch import BACKENDS, PRECISIONS, Launch
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.parser_check import repeated
+from megatron_nemotron3.args.performance import GPUS, Tuned, published
 from megatron_nemotron3.args.phases import BF16_END, PHASES, Phase, phase, require_known, switch_step
 from megatron_nemotron3.args.precision_file import check as check_precision_file
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
 from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model, names_model
 from megatron_nemotron3.precision.formats import EMULATED, NVFP4
 from megatron_nemotron3.precision.settings import OPTION, VARIABLE, Emulation, emulation_in_environment
@@ -78,7 +81,20 @@ def register(commands: Any) -> None:
         command.add_argument(
             "--schedule", choices=phases, default="none", help="batch size and rates of a phase"
         )
+        command.add_argument(
+            "--gpu", metavar="GPU", help=f"add the options published for it: {', '.join(GPUS)}"
+        )
+        command.add_argument(
+            "--without",
+            metavar="OPTION",
+            action="append",
+            default=[],
+            help="leave out this option of --gpu (without its dashes); may be repeated",
+        )
     emit.add_argument("--shell", action="store_true", help="quote for eval in a shell script")
+    emit.add_argument(
+        "--environment", action="store_true", help="print the variables of --gpu instead, for eval in a shell"
+    )
     emit.add_argument("--megatron-core", metavar="VERSION", help="0.19, 0.20 or main; default: as installed")
     emit.set_defaults(run=flags_command)
     why.add_argument("--argv", metavar="FILE", help="explain this script, command or YAML; -: stdin")
@@ -102,7 +118,7 @@ def add_launch(command: argparse.ArgumentParser, *, precision: str | None) -> No
         precision: default of --precision.
     """
     for name, text in LAYOUT.items():
-        command.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
+        command.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (1)")
     for option, (kind, text) in SCHEDULE.items():
         command.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
     command.add_argument("--precision", choices=PRECISIONS, default=precision)
@@ -119,7 +135,20 @@ def chosen_layout(options: argparse.Namespace) -> ParallelLayout:
     Raises:
         ValueError: a size is not positive, or sizes do not go together.
     """
-    return ParallelLayout(**{name: getattr(options, name) for name in LAYOUT})
+    return ParallelLayout(**_sizes(options))
+
+
+def _sizes(options: argparse.Namespace) -> dict[str, int]:
+    """Return the sizes of the layout that were given."""
+    return {name: getattr(options, name) for name in LAYOUT if getattr(options, name) is not None}
+
+
+def _layout_on(options: argparse.Namespace, config: Nemotron3Config, gpu: str | None) -> ParallelLayout:
+    """Return the layout of the options, or the published one where --gpu is given and no size but --dp."""
+    run = None if gpu is None else published(config, gpu, options.precision)
+    if run is None or set(_sizes(options)) - {"dp"}:
+        return chosen_layout(options)
+    return replace(run.layout, **_sizes(options))
 
 
 def chosen_schedule(options: argparse.Namespace) -> dict[str, Any]:
@@ -148,7 +177,7 @@ def chosen_launch(options: argparse.Namespace) -> Launch:
     Raises:
         ValueError: unknown model or phase, a size out of range, or the phase leaves open what training needs.
     """
-    config, name = chosen_model(options), options.schedule
+    config, name, gpu = chosen_model(options), options.schedule, options.gpu
     chosen = Phase(schedule=TrainingSchedule()) if name == "none" else phase(config, name)
     schedule = adjusted(chosen.schedule, **chosen_schedule(options))
     if chosen.precision not in (None, options.precision):
@@ -159,9 +188,11 @@ def chosen_launch(options: argparse.Namespace) -> Launch:
         require_known(config, name, schedule, tuple(options.extra))
     return Launch(
         config=config,
-        layout=chosen_layout(options),
+        layout=_layout_on(options, config, gpu),
         precision=options.precision,
-        backend=options.backend,
+        backend="te" if gpu is not None and options.backend == "auto" else options.backend,
+        gpu=gpu,
+        without=options.without,
         schedule=schedule,
         extra=(*chosen.options, *options.extra),
         te_precision_config_file=options.te_precision_config_file,
@@ -171,17 +202,25 @@ def chosen_launch(options: argparse.Namespace) -> Launch:
 
 
 def flags_command(options: argparse.Namespace) -> int:
-    """Print the flags; warnings go to stderr. Exit status 0.
+    """Print the flags, or the variables of --gpu; warnings go to stderr. Exit status 0.
 
     Raises:
         RuleError, ValueError: as `flags`, `chosen_launch` and `_remarks`.
     """
     launch = chosen_launch(options)
     emitted = flags(launch)
+    if options.environment:
+        if launch.tuned is None:
+            raise ValueError("--environment prints the variables that --gpu needs: give --gpu")
+        print(exports(launch.tuned.environment))
+        return 0
     remarks = _remarks(launch)
     if launch.emulate:  # `nemotron3 run` takes it off the command line; Megatron's parser refuses it
         emitted.append(Flag(OPTION, (launch.emulate.text(),), origin="emulate"))
     print(render(emitted, shell=options.shell))
+    if launch.tuned is not None and not options.shell:
+        print("# environment")
+        print("\n".join(f"{name}={value}" for name, value in launch.tuned.environment.items()))
     known = ("schedule-unknown",) if options.schedule == "none" else ()
     print_warnings(launch, options.extra, known)
     if options.schedule == BF16_END and launch.schedule is not None:
@@ -282,6 +321,8 @@ def _remarks(launch: Launch) -> list[str]:
         ValueError: no linear of the model would be quantized.
     """
     found = check_precision_file(launch)
+    if launch.tuned is not None:
+        found += [*launch.tuned.notes, _published_run(launch.tuned, launch.layout)]
     if launch.emulate:
         text = launch.emulate.text()
         found.append(
@@ -289,3 +330,13 @@ def _remarks(launch: Launch) -> list[str]:
             f"set {VARIABLE}={text} in the training processes"
         )
     return found
+
+
+def _published_run(found: Tuned, layout: ParallelLayout) -> str:
+    """Say with which layout and batch the options were published, beside the layout of the launch."""
+    run = found.run
+    return (
+        f"--gpu {found.gpu}: published with {run.layout} on {run.gpus} GPUs, --micro-batch-size "
+        f"{run.micro_batch_size} --global-batch-size {run.global_batch_size} --seq-length {run.seq_length}; "
+        f"this layout: {layout}"
+    )

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_nemotron3.args import command_line
-from megatron_nemotron3.args.architecture import SPEC_MODULE, SPECS
 from megatron_nemotron3.args.continued import refused
 from megatron_nemotron3.args.flag import SECTIONS, Flag, parse, text, to_argv
 from megatron_nemotron3.args.flags import flags
@@ -36,6 +35,7 @@ from megatron_nemotron3.args.stored_model import Taken, taken
 from megatron_nemotron3.args.yaml_launch import is_partial
 from megatron_nemotron3.models import Nemotron3Config, get, names
 from megatron_nemotron3.models.pattern import without_layout
+from megatron_nemotron3.models.stack_specs import MODULE, spec_name
 from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
 from megatron_nemotron3.precision.settings import OPTION as EMULATE_OPTION
 from megatron_nemotron3.precision.settings import Emulation
@@ -43,7 +43,7 @@ from megatron_nemotron3.precision.settings import Emulation
 #: Every origin a setting can have.
 ORIGINS = (
     *("model", "family", "layout", "precision", "schedule", "data", "backend", "default", "user"),
-    "checkpoint",
+    *("checkpoint", "gpu"),
 )
 WORLD_SIZE = "world size"
 
@@ -335,7 +335,7 @@ def _pasted_violations(
         return []
     ours = {*known, *_sections(config), EMULATE_OPTION}
     others = [flag for flag in pasted if flag.name not in ours and command_line.is_known(flag.values)]
-    backend = "torch" if options.get("--spec") == (SPEC_MODULE, SPECS["torch"]) else "te"
+    backend = "torch" if options.get("--spec") == (MODULE, spec_name(config, "torch")) else "te"
     precision = emulate.format if emulate else _precision_of(options)
     words = [word for flag in others for word in (flag.name, *flag.values)]
     launch = Launch(

@@ -14,11 +14,20 @@ leaves the quotes in them. `eval "ARGS=( $(nemotron3 ...) )"` on one line works 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 #: The order sections are printed in.
-SECTIONS = ("architecture", "parallelism", "precision", "optimization", "data", "logging", "extra")
+SECTIONS = (
+    "architecture",
+    "parallelism",
+    "precision",
+    "optimization",
+    "data",
+    "logging",
+    "performance",
+    "extra",
+)
 
 
 @dataclass(frozen=True)
@@ -98,3 +107,10 @@ def render(flags: Iterable[Flag], shell: bool = False) -> str:
             lines.append(f"# {section}")
         lines.append(str(flag))
     return "\n".join(lines)
+
+
+def exports(environment: Mapping[str, str]) -> str:
+    """Return lines for `eval` in a POSIX shell that export variables; those that are set keep their value."""
+    return "\n".join(
+        f"export {name}=${{{name}:-{shlex.quote(value)}}}" for name, value in environment.items()
+    )

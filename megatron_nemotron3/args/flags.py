@@ -89,9 +89,20 @@ def flags(launch: Launch) -> list[Flag]:
         *_section("data", _data_items(launch.data)),
         *_section("logging", _logging_items(schedule, launch.data)),
     ]
+    published = _performance_flags(launch)
     given = parse_words(launch.extra)
     replaced = {flag.name for flag in given}
-    return [flag for flag in result if flag.name not in replaced] + given
+    removed = launch.tuned.removed if launch.tuned else frozenset()
+    kept = [flag for flag in result if flag.name not in removed | {flag.name for flag in published}]
+    return [flag for flag in kept + published if flag.name not in replaced] + given
+
+
+def _performance_flags(launch: Launch) -> list[Flag]:
+    """Return the published options of the launch's GPU."""
+    if launch.tuned is None:
+        return []
+    origin = f"gpu.{launch.tuned.recipe}"
+    return [Flag(name, values, "performance", origin) for name, values in launch.tuned.options.items()]
 
 
 def _section(section: str, items: _Items) -> list[Flag]:

@@ -9,13 +9,15 @@ build(launch)                        # the model (needs torch and megatron-core)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.args.layout import ParallelLayout
+from megatron_nemotron3.args.performance import Tuned, gpu_named, tuned
+from megatron_nemotron3.args.performance_table import HARDWARE
 from megatron_nemotron3.args.schedule import TrainingSchedule
 from megatron_nemotron3.args.versions import chosen
 from megatron_nemotron3.models import Nemotron3Config, get
@@ -85,22 +87,47 @@ class Launch:
     allow_plain_nvfp4: bool = False
     #: Compute nvfp4 or mxfp8 in the torch backend's linears on any device, instead of on its hardware.
     emulate: Emulation | None = None
-    #: Compute capability of the GPU that will train, (10, 0) for a B200; None if unknown.
+    #: Type of the GPU that will train, such as "gb200": its published performance options are emitted, which
+    #: need backend "te". None: only the options that every GPU needs.
+    gpu: str | None = None
+    #: Published performance options to leave out, such as "moe-router-fusion".
+    without: Sequence[str] = ()
+    #: Compute capability of the GPU that will train, (10, 0) for a B200; None: that of `gpu`, if known.
     compute_capability: tuple[int, int] | None = None
     #: On by default also at dp=1, as in NVIDIA's launches: its checkpoints do not load into the plain
     #: optimizer, so a run that started without it could not grow later.
     distributed_optimizer: bool = True
+    #: Whether `train/pretrain_script.py` will run, which does some things that the stock scripts cannot.
+    own_script: bool = False
     #: Version of megatron-core that the flags are for, such as "0.19" or "main"; None: the installed one.
     megatron_core: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "extra", tuple(self.extra))
+        object.__setattr__(self, "without", tuple(self.without))
         known = (("precision", self.precision, PRECISIONS), ("backend", self.backend, BACKENDS))
         for what, value, values in known:
             if value not in values:
                 raise ValueError(f"unknown {what} {value!r}: use one of {', '.join(values)}")
         chosen(self.megatron_core)
         parse(self.extra)
+        self._check_gpu()
+
+    def _check_gpu(self) -> None:
+        """Bring `gpu` into the form of the table, and check what it needs."""
+        if self.gpu is None:
+            if self.without:
+                raise ValueError(f"without={self.without} leaves out options of a GPU: give gpu=, too")
+            return
+        object.__setattr__(self, "gpu", gpu_named(self.gpu))
+        if self.backend != "te":
+            raise ValueError(
+                f"gpu {self.gpu}: its published options are for Transformer Engine's modules, and backend "
+                f"{self.backend} has others: use backend te, or leave gpu out"
+            )
+        if self.compute_capability is None:
+            object.__setattr__(self, "compute_capability", HARDWARE[self.gpu].capability)
+        _ = self.tuned  # names in `without` that do not exist
 
     @classmethod
     def of(
@@ -143,9 +170,17 @@ class Launch:
         return chosen(self.megatron_core)
 
     @cached_property
-    def options(self) -> dict[str, tuple[str, ...]]:
-        """Options of `extra`: name to values."""
-        return {flag.name: flag.values for flag in parse(self.extra)}
+    def tuned(self) -> Tuned | None:
+        """What is published for the model on `gpu`; None without one."""
+        if self.gpu is None:
+            return None
+        return tuned(self.config, self.gpu, self.precision, self.layout, self.version, self.without)
+
+    @cached_property
+    def options(self) -> Mapping[str, tuple[str, ...]]:
+        """Options of `extra`, and those of `gpu` that `extra` does not replace: name to values."""
+        published = self.tuned.options if self.tuned else {}
+        return {**published, **{flag.name: flag.values for flag in parse(self.extra)}}
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -191,11 +226,11 @@ class Launch:
         return (self.options.get("--te-precision-config-file") or (self.te_precision_config_file,))[0]
 
     def option(self, name: str, default: str) -> str:
-        """Return the first value of an option in `extra`, or `default` if it is not there or has no value."""
+        """Return the first value of an option of `options`, or `default` if it is not there or has none."""
         return (self.options.get(name) or (default,))[0]
 
     def first_of(self, *names: str) -> str | None:
-        """Return the first of these options that is in `extra`, or None."""
+        """Return the first of these options that is in `options`, or None."""
         return next((name for name in names if name in self.options), None)
 
 

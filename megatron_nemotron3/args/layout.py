@@ -110,7 +110,7 @@ def cut_pattern(config: Nemotron3Config, layout: ParallelLayout, seq_length: int
     if layout.stages == 1:
         return _pattern.join_stages((config.pattern,), mtp)
     tokens = seq_length or config.seq_length
-    cost = {kind: layer_flops(config, kind, tokens) for kind in set(config.pattern)}
+    cost = [layer_flops(config.at(layer), kind, tokens) for layer, kind in enumerate(config.pattern)]
     stages = _pattern.cut(
         config.pattern, layout.stages, cost, last_stage_extra=last_stage_cost(config, tokens)
     )

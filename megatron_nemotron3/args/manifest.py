@@ -22,6 +22,7 @@ from megatron_nemotron3.checkpoint.files import Unreadable, read_outside, write_
 from megatron_nemotron3.lora import ARGUMENT, in_environment
 from megatron_nemotron3.lora import VARIABLE as LORA
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR
+from megatron_nemotron3.models.stack_specs import stored_experts
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import te_variables
 
@@ -34,6 +35,8 @@ Parts = dict[str, Part]
 
 _LIMIT = 64 << 20
 _PATTERN = "--hybrid-layer-pattern"
+#: Width and top-k of each E layer where they differ, which no option but --spec says.
+_EXPERTS = "experts of layers"
 #: Options of a model's table that change no tensor and may be changed while it trains.
 _TRAINING = frozenset(
     (
@@ -114,6 +117,8 @@ def parts_of(
             parts["data"][option] = _hash_of(Path(flag.values[0])) if of_file else values
         elif not option.startswith(_QUIET):
             parts["launch"][option] = values
+        if option == "--spec" and (experts := stored_experts({"spec": flag.values})):
+            parts["model"][_EXPERTS] = experts
     if (lora := in_environment(environment)) is not None:
         parts["model"][LORA] = lora.text()
     parts["precision"] |= {
@@ -142,6 +147,8 @@ def parts_of_checkpoint(args: Mapping[str, Any]) -> Parts:
         parts["mtp"][_PATTERN] = mtp or "none"
     if isinstance(text := args.get(ARGUMENT), str):
         parts["model"][LORA] = text
+    if experts := stored_experts(args):
+        parts["model"][_EXPERTS] = experts
     parts["precision"] = found(("--bf16", "--fp16"))
     for kind in ("fp8", "fp4"):
         if isinstance(value := args.get(kind), str):

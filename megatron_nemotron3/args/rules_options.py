@@ -11,6 +11,7 @@ from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.parser_check import misused, unknown
 from megatron_nemotron3.args.rule import Rule, Severity
 from megatron_nemotron3.args.versions import DEFAULT
+from megatron_nemotron3.models.stack_specs import MODULE, has_spec
 
 _ARGUMENTS = "megatron/training/arguments.py"
 
@@ -132,14 +133,34 @@ def _several_buckets(c: Launch) -> str:
     return ""
 
 
+def _reserved(c: Launch) -> list[str]:
+    """Return the options in `extra` that another setting decides."""
+    own_stack = not has_spec(c.config)  # a model that needs --spec
+    return [flag for flag in _RESERVED if flag in c.options and not (own_stack and flag == "--spec")]
+
+
+def _without_stack(c: Launch) -> bool:
+    return not has_spec(c.config) and c.options.get("--spec", (MODULE,))[0] == MODULE
+
+
 OPTION_RULES: tuple[Rule, ...] = (
     Rule(
         "reserved-option",
-        lambda c: c.first_of(*_RESERVED),
+        _reserved,
         lambda c: "; ".join(
-            f"{flag} in extra would override a value that the rules checked: set {where} instead"
-            for flag, where in _RESERVED.items()
-            if flag in c.options
+            f"{flag} in extra would override a value that the rules checked: set {_RESERVED[flag]} instead"
+            for flag in _reserved(c)
+        ),
+        "this package",
+    ),
+    Rule(
+        "own-experts",
+        _without_stack,
+        lambda c: (
+            f"no option says that the E layers of {c.config.name} differ (moe_layers), and {MODULE} has "
+            "no stack for it: write a module my_stack.py of two lines, "
+            f'"from {MODULE} import stack_spec" and "spec = stack_spec({c.backend!r}, config)" with your '
+            "Nemotron3Config, and pass --spec my_stack spec (in Python build_model needs neither)"
         ),
         "this package",
     ),
@@ -174,10 +195,10 @@ OPTION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "packed-cp-torch",
-        lambda c: "--sft" in c.options and c.layout.cp > 1 and c.backend == "torch",
+        lambda c: "--sft" in c.options and c.layout.cp > 1 and c.backend == "torch" and not c.own_script,
         lambda c: (
-            f"--sft with CP={c.layout.cp}: Megatron splits packed documents with Transformer Engine's CUDA "
-            "library: use cp=1 or backend te"
+            f"--sft with CP={c.layout.cp}: the stock script splits packed documents with Transformer "
+            "Engine's CUDA library: use cp=1, backend te, or `nemotron3 train --conversations`"
         ),
         "megatron/core/utils.py",
     ),

@@ -58,7 +58,7 @@ def taken(flags: Sequence[Flag]) -> Taken:
     folder = option_value(argv, "--load")
     if folder is None:
         raise ValueError(f"{OPTION} needs --load: Megatron takes the model from that checkpoint")
-    found = _stored(argv) if is_known([folder]) else None
+    found = loaded(argv) if is_known([folder]) else None
     if found is None:
         note = (
             f"{OPTION}: Megatron takes the model from the checkpoint of --load {folder}, which cannot be "
@@ -80,8 +80,12 @@ def taken(flags: Sequence[Flag]) -> Taken:
     return Taken(merged, frozenset(names), note)
 
 
-def _stored(argv: Sequence[str]) -> tuple[str, StoredState] | None:
-    """Return which checkpoint a command line loads, and its state; None if it cannot be read."""
+def loaded(argv: Sequence[str]) -> tuple[str, StoredState] | None:
+    """Return which checkpoint a command line loads, and its state; None if it cannot be read.
+
+    Raises:
+        ValueError: the tracker is damaged.
+    """
     given = load_options(argv)
     try:
         which = given.load and (given.step or read_tracker(given.load))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +35,15 @@ def stored_state(path: Path) -> StoredState | None:
         state = common_state(index)
     except CheckpointError:
         return None
-    args, scheduler = state.get("args"), state.get("opt_param_scheduler")
-    found = args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
-    return StoredState(found, scheduler if isinstance(scheduler, dict) else {})
+    scheduler = state.get("opt_param_scheduler")
+    return StoredState(stored_arguments(state), scheduler if isinstance(scheduler, dict) else {})
+
+
+def stored_arguments(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the command line's arguments in a checkpoint's common state; empty if it has none."""
+    args = state.get("args")
+    values = args.state if isinstance(args, Inert) else vars(args) if isinstance(args, Namespace) else {}
+    return values if isinstance(values, dict) else {}
 
 
 def loaded_state(argv: Sequence[str]) -> tuple[int, StoredState] | None:

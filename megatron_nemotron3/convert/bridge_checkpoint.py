@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.files import atomic, read_outside
-from megatron_nemotron3.checkpoint.metadata import read_metadata
+from megatron_nemotron3.checkpoint.metadata import COMMON, read_metadata
 from megatron_nemotron3.convert.megatron_args import args_of, config_of
 
 _LIMIT = 1 << 24  # bytes of run_config.yaml
@@ -59,9 +59,9 @@ def add_arguments(folder: Path | str) -> Path:
         consumed_valid_samples=int(progress["consumed_valid_samples"]),
         skipped_train_samples=int(progress["skipped_train_samples"]),
     )
-    with atomic(folder / "common.pt") as partial:
+    with atomic(folder / COMMON) as partial:
         torch.save({**state, "args": args}, partial)
-    return folder / "common.pt"
+    return folder / COMMON
 
 
 def _config(folder: Path, model: dict[str, Any]) -> Any:

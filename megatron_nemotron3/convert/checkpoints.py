@@ -18,6 +18,7 @@ from megatron_nemotron3.checkpoint.folders import CHECKPOINTS, locate, locate_on
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
 from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.remote import shown
+from megatron_nemotron3.checkpoint.state import stored_arguments
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
@@ -33,7 +34,7 @@ from megatron_nemotron3.convert.keys import (
     numbered_by_layer,
     plain_name,
 )
-from megatron_nemotron3.convert.megatron_args import config_of, stored_pattern
+from megatron_nemotron3.convert.megatron_args import config_of, require_experts, stored_pattern
 from megatron_nemotron3.convert.quantized_views import Dequantized
 from megatron_nemotron3.convert.sources import FileSource, TensorSource
 from megatron_nemotron3.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
@@ -264,9 +265,7 @@ def checkpoint_line(opened: Checkpoint) -> str:
 
 def _stored_alpha(folder: Path, state: dict[str, Any]) -> float:
     """Return the alpha that LoRA was trained with."""
-    arguments = state.get("args")
-    values = arguments.state if isinstance(arguments, Inert) else vars(arguments) if arguments else {}
-    text = values.get(ARGUMENT) if isinstance(values, dict) else None
+    text = stored_arguments(state).get(ARGUMENT)
     if not isinstance(text, str):
         raise ValueError(
             f"{folder}: it has LoRA adapters and does not say their alpha (Megatron-Bridge's run_config.yaml "
@@ -299,14 +298,15 @@ def _megatron_config(
 ) -> tuple[Nemotron3Config, bool]:
     """Return the model, and whether its vocabulary size is a guess: a tokenizer's is not stored."""
     if model is not None:
+        require_experts(os.fspath(folder), stored_arguments(state), model)
         return dataclasses.replace(model, vocab_size=vocab_size) if vocab_size else model, False
     arguments = state.get("args")
     if not isinstance(arguments, (Inert, Namespace)):
         raise ValueError(
             f"{folder}: the checkpoint stores no arguments, so its model is unknown: give --model"
         )
-    values = arguments.state if isinstance(arguments, Inert) else vars(arguments)
-    padded = values.get("padded_vocab_size") if isinstance(values, dict) else None
+    values = stored_arguments(state)
+    padded = values.get("padded_vocab_size")
     guess = vocab_size is None and values.get("vocab_size") is None and type(padded) is int
     config = config_of(arguments, name=os.fspath(folder), vocab_size=padded if guess else vocab_size)
     found = identify(config)
@@ -318,9 +318,8 @@ def _megatron_config(
 
 def _grouped_pattern(folder: Path, state: dict[str, Any]) -> HybridPattern | None:
     """Return the stored pattern if it groups layers; None otherwise."""
-    arguments = state.get("args")
-    values = arguments.state if isinstance(arguments, Inert) else vars(arguments) if arguments else {}
-    text = values.get("hybrid_layer_pattern") if isinstance(values, dict) else None
+    values = stored_arguments(state)
+    text = values.get("hybrid_layer_pattern")
     return stored_pattern(os.fspath(folder), values) if isinstance(text, str) and "[" in text else None
 
 

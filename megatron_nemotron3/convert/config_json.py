@@ -3,7 +3,8 @@
 config.json gives the layers either as a pattern string (`hybrid_override_pattern`, which inference engines
 read) or as a list of block types (`layers_block_type`), whose names changed in transformers 5.13 (mamba ->
 linear_attention, attention -> full_attention). Both forms are read. The string is written unless a reference
-has only the list; transformers 5.15 refuses a file with both.
+has only the list; transformers 5.15 refuses a file with both. Where experts differ by layer, every layer has
+an entry in `block_configs` (module of that name).
 
 Values that Megatron cannot build, and unknown keys, are refused (`config_keys`). config.json contains nothing
 about training (MTP depths, loss factors, sequence length): those fields come from `base`, or keep their
@@ -18,6 +19,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_nemotron3.checkpoint.metadata import printable
+from megatron_nemotron3.convert.block_configs import (
+    ARCHITECTURE,
+    KEY,
+    MODEL_TYPE,
+    MTP_KEY,
+    TOPK,
+    WIDTH,
+    blocks_of,
+    flattened,
+)
 from megatron_nemotron3.convert.config_keys import (
     BLOCK_OF,
     BLOCKS,
@@ -43,7 +54,7 @@ from megatron_nemotron3.convert.config_keys import (
     WRITTEN_MOE,
 )
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.config import BUILT
+from megatron_nemotron3.models.config import BUILT, unbuilt_fields
 
 
 def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | None = None) -> Nemotron3Config:
@@ -61,6 +72,7 @@ def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | Non
             by Megatron; or the model differs from `base`. The message contains the numbers.
     """
     name = name or (base.name if base else "model")
+    data, rows = flattened(name, data)
     _check_config_keys(name, data)
     pattern = _layer_pattern(name, data, LAYERS)
     if pattern is None:
@@ -86,7 +98,10 @@ def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | Non
     values = {field: _positive_number(name, data, field, keys) for field, keys in _fields_of(kinds).items()}
     _check_built(name, kinds, values)
     if "E" in kinds:
-        _check_normalized(name, data.get(NORMALIZED), values["moe_router_topk"])
+        for topk in sorted({values["moe_router_topk"], *(topk for _, topk in rows or ())}):
+            _check_normalized(name, data.get(NORMALIZED), topk)
+    if rows and set(rows) != {(values["moe_ffn_hidden_size"], values["moe_router_topk"])}:
+        values["moe_layers"] = rows
     training = _training_fields(name, data, base, blocks)
     title = base.title if base else name
     config = Nemotron3Config(name=name, title=title, pattern=pattern, mtp_pattern=mtp, **values, **training)
@@ -112,7 +127,7 @@ def write(
     config.require_built()
     tables = _fields_of(config.full_pattern)
     result: dict[str, Any] = {
-        "architectures": ["NemotronHForCausalLM"],
+        "architectures": ["NemotronHForCausalLM" if config.moe_layers is None else ARCHITECTURE],
         "dtype": dtype,
         "torch_dtype": dtype,  # the older name
         "num_hidden_layers": config.num_layers,
@@ -130,13 +145,16 @@ def write(
         result[MTP_BLOCKS] = config.mtp_num_blocks
         result |= _layer_keys(MTP_LAYERS, config.mtp_pattern, reference)
         result[OWN] = {field: getattr(config, field) for field in OWN_FIELDS}
+    if config.moe_layers is not None:
+        result |= {"model_type": MODEL_TYPE, **blocks_of(config)}
+        del result[WIDTH], result[TOPK]  # readers would take them for those of all layers
     if reference is not None:
         _check_same_model(read(reference, name=f"{config.name}, reference"), config)
         ours = (
             set(result)
             - {*LAYERS[1], *MTP_LAYERS[1]}
             - {FIELDS[field][0] for field in FREE}
-            - {"architectures", *CLAMPS}
+            - {"architectures", KEY, MTP_KEY, *CLAMPS}
         )
         ours -= set() if "-" in config.full_pattern else {"intermediate_size"}
         # The default is infinite and is left out: JSON has no infinity, and libraries write it differently.
@@ -177,11 +195,6 @@ def _check_config_keys(name: str, data: Mapping[str, Any]) -> None:
     if "quantization_config" in data:
         raise ValueError(
             f"{name}: config.json has a quantization_config: --dequantize reads its weights as BF16"
-        )
-    if data.get("block_configs"):
-        raise ValueError(
-            f"{name}: config.json has block_configs, as of Nemotron Puzzle: width and number per token of "
-            "the experts differ between layers, and Megatron 0.19 builds the same in all"
         )
     if unknown := sorted(set(data) - known):
         keys = ", ".join(map(printable, unknown))
@@ -331,8 +344,9 @@ def _own_fields(name: str, stated: Any, blocks: int) -> dict[str, Any]:
 
 def _check_same_model(config: Nemotron3Config, base: Nemotron3Config) -> None:
     """Check that `config` describes the model `base`."""
-    fields = ["pattern", "mtp_pattern", "mtp_num_blocks", *_fields_of(config.full_pattern)]
-    differ = [f for f in fields if f not in FREE and getattr(config, f) != getattr(base, f)]
+    fields = ["pattern", "mtp_pattern", "mtp_num_blocks", "moe_layers", *_fields_of(config.full_pattern)]
+    free = FREE | (unbuilt_fields(config) & unbuilt_fields(base))
+    differ = [f for f in fields if f not in free and getattr(config, f) != getattr(base, f)]
     if differ:
         numbers = ", ".join(f"{f}={getattr(config, f)!r} (expected {getattr(base, f)!r})" for f in differ)
         raise ValueError(f"{config.name}: it is not the model {base.name}: {numbers}")

@@ -29,16 +29,14 @@ from megatron_nemotron3.checkpoint.folders import HF_SINGLE as SINGLE
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, read_json
 from megatron_nemotron3.convert.sources import Block, FileSource, Location, SourceTensor, row_major
 
-_PUZZLE = "Puzzle model, whose layers have experts of different sizes and numbers"
 _MULTIMODAL = "model of text and other inputs, of which only the language model is of this family"
 #: Pattern of an architecture or a model_type -> what it is.
 _OTHER_KINDS = (
-    (r"(?i)puzzle|DeciLM", _PUZZLE),
+    (r"(?i)DeciLM", "Puzzle model of DeciLM's form, whose blocks are attention with an MLP"),
     (r"(?i)omni", f"Nemotron Omni model, a {_MULTIMODAL}"),
     (r"(?i)(?:^|[_-])vl(?:[_-]|$)", f"Nemotron VL model, a {_MULTIMODAL}"),
 )
 #: Keys of such configurations.
-_PUZZLE_KEYS = ("block_configs",)
 _PARTS = (
     *("vision_config", "audio_config", "sound_config", "llm_config", "text_config"),
     *("vit_hidden_size", "img_context_token_id", "image_token_id"),
@@ -49,7 +47,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json.
 
     Raises:
-        CheckpointError: it is missing, not a JSON object, or describes a Puzzle, Omni or VL model.
+        CheckpointError: it is missing, not a JSON object, or describes a DeciLM, Omni or VL model.
     """
     data = read_json(folder / CONFIG)
     if kind := _other_kind(data):
@@ -65,8 +63,6 @@ def _other_kind(data: Mapping[str, Any]) -> str | None:
     for pattern, kind in _OTHER_KINDS:
         if name := next((name for name in named if re.search(pattern, name)), None):
             return f"{kind} ({name:.60})"
-    if key := next((key for key in _PUZZLE_KEYS if key in data), None):
-        return f"{_PUZZLE} ({key})"
     if key := next((key for key in _PARTS if key in data), None):
         return f"{_MULTIMODAL} ({key})"
     return None

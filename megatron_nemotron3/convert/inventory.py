@@ -228,9 +228,10 @@ def _build_mappings(
 ) -> Iterator[TensorMapping]:
     if padded_vocab_size is not None and padded_vocab_size < config.vocab_size:
         raise ValueError(f"padded_vocab_size={padded_vocab_size} is less than vocab_size={config.vocab_size}")
-    table = symbol_sizes(config, padded_vocab_size)
 
-    def tensors(row: Row, stored: tuple[NamedShape, ...], prefix: str) -> tuple[Tensor, ...]:
+    def tensors(
+        row: Row, stored: tuple[NamedShape, ...], prefix: str, table: Mapping[str, int]
+    ) -> tuple[Tensor, ...]:
         kind = "float32" if row.float32 else dtype
         result = []
         for one in stored:
@@ -241,10 +242,11 @@ def _build_mappings(
         return tuple(result)
 
     for prefix in prefixes(config):
+        table = symbol_sizes(prefix.config, padded_vocab_size)
         for row in rows_of(config, prefix.part):
             spelling = choose(prefix, row)
-            megatron = tensors(row, spelling.tensors, prefix.megatron)
-            hf = tensors(row, row.hf, prefix.hf)
+            megatron = tensors(row, spelling.tensors, prefix.megatron, table)
+            hf = tensors(row, row.hf, prefix.hf, table)
             yield TensorMapping(row, prefix, spelling, megatron, hf, config.kv_channels)
 
 

@@ -10,6 +10,8 @@ With groups in the pattern (`M[*E]`, Megatron-LM #4798) the layers of a group sh
 
     decoder.layers.1.self_attention.…, decoder.layers.1.mlp.…   <->   backbone.layers.1.…, backbone.layers.2.…
 
+Where experts differ by layer, Hugging Face's names begin with `model.` instead of `backbone.`.
+
 How a torch_dist folder names the optimizer's FP32 master weights depends on the options of the run:
 
     plain optimizer                                    optimizer.state.fp32_param.<key>
@@ -26,16 +28,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_nemotron3.checkpoint.metadata import StoredTensor
 from megatron_nemotron3.convert.sources import SourceTensor
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.pattern import HybridPattern
-from megatron_nemotron3.models.tensors import ROWS, NamedShape, Row, Spelling, rows_of
+from megatron_nemotron3.models.tensors import ROWS, NamedShape, Row, Spelling, hf_root, rows_of
 
 #: The layer prefix of a name, on either side.
-_PREFIX = re.compile(r"(?:decoder|backbone|mtp)\.layers\.[0-9]+\.(?:mtp_model_layer\.layers\.[0-9]+\.)?")
+_PREFIX = re.compile(
+    r"(?:decoder|backbone|model|mtp)\.layers\.[0-9]+\.(?:mtp_model_layer\.layers\.[0-9]+\.)?"
+)
 _EXPERT = re.compile(r"(?:(?<=experts\.)|(?<=weight))(?:0|[1-9][0-9]*)(?=\.|\Z)")
 #: Limits for damaged or hostile configurations. Ultra has 110 layers and 25,600 experts.
 _MOST_LAYERS, _MOST_EXPERTS = 10_000, 1_000_000
@@ -48,6 +52,8 @@ class Prefix:
     part: str
     megatron: str
     hf: str
+    #: Of the layer (`Nemotron3Config.at`); the model's own outside the decoder.
+    config: Nemotron3Config = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -80,16 +86,18 @@ def prefixes(config: Nemotron3Config) -> Iterator[Prefix]:
             f"{config.name}: {layers:,} layers with {config.num_moe_experts or 0:,} experts each exceed the "
             f"limits of {_MOST_LAYERS:,} layers and {_MOST_EXPERTS:,} experts in all"
         )
-    yield Prefix("model", "", "")
+    yield Prefix("model", "", "", config)
+    root = hf_root(config)
     for layer, kind in enumerate(config.pattern):
-        yield Prefix(kind, f"decoder.layers.{layer}.", f"backbone.layers.{layer}.")
+        yield Prefix(kind, f"decoder.layers.{layer}.", f"{root}.layers.{layer}.", config.at(layer))
     inner = config.mtp_pattern or ""
     for block in range(config.mtp_num_blocks):
         prefix, first = f"mtp.layers.{block}.", block * len(inner)
-        yield Prefix("mtp_in", prefix, f"mtp.layers.{first}.")
+        yield Prefix("mtp_in", prefix, f"mtp.layers.{first}.", config)
         for layer, kind in enumerate(inner):
-            yield Prefix(kind, f"{prefix}mtp_model_layer.layers.{layer}.", f"mtp.layers.{first + layer}.")
-        yield Prefix("mtp_out", prefix, f"mtp.layers.{first + len(inner) - 1}.")
+            below = f"{prefix}mtp_model_layer.layers.{layer}."
+            yield Prefix(kind, below, f"mtp.layers.{first + layer}.", config)
+        yield Prefix("mtp_out", prefix, f"mtp.layers.{first + len(inner) - 1}.", config)
 
 
 #: Prefixes that wrappers add to a key (fsdp_dtensor checkpoints, DDP, Float16Module).
@@ -182,6 +190,12 @@ class NameLookup:
             ValueError: no row matches, more than one matches, or the expert does not exist.
         """
         return self._find("Megatron key", plain_name(name), self._megatron)
+
+    def layer(self, name: str) -> Nemotron3Config:
+        """Return the config of the layer that a Megatron key names; the model's own outside the decoder."""
+        match = _PREFIX.match(plain_name(name))
+        found = self._megatron[0].get(match[0] if match else "", [])
+        return found[0].config if found else self.config
 
     def hf(self, name: str) -> Match:
         """Find the row of a Hugging Face name.

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
+from megatron_nemotron3.models.stack_specs import ARGUMENT, experts_text, read_experts, stored_experts
 
 #: Configuration field -> names in the arguments, the present one first.
 _MODEL = {
@@ -100,7 +101,7 @@ def args_of(config: Nemotron3Config, *, padded_vocab_size: int, dtype: str = "bf
     """Return the arguments to store with a model's weights; Megatron 0.16 to 0.19 read the model from them.
 
     They state that the checkpoint contains no optimizer and no random state. They do not contain `--spec`:
-    both the stock spec and ours load the weights.
+    both the stock spec and ours load the weights; experts that differ by layer are stated in a name of ours.
 
     Args:
         padded_vocab_size: rows of the stored embedding.
@@ -131,6 +132,8 @@ def args_of(config: Nemotron3Config, *, padded_vocab_size: int, dtype: str = "bf
     for fields, family in tables:
         values |= {names[0]: getattr(config, field) for field, names in fields.items()}
         values |= {name: value for name, (value, _) in family.items()}
+    if config.moe_layers is not None:
+        values[ARGUMENT] = experts_text(config)
     if config.has_mtp:
         values["mtp_use_repeated_layer"] = config.mtp_use_repeated_layer
         values["mtp_loss_scaling_factor"] = config.mtp_loss_scaling_factor
@@ -207,8 +210,38 @@ def config_of(
         mtp_pattern=pattern.mtp_pattern,
         mtp_num_layers=pattern.mtp_num_layers,
         vocab_size=_vocabulary_size(name, values, vocab_size),
+        moe_layers=_stored_moe_layers(name, values) if "E" in pattern.main else None,
         **fields,
     )
+
+
+def _stored_moe_layers(name: str, values: dict[str, Any]) -> tuple[tuple[int, int], ...] | None:
+    """Return the experts of each E layer: our stack and converter store them, or the stack's name says it."""
+    text = stored_experts(values)
+    if text is None:
+        raise ValueError(
+            f"{name}: the stored arguments have --spec {values['spec']!r:.100}, a stack of one's own, which "
+            "may have other experts in each layer: give the model (--model NAME or FILE)"
+        )
+    try:
+        return read_experts(text)
+    except ValueError as problem:
+        raise ValueError(f"{name}: the stored {problem}") from None
+
+
+def require_experts(name: str, values: dict[str, Any], model: Nemotron3Config) -> None:
+    """Check that a model has the experts per layer that stored arguments state, if they do.
+
+    Raises:
+        ValueError: it has others. Shapes would not show another number of experts per token.
+    """
+    stored = stored_experts(values)
+    if stored is not None and stored != experts_text(model):
+        said = [text or "are those of all layers alike" for text in (experts_text(model), stored)]
+        raise ValueError(
+            f"{name}: --model {model.name}: its experts of each layer (width:per token) {said[0]:.200}; "
+            f"those that the checkpoint states {said[1]:.200}"
+        )
 
 
 def stored_pattern(name: str, values: dict[str, Any]) -> patterns.HybridPattern:

@@ -102,9 +102,9 @@ class _Merger:
         self.folder, self.config, self.ranks = folder, config, ranks
         self.tp, self.pp, self.ep = (1 + max(getattr(r, axis) for r in ranks) for axis in ("tp", "pp", "ep"))
         self._check_ranks()
-        self._lookup = NameLookup(config)
-        self._sizes = symbol_sizes(config, padded)
-        self._plans: dict[tuple[int, int], Plan | None] = {}
+        self._lookup, self._padded = NameLookup(config), padded
+        self._sizes: dict[int, dict[str, int]] = {}
+        self._plans: dict[tuple[int, int, int], Plan | None] = {}
 
     def source(self, check_replicas: bool, allow_unused: Sequence[str]) -> FileSource:
         shards: dict[str, list[_Shard]] = {}
@@ -198,8 +198,8 @@ class _Merger:
             return
         experts = self._experts_of_a_rank()
         suffix, (one, axis_in, axis_out) = found
-        etp = self._etp(rank)
-        rows, columns = (self._sizes[axis] // (etp if axis == "ffn" else 1) for axis in (axis_in, axis_out))
+        etp, sizes = self._etp(rank), self._sizes_of(self._lookup.layer(name))
+        rows, columns = (sizes[axis] // (etp if axis == "ffn" else 1) for axis in (axis_in, axis_out))
         if prod(layout.shape) != experts * rows * columns or layout.stride != row_major(layout.shape):
             raise CheckpointError(
                 f"{rank.file.path}: {name} has shape {list(layout.shape)}, expected {experts} "
@@ -225,8 +225,9 @@ class _Merger:
         first = copies[0]
         row, routed = first.match.row, first.match.row.routed
         size = self._etp(first.rank) if routed else self.tp
-        plan = self._split_plan(row, size)
-        shape = tuple(self._sizes[symbol] for symbol in first.match.tensor.shape)
+        config = first.match.prefix.config
+        plan = self._split_plan(row, config, size)
+        shape = tuple(self._sizes_of(config)[symbol] for symbol in first.match.tensor.shape)
         parts: dict[int, _Shard] = {}
         for one in copies:
             # Keep the first stage's copy; the last stage has the embedding as well if MTP needs it.
@@ -248,16 +249,22 @@ class _Merger:
         )
         return SourceTensor(first.layout.dtype, shape, blocks)
 
-    def _split_plan(self, row: Row, size: int) -> Plan | None:
-        if (id(row), size) not in self._plans:
-            padded = self._sizes["padded_vocab"]
+    def _sizes_of(self, config: Nemotron3Config) -> dict[str, int]:
+        """Return the sizes of a layer's symbols. Layers that are alike share one config."""
+        if id(config) not in self._sizes:
+            self._sizes[id(config)] = symbol_sizes(config, self._padded)
+        return self._sizes[id(config)]
+
+    def _split_plan(self, row: Row, config: Nemotron3Config, size: int) -> Plan | None:
+        key = (id(row), id(config), size)
+        if key not in self._plans:
             try:
-                self._plans[id(row), size] = transforms.split_parameter(
-                    row, self.config, tp=size, etp=size, padded_vocab_size=padded
+                self._plans[key] = transforms.split_parameter(
+                    row, config, tp=size, etp=size, padded_vocab_size=self._padded
                 )
             except ValueError as problem:
                 raise CheckpointError(f"{self.folder}: {problem}: is it another model?") from None
-        return self._plans[id(row), size]
+        return self._plans[key]
 
     def _check_shard(self, name: str, one: _Shard, shape: tuple[int, ...], first: _Shard) -> None:
         if one.layout.shape != shape:

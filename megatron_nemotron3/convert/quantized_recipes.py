@@ -29,6 +29,7 @@ from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
 from megatron_nemotron3.convert import inventory
 from megatron_nemotron3.convert.inventory import Tensor
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import hf_root
 from megatron_nemotron3.precision.numerics import NVFP4_BLOCK as BLOCK
 
 NVFP4, FP8, BF16 = "nvfp4", "fp8", "bf16"
@@ -127,10 +128,10 @@ def formats(config: Nemotron3Config, recipe: str) -> dict[str, str]:
     """
     rules = recipe_of(config, recipe)[1]
     result = {}
-    previous, feeding = "", set()
+    root, previous, feeding = hf_root(config), "", set()
     for layer, kind in enumerate(config.pattern):
         if kind == "*" and previous == "M":
-            feeding.add(f"backbone.layers.{layer - 1}.")
+            feeding.add(f"{root}.layers.{layer - 1}.")
         previous = kind
     for mapping in inventory.mappings(config):
         title = _CLASS_OF.get(mapping.row.hf[0].name) if not mapping.prefix.hf.startswith("mtp.") else None
@@ -234,7 +235,8 @@ def quantization(
         kind: [f"{n.removesuffix('.weight')}.input_scale" for n, k in by_name.items() if k == kind]
         for kind in (NVFP4, FP8)
     }
-    attention = [f"backbone.layers.{i}.mixer." for i, kind in enumerate(config.pattern) if kind == "*"]
+    root = hf_root(config)
+    attention = [f"{root}.layers.{i}.mixer." for i, kind in enumerate(config.pattern) if kind == "*"]
     wanted["KV cache"] = [f"{p}{x}_proj.{x}_scale" for p in attention for x in "kv"]
     if rules.weight_only:
         wanted[NVFP4] = []

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from megatron_nemotron3.checkpoint.folders import TOKENIZER as TOKENIZER_FOLDER
 from megatron_nemotron3.checkpoint.folders import is_hugging_face, locate_one
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.checkpoint.read import common_state
+from megatron_nemotron3.checkpoint.state import stored_arguments
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoint.structure import check_structure
-from megatron_nemotron3.checkpoint.unpickle import Inert
 from megatron_nemotron3.convert import mp_rank
 from megatron_nemotron3.convert.checkpoints import QUANTIZATION, Checkpoint, open_checkpoint
 from megatron_nemotron3.convert.hf_folder import read_config
@@ -121,10 +120,10 @@ def find_checkpoint(folder: Path) -> CheckpointFolder:
     found = locate_one(folder)
     if found.kind == "hugging face":
         return CheckpointFolder(found.folder)
-    return CheckpointFolder(found.folder, found.run, stored_arguments(found.folder))
+    return CheckpointFolder(found.folder, found.run, read_arguments(found.folder))
 
 
-def stored_arguments(place: Path) -> dict[str, Any]:
+def read_arguments(place: Path) -> dict[str, Any]:
     """Megatron's arguments stored in a checkpoint; {} if it has none.
 
     Raises:
@@ -139,6 +138,4 @@ def stored_arguments(place: Path) -> dict[str, Any]:
             state = common_state(index) if (place / METADATA).exists() else read_dcp_state(index)
         except CheckpointError:
             return {}
-    found = state.get("args")
-    values = found.state if isinstance(found, Inert) else vars(found) if isinstance(found, Namespace) else {}
-    return values if isinstance(values, dict) else {}
+    return stored_arguments(state)

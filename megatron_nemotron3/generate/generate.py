@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.generate.engine import CHUNK, Engine
+from megatron_nemotron3.generate.graphs import GraphedStep
 from megatron_nemotron3.generate.mtp import MTP
 from megatron_nemotron3.generate.sampling import (
     GREEDY,
@@ -50,9 +51,10 @@ class GenerationOptions:
             with continue with the repeated block.
         stop: ids that end a row.
         chunk: tokens per prefill pass.
+        graphs: decode with a CUDA graph (`graphs.GraphedStep`), without drafts.
 
     Raises:
-        ValueError: max_new_tokens < 1 or draft < 0.
+        ValueError: max_new_tokens < 1, draft < 0, or graphs with drafts.
     """
 
     max_new_tokens: int
@@ -60,12 +62,15 @@ class GenerationOptions:
     draft: int = 0
     stop: Collection[int] = ()
     chunk: int = CHUNK
+    graphs: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: use 1 or more")
         if self.draft < 0:
             raise ValueError(f"draft={self.draft}: use 0 (no drafts) or more")
+        if self.graphs and self.draft:
+            raise ValueError(f"graphs=True with draft={self.draft}: use draft=0, or graphs=False")
 
 
 @dataclass
@@ -181,12 +186,16 @@ class Decoder:
         self.sampler = Sampler(options.sampling, range(len(prompts)))
         #: [b], not yet seen by the states.
         self.newest: Tensor = self.sampler(read.logits)
+        # Room for the whole text: a graph cannot grow its caches.
+        self._room = max(map(len, prompts)) + options.max_new_tokens if options.graphs else 0
+        self._graphed = GraphedStep(engine, self.state, self._room) if self._room else None
 
     def select(self, rows: Sequence[int]) -> None:
         """Continue only some rows."""
         self.state, self.sampler = self.state.select(rows), self.sampler.select(rows)
         self.mtp = None if self.mtp is None else self.mtp.select(rows)
         self.newest = self.newest[list(rows)]
+        self._graphed = GraphedStep(self.engine, self.state, self._room) if self._room else None
 
     def step(self, limits: Sequence[int]) -> list[list[int]]:
         """Draft, verify, and roll back to the accepted tokens.
@@ -197,6 +206,9 @@ class Decoder:
         Returns:
             The new tokens of each row: 1 to min(limit, draft) + 1. The last one is now the newest.
         """
+        if self._graphed is not None:
+            self.newest = self.sampler(self._graphed(self.newest.unsqueeze(1)))
+            return [[token] for token in self.newest.tolist()]
         if self.mtp is None:
             out = self.engine.forward(self.newest.unsqueeze(1), self.state)
             self.newest = self.sampler(out.logits.squeeze(1))

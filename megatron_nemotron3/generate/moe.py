@@ -95,6 +95,10 @@ class MixtureOfExperts:
         y = self._implementation(len(x), x.device.type)(z, chosen, weight)
         return (torch.addmm(x, y, self.out) if self.latent else x.add_(y)), None
 
+    def needs_counts(self, tokens: int, device: str) -> bool:
+        """Whether a pass over so many tokens reads the tokens per expert on the host."""
+        return self._implementation(tokens, device) == self._sorted
+
     def _implementation(self, tokens: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         matrix, pairs = self.inner * self.width, tokens * self.topk
         total = self.experts * matrix

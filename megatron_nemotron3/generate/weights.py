@@ -106,7 +106,7 @@ def read_weights(
     mtp: bool = True,
 ) -> Weights:
     """Load tensors under Hugging Face names from any source. Arguments and errors as for `load`."""
-    tensors, target, d = TensorReader("checkpoint", source), torch.device(device), config.hidden_size
+    tensors, target = TensorReader("checkpoint", source), torch.device(device)
     if dtype is None:
         dtype = getattr(torch, source.tensors[tensors.find("backbone.embeddings.weight")].dtype)
 
@@ -117,6 +117,19 @@ def read_weights(
 
         return read
 
+    found = assemble(below, config, mtp=mtp)
+    source.reads.finish()
+    return found
+
+
+def assemble(below: Callable[[str], ReadTensor], config: Nemotron3Config, *, mtp: bool = True) -> Weights:
+    """Lay out the tensors of a model for decoding.
+
+    Args:
+        below: prefix of Hugging Face names -> what reads the tensors below it.
+        mtp: also the MTP block, if there is one.
+    """
+    d = config.hidden_size
     layers: list[Layer] = []
     blocks: list[MTPBlock] = []
     stack = layers
@@ -135,7 +148,7 @@ def read_weights(
             final_norm = read_norm(read, config, "final_layernorm.weight")
             blocks.append(MTPBlock(enorm, hnorm, eh_proj, stack, final_norm))
     read = below("")
-    found = Weights(
+    return Weights(
         config,
         embedding=read("backbone.embeddings.weight", config.vocab_size, d),
         layers=layers,
@@ -143,5 +156,3 @@ def read_weights(
         output=transposed(read("lm_head.weight", config.vocab_size, d)),
         mtp=blocks,
     )
-    source.reads.finish()
-    return found

@@ -11,8 +11,8 @@ its output is gathered or reduced. Names, shapes and torch_dist keys are those o
 
 from __future__ import annotations
 
+import operator
 import re
-import sys
 import weakref
 import zlib
 from pathlib import Path
@@ -39,6 +39,7 @@ from megatron_nemotron3.checkpoint.folders import locate_one
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.layers.experts import GroupedLinear
 from megatron_nemotron3.layers.linear import ColumnParallelLinear, DuplicatedLinear, RowParallelLinear
+from megatron_nemotron3.layers.registration import keep_argument, when_taken
 from megatron_nemotron3.lora import ARGUMENT, LINEARS, VARIABLE, LoRA, current
 
 #: Parts of Mamba's in_proj in torch_dist keys.
@@ -271,7 +272,10 @@ def add_adapters(model: Any, lora: LoRA) -> list[str]:
         parameter.requires_grad = False
     for name, module, kind in found:
         module.adapter = kind(module, lora, name)
-    model.config.moe_router_bias_update_rate = 0.0
+    for config in {
+        id(part.config): part.config for part in model.modules() if hasattr(part, "config")
+    }.values():
+        config.moe_router_bias_update_rate = 0.0  # layers may have configs of their own
     if (embedding := getattr(model, "embedding", None)) is not None:
         embedding.register_forward_hook(_require_gradient)
     return [name for name, _, _ in found]
@@ -302,11 +306,6 @@ def add_when_built(stack: Any) -> None:
         return
     model: list[weakref.ref[torch.nn.Module]] = []
 
-    def registered(parent: torch.nn.Module, name: str, child: Any) -> None:
-        if child is stack:
-            model.append(weakref.ref(parent))
-            hook.remove()
-
     def finish_init(quant_config: Any) -> None:
         owner: Any = model[0]() if model else None
         if owner is None:
@@ -316,7 +315,7 @@ def add_when_built(stack: Any) -> None:
         names = add_adapters(owner, lora)
         _announce(owner, lora, names)
 
-    hook = torch.nn.modules.module.register_module_module_registration_hook(registered)
+    when_taken(stack, operator.is_, lambda parent: model.append(weakref.ref(parent)))
     stack.finish_init = finish_init
 
 
@@ -345,9 +344,7 @@ def load_base(model: Any, folder: Path) -> None:
 
 def _announce(model: Any, lora: LoRA, names: list[str]) -> None:
     """Print what is trained, and keep the settings in the arguments that a checkpoint stores."""
-    training = sys.modules.get("megatron.training.global_vars")
-    if training is not None and training._GLOBAL_ARGS is not None:
-        setattr(training.get_args(), ARGUMENT, lora.text())
+    keep_argument(ARGUMENT, lora.text())
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         kinds = sorted({name.rpartition(".")[2] for name in names}, key=LINEARS.index)

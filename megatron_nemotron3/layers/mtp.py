@@ -15,7 +15,6 @@ pack, once: Megatron cuts at them.
 from __future__ import annotations
 
 import inspect
-import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from megatron_nemotron3.layers import padding
 from megatron_nemotron3.layers.context_parallel import Places, cu_seqlens, on_host
+from megatron_nemotron3.layers.registration import when_taken
 from megatron_nemotron3.monitor.attach import watch_mtp
 from megatron_nemotron3.precision.install import emulate_mtp
 
@@ -90,7 +90,7 @@ class MTPLayer(MultiTokenPredictionLayer):
         emulate_mtp(self)
         watch_mtp(self)
         if self.layer_number == 1:
-            _hook_model_of(self)
+            when_taken(self, _holds, _install_loss_hooks)
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
         """Upstream's forward, with the shift at the documents' physical borders.
@@ -146,20 +146,13 @@ def refuse_padding(packed: PackedSeqParams) -> None:
         )
 
 
-def _hook_model_of(layer: MTPLayer) -> None:
-    """Install `LossHooks` when the model takes the MTP block that holds this layer."""
-    reference = weakref.ref(layer)
+def _holds(child: Any, layer: MTPLayer) -> bool:
+    return isinstance(child, MultiTokenPredictionBlock) and layer in child.layers
 
-    def registered(parent: torch.nn.Module, _name: str, child: torch.nn.Module | None) -> None:
-        wanted = reference()
-        if wanted is None:
-            handle.remove()
-        elif isinstance(child, MultiTokenPredictionBlock) and wanted in child.layers:
-            handle.remove()
-            if isinstance(parent, HybridModel):
-                LossHooks().install(parent)
 
-    handle = torch.nn.modules.module.register_module_module_registration_hook(registered)
+def _install_loss_hooks(parent: torch.nn.Module) -> None:
+    if isinstance(parent, HybridModel):
+        LossHooks().install(parent)
 
 
 class LossHooks:

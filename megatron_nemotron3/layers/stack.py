@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,10 +11,15 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSub
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
 from megatron_nemotron3.layers import padding
 from megatron_nemotron3.layers.lora import add_when_built
+from megatron_nemotron3.layers.registration import keep_argument
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.stack_specs import ARGUMENT, experts_text
 from megatron_nemotron3.monitor.attach import watch_stack
 from megatron_nemotron3.precision.install import emulate_stack
 
@@ -26,6 +32,39 @@ class Nemotron3StackSubmodules(HybridStackSubmodules):
     final_norm: Any = None
     #: One line that names the implementation of each part; rank 0 prints it once per process.
     description: str = ""
+    #: The model whose E layers have experts of their own width and top-k (`moe_layers`); None: all of them
+    #: have those of the TransformerConfig.
+    model: Nemotron3Config | None = None
+
+
+class SizedMoELayer(MoETransformerLayer):
+    """Upstream's E layer with the expert width and the top-k of its number in the model.
+
+    Args:
+        config: of the layer. Megatron-Core 0.19 gives one object to all layers, so this layer gets a copy;
+            later versions give one to each, which is changed in place.
+        model: has a row of `moe_layers` for this layer.
+        shared: the stack's config.
+        layer_number: from 1, over all pipeline stages.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        model: Nemotron3Config,
+        shared: TransformerConfig,
+        layer_number: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        # A copy of the fields: constructing a TransformerConfig again would apply its defaults twice. What
+        # Megatron sets on a model's config later (functions of the schedule, timers) no layer reads.
+        own = copy(config) if config is shared else config
+        sizes = model.at(layer_number - 1)
+        own.moe_ffn_hidden_size, own.moe_router_topk = sizes.moe_ffn_hidden_size, sizes.moe_router_topk
+        super().__init__(own, *args, layer_number=layer_number, **kwargs)
+        # A TE linear turns the overlap off for all layers that are built after it.
+        config.tp_comm_overlap = own.tp_comm_overlap
 
 
 class Nemotron3Stack(HybridStack):
@@ -41,7 +80,9 @@ class Nemotron3Stack(HybridStack):
         post_layer_norm: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(config, submodules, *args, post_layer_norm=False, **kwargs)
+        model = submodules.model
+        built = submodules if model is None else _sized(submodules, model, config)
+        super().__init__(config, built, *args, post_layer_norm=False, **kwargs)
         self.post_layer_norm = post_layer_norm
         # Upstream skips a layer for which the spec has no builder: the model would compute something else.
         if missing := [number for number, layer in enumerate(self.layers) if isinstance(layer, IdentityOp)]:
@@ -49,6 +90,9 @@ class Nemotron3Stack(HybridStack):
                 f"layers {missing} of this stage are of a kind that the spec does not build: Nemotron 3 has "
                 "Mamba-2 (M), attention (*), MLP (-) and MoE (E); check --hybrid-layer-pattern"
             )
+        if model is not None:
+            _require_layers(self.layers, model)
+            keep_argument(ARGUMENT, experts_text(model))
         if self.post_process and post_layer_norm:
             self.final_norm = submodules.final_norm(
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
@@ -94,6 +138,46 @@ class Nemotron3Stack(HybridStack):
             hidden_states, *args, packed_seq_params=packed_seq_params, padding_mask=padding_mask, **kwargs
         )
         return output
+
+
+def _sized(
+    submodules: Nemotron3StackSubmodules, model: Nemotron3Config, config: TransformerConfig
+) -> Nemotron3StackSubmodules:
+    """Layer specs of the decoder with the E layers of `model`; MTP builds its own from the others.
+
+    Raises:
+        ValueError: the model to build has another number of layers, or too few experts.
+    """
+    if config.num_layers != model.num_layers:
+        raise ValueError(
+            f"the spec has the experts of each layer of {model.name}, which has {model.num_layers} layers, "
+            f"but --hybrid-layer-pattern has {config.num_layers}: {_cure(model)}"
+        )
+    experts, most = config.num_moe_experts or 0, max(topk for _, topk in model.expert_sizes)
+    if experts < most:
+        raise ValueError(
+            f"the spec has the experts of each layer of {model.name}, of which a token gets up to {most}, "
+            f"but --num-experts is {experts}: {_cure(model)}"
+        )
+    spec = submodules.moe_layer
+    assert isinstance(spec, ModuleSpec) and spec.module is MoETransformerLayer
+    params = {**spec.params, "model": model, "shared": config}
+    return replace(submodules, moe_layer=replace(spec, module=SizedMoELayer, params=params))  # type: ignore[call-arg]
+
+
+def _require_layers(layers: Any, model: Nemotron3Config) -> None:
+    """Raise ValueError unless exactly the E layers of `model` are E layers."""
+    for layer in layers:
+        number, kind = layer.layer_number, model.pattern[layer.layer_number - 1]
+        if isinstance(layer, SizedMoELayer) != (kind == "E"):
+            raise ValueError(
+                f"the spec has the experts of each layer of {model.name}, whose layer {number} is {kind!r}, "
+                f"but --hybrid-layer-pattern has another there: {_cure(model)}"
+            )
+
+
+def _cure(model: Nemotron3Config) -> str:
+    return f"give that of {model.name}, or a --spec for your model (megatron_nemotron3.specs.stack_spec)"
 
 
 def size_moe_metrics(config: TransformerConfig) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 
-from megatron_nemotron3.models.config import Nemotron3Config
+from megatron_nemotron3.models.config import Nemotron3Config, unbuilt_fields
 from megatron_nemotron3.models.tiny import TINY_SUFFIX, tiny
 
 NANO = Nemotron3Config(
@@ -70,6 +70,64 @@ SUPER = Nemotron3Config(
     source=(
         "arXiv 2604.12374; "
         "Megatron-LM examples/post_training/modelopt/conf/nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16.sh"
+    ),
+)
+
+# Pruned from Super, whose initialization and MTP block it keeps: 512 experts of another width, and another
+# number of them per token, in each E layer, and a smaller Mamba state.
+PUZZLE = SUPER.but(
+    name="puzzle",
+    title="Nemotron Labs 3 Puzzle 75B-A9B",
+    mamba_state_dim=96,
+    # fmt: off
+    moe_layers=(
+        (1280, 4),
+        (1280, 8),
+        (1280, 10),
+        (1280, 8),
+        (1280, 8),
+        (1280, 8),
+        (1280, 12),
+        (1280, 8),
+        (1280, 10),
+        (1280, 8),
+        (2688, 12),
+        (1536, 14),
+        (2688, 12),
+        (1536, 12),
+        (1536, 12),
+        (2688, 12),
+        (2688, 12),
+        (2688, 12),
+        (1536, 10),
+        (2688, 12),
+        (2688, 12),
+        (1792, 12),
+        (1792, 14),
+        (1280, 10),
+        (1280, 10),
+        (1280, 12),
+        (1280, 8),
+        (1280, 12),
+        (1280, 10),
+        (1280, 8),
+        (1280, 8),
+        (1280, 10),
+        (1280, 10),
+        (1280, 10),
+        (1280, 12),
+        (1280, 12),
+        (1280, 14),
+        (1280, 16),
+        (1792, 18),
+        (2048, 18),
+    ),
+    # fmt: on
+    published_total="75.3B",
+    published_active="9.3B",
+    source=(
+        "block_configs in the config.json of nvidia/NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B, revision "
+        "7cd7fa01; the rest as Super"
     ),
 )
 
@@ -237,7 +295,7 @@ NANO_4B = Nemotron3Config(
 )
 
 _ALL = (
-    *(NANO, SUPER, ULTRA, LIGHTNING, NANO_4B, NANO_9B_V2, NANO_12B_V2),
+    *(NANO, SUPER, ULTRA, LIGHTNING, PUZZLE, NANO_4B, NANO_9B_V2, NANO_12B_V2),
     *(NEMOTRON_H_4B, NEMOTRON_H_8B, NEMOTRON_H_47B, NEMOTRON_H_56B),
 )
 _MODELS = {model.name: model for model in _ALL}
@@ -311,6 +369,7 @@ def identify(config: Nemotron3Config) -> tuple[Nemotron3Config, ...]:
     """
     known = [form for model in _ALL for form in (model, tiny(model))]
     for ignored in (_OF_A_RUN, _OF_A_RUN | _MTP) if config.mtp_pattern is None else (_OF_A_RUN,):
+        ignored |= unbuilt_fields(config)
         compared = [field.name for field in fields(config) if field.name not in ignored]
         found = [model for model in known if all(getattr(model, f) == getattr(config, f) for f in compared)]
         if found:

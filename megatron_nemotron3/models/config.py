@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from megatron_nemotron3.models import pattern as _pattern
@@ -34,6 +35,8 @@ BUILT: dict[str, int | float] = {
     "mamba_conv_kernel": MAMBA_CONV_KERNEL,
     "layernorm_epsilon": GATED_NORM_EPSILON,
 }
+
+_MoELayers = tuple[tuple[int, int], ...]
 
 #: Type of a field -> the Python types of its values, and what to call it.
 _TYPES = {"int": ((int,), "an integer"), "float": ((int, float), "a number"), "str": ((str,), "text")}
@@ -65,6 +68,50 @@ def _require_value(model: str, field: str, annotation: str, value: object) -> No
         if not 0 <= value < 1 << 63 or (value == 0 and not zero):
             number = "a positive number or 0" if zero else "a positive number"
             raise ValueError(f"{model}: {field}={str(value)[:40]}: give {number} below 2^63")
+
+
+def _read_moe_layers(model: str, pattern: str, experts: int | None, value: object) -> _MoELayers:
+    """Return `moe_layers` as tuples, whatever sequences it was given as.
+
+    Raises:
+        ValueError: not one pair of positive integers per E layer, or more experts per token than experts.
+    """
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(
+            f"{model}: moe_layers={value!r}: give a pair (FFN width, experts per token) per E layer"
+        )
+    rows = []
+    for number, row in enumerate(value):
+        whole = isinstance(row, (list, tuple)) and len(row) == 2 and all(type(size) is int for size in row)
+        if not whole or not all(0 < size < 1 << 63 for size in row):
+            raise ValueError(
+                f"{model}: moe_layers[{number}]={row!r}: give two positive integers, the FFN width of an "
+                "expert and the experts per token"
+            )
+        if experts is not None and row[1] > experts:
+            raise ValueError(
+                f"{model}: moe_layers[{number}]: {row[1]} experts per token exceed num_moe_experts={experts}"
+            )
+        rows.append((row[0], row[1]))
+    if len(rows) != pattern.count("E"):
+        raise ValueError(
+            f"{model}: moe_layers has {len(rows)} rows, but pattern has {pattern.count('E')} E layers: give "
+            "one for each, in their order"
+        )
+    return tuple(rows)
+
+
+@lru_cache(maxsize=4096)
+def _with_experts(config: Nemotron3Config, row: tuple[int, int]) -> Nemotron3Config:
+    return config.but(moe_ffn_hidden_size=row[0], moe_router_topk=row[1], moe_layers=None)
+
+
+def unbuilt_fields(config: Nemotron3Config) -> frozenset[str]:
+    """Fields that no layer of a model is built from: those of MTP's experts, where the decoder's layers have
+    their own and there is no MTP."""
+    if config.moe_layers is None or "E" in (config.mtp_pattern or ""):
+        return frozenset()
+    return frozenset(("moe_ffn_hidden_size", "moe_router_topk"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +165,9 @@ class Nemotron3Config:
     #: Input and output width of the routed experts (LatentMoE); None: the hidden size.
     moe_latent_size: int | None = None
     moe_router_topk_scaling_factor: float | None = None
+    #: (FFN width of an expert, experts per token) of each E layer of `pattern`, in their order, where the
+    #: layers differ; None: moe_ffn_hidden_size and moe_router_topk in all. MTP's layers always have these.
+    moe_layers: _MoELayers | None = None
     moe_aux_loss_coeff: float = 1e-4
     moe_router_bias_update_rate: float = 1e-3
 
@@ -143,7 +193,8 @@ class Nemotron3Config:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            _require_value(self.name, one.name, str(one.type), getattr(self, one.name))
+            if one.name != "moe_layers":
+                _require_value(self.name, one.name, str(one.type), getattr(self, one.name))
         _pattern.validate(self.pattern)
         kinds = set(self.pattern)
         if self.mtp_pattern is not None:
@@ -169,6 +220,9 @@ class Nemotron3Config:
                     f"{self.name}: moe_router_topk={self.moe_router_topk} exceeds "
                     f"num_moe_experts={self.num_moe_experts}"
                 )
+        if self.moe_layers is not None:
+            rows = _read_moe_layers(self.name, self.pattern, self.num_moe_experts, self.moe_layers)
+            object.__setattr__(self, "moe_layers", rows)
         if "-" in kinds and self.dense_ffn_hidden_size is None:
             raise ValueError(f"{self.name}: pattern has - layers but dense_ffn_hidden_size is missing")
         if self.mamba_num_heads % self.mamba_num_groups:
@@ -181,6 +235,27 @@ class Nemotron3Config:
                 f"{self.name}: num_attention_heads={self.num_attention_heads} is not divisible by "
                 f"num_query_groups={self.num_query_groups}"
             )
+
+    def at(self, layer: int) -> Nemotron3Config:
+        """The config of decoder layer `layer` (0-based, of `pattern`): this one, or a copy with the
+        `moe_ffn_hidden_size` and `moe_router_topk` of that layer, and `moe_layers` None.
+
+        Raises:
+            IndexError: there is no such layer.
+        """
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"{self.name} has {self.num_layers} layers, so none has number {layer}")
+        if self.moe_layers is None or self.pattern[layer] != "E":
+            return self
+        return _with_experts(self, self.moe_layers[self.pattern.count("E", 0, layer)])
+
+    @property
+    def expert_sizes(self) -> _MoELayers:
+        """(FFN width of an expert, experts per token) of each E layer of the decoder, in their order."""
+        if self.moe_layers is not None:
+            return self.moe_layers
+        own = (self.moe_ffn_hidden_size or 0, self.moe_router_topk or 0)
+        return (own,) * self.pattern.count("E")
 
     # -- derived numbers ---------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ MTP does not count as active, because it does not run when the next token is pre
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -79,6 +80,9 @@ def part_tensors(config: Nemotron3Config, part: str) -> tuple[StoredTensor, ...]
 def layer_tensors(config: Nemotron3Config, kind: str) -> tuple[StoredTensor, ...]:
     """The tensors of one layer of kind "M", "*", "E" or "-", its norm first.
 
+    Args:
+        config: of the layer, `config.at(i)` for layer i of the decoder; a model's own for layers of MTP.
+
     Raises:
         ValueError: no such kind.
     """
@@ -94,6 +98,12 @@ def layer_parameters(config: Nemotron3Config, kind: str) -> int:
 def active_layer_parameters(config: Nemotron3Config, kind: str) -> int:
     """Elements of one layer of that kind that one token is multiplied with (expert bias excluded)."""
     return sum(tensor.active_elements for tensor in layer_tensors(config, kind))
+
+
+def decoder_layers(config: Nemotron3Config) -> list[tuple[str, Nemotron3Config, int]]:
+    """Kind and config of the decoder's layers, and how many are alike, in the order of the first of each."""
+    alike = Counter((kind, config.at(layer)) for layer, kind in enumerate(config.pattern))
+    return [(kind, at, number) for (kind, at), number in alike.items()]
 
 
 def mtp_tensors(config: Nemotron3Config) -> tuple[StoredTensor, ...]:
@@ -152,12 +162,16 @@ def count(config: Nemotron3Config, *, mtp: bool = True) -> ParameterCount:
 
     Blocks that training applies at several depths (`mtp_use_repeated_layer`) are stored and counted once.
     """
-    kinds = {kind: number for kind, number in _pattern.count(config.pattern).items() if number}
+    decoder = decoder_layers(config)
+    kinds = [kind for kind, number in _pattern.count(config.pattern).items() if number]
     blocks = config.mtp_num_blocks if mtp else 0
     mtp_layers = (config.mtp_pattern or "") * blocks
     embedding, final_norm, output_layer = (tensor.elements for tensor in part_tensors(config, "model"))
     return ParameterCount(
-        layers={kind: number * layer_parameters(config, kind) for kind, number in kinds.items()},
+        layers={
+            kind: sum(number * layer_parameters(at, kind) for k, at, number in decoder if k == kind)
+            for kind in kinds
+        },
         embedding=embedding,
         output_layer=output_layer,
         final_norm=final_norm,
@@ -169,7 +183,8 @@ def count(config: Nemotron3Config, *, mtp: bool = True) -> ParameterCount:
             for tensor in layer_tensors(config, kind)
             if not tensor.trainable
         ),
-        active_layers=final_norm + sum(n * active_layer_parameters(config, k) for k, n in kinds.items()),
+        active_layers=final_norm
+        + sum(number * active_layer_parameters(at, kind) for kind, at, number in decoder),
     )
 
 

@@ -17,7 +17,7 @@ stages, and stage i belongs to pipeline rank i mod pp.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 #: Character -> layer kind.
@@ -211,7 +211,7 @@ def join_stages(stages: tuple[str, ...] | list[str], mtp: tuple[str, ...] | list
 def cut(
     pattern: str,
     stages: int,
-    cost: Mapping[str, float] | None = None,
+    cost: Mapping[str, float] | Sequence[float] | None = None,
     *,
     last_stage_extra: float = 0.0,
     first_stage_extra: float = 0.0,
@@ -224,30 +224,27 @@ def cut(
     Args:
         pattern: decoder layers, without cuts or MTP.
         stages: number of stages, pp * vpp with virtual pipelining.
-        cost: cost of one layer of each kind, in any unit; default: every layer costs 1.
+        cost: cost of one layer of each kind, or of each layer, in any unit; default: every layer costs 1.
         last_stage_extra: cost of the last stage besides its layers (MTP, output layer, loss), in the same
             unit.
         first_stage_extra: cost of the first stage besides its layers (embedding).
 
     Raises:
-        ValueError: an invalid pattern, `stages` below 1 or above the number of layers, a kind without a cost,
-            or a negative cost.
+        ValueError: an invalid pattern, `stages` below 1 or above the number of layers, a kind or layer
+            without a cost, or a negative cost.
     """
     validate(pattern)
     layers = len(pattern)
     if not 1 <= stages <= layers:
         raise ValueError(f"cannot cut {layers} layers into {stages} stages: use 1 to {layers}")
-    costs: Mapping[str, float] = dict.fromkeys(KINDS, 1.0) if cost is None else cost
-    if missing := sorted(set(pattern) - set(costs)):
-        raise ValueError(f"no cost given for layer kind {missing[0]!r} of pattern {pattern!r}")
-    extras = {"first_stage_extra": first_stage_extra, "last_stage_extra": last_stage_extra}
-    for name, value in {**{f"cost of {k!r}": costs[k] for k in set(pattern)}, **extras}.items():
+    costs = _layer_costs(pattern, cost)
+    named = [(f"cost of {kind!r}", one) for kind, one in zip(pattern, costs, strict=True)]
+    named += [("first_stage_extra", first_stage_extra), ("last_stage_extra", last_stage_extra)]
+    for name, value in named:
         if not value >= 0:
             raise ValueError(f"{name} is {value}: costs must be zero or more")
 
-    prefix = [0.0]
-    for kind in pattern:
-        prefix.append(prefix[-1] + costs[kind])
+    prefix = [0.0, *itertools.accumulate(costs)]
 
     def stage_cost(begin: int, end: int) -> float:
         extra = (first_stage_extra if begin == 0 else 0.0) + (last_stage_extra if end == layers else 0.0)
@@ -256,6 +253,18 @@ def cut(
     bottleneck = _least_maximum(layers, stages, stage_cost)
     ends = _most_equal(layers, stages, stage_cost, bottleneck * (1 + _RELATIVE_TOLERANCE))
     return tuple(pattern[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
+
+
+def _layer_costs(pattern: str, cost: Mapping[str, float] | Sequence[float] | None) -> Sequence[float]:
+    if cost is None:
+        return (1.0,) * len(pattern)
+    if not isinstance(cost, Mapping):
+        if len(cost) != len(pattern):
+            raise ValueError(f"{len(cost)} costs given for the {len(pattern)} layers of pattern {pattern!r}")
+        return cost
+    if missing := sorted(set(pattern) - set(cost)):
+        raise ValueError(f"no cost given for layer kind {missing[0]!r} of pattern {pattern!r}")
+    return [cost[kind] for kind in pattern]
 
 
 def _least_maximum(layers: int, stages: int, stage_cost: _StageCost) -> float:

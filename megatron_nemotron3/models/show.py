@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from typing import Any
 
 from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.config import Nemotron3Config
-from megatron_nemotron3.models.parameters import ParameterCount, count, layer_parameters, stored_tensors
+from megatron_nemotron3.models.parameters import (
+    ParameterCount,
+    count,
+    decoder_layers,
+    layer_parameters,
+    stored_tensors,
+)
 
 #: Columns `render` stays within.
 WIDTH = 100
@@ -53,6 +60,7 @@ _SIZES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("moe_router_topk", "experts per token"),
             ("moe_ffn_hidden_size", "expert FFN size"),
             ("moe_shared_expert_intermediate_size", "shared expert FFN size"),
+            ("moe_layers", "experts by layer"),
             ("moe_latent_size", "latent size"),
             ("moe_router_topk_scaling_factor", "routed scaling factor"),
         ),
@@ -94,6 +102,12 @@ def _model_sizes(config: Nemotron3Config) -> dict[str, dict[str, Any]]:
     }
 
 
+def _parameters_each(config: Nemotron3Config, kind: str) -> int | list[int]:
+    """Parameters of a layer; the fewest and the most where the layers differ."""
+    each = {layer_parameters(at, kind) for other, at, _ in decoder_layers(config) if other == kind}
+    return [min(each), max(each)] if len(each) > 1 else each.pop()
+
+
 def _parameter_facts(number: ParameterCount, tensors: int) -> dict[str, int]:
     return {
         "stored": number.stored,
@@ -113,7 +127,7 @@ def describe(config: Nemotron3Config) -> dict[str, Any]:
     """
     whole, decoder = count(config), count(config, mtp=False)
     layers = {kind: number for kind, number in _pattern.count(config.pattern).items() if number}
-    return {
+    facts = {
         "name": config.name,
         "title": config.title,
         "pattern": config.pattern,
@@ -123,7 +137,7 @@ def describe(config: Nemotron3Config) -> dict[str, Any]:
             _pattern.KINDS[kind]: {
                 "symbol": kind,
                 "layers": number,
-                "parameters_each": layer_parameters(config, kind),
+                "parameters_each": _parameters_each(config, kind),
                 "parameters": whole.layers[kind],
             }
             for kind, number in layers.items()
@@ -142,6 +156,23 @@ def describe(config: Nemotron3Config) -> dict[str, Any]:
         "source": config.source,
         "config": vars(config),
     }
+    read: dict[str, Any] = json.loads(json.dumps(facts))  # tuples become lists
+    return read
+
+
+def _sizes_lines(config: Nemotron3Config, rows: tuple[tuple[str, str], ...]) -> list[str]:
+    lines = []
+    for field, label in rows:
+        value = getattr(config, field)
+        if field == "moe_layers" and value:
+            text = ", ".join(f"{width}/{topk}" for width, topk in value)
+            lines += [f"  {'expert FFN size / experts per token of each layer':<{_LABEL}}"]
+            lines += textwrap.wrap(text, WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4)
+        elif config.moe_layers and field in ("moe_router_topk", "moe_ffn_hidden_size"):
+            lines += [_labeled_number(f"{label}, MTP", value)] if config.has_mtp else []
+        elif value is not None:
+            lines.append(_labeled_number(label, value))
+    return lines
 
 
 def _labeled_number(label: str, value: Any) -> str:
@@ -165,17 +196,14 @@ def render(config: Nemotron3Config) -> str:
     lines += ["", f"{'layers':<14}{'number':>8}{'parameters each':>22}{'parameters':>22}"]
     for name, layer in facts["layers"].items():
         number, each, total = layer["layers"], layer["parameters_each"], layer["parameters"]
-        lines.append(f"  {layer['symbol']} {name:<10}{number:>8,}{each:>22,}{total:>22,}")
+        least, *most = each if isinstance(each, list) else [each]
+        lines.append(f"  {layer['symbol']} {name:<10}{number:>8,}{least:>22,}{total:>22,}")
+        lines += [f"  {'':<12}{'':>8}{f'to {size:,}':>22}" for size in most]
     in_layers = sum(layer["parameters"] for layer in facts["layers"].values())
     lines.append(f"  {'sum':<12}{facts['num_layers']:>8,}{'':>22}{in_layers:>22,}")
     for heading, rows in _SIZES:
         if heading in facts["sizes"]:
-            values = facts["sizes"][heading]
-            lines += [
-                "",
-                heading,
-                *(_labeled_number(label, values[field]) for field, label in rows if field in values),
-            ]
+            lines += ["", heading, *_sizes_lines(config, rows)]
     parameters = facts["parameters"]
     lines += ["", "parameters"]
     for part, label in _PARTS:

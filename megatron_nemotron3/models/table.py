@@ -12,6 +12,16 @@ from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.parameters import count, stored_tensors
 from megatron_nemotron3.models.pattern import count as kinds
 
+
+def _experts(config: Nemotron3Config, column: int) -> str:
+    """FFN width (column 0) or experts per token (1): one number, or the decoder's range and MTP's."""
+    own = (config.moe_ffn_hidden_size, config.moe_router_topk)[column]
+    if config.moe_layers is None:
+        return str(own)
+    values = [row[column] for row in config.moe_layers]
+    return f"{min(values)} to {max(values)}" + (f" (MTP {own})" if config.has_mtp else "")
+
+
 _ROWS: list[tuple[str, Callable[[Nemotron3Config], object]]] = [
     ("layers M / E / * / -", lambda c: " / ".join(str(kinds(c.pattern).get(k, 0)) for k in "ME*-")),
     ("hidden size", lambda c: c.hidden_size),
@@ -24,10 +34,10 @@ _ROWS: list[tuple[str, Callable[[Nemotron3Config], object]]] = [
         lambda c: f"{c.mamba_num_heads}, {c.mamba_head_dim}, {c.mamba_state_dim}, {c.mamba_num_groups}",
     ),
     ("dense FFN", lambda c: c.dense_ffn_hidden_size),
-    ("routed experts, top-k", lambda c: f"{c.num_moe_experts}, {c.moe_router_topk}" if c.is_moe else None),
+    ("routed experts, top-k", lambda c: f"{c.num_moe_experts}, {_experts(c, 1)}" if c.is_moe else None),
     (
         "expert FFN / shared FFN",
-        lambda c: f"{c.moe_ffn_hidden_size} / {c.moe_shared_expert_intermediate_size}" if c.is_moe else None,
+        lambda c: f"{_experts(c, 0)} / {c.moe_shared_expert_intermediate_size}" if c.is_moe else None,
     ),
     ("latent size", lambda c: c.moe_latent_size),
     ("routed scaling factor", lambda c: c.moe_router_topk_scaling_factor),
@@ -69,6 +79,15 @@ def markdown() -> str:
     ]
     lines += ["", "Patterns (one character a layer; `/` opens an MTP depth):", ""]
     lines += [f"- `{c.name}` ({c.title}): `{c.full_pattern}`" for c in configs]
+    lines += [
+        "",
+        "Experts that differ by layer (FFN width / experts per token of each E layer, in order):",
+        "",
+    ]
+    for c in configs:
+        if c.moe_layers is not None:
+            rows = ", ".join(f"{width}/{topk}" for width, topk in c.moe_layers)
+            lines.append(f"- `{c.name}` ({c.title}): {rows}")
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from megatron_nemotron3.models.config import Nemotron3Config
 
@@ -345,9 +346,27 @@ def symbol_sizes(config: Nemotron3Config, padded_vocab_size: int | None = None) 
     }
 
 
+#: What Hugging Face's names in the table begin with.
+_ROOT = "backbone"
+
+
+def hf_root(config: Nemotron3Config) -> str:
+    """What Hugging Face's names of the decoder begin with: "backbone", or "model" where experts differ by
+    layer (Nemotron Puzzle)."""
+    return _ROOT if config.moe_layers is None else "model"
+
+
 def rows_of(config: Nemotron3Config, part: str) -> tuple[Row, ...]:
     """The rows of a part that this model has, in the order of the table."""
-    return tuple(r for r in ROWS if r.part == part and (r.needs is None or getattr(config, r.needs)))
+    root = hf_root(config)
+    rows = (r for r in ROWS if r.part == part and (r.needs is None or getattr(config, r.needs)))
+    return tuple(r if root == _ROOT else _rooted(r, root) for r in rows)
+
+
+@cache
+def _rooted(row: Row, root: str) -> Row:
+    named = tuple(NamedShape(re.sub(rf"^{_ROOT}\.", f"{root}.", t.name), t.shape) for t in row.hf)
+    return row if named == row.hf else replace(row, hf=named)
 
 
 def registered(rows: Iterable[Row]) -> list[Row]:

@@ -33,11 +33,12 @@ def tiny(config: Nemotron3Config) -> Nemotron3Config:
     """
     feed_forward = [kind for kind in "E-" if kind in config.pattern]
     experts, topk = (None, None) if not config.is_moe else (32, 6) if config.moe_latent_size else (16, 4)
+    pattern = _tiny_pattern(set(config.pattern), feed_forward)
     latent = config.moe_latent_size and _HIDDEN_SIZE * config.moe_latent_size // config.hidden_size
     return config.but(
         name=config.name + TINY_SUFFIX,
         title=f"{config.title}, tiny",
-        pattern=_tiny_pattern(set(config.pattern), feed_forward),
+        pattern=pattern,
         hidden_size=_HIDDEN_SIZE,
         vocab_size=2048,
         seq_length=256,
@@ -54,6 +55,7 @@ def tiny(config: Nemotron3Config) -> Nemotron3Config:
         moe_router_topk=topk,
         moe_ffn_hidden_size=_EXPERT_FFN_SIZE if config.is_moe else None,
         moe_shared_expert_intermediate_size=2 * _EXPERT_FFN_SIZE if config.is_moe else None,
+        moe_layers=_tiny_moe_layers(config, pattern.count("E"), experts, topk),
         moe_latent_size=latent,
         init_method_std=round((0.8 / _HIDDEN_SIZE) ** 0.5, 4),
         published_total=None,
@@ -71,3 +73,25 @@ def _tiny_pattern(kinds: set[str], feed_forward: list[str]) -> str:
         elif kind in kinds:
             layers.append(kind)
     return "".join(layers)
+
+
+def _tiny_moe_layers(
+    config: Nemotron3Config, layers: int, experts: int | None, topk: int | None
+) -> tuple[tuple[int, int], ...] | None:
+    """Rows of `config.moe_layers` at equal distances, its first and its last among them, in the tiny scale.
+
+    Widths are multiples of 32, as the tiny form's own. No layer sends a token to one expert only, because
+    Megatron and Hugging Face compute the weight of a single expert differently.
+    """
+    rows = config.moe_layers
+    if rows is None or experts is None or topk is None:
+        return None
+    width, per_token = config.moe_ffn_hidden_size or 1, config.moe_router_topk or 1
+    chosen = [rows[round(i * (len(rows) - 1) / max(1, layers - 1))] for i in range(layers)]
+    return tuple(
+        (
+            max(1, round(one * _EXPERT_FFN_SIZE / width / 32)) * 32,
+            min(max(2, round(each * topk / per_token)), experts),
+        )
+        for one, each in chosen
+    )

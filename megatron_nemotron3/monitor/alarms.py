@@ -24,7 +24,7 @@ EARLY = 1000
 _USED = re.compile(
     r"(max_vio|max_vio_interval|dead_experts_interval|expert_bias_spread|expert_bias_mean|residual_rms|"
     rf"zero_gradients)/.+|mtp_\d+ loss|{AGGREGATES}/"
-    r"(experts|top_k|interval_tokens|bias_update_rate|lm_loss|residual_rms_last_over_first)"
+    r"(experts|top_k(/.+)?|interval_tokens|bias_update_rate|lm_loss|residual_rms_last_over_first)"
 )
 
 

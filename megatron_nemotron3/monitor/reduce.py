@@ -68,9 +68,9 @@ def _router_numbers(layers: Sequence[WatchedLayer], parts: Sequence[_LayerSums])
     for layer, part in zip(layers, parts):
         if "interval" not in part:
             continue
-        config, topk = layer.router.config, layer.router.topk
-        tokens = float(part["interval"].sum()) / topk
-        found["experts"], found["top_k"] = part["interval"].numel(), topk
+        config = layer.router.config
+        tokens = float(part["interval"].sum()) / layer.router.topk
+        found["experts"], found[f"top_k/{layer.name}"] = part["interval"].numel(), layer.router.topk
         found["interval_tokens"] = min(tokens, found.get("interval_tokens", tokens))
         if getattr(layer.router, "expert_bias", None) is not None:
             found["bias_update_rate"] = config.moe_router_bias_update_rate
@@ -143,6 +143,10 @@ def _over_stages(
         for kind, rows in stage.items():
             merged.setdefault(kind, {}).update(rows)
         numbers |= of_stage
+    by_layer = {name: value for name, value in numbers.items() if name.startswith("top_k/")}
+    if len(every := set(by_layer.values())) == 1:  # as in most models: one number of the run
+        numbers = {name: value for name, value in numbers.items() if name not in by_layer}
+        numbers["top_k"] = every.pop()
     zero, elements = (sum(z[i] for _, z, _ in found) for i in (0, 1))
     return merged, numbers | ({"zero_gradients": zero / elements} if elements else {})
 

@@ -100,14 +100,21 @@ def number(series: Series, name: str) -> float | None:
     return points[-1][1] if points else None
 
 
+def top_k(series: Series, row: str) -> float | None:
+    """Experts per token of a router: its own number where layers differ, else that of all."""
+    own = number(series, f"top_k/{row}")
+    return number(series, "top_k") if own is None else own
+
+
 def router_collapse(series: Series) -> Signs:
     """Find routers that send their tokens to few experts: MaxVio over the interval, against its bound."""
-    experts, topk = number(series, "experts"), number(series, "top_k")
-    if not experts or not topk or experts <= topk:
-        return {}
-    bound = experts / topk
+    experts = number(series, "experts")
     found: Signs = {}
     for row, points in _rows(series, "max_vio_interval"):
+        topk = top_k(series, row)
+        if not experts or not topk or experts <= topk:
+            continue
+        bound = experts / topk
         value = points[-1][1]
         share = (value - 1) / (bound - 1)
         before = _base(points)
@@ -149,18 +156,19 @@ def router_outlier(series: Series) -> Signs:
 
 def dead_experts(series: Series) -> Signs:
     """Find experts without a token in a whole interval, where balance would have given each of them some."""
-    experts, topk = number(series, "experts"), number(series, "top_k")
-    tokens = number(series, "interval_tokens")
-    if not experts or not topk or not tokens or experts <= topk:
+    experts, tokens = number(series, "experts"), number(series, "interval_tokens")
+    if not experts or not tokens:
         return {}
-    # Each of T independent tokens leaves an expert out with probability 1 - k / N.
-    independent = tokens / THRESHOLDS["alike"].value
-    expected = experts * math.exp(independent * math.log1p(-topk / experts))
     many = max(2, math.ceil(THRESHOLDS["dead_share"].value * experts))
     history = int(THRESHOLDS["dead_history"].value)
     found: Signs = {}
     for row, points in _rows(series, "dead_experts_interval"):
-        dead = points[-1][1]
+        topk, dead = top_k(series, row), points[-1][1]
+        if not topk or experts <= topk:
+            continue
+        # Each of T independent tokens leaves an expert out with probability 1 - k / N.
+        independent = tokens / THRESHOLDS["alike"].value
+        expected = experts * math.exp(independent * math.log1p(-topk / experts))
         chance = _at_least(int(dead), expected)
         if chance > THRESHOLDS["dead_settled"].value:
             continue

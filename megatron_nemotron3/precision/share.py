@@ -50,7 +50,7 @@ def shares(config: Nemotron3Config, precision: str, *, seq_length: int | None = 
     body = range(kept.start, config.num_layers - kept.end)
     sums = _Sums()
     for number, symbol in enumerate(config.pattern):
-        sums.layer(config, symbol, seq_length, 1, 1, None if number in body else TAIL)
+        sums.layer(config.at(number), symbol, seq_length, 1, 1, None if number in body else TAIL)
     if config.has_mtp:
         for symbol in config.mtp_pattern or "":
             sums.layer(config, symbol, seq_length, config.mtp_num_blocks, config.mtp_num_layers, "mtp")

@@ -27,7 +27,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.monitor.settings import EnvironmentSetting
-from megatron_nemotron3.train.data.packing import PackedConversations, Row
+from megatron_nemotron3.train.data.packing import PackedConversations, Row, conversation_multiple
 from megatron_nemotron3.train.inputs import MEANS, SFT_MEAN
 
 Sample = dict[str, Any]
@@ -123,23 +123,19 @@ def sample(row: Row) -> Sample:
     return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
 
-def datasets(args: Any, num_samples: list[int | None], blend: Any, blend_per_split: Any) -> Any:
+def datasets(args: Any, num_samples: list[int | None], settings: dict[str, Any]) -> Any:
     """Build the training, validation and test sets of Megatron's arguments, on every rank.
+
+    Args:
+        settings: keywords of Megatron's dataset configuration that text has, too.
 
     Raises:
         ValueError: as `PackedConversations`.
     """
     config = ConversationConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        path_to_cache=args.data_cache_path,
+        **settings,
         chat_tokenizer=args.tokenizer_model,
-        multiple=2 * args.context_parallel_size if args.context_parallel_size > 1 else 1,
+        multiple=conversation_multiple(args.context_parallel_size),
     )
     return BlendedMegatronDatasetBuilder(ConversationDataset, num_samples, lambda: True, config).build()
 

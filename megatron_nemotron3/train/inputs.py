@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-#: Names the last checkpoint of a folder.
-_TRACKER = "latest_checkpointed_iteration.txt"
+from megatron_nemotron3.checkpoint.folders import TRACKER
 
 #: What the loss of fine-tuning may be a mean over, the default first, and the variable that says it.
 MEANS = ("tokens", "conversations")
@@ -35,9 +34,9 @@ def require_inputs(options: argparse.Namespace) -> None:
         _require_conversations(options)
     elif options.mean is not None:
         raise ValueError("--mean goes with --conversations: drop it")
-    if options.pretrained is not None and not (options.pretrained / _TRACKER).is_file():
+    if options.pretrained is not None and not (options.pretrained / TRACKER).is_file():
         raise ValueError(
-            f"--pretrained {options.pretrained} has no {_TRACKER}: give a folder that `nemotron3 convert "
+            f"--pretrained {options.pretrained} has no {TRACKER}: give a folder that `nemotron3 convert "
             "from-hf` or --save wrote"
         )
     if options.data_path:
@@ -67,11 +66,10 @@ def require_inputs(options: argparse.Namespace) -> None:
 
 
 def _require_conversations(options: argparse.Namespace) -> None:
-    for name, value in (("--text", options.text), ("--max-bytes", options.max_bytes)):
-        if value is not None:
-            raise ValueError(f"{name} and --conversations both say what to train on: give one")
-    if options.data_path:
-        raise ValueError("--data-path and --conversations both say what to train on: give one")
+    for name in ("text", "max_bytes", "data_path"):
+        if getattr(options, name) not in (None, []):
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} and --conversations both say what to train on: give one")
     if options.tokenizer is None:
         raise ValueError("--conversations needs --tokenizer FOLDER (a Hugging Face tokenizer)")
     require_tokenizer(options.tokenizer)

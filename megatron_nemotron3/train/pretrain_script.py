@@ -137,24 +137,34 @@ def validation_samples(args: Any, asked: int | None) -> int | None:
     return asked + max(0, args.consumed_valid_samples - before * args.eval_iters * batch)
 
 
-def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
-    """Train, validation and test sets of text, or of conversations with `--sft`; `num_samples` of each."""
-    args = get_args()
+def _wanted(args: Any, num_samples: Sequence[int | None]) -> tuple[list[int | None], dict[str, Any]]:
+    """Samples of the train, validation and test sets, and what every kind of dataset is told."""
     train, validation, test = num_samples
-    wanted = [train, validation_samples(args, validation), test]
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    if args.tokenizer_type == "SFTTokenizer":
-        return fine_tuning.datasets(args, wanted, blend, blend_per_split)
+    return [train, validation_samples(args, validation), test], {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "split": args.split,
+        "multiple_validation_sets": args.multiple_validation_sets,
+        "full_validation": args.full_validation,
+        "path_to_cache": args.data_cache_path,
+    }
+
+
+def conversations_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
+    """Train, validation and test sets of conversations (`--sft`); `num_samples` of each."""
+    return fine_tuning.datasets(get_args(), *_wanted(get_args(), num_samples))
+
+
+def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
+    """Train, validation and test sets of text; `num_samples` of each."""
+    args = get_args()
+    wanted, settings = _wanted(args, num_samples)
     config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
+        **settings,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
         tokenizer=build_tokenizer(args),
         reset_position_ids=args.reset_position_ids,
@@ -175,7 +185,8 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
     return BlendedMegatronDatasetBuilder(dataset, wanted, needed_here, config).build()
 
 
-datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+for _provider in (conversations_provider, datasets_provider):
+    _provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def main() -> None:
@@ -186,17 +197,17 @@ def main() -> None:
         raise SystemExit(
             f"{option} is not supported by this script: run the stock pretrain_hybrid.py with the same flags"
         )
-    step = forward_step
+    step, provider = forward_step, datasets_provider
     if args.sft:
         if reason := fine_tuning.problem(args):
             raise SystemExit(reason)
         fine_tuning.MEAN.read()
-        step = fine_tuning.forward_step
+        step, provider = fine_tuning.forward_step, conversations_provider
         # Megatron's evaluation would take the mean of the rows' means, and rows hold different numbers.
         args.sft = False
     pretrain(
         pretrain_cfg_container_from_args(args),
-        train_valid_test_dataset_provider=datasets_provider,
+        train_valid_test_dataset_provider=provider,
         model_provider=model_provider,
         model_type=ModelType.encoder_or_decoder,
         forward_step_func=step,

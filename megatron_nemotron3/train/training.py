@@ -153,6 +153,7 @@ def train(request: Request) -> int:
         given,
         te_precision_config_file=request.precision_file,
         data=TrainingData(),
+        own_script=True,
         # After a signal: finish the step, save, leave.
         extra=("--exit-signal-handler", *_event_files(request), *_starting_options(request), *given.extra),
     )
@@ -326,10 +327,10 @@ def _prepared_conversations(request: Request, data: TrainingData) -> TrainingDat
     Raises:
         ValueError: as `PackedConversations`.
     """
-    from megatron_nemotron3.train.data.packing import PackedConversations
+    from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
 
     launch, cache = request.launch, str(request.output / "data")
-    multiple = 2 * launch.layout.cp if launch.layout.cp > 1 else 1
+    multiple = conversation_multiple(launch.layout.cp)
     for file in request.conversations:
         if request.tokenizer is None:
             raise ValueError("conversations need a tokenizer's folder")

@@ -35,9 +35,15 @@ def named(result: list[Flag]) -> dict[str, tuple[str, ...]]:
 
 def test_sections_in_order_and_no_option_twice() -> None:
     tiny = models.get("ultra-tiny")
-    result = flags(
-        Launch.of(tiny, schedule=smoke(tiny), data=mock_data(tiny, save="/x"), extra=("--seed", "1"))
+    launch = Launch.of(
+        tiny,
+        backend="te",
+        gpu="gb200",
+        schedule=smoke(tiny),
+        data=mock_data(tiny, save="/x"),
+        extra=("--seed", "1"),
     )
+    result = flags(launch)
     order = [SECTIONS.index(flag.section) for flag in result]
     assert order == sorted(order)
     assert set(order) == set(range(len(SECTIONS)))

@@ -177,6 +177,10 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "8 tokens .* 16",
     ),
+    "own-experts": (
+        {"config": SUPER.but(name="mine", pattern="ME", moe_layers=((64, 2),))},
+        r"moe_layers.*stack_spec\('auto', config\).*--spec my_stack spec",
+    ),
     "reserved-option": ({"extra": ("--seq-length", "1")}, "--seq-length .* schedule.seq_length"),
     "gpt-pipeline-option": ({"extra": ("--num-layers", "88")}, "--num-layers"),
     "documents-cp": (
@@ -239,6 +243,13 @@ HARMLESS: list[dict[str, Any]] = [
         "extra": ("--sft", "--calculate-per-token-loss"),
         "layout": layout(cp=2),
         "backend": "te",
+    },
+    {
+        "config": models.get("nano"),
+        "extra": ("--sft", "--calculate-per-token-loss"),
+        "layout": layout(cp=2),
+        "backend": "torch",
+        "own_script": True,
     },
     {"extra": ("--dist-ckpt-optim-fully-reshardable",), "backend": "torch"},
     {"extra": ("--dataloader-inter-document-masking",)},

@@ -11,10 +11,11 @@ import torch
 from megatron_nemotron3.convert import inventory
 from megatron_nemotron3.convert.config_json import read, write
 from megatron_nemotron3.convert.config_keys import BLOCKS, FIXED, IGNORED, OWN
-from megatron_nemotron3.models import Nemotron3Config, get, names
+from megatron_nemotron3.models import Nemotron3Config, get, identify, names
 from tests.support.convert_models import DISTINCT, random_config
 
 transformers = pytest.importorskip("transformers")
+NemotronHMoE = transformers.models.nemotron_h.modeling_nemotron_h.NemotronHMoE
 
 #: transformers cannot load dense layers before 5.8, and computes the scan wrongly before 5.15.1.
 assert tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 15)
@@ -23,7 +24,7 @@ CATALOG = [*names(), *(f"{name}-tiny" for name in names())]
 MODEL_FIELDS = (
     *("pattern", "mtp_pattern", "mtp_num_blocks", "hidden_size", "vocab_size", "num_attention_heads"),
     *("num_query_groups", "kv_channels", "mamba_num_heads", "mamba_head_dim", "mamba_state_dim"),
-    *("mamba_num_groups", "mamba_conv_kernel", "mamba_chunk_size", "max_position_embeddings"),
+    *("mamba_num_groups", "mamba_conv_kernel", "mamba_chunk_size", "max_position_embeddings", "moe_layers"),
     *("layernorm_epsilon", "init_method_std"),
 )
 KIND_FIELDS = {
@@ -48,10 +49,11 @@ def same_model(a: Nemotron3Config, b: Nemotron3Config) -> None:
 
 
 def stored_names(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Rename a transformers model's tensors as in checkpoint files: separate experts, prefix `backbone.`."""
+    """Rename a transformers model's tensors as in checkpoint files: separate experts, prefix `backbone.`,
+    or `model.` where experts differ by layer."""
     result = {}
     for name, tensor in model.state_dict().items():
-        name = name.replace("model.", "backbone.", 1)
+        name = name if hasattr(model.config, "block_configs") else name.replace("model.", "backbone.", 1)
         if ".experts." in name:
             stem, _, which = name.rpartition(".")
             for e in range(tensor.shape[0]):
@@ -61,25 +63,43 @@ def stored_names(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     return result
 
 
+def built_by_transformers(data: dict[str, Any]) -> Any:
+    """Build a config.json. What a layer's block states replaces what is outside, as in NVIDIA's class, which
+    transformers does not have."""
+    theirs = transformers.NemotronHConfig.from_dict(data)
+    model = transformers.NemotronHForCausalLM(theirs)
+    for number, block in enumerate(data.get("block_configs", ())):
+        if block["block_type"] == "moe":
+            own = transformers.NemotronHConfig.from_dict(data | block)
+            model.model.layers[number].mixer = NemotronHMoE(own, layer_idx=number)
+    return model
+
+
 @pytest.mark.parametrize("config", [*map(get, CATALOG), DISTINCT], ids=lambda c: c.name)
 def test_transformers_builds_the_same_model_from_what_we_write(config: Nemotron3Config) -> None:
-    theirs = transformers.NemotronHConfig.from_dict(through_json(write(config)))
     with torch.device("meta"):
-        model = transformers.NemotronHForCausalLM(theirs)
+        model = built_by_transformers(through_json(write(config)))
     mine = {t.name: t.shape for t in inventory.hf_tensors(config) if not t.name.startswith("mtp.")}
     assert stored_names(model) == mine
+    theirs = model.config
     assert theirs.num_nextn_predict_layers == config.mtp_num_blocks
     assert theirs.hybrid_override_pattern == config.pattern
     if config.has_mtp:
         assert theirs.mtp_hybrid_override_pattern == config.mtp_pattern
-    for key in ("routed_scaling_factor", "num_experts_per_tok") if config.is_moe else ():
-        assert getattr(theirs, key) == write(config)[key]
+    assert not config.is_moe or theirs.routed_scaling_factor == config.moe_router_topk_scaling_factor
+    for number, kind in enumerate(config.pattern):
+        if kind == "E":
+            assert model.model.layers[number].mixer.gate.top_k == config.at(number).moe_router_topk
 
 
 @pytest.mark.parametrize("name", CATALOG)
 def test_what_transformers_writes_is_read(name: str) -> None:
     """transformers writes new block names, all defaults and its own notation of infinity, but no pattern."""
     config = get(name)
+    if config.moe_layers:  # it writes its own model_type beside the blocks of another
+        with pytest.raises(ValueError, match="block_configs and model_type 'nemotron_h': such layers are of"):
+            read(json.loads(transformers.NemotronHConfig.from_dict(write(config)).to_json_string()))
+        return
     theirs = transformers.NemotronHConfig.from_dict(through_json(write(config)))
     for text in (theirs.to_json_string(use_diff=True), theirs.to_json_string(use_diff=False)):
         data = json.loads(text)
@@ -268,7 +288,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sliding_window": 4096}, "sliding_window=4096"),
     ({"model_type": "mamba2"}, "model_type='mamba2'"),
     ({"quantization_config": {}}, "quantization_config"),
-    ({"block_configs": [{"block_type": "moe", "num_experts_per_tok": 4}]}, "block_configs, as of .* Puzzle"),
+    ({"block_configs": [{"block_type": "moe"}]}, "model_type 'nemotron_h': .* of 'nemotron_h_puzzle'"),
     ({"moe_gate_bias": 1, "depth": 2}, "2 unknown keys: depth, moe_gate_bias"),
     ({"num_hidden_layers": 11}, "num_hidden_layers=11, but the pattern .* has 12 layers"),
     (
@@ -321,3 +341,146 @@ def test_a_model_megatron_cannot_build_is_not_written() -> None:
 def test_every_key_has_one_meaning() -> None:
     assert not IGNORED & set(FIXED)
     assert set(BLOCKS.values()) == set("ME*-")
+
+
+PUZZLE = get("puzzle-tiny")
+
+
+def puzzle(**changes: Any) -> dict[str, Any]:
+    return through_json(write(PUZZLE)) | changes
+
+
+def with_blocks(change: dict[int, dict[str, Any]], key: str = "block_configs") -> dict[str, Any]:
+    """The blocks of `PUZZLE` with some keys of some blocks changed; a value of None removes a key."""
+    blocks = [dict(block) for block in puzzle()[key]]
+    for number, values in change.items():
+        merged = blocks[number] | values
+        blocks[number] = {name: value for name, value in merged.items() if value is not None}
+    return {key: blocks}
+
+
+def test_blocks_of_the_released_model() -> None:
+    """The last MoE layers of the released file, and Super's MTP block."""
+    data = write(get("puzzle"))
+    assert (data["model_type"], data["architectures"]) == (
+        "nemotron_h_puzzle",
+        ["NemotronHPuzzleForCausalLM"],
+    )
+    rest = {"n_routed_experts": 512, "moe_shared_expert_intermediate_size": 5376, "moe_latent_size": 1024}
+    assert data["block_configs"][-3:] == [
+        {"block_type": "moe", "moe_intermediate_size": 1792, "num_experts_per_tok": 18, **rest},
+        {"block_type": "mamba"},
+        {"block_type": "moe", "moe_intermediate_size": 2048, "num_experts_per_tok": 18, **rest},
+    ]
+    assert data["mtp_block_configs"] == [
+        {"block_type": "attention"},
+        {"block_type": "moe", "moe_intermediate_size": 2688, "num_experts_per_tok": 22, **rest},
+    ]
+    assert not {"moe_intermediate_size", "num_experts_per_tok"} & data.keys() and data["ssm_state_size"] == 96
+
+
+def test_what_blocks_state_may_be_missing_outside_and_the_other_way() -> None:
+    same = read(puzzle(), base=PUZZLE)
+    rest = ("n_routed_experts", "moe_shared_expert_intermediate_size", "moe_latent_size")
+    inside = {key: value for key, value in puzzle().items() if key not in rest}
+    assert read(inside, base=PUZZLE) == same
+    lists = with_blocks({n: dict.fromkeys(rest) for n in range(12)})
+    lists |= with_blocks({n: dict.fromkeys(rest) for n in range(2)}, "mtp_block_configs")
+    assert read(puzzle(**lists), base=PUZZLE) == same
+    # The layers alone, as NVIDIA's class saves them; a state size in each block; names of transformers 5.13.
+    no_pattern = {k: v for k, v in inside.items() if not k.endswith("hybrid_override_pattern")}
+    del no_pattern["num_hidden_layers"], no_pattern["ssm_state_size"]
+    sized = with_blocks({n: {"ssm_state_size": 16} for n, kind in enumerate(PUZZLE.pattern) if kind == "M"})
+    no_pattern |= {"blockwise_members": ["moe_intermediate_size"], "num_hidden_layers": None, **sized}
+    assert read(no_pattern, base=PUZZLE) == same
+    new = {"mamba": "linear_attention", "attention": "full_attention"}
+    renamed = {
+        key: [
+            block | {"block_type": new.get(block["block_type"], block["block_type"])}
+            for block in puzzle()[key]
+        ]
+        for key in ("block_configs", "mtp_block_configs")
+    }
+    assert read(puzzle(**renamed), base=PUZZLE) == same
+    # A block's numbers count, not those outside, which NVIDIA's class deletes.
+    assert read(puzzle(num_experts_per_tok=7, moe_intermediate_size=7), base=PUZZLE) == same
+    # With a reference its blocks are kept as they are.
+    reference = puzzle(**lists)
+    assert write(PUZZLE, reference=reference)["block_configs"] == reference["block_configs"]
+
+
+def test_blocks_that_are_alike_are_an_ordinary_model() -> None:
+    alike = get("super-tiny")
+    data = puzzle(**with_blocks({n: {} for n in range(12)}))
+    for block in data["block_configs"]:
+        if block["block_type"] == "moe":
+            block |= {"moe_intermediate_size": 96, "num_experts_per_tok": 6}
+    assert read(data, base=alike) == alike and read(data).moe_layers is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_configs": []}, "without block_configs: the layers' experts are unknown"),
+        ({"block_configs": {}}, "without block_configs"),
+        ({"block_configs": "moe"}, "block_configs is a str, expected a list of blocks"),
+        (
+            with_blocks({3: {"block_type": "no_op"}}),
+            r"block_configs\[3\] has block_type 'no_op': layers are one",
+        ),
+        ({"block_configs": [{"attention": {}, "ffn": {}}]}, r"block_configs\[0\] has block_type None"),
+        ({"block_configs": [None]}, r"block_configs\[0\] has block_type None"),
+        (with_blocks({3: {"sliding_window": 4096}}), "sliding_window=4096 cannot be built"),
+        (with_blocks({3: {"q_indexer_dim": 128}}), r"block_configs\[3\] has unknown keys: q_indexer_dim"),
+        (
+            with_blocks({1: {"n_routed_experts": 16}}),
+            r"n_routed_experts is 16 in block_configs\[1\] and 32 in block_configs\[4\]: Megatron builds",
+        ),
+        (with_blocks({0: {"ssm_state_size": 32}}), r"ssm_state_size is 32 in .*\[0\] and 16 outside"),
+        (
+            {"n_routed_experts": 16},
+            r"n_routed_experts is 32 in block_configs\[1\] and 16 outside of the blocks",
+        ),
+        (
+            with_blocks({4: {"moe_latent_size": None}}) | {"moe_latent_size": None},
+            r"block_configs\[4\] has no moe_latent_size, which block_configs\[1\] has",
+        ),
+        (with_blocks({4: {"num_experts_per_tok": None}}), r"block_configs\[4\]: has no num_experts_per_tok"),
+        (
+            with_blocks({4: {"num_experts_per_tok": 0}}),
+            r"num_experts_per_tok=0 is not a whole number above 0",
+        ),
+        (with_blocks({4: {"num_experts_per_tok": True}}), "num_experts_per_tok=True is not a whole number"),
+        (with_blocks({4: {"num_experts_per_tok": 33}}), r"moe_layers\[1\]: 33 experts per token exceed"),
+        (with_blocks({4: {"num_experts_per_tok": 1}}), "norm_topk_prob=True divides the weight of the only"),
+        (with_blocks({4: {"moe_intermediate_size": 1.5}}), "moe_intermediate_size=1.5 is not a whole number"),
+        ({"layers_block_type": ["mamba"]}, "layers_block_type=.* and block_configs .* contradict each other"),
+        ({"hybrid_override_pattern": "M"}, "hybrid_override_pattern='M' and block_configs 'MEM"),
+        (
+            {"mtp_hybrid_override_pattern": "E"},
+            r"mtp_hybrid_override_pattern='E' and mtp_block_configs '\*E'",
+        ),
+        ({"num_hidden_layers": 11}, "num_hidden_layers=11, but the pattern"),
+        (
+            {"mtp_block_configs": [{"block_type": "moe"}, *puzzle()["mtp_block_configs"]]},
+            r"mtp_hybrid_override_pattern='\*E' and mtp_block_configs",
+        ),
+        (
+            with_blocks({0: {"block_type": "moe", "num_experts_per_tok": 5}}, "mtp_block_configs")
+            | {"mtp_hybrid_override_pattern": None, "moe_intermediate_size": 96},
+            r"of an MTP block differ: \[\(96, 5\), \(96, 6\)\]",
+        ),
+    ],
+)
+def test_blocks_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(puzzle(**changes), base=PUZZLE)
+
+
+def test_without_mtp() -> None:
+    """The experts of MTP's layers are then of no layer, and no file states them."""
+    alone = PUZZLE.but(mtp_pattern=None, mtp_num_layers=0)
+    data = through_json(write(alone))
+    assert "mtp_block_configs" not in data
+    assert read(data, base=alone).moe_layers == PUZZLE.moe_layers
+    assert [model.name for model in identify(read(data))] == ["puzzle-tiny"]

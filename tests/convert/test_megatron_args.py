@@ -16,8 +16,9 @@ from megatron_nemotron3.checkpoint.metadata import CheckpointIndex, StoredObject
 from megatron_nemotron3.checkpoint.read import common_state as stored_state
 from megatron_nemotron3.checkpoint.write import COMMON_OBJECT, CONFIG_TEXT, index_bytes, object_archive
 from megatron_nemotron3.convert.inventory import megatron_tensors
-from megatron_nemotron3.convert.megatron_args import args_of, common_state, config_of
+from megatron_nemotron3.convert.megatron_args import args_of, common_state, config_of, require_experts
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
+from megatron_nemotron3.models.stack_specs import ARGUMENT
 from tests.support.convert_models import DISTINCT, GOLDEN, random_config
 from tests.support.distributed import run_fresh
 
@@ -137,6 +138,8 @@ def test_they_are_what_the_parser_makes_of_our_flags() -> None:
     for config, (parsed, _) in zip(configs, answers):
         args = vars(args_of(config, padded_vocab_size=config.vocab_size))
         assert OTHERWISE.keys() <= args.keys()
+        # Of a run our stack stores it when it is built; before that the name of the stack says it.
+        assert (args.pop(ARGUMENT, None) is None) == (config.moe_layers is None)
         differ = {k: (v, parsed.get(k)) for k, v in args.items() if k not in OTHERWISE and parsed[k] != v}
         assert not differ, (config.name, differ)
         # A run's own checkpoint also gives the model, except for the longest position.
@@ -224,6 +227,49 @@ def test_mtp(values: dict[str, Any], repeated: bool | None) -> None:
     assert (config.pattern, config.mtp_pattern, config.mtp_num_layers) == ("MEM*", "*E", 2)
     assert config.mtp_num_blocks == (1 if repeated else 2)
     assert config.mtp_loss_scaling_factor == 0.3
+
+
+PUZZLE = get("puzzle-tiny")
+
+
+def test_experts_of_each_layer() -> None:
+    """Stated by our stack or converter, or by the name of one of our stacks; by nothing else."""
+    values = vars(args_of(PUZZLE, padded_vocab_size=2048))
+    assert values[ARGUMENT] == "32:2 96:3 96:3 32:2 64:5"
+    plain = {name: value for name, value in values.items() if name != ARGUMENT}
+    rows = PUZZLE.moe_layers
+    spec = ["megatron_nemotron3.specs", "nemotron3_puzzle_tiny_te_stack_spec"]
+    assert config_of(Namespace(**plain, spec=spec)).moe_layers == rows
+    assert config_of(Namespace(**plain)).moe_layers is None
+    for stock in (
+        ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+        [spec[0], "nemotron3_te_stack_spec"],
+    ):
+        assert config_of(Namespace(**plain, spec=stock)).moe_layers is None
+    with pytest.raises(
+        ValueError, match=r"x: .*--spec \['mine', 'spec'\], a stack of one's own, .*--model NAME"
+    ):
+        config_of(Namespace(**plain, spec=["mine", "spec"]), name="x")
+    # What the stack of one's own stored wins over its name.
+    own = {**plain, "spec": ["mine", "spec"], ARGUMENT: values[ARGUMENT]}
+    assert config_of(Namespace(**own)).moe_layers == rows
+    assert config_of(Namespace(**own | {ARGUMENT: ""})).moe_layers is None
+    for text in ("32:2 96", "32:2  96:3", "a:1", "0:1 1:1 1:1 1:1 1:1", "32:2 " + "9" * 40 + ":1"):
+        with pytest.raises(ValueError, match="nemotron3_moe_layers .* is not of the form"):
+            config_of(Namespace(**own | {ARGUMENT: text}))
+    with pytest.raises(ValueError, match="moe_layers has 2 rows, but pattern has 5 E layers"):
+        config_of(Namespace(**own | {ARGUMENT: "32:2 96:3"}))
+
+
+def test_a_model_with_other_experts_than_the_checkpoint_states() -> None:
+    values = vars(args_of(PUZZLE, padded_vocab_size=2048))
+    require_experts("x", values, PUZZLE)
+    require_experts("x", {}, get("super-tiny"))
+    rows = PUZZLE.expert_sizes
+    other = PUZZLE.but(moe_layers=((rows[0][0], rows[0][1] + 1), *rows[1:]))  # the same shapes
+    for model in (other, get("super-tiny")):
+        with pytest.raises(ValueError, match=f"x: --model {model.name}: its experts of each layer"):
+            require_experts("x", values, model)
 
 
 def test_what_megatron_makes_of_what_was_not_given() -> None:

@@ -14,7 +14,7 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.convert.config_json import write
 from megatron_nemotron3.convert.config_keys import OWN
-from megatron_nemotron3.generate.checkpoint_folder import stored_arguments
+from megatron_nemotron3.generate.checkpoint_folder import read_arguments
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from tests.support.counted_job import digest
 from tests.support.generation_folders import Folders, make
@@ -48,7 +48,7 @@ def without_key(folder: Path) -> Path:
 
 
 def arguments(folder: Path) -> dict[str, object]:
-    return stored_arguments(folder / "release")
+    return read_arguments(folder / "release")
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,21 @@ def test_without_a_placeholder_megatron_refuses(tmp_path: Path, monkeypatch: pyt
         run_distributed(load, 1, *arguments, apart=True, children=True)
 
 
+def test_a_checkpoint_without_any_placeholder_loads_with_megatrons_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As main saves with `--ckpt-drop-redundant-extra-state` (Megatron-LM #5552): every weight arrives."""
+    config = MODELS["super"]
+    monkeypatch.setattr(from_hf, "extra_state_keys", lambda config: iter(()))
+    write_hf(tmp_path / "hf", config)
+    folder = convert(config, tmp_path, "bfloat16")
+    case = Case(config=config, layout=LAYOUTS["TP2 EP2"])
+    ranks = run_distributed(
+        load, case.layout.world_size, case, str(folder), "log_all", apart=True, children=True
+    )
+    same(written(folder), gather([rank["pieces"] for rank in ranks]), config)
+
+
 def load(case: Case, folder: str, strictness: str) -> dict[str, Any]:
     """On each rank: build a model with other weights, and load as `megatron.training` does at its start."""
     from unittest import mock

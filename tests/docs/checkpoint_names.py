@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_nemotron3.convert import config_keys, inventory
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models import names as model_names
-from megatron_nemotron3.models.config import BUILT
+from megatron_nemotron3.models.config import BUILT, Nemotron3Config
 from megatron_nemotron3.models.tensors import (
     DIALECTS,
     PARAMETER,
@@ -143,7 +143,7 @@ def _symbol_section() -> list[str]:
         if symbol not in ("1", "2d", "padded_vocab"):
             lines.append(
                 f"| {symbol} | "
-                + " | ".join(f"{v[symbol]:,}" if v[symbol] else "none" for v in values)
+                + " | ".join(_size(c, symbol, v[symbol]) for c, v in zip(configs, values, strict=True))
                 + " |"
             )
     for title, tensors in (
@@ -152,6 +152,14 @@ def _symbol_section() -> list[str]:
     ):
         lines.append(f"| {title} | " + " | ".join(f"{len(tensors(c)):,}" for c in configs) + " |")
     return lines
+
+
+def _size(config: Nemotron3Config, symbol: str, size: int) -> str:
+    """The size of a symbol in a model; the least and the most where its decoder layers differ."""
+    widths = sorted({width for width, _ in config.expert_sizes}) if symbol == "ffn" else []
+    if len(widths) > 1:
+        return f"{widths[0]:,} to {widths[-1]:,}"
+    return f"{size:,}" if size else "none"
 
 
 def _config_section() -> list[str]:

@@ -1,4 +1,4 @@
-"""What keeps the host from waiting computes the same: order of experts, borders of packs, packed attention."""
+"""What spares the host a wait computes the same: order of experts, borders of packs, packed attention."""
 
 from __future__ import annotations
 

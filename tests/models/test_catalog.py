@@ -15,6 +15,7 @@ from megatron_nemotron3.models import (
     NANO_12B_V2,
     NEMOTRON_H_8B,
     NEMOTRON_H_56B,
+    PUZZLE,
     SUPER,
     ULTRA,
     count,
@@ -32,6 +33,7 @@ from megatron_nemotron3.models.pattern import count as count_layers
         ("super", {"M": 40, "E": 40, "*": 8, "-": 0}),
         ("ultra", {"M": 48, "E": 48, "*": 12, "-": 0}),
         ("lightning", {"M": 23, "E": 23, "*": 6, "-": 0}),
+        ("puzzle", {"M": 40, "E": 40, "*": 8, "-": 0}),
         ("nano-4b", {"M": 21, "E": 0, "*": 4, "-": 17}),
         ("nano-9b-v2", {"M": 27, "E": 0, "*": 4, "-": 25}),
         ("nano-12b-v2", {"M": 28, "E": 0, "*": 6, "-": 28}),
@@ -46,7 +48,7 @@ def test_layers_per_kind(model: str, layers: dict[str, int]) -> None:
 
 
 def test_every_catalog_model_is_listed_once_and_has_a_source() -> None:
-    assert len(set(names())) == len(names()) == 11
+    assert len(set(names())) == len(names()) == 12
     for name in names():
         config = get(name)
         assert config.name == name and config.source
@@ -65,6 +67,8 @@ def test_every_catalog_model_is_listed_once_and_has_a_source() -> None:
         ("nemotron-3-nano", "nano"),
         ("nemotron_3_nano_4b", "nano-4b"),
         ("Nemotron 3.5 Lightning", "lightning"),
+        ("nvidia/NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B-BF16", "puzzle"),
+        ("Nemotron Labs 3 Puzzle", "puzzle"),
         ("nvidia/Nemotron-H-8B-Base-8K", "nemotron-h-8b"),
         ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "nano-9b-v2"),
         ("nvidia/NVIDIA-Nemotron-Nano-12B-v2-Base", "nano-12b-v2"),
@@ -110,6 +114,49 @@ def test_config_refuses(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as error:
         SUPER.but(**change)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"moe_layers": PUZZLE.moe_layers[:-1]}, "moe_layers has 39 rows, but pattern has 40 E layers"),
+        ({"pattern": "MEM*"}, "moe_layers has 40 rows, but pattern has 1 E layers: give one for each"),
+        ({"moe_layers": ()}, "moe_layers=(): give a pair"),
+        ({"moe_layers": "1280/4"}, "moe_layers='1280/4': give a pair"),
+        ({"moe_layers": ((1280, 4, 1),) * 40}, "moe_layers[0]=(1280, 4, 1): give two positive integers"),
+        ({"moe_layers": ((1280, 4),) * 39 + ((1280, True),)}, "moe_layers[39]=(1280, True): give two"),
+        ({"moe_layers": ((0, 4),) * 40}, "moe_layers[0]=(0, 4): give two positive integers"),
+        ({"moe_layers": ((1280.0, 4),) * 40}, "moe_layers[0]=(1280.0, 4): give two positive integers"),
+        (
+            {"moe_layers": ((1280, 513),) * 40},
+            "moe_layers[0]: 513 experts per token exceed num_moe_experts=512",
+        ),
+        ({"pattern": "M*", "mtp_pattern": None, "mtp_num_layers": 0}, "pattern has 0 E layers"),
+    ],
+)
+def test_rows_of_experts_are_checked(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        PUZZLE.but(**change)
+    assert message in str(error.value) and str(error.value).startswith("puzzle: ")
+
+
+def test_experts_of_each_layer() -> None:
+    """The tenth MoE layer is the first of another width; MTP and the layers without experts keep Super's."""
+    assert PUZZLE.moe_layers is not None and PUZZLE.expert_sizes == PUZZLE.moe_layers
+    moe = [layer for layer, kind in enumerate(PUZZLE.pattern) if kind == "E"]
+    for row, layer in zip(PUZZLE.moe_layers, moe, strict=True):
+        at = PUZZLE.at(layer)
+        assert (at.moe_ffn_hidden_size, at.moe_router_topk) == row and at.moe_layers is None
+        assert at == PUZZLE.but(moe_ffn_hidden_size=row[0], moe_router_topk=row[1], moe_layers=None)
+    assert PUZZLE.pattern[20:22] == "ME" and PUZZLE.at(21).moe_ffn_hidden_size == 1280
+    assert PUZZLE.at(0) is PUZZLE and SUPER.at(1) is SUPER and SUPER.expert_sizes == ((2688, 22),) * 40
+    assert (PUZZLE.moe_ffn_hidden_size, PUZZLE.moe_router_topk) == (2688, 22)
+    for layer in (-1, 88):
+        with pytest.raises(IndexError, match=f"88 layers, so none has number {layer}"):
+            PUZZLE.at(layer)
+    # Lists, as JSON has them, make an equal model.
+    assert PUZZLE.but(moe_layers=[list(row) for row in PUZZLE.moe_layers]) == PUZZLE
+    assert hash(PUZZLE) != hash(SUPER.but(name="puzzle"))
 
 
 def test_derived_numbers() -> None:

@@ -14,6 +14,7 @@ from megatron_nemotron3.models import (
     NEMOTRON_H_8B,
     NEMOTRON_H_47B,
     NEMOTRON_H_56B,
+    PUZZLE,
     SUPER,
     ULTRA,
     Nemotron3Config,
@@ -25,7 +26,6 @@ from megatron_nemotron3.models import (
 )
 from megatron_nemotron3.models.parameters import (
     ACTIVE_CONVENTIONS,
-    active_layer_parameters,
     layer_parameters,
     layer_tensors,
 )
@@ -38,6 +38,7 @@ from megatron_nemotron3.models.parameters import (
         (SUPER, 123_611_033_088, 120_668_707_840),
         (ULTRA, 560_524_603_904, 549_308_993_536),
         (LIGHTNING, 32_913_266_240, 31_577_940_288),
+        (PUZZLE, 78_295_670_272, 75_353_345_024),
         (NANO_4B, 3_973_556_832, 3_973_556_832),
         (NANO_9B_V2, 8_888_227_328, 8_888_227_328),
         (NANO_12B_V2, 12_310_001_152, 12_310_001_152),
@@ -56,7 +57,7 @@ def test_stored_elements(config: Nemotron3Config, with_mtp: int, without_mtp: in
 @pytest.mark.parametrize(
     ("config", "tensors"),
     # The dense 4B: 263 names in a public inference engine's test of its config.json.
-    [(NANO, 6_243), (LIGHTNING, 6_513), (SUPER, 42_683), (ULTRA, 51_023), (NANO_4B, 263)],
+    [(NANO, 6_243), (LIGHTNING, 6_513), (SUPER, 42_683), (PUZZLE, 42_683), (ULTRA, 51_023), (NANO_4B, 263)],
     ids=lambda value: value.name if isinstance(value, Nemotron3Config) else None,
 )
 def test_stored_tensors(config: Nemotron3Config, tensors: int) -> None:
@@ -74,27 +75,29 @@ def test_files_of_the_released_4b() -> None:
     assert count(NEMOTRON_H_4B).stored_bytes / 1e9 == pytest.approx(4.99 + 3.98, abs=0.01)
 
 
-#: (expert FFN size, top-k) of each E layer of Nemotron Labs 3 Puzzle 75B-A9B: `block_configs` of its
-#: config.json, revision 7cd7fa01.
-PUZZLE = (
-    *((1280, 4), (1280, 8), (1280, 10), (1280, 8), (1280, 8), (1280, 8), (1280, 12), (1280, 8)),
-    *((1280, 10), (1280, 8), (2688, 12), (1536, 14), (2688, 12), (1536, 12), (1536, 12), (2688, 12)),
-    *((2688, 12), (2688, 12), (1536, 10), (2688, 12), (2688, 12), (1792, 12), (1792, 14), (1280, 10)),
-    *((1280, 10), (1280, 12), (1280, 8), (1280, 12), (1280, 10), (1280, 8), (1280, 8), (1280, 10)),
-    *((1280, 10), (1280, 10), (1280, 12), (1280, 12), (1280, 14), (1280, 16), (1792, 18), (2048, 18)),
-)
-
-
 def test_layers_of_different_experts_add_up_to_what_is_published() -> None:
-    """Puzzle is Super with other experts in each layer and a smaller Mamba state: 75.3B, 9.3B active."""
-    base = SUPER.but(mamba_state_dim=96)
-    layers = [base.but(moe_ffn_hidden_size=width, moe_router_topk=topk) for width, topk in PUZZLE]
-    one = count(base, mtp=False)
-    assert len(layers) == base.pattern.count("E")
-    total = one.stored - one.layers["E"] + sum(layer_parameters(layer, "E") for layer in layers)
-    active = one.active["with_embeddings"] - len(layers) * active_layer_parameters(base, "E")
-    active += sum(active_layer_parameters(layer, "E") for layer in layers)
-    assert (total, active) == (75_353_345_024, 9_337_076_736)
+    """75.3B and 9.3B: Super with other experts in each layer and a smaller Mamba state."""
+    assert (
+        SUPER.but(
+            **{
+                field: getattr(PUZZLE, field)
+                for field in ("name", "title", "source", "published_total", "published_active")
+            },
+            mamba_state_dim=96,
+            moe_layers=PUZZLE.moe_layers,
+        )
+        == PUZZLE
+    )
+    number = count(PUZZLE, mtp=False)
+    assert (number.stored, number.active["with_embeddings"]) == (75_353_345_024, 9_337_076_736)
+    # A row more or less changes the sum, so the table is counted by layer.
+    rows = PUZZLE.expert_sizes
+    widest = PUZZLE.but(moe_layers=((rows[0][0] + 1, rows[0][1] + 1), *rows[1:]))
+    assert count(widest).stored - count(PUZZLE).stored == 2 * 512 * 1024
+    assert count(widest).active["with_embeddings"] - number.active["with_embeddings"] == (
+        2 * 1024 * ((rows[0][0] + 1) * (rows[0][1] + 1) - rows[0][0] * rows[0][1])
+    )
+    assert count(PUZZLE).mtp == count(SUPER).mtp
 
 
 def test_expert_bias_is_stored_but_not_trained() -> None:
@@ -113,13 +116,17 @@ def by_hand(c: Nemotron3Config) -> int:
     heads = c.mamba_num_heads
     mamba = d * (2 * di + 2 * gs + heads) + 5 * (di + 2 * gs) + 3 * heads + di + di * d + d
     attention = 2 * d * c.kv_channels * (c.num_attention_heads + c.num_query_groups) + d
-    n, f, sh = c.num_moe_experts or 0, c.moe_ffn_hidden_size or 0, c.moe_shared_expert_intermediate_size or 0
+    n, sh = c.num_moe_experts or 0, c.moe_shared_expert_intermediate_size or 0
     latent = c.moe_latent_size or 0
-    moe = d * n + n + 2 * n * (latent or d) * f + 2 * d * sh + 2 * d * latent + d
+
+    def moe(f: int) -> int:
+        return d * n + n + 2 * n * (latent or d) * f + 2 * d * sh + 2 * d * latent + d
+
     mlp = 2 * d * (c.dense_ffn_hidden_size or 0) + d
-    each = {"M": mamba, "*": attention, "E": moe, "-": mlp}
+    each = {"M": mamba, "*": attention, "-": mlp, "E": moe(c.moe_ffn_hidden_size or 0)}
     block = sum(each[kind] for kind in c.mtp_pattern or "") + 2 * d * d + 3 * d
-    return sum(each[kind] for kind in c.pattern) + 2 * c.vocab_size * d + d + c.mtp_num_blocks * block
+    decoder = sum(each[kind] for kind in c.pattern if kind != "E") + sum(moe(f) for f, _ in c.expert_sizes)
+    return decoder + 2 * c.vocab_size * d + d + c.mtp_num_blocks * block
 
 
 @pytest.mark.parametrize("name", [*names(), *(f"{name}-tiny" for name in names())])
@@ -127,7 +134,8 @@ def test_tables_agree_with_the_formula(name: str) -> None:
     config = get(name)
     number = count(config)
     assert number.stored == by_hand(config)
-    assert sum(number.layers.values()) == sum(layer_parameters(config, kind) for kind in config.pattern)
+    each = [layer_parameters(config.at(layer), kind) for layer, kind in enumerate(config.pattern)]
+    assert sum(number.layers.values()) == sum(each)
 
 
 def test_separate_mtp_blocks_are_stored_separately() -> None:
@@ -144,6 +152,7 @@ PUBLISHED_ACTIVE = [
     (NANO, "with_embeddings", 3.6, 0.006),
     (SUPER, "with_embeddings", 12.7, 0.006),
     (ULTRA, "with_output_layer", 55.0, 0.001),
+    (PUZZLE, "with_embeddings", 9.3, 0.005),
 ]
 
 

@@ -235,5 +235,10 @@ def test_cut_defaults() -> None:
         cut("ME", 2, {"M": 1.0})
     with pytest.raises(ValueError, match="cost of 'M' is -1.0"):
         cut("MM", 2, {"M": -1.0})
+    assert cut("EEEE", 2, [3, 1, 1, 1]) == ("E", "EEE")
+    with pytest.raises(ValueError, match="cost of 'M' is -1.0"):
+        cut("MM", 2, [-1.0, 1.0])
+    with pytest.raises(ValueError, match="1 costs given for the 2 layers of pattern 'MM'"):
+        cut("MM", 2, [1.0])
     with pytest.raises(ValueError, match="last_stage_extra is nan"):
         cut("MM", 2, last_stage_extra=float("nan"))

@@ -137,10 +137,10 @@ def test_the_launcher_refuses_before_it_starts(
     yaml_file.write(TINY, file)
     words = [word.replace("FILE", str(file)) for word in arguments]
     if message is None:
-        run.verify_formats(words, arguments[2], emulate=emulate, measured=False)
+        run.verify_formats(words, *run.requested_spec(words), emulate=emulate, measured=False)
         return
     with pytest.raises(SystemExit) as stopped:
-        run.verify_formats(words, arguments[2], emulate=emulate, measured=False)
+        run.verify_formats(words, *run.requested_spec(words), emulate=emulate, measured=False)
     assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 

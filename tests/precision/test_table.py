@@ -122,7 +122,8 @@ def test_shares_add_up(config: models.Nemotron3Config, precision: str) -> None:
     lines = shares(config, precision)
     assert sum(line.parameters for line in lines) == models.count(config).stored
     seq = config.seq_length
-    cost = sum(layer_cost(config, kind, seq) for kind in config.pattern) + last_stage_cost(config, seq)
+    cost = sum(layer_cost(config.at(i), kind, seq) for i, kind in enumerate(config.pattern))
+    cost += last_stage_cost(config, seq)
     assert sum(line.flops for line in lines) == pytest.approx(cost, rel=1e-12)
     assert all(line.parameters >= 0 and line.flops >= 0 for line in lines)
     sums = [sum(pair[i] for pair in totals(lines).values()) for i in (0, 1)]

@@ -90,11 +90,11 @@ def megatron_model(model: Nemotron3Config, pattern: str | None = None, **changes
     """
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    from megatron_nemotron3.specs import nemotron3_torch_stack_spec
+    from megatron_nemotron3.specs import stack_spec
 
     return HybridModel(
         config=transformer_config(model, **changes),
-        hybrid_stack_spec=nemotron3_torch_stack_spec,
+        hybrid_stack_spec=stack_spec("torch", model),
         vocab_size=model.vocab_size,
         max_sequence_length=model.seq_length,
         hybrid_layer_pattern=pattern or model.full_pattern,
@@ -132,6 +132,28 @@ def transformers_config(model: Nemotron3Config) -> Any:
         use_cache=False,
         **(moe if model.is_moe else {}),
     )
+
+
+def transformers_model(model: Nemotron3Config, **settings: Any) -> Any:
+    """`NemotronHForCausalLM` of a model, MTP left out; `settings` are attributes of its config.
+
+    transformers has no class for experts that differ by layer. Its own mixture of experts, built once for
+    each layer from the config of that layer, is that model.
+    """
+    import transformers
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
+
+    def configured(of: Nemotron3Config) -> Any:
+        config = transformers_config(of)
+        for name, value in settings.items():
+            setattr(config, name, value)
+        return config
+
+    result = transformers.NemotronHForCausalLM(configured(model))
+    for number, kind in enumerate(model.pattern if model.moe_layers else ""):
+        if kind == "E":
+            result.model.layers[number].mixer = NemotronHMoE(configured(model.at(number)), layer_idx=number)
+    return result
 
 
 def to_transformers(tensors: dict[str, Tensor], model: Nemotron3Config) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_nemotron3.models import Nemotron3Config, get
-from tests.support.model_mapping import megatron_model, randomize, to_transformers, transformers_config
+from tests.support.model_mapping import megatron_model, randomize, to_transformers, transformers_model
 from tests.support.world import world_of_one
 
 #: More than two chunks of 128 tokens, and not a multiple of one.
@@ -80,11 +80,8 @@ def without_mtp(model: Nemotron3Config) -> Nemotron3Config:
 
 def oracle(model: Nemotron3Config, weights: dict[str, Tensor]) -> Any:
     """transformers' model with `weights`, which must contain each of its tensors exactly once."""
-    import transformers
-
-    config = transformers_config(model)
-    config._attn_implementation = config._experts_implementation = "eager"
-    result = transformers.NemotronHForCausalLM(config).eval()
+    settings = {"_attn_implementation": "eager", "_experts_implementation": "eager"}
+    result = transformers_model(model, **settings).eval()
     result.load_state_dict(weights, strict=True)
     for module in result.modules():
         if hasattr(module, "time_step_limit"):

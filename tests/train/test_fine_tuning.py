@@ -105,6 +105,14 @@ def _run(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
+def test_context_parallel(inputs: list[str], tmp_path: Path) -> None:
+    """Two ranks share each row; only the stock script needs Transformer Engine for that."""
+    _run(*inputs, "--cp", "2", "--steps", "6", "--lr", "4e-3", "--", "--eval-iters", "1")
+    steps = log.read(str(tmp_path / "run" / "train.log")).steps
+    assert steps[6].loss < steps[1].loss - 0.5
+
+
 @pytest.mark.parametrize("mean", ["tokens", pytest.param("conversations", marks=pytest.mark.full)])
 def test_held_out_loss_falls(
     inputs: list[str], tmp_path: Path, mean: str, capsys: pytest.CaptureFixture[str]

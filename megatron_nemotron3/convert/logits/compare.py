@@ -117,7 +117,8 @@ def memory_bound(config: Nemotron3Config, tokens: int) -> int:
     if c.is_moe:
         shared, latent = c.moe_shared_expert_intermediate_size or 0, c.moe_latent_size or 0
         moe = (2 * shared + 2 * latent + (c.num_moe_experts or 0)) * d
-        weights = max(weights, moe + 2 * (c.moe_ffn_hidden_size or 0) * c.expert_input_size)
+        width = max([c.moe_ffn_hidden_size or 0, *(width for width, _ in c.expert_sizes)])
+        weights = max(weights, moe + 2 * width * c.expert_input_size)
     padded = -(-tokens // chunk) * chunk
     scan = padded * heads * (8 * chunk + 6 * c.mamba_state_dim + 8 * c.mamba_head_dim)
     scores = 8 * c.num_attention_heads * tokens**2
@@ -160,8 +161,8 @@ class _Comparison:
                 rows[THEIRS] = y[0]
 
     def layer(self, prefix: Prefix, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        step = self.theirs.layer(prefix.hf, y)
-        update, agreements = self.ours.layer(prefix.part, prefix.megatron, rows, step.selection)
+        step = self.theirs.layer(prefix, y)
+        update, agreements = self.ours.layer(prefix, rows, step.selection)
         rows += update
         self.perturb(rows, update[THEIRS] - step.update[0])
         name = f"{prefix.megatron.rstrip('.')} and {prefix.hf.rstrip('.')} ({prefix.part})"

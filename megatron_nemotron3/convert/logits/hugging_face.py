@@ -24,10 +24,13 @@ from torch import Tensor
 
 from megatron_nemotron3.checkpoint.metadata import read_json
 from megatron_nemotron3.convert import config_json
+from megatron_nemotron3.convert.block_configs import KEY, MTP_KEY, flattened
+from megatron_nemotron3.convert.keys import Prefix
 from megatron_nemotron3.convert.logits.reader import TensorReader
 from megatron_nemotron3.convert.logits.routing import Selection
 from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import hf_root
 
 #: Earlier versions compute the scan incorrectly on a CPU after its first chunk (transformers #47246).
 MINIMUM_VERSION = (5, 15, 1)
@@ -88,28 +91,31 @@ class HuggingFace:
         config_json.read(data, name=str(path), base=config)
         #: What this side leaves out of transformers' computation, in words; None if nothing.
         self.note = config_json.clamp_note(data) if "M" in config.full_pattern else None
+        #: Of each layer: what config.json states for it alone.
+        self._stated = {"": data.get(KEY) or [], "mtp.": data.get(MTP_KEY) or []}
         try:
-            self.config = config_class.from_dict(data)
+            self.config = config_class.from_dict(flattened(str(path), data)[0])
         except Exception as problem:  # its validators raise exceptions of their own
             raise ValueError(f"{path}: transformers cannot read it: {problem}") from None
         self.config._attn_implementation = self.config._experts_implementation = "eager"
         self.weights, self.hidden = TensorReader("Hugging Face", source), config.hidden_size
+        self._root = hf_root(config)
         self._block_types = {"": list(self.config.layers_block_type)}
         if config.has_mtp:
             self._block_types["mtp."] = list(self.config.mtp_layers_block_type) * config.mtp_num_blocks
 
     def embed(self, ids: Tensor) -> Tensor:
         """[s] token ids -> [s, d]."""
-        return self.weights.rows("backbone.embeddings.weight", self._table(), ids.tolist())
+        return self.weights.rows(f"{self._root}.embeddings.weight", self._table(), ids.tolist())
 
-    def layer(self, prefix: str, x: Tensor) -> LayerOutput:
+    def layer(self, layer: Prefix, x: Tensor) -> LayerOutput:
         """Run one block.
 
         Args:
-            prefix: of its tensor names, such as "backbone.layers.3." or "mtp.layers.1.".
+            layer: its `hf` is the prefix of its tensor names: "backbone.layers.3." or "mtp.layers.1.".
             x: [1, s, d].
         """
-        block = self._block(prefix)
+        block = self._block(layer.hf)
         seen: dict[str, Any] = {}
         block.mixer.register_forward_hook(lambda module, args, out: seen.update(mixer=out))
         if hasattr(block.mixer, "gate"):
@@ -136,7 +142,7 @@ class HuggingFace:
 
     def final_norm(self, x: Tensor) -> Tensor:
         """Apply the norm after the last layer."""
-        return self.norm(x, "backbone.norm_f.weight")
+        return self.norm(x, f"{self._root}.norm_f.weight")
 
     def logits(self, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (first token id, one past the last, logits [1, s, n]) of normed x, band by band."""
@@ -154,10 +160,14 @@ class HuggingFace:
 
     def _block(self, prefix: str) -> Any:
         """Build transformers' block with its weights; `OneExpertAtATime` replaces its experts."""
-        part, layer = prefix.partition("layers.")[::2]
-        index = int(layer.rstrip("."))
+        before, _, layer = prefix.partition("layers.")
+        index, part = int(layer.rstrip(".")), "mtp." if before == "mtp." else ""
         config = copy.copy(self.config)
-        config.layers_block_type = self._block_types["mtp." if part == "mtp." else ""]
+        config.layers_block_type = self._block_types[part]
+        stated = self._stated[part]
+        for key, value in stated[index % len(stated)].items() if stated else ():
+            if key != "block_type" and value is not None:
+                setattr(config, key, value)
         one = copy.copy(config)
         one.n_routed_experts = 1
         with torch.device("meta"):

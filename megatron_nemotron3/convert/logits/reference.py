@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_nemotron3.convert.keys import non_weight_kind, plain_name
+from megatron_nemotron3.convert.keys import Prefix, non_weight_kind, plain_name
 from megatron_nemotron3.convert.logits.reader import TensorReader
 from megatron_nemotron3.convert.logits.routing import Agreement, Selection, agree
 from megatron_nemotron3.convert.sources import TensorSource
@@ -57,23 +57,23 @@ class Reference:
         return self.weights.rows(name, self._table(name), ids.tolist())
 
     def layer(
-        self, kind: str, prefix: str, x: Tensor, theirs: Selection | None = None
+        self, layer: Prefix, x: Tensor, theirs: Selection | None = None
     ) -> tuple[Tensor, list[Agreement]]:
         """Return the update of a layer to the residual stream.
 
         Args:
-            kind: layer kind, a character of the pattern.
-            prefix: of its tensor names, such as "decoder.layers.3.".
+            layer: its kind, the prefix of its tensor names, and its sizes.
             x: [rows, s, d].
             theirs: for an E layer, Hugging Face's selection for these tokens.
 
         Returns:
             [rows, s, d], and for an E layer the agreement of each row's selection with theirs.
         """
+        kind, prefix = layer.part, layer.megatron
         normed = self.norm(x, *(prefix + name for name in NORMS[kind]))
         if kind == "E":
             assert theirs is not None
-            return self._moe(prefix + "mlp.", normed, theirs)
+            return self._moe(prefix + "mlp.", layer.config, normed, theirs)
         return {"M": self._mamba, "*": self._attention, "-": self._mlp}[kind](prefix, normed), []
 
     def norm(self, x: Tensor, *names: str) -> Tensor:
@@ -168,9 +168,11 @@ class Reference:
         middle = squared_relu(self._linear(x, prefix + "linear_fc1.weight", width))
         return self._linear(middle, prefix + "linear_fc2.weight", self.hidden)
 
-    def _moe(self, prefix: str, x: Tensor, theirs: Selection) -> tuple[Tensor, list[Agreement]]:
-        c, experts = self.config, self.config.num_moe_experts
-        assert experts is not None and c.moe_router_topk is not None
+    def _moe(
+        self, prefix: str, c: Nemotron3Config, x: Tensor, theirs: Selection
+    ) -> tuple[Tensor, list[Agreement]]:
+        experts, ffn = c.num_moe_experts, c.moe_ffn_hidden_size
+        assert experts is not None and ffn is not None and c.moe_router_topk is not None
         assert c.moe_router_topk_scaling_factor is not None
         scores = self._linear(x, prefix + "router.weight", experts).sigmoid()
         ranked = scores + self.weights.tensor(prefix + "router.expert_bias", (experts,))
@@ -187,14 +189,13 @@ class Reference:
         shared = self._two_layers(prefix + "shared_experts.", x, c.moe_shared_expert_intermediate_size)
         latent = c.moe_latent_size
         z = self._linear(x, prefix + "fc1_latent_proj.weight", latent) if latent else x
-        y = self._experts(prefix, z.flatten(0, 1), topk, probabilities).view(z.shape)
+        y = self._experts(prefix, z.flatten(0, 1), ffn, topk, probabilities).view(z.shape)
         routed = self._linear(y, prefix + "fc2_latent_proj.weight", self.hidden) if latent else y
         return routed + shared, agreements
 
-    def _experts(self, prefix: str, x: Tensor, topk: Tensor, probabilities: Tensor) -> Tensor:
+    def _experts(self, prefix: str, x: Tensor, ffn: int, topk: Tensor, probabilities: Tensor) -> Tensor:
         """Read only experts that some token selected, one at a time."""
-        y, ffn = torch.zeros_like(x), self.config.moe_ffn_hidden_size
-        assert ffn is not None
+        y = torch.zeros_like(x)
         for e in topk.unique().tolist():
             token, place = torch.where(topk == e)
             up = self._expert(prefix, "linear_fc1", e, x[token], ffn)

@@ -48,6 +48,11 @@ def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     return [found for found in bins if found]
 
 
+def conversation_multiple(cp: int) -> int:
+    """Number of tokens whose multiple each conversation is padded to: CP cuts 2 * cp parts."""
+    return 2 * cp if cp > 1 else 1
+
+
 @dataclass(frozen=True)
 class Row:
     """Conversations in one row, each padded to a multiple; arrays of NumPy."""

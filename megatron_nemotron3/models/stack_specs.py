@@ -1,0 +1,76 @@
+"""Names of the stacks in `megatron_nemotron3.specs`, for `--spec`: one per backend, for most models the same.
+
+A model whose E layers differ (`moe_layers`) has its own, because Megatron has one option for all layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_nemotron3.models.catalog import get, names
+from megatron_nemotron3.models.config import Nemotron3Config
+from megatron_nemotron3.models.tiny import TINY_SUFFIX
+
+#: Backend -> what it adds to the name.
+BACKENDS = {"auto": "", "te": "te_", "torch": "torch_"}
+#: The module that has them.
+MODULE = "megatron_nemotron3.specs"
+#: Where a checkpoint's stored arguments keep `experts_text`.
+ARGUMENT = "nemotron3_moe_layers"
+_EXPERTS = re.compile(r"(?:[1-9]\d{0,11}:[1-9]\d{0,11}(?: |\Z))*")
+
+
+def spec_name(config: Nemotron3Config | None, backend: str) -> str:
+    """Return the name of a stack: "nemotron3_torch_stack_spec", "nemotron3_puzzle_torch_stack_spec".
+
+    Args:
+        config: the model; None for one whose E layers are alike.
+    """
+    own = "" if config is None or config.moe_layers is None else config.name.replace("-", "_") + "_"
+    return f"nemotron3_{own}{BACKENDS[backend]}stack_spec"
+
+
+def has_spec(config: Nemotron3Config) -> bool:
+    """Whether `MODULE` has a stack for this model; one of one's own with `moe_layers` has none there."""
+    if config.moe_layers is None:
+        return True
+    _, known = models_by_spec().get(spec_name(config, "auto"), ("", None))
+    return known is not None and (known.pattern, known.moe_layers) == (config.pattern, config.moe_layers)
+
+
+def models_by_spec() -> dict[str, tuple[str, Nemotron3Config]]:
+    """Name of a stack -> its backend and the catalog model, or tiny form, whose E layers it builds."""
+    forms = [form for name in names() for form in (get(name), get(name + TINY_SUFFIX))]
+    return {spec_name(form, b): (b, form) for form in forms if form.moe_layers for b in BACKENDS}
+
+
+def experts_text(config: Nemotron3Config | None) -> str:
+    """Return width and top-k of each E layer, "1280:4 1280:8"; "" where they are alike."""
+    rows = None if config is None else config.moe_layers
+    return " ".join(f"{width}:{topk}" for width, topk in rows or ())
+
+
+def read_experts(text: str) -> tuple[tuple[int, int], ...] | None:
+    """Return `moe_layers` of an `experts_text`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not _EXPERTS.fullmatch(text):
+        raise ValueError(f"{ARGUMENT} {text!r:.60} is not of the form 1280:4 1280:8")
+    rows = (one.split(":") for one in text.split())
+    return tuple((int(width), int(topk)) for width, topk in rows) or None
+
+
+def stored_experts(args: Mapping[str, Any]) -> str | None:
+    """Return `experts_text` of the model that saved a checkpoint; None if its arguments do not say."""
+    if isinstance(text := args.get(ARGUMENT), str):
+        return text
+    words = args.get("spec") or ("megatron", "")
+    if not isinstance(words, (list, tuple)) or len(words) != 2 or not all(isinstance(w, str) for w in words):
+        return None
+    if words[0] == MODULE:
+        return experts_text(models_by_spec().get(words[1], ("", None))[1])
+    return "" if words[0].split(".")[0] == "megatron" else None

@@ -1,0 +1,112 @@
+"""The stages of the GPU measurements on a CPU, with tiny models. No figure is judged by its size."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.programs import run_python
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("gpu")
+
+
+def rows_of(name: str, *words: str, **environment: str) -> list[dict[str, Any]]:
+    """The rows that a stage prints, in a process forked with Megatron imported."""
+    program = [str(BENCHMARKS / "gpu_stage.py"), name, "--device", "cpu", "--small", *words]
+    done = run_python(program, Path.cwd(), timeout=300, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def kinds(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["kind"] for row in rows]
+
+
+def test_a_training_step() -> None:
+    rows = rows_of("step.super.kernels")
+    assert kinds(rows) == ["model", "settings", "parity", "speed", "profile"]
+    _, settings, parity, speed, profile = rows
+    assert settings["text"].startswith("backend torch")
+    assert all(len(sketch) == 61 and any(sketch) for sketch in parity["gradients"].values())
+    assert {name.split(".")[3] for name in parity["gradients"] if "layers" in name} == {"norm", "mixer"}
+    assert abs(speed["loss"] - 7.6) < 1.5 and min(speed["seconds"]) > 0  # 2,048 tokens: ln is 7.6
+    assert speed["weights"] > 0 and speed["waits"] >= 0 and len(profile["operations"]) == 20
+
+
+def test_generation_with_drafts() -> None:
+    """MTP agrees with the model: drafts are accepted, and the text stays the same."""
+    model, *rows = rows_of("generate.drafts")
+    assert model["dtype"] == "bfloat16" and [row["drafts"] for row in rows] == list(range(8))
+    assert all(row["equal"] == row["new"] and row["tokens_per_second"] > 0 for row in rows)
+    assert rows[0]["acceptance_length"] == 1.0 and rows[7]["acceptance_length"] > 3
+    assert rows[0]["break_even"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["step.nano.te", "step.nano.mamba-ssm"])
+def test_what_is_not_installed_is_skipped(name: str, tmp_path: Path) -> None:
+    """With the reason."""
+    program = [str(BENCHMARKS / "gpu_stage.py"), name, "--device", "cpu", "--small"]
+    done = run_python(program, Path.cwd(), timeout=300)
+    assert done.returncode == 3, done.stderr[-2000:]
+    assert "install" in json.loads(done.stdout.splitlines()[-1])["error"]
+
+
+def test_without_a_gpu_nothing_begins(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    words = [sys.executable, str(BENCHMARKS / "gpu.py"), "--results", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""})
+    assert done.returncode == 2 and not path.exists() and not done.stdout
+    assert done.stderr.startswith("gpu.py: no CUDA device here") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["generate.plain", "prefill", "boundary", "nvfp4", "versions", "tests"])
+def test_other_stages(name: str) -> None:
+    expected = {
+        "generate.plain": {"model", "decode"},
+        "prefill": {"model", "one pass", "prefill"},
+        "boundary": {"pack", "align"},
+        "nvfp4": {"model", "step", "linear"},
+        "versions": {"doctor", "rates"},
+        "tests": {"tests"},
+    }
+    assert set(kinds(rows_of(name))) == expected[name]
+
+
+@pytest.mark.full
+def test_everything_on_a_cpu(gpu: Any, tmp_path: Path) -> None:
+    """All stages as processes: stopped by its budget, one killed, continued, and the tables."""
+    path = tmp_path / "results.jsonl"
+    words = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--small", "--results", str(path)]
+
+    def call(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*words, *more], capture_output=True, text=True, timeout=1500)
+
+    done = call("--budget", "70s")
+    assert done.returncode == 3 and "the same command goes on from here" in done.stdout, done.stderr
+    before = gpu.Results(path).stages()
+    assert list(before) == ["versions"]
+    done = call("--budget", "30m")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = gpu.Results(path).stages()
+    assert list(found) == [stage.name for stage in gpu.STAGES] and found["versions"] == before["versions"]
+    skipped = {name for name, record in found.items() if record["status"] == "skipped"}
+    assert skipped == {f"step.{width}.{side}" for width in gpu.WIDTHS for side in ("te", "mamba-ssm")}
+    assert [row["side"] for row in found["plan"]["rows"]] == ["kernels", "kernels", "plain", "plain"]
+    words = [sys.executable, str(BENCHMARKS / "gpu_report.py"), str(path), "--print", "--operations"]
+    tables = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert tables.startswith("A rehearsal") and tables.count("| agrees |") == 4 and "differs" not in tables
