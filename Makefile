@@ -41,18 +41,25 @@ test-upstream: environment
 	$(RUN) tests.docs.pages
 
 # BRIDGE_PYTHON names an interpreter with Megatron-Bridge; by default one is made (no GPU, no TransformerEngine).
+# MAIN=1: the checkouts MEGATRON_BRIDGE_DIR and MEGATRON_LM_DIR are imported in front of the installed packages.
 BRIDGE_PYTHON ?= $(VENV)-bridge/bin/python
+FRONT = $(if $(MAIN),$(abspath $(MEGATRON_BRIDGE_DIR))/src:$(CURDIR)/build/main:)
+put_in_front = test -z "$(MAIN)" || { test -d "$(MEGATRON_BRIDGE_DIR)/src/megatron/bridge" -a -d "$(MEGATRON_LM_DIR)/megatron/core" || \
+	{ echo "set MEGATRON_BRIDGE_DIR and MEGATRON_LM_DIR to checkouts" >&2; exit 2; }; \
+	mkdir -p build/main && ln -sfn "$(abspath $(MEGATRON_LM_DIR))/megatron" build/main/megatron; }
 test-bridge: environment
+	@$(put_in_front)
 	@test "$(BRIDGE_PYTHON)" != "$(VENV)-bridge/bin/python" || bash .ci/bridge-environment $(VENV) $(VENV)-bridge
-	PYTHONPATH=. OMP_NUM_THREADS=1 $(BRIDGE_PYTHON) -m pytest -p no:xdist -m bridge tests/bridge
+	PYTHONPATH=$(FRONT). OMP_NUM_THREADS=1 $(BRIDGE_PYTHON) -m pytest -p no:xdist -m bridge tests/bridge
 
 # Checkouts of RL frameworks: VERL_DIR, NEMO_RL_DIR, SLIME_DIR, as many as there are. RL_PYTHON as BRIDGE_PYTHON.
 RL_PYTHON ?= $(VENV)-rl/bin/python
 test-rl: environment
+	@$(put_in_front)
 	@test -n "$(VERL_DIR)$(NEMO_RL_DIR)$(SLIME_DIR)" || { echo "set VERL_DIR, NEMO_RL_DIR or SLIME_DIR to a checkout" >&2; exit 2; }
 	@test "$(RL_PYTHON)" != "$(VENV)-rl/bin/python" || { \
 		bash .ci/bridge-environment $(VENV) $(VENV)-bridge && bash .ci/rl-environment $(VENV)-bridge $(VENV)-rl; }
-	PYTHONPATH=. OMP_NUM_THREADS=1 $(RL_PYTHON) -m pytest -p no:xdist -m rl tests/rl
+	PYTHONPATH=$(FRONT). OMP_NUM_THREADS=1 $(RL_PYTHON) -m pytest -p no:xdist -m rl tests/rl
 
 # A short suite on every supported megatron-core, each in an environment of its own (noxfile.py).
 test-matrix: environment

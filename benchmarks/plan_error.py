@@ -1,7 +1,7 @@
-"""How far `nemotron3 plan` is from published runs: throughput, memory, and the place of their layouts.
+"""How far `nemotron3 plan` is from published runs: time, peak memory, and the place of their layouts.
 
 python benchmarks/plan_error.py          every published run: tokens/s/GPU and memory by the model
-python benchmarks/plan_error.py --fit    fits the four constants anew, and leaves out one model at a time
+python benchmarks/plan_error.py --fit    fits the two constants anew, leaving out one run, then one model
 python benchmarks/plan_error.py --places where the published layouts rank among all that fit
 """
 
@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from megatron_nemotron3.args import Launch, TrainingSchedule, published_layout
 from megatron_nemotron3.models import get
-from megatron_nemotron3.plan.hardware import GPUS, RESERVE
-from megatron_nemotron3.plan.memory import memory
-from megatron_nemotron3.plan.published import RUNS, SEQUENCE, Run
+from megatron_nemotron3.plan.hardware import GIB, GPUS, RESERVE
+from megatron_nemotron3.plan.options import ALLTOALL, HYBRIDEP
+from megatron_nemotron3.plan.published import CARDS, RUNS, SEQUENCE, Run
 from megatron_nemotron3.plan.search import (
     MICRO_BATCHES,
     Candidate,
@@ -24,17 +24,9 @@ from megatron_nemotron3.plan.search import (
     candidate,
     recomputations,
     search,
+    worst_memory,
 )
-from megatron_nemotron3.plan.timing import (
-    ALLTOALL,
-    ASSUMED,
-    HYBRIDEP,
-    Assumptions,
-    Machine,
-    step_time,
-    tokens_per_gpu,
-)
-from megatron_nemotron3.precision.formats import FORMATS
+from megatron_nemotron3.plan.timing import ASSUMED, Assumptions, Machine, step_time, tokens_per_gpu
 
 #: Public pre-training launches: model -> (GPU, GPUs, precision, dispatcher, micro batch).
 #: Sequences of 8,192 tokens, 3,072 a step.
@@ -43,19 +35,18 @@ LAUNCHES = {
     "super": ("gb200", 3072, "nvfp4", HYBRIDEP, 1),
     "ultra": ("gb200", 6144, "nvfp4", HYBRIDEP, 2),
 }
-
-#: What the published runs of Super and Ultra accumulate gradients in.
-BF16_GRADIENTS = ("--grad-reduce-in-bf16",)
+#: The runs to which the constants are fitted: balanced routing, mock data. Nano-4B has no experts.
+FITTED = tuple(run for run in RUNS + CARDS if not run.natural)
 
 
 def modelled(run: Run, assumed: Assumptions = ASSUMED) -> float:
     """Tokens per second and GPU."""
     launch = run.launch()
-    return tokens_per_gpu(launch, step_time(launch, Machine(GPUS[run.gpu], HYBRIDEP, assumed)))
+    return tokens_per_gpu(launch, step_time(launch, Machine(GPUS[run.gpu], assumed)))
 
 
 def errors(runs: Sequence[Run], assumed: Assumptions = ASSUMED) -> list[float]:
-    """Modelled over published, less 1."""
+    """Modelled over published throughput, less 1."""
     return [modelled(run, assumed) / run.tokens - 1 for run in runs]
 
 
@@ -64,25 +55,43 @@ def spread(found: Sequence[float]) -> float:
     return math.sqrt(sum(math.log1p(e) ** 2 for e in found) / len(found))
 
 
-def with_constants(values: Sequence[float]) -> Assumptions:
-    """FP8 and NVFP4 shares of the peak, passes, seconds a layer."""
-    fp8, nvfp4, passes, layer = values
-    products = {**ASSUMED.products, **dict.fromkeys(FORMATS, fp8), "nvfp4": nvfp4}
-    return replace(ASSUMED, products=products, passes=passes, layer=layer)
+def memory_error(run: Run) -> float:
+    """Modelled over measured peak memory, less 1."""
+    return worst_memory(run.launch()).total / ((run.memory or 0.0) * GIB) - 1
 
 
-def fit(runs: Sequence[Run]) -> list[float]:
-    """The constants of least `spread`, by a pattern search from the present ones."""
-    best = [ASSUMED.products["mxfp8"], ASSUMED.products["nvfp4"], ASSUMED.passes, ASSUMED.layer]
-    least, step = spread(errors(runs, with_constants(best))), 0.2
-    while step > 0.005:
-        trials = [
-            [v * math.exp(sign * step) if i == place else v for i, v in enumerate(best)]
-            for place in range(len(best))
-            for sign in (1, -1)
-        ]
-        scored = [(spread(errors(runs, with_constants(t))), t) for t in trials if max(t[:2]) <= 1]
-        lowest, trial = min(scored)
+class Line:
+    """A run's seconds as a function of the two constants: they are a sum of one term for each.
+
+    seconds = rest + scan / share of the vector units + experts * seconds of a wait
+    """
+
+    def __init__(self, run: Run) -> None:
+        # Launches that the GPU waits for would bend the line; no run of `FITTED` has any.
+        self.run, self.sequences = run, run.global_batch_size
+        here = self._seconds(ASSUMED)
+        self.scan = self._seconds(replace(ASSUMED, scan=ASSUMED.scan / 2)) - here
+        self.scan *= ASSUMED.scan
+        self.experts = (self._seconds(replace(ASSUMED, experts=2 * ASSUMED.experts)) - here) / ASSUMED.experts
+        self.rest = here - self.scan / ASSUMED.scan - self.experts * ASSUMED.experts
+        self.measured = run.seq_length * self.sequences / run.gpus / run.tokens
+
+    def _seconds(self, assumed: Assumptions) -> float:
+        return step_time(self.run.launch(), Machine(GPUS[self.run.gpu], assumed)).total
+
+    def error(self, scan: float, experts: float) -> float:
+        """Modelled over published throughput, less 1."""
+        return self.measured / (self.rest + self.scan / scan + self.experts * experts) - 1
+
+
+def fit(lines: Sequence[Line]) -> tuple[float, float]:
+    """The two constants of least `spread`, by a pattern search from the present ones."""
+    best, step = (ASSUMED.scan, ASSUMED.experts), 0.2
+    least = spread([line.error(*best) for line in lines])
+    while step > 1e-3:
+        ways = ((step, 0.0), (-step, 0.0), (0.0, step), (0.0, -step))
+        trials = [(best[0] * math.exp(one), best[1] * math.exp(two)) for one, two in ways]
+        lowest, trial = min((spread([line.error(*t) for line in lines]), t) for t in trials)
         if lowest < least:
             least, best = lowest, trial
         else:
@@ -91,35 +100,55 @@ def fit(runs: Sequence[Run]) -> list[float]:
 
 
 def show_runs() -> None:
-    """The table of docs/measurements.md."""
-    found = errors(RUNS)
-    print("| model | GPUs | precision | layout | micro | published tokens/s/GPU | model | error | GB of |")
-    print("|-|-|-|-|-|-|-|-|-|")
-    for run, error in zip(RUNS, found, strict=True):
-        held = memory(run.launch(*(BF16_GRADIENTS if run.model in ("super", "ultra") else ()))).total
+    """The tables of docs/measurements.md."""
+    columns = "model GPUs precision layout micro source tokens/s/GPU plan error GiB plan error"
+    print(f"| {' | '.join(columns.split())} |")
+    print("|-|-|-|-|-:|-|-:|-:|-:|-:|-:|-:|")
+    for run in RUNS + CARDS:
+        (error,) = errors([run])
+        held, free = worst_memory(run.launch()).total, GPUS[run.gpu].memory
+        length = f", {run.seq_length}" if run.seq_length != SEQUENCE else ""
         print(
-            f"| {run.model} | {run.gpus} {run.gpu} | {run.precision} | {run.layout} | "
-            f"{run.micro_batch_size} | "
-            f"{run.tokens:,} | {run.tokens * (1 + error):,.0f} | {error:+.0%} | "
-            f"{held / 1e9:.0f} of {GPUS[run.gpu].memory / 1e9:.0f} |"
+            f"| {run.model}{' *' if run.natural else ''} | {run.gpus} {run.gpu} | {run.precision} | "
+            f"{run.layout}{length} | {run.micro_batch_size} | {run.source} | {run.tokens:,.0f} | "
+            f"{run.tokens * (1 + error):,.0f} | {error:+.0%} | {run.memory or ''} | "
+            f"{held / GIB:.1f}{' DOES NOT FIT' if held > free else ''} | "
+            f"{format(memory_error(run), '+.1%') if run.memory else ''} |"
         )
-    print(f"\nroot mean square {spread(found):.1%}, worst {max(map(abs, found)):.0%}, {len(RUNS)} runs")
+    for name, runs in {
+        "throughput table": RUNS,
+        "and cards, balanced routing": FITTED,
+        "cards, natural routing (*)": [run for run in CARDS if run.natural and not run.functional],
+    }.items():
+        found = errors(runs)
+        print(f"\ntime, {name}: {_summary(found)}")
+    found = [memory_error(run) for run in CARDS if run.memory]
+    print(f"\nmemory: {_summary(found)}")
+
+
+def _summary(found: Sequence[float]) -> str:
+    return f"root mean square {spread(found):.1%}, worst {max(found, key=abs):+.1%}, {len(found)} runs"
 
 
 def show_fit() -> None:
-    """Fitted to all, and to all but one model: what the model predicts for what it has not seen."""
-    for left_out in (None, *dict.fromkeys(run.model for run in RUNS)):
-        runs = [run for run in RUNS if run.model != left_out]
-        values = fit(runs)
-        shown = " ".join(f"{v:.3g}" for v in values)
-        unseen = (
-            errors([run for run in RUNS if run.model == left_out], with_constants(values)) if left_out else []
-        )
-        print(
-            f"without {left_out or 'nothing':10} fp8 nvfp4 passes layer = {shown}  "
-            f"seen {spread(errors(runs, with_constants(values))):.1%}  "
-            f"unseen {' '.join(f'{e:+.0%}' for e in unseen)}"
-        )
+    """Fitted to all, to all but one run, and to all but one model: errors of what was left out."""
+    lines = [Line(run) for run in FITTED]
+    scan, experts = fit(lines)
+    seen = [line.error(scan, experts) for line in lines]
+    print(f"scan {scan:.3f}, experts {experts * 1e3:.2f} ms: {_summary(seen)}")
+    unseen = []
+    for line in lines:
+        unseen.append(line.error(*fit([other for other in lines if other is not line])))
+    print(f"one run left out: {_summary(unseen)}")
+    unseen = []
+    for model in dict.fromkeys(line.run.model for line in lines):
+        values = fit([line for line in lines if line.run.model != model])
+        mine = [line.error(*values) for line in lines if line.run.model == model]
+        unseen += mine
+        shown = " ".join(f"{e:+.0%}" for e in mine)
+        constants = f"scan {values[0]:.3f}, experts {values[1] * 1e3:.2f} ms"
+        print(f"without {model:10} {constants}, unseen {shown}")
+    print(f"one model left out: {_summary(unseen)}")
 
 
 def show_places() -> None:
@@ -146,10 +175,10 @@ def show_places() -> None:
 
         own = max(fitting, key=lambda c: c.tokens)
         launched = next(c for c in fitting if c.launch.micro_batch_size == micro)
-        spare = (question.limit - launched.memory.total) / 1e9
+        spare = (question.limit - launched.memory.total) / GIB
         print(
-            f"{name} on {gpus} {gpu}: {layout}: fits with {spare:.0f} GB to spare "
-            f"(reserve {RESERVE / 1e9:.0f}); as launched (micro {micro}) {place(launched)}; "
+            f"{name} on {gpus} {gpu}: {layout}: fits with {spare:.0f} GiB to spare "
+            f"(reserve {RESERVE / GIB:.0f}); as launched (micro {micro}) {place(launched)}; "
             f"its best (micro {own.launch.micro_batch_size}, {own.recompute}) {place(own)}; "
             f"fastest: {best[0].layout} micro {best[0].launch.micro_batch_size} {best[0].recompute}"
         )

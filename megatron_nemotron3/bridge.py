@@ -19,11 +19,14 @@ This is the only module that imports megatron.bridge.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import importlib
+import inspect
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_nemotron3.cpu.bridge_imports import allow_missing_te
 
@@ -39,7 +42,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     MambaInProjMapping,
     RowParallelMapping,
 )
-from megatron.bridge.models.hybrid.hybrid_builder import HybridModelConfig
+from megatron.bridge.models.hybrid.hybrid_builder import HybridModelBuilder, HybridModelConfig
 from megatron.bridge.models.hybrid.hybrid_provider import (
     HybridModelProvider,
     get_default_hybrid_stack_spec,
@@ -94,7 +97,7 @@ def stack_spec(config: Any) -> ModuleSpec:
     """
     if getattr(config, "transformer_impl", None) == "inference_optimized" or config.restore_modelopt_state:
         return get_default_hybrid_stack_spec(config)
-    # Asked now, not when `specs` was imported: Bridge must be imported before CPU mode.
+    # Asked now, not when `specs` was imported, which may be before CPU mode.
     return te_stack_spec() if default_backend() == "te" else torch_stack_spec()
 
 
@@ -228,18 +231,59 @@ def _stored_mtp_blocks(hf_pretrained: Any) -> int:
     return sum(re.fullmatch(r"mtp\.layers\.\d+\.eh_proj\.weight", name) is not None for name in names)
 
 
-def model_config(provider: HybridModelProvider) -> HybridModelConfig:
-    """The same model for Megatron's newer path: a config whose builder is `HybridModelBuilder`.
+@dataclasses.dataclass(kw_only=True)
+class Nemotron3ModelConfig(HybridModelConfig):
+    """`HybridModelConfig` whose serialized form has what is needed to resume and to build the model again.
 
-    The provider is finalized and its stack spec resolved here, since a config holds no function. Its pre-wrap
-    hooks, such as the one that loads weights, go with it.
+    The stock form leaves out all that is callable: it would be read back with the stock stack and GELU. Here
+    the spec is the import path of a function, and the activation is kept. Bridge's resume also looks for
+    two sizes beside `transformer`.
     """
+
+    builder: ClassVar[str] = f"{__name__}.Nemotron3ModelBuilder"
+    hybrid_stack_spec: str = f"{__name__}.stack_spec"
+    mamba_chunk_size: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The serialized config; `from_dict` ignores the two sizes."""
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        found: dict[str, Any] = super().as_dict()
+        found["transformer"]["activation_func"] = self.transformer.activation_func
+        return {**found, **{size: getattr(self, size) for size in sizes}}
+
+
+class Nemotron3ModelBuilder(HybridModelBuilder):
+    """`HybridModelBuilder` that imports and calls the spec function, as a provider does."""
+
+    def __init__(self, model_config: Nemotron3ModelConfig) -> None:
+        module, _, name = model_config.hybrid_stack_spec.rpartition(".")
+        config: Any = copy.copy(model_config)  # `transformer` stays the same object
+        config.hybrid_stack_spec = getattr(importlib.import_module(module), name)
+        config.hybrid_stack_spec = HybridModelProvider._resolve_hybrid_stack_spec(config)
+        super().__init__(config)
+
+
+def model_config(provider: HybridModelProvider) -> Nemotron3ModelConfig:
+    """The same model for Megatron's newer path: a config with a builder.
+
+    The provider is finalized. Its pre-wrap hooks, such as the one that loads weights, go with it.
+
+    Raises:
+        ValueError: the provider's spec cannot be imported by a name, so no checkpoint could state it.
+    """
+    spec = provider.hybrid_stack_spec or get_default_hybrid_stack_spec
+    path = f"{getattr(spec, '__module__', '')}.{getattr(spec, '__qualname__', '')}"
+    if not inspect.isfunction(spec) or "<" in path:
+        raise ValueError(
+            f"hybrid_stack_spec={spec}: a config stores a spec by its import path, so assign a function of a "
+            "module, such as megatron_nemotron3.bridge.torch_stack_spec"
+        )
     provider.finalize()
-    values = _fields(HybridModelConfig, provider)
+    values = _fields(Nemotron3ModelConfig, provider)
     values["transformer"] = TransformerConfig(**_fields(TransformerConfig, provider))
-    values["hybrid_stack_spec"] = provider._resolve_hybrid_stack_spec()
+    values["hybrid_stack_spec"] = path
     values["pre_wrap_hooks"] = [provider.pre_wrap_hook] if provider.pre_wrap_hook else []
-    return HybridModelConfig(**values)
+    return Nemotron3ModelConfig(**values)
 
 
 @dataclasses.dataclass

@@ -51,10 +51,21 @@ def test_nested_blocks_are_one() -> None:
     assert not cpu.is_active()
 
 
+def test_modules_that_compile_functions_are_imported_inside() -> None:
+    """Megatron's `jit_fuser` and `torch.compile`, both with and without options."""
+    from megatron.core import jit
+
+    with cpu.cpu_mode():
+        torch._dynamo.trace_rules.get_torch_obj_rule_map.cache_clear()  # what compiled before filled it
+        for decorator in (torch.compile, torch.compile(dynamic=True), jit.jit_fuser):
+            assert decorator(lambda x: x + 1)(torch.zeros(1)) == 1
+
+
 def test_names_mean_the_cpu() -> None:
     with cpu.cpu_mode():
         x = torch.ones(2, device="cuda:0")
         assert x.device.type == "cpu"
+        assert torch.cuda.current_device() == 0 and torch.cuda.current_device() not in (1, "cuda:0")
         assert x.type() == "torch.cuda.FloatTensor"
         assert x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
         assert x.type("torch.cuda.DoubleTensor").dtype == torch.float64

@@ -11,6 +11,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.cpu import torch_names
+
 #: Megatron arguments that are invalid on a CPU -> their values there, set after parsing.
 ARGUMENTS: dict[str, Any] = {
     "distributed_backend": "gloo",
@@ -186,6 +188,7 @@ def table(announce: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
         found.append((mtp, question, lambda module: False))
     return [
         *found,
+        (importlib.import_module("megatron.core.jit"), "jit_fuser", torch_names.uncompiled),
         (arguments, "parse_args", parse_for_cpu),
         *((module, "compile_helpers", compile_if_missing) for module in binding if module is not None),
     ]

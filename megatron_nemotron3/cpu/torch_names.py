@@ -58,10 +58,15 @@ class Event:
 
 
 class CurrentDevice(str):
-    """`torch.cuda.current_device()`: "cpu" as a device, and 0 when formatted into "cuda:{}"."""
+    """`torch.cuda.current_device()`: "cpu" as a device, and 0 in "cuda:{}" and beside a number."""
+
+    __hash__ = str.__hash__
 
     def __format__(self, spec: str) -> str:
         return "0"
+
+    def __eq__(self, other: object) -> bool:
+        return other == 0 if isinstance(other, int) else super().__eq__(other)
 
 
 class Device(nullcontext):
@@ -113,6 +118,15 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return wrapper
+
+
+def uncompiled(model: Any = None, **options: Any) -> Any:
+    """`torch.compile` that compiles nothing: without a GPU there is nothing to compile for.
+
+    The real one fails here even as a decorator of a function that is never called, since it looks up the
+    functions of torch by identity and finds some of our replacements under several names.
+    """
+    return model if model is not None else lambda function: function
 
 
 def table() -> list[tuple[Any, str, Any]]:
@@ -184,6 +198,7 @@ def table() -> list[tuple[Any, str, Any]]:
         (torch.cuda.nvtx, "range_push", nothing),
         (torch.cuda.nvtx, "range_pop", nothing),
         *((torch, name, _on_cpu(getattr(torch, name))) for name in factories.split()),
+        (torch, "compile", uncompiled),
         (torch.Tensor, "to", _on_cpu(torch.Tensor.to)),
         (torch.Tensor, "cuda", lambda self, *_, **__: self),
         (torch.Tensor, "pin_memory", lambda self, *_, **__: self),

@@ -15,30 +15,24 @@ functions are written to save, and are not measured. They differ from "torch" as
 | E | activation | FC2's input | FC2's input |
 | E | dispatch | | INT32 row maps instead of INT64 indices |
 
-With a quantized format Transformer Engine keeps the input of a quantized linear packed (one copy, along the
-other axis) in place of BF16. BF16 layers at both ends keep BF16; all layers of a kind count at their mean.
+What packing and offloading take away is in `savings`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from megatron_nemotron3.args import Launch
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.plan.options import IN_PLACE, Options
 from megatron_nemotron3.plan.recompute import Recompute
 from megatron_nemotron3.plan.state import padded_vocab_size
-from megatron_nemotron3.precision.formats import BF16, FORMATS
-from megatron_nemotron3.precision.table import LINEARS, bf16_layers
 
 #: Bytes of an FP32 number, of an index, and of an entry of a row map.
 FLOAT, INDEX, ROW = 4, 8, 4
 #: The torch scan on a CPU keeps a state every so many chunks of so many tokens (`layers/chunked_scan.py`).
 _CHUNK, _LEAST_CHUNKS, _BLOCK_ELEMENTS = 64, 4, 2**19
-
-#: Bytes of an element with its share of the block's scale.
-PACKED = {BF16: 2.0, **{fmt.name: fmt.stored for fmt in FORMATS.values()}}
 
 #: Module -> bytes.
 Form = dict[str, int]
@@ -66,20 +60,22 @@ class Share:
     recompute: Recompute
     precision: str
     padded_vocab: int
+    options: Options = Options()
 
     @classmethod
     def of(cls, launch: Launch, imbalance: float = 1.0) -> Share:
         """The share of one rank of a launch.
 
         Args:
-            imbalance: routed tokens of the busiest rank over the mean.
+            imbalance: routed tokens of the busiest rank over the mean. Where every expert is padded to its
+                capacity, that counts instead.
 
         Raises:
             ValueError: an imbalance below 1.
         """
         if imbalance < 1:
             raise ValueError(f"imbalance={imbalance}: the busiest rank has at least the mean, use 1 or more")
-        layout = launch.layout
+        layout, options = launch.layout, Options.of(launch)
         return cls(
             seq_length=launch.seq_length,
             micro_batch_size=launch.micro_batch_size,
@@ -89,10 +85,11 @@ class Share:
             sequence_parallel=layout.sequence_parallel,
             element=4 if launch.precision == "fp32" else 2,
             backend=launch.backend,
-            imbalance=imbalance,
-            recompute=Recompute.of(tuple(launch.extra)),
+            imbalance=options.capacity or imbalance,
+            recompute=Recompute.of(launch),
             precision=launch.precision,
             padded_vocab=padded_vocab_size(launch.config, layout),
+            options=options,
         )
 
     @property
@@ -250,11 +247,13 @@ def embedding(c: Nemotron3Config, at: Share) -> Form:
 def output(c: Nemotron3Config, at: Share) -> Form:
     """Final norm, output layer and loss, of the next token and of all MTP depths.
 
-    The softmax over a rank's part of the vocabulary is FP32, and each depth keeps its own until its backward.
+    Each depth keeps its own softmax over a rank's part of the vocabulary until its backward. It is FP32, but
+    Transformer Engine's loss keeps the logits instead and writes their gradient over them.
     """
     depths = c.mtp_num_layers
     heads = 1 + depths
-    softmax = at.tokens * (at.padded_vocab // at.tp) * FLOAT
+    each = at.element if at.options.loss == IN_PLACE else FLOAT
+    softmax = at.tokens * (at.padded_vocab // at.tp) * each
     return {
         "final_norm": norm(c, at),
         "output_layer": heads * at.stream(c.hidden_size),
@@ -283,63 +282,3 @@ DROPPED: dict[str, tuple[str, ...]] = {
     "moe_act": ("activation",),
     "layernorm": ("norm output",),
 }
-
-
-@lru_cache(maxsize=1024)
-def quantized_share(config: Nemotron3Config, layer: str, precision: str) -> float:
-    """The share of the decoder's layers of kind `layer` that do not stay BF16 in this recipe, from 0 to 1."""
-    layers, kept = config.pattern.count(layer), bf16_layers(config, precision)
-    body = config.pattern[kept.start : config.num_layers - kept.end]
-    return body.count(layer) / layers if layers else 0.0
-
-
-@lru_cache(maxsize=1024)
-def bytes_by_linear(config: Nemotron3Config, precision: str) -> dict[str, float]:
-    """Linear of the precision table -> mean bytes of a packed element, over the decoder's layers."""
-    if precision not in FORMATS:
-        return {}
-    found = {}
-    for kind in LINEARS:
-        format = kind.format(precision)
-        if kind.layer and kind.layer in config.pattern and format != BF16:
-            share = quantized_share(config, kind.layer, precision)
-            found[kind.name] = share * PACKED[format] + (1 - share) * PACKED[BF16]
-    return found
-
-
-def packing_saves(config: Nemotron3Config, at: Share, kind: str) -> Form:
-    """Part of a layer's form -> bytes that packing saves (negative: adds)."""
-    if not at.te or at.element != PACKED[BF16]:
-        return {}
-    sizes = bytes_by_linear(config, at.precision)
-    found: Form = {}
-    for part, linear, bf16, kept in _linear_inputs(config, at, kind):
-        if linear in sizes:
-            packed = bf16 * sizes[linear] / PACKED[BF16]
-            # Where another module keeps the BF16 tensor anyway, the packed copy comes on top.
-            found[part] = found.get(part, 0) + round((0 if kept else bf16) - packed)
-    return found
-
-
-def _linear_inputs(config: Nemotron3Config, at: Share, kind: str) -> tuple[tuple[str, str, int, bool], ...]:
-    """(part of the form, linear, bytes of its input in BF16, whether another module keeps that input)."""
-    stream = at.stream(config.hidden_size)
-    if kind == "M":
-        inner = at.inner(config.mamba_inner_size // at.tp)
-        return (("in_proj", "mamba_in", stream, False), ("out_proj", "mamba_out", inner, False))
-    if kind == "*":
-        heads = at.inner(config.num_attention_heads * config.kv_channels // at.tp)
-        return (("linear_qkv", "attention", stream, False), ("linear_proj", "attention", heads, False))
-    if kind == "-":
-        hidden = at.inner((config.dense_ffn_hidden_size or 0) // at.tp)
-        return (("linear_fc1", "mlp", stream, False), ("linear_fc2", "mlp", hidden, False))
-    if kind == "E":
-        rows = round(at.shard * (config.moe_router_topk or 0) * at.etp * at.imbalance) * at.element
-        shared = at.inner((config.moe_shared_expert_intermediate_size or 0) // at.tp)
-        return (
-            ("experts", "experts", rows * config.expert_input_size, False),
-            ("activation", "experts", rows * (config.moe_ffn_hidden_size or 0) // at.etp, False),
-            ("shared_experts", "shared_experts", stream, True),  # the router keeps the norm's output
-            ("shared_experts", "shared_experts", shared, False),
-        )
-    return ()

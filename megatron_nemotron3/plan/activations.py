@@ -12,8 +12,10 @@ from functools import lru_cache
 
 from megatron_nemotron3.args import Launch
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.plan.activation_forms import DROPPED, FORMS, Form, Share, packing_saves
+from megatron_nemotron3.plan.activation_forms import DROPPED, FORMS, Form, Share
+from megatron_nemotron3.plan.kinds import letter, resolve, symbols
 from megatron_nemotron3.plan.recompute import MODULES, Recompute, runs
+from megatron_nemotron3.plan.savings import offloaded, packing_saves
 from megatron_nemotron3.plan.state import stage_patterns
 
 #: Kind -> bytes of one microbatch, see `_kind_bytes`.
@@ -25,6 +27,7 @@ KINDS = tuple(FORMS)
 @lru_cache(maxsize=65536)
 def _whole_form(config: Nemotron3Config, at: Share, kind: str) -> Form:
     """Bytes of a kind by module when nothing is recomputed."""
+    config, kind = resolve(config, kind)
     form = FORMS[kind](config, at)
     for part, saved in packing_saves(config, at, kind).items():
         form[part] -= saved
@@ -34,17 +37,23 @@ def _whole_form(config: Nemotron3Config, at: Share, kind: str) -> Form:
 @lru_cache(maxsize=65536)
 def _kept_form(config: Nemotron3Config, at: Share, kind: str) -> Form:
     """Bytes of a kind by module, without what selective recomputation drops."""
+    config, kind = resolve(config, kind)
     form = _whole_form(config, at, kind)
     # A name of MODULES belongs to one kind of layer; parts of other kinds may have the same names.
     names = [name for name in at.recompute.modules if kind == MODULES[name][0]]
     dropped = {part for name in names for part in DROPPED[name]}
-    return {part: number for part, number in form.items() if part not in dropped and number}
+    moved = offloaded(config, at, kind)
+    return {
+        part: number - moved.get(part, 0)
+        for part, number in form.items()
+        if part not in dropped and number > moved.get(part, 0)
+    }
 
 
 @lru_cache(maxsize=65536)
 def _kind_bytes(config: Nemotron3Config, at: Share) -> Table:
     """Kind -> bytes (kept, recomputed, of its input), without the recomputation of whole layers."""
-    kinds = dict.fromkeys(config.pattern + (config.mtp_pattern or ""))
+    kinds = dict.fromkeys(symbols(config) + (config.mtp_pattern or ""))
     found = {}
     for kind in (*kinds, "mtp", "embedding", "output"):
         whole, kept = (sum(form(config, at, kind).values()) for form in (_whole_form, _kept_form))
@@ -59,17 +68,18 @@ def layer_activations(launch: Launch, kind: str, *, imbalance: float = 1.0) -> d
     When whole layers are recomputed, the layer is taken to be the first of a run: it keeps its input.
 
     Args:
-        kind: one of `KINDS`. "mtp" is what one depth keeps besides its layers; "output" is the final norm,
+        kind: one of `KINDS`, or a symbol of `kinds.symbols`. "mtp" is what one depth keeps besides its
+        layers; "output" is the final norm,
             the output layer and the loss, those of all MTP depths included.
         imbalance: routed tokens of the rank over the mean.
 
     Raises:
         ValueError: no such kind, precision or backend.
     """
-    if kind not in KINDS:
+    if letter(kind) not in KINDS:
         raise ValueError(f"kind={kind!r}: use one of {', '.join(KINDS)}")
     at = Share.of(launch, imbalance)
-    if at.recompute.full and kind in "M*E-":
+    if at.recompute.full and letter(kind) in "M*E-":
         return {"input": at.stream(launch.config.hidden_size)}
     return dict(_kept_form(launch.config, at, kind))
 
@@ -107,8 +117,10 @@ def _layer_units(pattern: str, recompute: Recompute, table: Table) -> list[_Unit
     found = []
     for run in saved:
         kept = table[run[0]][2]
-        found.append(_Unit(run[0], kept, sum(table[kind][0] for kind in run) - kept, "E" in run))
-    return found + [_Unit(kind, *table[kind][:2], kind == "E") for kind in whole]
+        experts = any(letter(kind) == "E" for kind in run)
+        again = sum(table[kind][0] for kind in run) - kept
+        found.append(_Unit(letter(run[0]), kept, again, experts))
+    return found + [_Unit(letter(kind), *table[kind][:2], letter(kind) == "E") for kind in whole]
 
 
 def _mtp_units(config: Nemotron3Config, recompute: Recompute, table: Table) -> list[_Unit]:

@@ -11,9 +11,9 @@ from megatron_nemotron3.args import PRECISIONS, Launch, TrainingSchedule, publis
 from megatron_nemotron3.checkpoint.files import require_plot
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.plan.hardware import GPUS, gpu_named
+from megatron_nemotron3.plan.options import ALLTOALL, DISPATCHERS
 from megatron_nemotron3.plan.report import describe, memory_bars, render
 from megatron_nemotron3.plan.search import Question, remedies, search
-from megatron_nemotron3.plan.timing import ALLTOALL, HYBRIDEP
 
 #: Default sequences of a step where no schedule was published; all three reports have 3072.
 BATCH = 3072
@@ -45,7 +45,7 @@ def register(commands: Any) -> None:
     )
     command.add_argument(
         "--dispatcher",
-        choices=(ALLTOALL, HYBRIDEP),
+        choices=DISPATCHERS,
         default=ALLTOALL,
         help="how tokens are sent to experts (alltoall)",
     )

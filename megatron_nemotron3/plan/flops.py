@@ -18,6 +18,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.flops import weightless_flops
 from megatron_nemotron3.models.parameters import elements_outside_layers, layer_tensors
 from megatron_nemotron3.models.tensors import ROWS, Row
+from megatron_nemotron3.plan.kinds import resolve, symbols
 
 #: The backward pass of a matrix product takes two products.
 BACKWARD = 2
@@ -95,12 +96,16 @@ def model_operations(config: Nemotron3Config, seq_length: int | None = None) -> 
 
 def _operations(config: Nemotron3Config, seq_length: int) -> Iterator[Operations]:
     depths = config.mtp_num_layers if config.has_mtp else 0
-    applied = config.pattern + (config.mtp_pattern or "") * depths
+    applied = symbols(config) + (config.mtp_pattern or "") * depths
     outside = elements_outside_layers(config)
-    for kind in dict.fromkeys(applied):
-        layers = applied.count(kind)
-        for module, forward in layer_operations(config, kind, seq_length).items():
-            yield Operations(kind, module, forward * layers, layers)
+    sums: dict[tuple[str, str], tuple[float, int]] = {}
+    for symbol in dict.fromkeys(applied):
+        layers, (own, kind) = applied.count(symbol), resolve(config, symbol)
+        for module, forward in layer_operations(own, kind, seq_length).items():
+            before, times = sums.get((kind, module), (0.0, 0))
+            sums[kind, module] = (before + forward * layers, times + layers)
+    for (kind, module), (forward, layers) in sums.items():
+        yield Operations(kind, module, forward, layers)
     if depths:
         eh_proj = 2.0 * outside["mtp"]
         yield Operations("mtp", "eh_proj", eh_proj * depths, depths)
@@ -132,5 +137,16 @@ def stock_differences(config: Nemotron3Config, seq_length: int | None = None) ->
         "convolution left out": -mamba * (layer_operations(config, "M", length)["conv1d"] if mamba else 0.0),
         "router left out": -moe * (layer_operations(config, "E", length)["router"] if moe else 0.0),
         "MTP's eh_proj left out": -4.0 * config.hidden_size**2 * depths,
+        # It knows one width and one number of experts per token.
+        "MoE layers taken to be alike": _taken_alike(config, length),
     }
     return {cause: value for cause, value in found.items() if value}
+
+
+def _taken_alike(config: Nemotron3Config, seq_length: int) -> float:
+    """Operations of E layers that all have the sizes of the config, less those of its own (`moe_layers`)."""
+    owns = [config.at(layer) for layer, kind in enumerate(config.pattern) if kind == "E"]
+    if config.moe_layers is None:
+        return 0.0
+    alike = sum(layer_operations(config, "E", seq_length).values())
+    return sum(alike - sum(layer_operations(own, "E", seq_length).values()) for own in owns)

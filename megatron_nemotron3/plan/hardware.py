@@ -1,7 +1,8 @@
 """GPUs with the numbers of their data sheets. Standard library only.
 
 Peaks are dense (without sparsity). Bandwidths are of one direction. Memory is the data sheet's figure for the
-system divided by its GPUs, in bytes; a process can allocate less (`RESERVE`).
+system divided by its GPUs. Its GB are 2**30 bytes: published runs reserved 81 billion bytes of an H100's 80
+GB and 187 billion of a GB200's 186 GB. A process can allocate less (`RESERVE`).
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from dataclasses import dataclass, replace
 
 from megatron_nemotron3.precision.formats import FORMATS, capability_text, either, runnable
 
-TERA, GIGA = 1e12, 1e9
+TERA, GIGA, GIB = 1e12, 1e9, 2**30
 #: Bytes for the CUDA context, NCCL's buffers, cuBLAS workspaces and memory that the allocator leaves unused:
 #: an assumption, not a measurement.
-RESERVE = 6 * GIGA
+RESERVE = 6 * GIB
 
 
 @dataclass(frozen=True)
 class GPU:
     """One GPU in its system.
 
-    memory: bytes. bf16, fp8, fp4: operations per second. hbm: bytes per second. nvlink, network: bytes per
+    memory: bytes. bf16, fp8, fp4: operations per second of matrix products; vector: of FP32 outside them.
+    hbm: bytes per second. nvlink, network: bytes per
     second that one GPU sends. nvlink_domain: GPUs connected by NVLink. capability: CUDA compute capability.
     """
 
@@ -30,6 +32,7 @@ class GPU:
     fp8: float
     #: None for a GPU without FP4 units.
     fp4: float | None
+    vector: float
     hbm: float
     nvlink: float
     network: float
@@ -62,10 +65,11 @@ GPUS: dict[str, GPU] = {
     for gpu in (
         GPU(
             "h100",
-            80 * GIGA,
+            80 * GIB,
             bf16=989.4 * TERA,
             fp8=1978.9 * TERA,
             fp4=None,
+            vector=67 * TERA,
             hbm=3.35 * TERA,
             nvlink=450 * GIGA,
             network=50 * GIGA,
@@ -75,10 +79,11 @@ GPUS: dict[str, GPU] = {
         ),
         GPU(
             "h200",
-            141 * GIGA,
+            141 * GIB,
             bf16=989.4 * TERA,
             fp8=1978.9 * TERA,
             fp4=None,
+            vector=67 * TERA,
             hbm=4.8 * TERA,
             nvlink=450 * GIGA,
             network=50 * GIGA,
@@ -88,10 +93,11 @@ GPUS: dict[str, GPU] = {
         ),
         GPU(
             "b200",
-            180 * GIGA,
+            180 * GIB,
             bf16=2250 * TERA,
             fp8=4500 * TERA,
             fp4=9000 * TERA,
+            vector=75 * TERA,
             hbm=7.7 * TERA,
             nvlink=900 * GIGA,
             network=50 * GIGA,
@@ -101,10 +107,11 @@ GPUS: dict[str, GPU] = {
         ),
         GPU(
             "b300",
-            270 * GIGA,
+            270 * GIB,
             bf16=2250 * TERA,
             fp8=4500 * TERA,
             fp4=13500 * TERA,
+            vector=75 * TERA,
             hbm=7.7 * TERA,
             nvlink=900 * GIGA,
             network=100 * GIGA,
@@ -114,10 +121,11 @@ GPUS: dict[str, GPU] = {
         ),
         GPU(
             "gb200",
-            186 * GIGA,
+            186 * GIB,
             bf16=2500 * TERA,
             fp8=5000 * TERA,
             fp4=10000 * TERA,
+            vector=80 * TERA,
             hbm=8 * TERA,
             nvlink=900 * GIGA,
             network=50 * GIGA,
@@ -127,10 +135,11 @@ GPUS: dict[str, GPU] = {
         ),
         GPU(
             "gb300",
-            279 * GIGA,
+            279 * GIB,
             bf16=2500 * TERA,
             fp8=5000 * TERA,
             fp4=15000 * TERA,
+            vector=80 * TERA,
             hbm=8 * TERA,
             nvlink=900 * GIGA,
             network=100 * GIGA,

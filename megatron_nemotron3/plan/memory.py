@@ -12,17 +12,23 @@ from functools import lru_cache
 from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
-from megatron_nemotron3.plan.activation_forms import (
-    FLOAT,
-    PACKED,
-    Share,
-    bytes_by_linear,
-    moe_backward,
-    quantized_share,
-)
+from megatron_nemotron3.plan.activation_forms import FLOAT, Share, moe_backward
 from megatron_nemotron3.plan.activations import stage_bytes
-from megatron_nemotron3.plan.state import approximate_state, held_elements, stage_patterns, state
+from megatron_nemotron3.plan.kinds import letter, resolve, symbols
+from megatron_nemotron3.plan.options import NATIVE
+from megatron_nemotron3.plan.savings import PACKED, bytes_by_linear, quantized_share
+from megatron_nemotron3.plan.state import (
+    approximate_state,
+    bytes_of,
+    held_elements,
+    kind_elements,
+    stage_patterns,
+    state,
+)
 from megatron_nemotron3.precision.table import kind_named
+
+#: Layers that Megatron-FSDP holds whole at once: the one in use, and the next.
+_GATHERED = 2
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,9 @@ def memory(
     config, layout = launch.config, launch.layout
     at = Share.of(launch, imbalance)
     patterns = stage_patterns(config, layout.stages, launch.seq_length)
-    work = moe_backward(config, at, layout.ep) if config.is_moe else 0
+    applied = symbols(config) + (config.mtp_pattern or "")
+    routed = {resolve(config, symbol)[0] for symbol in applied if letter(symbol) == "E"}
+    work = max((moe_backward(own, at, layout.ep) for own in routed), default=0)
     chunks = [
         stage_bytes(config, at, patterns, stage, work) for stage in range(pp_rank, layout.stages, layout.pp)
     ]
@@ -87,13 +95,9 @@ def memory(
         held = approximate_state(launch, pp_rank)
     else:
         held = state(launch, pp_rank=pp_rank, dp_rank=exact[0], edp_rank=exact[1])
-    pattern = "".join(patterns[pp_rank :: layout.pp])
-    packed_weights = 0
-    for kind in set(pattern) if at.te else ():
-        copies = weight_copies(config, kind, launch.precision, layout.tp, layout.etp, layout.ep)
-        packed_weights += pattern.count(kind) * copies
+    packed_weights, replaced = _packed_weights(launch, at, "".join(patterns[pp_rank :: layout.pp]))
     return Memory(
-        weights=held.weights,
+        weights=held.weights - replaced,
         gradients=held.gradients,
         optimizer=held.optimizer,
         activations=activations,
@@ -103,13 +107,33 @@ def memory(
     )
 
 
+def _packed_weights(launch: Launch, at: Share, pattern: str) -> tuple[int, int]:
+    """Bytes of the packed copies of all weights, and of the BF16 weights that they replace.
+
+    With Megatron-FSDP only the layers that are gathered have copies.
+    """
+    if not at.te:
+        return 0, 0
+    layout, copies, replaced = launch.layout, 0, 0
+    for kind in set(pattern):
+        one = weight_copies(launch.config, kind, launch.precision, layout.tp, layout.etp, layout.ep)
+        times = min(pattern.count(kind), _GATHERED) if at.options.fsdp else pattern.count(kind)
+        copies += times * one
+        if at.options.packed_weights and not at.options.fsdp:
+            each = PACKED[launch.precision] if launch.precision in PACKED else PACKED["bf16"]
+            replaced += round(times * one / (2 * each) * PACKED["bf16"])
+    return copies, replaced
+
+
 @lru_cache(maxsize=4096)
 def weight_copies(config: Nemotron3Config, kind: str, precision: str, tp: int, etp: int, ep: int) -> int:
     """Mean bytes of the packed copies of a decoder layer's weights on a rank.
 
-    Transformer Engine packs the weight of a quantized linear along both axes, and keeps the copies from the
-    first microbatch of a step to the next step. Derived from its modules, not measured.
+    kind: a symbol of `kinds.symbols`. Transformer Engine packs the weight of a quantized linear along both
+    axes, and keeps the copies from the first microbatch of a step to the next step. Derived from its modules,
+    not measured.
     """
+    config, kind = resolve(config, kind)
     sizes, layout = bytes_by_linear(config, precision), ParallelLayout(tp=tp, etp=etp, ep=ep)
     total = 0.0
     for row in rows_of(config, kind):
@@ -127,7 +151,10 @@ def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:
     expert exchange: the rows that a rank sends to experts, and those that it receives before it sorts them.
     routing: probabilities and map [tokens, experts] of the last microbatch, which every dispatcher keeps.
     pipeline: one tensor received and one sent in each direction; interleaved, twice as many.
-    logits: in the model's precision, besides the FP32 softmax made from them.
+    logits: in the model's precision, besides what the loss keeps. Megatron's fused loss also holds them in
+    FP32, before and after their maximum is subtracted (the second: inferred from the memory of published
+    runs). gathered layers: with Megatron-FSDP, weights and gradients of the largest layers in use, and the
+    tables.
     """
     config, layout = launch.config, launch.layout
     patterns = stage_patterns(config, layout.stages, launch.seq_length)
@@ -138,17 +165,27 @@ def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:
     d, found = config.hidden_size, {}
     if at.sequence_parallel:
         found["sequence gather"] = at.inner(2 * d if last and config.has_mtp else d)
-    if "E" in kinds and layout.ep > 1:
-        sent = at.shard * (config.moe_router_topk or 0) * config.expert_input_size * at.element
+    routed = [resolve(config, kind)[0] for kind in kinds if letter(kind) == "E"]
+    if routed and layout.ep > 1:
+        copies = max(own.moe_router_topk or 0 for own in routed)
+        sent = at.shard * copies * config.expert_input_size * at.element
         found["expert exchange"] = sent + round(sent * layout.etp * at.imbalance)
-    if "E" in kinds:
-        layers = "".join(patterns[pp_rank :: layout.pp]).count("E")
+    if routed:
+        layers = sum(letter(kind) == "E" for kind in "".join(patterns[pp_rank :: layout.pp]))
         layers += (config.mtp_pattern or "").count("E") * config.mtp_num_blocks if last else 0
         found["routing"] = layers * at.shard * (config.num_moe_experts or 0) * (FLOAT + 1)
     if layout.pp > 1:
         found["pipeline"] = (4 if layout.vpp > 1 else 2) * at.stream(d)
-    if last and at.element == 2:
-        found["logits"] = at.inner(at.padded_vocab // layout.tp)
+    if last:
+        copies = at.element if at.element == 2 else 0
+        copies += 2 * FLOAT if at.options.loss == NATIVE else 0
+        found["logits"] = at.tokens * (at.padded_vocab // layout.tp) * copies
+    if at.options.fsdp:
+        sizes = bytes_of(launch)
+        whole = [kind_elements(config, kind, layout.tp, layout.etp, layout.ep) for kind in set(kinds)]
+        tables = kind_elements(config, "output", layout.tp, layout.etp, layout.ep)
+        elements = _GATHERED * max(held.dense + held.expert for held in whole) + 2 * tables.dense
+        found["gathered layers"] = elements * (sizes.weight + sizes.gradient)
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_nemotron3.args.flag import parse
+from megatron_nemotron3.args import Launch
 from megatron_nemotron3.models import Nemotron3Config
 
 GRANULARITIES = ("none", "selective", "full")
@@ -67,16 +67,9 @@ class Recompute:
             )
 
     @staticmethod
-    @lru_cache(maxsize=256)
-    def of(extra: tuple[str, ...]) -> Recompute:
-        """What the additional options of a launch (`Launch.extra`) ask for; nothing without such options."""
-        options = {flag.name: flag.values for flag in parse(extra)}
-        (granularity,) = options.get("--recompute-granularity", ("none",))
-        if granularity == "selective":
-            return Recompute(granularity, options.get("--recompute-modules", ("core_attn",)))
-        (method,) = options.get("--recompute-method", ("uniform",))
-        (num_layers,) = options.get("--recompute-num-layers", ("1",))
-        return Recompute(granularity, method=method, num_layers=int(num_layers))
+    def of(launch: Launch) -> Recompute:
+        """What the options of a launch ask for; nothing without such options."""
+        return _asked(*(launch.options.get(name, default) for name, default in _OPTIONS.items()))
 
     @property
     def full(self) -> bool:
@@ -99,6 +92,25 @@ class Recompute:
 
 
 NONE = Recompute()
+#: Option -> Megatron's default.
+_OPTIONS = {
+    "--recompute-granularity": ("none",),
+    "--recompute-modules": ("core_attn",),
+    "--recompute-method": ("uniform",),
+    "--recompute-num-layers": ("1",),
+}
+
+
+@lru_cache(maxsize=256)
+def _asked(
+    granularity: tuple[str, ...],
+    modules: tuple[str, ...],
+    method: tuple[str, ...],
+    num_layers: tuple[str, ...],
+) -> Recompute:
+    if granularity[0] == "selective":
+        return Recompute(granularity[0], modules)
+    return Recompute(granularity[0], method=method[0], num_layers=int(num_layers[0]))
 
 
 def modules(config: Nemotron3Config, backend: str) -> tuple[str, ...]:

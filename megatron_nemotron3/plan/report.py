@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.plan.flops import step_flops
-from megatron_nemotron3.plan.hardware import RESERVE
+from megatron_nemotron3.plan.hardware import GIB, RESERVE
 from megatron_nemotron3.plan.memory import Memory
-from megatron_nemotron3.plan.published import RUNS, SEQUENCE
+from megatron_nemotron3.plan.published import CARDS, RUNS, SEQUENCE
 from megatron_nemotron3.plan.search import Answer, Candidate, Question
-from megatron_nemotron3.plan.timing import HYBRIDEP
 from megatron_nemotron3.plan.traffic import split, step_traffic, usable_domain
 
 GB = 1e9
@@ -27,7 +26,7 @@ KINDS = {
 CAUSES = {
     "products": "matrix products",
     "memory": "memory-bound work",
-    "layers": "fixed cost of layers",
+    "layers": "launches and waits",
     "tp": "tensor-parallel traffic",
     "ep": "expert exchange",
     "cp": "context-parallel traffic",
@@ -77,8 +76,6 @@ def command(question: Question, found: Candidate) -> str:
     if found.launch.precision == "nvfp4":
         words.append("--te-precision-config-file precision.yaml")
     extra = list(found.launch.extra)
-    if question.dispatcher == HYBRIDEP:
-        extra += ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
     if extra:
         words.append("-- " + " ".join(extra))
     return " ".join(words)
@@ -107,29 +104,29 @@ def render(answer: Answer, remedies: list[str] | None = None) -> str:
     """The answer as text."""
     question, gpu, launch = answer.question, answer.question.gpu, answer.question.launch
     lines = [
-        f"{question.config.name} on {question.gpus:,} {gpu.name} ({gpu.memory / GB:.0f} GB, NVLink domain "
+        f"{question.config.name} on {question.gpus:,} {gpu.name} ({gpu.memory / GIB:.0f} GiB, NVLink domain "
         f"{gpu.nvlink_domain}, {usable_domain(gpu)} used), {launch.precision}, sequences of "
         f"{launch.seq_length:,}, global batch {question.global_batch_size:,}, {question.dispatcher}",
-        f"{answer.legal:,} layouts are legal, {answer.fitting:,} fit {question.limit / GB:.0f} GB "
-        f"({RESERVE / GB:.0f} GB kept for CUDA, NCCL and fragments)",
+        f"{answer.legal:,} layouts are legal, {answer.fitting:,} fit {question.limit / GIB:.0f} GiB "
+        f"({RESERVE / GIB:.0f} GiB kept for CUDA, NCCL and fragments)",
     ]
     if not answer.best:
         return "\n".join(lines + _nothing_fits(answer, remedies or []))
     lines += [
         "",
-        f"  {'layout':32} {'micro':>5} {'recompute':28} {'GB':>6} {'tok/s/GPU':>9} {'TFLOP/s':>7} "
+        f"  {'layout':32} {'micro':>5} {'recompute':28} {'GiB':>6} {'tok/s/GPU':>9} {'TFLOP/s':>7} "
         f"{'s/step':>7}",
     ]
     flops = step_flops(question.config, 1, launch.seq_length)
     for place, found in enumerate(answer.best, 1):
         lines.append(
             f"{place} {str(found.layout):32} {found.launch.micro_batch_size:>5} {str(found.recompute):28} "
-            f"{found.memory.total / GB:>6.1f} {found.tokens:>9,.0f} {found.tokens * flops / 1e12:>7.0f} "
+            f"{found.memory.total / GIB:>6.1f} {found.tokens:>9,.0f} {found.tokens * flops / 1e12:>7.0f} "
             f"{found.step.total:>7.2f}"
         )
     first = answer.best[0]
-    lines += ["", "memory of 1, GB on the fullest rank"]
-    lines += [f"  {name:26} {size / GB:>7.2f}" for name, size in memory_classes(first.memory).items()]
+    lines += ["", "memory of 1, GiB on the fullest rank"]
+    lines += [f"  {name:26} {size / GIB:>7.2f}" for name, size in memory_classes(first.memory).items()]
     lines += ["", "time of 1"]
     for name, value in sorted(vars(first.step).items(), key=lambda entry: -entry[1]):
         if value / first.step.total > _NOTABLE:
@@ -148,9 +145,9 @@ def render(answer: Answer, remedies: list[str] | None = None) -> str:
 def measured(question: Question) -> list[str]:
     """Lines with the published runs of this model on this GPU."""
     return [
-        f"published ({run.container}): {run.gpus} {run.gpu}, {run.precision}, {run.layout}, "
-        f"micro batch {run.micro_batch_size}: {run.tokens:,} tokens/s/GPU"
-        for run in RUNS
+        f"published ({run.source}): {run.gpus} {run.gpu}, {run.precision}, {run.layout}, "
+        f"micro batch {run.micro_batch_size}: {run.tokens:,.0f} tokens/s/GPU"
+        for run in RUNS + CARDS
         if (run.model, run.gpu) == (question.config.name, question.gpu.name)
         and question.launch.seq_length == SEQUENCE
     ]
@@ -166,9 +163,9 @@ def _nothing_fits(answer: Answer, remedies: list[str]) -> list[str]:
     lines = [
         "",
         f"Nothing fits. The smallest is {least.layout}, micro batch 1, everything recomputed: "
-        f"{least.memory.total / GB:.1f} GB",
+        f"{least.memory.total / GIB:.1f} GiB",
     ]
-    lines += [f"  {name:26} {size / GB:>7.2f}" for name, size in memory_classes(least.memory).items()]
+    lines += [f"  {name:26} {size / GIB:>7.2f}" for name, size in memory_classes(least.memory).items()]
     if remedies:
         lines += ["", "What would make it fit:", *(f"  {remedy}" for remedy in remedies)]
     else:
@@ -237,13 +234,13 @@ def memory_bars(answer: Answer, path: Path) -> None:
     left = [0.0] * len(shown)
     colors = plt.get_cmap("tab20").colors
     for number, name in enumerate(classes):
-        sizes = [bar.get(name, 0.0) / GB for bar in bars]
+        sizes = [bar.get(name, 0.0) / GIB for bar in bars]
         axes.barh(labels, sizes, left=left, label=name, color=colors[number % len(colors)])
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.axvline(question.limit / GB, color="black", linestyle="--", linewidth=1, label="fits")
+    axes.axvline(question.limit / GIB, color="black", linestyle="--", linewidth=1, label="fits")
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=7)
-    axes.set_xlabel("GB on the fullest rank")
+    axes.set_xlabel("GiB on the fullest rank")
     axes.set_title(
         f"{question.config.name} on {question.gpus:,} {question.gpu.name}, {question.launch.precision}"
     )

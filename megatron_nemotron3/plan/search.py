@@ -12,11 +12,12 @@ from functools import lru_cache
 from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, check
 from megatron_nemotron3.args.versions import DEFAULT
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.plan.hardware import GPU, GPUS, RESERVE
+from megatron_nemotron3.plan.hardware import GIB, GPU, GPUS, RESERVE
+from megatron_nemotron3.plan.kinds import symbols
 from megatron_nemotron3.plan.memory import Memory, memory
+from megatron_nemotron3.plan.options import ALLTOALL, dispatcher_words
 from megatron_nemotron3.plan.recompute import NONE, Recompute, modules
 from megatron_nemotron3.plan.timing import (
-    ALLTOALL,
     Machine,
     Step,
     layer_times,
@@ -43,7 +44,7 @@ class Question:
         launch: its schedule holds the global batch size.
         gpus: GPUs of the whole job.
         gpu: their type.
-        dispatcher: `timing.ALLTOALL` or `timing.HYBRIDEP`.
+        dispatcher: one of `options.DISPATCHERS`, unless the launch's own options choose one.
 
     Raises:
         ValueError: no GPU, no global batch size, or a precision that the GPU has no units for.
@@ -77,8 +78,8 @@ class Question:
 
     @property
     def machine(self) -> Machine:
-        """The GPU and the dispatcher, with the time model's assumptions."""
-        return Machine(self.gpu, self.dispatcher)
+        """The GPU, with the time model's assumptions."""
+        return Machine(self.gpu)
 
     @property
     def limit(self) -> float:
@@ -92,7 +93,7 @@ class Question:
             layout=layout,
             backend="te",
             schedule=_with_micro_batch(self._schedule, micro_batch_size),
-            extra=(*self.launch.extra, *recompute.flags()),
+            extra=(*dispatcher_words(self.dispatcher), *self.launch.extra, *recompute.flags()),
             te_precision_config_file="precision.yaml" if self.launch.precision == "nvfp4" else None,
             compute_capability=self.gpu.capability,
             megatron_core=self.launch.megatron_core or DEFAULT,
@@ -130,7 +131,7 @@ class Candidate:
     @property
     def recompute(self) -> Recompute:
         """The recomputation of the launch."""
-        return Recompute.of(self.launch.extra)
+        return Recompute.of(self.launch)
 
 
 @dataclass(frozen=True)
@@ -285,8 +286,8 @@ class _TimeBound:
         self.question = question
         self.passes: dict[tuple[int, ...], float] = {}
         config = question.config
-        applied = config.pattern + (config.mtp_pattern or "") * config.mtp_num_layers
-        self.times = {kind: applied.count(kind) for kind in "M*E-"} | {"embedding": 1, "output": 1}
+        applied = symbols(config) + (config.mtp_pattern or "") * config.mtp_num_layers
+        self.times = {kind: applied.count(kind) for kind in applied} | {"embedding": 1, "output": 1}
         if config.has_mtp:
             self.times["mtp"] = config.mtp_num_layers
 
@@ -315,7 +316,7 @@ def remedies(question: Question, most: int = 1 << 15) -> list[str]:
         gpus *= 2
     for gpu in sorted(GPUS.values(), key=lambda g: g.memory):
         if gpu.memory > question.gpu.memory and search(replace(question, gpu=gpu), 1).fitting:
-            found.append(f"{gpu.name} ({gpu.memory / 1e9:.0f} GB) instead of {question.gpu.name}")
+            found.append(f"{gpu.name} ({gpu.memory / GIB:.0f} GiB) instead of {question.gpu.name}")
             break
     length = question.launch.seq_length // 2
     while length >= 1024:

@@ -19,6 +19,8 @@ from megatron_nemotron3.args.layout import cut_pattern
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.tensors import PARAMETER, Row, registered, rows_of, symbol_sizes
+from megatron_nemotron3.plan.kinds import resolve, symbols
+from megatron_nemotron3.plan.options import Options
 
 #: Megatron starts every parameter of a distributed optimizer's buffer at a multiple of this many elements,
 #: and ends a bucket at a multiple of the least common multiple of the ranks and `BUCKET_END`.
@@ -43,8 +45,12 @@ def padded_vocab_size(config: Nemotron3Config, layout: ParallelLayout) -> int:
 
 @lru_cache(maxsize=65536)
 def stage_patterns(config: Nemotron3Config, stages: int, seq_length: int) -> tuple[str, ...]:
-    """The layers of each stage, as our flags cut the pattern for sequences of this length."""
-    return tuple(_pattern.parse(cut_pattern(config, ParallelLayout(pp=stages), seq_length)).stages)
+    """The layers of each stage as `kinds.symbols`, as our flags cut the pattern for this sequence length."""
+    left, found = symbols(config), []
+    for stage in _pattern.parse(cut_pattern(config, ParallelLayout(pp=stages), seq_length)).stages:
+        found.append(left[: len(stage)])
+        left = left[len(stage) :]
+    return tuple(found)
 
 
 def parameters(launch: Launch, stage: int) -> list[Parameter]:
@@ -60,7 +66,7 @@ def _stage_parameters(launch: Launch, stage: int) -> Iterator[Parameter]:
     config, layout = launch.config, launch.layout
     stages = stage_patterns(config, layout.stages, launch.seq_length)
     last = stage == len(stages) - 1
-    sizes = symbol_sizes(config, padded_vocab_size(config, layout))
+    vocab = padded_vocab_size(config, layout)
     # MTP embeds the next tokens itself, so its stage holds the embedding table, too.
     parts = ["embedding"] if stage == 0 or (last and config.has_mtp) else []
     parts += stages[stage]
@@ -68,7 +74,9 @@ def _stage_parameters(launch: Launch, stage: int) -> Iterator[Parameter]:
         block = ["mtp_in", *(config.mtp_pattern or ""), "mtp_out"]
         parts += ["final_norm", *block * config.mtp_num_blocks, "output_layer"]
     for part in parts:
-        for row in registered(_part_rows(config, part)):
+        own, kind = resolve(config, part)
+        sizes = symbol_sizes(own, vocab)
+        for row in registered(_part_rows(own, kind)):
             elements, copies, expert = held_elements(row, layout, sizes)
             name = row.spelling(PARAMETER).tensors[0].name
             yield from [Parameter(name, elements, expert)] * copies
@@ -129,9 +137,11 @@ class State:
 
 
 def bytes_of(launch: Launch) -> Bytes:
-    """The bytes of a launch's precision; gradients take 2 with `--grad-reduce-in-bf16` in `extra`."""
-    sizes = FP32 if launch.precision == "fp32" else BF16
-    return replace(sizes, gradient=2) if "--grad-reduce-in-bf16" in launch.extra else sizes
+    """The bytes of a launch's precision and options (`--grad-reduce-in-bf16`, precision-aware optimizer)."""
+    if launch.precision == "fp32":
+        return replace(FP32, gradient=2) if "--grad-reduce-in-bf16" in launch.extra else FP32
+    options = Options.of(launch)
+    return replace(BF16, gradient=options.gradient, master=options.master, moments=options.moments)
 
 
 def state(launch: Launch, *, pp_rank: int = 0, dp_rank: int = 0, edp_rank: int = 0) -> State:
@@ -202,7 +212,7 @@ class Elements:
 def kind_elements(config: Nemotron3Config, kind: str, tp: int, etp: int, ep: int) -> Elements:
     """Elements of one layer of a kind, or of "embedding", "output" (with the final norm) or "mtp" (one stored
     block without its layers)."""
-    layout = ParallelLayout(tp=tp, etp=etp, ep=ep)
+    layout, (config, kind) = ParallelLayout(tp=tp, etp=etp, ep=ep), resolve(config, kind)
     sizes = symbol_sizes(config, padded_vocab_size(config, layout))
     parts = {"output": ("final_norm", "output_layer"), "mtp": ("mtp_in", "mtp_out")}.get(kind, (kind,))
     total = Elements()
@@ -251,8 +261,12 @@ def approximate_state(launch: Launch, pp_rank: int = 0) -> State:
     whole, owned = held.dense + held.expert, float(held.dense + held.expert)
     if launch.distributed_optimizer:
         owned = held.dense / (layout.dp * layout.cp) + held.expert / layout.edp
+    options, kept = Options.of(launch), float(whole)
+    if options.fsdp:  # divided inside an instance; the optimizer over all of them
+        dense, expert = layout.dp * layout.cp // options.instances, max(1, layout.edp // options.instances)
+        kept = held.dense / dense + held.expert / expert
     return State(
-        weights=whole * sizes.weight,
-        gradients=whole * sizes.gradient,
+        weights=round(kept * sizes.weight),
+        gradients=round(kept * sizes.gradient),
         optimizer=round(owned * (sizes.master + sizes.moments)),
     )

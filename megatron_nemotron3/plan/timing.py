@@ -1,11 +1,12 @@
 """Time of a training step: a model, with its assumptions in one place. Standard library only.
 
 The time of a microbatch on a pipeline rank is a sum over its layers: matrix products at a share of the GPU's
-peak in their format; saved activations read and written a number of times (norms, convolutions, permutations
-and quantization are bound by memory); weights read and gradients accumulated; a fixed cost for each layer
-(kernel launches, host); and collectives, none of them hidden, as in the stock schedule of a hybrid model. A
-step adds the pipeline bubble, the data-parallel traffic that backward does not cover, and the optimizer.
-docs/measurements.md compares the model with published runs.
+peak in their format; Mamba's scan at a share of the vector units' peak; saved activations read and written a
+number of times (norms, convolutions, permutations and quantization are bound by memory); weights read and
+gradients accumulated; kernel launches as far as the GPU waits for them, none where CUDA graphs replace them;
+a wait in each E layer; and collectives, none of them hidden, as in the stock schedule of a hybrid model. A
+step adds the pipeline bubble, the data-parallel traffic that computation does not cover, and the optimizer.
+The launch's options count (`options`). docs/measurements.md compares the model with published runs.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.parameters import elements_outside_layers
 from megatron_nemotron3.models.tensors import ROWS
-from megatron_nemotron3.plan.activation_forms import quantized_share
 from megatron_nemotron3.plan.activations import layer_activations
 from megatron_nemotron3.plan.flops import BACKWARD, layer_operations, module_of
 from megatron_nemotron3.plan.hardware import GPU
+from megatron_nemotron3.plan.kinds import letter, resolve, symbols
+from megatron_nemotron3.plan.options import Options
 from megatron_nemotron3.plan.recompute import MODULES, Recompute
-from megatron_nemotron3.plan.state import kind_elements, stage_elements
+from megatron_nemotron3.plan.savings import quantized_share
+from megatron_nemotron3.plan.state import bytes_of, kind_elements, stage_elements
 from megatron_nemotron3.plan.traffic import (
     ALL_TO_ALL,
     REDUCE_SCATTER,
@@ -44,46 +47,49 @@ from megatron_nemotron3.precision.table import kind_named
 class Assumptions:
     """Numbers that no data sheet gives.
 
-    products: share of the peak that a matrix product attains, by format. passes: how often a saved activation
-    crosses memory in forward and backward. memory, nvlink, network: attained share of their bandwidth. layer:
-    seconds that each layer takes for a microbatch whatever its size. latency: seconds of a collective.
+    products: share of the peak that a matrix product attains, by format. scan: the same of Mamba's scan, on
+    the vector units. passes: how often a saved activation crosses memory in forward and backward. memory,
+    nvlink, network: attained share of their bandwidth. launches: seconds that the host takes to start the
+    kernels of a layer for a microbatch. experts: seconds that an E layer waits besides: the host learns there
+    how many tokens each expert gets before it can go on. latency: seconds of a collective.
     """
 
     products: dict[str, float] = field(hash=False)
+    scan: float
     passes: float
     memory: float
     nvlink: float
     network: float
-    layer: float
+    launches: float
+    experts: float
     latency: float
 
 
-#: Products in FP8 and NVFP4, passes and layer are fitted to the 16 runs of `published`
-#: (`python benchmarks/plan_error.py --fit`); the others are assumptions, BF16 among them: no such run is
-#: published. One of the FP8 runs is fp8-tensorwise, the others are mxfp8.
+#: `scan` and `experts` are fitted to the published runs (`python benchmarks/plan_error.py --fit`). The others
+#: are round numbers, chosen with the same runs in view: an activation is written, read by the next layer, and
+#: read by backward; an eager layer starts about 300 kernels of 7 microseconds.
 ASSUMED = Assumptions(
-    products={"bf16": 0.65, "fp32": 0.65, **dict.fromkeys(FORMATS, 0.55), "nvfp4": 0.42},
-    passes=11.5,
+    products={"bf16": 0.75, "fp32": 0.75, **dict.fromkeys(FORMATS, 0.6), "nvfp4": 0.4},
+    scan=0.27,
+    passes=3.0,
     memory=0.7,
     nvlink=0.7,
-    network=0.7,
-    layer=1.7e-3,
+    network=0.9,
+    launches=2e-3,
+    experts=4.2e-3,
     latency=15e-6,
 )
+#: Not a format: Mamba's scan runs on the vector units, not on those of matrix products.
+SCAN = "scan"
 #: Bytes of a weight read in forward and in backward, and of an FP32 gradient read and written.
 _WEIGHT_PASSES = 2 + 2 + 8
-#: Bytes the optimizer reads and writes for an element: gradient, master, both moments, weight.
-_OPTIMIZER_BYTES = 4 + 8 + 16 + 2
-#: What sends tokens to experts: every copy (`--moe-token-dispatcher-type alltoall`, what our flags emit), or
-#: one a rank (flex with HybridEP, what published runs use).
-ALLTOALL, HYBRIDEP = "alltoall", "hybridep"
 #: Module that the precision recipe does not cover -> its format.
-_FIXED_FORMAT = {"conv1d": "bf16", "scan": "bf16", "scores": "bf16", "router": "fp32"}
+_FIXED_FORMAT = {"conv1d": "bf16", "scan": SCAN, "scores": "bf16", "router": "fp32"}
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer for one microbatch, forward and backward, by cause."""
+    """Seconds of one layer for one microbatch, forward and backward, by cause; layers: launches and waits."""
 
     products: float
     memory: float
@@ -110,10 +116,9 @@ class Step(LayerTime):
 
 @dataclass(frozen=True)
 class Machine:
-    """What a launch runs on. dispatcher: of tokens to experts, `ALLTOALL` or `HYBRIDEP`."""
+    """What a launch runs on, and what is assumed of it."""
 
     gpu: GPU
-    dispatcher: str = ALLTOALL
     assumed: Assumptions = ASSUMED
 
     @property
@@ -153,14 +158,16 @@ def module_formats(config: Nemotron3Config, precision: str) -> dict[tuple[str, s
     return found
 
 
-def _product_seconds(launch: Launch, machine: Machine, kind: str) -> float:
+def _product_seconds(launch: Launch, config: Nemotron3Config, machine: Machine, kind: str) -> float:
     """Seconds of the matrix products of one token's forward pass through a layer, on one GPU."""
     if kind == "embedding":
         return 0.0
-    config, precision = launch.config, launch.precision
+    precision = launch.precision
     plain = "fp32" if precision == "fp32" else "bf16"
 
     def rate(format: str) -> float:
+        if format == SCAN:
+            return machine.gpu.vector * machine.assumed.scan
         return machine.gpu.flops(format) * machine.assumed.products[format]
 
     outside = elements_outside_layers(config)
@@ -177,34 +184,41 @@ def _product_seconds(launch: Launch, machine: Machine, kind: str) -> float:
 
 
 @lru_cache(maxsize=65536)
-def _layer_time(launch: Launch, machine: Machine, kind: str) -> LayerTime:
-    config, layout, assumed = launch.config, launch.layout, machine.assumed
+def _layer_time(launch: Launch, machine: Machine, symbol: str) -> LayerTime:
+    layout, assumed, (config, kind) = launch.layout, machine.assumed, resolve(launch.config, symbol)
     tokens = launch.seq_length * launch.micro_batch_size
-    forward = _product_seconds(launch, machine, kind) * tokens / (layout.tp * layout.cp)
+    forward = _product_seconds(launch, config, machine, kind) * tokens / (layout.tp * layout.cp)
     # The backend is Transformer Engine on a GPU: what it keeps is what crosses memory. Quantizing reads and
     # writes what packing saves.
     saved = layer_activations(
         replace(launch, backend="te", precision="fp32" if launch.precision == "fp32" else "bf16", extra=()),
-        kind,
+        symbol,
     )
     held = kind_elements(config, kind, layout.tp, layout.etp, layout.ep)
     moved = sum(saved.values()) * assumed.passes / machine.bandwidth
     weights = (held.dense + held.expert) * _WEIGHT_PASSES / machine.bandwidth
-    again = _recomputed_share(kind, Recompute.of(launch.extra))
-    copies = config.moe_router_topk if machine.dispatcher == HYBRIDEP else None
+    again = _recomputed_share(kind, Recompute.of(launch))
+    options = Options.of(launch)
+    copies = config.moe_router_topk if options.deduplicates else None
     comm = {"tp": 0.0, "ep": 0.0, "cp": 0.0}
     for transfer in layer_transfers(config, layout, kind, launch.seq_length, launch.micro_batch_size):
         link = "ep" if transfer.link == "etp" else transfer.link
         comm[link] += seconds(transfer, layout, machine, copies)
     # Forward is a third of products and memory traffic, and 2 of 5 or 2 of 4 collectives.
-    return LayerTime(
-        forward * (1 + BACKWARD + again),
-        moved * (1 + again / 3) + weights * (1 + again / 6),
-        assumed.layer * (1 + again / 3) if kind in "M*E-" else 0.0,
+    products, memory = forward * (1 + BACKWARD + again), moved * (1 + again / 3) + weights * (1 + again / 6)
+    if kind not in "M*E-":
+        return LayerTime(products, memory, 0.0, comm["tp"], comm["ep"], comm["cp"])
+    tp, ep, cp = (
         comm["tp"] * (1 + again * 0.4),
         comm["ep"] * (1 + again * 0.5),
         comm["cp"] * (1 + again * 0.5),
     )
+    # The host runs ahead of the GPU, so launches cost only what they take longer than the GPU's work.
+    launches = assumed.launches * (1 - captured(kind, options)) * (1 + again / 3)
+    waits = max(0.0, launches - products - memory - tp - ep - cp)
+    if kind == "E":
+        waits += assumed.experts * (1 + again / 3)
+    return LayerTime(products, memory, waits, tp, ep, cp)
 
 
 #: Recomputed module -> its share of the layer's forward pass. An estimate, but for the whole layers.
@@ -216,6 +230,24 @@ _MODULE_SHARE = {
     "moe_act": 0.05,
     "layernorm": 0.03,
 }
+
+
+#: Module of `--cuda-graph-modules` -> (layer kind, share of its launches that the graph replaces). The shares
+#: of the two parts of an E layer are estimates: its dispatcher and experts stay outside.
+_CAPTURED = {
+    "mamba": ("M", 1.0),
+    "attn": ("*", 1.0),
+    "mlp": ("-", 1.0),
+    "moe": ("E", 1.0),
+    "moe_router": ("E", 0.5),
+    "moe_preprocess": ("E", 0.5),
+}
+
+
+def captured(kind: str, options: Options) -> float:
+    """The share of a layer's kernel launches that CUDA graphs replace."""
+    shares = (_CAPTURED[name] for name in options.graphs if name in _CAPTURED)
+    return min(1.0, sum(share for layer, share in shares if layer == kind))
 
 
 def _recomputed_share(kind: str, recompute: Recompute) -> float:
@@ -242,10 +274,10 @@ def one_replica(launch: Launch) -> Launch:
 def layer_times(launch: Launch, machine: Machine) -> dict[str, LayerTime]:
     """Kind -> its time for a microbatch. `launch` is a result of `one_replica`."""
     config = launch.config
-    kinds = dict.fromkeys((*config.pattern, *(config.mtp_pattern or ""), "embedding", "output", "mtp"))
+    kinds = dict.fromkeys((*symbols(config), *(config.mtp_pattern or ""), "embedding", "output", "mtp"))
     dense = replace(launch, layout=replace(launch.layout, ep=1, etp=1))  # only E layers depend on ep and etp
     return {
-        kind: _layer_time(launch if kind == "E" else dense, machine, kind)
+        kind: _layer_time(launch if letter(kind) == "E" else dense, machine, kind)
         for kind in kinds
         if kind != "mtp" or config.has_mtp
     }
@@ -269,12 +301,15 @@ def step_time(launch: Launch, machine: Machine) -> Step:
         for name in (part.name for part in fields(LayerTime))
     }
     pp = dp = 0.0
-    for transfer in outer_traffic(launch, rank):
+    options = Options.of(launch)
+    # Gradients travel with the last backward, weights with the first forward; with FSDP, with all of them.
+    cover = slowest * (launch.microbatches if options.fsdp else 1)
+    for transfer in outer_traffic(launch, rank, overlap=options.overlap):
         time = seconds(transfer, layout, machine)
         if transfer.link == "pp":
             pp += time
-        elif transfer.overlaps:  # gradients with the last backward, weights with the first forward
-            dp += max(0.0, time - slowest * (2 / 3 if transfer.collective == REDUCE_SCATTER else 1 / 3))
+        elif transfer.overlaps:
+            dp += max(0.0, time - cover * (2 / 3 if transfer.collective == REDUCE_SCATTER else 1 / 3))
         else:
             dp += time
     held = stage_elements(launch, rank)
@@ -284,8 +319,14 @@ def step_time(launch: Launch, machine: Machine) -> Step:
         pp=pp,
         bubble=slowest * (layout.pp - 1) / layout.vpp,
         dp=dp,
-        optimizer=owned * _OPTIMIZER_BYTES / machine.bandwidth,
+        optimizer=owned * _optimizer_bytes(launch) / machine.bandwidth,
     )
+
+
+def _optimizer_bytes(launch: Launch) -> int:
+    """Bytes that the optimizer reads and writes for an element: gradient, master, both moments, weight."""
+    sizes = bytes_of(launch)
+    return sizes.gradient + 2 * (sizes.master + sizes.moments) + sizes.weight
 
 
 def tokens_per_gpu(launch: Launch, step: Step) -> float:

@@ -25,6 +25,8 @@ from functools import lru_cache
 from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.plan.hardware import GPU
+from megatron_nemotron3.plan.kinds import resolve
+from megatron_nemotron3.plan.options import Options
 from megatron_nemotron3.plan.state import bytes_of, padded_vocab_size, stage_elements, stage_patterns
 
 #: Bytes of an activation or weight that crosses a link (BF16; nothing is sent in FP8), and of FP32.
@@ -72,9 +74,11 @@ def layer_transfers(
     """Transfers of one layer for one microbatch, forward and backward.
 
     Args:
-        kind: "M", "*", "E", "-", "embedding", "output" (with the loss), or "mtp": a depth without its layers,
+        kind: a symbol of `kinds.symbols`, "embedding", "output" (with the loss), or "mtp": a depth without
+        its layers,
             but with its own embedding and output.
     """
+    config, kind = resolve(config, kind)
     tokens = seq_length // layout.cp * micro_batch_size
     return tuple(t for t in _LAYER_TRANSFERS[kind](config, layout, tokens) if t.ranks > 1 and t.buffer)
 
@@ -192,7 +196,7 @@ def stage_kinds(config: Nemotron3Config, pp: int, vpp: int, pp_rank: int, seq_le
     last = pp_rank == pp - 1
     depths = config.mtp_num_layers if config.has_mtp and last else 0
     applied += (config.mtp_pattern or "") * depths
-    found = {kind: applied.count(kind) for kind in "M*E-"}
+    found = {kind: applied.count(kind) for kind in dict.fromkeys(applied)}
     found |= {"embedding": int(pp_rank == 0), "output": int(last), "mtp": depths}
     return {kind: times for kind, times in found.items() if times}
 
@@ -241,15 +245,22 @@ def _pipeline_transfers(launch: Launch, pp_rank: int) -> Iterator[Transfer]:
 
 
 def _state_transfers(launch: Launch, pp_rank: int, overlap: bool) -> Iterator[Transfer]:
-    """Gradients and weights, once a step."""
-    config, layout = launch.config, launch.layout
+    """Gradients and weights, once a step; with Megatron-FSDP once a microbatch."""
+    config, layout, options = launch.config, launch.layout, Options.of(launch)
     held, gradient = stage_elements(launch, pp_rank), bytes_of(launch).gradient
     gathers = 2 if held.expert and not overlap else 1
     for link, ranks, elements in (
         ("dp", layout.dp * layout.cp, held.dense),
         ("edp", layout.edp, held.expert),
     ):
-        if launch.distributed_optimizer:
+        if options.fsdp:
+            # Each microbatch gathers the weights for forward and for backward, and scatters its gradients.
+            times, inside = launch.microbatches, max(1, ranks // options.instances)
+            moved = 2 * times * elements * ACTIVATION
+            yield Transfer(link, "weights", ALL_GATHER, inside, 2 * times, moved, True)
+            moved = times * elements * gradient
+            yield Transfer(link, "gradients", REDUCE_SCATTER, inside, times, moved, True)
+        elif launch.distributed_optimizer:
             yield Transfer(link, "gradients", REDUCE_SCATTER, ranks, 1, elements * gradient, overlap)
             gathered = gathers * elements * ACTIVATION
             yield Transfer(link, "weights", ALL_GATHER, ranks, gathers, gathered, overlap)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-# Before CPU mode: megatron.bridge compiles a function when it is imported.
+# Before megatron.bridge, which it lets be imported without TransformerEngine.
 import megatron_nemotron3.bridge  # isort: skip
 from megatron.bridge import AutoBridge
 
@@ -49,6 +49,11 @@ def built(folder: Path, sizes: dict[str, int]) -> Any:
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider()
     set_layout(provider, **sizes)
     config = megatron_nemotron3.bridge.model_config(provider)
+    hooks = config.pre_wrap_hooks  # they are functions, and not serialized
+    config = type(config).from_dict(config.as_dict())
+    assert config.transformer.activation_func is provider.activation_func
+    config.pre_wrap_hooks = hooks
+    config.finalize()
     groups = ProcessGroupCollection.use_mpu_process_groups()
     models = config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
     assert [type(model.decoder).__name__ for model in models] == ["Nemotron3Stack"]

@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-# Before CPU mode: megatron.bridge compiles a function when it is imported.
+# Before megatron.bridge, which it lets be imported without TransformerEngine.
 import megatron_nemotron3.bridge  # isort: skip
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.config import (
@@ -72,6 +72,14 @@ def bridges(hf: Path, save: Path, load: Path, builder: bool, sizes: dict[str, in
     with redirect_stdout(io.StringIO()) as output, distributed.forked_writer():
         pretrain(_configuration(model, save, load), forward_step)
     return steps_of(output.getvalue())
+
+
+def export(hf: Path, checkpoint: Path, output: Path) -> str:
+    """Bridge's own export of a checkpoint; returns the class of the stack built from run_config.yaml."""
+    bridge = AutoBridge.from_hf_pretrained(str(hf))
+    models = bridge.load_megatron_model(checkpoint, wrap_with_ddp=False)
+    bridge.save_hf_pretrained(models, output, show_progress=False, strict=True)
+    return type(models[0].decoder).__name__
 
 
 def _configuration(model: Any, save: Path, load: Path) -> ConfigContainer:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.convert import config_json, inventory, job
@@ -19,7 +18,7 @@ from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
 from tests.support import convert_models as models
 from tests.support.checkpoint_writer import same_bytes
 from tests.support.counted_job import digest
-from tests.support.hf_folders import hf_values, write_hf
+from tests.support.hf_folders import hf_values, read_hf, write_hf
 
 CONFIGS = {name: tiny(get(name)) for name in names()} | {"distinct": models.DISTINCT}
 CONFIGS |= {f"random{seed}": models.random_config(seed) for seed in range(6)}
@@ -27,21 +26,6 @@ CONFIGS |= {f"random{seed}": models.random_config(seed) for seed in range(6)}
 
 def nemotron3(*words: object) -> int:
     return cli.main([str(word) for word in words])
-
-
-def read_hf(folder: Path) -> dict[str, torch.Tensor]:
-    """Read every tensor of a folder with the safetensors package; the index must list exactly these."""
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(path)
-        assert not found.keys() & tensors.keys()
-        found |= tensors
-    if (folder / "model.safetensors.index.json").exists():
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
-        assert index["weight_map"].keys() == found.keys()
-        assert {folder / f for f in index["weight_map"].values()} == set(folder.glob("*.safetensors"))
-        assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
-    return found
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -7,9 +7,9 @@ import torch
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import get
-from megatron_nemotron3.plan.activation_forms import PACKED, bytes_by_linear
 from megatron_nemotron3.plan.activations import layer_activations
 from megatron_nemotron3.plan.memory import memory, weight_copies
+from megatron_nemotron3.plan.savings import PACKED, bytes_by_linear
 from megatron_nemotron3.precision.formats import MXFP8, NVFP4
 from megatron_nemotron3.precision.quantizer import quantize
 from megatron_nemotron3.precision.recipe import Spec

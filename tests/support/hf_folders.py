@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megatron_nemotron3.convert import config_json, inventory
 from megatron_nemotron3.models import Nemotron3Config
@@ -46,3 +46,27 @@ def write_hf(
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return values
+
+
+def read_hf(folder: Path) -> dict[str, torch.Tensor]:
+    """Read every tensor of a folder with the safetensors package; the index must list exactly these."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(path)
+        assert not found.keys() & tensors.keys()
+        found |= tensors
+    if (folder / "model.safetensors.index.json").exists():
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == found.keys()
+        assert {folder / f for f in index["weight_map"].values()} == set(folder.glob("*.safetensors"))
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    return found
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of two words, for frameworks that load or copy the model's."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"word": 0, "end": 1}, unk_token="word"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end").save_pretrained(folder)

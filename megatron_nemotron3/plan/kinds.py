@@ -1,0 +1,41 @@
+"""Layers as strings where E layers differ (`Nemotron3Config.moe_layers`). Standard library only.
+
+A symbol is a character for a layer, so that layers that cost the same can be counted. It is the letter of the
+pattern, except for E layers of a model whose E layers differ: these have a character for each pair of width
+and experts per token. Other kinds ("embedding", "mtp_in") are their own symbols. An E layer of MTP always has
+the sizes of the config, so it keeps its letter.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from megatron_nemotron3.models import Nemotron3Config
+
+#: Characters from here on stand for E layers: this plus the first decoder layer of that kind.
+_FIRST = 0xE000
+
+
+@lru_cache(maxsize=256)
+def symbols(config: Nemotron3Config) -> str:
+    """The symbol of each decoder layer."""
+    if config.moe_layers is None:
+        return config.pattern
+    first: dict[Nemotron3Config, int] = {}
+    found = ""
+    for layer, letter in enumerate(config.pattern):
+        number = first.setdefault(config.at(layer), layer)
+        found += chr(_FIRST + number) if letter == "E" else letter
+    return found
+
+
+def letter(symbol: str) -> str:
+    """The letter of the pattern, or the kind itself if it is no layer of the decoder."""
+    return "E" if len(symbol) == 1 and ord(symbol) >= _FIRST else symbol
+
+
+def resolve(config: Nemotron3Config, symbol: str) -> tuple[Nemotron3Config, str]:
+    """(config of the layers of a symbol, their letter)."""
+    if letter(symbol) == symbol:
+        return config, symbol
+    return config.at(ord(symbol) - _FIRST), "E"
