@@ -246,7 +246,7 @@ class GroupedExperts(TEGroupedMLP):
         recompute = self.activation_recompute and self.training
         if not (self._emulated() or any("adapter" in linear._modules for linear in self._linears())):
             fc1, fc2 = self.linear_fc1(None, counts)[0], self.linear_fc2(None, counts)[0]
-            form = squared_relu_experts_cuda if on_device else squared_relu_experts
+            form: Any = squared_relu_experts_cuda if on_device else squared_relu_experts
             return form(x, probs, fc1, fc2, counts, recompute=recompute), None
         if recompute:
             # Forward draws no random numbers, so the RNG state need not be restored.

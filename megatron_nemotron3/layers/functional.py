@@ -193,7 +193,8 @@ class _WeightedSquaredReLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        return weighted_gradients(*ctx.saved_tensors, dy)
+        x, w = ctx.saved_tensors
+        return weighted_gradients(x, w, dy)
 
 
 def weighted_values(x: Tensor, w: Tensor) -> Tensor:

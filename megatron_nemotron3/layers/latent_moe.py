@@ -100,6 +100,8 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     and main). Here they become arrays.
     """
 
+    num_local_experts: int
+    num_global_tokens_per_local_expert: torch.Tensor | None
     #: Whether the experts take counts on the device now; the layer sets it.
     experts_take_device_counts: Callable[[], bool] = staticmethod(lambda: False)
     #: Rows of each (source rank, local expert), on the device of the tokens; None without local choice.
@@ -153,7 +155,7 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gather over expert-TP ranks and sort by expert: (tokens [t, l], counts [E_local], probs [t])."""
         if self._pieces is None:
-            return super().dispatch_postprocess(global_input_tokens, global_probs)  # type: ignore[no-any-return]
+            return super().dispatch_postprocess(global_input_tokens, global_probs)
         with self._without_upstreams_sort():
             tokens, counts, probs = super().dispatch_postprocess(global_input_tokens, global_probs)
         self._order = None
@@ -165,12 +167,12 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Restore the order of the ranks and sum over expert-TP ranks: [t, l] -> [t', l]."""
         if self._pieces is None:
-            return super().combine_preprocess(hidden_states)  # type: ignore[no-any-return]
+            return super().combine_preprocess(hidden_states)
         if self._order is not None:
             order, inverse = self._order
             hidden_states = Reordered.apply(hidden_states, inverse, order)
         with self._without_upstreams_sort():
-            return super().combine_preprocess(hidden_states)  # type: ignore[no-any-return]
+            return super().combine_preprocess(hidden_states)
 
     @contextmanager
     def _without_upstreams_sort(self) -> Iterator[None]:
