@@ -35,7 +35,7 @@ from megatron_nemotron3.args.stored_model import Taken, taken
 from megatron_nemotron3.args.yaml_launch import is_partial
 from megatron_nemotron3.models import Nemotron3Config, get, names
 from megatron_nemotron3.models.pattern import without_layout
-from megatron_nemotron3.models.stack_specs import MODULE, spec_name
+from megatron_nemotron3.models.stack_specs import MODULE, spec_name, stored_experts
 from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
 from megatron_nemotron3.precision.settings import OPTION as EMULATE_OPTION
 from megatron_nemotron3.precision.settings import Emulation
@@ -208,8 +208,7 @@ def _pasted_settings(
     """Return the settings of a text, and what was published and is missing in it."""
     place, model, settings = _sections(config), pasted.model, []
     for flag in model.flags:
-        setting = _setting(flag, known, place, "user")
-        found = known.get(flag.name)
+        setting, found = _setting(flag, known, place, "user"), known.get(flag.name)
         if flag.name in model.names:
             setting = replace(setting, origin="checkpoint" if model.read else "user")
             if not model.read:
@@ -383,6 +382,12 @@ def _same_pattern(value: str, published: str) -> bool:
     return without_layout(value) == without_layout(published)
 
 
+def _same_experts(value: str, published: str) -> bool:
+    """Compare two stacks by the experts of their layers; one of the user's own may have any."""
+    theirs, ours = (stored_experts({"spec": words.split()}) for words in (value, published))
+    return value != NOT_PASSED and theirs in (None, ours)
+
+
 def _both_or_none(value: str, published: str) -> bool:
     """Compare whether a file is given; its name does not matter."""
     return (value == NOT_PASSED) == (published == NOT_PASSED)
@@ -390,5 +395,6 @@ def _both_or_none(value: str, published: str) -> bool:
 
 _SAME: dict[str, Callable[[str, str], bool]] = {
     "--hybrid-layer-pattern": _same_pattern,
+    "--spec": _same_experts,
     _FILE: _both_or_none,
 }

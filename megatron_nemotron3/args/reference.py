@@ -17,6 +17,7 @@ from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.phases import phase
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.stack_specs import MODULE, spec_name
 from megatron_nemotron3.precision.formats import FORMATS
 
 #: In place of a value: the option is not passed; the switch is passed.
@@ -187,6 +188,10 @@ def _model_references(config: Nemotron3Config) -> Iterator[tuple[str, Reference]
             if line.flag in _RECIPE:
                 found_row = replace(found_row, of_model=False, source=_RELEASE_TEST)
             yield line.flag, found_row
+    if config.moe_layers is not None:
+        # No other option says what the layers' experts are.
+        stack = f"{MODULE} {spec_name(config, 'te')}"
+        yield "--spec", row(stack, "model", "config.moe_layers")
     if config.is_moe:
         yield "--moe-router-dtype", row("fp32", "family", "family")
         for name in _ONE_GROUP:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import gcd
 
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.rule import Rule, divisors
@@ -62,6 +63,12 @@ def _dense_ranks(c: Launch) -> int:
     return c.layout.tp * c.layout.cp * c.layout.dp
 
 
+def _expert_widths(c: Launch) -> list[int]:
+    """Return the FFN widths of routed experts, MTP's included, which layers may have of their own."""
+    own = [c.config.moe_ffn_hidden_size or 0] if "E" in (c.config.mtp_pattern or "") else []
+    return sorted({*own, *(width for width, _ in c.config.expert_sizes)})
+
+
 def _layout_size(attribute: str) -> Callable[[Launch], int]:
     return lambda c: getattr(c.layout, attribute)
 
@@ -107,7 +114,15 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _split_rule("mamba-groups-tp", "mamba_num_groups", "tp", "M", _MIXER),
     _split_rule("dense-ffn-tp", "dense_ffn_hidden_size", "tp", "-", _LINEAR),
     _split_rule("shared-expert-tp", "moe_shared_expert_intermediate_size", "tp", "E", _LINEAR),
-    _split_rule("expert-ffn-etp", "moe_ffn_hidden_size", "etp", "E", _LINEAR),
+    Rule(
+        "expert-ffn-etp",
+        lambda c: any(width % c.layout.etp for width in _expert_widths(c)),
+        lambda c: (
+            f"moe_ffn_hidden_size={next(w for w in _expert_widths(c) if w % c.layout.etp)} is not divisible "
+            f"by ETP={c.layout.etp}: use ETP {divisors(gcd(*_expert_widths(c)), 64)}"
+        ),
+        _LINEAR,
+    ),
     _split_rule("experts-ep", "num_moe_experts", "ep", "E", _ARGUMENTS),
     Rule(
         "mtp-hidden-tp",

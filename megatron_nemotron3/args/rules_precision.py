@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.rule import Rule
+from megatron_nemotron3.models.parameters import decoder_layers
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
 from megatron_nemotron3.precision.formats import (
     BF16,
@@ -34,9 +35,9 @@ def _has_file(c: Launch) -> bool:
 
 def _local_shapes(c: Launch) -> Iterator[tuple[str, tuple[int, ...], Format]]:
     """Yield the weights of the decoder's quantized GEMMs on one rank: (name, [output, input], format)."""
-    sizes = symbol_sizes(c.config)
-    for symbol in sorted(set(c.config.pattern)):
-        for row in rows_of(c.config, symbol):
+    for symbol, config, _ in sorted(decoder_layers(c.config), key=lambda layer: layer[0]):
+        sizes = symbol_sizes(config)
+        for row in rows_of(config, symbol):
             kind = kind_named(row.linear)
             if kind is None or not kind.quantizable:
                 continue
@@ -58,7 +59,7 @@ def _misaligned(c: Launch, *, documented: bool = False) -> list[str]:
         multiple = fmt.documented if documented else fmt.multiple
         if any(size % multiple for size in shape):
             found.append(f"{name} {list(shape)} (multiples of {multiple})")
-    return found
+    return list(dict.fromkeys(found))  # layers whose experts differ share the other weights
 
 
 def _alignment_message(c: Launch) -> str:

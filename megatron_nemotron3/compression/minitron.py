@@ -70,8 +70,14 @@ def check(config: Nemotron3Config, sizes: Mapping[str, int]) -> None:
 
     Raises:
         ValueError: modelopt does not prune the dimension, the model does not have it, the size is larger or
-            splits a group, or the MTP block, which modelopt does not change, has the same width.
+            splits a group, the MTP block, which modelopt does not change, has the same width, or the layers'
+            experts differ.
     """
+    if config.moe_layers is not None:
+        raise ValueError(
+            f"{config.name} has experts of its own in each layer (moe_layers), and modelopt prunes "
+            "the experts of all layers to one size: prune a model whose layers are alike, such as super"
+        )
     for dimension, new in sizes.items():
         if dimension not in DIMENSIONS:
             raise ValueError(f"{dimension} cannot be pruned by modelopt: choose from {', '.join(DIMENSIONS)}")

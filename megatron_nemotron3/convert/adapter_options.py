@@ -16,6 +16,7 @@ from megatron_nemotron3.convert.inventory import TensorMapping
 from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import FilePlan
 from megatron_nemotron3.lora import LINEARS, LoRA
+from megatron_nemotron3.models.tensors import hf_root
 
 if TYPE_CHECKING:
     from megatron_nemotron3.convert.conversion import FromHfOptions, ToHfOptions
@@ -32,7 +33,9 @@ def with_adapter(opened: Checkpoint, options: ToHfOptions | FromHfOptions) -> Ch
     if options.adapter is not None:
         if opened.adapter is not None:
             raise ValueError(f"--adapter: {opened.folder} has a LoRA adapter of its own")
-        adapter = peft.open_peft(options.adapter, experts=opened.config.num_moe_experts or 0)
+        adapter = peft.open_peft(
+            options.adapter, experts=opened.config.num_moe_experts or 0, root=hf_root(opened.config)
+        )
         check_fits(adapter, {t.name: t.shape for mapping in opened.mappings for t in mapping.hf})
         opened = replace(opened, adapter=adapter)
     asked = next((name for name, on in (("merge", options.merge_adapter), ("only", only)) if on), None)

@@ -115,10 +115,11 @@ class Packed(TensorSource):
 class Unpacked(TensorSource):
     """The tensors of a peft file in the common form (`adapters`)."""
 
-    def __init__(self, source: FileSource, experts: int, parameters: Iterable[str]) -> None:
+    def __init__(self, source: FileSource, experts: int, parameters: Iterable[str], root: str) -> None:
         """
         Args:
             experts: routed experts of a layer.
+            root: what Hugging Face's names of the model's decoder begin with.
             parameters: `target_parameters` of the folder.
 
         Raises:
@@ -134,8 +135,8 @@ class Unpacked(TensorSource):
         for name, tensor in source.tensors.items():
             match = _PACKED.fullmatch(name)
             if match is None:
-                tensors[_common_name(name, source.folder)] = tensor
-                self._places[_common_name(name, source.folder)] = (name, None)
+                tensors[_common_name(name, source.folder, root)] = tensor
+                self._places[_common_name(name, source.folder, root)] = (name, None)
                 continue
             parent, inner, kind = match[1], match[2], match[3]
             both = f"{parent}.base_layer.lora_A.weight" in source.tensors
@@ -151,7 +152,7 @@ class Unpacked(TensorSource):
             shape = list(tensor.shape)
             shape[axis] //= experts
             for e in range(experts):
-                common = _common_name(f"{parent}.{e}.{projection}.lora_{kind}.weight", source.folder)
+                common = _common_name(f"{parent}.{e}.{projection}.lora_{kind}.weight", source.folder, root)
                 tensors[common] = SourceTensor(tensor.dtype, tuple(shape))
                 self._places[common] = (name, e)
         self.tensors = tensors
@@ -172,7 +173,7 @@ class Unpacked(TensorSource):
         return numpy.ascontiguousarray(mine[:, columns[0] : columns[1]])
 
 
-def open_peft(folder: Path, *, experts: int) -> Adapter:
+def open_peft(folder: Path, *, experts: int, root: str) -> Adapter:
     """Open an adapter folder; only its configuration and the header of its weights are read.
 
     Raises:
@@ -200,7 +201,7 @@ def open_peft(folder: Path, *, experts: int) -> Adapter:
     header = read_safetensors_header(folder / WEIGHTS)[0]
     tensors = {name: header_tensor(folder / WEIGHTS, entry) for name, entry in header.items()}
     source = FileSource(folder, tensors, {WEIGHTS: size})
-    unpacked = Unpacked(source, experts, map(str, parameters))
+    unpacked = Unpacked(source, experts, map(str, parameters), root)
     return Adapter(unpacked, alpha, bool(data.get("use_rslora")))
 
 
@@ -268,7 +269,7 @@ def _shortened(modules: list[str], weights: list[str]) -> list[str]:
 
 
 def _module_name(stem: str) -> str:
-    """transformers' name of a module: "model.layers.0…" for "backbone.layers.0…"."""
+    """transformers' name of a module: "model.layers.0…" for "backbone.layers.0…" and for itself."""
     return re.sub(r"^backbone\.", "model.", stem)
 
 
@@ -283,7 +284,7 @@ def _peft_name(stem: str) -> str:
     return _ROOT + _module_name(stem)
 
 
-def _common_name(name: str, folder: Path) -> str:
+def _common_name(name: str, folder: Path, root: str) -> str:
     if not name.startswith(_ROOT):
         raise CheckpointError(f"{folder / WEIGHTS}: {name!r:.120} is not a name of peft's ({_ROOT}…)")
-    return re.sub(r"^model\.", "backbone.", name.removeprefix(_ROOT))
+    return re.sub(r"^model\.", f"{root}.", name.removeprefix(_ROOT))

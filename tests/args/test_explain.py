@@ -21,7 +21,14 @@ from megatron_nemotron3.args import (
     to_argv,
 )
 from megatron_nemotron3.args.command_line import layout_of, read
-from megatron_nemotron3.args.explain import ORIGINS, Explanation, Setting, explain, explain_command
+from megatron_nemotron3.args.explain import (
+    ORIGINS,
+    Explanation,
+    Setting,
+    explain,
+    explain_command,
+    explain_nearest,
+)
 from megatron_nemotron3.args.explain_text import render
 from megatron_nemotron3.args.megatron_defaults import DEFAULTS, default
 from megatron_nemotron3.args.phases import PHASES, phase
@@ -72,6 +79,29 @@ def test_lists_what_flags_passes(name: str) -> None:
     assert [(s.name, s.value) for s in passed] == [(f.name, shown(f.values)) for f in emitted]
     assert {s.origin for s in explained.settings} <= set(ORIGINS)
     assert len(by_name(explained)) == len(explained.settings)
+
+
+def test_experts_that_differ_by_layer() -> None:
+    """No option but --spec says them, so the stack is compared like a number of the model."""
+    puzzle = models.get("puzzle")
+    words = to_argv(flags(Launch.of(puzzle, SMALL, backend="te")))
+    assert explain_nearest(command(words)).config == puzzle
+    found = by_name(explain_command(puzzle, command(words)))["--spec"]
+    ours = "megatron_nemotron3.specs nemotron3_puzzle_te_stack_spec"
+    assert (found.value, found.published, found.differs, found.of_model) == (ours, ours, False, True)
+    place = words.index("--spec")
+    for module, name, same in (
+        ("megatron_nemotron3.specs", "nemotron3_puzzle_torch_stack_spec", True),
+        ("mine", "spec", True),  # nobody here knows
+        ("megatron_nemotron3.specs", "nemotron3_te_stack_spec", False),
+        ("megatron_nemotron3.specs", "nemotron3_puzzle_tiny_stack_spec", False),
+        ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec", False),
+    ):
+        pasted = command([*words[: place + 1], module, name, *words[place + 3 :]])
+        assert by_name(explain_command(puzzle, pasted))["--spec"].differs != same, name
+    without = explain_command(puzzle, command(words[:place] + words[place + 3 :]))
+    assert different(without)["--spec"] == ours
+    assert "--spec" not in reference(models.SUPER)
 
 
 def test_origins() -> None:

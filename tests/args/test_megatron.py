@@ -268,6 +268,7 @@ NOT_A_TRANSFORMER_FIELD = {
     "published_total": "documentation",
     "published_active": "documentation",
     "source": "documentation",
+    "moe_layers": "the stack of --spec (test_arguments)",
 }
 #: What all models of the family share.
 FAMILY = {
@@ -366,7 +367,8 @@ def test_arguments(parsed: list[dict[str, Any]]) -> None:
         assert args["hybrid_layer_pattern"] == cut_pattern(config, layout, seq_length), label(answer)
         assert args["hybrid_layer_pattern"].replace("|", "") == config.full_pattern
         spec = {"auto": "stack", "te": "te_stack", "torch": "torch_stack"}[answer["backend"]]
-        assert args["spec"] == ["megatron_nemotron3.specs", f"nemotron3_{spec}_spec"]
+        own = config.name.replace("-", "_") + "_" if config.moe_layers else ""
+        assert args["spec"] == ["megatron_nemotron3.specs", f"nemotron3_{own}{spec}_spec"]
         assert args["seq_length"] == args["max_position_embeddings"] == seq_length
         assert args["position_embedding_type"] == "none"
         assert args["untie_embeddings_and_output_weights"] is True

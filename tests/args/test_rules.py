@@ -386,3 +386,27 @@ def test_unknown_names() -> None:
         check(Launch.of(SUPER, layout(), precision="fp16"))
     with pytest.raises(ValueError, match="cuda.*auto, te, torch"):
         check(Launch.of(SUPER, layout(), precision="bf16", backend="cuda"))
+
+
+def test_every_width_of_experts_is_split() -> None:
+    """Puzzle's widths are 1280 to 2688, and MTP's 2688: their greatest common divisor is 128."""
+    puzzle = models.get("puzzle")
+    assert "expert-ffn-etp" not in {v.rule for v in check(Launch.of(puzzle, layout(tp=8, etp=128, dp=128)))}
+    narrow = puzzle.but(moe_layers=((1284, 4), *puzzle.expert_sizes[1:]))
+    own_mtp = puzzle.but(moe_ffn_hidden_size=2690)
+    for config, width, etp in ((puzzle, 1280, 3), (narrow, 1284, 8), (own_mtp, 2690, 4)):
+        launch = Launch.of(config, layout(tp=2, etp=etp, dp=etp), extra=["--spec", "mine", "spec"])
+        (found,) = (v for v in check(launch) if v.rule == "expert-ffn-etp")
+        assert f"moe_ffn_hidden_size={width} is not divisible by ETP={etp}" in found.message
+
+
+def test_every_width_of_experts_fills_blocks() -> None:
+    puzzle = models.get("puzzle")
+    assert not [
+        v for v in check(Launch.of(puzzle, layout(), precision="mxfp8", backend="te")) if "block" in v.message
+    ]
+    odd = puzzle.but(moe_layers=(*puzzle.expert_sizes[:-1], (2056, 18)))
+    launch = Launch.of(odd, layout(), precision="mxfp8", backend="te", extra=["--spec", "mine", "spec"])
+    (found,) = (v for v in check(launch) if "quantizes in blocks" in v.message)
+    assert "mixer.experts.{e}.up_proj.weight [2056, 1024]" in found.message
+    assert found.message.count("[2056, 1024]") == 1

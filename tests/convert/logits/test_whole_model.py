@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 TOKENS, SEED = 200, 5
 ATOL = 1e-4
 #: Seeds of weights without near ties in routing, which a whole model resolves in its own way.
-SEEDS = {"super": 9, "ultra": 22, "nano": 24, "nemotron-h-8b": 10}
+SEEDS = {"super": 9, "ultra": 22, "nano": 24, "nemotron-h-8b": 10, "puzzle": 1}
 
 
 class Run:
