@@ -154,8 +154,8 @@ class Nemotron3Bridge(NemotronHBridge):
         hf_config = hf_pretrained.config
         if hasattr(hf_config, "to_dict") and has_blocks(hf_config.to_dict()):
             raise ValueError(
-                f"{hf_config.name_or_path or 'config.json'} has {BLOCKS_KEY}: Megatron-Bridge builds all E layers alike. "
-                "Convert it with `nemotron3 convert from-hf`, and train it with Megatron-LM"
+                f"{hf_config.name_or_path or 'config.json'} has {BLOCKS_KEY}: Megatron-Bridge builds all E "
+                "layers alike. Convert it with `nemotron3 convert from-hf`, and train it with Megatron-LM"
             )
         provider = super().provider_bridge(hf_pretrained)
         provider.hybrid_stack_spec = stack_spec
