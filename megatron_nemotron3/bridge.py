@@ -149,7 +149,7 @@ class Nemotron3Bridge(NemotronHBridge):
         """Provider of our stack for a Hugging Face model or config.
 
         Raises:
-            ValueError: the layers differ in their experts, as Puzzle's do. Bridge's converter reads one width.
+            ValueError: the experts of layers differ, as Puzzle's do. Bridge's converter reads one width.
         """
         hf_config = hf_pretrained.config
         if hasattr(hf_config, "to_dict") and has_blocks(hf_config.to_dict()):
