@@ -5,13 +5,22 @@ What Megatron refuses on a CPU is tested to be refused still: docs/parity.md lis
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 
 from megatron_nemotron3.args import ParallelLayout
 from tests.parallel.compare import check
 from tests.parallel.layouts import CASES
+from tests.properties.entries import case
+from tests.properties.measure import attempts, nothing
+from tests.properties.step import Refusal
+from tests.support.distributed import run_distributed
 
 _L = ParallelLayout
 _FULL = ("--recompute-granularity", "full", "--recompute-method")
@@ -59,3 +68,36 @@ def test_option_equals_the_plain_run(name: str) -> None:
     option = OPTIONS[name]
     one = CASES[option.model]
     check(one, one.at(option.layout, *option.words))
+
+
+@contextlib.contextmanager
+def several_connections() -> Iterator[None]:
+    """What FSDP asks for before anything else."""
+    with mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}):
+        yield
+
+
+def test_what_megatron_refuses_on_a_cpu() -> None:
+    """docs/parity.md has the reasons; moment types and `layernorm` are in tests/properties."""
+    offloaded = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
+    runs = {
+        "can't optimize a non-leaf Tensor": case(None, *offloaded, "--optimizer-offload-fraction", "1.0"),
+        "only supported with transformer_engine implementation": case(
+            None, "--fine-grained-activation-offloading", "--offload-modules", "moe_act"
+        ),
+        "must be int, not CurrentDevice": case(None, "--use-torch-fsdp2", distributed_optimizer=False),
+    }
+    pretend = [nothing, nothing, several_connections]
+    found = run_distributed(attempts, 1, list(runs.values()), pretend)[0]
+    for message, result in zip(runs, found, strict=True):
+        assert isinstance(result, Refusal) and message in result.message, result
+
+
+def test_fsdp_is_for_cuda_devices_only() -> None:
+    """Both kinds name the device of their meshes themselves."""
+    from megatron.core.distributed import torch_fully_sharded_data_parallel as torch_fsdp
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+    assert 'DeviceMesh.from_group(self.process_group, "cuda")' in inspect.getsource(torch_fsdp)
+    source = inspect.getsource(mcore_fsdp_adapter)
+    assert source.count("DeviceMesh.from_group(") == source.count('device_type="cuda"') > 0

@@ -98,7 +98,10 @@ def build(case: Case) -> tuple[list[Any], Any, Any]:
     configs = pretrain_cfg_container_from_args(args, model_config)
     with training(LoRA.parse(case.lora) if case.lora is not None else None):
         chunks = model_config.get_builder_cls()(model_config).build_distributed_models(
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(), ddp_config=configs.ddp
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            ddp_config=configs.ddp,
+            use_megatron_fsdp=args.use_megatron_fsdp,
+            use_torch_fsdp2=args.use_torch_fsdp2,
         )
     return chunks, configs, args
 
