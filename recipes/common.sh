@@ -6,6 +6,7 @@
 #              MEGATRON_LM_DIR: a checkout of Megatron-LM; without it, the entry of this package.
 # model        TINY=1: the small form of the model.
 # parallelism  TP PP VPP CP EP ETP; DP follows from the number of GPUs.
+# hardware     GPU (h100, gb200 ...): the options and variables published for it; WITHOUT: options of it to leave out.
 # precision    PRECISION BACKEND TE_PRECISION_CONFIG_FILE
 # schedule     STEPS SEQ (tokens) GBS and MBS (sequences) LR MIN_LR LR_DECAY_STYLE: replace the published values.
 # memory       RECOMPUTE: full, or modules of Megatron's selective recompute ("moe layernorm"); empty: none.
@@ -13,11 +14,16 @@
 #              MEGATRON_LM_DIR.
 # checkpoints  OUTPUT (holds checkpoints/ and tensorboard/) SAVE_INTERVAL (steps) EXIT_MINUTES (save and stop).
 #              LOAD: the checkpoints folder of another run to start from, if OUTPUT has none.
+#              ASYNC_SAVE: who writes them beside training, mcore or nvrx (nvidia-resiliency-ext); 0: training waits.
+# nodes        NUMA NVLINK_ORDER KERNEL_CACHE (0 turns each off) KERNEL_CACHE_LOCAL: recipes/node.sh.
 # other        EXTRA: further words for Megatron's command line.
 
 RECIPE=${0#./}
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 fail() { echo "$RECIPE: $*" >&2; exit 2; }
 need() { [ -n "${!1:-}" ] || fail "set $1: $2"; }
+# shellcheck source-path=SCRIPTDIR source=node.sh
+. "$HERE/node.sh"
 number() { # NAME...: each is 1 or more
     local name
     for name; do [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name}: give a number from 1 on"; done
@@ -27,25 +33,8 @@ GPUS=${GPUS:-8} NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0}
 number GPUS NNODES
 [[ $NODE_RANK =~ ^[0-9]+$ ]] || fail "NODE_RANK=$NODE_RANK: give a number from 0 on"
 WORLD=$(( GPUS * NNODES ))
-RENDEZVOUS=(--standalone)
-if (( NNODES > 1 )); then
-    [ -n "${DRY_RUN:-}" ] || need MASTER_ADDR "the host name of node 0"
-    RENDEZVOUS=(--nnodes "$NNODES" --node-rank "$NODE_RANK"
-        --master-addr "${MASTER_ADDR:-node0}" --master-port "${MASTER_PORT:-29500}")
-fi
-DEVICE=auto DATA=() CHECKPOINTS=()
-
-# What NVIDIA's public launch scripts export.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-export NVTE_FWD_LAYERNORM_SM_MARGIN=${NVTE_FWD_LAYERNORM_SM_MARGIN:-16}
-export NVTE_BWD_LAYERNORM_SM_MARGIN=${NVTE_BWD_LAYERNORM_SM_MARGIN:-16}
-export NVTE_FUSED_ATTN=${NVTE_FUSED_ATTN:-0}
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-ENVIRONMENT=()
-for name in CUDA_DEVICE_MAX_CONNECTIONS NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_BWD_LAYERNORM_SM_MARGIN NVTE_FUSED_ATTN \
-    PYTORCH_CUDA_ALLOC_CONF; do
-    ENVIRONMENT+=("$name=${!name}")
-done
+(( NNODES == 1 )) || [ -n "${DRY_RUN:-}" ] || need MASTER_ADDR "the host name of node 0"
+DEVICE=auto DATA=() CHECKPOINTS=() ENVIRONMENT=()
 
 # The stock script of a Megatron-LM checkout, or the entry in this package.
 if [ -n "${MEGATRON_LM_DIR:-}" ]; then
@@ -56,6 +45,30 @@ else
     SCRIPT=$(python3 -c 'import megatron_nemotron3 as m; print(m.__path__[0])' 2> /dev/null)/train/pretrain_script.py \
         || fail "python3 has no megatron_nemotron3: pip install megatron-nemotron3, or set PYTHONPATH"
 fi
+
+environment() { # WORDS of nemotron3 flags...: what was published for GPU, or what NVIDIA's public launch scripts export
+    local exports names name
+    if [ -n "${GPU:-}" ]; then
+        exports=$(python3 -m megatron_nemotron3 "$@" --environment 2> /dev/null) || exit 2
+        names=$(sed -n 's/^export \([A-Z0-9_]*\)=.*/\1/p' <<< "$exports")
+        eval "$exports"
+    else
+        export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+        export NVTE_FWD_LAYERNORM_SM_MARGIN=${NVTE_FWD_LAYERNORM_SM_MARGIN:-16}
+        export NVTE_BWD_LAYERNORM_SM_MARGIN=${NVTE_BWD_LAYERNORM_SM_MARGIN:-16}
+        export NVTE_FUSED_ATTN=${NVTE_FUSED_ATTN:-0}
+        export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+        names="CUDA_DEVICE_MAX_CONNECTIONS NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_BWD_LAYERNORM_SM_MARGIN NVTE_FUSED_ATTN
+            PYTORCH_CUDA_ALLOC_CONF"
+    fi
+    for name in $names; do ENVIRONMENT+=("$name=${!name}"); done
+}
+
+rendezvous() { # where torchrun's agents meet
+    RENDEZVOUS=(--standalone)
+    (( NNODES == 1 )) || RENDEZVOUS=(--nnodes "$NNODES" --node-rank "$NODE_RANK"
+        --master-addr "${MASTER_ADDR:-node0}" --master-port "${MASTER_PORT:-29500}")
+}
 
 text_data() { # --data-path takes alternating weights and prefixes, hence words
     need DATA_PATH "the prefix of a Megatron .bin/.idx, or weights and prefixes in turn"
@@ -81,6 +94,13 @@ checkpoints() { # [required]: resume from OUTPUT, or start from LOAD with a new 
     local tracker=latest_checkpointed_iteration.txt
     CHECKPOINTS=(--save "$OUTPUT/checkpoints" --load "$OUTPUT/checkpoints" --save-interval "${SAVE_INTERVAL:-200}"
         --tensorboard-dir "$OUTPUT/tensorboard" --exit-signal-handler)
+    case ${ASYNC_SAVE:-mcore} in
+        0) ;;
+        # Without the second word Megatron drops the first; its default, nvrx, needs another package.
+        mcore | nvrx) [ "$DEVICE" = cpu ] || CHECKPOINTS+=(--async-save --use-persistent-ckpt-worker
+            --async-strategy "${ASYNC_SAVE:-mcore}") ;;
+        *) fail "ASYNC_SAVE=$ASYNC_SAVE: use mcore, nvrx or 0" ;;
+    esac
     [ -z "${EXIT_MINUTES:-}" ] || CHECKPOINTS+=(--exit-duration-in-mins "$EXIT_MINUTES")
     if [ ! -e "$OUTPUT/checkpoints/$tracker" ]; then
         [ -z "${1:-}" ] || need LOAD "the checkpoints folder of the previous phase, or of nemotron3 convert from-hf"
@@ -126,11 +146,12 @@ PYTHON
 }
 
 launch() {
-    local flags words layout batch given ranks
+    local flags words layout batch given ranks without python=()
     CP=${CP:-1} PP=${PP:-1}
     number TP PP CP EP
     ranks=$(( TP * PP * CP ))
     (( WORLD % ranks == 0 )) || fail "GPUS*NNODES=$WORLD is not a multiple of TP*PP*CP=$ranks: change one of them"
+    nodes_in_nvlink_order "$(( EP * ${ETP:-1} ))"
     layout=(--tp "$TP" --pp "$PP" --cp "$CP" --ep "$EP" --dp "$(( WORLD / ranks ))"
         ${VPP:+--vpp "$VPP"} ${ETP:+--etp "$ETP"})
     batch=(--schedule "$SCHEDULE" ${STEPS:+--steps "$STEPS"} ${SEQ:+--seq-length "$SEQ"}
@@ -144,18 +165,27 @@ launch() {
     fi
     read -ra words <<< "${EXTRA:-}"
     given+=("${DATA[@]}" "${CHECKPOINTS[@]}" "${words[@]}")
+    words=(flags "$MODEL" ${TINY:+--tiny} "${layout[@]}" --precision "$PRECISION"
+        ${TE_PRECISION_CONFIG_FILE:+--te-precision-config-file "$TE_PRECISION_CONFIG_FILE"}
+        --backend "${BACKEND:-te}" "${batch[@]}" ${GPU:+--gpu "$GPU"})
+    for without in ${WITHOUT:-}; do words+=(--without "$without"); done
     # On its own line, so that refused flags stop the recipe here.
-    flags=$(python3 -m megatron_nemotron3 flags "$MODEL" ${TINY:+--tiny} "${layout[@]}" --precision "$PRECISION" \
-        ${TE_PRECISION_CONFIG_FILE:+--te-precision-config-file "$TE_PRECISION_CONFIG_FILE"} \
-        --backend "${BACKEND:-te}" "${batch[@]}" --shell -- "${given[@]}") || exit 2
+    flags=$(python3 -m megatron_nemotron3 "${words[@]}" --shell -- "${given[@]}") || exit 2
+    environment "${words[@]}"
     eval "ARGS=( $flags )"
+    [ "$DEVICE" = cpu ] || kernel_caches "$OUTPUT/kernels"
+    if [ "$DEVICE" != cpu ] && [ "${NUMA:-1}" != 0 ]; then
+        python=(--no-python bash "$HERE/bind.sh" python3 -u)
+    fi
+    rendezvous
     COMMAND=(env "${ENVIRONMENT[@]}" python3 -m torch.distributed.run --nproc-per-node "$GPUS" "${RENDEZVOUS[@]}"
-        -m megatron_nemotron3.run --device "$DEVICE" "$SCRIPT" "${ARGS[@]}")
+        "${python[@]}" -m megatron_nemotron3.run --device "$DEVICE" "$SCRIPT" "${ARGS[@]}")
     (( NODE_RANK )) || report >&2
     printf '%q ' "${COMMAND[@]}"
     echo
     [ -z "${DRY_RUN:-}" ] || exit 0
     [ -n "${NO_DOCTOR:-}" ] || python3 -m megatron_nemotron3 doctor >&2 \
         || fail "nemotron3 doctor found a problem; NO_DOCTOR=1 launches anyway"
+    share_kernels "$(( WORLD / PP ))"
     exec "${COMMAND[@]}"
 }

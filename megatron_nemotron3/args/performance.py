@@ -137,6 +137,10 @@ def tuned(
         chosen.environment.update(_hybrid_ep(gpu, layout))
     if "--use-megatron-fsdp" in options:
         options.update(_hybrid_sharding(gpu, layout))
+    hopper = HARDWARE[gpu].capability == (9, 0)
+    if hopper and max(layout.tp, layout.cp) > 1 and "--use-megatron-fsdp" not in options:
+        # Megatron refuses any other value (arguments.py).
+        chosen.environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     for name in (f"--{word.removeprefix('--')}" for word in without):
         if name not in options:
             raise ValueError(f"{name} is not an option of --gpu {gpu}: it has {', '.join(sorted(options))}")

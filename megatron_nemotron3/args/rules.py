@@ -12,6 +12,7 @@ from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.rule import Rule, Violation
 from megatron_nemotron3.args.rules_layout import LAYOUT_RULES
 from megatron_nemotron3.args.rules_options import COMBINATION_RULES, OPTION_RULES, PARSER_RULES, VERSION_RULES
+from megatron_nemotron3.args.rules_performance import PERFORMANCE_RULES
 from megatron_nemotron3.args.rules_precision import PRECISION_RULES
 from megatron_nemotron3.args.rules_schedule import SCHEDULE_RULES
 
@@ -22,6 +23,7 @@ RULES: tuple[Rule, ...] = (
     *PRECISION_RULES,
     *OPTION_RULES,
     *COMBINATION_RULES,
+    *PERFORMANCE_RULES,
 )
 
 

@@ -22,6 +22,7 @@ from megatron_nemotron3.generate.layers import MLP, Attention, Layer, Norm, Read
 from megatron_nemotron3.generate.mamba import Mamba
 from megatron_nemotron3.generate.moe import MixtureOfExperts
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import hf_root
 
 LAYER_KINDS: dict[str, Callable[[ReadTensor, Nemotron3Config], Layer]] = {
     "M": Mamba,
@@ -108,7 +109,7 @@ def read_weights(
     """Load tensors under Hugging Face names from any source. Arguments and errors as for `load`."""
     tensors, target = TensorReader("checkpoint", source), torch.device(device)
     if dtype is None:
-        dtype = getattr(torch, source.tensors[tensors.find("backbone.embeddings.weight")].dtype)
+        dtype = getattr(torch, source.tensors[tensors.find(f"{hf_root(config)}.embeddings.weight")].dtype)
 
     def below(prefix: str) -> ReadTensor:
         def read(name: str, *shape: int, float32: bool = False) -> Tensor:
@@ -129,7 +130,7 @@ def assemble(below: Callable[[str], ReadTensor], config: Nemotron3Config, *, mtp
         below: prefix of Hugging Face names -> what reads the tensors below it.
         mtp: also the MTP block, if there is one.
     """
-    d = config.hidden_size
+    d, root = config.hidden_size, hf_root(config)
     layers: list[Layer] = []
     blocks: list[MTPBlock] = []
     stack = layers
@@ -137,7 +138,7 @@ def assemble(below: Callable[[str], ReadTensor], config: Nemotron3Config, *, mtp
         read = below(prefix.hf)
         if prefix.part in LAYER_KINDS:
             if stack is layers or mtp:
-                stack.append(LAYER_KINDS[prefix.part](read, config))
+                stack.append(LAYER_KINDS[prefix.part](read, prefix.config))
         elif prefix.part == "mtp_in":
             stack = []
             read_input = read
@@ -150,9 +151,9 @@ def assemble(below: Callable[[str], ReadTensor], config: Nemotron3Config, *, mtp
     read = below("")
     return Weights(
         config,
-        embedding=read("backbone.embeddings.weight", config.vocab_size, d),
+        embedding=read(f"{root}.embeddings.weight", config.vocab_size, d),
         layers=layers,
-        final_norm=read_norm(read, config, "backbone.norm_f.weight"),
+        final_norm=read_norm(read, config, f"{root}.norm_f.weight"),
         output=transposed(read("lm_head.weight", config.vocab_size, d)),
         mtp=blocks,
     )

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by disjoint.sh and colocated.sh: prints the command, runs it. They set GPUS, NNODES, PLACEMENT, LLM_DP,
 # MICRO_BATCH_SIZE. From the environment, too: MODEL TINY STEPS GLOBAL_BATCH_SIZE SEQ_LENGTH PRECISION BACKEND
-# DEVICE LR VOCABULARY OUTPUT NODE_RANK MASTER_ADDR MASTER_PORT MEGATRON_LM_DIR DRY_RUN EXTRA.
+# DEVICE LR VOCABULARY OUTPUT NODE_RANK MASTER_ADDR MASTER_PORT MEGATRON_LM_DIR DRY_RUN EXTRA, and NUMA of ../node.sh.
 
 : "${MEGATRON_LM_DIR:?set MEGATRON_LM_DIR to a Megatron-LM checkout (tag core_v0.19.0)}"
 [ -f "$MEGATRON_LM_DIR/examples/mimo/pretrain_mimo.py" ] || {
@@ -35,7 +35,7 @@ LOGGING=(--rerun-mode disabled)
 
 # parallelism: Megatron's own sizes stay 1, those of the modules are in PLACEMENT
 launch() {
-    local flags command
+    local flags command python=()
     # On a line of its own: refused flags stop the recipe here.
     # shellcheck disable=SC2086
     flags=$(python3 -m megatron_nemotron3 flags "$MODEL" "${SIZE[@]}" --precision "$PRECISION" --backend "$BACKEND" \
@@ -46,9 +46,10 @@ launch() {
     # The checkout's examples are imported; they must not meet those of this repository.
     export PYTHONPATH=$MEGATRON_LM_DIR${PYTHONPATH:+:$PYTHONPATH}
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+    [ "${DEVICE:-auto}" = cpu ] || [ "${NUMA:-1}" = 0 ] || python=(--no-python bash "$HERE/../bind.sh" python3 -u)
     command=(python3 -m torch.distributed.run --nproc-per-node "$GPUS" --nnodes "$NNODES"
         --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}"
-        -m megatron_nemotron3.run --device "${DEVICE:-auto}" "$HERE/pretrain_omni.py"
+        "${python[@]}" -m megatron_nemotron3.run --device "${DEVICE:-auto}" "$HERE/pretrain_omni.py"
         "${ARGS[@]}" "${PLACEMENT[@]}" "${VISION[@]}" "${DATA[@]}" "${LOGGING[@]}")
     printf 'PYTHONPATH=%q ' "$PYTHONPATH"
     printf '%q ' "${command[@]}"

@@ -112,7 +112,7 @@ def test_states_of_a_text(models: Any, at: int, single: bool) -> None:
     assert kinds.count("KVCache") == c.pattern.count("*")
 
 
-@pytest.mark.parametrize("name", ["super", "lightning"])
+@pytest.mark.parametrize("name", ["super", "lightning", "puzzle"])
 @pytest.mark.parametrize("chunk", [1, 7, TOKENS])
 def test_every_mtp_depth(models: Any, name: str, chunk: int) -> None:
     """Hidden states and logits of each depth, in chunks of any length, where the tokens are known."""

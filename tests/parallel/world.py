@@ -72,10 +72,13 @@ def initial_weights(
 # What follows runs on the ranks.
 
 
-def initialize_layout(layout: ParallelLayout) -> None:
+def initialize_layout(layout: ParallelLayout, optimizer_instances: int = 1) -> None:
     """Megatron's groups of a layout."""
     vpp = layout.vpp if layout.vpp > 1 else None
-    initialize(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp, cp=layout.cp, vpp=vpp)
+    initialize(
+        tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp, cp=layout.cp, vpp=vpp,
+        optimizer_instances=optimizer_instances,
+    )  # fmt: skip
 
 
 def build(case: Case) -> tuple[list[Any], Any, Any]:
@@ -85,8 +88,8 @@ def build(case: Case) -> tuple[list[Any], Any, Any]:
 
     from megatron_nemotron3.build import megatron_args
 
-    initialize_layout(case.layout)
     args = megatron_args(case.argv(), case.layout.world_size)
+    initialize_layout(case.layout, args.num_distributed_optimizer_instances)
     if args.vocab_size is None:
         args.vocab_size = case.config.vocab_size
     model_config = hybrid_config_from_args(args)

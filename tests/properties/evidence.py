@@ -23,6 +23,7 @@ from tests.properties.entries import (
     schedule,
 )
 from tests.properties.evidence_combination import COMBINATIONS
+from tests.properties.evidence_performance import PERFORMANCE
 
 EVIDENCE: dict[str, Evidence] = {
     "pattern-dash": Refused(
@@ -351,4 +352,5 @@ EVIDENCE: dict[str, Evidence] = {
         shown="slots with a value, depths 1: yes, 2: no",
     ),
     **COMBINATIONS,
+    **PERFORMANCE,
 }

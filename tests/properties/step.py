@@ -59,6 +59,7 @@ class Case:
     te_precision_config_file: str | None = None
     emulate: bool = False
     compute_capability: tuple[int, int] | None = None
+    gpu: str | None = None
 
     def argv(self) -> list[str]:
         """The words of Megatron's command line. Raises RuleError."""

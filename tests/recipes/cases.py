@@ -75,6 +75,7 @@ CASES = [
     Case("super", "sft", "2", 8, {"PHASE": "2", "STEPS": "500"}, "sft-2"),
     *_of("ultra", 768, 64, 24),
     Case("ultra", "sft", "2", 24, {"PHASE": "2"}, "sft-2"),
+    Case("super", "proxy", "gb200", 8, {"GPU": "gb200"}, "published"),
 ]
 
 
@@ -120,7 +121,7 @@ def golden_text(words: list[str]) -> str:
     """A command as the golden file has it: an option a line, folders of this machine by name."""
     lines: list[str] = []
     for word in words:
-        word = word.replace(str(ROOT), "$ROOT")
+        word = word.replace(str(ROOT), "$ROOT").replace(f"kernels-{os.getuid()}/", "kernels-$UID/")
         starts = word.startswith("--") or word in ("python3", "-m") or (word[:1].isupper() and "=" in word)
         if starts or not lines:
             lines.append(word)

@@ -76,6 +76,8 @@ def test_megatron_accepts(case: Case, parsed: dict[str, Any]) -> None:
     assert model_ranks * args["data_parallel_size"] == case.world_size
     if case.recipe != "debug_cpu":
         assert args["save"] == args["load"] and args["save"].startswith("runs/")
+        # What Megatron leaves of the words.
+        assert args["async_save"] and args["async_strategy"] == "mcore"
     assert (args["pretrained_checkpoint"] == "/data/before") is (case.recipe != "debug_cpu")
     assert args["fp4"] == ("e2m1" if case.recipe == "nvfp4" else None)
     assert args["sft"] is (case.recipe == "sft")

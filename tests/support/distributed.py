@@ -248,7 +248,14 @@ def _rank(rank: int, world_size: int, store: str, timeout: float) -> Iterator[No
 
 
 def initialize(
-    tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, vpp: int | None = None, seed: int = 1234
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    cp: int = 1,
+    vpp: int | None = None,
+    seed: int = 1234,
+    optimizer_instances: int = 1,
 ) -> None:
     """Make Megatron's process groups (data parallel: what is left) and seed its RNG streams.
 
@@ -265,6 +272,7 @@ def initialize(
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
+        num_distributed_optimizer_instances=optimizer_instances,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -26,7 +26,7 @@ from tests.support.checkpoint_pair import InMemory
 ATOL = 1e-4
 #: Between two summation orders, a selected and a rejected expert closer than this may be swapped.
 MARGIN = 1e-5
-NAMES = ("super", "nano", "nano-4b", "nemotron-h-8b", "lightning")
+NAMES = ("super", "nano", "nano-4b", "nemotron-h-8b", "lightning", "puzzle")
 #: Three times the length of the short scan, one and a half times a chunk of the long one.
 ROWS, TOKENS = 2, 100
 #: More than any test needs; the tiny models state 256.

@@ -1,0 +1,142 @@
+"""Rules on performance options: graphs, dispatcher, offloading, optimizer types. Standard library only.
+
+Combinations that Megatron refuses while it reads the arguments or builds the config have no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args.performance_table import HARDWARE, USED_OF_NVL72
+from megatron_nemotron3.args.rule import Rule
+
+_CONFIG = "megatron/core/transformer/transformer_config.py"
+_OPTIMIZER = "megatron/core/optimizer/optimizer_config.py"
+_IMPL = "--cuda-graph-impl"
+_PRECISION_AWARE = "--use-precision-aware-optimizer"
+
+#: Option -> the one without which Megatron ignores it, and the values that it needs; (): a switch.
+_NEEDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "--recompute-modules": ("--recompute-granularity", ("selective",)),
+    "--cuda-graph-modules": (_IMPL, ("local", "transformer_engine")),
+    "--offload-modules": ("--fine-grained-activation-offloading", ()),
+    "--moe-flex-dispatcher-backend": ("--moe-token-dispatcher-type", ("flex",)),
+}
+#: Options under which a row holds several documents, whose borders go through the layers beside the tokens.
+_PACKING = ("--sft", "--dataloader-inter-document-masking", "--rl-use-sequence-packing")
+#: Options that store the optimizer's state in other types than FP32.
+_TYPES = ("--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
+
+
+def _ignored(c: Launch) -> Iterator[tuple[str, str]]:
+    """Yield options without effect, each with the one that it needs."""
+    for name, (other, values) in _NEEDS.items():
+        given = name in c.options and (other not in c.options if not values else True)
+        if given and (not values or c.option(other, "") not in values):
+            yield name, f"{other} {' or '.join(values)}".strip()
+
+
+def _graphed_attention(c: Launch) -> bool:
+    """Whether Transformer Engine's CUDA graphs hold attention; without a list they hold whole layers."""
+    modules = c.options.get("--cuda-graph-modules") or ()
+    return c.option(_IMPL, "none") == "transformer_engine" and (not modules or "attn" in modules)
+
+
+def _expert_ranks(c: Launch) -> int:
+    return c.layout.ep * c.layout.etp
+
+
+def _nvlink_ranks(c: Launch) -> int:
+    """Ranks of an NVLink domain that jobs use."""
+    assert c.gpu is not None
+    return min(HARDWARE[c.gpu].nvlink_domain, USED_OF_NVL72)
+
+
+def _uneven(c: Launch) -> bool:
+    """Whether expert groups of HybridEP begin and end within NVLink domains."""
+    if c.gpu is None or c.option("--moe-flex-dispatcher-backend", "") != "hybridep":
+        return False
+    small, large = sorted((_expert_ranks(c), _nvlink_ranks(c)))
+    return large % small != 0
+
+
+def _types(c: Launch) -> list[str]:
+    """Options that ask for another type than FP32."""
+    return [f"{name} {c.option(name, '')}" for name in _TYPES if c.option(name, "fp32") != "fp32"]
+
+
+PERFORMANCE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "option-without-effect",
+        lambda c: any(_ignored(c)),
+        lambda c: "; ".join(
+            f"{name} has no effect: Megatron reads it only with {needed}" for name, needed in _ignored(c)
+        ),
+        f"{_CONFIG}; megatron/core/transformer/moe/token_dispatcher.py",
+        "warning",
+    ),
+    Rule(
+        "cpu-offloading-num-layers",
+        lambda c: int(c.option("--cpu-offloading-num-layers", "0")) > 0,
+        lambda c: (
+            f"--cpu-offloading-num-layers={c.option('--cpu-offloading-num-layers', '')} offloads nothing: "
+            "only the block of GPT models has it. Use --fine-grained-activation-offloading with "
+            "--offload-modules"
+        ),
+        "megatron/core/models/hybrid/hybrid_block.py",
+        "warning",
+    ),
+    Rule(
+        "packed-graphs",
+        lambda c: c.first_of(*_PACKING) and "*" in c.kinds and _graphed_attention(c),
+        lambda c: (
+            f"{c.first_of(*_PACKING)} with CUDA graphs of attention: a graph takes tensors only, so the "
+            "first replay refuses the borders of the documents, after the warm-up and the capture. Use "
+            f"{_IMPL} none" + ("" if c.gpu is None else " (--without cuda-graph-modules, too)")
+        ),
+        "megatron/core/transformer/transformer_layer.py; Megatron-LM #3869",
+    ),
+    Rule(
+        "hybridep-domain",
+        _uneven,
+        lambda c: (
+            f"HybridEP with EP*ETP={_expert_ranks(c)}: an expert group is as many ranks in a row, and NVLink "
+            f"on {c.gpu} connects {_nvlink_ranks(c)}, so some groups would count ranks of two domains as "
+            "one: one number must divide the other"
+        ),
+        "HybridEP's buffer (DeepEP, hybrid-ep); megatron/core/parallel_state.py; NeMo-RL #3436",
+    ),
+    Rule(
+        "optimizer-types",
+        lambda c: _types(c) and _PRECISION_AWARE not in c.options,
+        lambda c: (
+            f"{', '.join(_types(c))}: other types than fp32 need {_PRECISION_AWARE}, which Megatron only "
+            "notices when it makes the optimizer: add it"
+        ),
+        _OPTIMIZER,
+    ),
+    Rule(
+        "precision-aware-optimizer",
+        lambda c: (
+            _PRECISION_AWARE in c.options
+            and "--optimizer-cpu-offload" not in c.options
+            and (c.backend == "torch" or not c.distributed_optimizer)
+        ),
+        lambda c: (
+            f"{_PRECISION_AWARE} needs Transformer Engine's Adam and the distributed optimizer, which "
+            f"Megatron only notices when it makes the optimizer; here the backend is {c.backend} and the "
+            f"distributed optimizer is {'on' if c.distributed_optimizer else 'off'}: drop it"
+        ),
+        _OPTIMIZER,
+    ),
+    Rule(
+        "moe-router-fusion",
+        lambda c: c.backend == "torch" and c.config.is_moe and "--moe-router-fusion" in c.options,
+        lambda c: (
+            "--moe-router-fusion raises ValueError in the first step without Transformer Engine, and is "
+            "turned off on a CPU: drop it, or use backend te"
+        ),
+        "megatron/core/transformer/moe/moe_utils.py",
+    ),
+)

@@ -1,0 +1,54 @@
+"""Evidence for the rules on performance options."""
+
+from __future__ import annotations
+
+from tests.properties import measure_performance as measure
+from tests.properties.entries import Evidence, Refused, Wrong, case, model, schedule
+
+PERFORMANCE: dict[str, Evidence] = {
+    "option-without-effect": Wrong(
+        case=case(None, "--recompute-modules", "moe"),
+        measured=measure.without_effect,
+        shown="trains the same with 4 such options, refuses all of them together with what they need",
+    ),
+    "cpu-offloading-num-layers": Wrong(
+        case=case(None, "--cpu-offloading-num-layers", "1"),
+        measured=measure.layer_offloading,
+        shown="the same run; the hybrid stack has no offload context",
+    ),
+    "packed-graphs": Wrong(
+        case=case(None, "--sft", "--cuda-graph-impl", "transformer_engine", backend="te"),
+        measured=measure.packed_replay,
+        shown="replay: AssertionError: CUDA graph accepts only Tensor inputs",
+    ),
+    "hybridep-domain": Wrong(
+        case=case(
+            model(num_moe_experts=6),
+            *("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"),
+            ep=6,
+            dp=12,
+            schedule=schedule(global_batch_size=12),
+            backend="te",
+            precision="bf16",
+            gpu="h100",
+        ),
+        measured=measure.hybridep_groups,
+        shown="ranks 6 to 11 are an expert group, on NVLink domains 0 and 1",
+    ),
+    "optimizer-types": Refused(
+        case=case(None, "--exp-avg-dtype", "bf16"),
+        stage="step",
+        message="exp_avg_dtype can only be fp32 when not using precision-aware optimizer",
+    ),
+    "precision-aware-optimizer": Refused(
+        case=case(None, "--use-precision-aware-optimizer", precision="bf16"),
+        stage="step",
+        message="--use-precision-aware-optimizer requires FusedAdam from TransformerEngine",
+    ),
+    "moe-router-fusion": Wrong(
+        case=case(None, "--moe-router-fusion"),
+        measured=measure.fused_router,
+        shown="choosing experts: ValueError: fused_topk_with_score_function is not available. Please install "
+        "TE >= 2.6.0.",
+    ),
+}
