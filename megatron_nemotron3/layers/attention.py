@@ -21,7 +21,19 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_nemotron3.layers.context_parallel import document_borders, gathered_positions, zigzag
+from megatron_nemotron3.layers.context_parallel import (
+    cu_seqlens,
+    document_borders,
+    gathered_positions,
+    pack_positions,
+    zigzag,
+)
+from megatron_nemotron3.precision.settings import gpu_kernels_enabled
+
+try:
+    from torch.nn.attention.varlen import varlen_attn as _varlen_attn
+except ImportError:  # torch < 2.10
+    _varlen_attn = None  # type: ignore[assignment]
 
 #: Mask types with which each token sees itself and the tokens before it.
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -121,11 +133,14 @@ class TorchCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """Attention of documents that follow each other along the token axis, each separately."""
         cp = self.cp_group.size()
+        if cp == 1 and self._takes_device_borders(query):
+            return _flash_packed(query, key, value, cu_seqlens(packed), self.softmax_scale).flatten(1)
         borders = document_borders(packed, query.shape[0] * cp)
         held = None  # positions of this rank's queries in the pack
         if cp > 1:
-            held = zigzag(borders, cp, self.cp_group.rank()).to(query.device)
-            order = gathered_positions(borders, cp).argsort().to(key.device)
+            positions = pack_positions(packed, query.shape[0] * cp, cp, query.device)
+            held = positions.view(cp, -1)[self.cp_group.rank()]
+            order = positions.argsort()
             key, value = (self._gather(t).index_select(0, order) for t in (key, value))
         pieces = []
         for start, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
@@ -140,6 +155,19 @@ class TorchCoreAttention(MegatronModule):
             mask = None if held is None else torch.arange(start, end, device=k.device) <= held[mine, None]
             pieces.append(self._attend(q, k, v, mask).squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
+
+    def _takes_device_borders(self, query: torch.Tensor) -> bool:
+        """Whether flash attention computes all documents in one launch, with their borders on the device."""
+        dropout = self.dropout if self.training else 0.0
+        return bool(
+            query.is_cuda
+            and gpu_kernels_enabled()
+            and _varlen_attn is not None
+            and query.dtype in (torch.bfloat16, torch.float16)
+            and query.shape[-1] % 8 == 0
+            and query.shape[-1] <= 256
+            and not dropout
+        )
 
     def _gather(self, t: torch.Tensor) -> torch.Tensor:
         """[s / cp, ...] -> [s, ...] in order of ranks; backward sums the gradients."""
@@ -157,7 +185,28 @@ class TorchCoreAttention(MegatronModule):
             this rank's queries for that order.
         """
         cp, rank = self.cp_group.size(), self.cp_group.rank()
-        borders = torch.tensor([0, query.shape[0] * cp])
-        mine = zigzag(borders, cp, rank).to(query.device)
-        gathered = gathered_positions(borders, cp).to(query.device)
+        borders = torch.tensor([0, query.shape[0] * cp], device="cpu")
+        mine = zigzag(borders, cp, rank, query.device)
+        gathered = gathered_positions(borders, cp, query.device)
         return self._gather(key), self._gather(value), gathered[None, :] <= mine[:, None]
+
+
+def _flash_packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal attention of all documents of a pack in one launch; the host does not wait.
+
+    Tokens after the last border are padding and form a document, as everywhere here: flash attention would
+    leave their rows unwritten. The longest document is not known to the host, so the pack's length bounds it;
+    it only sets the size of the grid.
+
+    Args:
+        query: [t, heads, c].   key, value: [t, kv heads, c].
+        borders: [documents + 1] on the device.
+
+    Returns:
+        [t, heads, c].
+    """
+    total = query.shape[0]
+    ends = torch.nn.functional.pad(borders.to(torch.int32), (0, 1), value=total)
+    return _varlen_attn(query, key, value, ends, ends, total, total, scale=scale, window_size=(-1, 0))  # type: ignore[return-value]

@@ -7,6 +7,7 @@ tokens in sequence. Upstream gets these positions from TransformerEngine's CUDA 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,18 +36,38 @@ def document_borders(packed: PackedSeqParams, total: int) -> torch.Tensor:
             f"packed sequences with qkv_format={packed.qkv_format!r}: the torch backend supports 'thd' "
             "with cu_seqlens_q only"
         )
-    borders = cu_seqlens(packed).long().cpu()
+    borders = on_host(cu_seqlens(packed)).long()
     last = int(borders[-1])
     if last > total:
         raise ValueError(f"cu_seqlens end at {last}, but there are {total} tokens: pass those of this batch")
     return borders if last == total else torch.cat([borders, borders.new_tensor([total])])
 
 
-def zigzag(borders: torch.Tensor, cp: int, rank: int) -> torch.Tensor:
+def on_host(borders: torch.Tensor) -> torch.Tensor:
+    """Borders on the host. The host waits for the device, but once a pack, not once a layer."""
+    return _kept(borders, "borders", _read) if borders.is_cuda else borders
+
+
+def _read(borders: torch.Tensor) -> torch.Tensor:
+    return borders.cpu()
+
+
+def _kept(tensor: torch.Tensor, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`make(tensor)`, kept with the tensor until that is changed in place."""
+    if tensor.is_inference():  # has no version
+        return make(tensor)
+    kept: dict[str, tuple[int, torch.Tensor]] = tensor.__dict__.setdefault("_nemotron3_kept", {})
+    if name not in kept or kept[name][0] != tensor._version:
+        kept[name] = tensor._version, make(tensor)
+    return kept[name][1]
+
+
+def zigzag(borders: torch.Tensor, cp: int, rank: int, device: torch.device | None = None) -> torch.Tensor:
     """Positions [total / cp] of the tokens that context-parallel rank `rank` of `cp` holds.
 
     Args:
         borders: `document_borders`, [documents + 1].
+        device: on which they are computed; None for the host.
 
     Raises:
         ValueError: a document is not divisible by 2 * cp.
@@ -60,13 +81,23 @@ def zigzag(borders: torch.Tensor, cp: int, rank: int) -> torch.Tensor:
             )
         chunk = (end - start) // (2 * cp)
         for index in (rank, 2 * cp - 1 - rank):
-            held.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
+            held.append(torch.arange(start + index * chunk, start + (index + 1) * chunk, device=device))
     return torch.cat(held)
 
 
-def gathered_positions(borders: torch.Tensor, cp: int) -> torch.Tensor:
+def gathered_positions(borders: torch.Tensor, cp: int, device: torch.device | None = None) -> torch.Tensor:
     """Positions [total] of all tokens in the order of a gather, rank after rank."""
-    return torch.cat([zigzag(borders, cp, rank) for rank in range(cp)])
+    return torch.cat([zigzag(borders, cp, rank, device) for rank in range(cp)])
+
+
+def pack_positions(packed: PackedSeqParams, total: int, cp: int, device: torch.device) -> torch.Tensor:
+    """`gathered_positions` of a pack on the device, computed once a pack."""
+
+    def make(_: torch.Tensor) -> torch.Tensor:
+        positions = gathered_positions(document_borders(packed, total), cp)
+        return positions.to(device, non_blocking=True)  # from the host without waiting for the device
+
+    return _kept(cu_seqlens(packed), f"positions of {total}, cp {cp}, {device}", make)
 
 
 @dataclass
@@ -96,7 +127,10 @@ class Places:
         if packed is None:
             padded = real = torch.arange(2, device=device) * (cp * tokens)
         else:
-            padded, real = (t.to(device, torch.int64) for t in (cu_seqlens(packed), packed.cu_seqlens_q))
+            padded, real = (
+                t.to(device, torch.int64, non_blocking=True)
+                for t in (cu_seqlens(packed), packed.cu_seqlens_q)
+            )
         if padded.shape != real.shape:
             raise ValueError(
                 f"cu_seqlens_q has borders of {len(real) - 1} documents, cu_seqlens_q_padded of "
@@ -152,9 +186,7 @@ class PackedContextParallel(MambaContextParallel):
     def _order(self, packed: PackedSeqParams, tokens: torch.Tensor) -> torch.Tensor:
         """Position of each token in the pack, in the order that upstream takes for the sequence."""
         total = tokens.shape[0]
-        packs = gathered_positions(document_borders(packed, total), self.cp_size)
-        plain = gathered_positions(torch.tensor([0, total]), self.cp_size)
+        packs = pack_positions(packed, total, self.cp_size, tokens.device)
+        plain = gathered_positions(torch.tensor([0, total], device="cpu"), self.cp_size, tokens.device)
         # Upstream puts gathered token i at plain[i]; its position in the pack is packs[i].
-        order = torch.empty_like(packs)
-        order[plain] = packs
-        return order.to(tokens.device)
+        return torch.empty_like(packs).scatter_(0, plain, packs)

@@ -13,6 +13,7 @@ Sums are FP32 (FP64 if x is FP64); y has the dtype of x, every gradient the dtyp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,9 @@ from megatron_nemotron3.layers.functional import accumulation_dtype
 #: Elements [rows, tokens, c] per block, by device type. On a CPU 512 KiB in FP32, so that the few live
 #: tensors fit the second-level cache: the fastest of 2^15 to 2^18 on two AVX-512 cores.
 BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
+#: Devices on which the host reads the borders of documents, to cut x at them. That is less work than masks,
+#: but on a GPU the host would wait, and launch kernels for each document.
+CUTTING = {"cpu"}
 #: Name of the activation -> whether SiLU is applied.
 ACTIVATIONS = {"silu": True, "swish": True, None: False}
 
@@ -93,8 +97,7 @@ def causal_conv1d(
         weight: [c, 1, k] or [c, k]; the last tap multiplies the current token.
         bias: [c] or None.
         activation: "silu" (or "swish"), or None.
-        seq_idx: [b, s] integer document index, non-decreasing. Document borders are read on the host, which
-            synchronizes with a GPU.
+        seq_idx: [b, s] integer document index, non-decreasing.
         initial_state: [b, k - 1, c], inputs before the first token, of the same document. None: zeros.
         return_final_state: also return the last k - 1 inputs; those of earlier documents are zeros.
 
@@ -132,7 +135,7 @@ class _DocumentPiece:
 
 
 def _document_pieces(x: Tensor, seq_idx: Tensor | None) -> list[_DocumentPiece]:
-    """Cut [b, s] at document borders, and further until a piece has at most `BLOCK_ELEMENTS`."""
+    """Cut [b, s] into pieces of at most `BLOCK_ELEMENTS`, and at document borders if seq_idx is given."""
     b, s, c = x.shape
     tokens = max(1, BLOCK_ELEMENTS.get(x.device.type, BLOCK_ELEMENTS["cuda"]) // c)
     nb = min(b, max(1, tokens // s))
@@ -154,14 +157,53 @@ def _document_pieces(x: Tensor, seq_idx: Tensor | None) -> list[_DocumentPiece]:
     ]
 
 
-def _correlate(x: Tensor, columns: Tensor, bias: Tensor | None) -> Tensor:
-    """[n, m + k - 1, c] and columns [k, c] -> [n, m, c] = bias + sum_j columns[j] x[:, j : j + m]."""
+class _SameDocument:
+    """Masks instead of pieces: whether two tokens of a row belong to one document, without the host.
+
+    Tokens before the first belong to its document (they are the initial state or zeros), tokens after the
+    last to that one's (their gradients are zeros).
+    """
+
+    def __init__(self, seq_idx: Tensor, k: int) -> None:
+        first, last = seq_idx[:, :1].expand(-1, k - 1), seq_idx[:, -1:].expand(-1, k - 1)
+        self.index, self.k = torch.cat([first, seq_idx, last], dim=1), k
+
+    def earlier(self, rows: slice, lo: int, hi: int) -> list[Tensor | None]:
+        """For tap j and tokens lo .. hi - 1: is the token k - 1 - j before of its document? [n, m, 1]"""
+        return [self._apart(rows, lo, hi, -(self.k - 1 - j)) for j in range(self.k)]
+
+    def later(self, rows: slice, lo: int, hi: int) -> list[Tensor | None]:
+        """For i in 0 .. k - 1 and tokens lo .. hi - 1: is the token i after of its document? [n, m, 1]"""
+        return [self._apart(rows, lo, hi, i) for i in range(self.k)]
+
+    def _apart(self, rows: slice, lo: int, hi: int, distance: int) -> Tensor | None:
+        if distance == 0:
+            return None
+        lo, hi, index = lo + self.k - 1, hi + self.k - 1, self.index[rows]
+        return (index[:, lo:hi] == index[:, lo + distance : hi + distance]).unsqueeze(-1)
+
+
+def _correlate(
+    x: Tensor, columns: Tensor, bias: Tensor | None, masks: Sequence[Tensor | None] | None = None
+) -> Tensor:
+    """[n, m + k - 1, c] and columns [k, c] -> [n, m, c] = bias + sum_j columns[j] x[:, j : j + m].
+
+    Args:
+        masks: for each j, what of x[:, j : j + m] counts, [n, m, 1]; None for all.
+    """
     k = len(columns)
     m = x.shape[1] - (k - 1)
-    y = x[:, :m] * columns[0] if bias is None else torch.addcmul(bias, x[:, :m], columns[0])
+    first = _tap(x, 0, m, masks)
+    y = first * columns[0] if bias is None else torch.addcmul(bias, first, columns[0])
     for j in range(1, k):
-        y.addcmul_(x[:, j : j + m], columns[j])
+        y.addcmul_(_tap(x, j, m, masks), columns[j])
     return y
+
+
+def _tap(x: Tensor, j: int, m: int, masks: Sequence[Tensor | None] | None) -> Tensor:
+    """x[:, j : j + m], with zeros where the mask of j is False."""
+    part, mask = x[:, j : j + m], None if masks is None else masks[j]
+    return part if mask is None else torch.where(mask[:, :m], part, 0.0)
 
 
 class _CausalConv(torch.autograd.Function):
@@ -181,8 +223,10 @@ class _CausalConv(torch.autograd.Function):
         columns, bias = taps.t().to(acc).contiguous(), None if bias is None else bias.to(acc)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         with torch.autocast(x.device.type, enabled=False):
-            for piece in _document_pieces(x, seq_idx):
-                out = _correlate(piece.load(x, piece.hi, k, initial_state), columns, bias)
+            pieces, same = _pieces_and_masks(x, seq_idx, k)
+            for piece in pieces:
+                masks = None if same is None else same.earlier(piece.rows, piece.lo, piece.hi)
+                out = _correlate(piece.load(x, piece.hi, k, initial_state), columns, bias, masks)
                 y[piece.rows, piece.lo : piece.hi] = F.silu(out, inplace=True) if silu else out
         return y
 
@@ -198,25 +242,40 @@ class _CausalConv(torch.autograd.Function):
         dcolumns = torch.zeros_like(columns)
         dbias = torch.zeros_like(columns[0])
         with torch.autocast(x.device.type, enabled=False):
-            for piece in _document_pieces(x, seq_idx):
+            pieces, same = _pieces_and_masks(x, seq_idx, k)
+            for piece in pieces:
                 m = piece.hi - piece.lo
                 # The next k - 1 tokens, if they are of the same document, have this piece as input.
                 end = min(piece.hi + k - 1, piece.stop)
                 padded = piece.load(x, end, k, initial_state)
                 dout = dy[piece.rows, piece.lo : end].to(acc)
+                masks = None if same is None else same.earlier(piece.rows, piece.lo, end)
                 if ctx.silu:
-                    dout = torch.ops.aten.silu_backward(dout, _correlate(padded, columns, bias))
+                    dout = torch.ops.aten.silu_backward(dout, _correlate(padded, columns, bias, masks))
                 for j in range(k):
-                    dcolumns[j] += (dout[:, :m] * padded[:, j : j + m]).sum((0, 1))
+                    product = dout[:, :m] * _tap(padded, j, m, masks)
+                    dcolumns[j] += product.sum((0, 1))
                 dbias += dout[:, :m].sum((0, 1))
                 if end < piece.hi + k - 1:
                     dout = F.pad(dout, (0, 0, 0, piece.hi + k - 1 - end))
-                dx[piece.rows, piece.lo : piece.hi] = _correlate(dout, flipped, None)
+                # Tap i of these correlations reads the gradient i tokens later.
+                later = None if same is None else same.later(piece.rows, piece.lo, piece.hi)
+                dx[piece.rows, piece.lo : piece.hi] = _correlate(dout, flipped, None, later)
                 if dinitial is not None and piece.lo == 0 and k > 1:
                     early = F.pad(dout[:, : k - 1], (0, 0, k - 1, 0))[:, : 2 * (k - 1)]
-                    dinitial[piece.rows] = _correlate(early, flipped, None).to(dinitial.dtype)
+                    later = None if same is None else same.later(piece.rows, 1 - k, 0)
+                    dinitial[piece.rows] = _correlate(early, flipped, None, later).to(dinitial.dtype)
         dweight = dcolumns.t().to(taps_.dtype)
         return dx, dweight, None if bias_ is None else dbias.to(bias_.dtype), dinitial, None, None
+
+
+def _pieces_and_masks(
+    x: Tensor, seq_idx: Tensor | None, k: int
+) -> tuple[list[_DocumentPiece], _SameDocument | None]:
+    """Pieces of one document each; on devices not in `CUTTING` larger ones, and masks."""
+    if seq_idx is None or x.device.type in CUTTING:
+        return _document_pieces(x, seq_idx), None
+    return _document_pieces(x, None), _SameDocument(seq_idx, k)
 
 
 def _document_counts(x: Tensor, seq_idx: Tensor | None) -> Tensor:

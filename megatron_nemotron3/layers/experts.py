@@ -28,7 +28,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_nemotron3.layers.functional import weighted_squared_relu
 from megatron_nemotron3.layers.grouped import grouped_linear, squared_relu_experts
-from megatron_nemotron3.layers.grouped_gpu import grouped_linear_cuda, one_allocation
+from megatron_nemotron3.layers.grouped_gpu import (
+    grouped_linear_cuda,
+    grouped_mm_problem,
+    one_allocation,
+    squared_relu_experts_cuda,
+)
 from megatron_nemotron3.layers.linear import ReplaceableProducts
 from megatron_nemotron3.layers.norm import EmptyExtraState, parameter_device
 from megatron_nemotron3.precision.settings import gpu_kernels_enabled
@@ -121,8 +126,12 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
         """The local experts' matrices, each [output, input]."""
         return [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
 
-    def forward(self, x: torch.Tensor | None, tokens_per_expert: list[int]) -> tuple[Any, None]:
+    def forward(
+        self, x: torch.Tensor | None, tokens_per_expert: list[int] | torch.Tensor
+    ) -> tuple[Any, None]:
         """[t, input] sorted by expert -> ([t, output], no bias); t = sum(tokens_per_expert).
+
+        Counts are a tensor where `GroupedExperts.takes_device_counts`.
 
         With x None returns the matrices, for callers that fuse FC1 and FC2. They must call the module,
         because Megatron waits for gathered parameters (`--overlap-param-gather`) in its forward pre-hook.
@@ -136,10 +145,14 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
         return self.adapted(output, x, tokens_per_expert), None
 
     @staticmethod
-    def products_of(x: torch.Tensor, weights: list[Any], tokens_per_expert: list[int]) -> torch.Tensor:
+    def products_of(
+        x: torch.Tensor, weights: list[Any], tokens_per_expert: list[int] | torch.Tensor
+    ) -> torch.Tensor:
         """[t, input] sorted by expert, times the matrix [output, input] of each expert."""
-        form = grouped_linear_cuda if x.is_cuda and gpu_kernels_enabled() else grouped_linear
-        return form(x, weights, tokens_per_expert)
+        if x.is_cuda and gpu_kernels_enabled():
+            return grouped_linear_cuda(x, weights, tokens_per_expert)
+        assert isinstance(tokens_per_expert, list)
+        return grouped_linear(x, weights, tokens_per_expert)
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are never delayed here."""
@@ -227,16 +240,14 @@ class GroupedExperts(TEGroupedMLP):
         Returns:
             [t, e] and no bias.
         """
-        counts = tokens_per_expert.tolist()
+        on_device = self.takes_device_counts()
+        counts = tokens_per_expert if on_device else tokens_per_expert.tolist()
         x, probs = permuted_local_hidden_states, permuted_probs
         recompute = self.activation_recompute and self.training
-        replaced = any(
-            linear.replaced() is not None or "adapter" in linear._modules
-            for linear in (self.linear_fc1, self.linear_fc2)
-        )
-        if not replaced and (recompute or not (x.is_cuda and gpu_kernels_enabled())):
+        if not (self._emulated() or any("adapter" in linear._modules for linear in self._linears())):
             fc1, fc2 = self.linear_fc1(None, counts)[0], self.linear_fc2(None, counts)[0]
-            return squared_relu_experts(x, probs, fc1, fc2, counts, recompute=recompute), None
+            form: Any = squared_relu_experts_cuda if on_device else squared_relu_experts
+            return form(x, probs, fc1, fc2, counts, recompute=recompute), None
         if recompute:
             # Forward draws no random numbers, so the RNG state need not be restored.
             return checkpoint(
@@ -244,7 +255,25 @@ class GroupedExperts(TEGroupedMLP):
             ), None
         return self.one_by_one(x, probs, counts), None
 
-    def one_by_one(self, x: torch.Tensor, probs: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def takes_device_counts(self) -> bool:
+        """Whether `forward` takes the counts on the device; it copies them to the host if not."""
+        if not gpu_kernels_enabled() or self._emulated():
+            return False
+        return all(
+            linear.weight0.is_cuda
+            and grouped_mm_problem(linear.weight0, [linear.weight0], self.num_local_experts) is None
+            for linear in self._linears()
+        )
+
+    def _linears(self) -> tuple[Any, Any]:
+        return self.linear_fc1, self.linear_fc2
+
+    def _emulated(self) -> bool:
+        return any(linear.replaced() is not None for linear in self._linears())
+
+    def one_by_one(
+        self, x: torch.Tensor, probs: torch.Tensor, counts: list[int] | torch.Tensor
+    ) -> torch.Tensor:
         """FC1, activation and FC2, each as one operation on all tokens."""
         hidden, _ = self.linear_fc1(x, counts)
         if x.is_cuda and gpu_kernels_enabled():

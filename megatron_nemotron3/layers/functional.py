@@ -188,26 +188,36 @@ class _WeightedSquaredReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
-        x_rows, wide = _as_rows(x), w.reshape(-1, 1).to(accumulation_dtype(x))
-        y = torch.empty_like(x_rows, memory_format=torch.contiguous_format)
-        for rows in _cached_row_blocks(x_rows):
-            positive = F.relu(x_rows[rows].to(wide.dtype))
-            y[rows] = positive.mul_(positive).mul_(wide[rows])
-        return y.view(x.shape)
+        return weighted_values(x, w)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
-        x_rows, dy_rows, wide = _as_rows(x), _as_rows(dy), w.reshape(-1, 1).to(accumulation_dtype(x))
-        dx = torch.empty_like(x_rows, memory_format=torch.contiguous_format)
-        dw = torch.empty_like(wide)
-        for rows in _cached_row_blocks(x_rows):
-            positive = F.relu(x_rows[rows].to(wide.dtype))
-            along = dy_rows[rows].to(wide.dtype) * positive
-            dw[rows] = (along * positive).sum(-1, keepdim=True)
-            dx[rows] = along.mul_(2 * wide[rows])
-        return dx.view(x.shape), dw.view(w.shape).to(w.dtype)
+        return weighted_gradients(x, w, dy)
+
+
+def weighted_values(x: Tensor, w: Tensor) -> Tensor:
+    """`weighted_squared_relu` without autograd."""
+    x_rows, wide = _as_rows(x), w.reshape(-1, 1).to(accumulation_dtype(x))
+    y = torch.empty_like(x_rows, memory_format=torch.contiguous_format)
+    for rows in _cached_row_blocks(x_rows):
+        positive = F.relu(x_rows[rows].to(wide.dtype))
+        y[rows] = positive.mul_(positive).mul_(wide[rows])
+    return y.view(x.shape)
+
+
+def weighted_gradients(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x [n, d] and w [n] in `weighted_squared_relu`."""
+    x_rows, dy_rows, wide = _as_rows(x), _as_rows(dy), w.reshape(-1, 1).to(accumulation_dtype(x))
+    dx = torch.empty_like(x_rows, memory_format=torch.contiguous_format)
+    dw = torch.empty_like(wide)
+    for rows in _cached_row_blocks(x_rows):
+        positive = F.relu(x_rows[rows].to(wide.dtype))
+        along = dy_rows[rows].to(wide.dtype) * positive
+        dw[rows] = (along * positive).sum(-1, keepdim=True)
+        dx[rows] = along.mul_(2 * wide[rows])
+    return dx.view(x.shape), dw.view(w.shape).to(w.dtype)
 
 
 def _gated_groups(

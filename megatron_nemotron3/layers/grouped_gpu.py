@@ -1,6 +1,9 @@
-"""Grouped matrix product on CUDA: forward, input gradient, weight gradient in one kernel launch each.
+"""Grouped matrix products on CUDA: forward, input gradient, weight gradient in one kernel launch each.
 
-`grouped.grouped_linear` launches one product per expert. torch's grouped product
+grouped_linear_cuda         `grouped.grouped_linear`
+squared_relu_experts_cuda   `grouped.squared_relu_experts`
+
+Those launch one product per expert, and need the number of its rows on the host. torch's grouped product
 (`torch.nn.functional.grouped_mm`; its CUTLASS kernel needs BF16 and SM 9.0 or later) computes all experts in
 one launch. It needs their matrices as one tensor [E, out, in]:
 
@@ -22,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_nemotron3.layers.grouped import check_counts, grouped_linear
+from megatron_nemotron3.layers import functional
+from megatron_nemotron3.layers.grouped import check_counts, grouped_linear, squared_relu_experts
 
 #: Most groups of torch's kernel, and the alignment in bytes that it needs at the start of rows.
 MAX_GROUPS, ALIGNMENT = 1024, 16
@@ -48,21 +52,61 @@ def grouped_linear_cuda(x: Tensor, weights: Sequence[Tensor], counts: Sequence[i
     """
     check_counts(x, weights, counts)
     if x.shape[0] == 0 or grouped_mm_problem(x, weights) is not None:
-        counts = counts.tolist() if isinstance(counts, Tensor) else list(counts)
-        return grouped_linear(x, list(weights), counts)
-    ends = torch.as_tensor(counts).to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-    y: Tensor = _GroupedLinearCUDA.apply(x, ends, *weights)
+        return grouped_linear(x, list(weights), _on_host(counts, x))
+    y: Tensor = _GroupedLinearCUDA.apply(x, _ends(counts, x), *weights)
     return y
 
 
-def grouped_mm_problem(x: Tensor, weights: Sequence[Tensor]) -> str | None:
-    """Why torch's grouped product cannot compute these, with the cure; None if it can."""
+def squared_relu_experts_cuda(
+    x: Tensor,
+    probs: Tensor,
+    fc1: Sequence[Tensor],
+    fc2: Sequence[Tensor],
+    counts: Sequence[int] | Tensor,
+    *,
+    recompute: bool = False,
+) -> Tensor:
+    """FC1, `weighted_squared_relu`, FC2 of every expert. Arguments and result as `squared_relu_experts`.
+
+    `counts` may be a tensor on the device, as for `grouped_linear_cuda`. Saves x, probs, the weights and,
+    unless `recompute`, FC1's output; the activation is computed again in backward.
+
+    Raises:
+        ValueError: counts do not match x or the weights.
+    """
+    for weights in (fc1, fc2):
+        check_counts(x, weights, counts)
+    if x.shape[0] == 0 or any(grouped_mm_problem(x, weights) is not None for weights in (fc1, fc2)):
+        counts = _on_host(counts, x)
+        return squared_relu_experts(x, probs, list(fc1), list(fc2), counts, recompute=recompute)
+    y: Tensor = _ExpertsCUDA.apply(x, probs, _ends(counts, x), recompute, *fc1, *fc2)
+    return y
+
+
+def _ends(counts: Sequence[int] | Tensor, x: Tensor) -> Tensor:
+    """One past the last row of each expert, int32 on the device of x."""
+    return torch.as_tensor(counts).to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+
+
+def _on_host(counts: Sequence[int] | Tensor, x: Tensor) -> list[int]:
+    if x.shape[0] == 0:
+        return [0] * len(counts)  # no need to wait for them
+    return counts.tolist() if isinstance(counts, Tensor) else list(counts)
+
+
+def grouped_mm_problem(x: Tensor, weights: Sequence[Tensor], number: int | None = None) -> str | None:
+    """Why torch's grouped product cannot compute these, with the cure; None if it can.
+
+    Args:
+        number: of matrices, if `weights` is only a part of them.
+    """
+    number = number or len(weights)
     if _grouped_mm is None:
         return f"torch {torch.__version__} has no grouped_mm: use torch >= 2.10"
     if x.dtype != torch.bfloat16 or any(w.dtype != x.dtype for w in weights):
         return f"x is {x.dtype}, weights {weights[0].dtype}: grouped_mm is fast in BF16 only (--bf16)"
-    if len(weights) > MAX_GROUPS:
-        return f"{len(weights)} local experts are over {MAX_GROUPS}: use a larger EP"
+    if number > MAX_GROUPS:
+        return f"{number} local experts are over {MAX_GROUPS}: use a larger EP"
     multiple = ALIGNMENT // x.element_size()
     for size in weights[0].shape:
         if size % multiple:
@@ -99,6 +143,15 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
     return torch.stack([w.detach() for w in weights])
 
 
+def _activation_of(hidden: Tensor) -> Any:
+    """The module that computes the activation where `hidden` is. Imported late: a CPU needs no Triton."""
+    if not hidden.is_cuda:
+        return functional
+    from megatron_nemotron3.layers import triton_activation
+
+    return triton_activation
+
+
 def _aligned_contiguous(t: Tensor) -> Tensor:
     t = t.contiguous()
     return t if t.data_ptr() % ALIGNMENT == 0 else t.clone()
@@ -125,3 +178,38 @@ class _GroupedLinearCUDA(torch.autograd.Function):
         # In this layout (dy transposed, x unchanged) torch's kernel accepts empty groups and any count.
         dw = _grouped_mm(dy.t(), x, offs=ends)
         return (dx, None, *dw.unbind(0))
+
+
+class _ExpertsCUDA(torch.autograd.Function):
+    """FC1, activation and FC2. `ends` as for `_GroupedLinearCUDA`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, probs: Tensor, ends: Tensor, recompute: bool, *weights: Tensor
+    ) -> Tensor:
+        x = _aligned_contiguous(x)
+        fc1, fc2 = weights[: len(weights) // 2], weights[len(weights) // 2 :]
+        hidden = _grouped_mm(x, stacked(fc1).transpose(1, 2), offs=ends)
+        activation = _activation_of(hidden).weighted_values(hidden, probs)
+        ctx.save_for_backward(x, probs, ends, None if recompute else hidden, *weights)
+        y: Tensor = _grouped_mm(activation, stacked(fc2).transpose(1, 2), offs=ends)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, probs, ends, hidden, *weights = ctx.saved_tensors
+        trained = any(ctx.needs_input_grad[4:])  # not under LoRA that leaves the experts alone
+        dy = _aligned_contiguous(dy)
+        w1, w2 = (stacked(w) for w in (weights[: len(weights) // 2], weights[len(weights) // 2 :]))
+        dw1 = dw2 = (None,) * (len(weights) // 2)
+        if hidden is None:
+            hidden = _grouped_mm(x, w1.transpose(1, 2), offs=ends)
+        form = _activation_of(hidden)
+        if trained:
+            dw2 = _grouped_mm(dy.t(), form.weighted_values(hidden, probs), offs=ends).unbind(0)
+        dhidden, dprobs = form.weighted_gradients(hidden, probs, _grouped_mm(dy, w2, offs=ends))
+        if trained:
+            dw1 = _grouped_mm(dhidden.t(), x, offs=ends).unbind(0)
+        dx = _grouped_mm(dhidden, w1, offs=ends) if ctx.needs_input_grad[0] else None
+        return (dx, dprobs, None, None, *dw1, *dw2)

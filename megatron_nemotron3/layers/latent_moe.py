@@ -15,6 +15,8 @@ dispatch, recompute and checkpoint names are upstream's.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -81,15 +83,64 @@ class CountingRouter(TopKRouter):
 
 
 class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """`--moe-token-dispatcher-type alltoall` for CPU tensors, too; CUDA tensors take upstream's path.
+    """`--moe-token-dispatcher-type alltoall` with fewer waits of the host, and for CPU tensors, too.
 
-    Upstream copies the split sizes to the host on a side stream. On a CPU there is nothing to copy, so it
-    leaves them tensors and the exchange raises TypeError (megatron-core 0.19 and main).
+    Upstream copies all counts to the host and waits for them, then cuts the tokens into one piece for each
+    source rank and expert. Here
+
+    - pieces are reordered by one index, which is computed on the device; on a single rank tokens are sorted
+      already;
+    - counts stay on the device if the experts take them there. Then the host waits only for the split sizes
+      of the exchange between ranks, and on a single rank for nothing.
+
+    Upstream's way remains for tokens that are dropped or padded, for TE's fused permutation and for CUDA
+    graphs of a part of the layer.
+
+    On a CPU upstream leaves the split sizes tensors, and the exchange raises TypeError (megatron-core 0.19
+    and main). Here they become arrays.
     """
+
+    num_local_experts: int
+    num_global_tokens_per_local_expert: torch.Tensor | None
+    #: Whether the experts take counts on the device now; the layer sets it.
+    experts_take_device_counts: Callable[[], bool] = staticmethod(lambda: False)
+    #: Rows of each (source rank, local expert), on the device of the tokens; None without local choice.
+    _pieces: torch.Tensor | None = None
+    #: What sorts the received tokens by expert, and what restores their order; None if they are sorted.
+    _order: tuple[torch.Tensor, torch.Tensor] | None = None
+    _counts_stay = False
+
+    @property
+    def _reorders(self) -> bool:
+        config = self.config
+        return not (
+            self.drop_and_pad
+            or config.moe_expert_capacity_factor is not None
+            or config.moe_router_padding_for_quantization
+            or config.moe_permute_fusion
+            or config.cuda_graph_impl != "none"
+        )
+
+    def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
+        """Count tokens: [t, N] -> [E_local], and keep what later steps need."""
+        counts: torch.Tensor = super().preprocess(routing_map)
+        self._counts_stay = self._reorders and routing_map.is_cuda and self.experts_take_device_counts()
+        self._pieces = None
+        if self._reorders and self.num_local_experts > 1:
+            # Not copied to the host: upstream's sort is not used.
+            self._pieces, self.num_global_tokens_per_local_expert = (
+                self.num_global_tokens_per_local_expert,
+                None,
+            )
+        return counts
 
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: torch.Tensor | None = None
     ) -> torch.Tensor | None:
+        if self._counts_stay:
+            if self.ep_size * self.tp_size > 1:
+                super()._maybe_dtoh_and_synchronize(point)
+            return tokens_per_expert
         if tokens_per_expert is None or tokens_per_expert.is_cuda or self.routing_map.is_cuda:
             return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         if point == self.cuda_dtoh_point and not self.drop_and_pad:
@@ -98,6 +149,68 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 if isinstance(splits, torch.Tensor):
                     setattr(self, name, splits.numpy())
         return tokens_per_expert
+
+    def dispatch_postprocess(
+        self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gather over expert-TP ranks and sort by expert: (tokens [t, l], counts [E_local], probs [t])."""
+        if self._pieces is None:
+            return super().dispatch_postprocess(global_input_tokens, global_probs)
+        with self._without_upstreams_sort():
+            tokens, counts, probs = super().dispatch_postprocess(global_input_tokens, global_probs)
+        self._order = None
+        if self.ep_size * self.tp_size > 1:
+            self._order = order_by_expert(self._pieces, len(tokens))
+            tokens, probs = (Reordered.apply(t, *self._order) for t in (tokens, probs))
+        return tokens, counts, probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Restore the order of the ranks and sum over expert-TP ranks: [t, l] -> [t', l]."""
+        if self._pieces is None:
+            return super().combine_preprocess(hidden_states)
+        if self._order is not None:
+            order, inverse = self._order
+            hidden_states = Reordered.apply(hidden_states, inverse, order)
+        with self._without_upstreams_sort():
+            return super().combine_preprocess(hidden_states)
+
+    @contextmanager
+    def _without_upstreams_sort(self) -> Iterator[None]:
+        """Upstream sorts if there are several local experts."""
+        number, self.num_local_experts = self.num_local_experts, 1
+        try:
+            yield
+        finally:
+            self.num_local_experts = number
+
+
+def order_by_expert(pieces: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the index that sorts rows by expert, and its inverse, each [total]. The host does not wait.
+
+    Args:
+        pieces: [sources, experts] rows; the rows lie in this order, experts of one source together.
+        total: the sum of `pieces`.
+    """
+    sizes = pieces.t().reshape(-1)  # in the order of the result
+    starts = (pieces.reshape(-1).cumsum(0) - pieces.reshape(-1)).view_as(pieces).t().reshape(-1)
+    ends = sizes.cumsum(0)
+    row = torch.arange(total, device=pieces.device)
+    piece = torch.searchsorted(ends, row, right=True)
+    order = row + (starts - (ends - sizes))[piece]
+    return order, torch.empty_like(order).scatter_(0, order, row)
+
+
+class Reordered(torch.autograd.Function):
+    """x [t, ...], order [t], its inverse -> x[order]; backward is a gather, too, which needs no atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
 class LatentMoELayer(MoELayer):
@@ -145,6 +258,8 @@ class LatentMoELayer(MoELayer):
             self.token_dispatcher = AlltoAllTokenDispatcher(
                 self.num_local_experts, self.local_expert_indices, config=plain, pg_collection=groups
             )
+            if (takes := getattr(self.experts, "takes_device_counts", None)) is not None:
+                self.token_dispatcher.experts_take_device_counts = takes
         # Useful only where a side stream can compute while tokens are exchanged.
         self.overlaps_shared_expert = (
             config.moe_shared_expert_overlap

@@ -8,7 +8,8 @@ Megatron computes the loss of MTP in the model's `forward`, outside the layers t
   holds fewer of them: by 3 % at 64 tokens, by more where tokens are masked.
 
 `LossHooks` corrects both with forward hooks of the model. Under CP they cost one all-reduce of
-CP * (depths + 1) numbers for each micro-batch. Nothing here waits for the device.
+CP * (depths + 1) numbers for each micro-batch. The host waits for the device only to read the borders of a
+pack, once: Megatron cuts at them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from torch import Tensor
 
 from megatron_nemotron3.layers import padding
-from megatron_nemotron3.layers.context_parallel import Places, cu_seqlens
+from megatron_nemotron3.layers.context_parallel import Places, cu_seqlens, on_host
 from megatron_nemotron3.layers.registration import when_taken
 from megatron_nemotron3.monitor.attach import watch_mtp
 from megatron_nemotron3.precision.install import emulate_mtp
@@ -55,7 +56,11 @@ class PhysicalBorders(PackedSeqParams):
     def of(cls, packed: PackedSeqParams, real: Tensor | None = None) -> PhysicalBorders:
         """`packed` with padded borders. Does not repeat `__post_init__`, which waits for the device."""
         borders = object.__new__(cls)
-        borders.__dict__.update(vars(packed), caller=packed, real=real, cu_seqlens_q=cu_seqlens(packed))
+        # Megatron cuts the tensors at these borders on the host, several times a depth.
+        physical = on_host(cu_seqlens(packed))
+        borders.__dict__.update(
+            vars(packed), caller=packed, real=real, cu_seqlens_q=physical, cu_seqlens_q_padded=physical
+        )
         return borders
 
 

@@ -46,20 +46,30 @@ class _TritonWeightedSquaredReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
-        x = functional.unit_stride(x)
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _launch_per_row(_forward_kernel, x, x, w, y, x.stride(0), w.stride(0))
-        return y
+        return weighted_values(x, w)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
-        x, dy = functional.unit_stride(x), functional.unit_stride(dy)
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        dw = torch.empty(w.shape, dtype=w.dtype, device=w.device)
-        _launch_per_row(_backward_kernel, x, x, w, dy, dx, dw, x.stride(0), w.stride(0), dy.stride(0))
-        return dx, dw
+        return weighted_gradients(x, w, dy)
+
+
+def weighted_values(x: Tensor, w: Tensor) -> Tensor:
+    """`weighted_squared_relu` without autograd; not for FP64."""
+    x = functional.unit_stride(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_per_row(_forward_kernel, x, x, w, y, x.stride(0), w.stride(0))
+    return y
+
+
+def weighted_gradients(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x [t, f] and w [t] in `weighted_squared_relu`; not for FP64."""
+    x, dy = functional.unit_stride(x), functional.unit_stride(dy)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dw = torch.empty(w.shape, dtype=w.dtype, device=w.device)
+    _launch_per_row(_backward_kernel, x, x, w, dy, dx, dw, x.stride(0), w.stride(0), dy.stride(0))
+    return dx, dw
 
 
 def _launch_per_row(kernel: Any, x: Tensor, *arguments: Any) -> None:

@@ -41,7 +41,7 @@ CHUNK = 64
 MAX_HEAD, MAX_STATE, MAX_ELEMENTS = 128, 256, 128 * 128
 #: Warps per program, by kernel: 4, or 8 where ptxas (SM 9.0, BF16, p 64, n 128) spills registers with 4. Not
 #: timed.
-WARPS = {"states": 4, "pass": 4, "outputs": 4, "head_gradients": 4, "group_gradients": 8}
+WARPS = {"states": 4, "pass": 4, "outputs": 4, "head_gradients": 8, "group_gradients": 8}
 #: `group_gradients` prefetches the next head's tiles if a state has at most this many elements; larger ones
 #: would not fit shared memory twice.
 PIPELINED_STATE = 64 * 128

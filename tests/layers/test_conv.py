@@ -89,11 +89,13 @@ def check_against_reference(inputs, seq_idx, activation, seed=1):
     borders=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=12),
     block=st.sampled_from([1, 32, 2**18]),
     optional=st.tuples(st.booleans(), st.booleans()),
+    cutting=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_fast_is_the_reference(s, b, c, k, dtype, activation, borders, block, optional, seed):
+def test_fast_is_the_reference(s, b, c, k, dtype, activation, borders, block, optional, cutting, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(conv.BLOCK_ELEMENTS, "cpu", block)
+        patch.setattr(conv, "CUTTING", {"cpu"} if cutting else {})
         inputs = make_inputs(
             b, s, c, k, dtype=dtype, seed=seed, with_state=optional[0], with_bias=optional[1]
         )
@@ -150,8 +152,10 @@ def test_state_carries_over(cut):
     torch.testing.assert_close(state, last)
 
 
-def test_documents_do_not_leak():
+@pytest.mark.parametrize("cutting", [{"cpu"}, {}], ids=["pieces", "masks"])
+def test_documents_do_not_leak(monkeypatch, cutting):
     """Not even a NaN of another document has an effect, and no gradient reaches it."""
+    monkeypatch.setattr(conv, "CUTTING", cutting)
     inputs = make_inputs(1, 12, 3, 4)
     seq_idx = make_documents(1, 12, [(0, 4), (0, 5), (0, 9)])
     clean = convolve(conv.causal_conv1d, inputs, seq_idx=seq_idx)
@@ -165,12 +169,13 @@ def test_documents_do_not_leak():
     assert torch.equal(spoilt[:, keep], clean[:, keep])
 
 
-@pytest.mark.parametrize("with_documents", [False, True])
+@pytest.mark.parametrize("documents", ["none", "pieces", "masks"])
 @pytest.mark.parametrize("block", [2, 2**18])
-def test_gradcheck(monkeypatch, with_documents, block):
+def test_gradcheck(monkeypatch, documents, block):
     monkeypatch.setitem(conv.BLOCK_ELEMENTS, "cpu", block)
+    monkeypatch.setattr(conv, "CUTTING", {} if documents == "masks" else {"cpu"})
     inputs = make_inputs(2, 7, 2, 3, dtype=torch.float64)
-    seq_idx = make_documents(2, 7, [(0, 2), (1, 3), (1, 4)]) if with_documents else None
+    seq_idx = make_documents(2, 7, [(0, 2), (1, 3), (1, 4)]) if documents != "none" else None
 
     def function(*tensors):
         given = dict(zip(NAMES, tensors, strict=True))

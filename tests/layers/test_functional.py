@@ -9,8 +9,6 @@ Results in a narrower dtype are rounded once more: eps(dtype) * |value|.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -304,13 +302,15 @@ class Linears(GroupedLinear):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_experts_call_their_linears(recompute):
     """Megatron's `--overlap-param-gather` waits for parameters in a forward pre-hook of their module."""
-    experts = SimpleNamespace(linear_fc1=Linears(5, 3), linear_fc2=Linears(3, 5))
-    experts.activation_recompute, experts.training = recompute, True
+    experts = GroupedExperts.__new__(GroupedExperts)
+    torch.nn.Module.__init__(experts)
+    experts.linear_fc1, experts.linear_fc2 = Linears(5, 3), Linears(3, 5)
+    experts.activation_recompute = recompute
     called = []
     for linear in (experts.linear_fc1, experts.linear_fc2):
         linear.register_forward_pre_hook(lambda module, *_: called.append(module))
     x, probs, counts = torch.randn(7, 3), torch.rand(7), torch.tensor([4, 3])
-    y, _ = GroupedExperts.forward(experts, x, counts, probs)
+    y, _ = experts(x, counts, probs)
     assert called == [experts.linear_fc1, experts.linear_fc2]
     hidden, _ = experts.linear_fc1(x, [4, 3])
     activation = functional.weighted_squared_relu_reference(hidden, probs)

@@ -14,7 +14,7 @@ from tests.layers.test_ssd import (
     make_inputs,
     scan,
 )
-from tests.layers.test_triton import SCANS, check_grouped, check_scan, with_triton
+from tests.layers.test_triton import SCANS, check_experts, check_grouped, check_scan, with_triton
 
 
 def reference_mamba_ssm(seen):
@@ -142,6 +142,34 @@ def test_grouped_falls_back(counts, out, width, monkeypatch):
     monkeypatch.setattr(grouped_gpu, "_grouped_mm", refuse)
     check_grouped(counts, out, width)
     check_grouped(counts, out, width, as_tensor=True)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 4, 0], [6]])
+def test_experts(counts, as_tensor, recompute):
+    """FC1, activation and FC2 in grouped products: values and gradients against FP64."""
+    check_experts(counts, 16, 8, as_tensor=as_tensor, recompute=recompute)
+
+
+@pytest.mark.parametrize("counts, width, latent", [([2, 3], 12, 8), ([0, 0], 16, 8)])
+def test_experts_fall_back(counts, width, latent, monkeypatch):
+    """Unaligned widths, and a rank without tokens."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("torch's grouped product must not be called")
+
+    monkeypatch.setattr(grouped_gpu, "_grouped_mm", refuse)
+    check_experts(counts, width, latent, as_tensor=True)
+
+
+def test_frozen_experts_get_no_gradient():
+    x = torch.randn(5, 8).bfloat16().requires_grad_()
+    probs = torch.rand(5).requires_grad_()
+    fc1, fc2 = [torch.randn(16, 8).bfloat16()], [torch.randn(8, 16).bfloat16()]
+    y = grouped_gpu.squared_relu_experts_cuda(x, probs, fc1, fc2, [5])
+    y.float().sum().backward()
+    assert x.grad is not None and probs.grad is not None
 
 
 def test_grouped_problems():

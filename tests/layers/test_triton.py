@@ -2,7 +2,7 @@
 
 Triton's interpreter runs kernels on CPU tensors if TRITON_INTERPRET=1 is set before Triton is imported. Some
 other test may have imported it: this file runs itself in a process of its own, once, where it has the tests
-of kernels. Besides, every kernel is compiled for SM 9.0, which needs no GPU.
+of kernels. Besides, every kernel is compiled for SM 9.0 and 10.0, which needs no GPU.
 
 Tolerance of the scan as in test_ssd.py (m roundings to FP32 of at most sum |terms|), with two changes. A
 decay is exp of a sum kept to FP32 precision and cut at LOG_DECAY_FLOOR, so it is off by at most 60 eps. In
@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_nemotron3.layers import functional, grouped_gpu, ssd
+from megatron_nemotron3.layers import functional, grouped, grouped_gpu, ssd
 from megatron_nemotron3.layers.chunked_scan import LOG_DECAY_FLOOR
 from megatron_nemotron3.layers.grouped import grouped_linear_reference
 from tests.layers.test_ssd import (
@@ -131,6 +132,32 @@ def check_grouped(counts, out, width, *, device="cpu", together=False, as_tensor
         assert a.dtype == torch.bfloat16
         limit = torch.finfo(a.dtype).eps * b.abs() + terms * torch.finfo(torch.float32).eps * c
         assert ((a.cpu().double() - b).abs() <= limit).all(), f"result {i}"
+
+
+def check_experts(counts, width, latent, *, device="cpu", as_tensor=False, recompute=False):
+    """Experts in BF16 against FP64. An error of eps in a factor of the sum is at most eps of the sum of the
+    terms' magnitudes; FC1's output, the activation, their gradients and the results are rounded: 8 eps."""
+    torch.manual_seed(0)
+    x, probs = torch.randn(sum(counts), latent).bfloat16(), torch.rand(sum(counts))
+    weights = [torch.randn(width, latent).bfloat16() for _ in counts]
+    weights += [torch.randn(latent, width).bfloat16() for _ in counts]
+    dy = torch.randn(sum(counts), latent).bfloat16()
+
+    def run(call, leaves, dy, given, **options):
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        fc1, fc2 = leaves[2 : 2 + len(counts)], leaves[2 + len(counts) :]
+        y = call(leaves[0], leaves[1], fc1, fc2, given, **options)
+        return [y, *torch.autograd.grad(y, leaves, dy)]
+
+    given = torch.tensor(counts, device=device) if as_tensor else counts
+    placed = [t.to(device) for t in (x, probs, *weights)]
+    got = run(grouped_gpu.squared_relu_experts_cuda, placed, dy.to(device), given, recompute=recompute)
+    exact = [t.double() for t in (x, probs, *weights)]
+    want = run(grouped.squared_relu_experts, exact, dy.double(), counts)
+    size = run(grouped.squared_relu_experts, [t.abs() for t in exact], dy.double().abs(), counts)
+    for i, (a, b, c) in enumerate(zip(got, want, size, strict=True)):
+        assert a.dtype == (torch.float32 if i == 2 else torch.bfloat16)
+        assert ((a.cpu().double() - b).abs() <= 8 * torch.finfo(torch.bfloat16).eps * c).all(), f"result {i}"
 
 
 # In the interpreter
@@ -256,7 +283,7 @@ if INTERPRETED:
             triton_activation.weighted_squared_relu(x, torch.ones(2))
 
 
-# Compiled for SM 9.0, without a GPU
+# Compiled for SM 9.0 and 10.0, without a GPU
 
 COMPILE = """
 import json, sys
@@ -264,59 +291,104 @@ import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from megatron_nemotron3.layers import triton_activation, triton_scan, triton_scan_kernels as kernels
+from tests.support import ptxas
 
-wide = {"x", "B", "C", "dy", "v", "M", "y", "dx", "dB", "dC"}  # in the model's dtype
 numbers = {"s", "h", "p", "nc", "per_group", "size", "width"}
-scan = dict(n=128, L=triton_scan.CHUNK, P=64, N=128, DOT=tl.bfloat16)
-cases = [(getattr(kernels, name), scan, triton_scan.WARPS[key], stages) for name, key, stages in (
-    ("cell_states", "states", 3), ("outputs", "outputs", 3), ("head_gradients", "head_gradients", 3),
-    ("group_gradients", "group_gradients", 2))]
+wide = {"x", "B", "C", "dy", "v", "M", "y", "dx", "dB", "dC"}  # in the model's dtype
+products = ("cell_states", "outputs", "head_gradients", "group_gradients")
+
+def scans(head, n, dtype, **bare):
+    for name in products:
+        kernel = getattr(kernels, name)
+        given = dict(n=n, L=triton_scan.CHUNK, P=head, N=n, DOT=dtype) | bare
+        stages = 3
+        if name == "group_gradients":
+            stages = 2 if head * n <= triton_scan.PIPELINED_STATE else 1
+        given = {k: v for k, v in given.items() if k in kernel.arg_names}
+        yield kernel, given, triton_scan.WARPS[name.replace("cell_", "")], stages
+
+published = list(scans(64, 128, tl.bfloat16))
 for reverse in (False, True):
-    cases.append((kernels.pass_states, dict(BLOCK=triton_scan.PASS_BLOCK, REVERSE=reverse), 4, 3))
+    published.append((kernels.pass_states, dict(BLOCK=triton_scan.PASS_BLOCK, REVERSE=reverse), 4, 3))
+for kernel in (triton_activation._forward_kernel, triton_activation._backward_kernel):
+    published.append((kernel, dict(BLOCK=triton_activation.BLOCK), 4, 3))
 # Without documents and D; sizes of 1, which the compiler takes as constants.
 bare = dict(document=None, D=None, s=1, h=1, per_group=1, p=1, x_h=1)
-for kernel in (kernels.outputs, kernels.head_gradients, kernels.group_gradients):
-    given = {k: v for k, v in (scan | bare).items() if k in kernel.arg_names}
-    cases.append((kernel, given, 4, 1))
-for kernel in (triton_activation._forward_kernel, triton_activation._backward_kernel):
-    cases.append((kernel, dict(BLOCK=1024), 4, 3))
-for kernel, constants, warps, stages in cases:
-    def kind(name):
-        if name in constants:
-            return "constexpr"
-        if name in wide:
-            return "*bf16"
-        if name == "document":
-            return "*i32"
-        return "i32" if name in numbers or "_" in name else "*fp32"
-    signature = {name: kind(name) for name in kernel.arg_names}
-    values = {(kernel.arg_names.index(k),): v for k, v in constants.items()}
-    source = ASTSource(kernel, signature, values)
-    options = {"num_warps": warps, "num_stages": stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    products = compiled.asm["ptx"].count("wgmma.mma_async")
-    print("RESULT", json.dumps([kernel.__name__, compiled.metadata.shared, products]))
+others = [c for c in scans(64, 128, tl.bfloat16, **bare) if c[0] is not kernels.cell_states]
+for head, n in ((128, 128), (64, 256)):  # the largest that the kernels take
+    for dtype in (tl.bfloat16, tl.float32):
+        others += scans(head, n, dtype)
+
+for target in TARGETS:
+    for place, cases in (("published", published), ("other", others)):
+        for kernel, constants, warps, stages in cases:
+            narrow = constants.get("DOT") is not tl.float32
+            def kind(name):
+                if name in constants:
+                    return "constexpr"
+                if name in wide:
+                    return "*bf16" if narrow else "*fp32"
+                if name == "document":
+                    return "*i32"
+                return "i32" if name in numbers or "_" in name else "*fp32"
+            signature = {name: kind(name) for name in kernel.arg_names}
+            values = {(kernel.arg_names.index(k),): v for k, v in constants.items()}
+            # As at launch: memory of torch's allocator, strides and widths divisible by 16.
+            aligned = [n for n in kernel.arg_names if kind(n)[0] == "*" or n[-2:] in ("_b", "_s", "_h", "_g")]
+            attributes = {
+                (kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned if n not in constants
+            }
+            source = ASTSource(kernel, signature, values, attributes)
+            options = {"num_warps": warps, "num_stages": stages}
+            compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+            cores = compiled.asm["ptx"].count("wgmma.mma_async" if target == 90 else "tcgen05.mma")
+            found = [target, place, kernel.__name__, compiled.metadata.shared, cores if narrow else None]
+            print("RESULT", json.dumps([*found, *ptxas.use(compiled, target)]))
 """
+
+#: Shared memory of a block in SM 9.0 and 10.0.
+SHARED = 227 * 1024
+PRODUCTS = {"cell_states", "outputs", "head_gradients", "group_gradients"}
 
 
 @with_triton
 @pytest.mark.full
-def test_kernels_compile_for_hopper(tmp_path):
-    """What the interpreter cannot say: the compiler accepts the kernels, in BF16 at p = 64, n = 128, they
-    fit in shared memory and their products use the tensor cores."""
+@pytest.mark.parametrize("target", [90, 100])
+def test_kernels_compile(tmp_path, target):
+    """What the interpreter cannot say: the compiler accepts the kernels, they fit in shared memory, also for
+    the largest head and state and in FP32, their products use the tensor cores in BF16, and at the published
+    sizes registers suffice."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    code = COMPILE.replace("TARGETS", f"({target},)")
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=900
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-5000:]
     rows = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert len(rows) == 11
-    for name, shared, products in rows:
-        assert shared <= 227 * 1024, name
-        assert (products > 0) == (name in {"cell_states", "outputs", "head_gradients", "group_gradients"}), (
-            name
-        )
+    print(*rows, sep="\n")
+    assert len(rows) == 8 + 3 + 4 * 4
+    for _, place, name, shared, cores, _, spilled in rows:
+        assert shared <= SHARED, name
+        assert cores is None or (cores > 0) == (name in PRODUCTS), name
+        assert spilled == 0 or place == "other", name
+
+
+def test_every_kernel_is_compiled():
+    """Each kernel that a module of the package defines is in one of the two lists that are compiled."""
+    root = Path(__file__).parents[2]
+    lists = [
+        root / "tests" / place for place in ("layers/test_triton.py", "precision/test_triton_quantize.py")
+    ]
+    compiled = "".join(file.read_text() for file in lists)
+    kernels = {}
+    for file in sorted((root / "megatron_nemotron3").rglob("*.py")):
+        for name in re.findall(r"@triton\.jit\ndef (\w+)", file.read_text()):
+            kernels[name] = file
+    called = "".join(file.read_text() for file in set(kernels.values()))
+    launched = {name for name in kernels if not re.search(rf"(?<!def )\b{name}\(", called)}
+    assert len(launched) >= 12
+    assert not [name for name in launched if not re.search(rf"\b{name}\b", compiled)]
 
 
 # The choice

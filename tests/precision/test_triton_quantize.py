@@ -273,6 +273,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from megatron_nemotron3.precision import triton_quantize as host, triton_quantize_kernels as kernels
+from tests.support import ptxas
 
 pointers = dict(x="*bf16", out="*bf16", rotated="*bf16", seed="*i64", largest="*fp32", amax="*fp32")
 rows, columns = host.ROWS, host.COLUMNS
@@ -310,6 +311,7 @@ for target in TARGETS:
         approximate = re.findall(r"\\.ftz|\\.approx|div\\.full|(?:add|sub|mul|fma|div|rcp)\\.f32", ptx)
         limits = len(re.findall(r"min\\.NaN", ptx))
         found = [kernel.__name__, compiled.metadata.shared, len(wide), limits, approximate]
+        found.append(ptxas.use(compiled, target).spilled)
         print("RESULT", json.dumps(found))
 """
 
@@ -318,7 +320,8 @@ for target in TARGETS:
 @pytest.mark.full
 def test_kernels_compile(tmp_path):
     """What the interpreter cannot say: the compiler takes the kernels; it keeps subnormals, divides exactly
-    and contracts nothing (every sum and product says `.rn`), limits keep NaN, and elements move together."""
+    and contracts nothing (every sum and product says `.rn`), limits keep NaN, elements move together, and
+    registers suffice."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     code = COMPILE.replace("TARGETS", "(90, 100)")
@@ -328,7 +331,9 @@ def test_kernels_compile(tmp_path):
     assert done.returncode == 0, done.stderr[-5000:]
     rows = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(rows) == 2 * 16
-    for name, shared, wide, limits, approximate in rows:
+    print(*rows, sep="\n")
+    for name, shared, wide, limits, approximate, spilled in rows:
+        assert spilled == 0, (name, spilled)
         assert shared <= 48 * 1024 and approximate == [], name
         assert wide > 0 and (limits > 0) == name.startswith("finish"), name
 

@@ -1,0 +1,174 @@
+"""The host never waits for the device in a step: shown without a GPU, by tensors that have no values.
+
+Each case runs forward and backward of a small model on a fake CUDA device (`tests/support/fake_cuda.py`), so
+the code takes the paths of a GPU. What remains is named: each case of `WAITING` shows one place.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import triton  # noqa: F401  (imports of Triton's modules make tensors)
+
+from benchmarks.gpu_world import world
+from megatron_nemotron3.layers import context_parallel
+from megatron_nemotron3.models import get
+from megatron_nemotron3.precision import linear, scales, triton_quantize  # noqa: F401
+from megatron_nemotron3.precision.settings import emulating, gpu_kernels, parse
+from tests.support.fake_cuda import DEVICE, HostWait, backward, fake_cuda
+from tests.support.model_mapping import megatron_model
+
+#: Widths that `grouped_mm` takes, head 64 and state 128 as published.
+MODEL = get("super-tiny").but(
+    dense_ffn_hidden_size=256,
+    vocab_size=512,
+    mamba_num_heads=16,
+    mamba_head_dim=64,
+    mamba_state_dim=128,
+    mamba_num_groups=2,
+)
+TOKENS = 200
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+SCAN = {"cell_states", "pass_states", "outputs", "head_gradients", "group_gradients"}
+EXPERTS = {"_forward_kernel", "_backward_kernel"}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective"}
+
+
+def packed(how: str | None) -> Any:
+    """Borders of documents on the device; "padded": with padding between them."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    if how is None:
+        return None
+    borders, physical = (torch.empty(5, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    given: dict[str, Any] = {"cu_seqlens_q": borders, "cu_seqlens_kv": borders}
+    if how == "padded":
+        given |= {"cu_seqlens_q_padded": physical, "cu_seqlens_kv_padded": physical}
+    return PackedSeqParams(qkv_format="thd", max_seqlen_q=TOKENS, max_seqlen_kv=TOKENS, **given)
+
+
+def step(
+    pattern: str, how: str | None = None, *, kernels: bool = True, mtp: bool = False, **changes: Any
+) -> set[str]:
+    """Forward and backward of a model; the names of the Triton kernels that were launched."""
+    model = MODEL if mtp else MODEL.but(mtp_pattern=None, mtp_num_layers=0)
+    options: dict[str, Any] = {"params_dtype": torch.bfloat16, "bf16": True, **changes}
+
+    def build() -> Any:
+        return megatron_model(model.but(pattern=pattern), **options).train()
+
+    with world("cpu"), gpu_kernels(kernels), fake_cuda(build) as (ours, device):
+        tokens = torch.empty(1, TOKENS + 1, dtype=torch.long, device=DEVICE)
+        positions = torch.arange(TOKENS, device=DEVICE)[None]
+        inputs: dict[str, Any] = {"labels": tokens[:, 1:].contiguous()}
+        if how is not None:
+            inputs |= {"packed_seq_params": packed(how), "loss_mask": torch.ones(1, TOKENS, device=DEVICE)}
+        backward(ours(tokens[:, :-1], positions, None, **inputs).mean())
+        assert all(p.grad is not None for p in ours.parameters())
+        return set(device.launched)
+
+
+@pytest.mark.parametrize("how", [None, "packed", "padded"])
+@pytest.mark.parametrize(
+    "pattern, launched",
+    [("M", SCAN), ("*", set()), ("-", set()), ("E", EXPERTS)],
+    ids=["M", "attention", "-", "E"],
+)
+def test_a_layer_of_each_kind(pattern: str, launched: set[str], how: str | None) -> None:
+    assert step(pattern, how) == launched
+
+
+def test_mtp() -> None:
+    assert step("ME", mtp=True) == SCAN | EXPERTS
+
+
+@pytest.mark.parametrize("how", ["packed", "padded"])
+def test_mtp_reads_the_borders_of_a_pack_once(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's shift cuts at them on the host: ids, positions, labels and mask, of every depth."""
+    read: list[Any] = []
+
+    def count(borders: Any) -> Any:
+        read.append(borders)
+        return [0, 50, 100, 150, TOKENS]  # a tensor's values would be unknown here
+
+    monkeypatch.setattr(context_parallel, "_read", count)
+    assert step("ME", how, mtp=True) == SCAN | EXPERTS
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [FULL, {**SELECTIVE, "recompute_modules": ["core_attn", "mlp", "moe_act", "shared_experts"]}],
+    ids=["full", "selective"],
+)
+def test_recomputed(changes: dict[str, Any]) -> None:
+    assert step("ME", "packed", **changes) == SCAN | EXPERTS
+
+
+def test_plain_torch_waits_only_for_what_it_cuts() -> None:
+    """Without kernels; packs of M too."""
+    assert step("M-", "padded", kernels=False) == set()
+    assert step("*", kernels=False) == set()
+
+
+#: What the host waits for: (pattern, packing, kernels, where).
+WAITING = {
+    "experts without grouped products": ("E", None, False, "event"),
+    "documents without flash attention": ("*", "packed", False, "cuda to cpu"),
+}
+
+
+@pytest.mark.parametrize("case", WAITING)
+def test_what_waits_is_known(case: str) -> None:
+    pattern, how, kernels, where = WAITING[case]
+    with pytest.raises(HostWait, match=where):
+        step(pattern, how, kernels=kernels)
+
+
+@pytest.mark.parametrize("pattern", ["M", "*", "-"])
+def test_emulated(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantizers in Triton. The rotation's matrix is uploaded once a process, before; Megatron's random
+    streams are those of the CPU here."""
+    monkeypatch.setattr(linear, "draws", lambda stream: nullcontext())
+    monkeypatch.setattr(scales, "hadamard_matrix", lambda device, dtype: torch.empty(16, 16, device=device))
+    with emulating(parse("nvfp4,every_layer=1")):
+        launched = step(pattern)
+    assert {"finish_rows", "finish_columns", "rotate"} <= launched
+
+
+def test_waits_are_found() -> None:
+    """The check itself: operations that wait on a GPU raise, those that do not pass."""
+    waiting: dict[str, Any] = {
+        "item": lambda t: t.sum().item(),
+        "tolist": lambda t: t.tolist(),
+        "truth": lambda t: bool(t.any()),
+        "copy": lambda t: t.cpu(),
+        "copy to": lambda t: torch.arange(3).to(DEVICE),
+        "from a list": lambda t: torch.tensor([1, 2], device=DEVICE),
+        "nonzero": lambda t: t.nonzero(),
+        "mask": lambda t: t[t > 0],
+        "assigned by a mask": lambda t: t.__setitem__(t > 0, t[:2]),
+        "selected": lambda t: t.masked_select(t > 0),
+        "unique": lambda t: t.unique(),
+        "repeated": lambda t: t.repeat_interleave(t.long()),
+        "equal": lambda t: torch.equal(t, t),
+        "event": lambda t: torch.cuda.current_stream().record_event().synchronize(),
+    }
+    passing: dict[str, Any] = {
+        "arithmetic": lambda t: (t + 1).sum(),
+        "filled by a mask": lambda t: t.__setitem__(t > 0, 0.0),
+        "copy that does not wait": lambda t: torch.arange(3).to(DEVICE, non_blocking=True),
+        "repeated to a size": lambda t: t.repeat_interleave(t.long(), output_size=5),
+        "index": lambda t: t[t.argsort()],
+    }
+    with fake_cuda(torch.nn.Module):
+        for name, function in waiting.items():
+            with pytest.raises(HostWait):
+                function(torch.empty(6, device=DEVICE))
+                raise AssertionError(name)
+        for function in passing.values():
+            function(torch.empty(6, device=DEVICE))
