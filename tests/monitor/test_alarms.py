@@ -196,6 +196,19 @@ def test_a_resumed_run_reports_what_it_finds() -> None:
     assert (finding.rule, finding.iteration) == ("router_collapse", 5010)
 
 
+def test_each_router_is_judged_by_its_own_number_of_experts() -> None:
+    """MaxVio of 1.95 is next to nothing of the bound 64 / 4, and nearly all of 64 / 32."""
+    series = routers(range(5000, 5200, 10), lambda i: 0.1)
+    iterations = [i for i, _ in series.pop("monitor/top_k")]
+    for row, topk in (("layer_002", 4.0), ("layer_004", 32.0)):
+        series[f"monitor/top_k/{row}"] = [(i, topk) for i in iterations]
+        for kind in ("max_vio", "max_vio_interval"):
+            series[f"{kind}/{row}"] = [(i, 1.95) for i in iterations]
+    (finding,) = scan(series)
+    assert (finding.rule, finding.rows) == ("router_collapse", ("layer_004",))
+    assert "2.00 is the most possible" in finding.message
+
+
 def test_a_fault_that_comes_and_goes_is_reported_ever_more_rarely() -> None:
     found = scan(routers(range(2000, 12_000, 10), lambda i: 1.0 if i // 10 % 12 < 5 else 0.1))
     assert 3 <= len(found) <= 6 and {finding.rule for finding in found} == {"router_collapse"}
