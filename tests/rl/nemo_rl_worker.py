@@ -15,8 +15,8 @@ from tests.rl.frameworks import use
 RECIPE = "examples/configs/recipes/llm/grpo-nemotron3-super-120BA12B-16n8g-megatron.yaml"
 
 
-def policy(model: Path, sizes: dict[str, int], pattern: str | None) -> dict[str, Any]:
-    """NeMo-RL's recipe for Super with this model and layout, and without what needs TransformerEngine."""
+def policy(model: Path) -> dict[str, Any]:
+    """NeMo-RL's recipe for Super with this model on one rank, and without what needs TransformerEngine."""
     checkout = use("NEMO_RL_DIR")
     from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
     from omegaconf import OmegaConf
@@ -26,30 +26,26 @@ def policy(model: Path, sizes: dict[str, int], pattern: str | None) -> dict[str,
     config: dict[str, Any] = OmegaConf.to_container(recipe, resolve=True)["policy"]
     config |= {"model_name": str(model)}
     megatron = config["megatron_cfg"]
-    tp, pp, ep = (sizes.get(name, 1) for name in ("tp", "pp", "ep"))
     megatron |= {
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "expert_model_parallel_size": ep,
-        "sequence_parallel": tp > 1,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "sequence_parallel": False,
         "mtp_num_layers": 2,
         "moe_permute_fusion": False,
         "apply_rope_fusion": False,
         "train_iters": 10,
     }
-    if pattern:
-        megatron["model_overrides"] = {"hybrid_layer_pattern": pattern}
     megatron["optimizer"]["use_precision_aware_optimizer"] = False
     megatron["checkpoint"]["async_save"] = False
     return config
 
 
-def worker(model: Path, sizes: dict[str, int], pattern: str | None) -> Any:
+def worker(model: Path) -> Any:
     """NeMo-RL's worker with our stack, as docs/rl.md defines it, but for Ray: model, optimizer, converter."""
-    config = policy(model, sizes, pattern)
+    config = policy(model)
     import numpy as np
     import ray
-    import torch
     from nemo_rl.distributed.named_sharding import NamedSharding
     from nemo_rl.models.policy.workers import megatron_policy_worker
     from transformers import AutoTokenizer
@@ -57,9 +53,8 @@ def worker(model: Path, sizes: dict[str, int], pattern: str | None) -> Any:
     class Worker(megatron_policy_worker.MegatronPolicyWorkerImpl):
         _mamba_stack_spec = staticmethod(megatron_nemotron3.bridge.torch_stack_spec)
 
-    world, tp, pp = torch.distributed.get_world_size(), sizes.get("tp", 1), sizes.get("pp", 1)
     names = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
-    sharding = NamedSharding(np.arange(world).reshape(pp, world // (tp * pp), 1, tp), names)
+    sharding = NamedSharding(np.zeros((1, 1, 1, 1), dtype=int), names)
     with (
         # The number of the GPU that Ray gives, NCCL, and a patch of TransformerEngine's source.
         mock.patch.object(ray, "get_gpu_ids", lambda: [0]),
@@ -92,10 +87,10 @@ class Wire:
         return {name: value.clone() for name, value in found.items()}
 
 
-def refit(model: Path, sizes: dict[str, int], pattern: str | None) -> dict[str, Any]:
+def refit(model: Path) -> dict[str, Any]:
     """What an inference engine gets of this rank's worker: all weights by broadcast."""
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = str(model.parent / "cache")
-    made = worker(model, sizes, pattern)
+    made = worker(model)
     inner = made.model
     while hasattr(inner, "module"):
         inner = inner.module
