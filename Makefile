@@ -5,7 +5,7 @@ RUN = $(VENV)/bin/python -m
 # A file's tests stay in one process: they share what they built. Long files start first (tests/conftest.py).
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo quick test test-full test-te test-bridge test-rl test-upstream test-matrix test-main lint docs bench gpu \
+.PHONY: demo quick test test-full test-te test-bridge test-rl test-upstream test-matrix test-main lint docs bench gpu gpu-pack \
 	fuzz environment clean
 
 environment:
@@ -85,6 +85,11 @@ GPU_PYTHON ?= python3
 RESULTS ?= build/gpu/results.jsonl
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py --results $(RESULTS) $(OPTIONS)
+
+# On a machine with a package index: what `make gpu` needs on one without, in parts of at most 60 MiB.
+PACK ?= build/gpu-pack
+gpu-pack: environment
+	$(VENV)/bin/python benchmarks/gpu_pack.py make $(PACK) $(OPTIONS)
 
 # The benchmarks that run on a CPU.
 bench: environment

@@ -44,6 +44,7 @@ SHORT = (
     "tests/test_mtp_aux_loss.py",
     "tests/layers/test_modules.py",
     "tests/args/test_megatron.py",
+    "tests/args/test_performance.py",
 )
 
 

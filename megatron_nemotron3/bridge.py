@@ -57,6 +57,8 @@ from megatron.core.utils import get_model_config
 
 from megatron_nemotron3 import cpu, specs
 from megatron_nemotron3 import lora as settings
+from megatron_nemotron3.convert.block_configs import KEY as BLOCKS_KEY
+from megatron_nemotron3.convert.block_configs import has_blocks
 from megatron_nemotron3.convert.checkpoints import hf_model
 from megatron_nemotron3.convert.config_json import MTP_BLOCKS, OWN, OWN_FIELDS
 from megatron_nemotron3.cpu.megatron import ARGUMENTS
@@ -144,7 +146,17 @@ class Nemotron3Bridge(NemotronHBridge):
     """Bridge's converter of NemotronH, with our stack, the depth of MTP, and Mamba layers inside MTP."""
 
     def provider_bridge(self, hf_pretrained: Any) -> HybridModelProvider:
-        """Provider of our stack for a Hugging Face model or config."""
+        """Provider of our stack for a Hugging Face model or config.
+
+        Raises:
+            ValueError: the experts of layers differ, as Puzzle's do. Bridge's converter reads one width.
+        """
+        hf_config = hf_pretrained.config
+        if hasattr(hf_config, "to_dict") and has_blocks(hf_config.to_dict()):
+            raise ValueError(
+                f"{hf_config.name_or_path or 'config.json'} has {BLOCKS_KEY}: Megatron-Bridge builds all E "
+                "layers alike. Convert it with `nemotron3 convert from-hf`, and train it with Megatron-LM"
+            )
         provider = super().provider_bridge(hf_pretrained)
         provider.hybrid_stack_spec = stack_spec
         provider.apply_rope_fusion = False  # the family has no positions

@@ -14,8 +14,9 @@ The published sets use `--attention-backend fused`, with which Megatron refuses 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from megatron_nemotron3.args import parser_check
 from megatron_nemotron3.args.layout import ParallelLayout
@@ -109,13 +110,14 @@ def recipe_name(key: tuple[str, str, str]) -> str:
     return f"{NAMES[model]}_pretrain_{RUNS[key].gpus}gpu_{gpu}_{NAMES[precision]}_config"
 
 
+@lru_cache(maxsize=8192)  # a search for layouts asks for the same ones again and again
 def tuned(
     config: Nemotron3Config,
     gpu: str,
     precision: str,
     layout: ParallelLayout,
     version: str,
-    without: Iterable[str] = (),
+    without: tuple[str, ...] = (),
 ) -> Tuned:
     """Return the settings published for a model on a GPU, or else those of the nearest set.
 

@@ -91,6 +91,7 @@ RUNS: dict[tuple[str, str, str], Run] = {
         )
         for precision in _BLACKWELL
     },
+    ("super", "b200", "nvfp4"): _run(64, 1, 512, tp=2, ep=64),
     ("ultra", "h100", "bf16"): Run(24, ParallelLayout(pp=3, ep=8, dp=8), 1, 3072, folder="recipes"),
     ("ultra", "gb200", "mxfp8"): _run(256, 1, 256, tp=2, ep=64),
     ("ultra", "gb300", "mxfp8"): _run(256, 1, 256, ep=64),
@@ -173,6 +174,7 @@ ROWS: tuple[Row, ...] = (
     ),
     # Before Blackwell Megatron requires 1 with TP or CP: collectives then start in the order of the kernels.
     Row(gpus="h100 h200", environment="CUDA_DEVICE_MAX_CONNECTIONS=1", when=lambda p: p.tp * p.cp > 1),
+    Row(gpus="b300", environment="NCCL_IGNORE_CPU_AFFINITY=1"),
     Row(
         _MOE,
         options="""

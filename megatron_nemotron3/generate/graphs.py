@@ -91,8 +91,8 @@ class GraphedStep:
         for kept, window, ssm in self._mamba:
             kept.set(window, ssm)
         x = weights.embedding.index_select(0, self._tokens)
-        for layer, kept in zip(weights.layers, self.state.layers):
-            x, _ = layer(x, kept, batch)
+        for layer, state in zip(weights.layers, self.state.layers):
+            x, _ = layer(x, state, batch)
         for kept, window, _ in self._mamba:
             window.copy_(kept.window)
             kept.set(window, kept.ssm)

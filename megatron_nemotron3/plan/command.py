@@ -11,7 +11,7 @@ from megatron_nemotron3.args import PRECISIONS, Launch, TrainingSchedule, publis
 from megatron_nemotron3.checkpoint.files import require_plot
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.plan.hardware import GPUS, gpu_named
-from megatron_nemotron3.plan.options import ALLTOALL, DISPATCHERS
+from megatron_nemotron3.plan.options import DISPATCHERS
 from megatron_nemotron3.plan.report import describe, memory_bars, render
 from megatron_nemotron3.plan.search import Question, remedies, search
 
@@ -46,8 +46,10 @@ def register(commands: Any) -> None:
     command.add_argument(
         "--dispatcher",
         choices=DISPATCHERS,
-        default=ALLTOALL,
-        help="how tokens are sent to experts (alltoall)",
+        help="how tokens are sent to experts (default: as published for the GPU; with --plain: alltoall)",
+    )
+    command.add_argument(
+        "--plain", action="store_true", help="without the performance options published for the GPU"
     )
     command.add_argument("--best", type=int, default=5, metavar="N", help="layouts to print (5)")
     command.add_argument("--json", action="store_true", help="machine-readable")
@@ -77,7 +79,13 @@ def plan(options: argparse.Namespace) -> int:
         global_batch_size=(published(config).global_batch_size or BATCH) if batch is None else batch,
     )
     question = Question(
-        launch=Launch(config=config, precision=options.precision, backend="te", schedule=schedule),
+        launch=Launch(
+            config=config,
+            precision=options.precision,
+            backend="te",
+            schedule=schedule,
+            gpu=None if options.plain else options.gpu,
+        ),
         gpus=options.gpus,
         gpu=gpu_named(options.gpu, options.nvlink_domain),
         dispatcher=options.dispatcher,

@@ -34,6 +34,12 @@ def letter(symbol: str) -> str:
     return "E" if len(symbol) == 1 and ord(symbol) >= _FIRST else symbol
 
 
+@lru_cache(maxsize=4096)
+def expert_configs(config: Nemotron3Config, pattern: str) -> tuple[Nemotron3Config, ...]:
+    """The config of each E layer among these symbols."""
+    return tuple(resolve(config, symbol)[0] for symbol in pattern if letter(symbol) == "E")
+
+
 def resolve(config: Nemotron3Config, symbol: str) -> tuple[Nemotron3Config, str]:
     """(config of the layers of a symbol, their letter)."""
     if letter(symbol) == symbol:

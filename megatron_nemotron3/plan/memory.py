@@ -14,7 +14,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
 from megatron_nemotron3.plan.activation_forms import FLOAT, Share, moe_backward
 from megatron_nemotron3.plan.activations import stage_bytes
-from megatron_nemotron3.plan.kinds import letter, resolve, symbols
+from megatron_nemotron3.plan.kinds import expert_configs, resolve, symbols
 from megatron_nemotron3.plan.options import NATIVE
 from megatron_nemotron3.plan.savings import PACKED, bytes_by_linear, quantized_share
 from megatron_nemotron3.plan.state import (
@@ -79,9 +79,8 @@ def memory(
     config, layout = launch.config, launch.layout
     at = Share.of(launch, imbalance)
     patterns = stage_patterns(config, layout.stages, launch.seq_length)
-    applied = symbols(config) + (config.mtp_pattern or "")
-    routed = {resolve(config, symbol)[0] for symbol in applied if letter(symbol) == "E"}
-    work = max((moe_backward(own, at, layout.ep) for own in routed), default=0)
+    experts = set(expert_configs(config, symbols(config) + (config.mtp_pattern or "")))
+    work = max((moe_backward(own, at, layout.ep) for own in experts), default=0)
     chunks = [
         stage_bytes(config, at, patterns, stage, work) for stage in range(pp_rank, layout.stages, layout.pp)
     ]
@@ -116,7 +115,9 @@ def _packed_weights(launch: Launch, at: Share, pattern: str) -> tuple[int, int]:
         return 0, 0
     layout, copies, replaced = launch.layout, 0, 0
     for kind in set(pattern):
-        one = weight_copies(launch.config, kind, launch.precision, layout.tp, layout.etp, layout.ep)
+        one = weight_copies(
+            launch.config, kind, launch.precision, layout.tp, layout.etp, layout.ep, at.options.bf16
+        )
         times = min(pattern.count(kind), _GATHERED) if at.options.fsdp else pattern.count(kind)
         copies += times * one
         if at.options.packed_weights and not at.options.fsdp:
@@ -126,7 +127,15 @@ def _packed_weights(launch: Launch, at: Share, pattern: str) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def weight_copies(config: Nemotron3Config, kind: str, precision: str, tp: int, etp: int, ep: int) -> int:
+def weight_copies(
+    config: Nemotron3Config,
+    kind: str,
+    precision: str,
+    tp: int,
+    etp: int,
+    ep: int,
+    kept: tuple[int, int] | None = None,
+) -> int:
     """Mean bytes of the packed copies of a decoder layer's weights on a rank.
 
     kind: a symbol of `kinds.symbols`. Transformer Engine packs the weight of a quantized linear along both
@@ -134,14 +143,14 @@ def weight_copies(config: Nemotron3Config, kind: str, precision: str, tp: int, e
     not measured.
     """
     config, kind = resolve(config, kind)
-    sizes, layout = bytes_by_linear(config, precision), ParallelLayout(tp=tp, etp=etp, ep=ep)
+    sizes, layout = bytes_by_linear(config, precision, kept), ParallelLayout(tp=tp, etp=etp, ep=ep)
     total = 0.0
     for row in rows_of(config, kind):
         linear = kind_named(row.linear)
         if linear is not None and linear.name in sizes:
             elements, copies, _ = held_elements(row, layout, symbol_sizes(config))
             total += 2 * PACKED[linear.format(precision)] * elements * copies
-    return round(total * quantized_share(config, kind, precision))
+    return round(total * quantized_share(config, kind, precision, kept))
 
 
 def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:
@@ -165,13 +174,13 @@ def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:
     d, found = config.hidden_size, {}
     if at.sequence_parallel:
         found["sequence gather"] = at.inner(2 * d if last and config.has_mtp else d)
-    routed = [resolve(config, kind)[0] for kind in kinds if letter(kind) == "E"]
+    routed = expert_configs(config, kinds)
     if routed and layout.ep > 1:
-        copies = max(own.moe_router_topk or 0 for own in routed)
+        copies = max(own.moe_router_topk or 0 for own in set(routed))
         sent = at.shard * copies * config.expert_input_size * at.element
         found["expert exchange"] = sent + round(sent * layout.etp * at.imbalance)
     if routed:
-        layers = sum(letter(kind) == "E" for kind in "".join(patterns[pp_rank :: layout.pp]))
+        layers = len(expert_configs(config, "".join(patterns[pp_rank :: layout.pp])))
         layers += (config.mtp_pattern or "").count("E") * config.mtp_num_blocks if last else 0
         found["routing"] = layers * at.shard * (config.num_moe_experts or 0) * (FLOAT + 1)
     if layout.pp > 1:

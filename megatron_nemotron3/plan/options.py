@@ -61,7 +61,7 @@ READ = {
 
 
 def dispatcher_words(dispatcher: str) -> tuple[str, ...]:
-    """The options that choose a dispatcher; none for the one that `flags` emits anyway.
+    """The options that choose a dispatcher.
 
     Raises:
         ValueError: no such dispatcher.
@@ -69,7 +69,7 @@ def dispatcher_words(dispatcher: str) -> tuple[str, ...]:
     if dispatcher not in DISPATCHERS:
         raise ValueError(f"dispatcher={dispatcher!r}: use one of {', '.join(DISPATCHERS)}")
     if dispatcher == ALLTOALL:
-        return ()
+        return ("--moe-token-dispatcher-type", ALLTOALL)
     return ("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", dispatcher)
 
 
@@ -83,7 +83,8 @@ class Options:
     instances: groups of data ranks that each hold all of it (`--num-distributed-optimizer-instances`).
     packed_weights: quantized linears hold no BF16 weight (`--fp8-param-gather`). capacity: rows of an expert
     over their mean to which it is padded, or None. gradient, master, moments: bytes of an accumulated
-    gradient, of the optimizer's copy of a weight, and of both moments, in BF16 training.
+    gradient, of the optimizer's copy of a weight, and of both moments, in BF16 training. bf16: layers at
+    start and end that are not quantized.
     """
 
     dispatcher: str = ALLTOALL
@@ -99,16 +100,21 @@ class Options:
     gradient: int = 4
     master: int = 4
     moments: int = 8
+    bf16: tuple[int, int] = (0, 0)
 
     @staticmethod
     def of(launch: Launch) -> Options:
         """The options of a launch."""
         given = launch.options
         words = tuple((name, given[name]) for name in sorted(READ & given.keys()))
+        removed = launch.tuned.removed if launch.tuned else frozenset()
         overlap = launch.distributed_optimizer and launch.backend != "torch"
-        if launch.tuned and "--overlap-param-gather" in launch.tuned.removed:
+        if "--overlap-param-gather" in removed:
             overlap = "--overlap-param-gather" in given
-        return _options(words, launch.precision, launch.backend, overlap)
+        kept = (launch.bf16_at_start, launch.bf16_at_end)
+        if "--first-last-layers-bf16" in removed and "--first-last-layers-bf16" not in given:
+            kept = (0, 0)
+        return _options(words, launch.precision, launch.backend, overlap, kept)
 
     @property
     def deduplicates(self) -> bool:
@@ -118,7 +124,11 @@ class Options:
 
 @lru_cache(maxsize=1024)
 def _options(
-    words: tuple[tuple[str, tuple[str, ...]], ...], precision: str, backend: str, overlap: bool
+    words: tuple[tuple[str, tuple[str, ...]], ...],
+    precision: str,
+    backend: str,
+    overlap: bool,
+    kept: tuple[int, int],
 ) -> Options:
     given = dict(words)
 
@@ -154,6 +164,7 @@ def _options(
         capacity=float(first("--moe-expert-capacity-factor", "1")) if padded else None,
         gradient=_gradient_bytes(given, fsdp),
         master=2 if precise and half else 4,
+        bf16=kept,
         moments=sum(TYPE_BYTES[first(name, "fp32")] for name in moments) if precise else 8,
     )
 

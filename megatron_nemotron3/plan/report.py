@@ -6,9 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.plan.flops import step_flops
 from megatron_nemotron3.plan.hardware import GIB, RESERVE
 from megatron_nemotron3.plan.memory import Memory
+from megatron_nemotron3.plan.options import Options
 from megatron_nemotron3.plan.published import CARDS, RUNS, SEQUENCE
 from megatron_nemotron3.plan.search import Answer, Candidate, Question
 from megatron_nemotron3.plan.traffic import split, step_traffic, usable_domain
@@ -76,9 +78,20 @@ def command(question: Question, found: Candidate) -> str:
     if found.launch.precision == "nvfp4":
         words.append("--te-precision-config-file precision.yaml")
     extra = list(found.launch.extra)
+    if found.launch.gpu:
+        words.append(f"--gpu {found.launch.gpu}")
+        words += [f"--without {name.removeprefix('--')}" for name in found.launch.without]
     if extra:
         words.append("-- " + " ".join(extra))
     return " ".join(words)
+
+
+def _options_text(question: Question) -> str:
+    """The dispatcher, and whose published options count."""
+    dispatcher = Options.of(question.at(ParallelLayout())).dispatcher
+    if question.launch.tuned is None:
+        return f"{dispatcher}, no published options"
+    return f"{dispatcher}, options of {question.launch.tuned.recipe}"
 
 
 def _traffic_lines(question: Question, found: Candidate) -> list[str]:
@@ -106,7 +119,7 @@ def render(answer: Answer, remedies: list[str] | None = None) -> str:
     lines = [
         f"{question.config.name} on {question.gpus:,} {gpu.name} ({gpu.memory / GIB:.0f} GiB, NVLink domain "
         f"{gpu.nvlink_domain}, {usable_domain(gpu)} used), {launch.precision}, sequences of "
-        f"{launch.seq_length:,}, global batch {question.global_batch_size:,}, {question.dispatcher}",
+        f"{launch.seq_length:,}, global batch {question.global_batch_size:,}, {_options_text(question)}",
         f"{answer.legal:,} layouts are legal, {answer.fitting:,} fit {question.limit / GIB:.0f} GiB "
         f"({RESERVE / GIB:.0f} GiB kept for CUDA, NCCL and fragments)",
     ]
@@ -199,7 +212,8 @@ def describe(answer: Answer, remedies: list[str] | None = None) -> dict[str, Any
         "seq_length": question.launch.seq_length,
         "global_batch_size": question.global_batch_size,
         "precision": question.launch.precision,
-        "dispatcher": question.dispatcher,
+        "dispatcher": Options.of(question.at(ParallelLayout())).dispatcher,
+        "published_options": question.launch.tuned.recipe if question.launch.tuned else None,
         "legal": answer.legal,
         "fitting": answer.fitting,
         "best": [one(found) for found in answer.best],

@@ -20,15 +20,24 @@ PACKED = {BF16: 2.0, **{fmt.name: fmt.stored for fmt in FORMATS.values()}}
 
 
 @lru_cache(maxsize=1024)
-def quantized_share(config: Nemotron3Config, layer: str, precision: str) -> float:
-    """The share of the decoder's layers of kind `layer` that do not stay BF16 in this recipe, from 0 to 1."""
-    layers, kept = config.pattern.count(layer), bf16_layers(config, precision)
-    body = config.pattern[kept.start : config.num_layers - kept.end]
+def quantized_share(
+    config: Nemotron3Config, layer: str, precision: str, kept: tuple[int, int] | None = None
+) -> float:
+    """The share of the decoder's layers of kind `layer` that do not stay BF16, from 0 to 1.
+
+    Args:
+        kept: numbers of layers at start and end that do; None: those of the recipe.
+    """
+    layers, published = config.pattern.count(layer), bf16_layers(config, precision)
+    start, end = (published.start, published.end) if kept is None else kept
+    body = config.pattern[start : config.num_layers - end]
     return body.count(layer) / layers if layers else 0.0
 
 
 @lru_cache(maxsize=1024)
-def bytes_by_linear(config: Nemotron3Config, precision: str) -> dict[str, float]:
+def bytes_by_linear(
+    config: Nemotron3Config, precision: str, kept: tuple[int, int] | None = None
+) -> dict[str, float]:
     """Linear of the precision table -> mean bytes of a packed element, over the decoder's layers."""
     if precision not in FORMATS:
         return {}
@@ -36,7 +45,7 @@ def bytes_by_linear(config: Nemotron3Config, precision: str) -> dict[str, float]
     for kind in LINEARS:
         format = kind.format(precision)
         if kind.layer and kind.layer in config.pattern and format != BF16:
-            share = quantized_share(config, kind.layer, precision)
+            share = quantized_share(config, kind.layer, precision, kept)
             found[kind.name] = share * PACKED[format] + (1 - share) * PACKED[BF16]
     return found
 
@@ -45,7 +54,7 @@ def packing_saves(config: Nemotron3Config, at: Share, kind: str) -> Form:
     """Part of a layer's form -> bytes that packing saves (negative: adds)."""
     if not at.te or at.element != PACKED[BF16]:
         return {}
-    sizes = bytes_by_linear(config, at.precision)
+    sizes = bytes_by_linear(config, at.precision, at.options.bf16)
     found: Form = {}
     for part, linear, bf16, kept in _linear_inputs(config, at, kind):
         if linear in sizes:

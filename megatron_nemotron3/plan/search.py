@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, check
 from megatron_nemotron3.args.versions import DEFAULT
@@ -15,7 +15,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.plan.hardware import GIB, GPU, GPUS, RESERVE
 from megatron_nemotron3.plan.kinds import symbols
 from megatron_nemotron3.plan.memory import Memory, memory
-from megatron_nemotron3.plan.options import ALLTOALL, dispatcher_words
+from megatron_nemotron3.plan.options import dispatcher_words
 from megatron_nemotron3.plan.recompute import NONE, Recompute, modules
 from megatron_nemotron3.plan.timing import (
     Machine,
@@ -44,7 +44,7 @@ class Question:
         launch: its schedule holds the global batch size.
         gpus: GPUs of the whole job.
         gpu: their type.
-        dispatcher: one of `options.DISPATCHERS`, unless the launch's own options choose one.
+        dispatcher: one of `options.DISPATCHERS`; None: what the launch's options say.
 
     Raises:
         ValueError: no GPU, no global batch size, or a precision that the GPU has no units for.
@@ -53,7 +53,7 @@ class Question:
     launch: Launch
     gpus: int
     gpu: GPU
-    dispatcher: str = ALLTOALL
+    dispatcher: str | None = None
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
@@ -65,6 +65,19 @@ class Question:
     @property
     def _schedule(self) -> TrainingSchedule:
         return self.launch.schedule or TrainingSchedule()
+
+    @cached_property
+    def _published_recompute(self) -> tuple[str, ...]:
+        """Published options of the GPU that choose a recomputation."""
+        published = self.launch.tuned.options if self.launch.tuned else ()
+        return tuple(name for name in published if name.startswith("--recompute-"))
+
+    @property
+    def recomputations(self) -> tuple[Recompute, ...]:
+        """Choices from recomputing nothing to recomputing everything, the cheapest in time first."""
+        nothing, *others = recomputations(self.config)
+        own = Recompute.of(self.launch)
+        return tuple(dict.fromkeys((nothing, own, *others)))
 
     @property
     def config(self) -> Nemotron3Config:
@@ -87,13 +100,19 @@ class Question:
         return self.gpu.memory - RESERVE
 
     def at(self, layout: ParallelLayout, micro_batch_size: int = 1, recompute: Recompute = NONE) -> Launch:
-        """The launch in this layout, with this micro batch and recomputation."""
+        """The launch in this layout, with this micro batch and recomputation instead of a published one."""
+        dispatcher = dispatcher_words(self.dispatcher) if self.dispatcher else ()
+        words = recompute.flags()
         return replace(
             self.launch,
             layout=layout,
             backend="te",
             schedule=_with_micro_batch(self._schedule, micro_batch_size),
-            extra=(*dispatcher_words(self.dispatcher), *self.launch.extra, *recompute.flags()),
+            extra=(*dispatcher, *self.launch.extra, *words),
+            without=(
+                *self.launch.without,
+                *(name for name in self._published_recompute if name not in words),
+            ),
             te_precision_config_file="precision.yaml" if self.launch.precision == "nvfp4" else None,
             compute_capability=self.gpu.capability,
             megatron_core=self.launch.megatron_core or DEFAULT,
@@ -236,7 +255,7 @@ def search(question: Question, best: int = 5) -> Answer:
     order of a lower bound of their time, until the bound exceeds the times that it has found.
     """
     allowed = legal(question)
-    choices = recomputations(question.config)
+    choices = question.recomputations
     fitting = [layout for layout in allowed if _fits_somehow(question, layout, choices[-1])]
     floor = _TimeBound(question)
     bounds = sorted(
@@ -245,6 +264,7 @@ def search(question: Question, best: int = 5) -> Answer:
         for vpp, size in _variants(question, layout)
     )
     found: dict[ParallelLayout, Candidate] = {}
+    accepted: dict[tuple[object, ...], bool] = {}
     slowest = float("inf")
     for bound, number, vpp, size in bounds:
         if bound > slowest:
@@ -253,7 +273,7 @@ def search(question: Question, best: int = 5) -> Answer:
         variant = replace(layout, vpp=vpp)
         for recompute in choices:
             launch = question.at(variant, size, recompute)
-            if _all_ranks_fit(question, launch):
+            if _all_ranks_fit(question, launch) and _accepted(launch, recompute, accepted):
                 here = candidate(question, launch)
                 if layout not in found or here.tokens > found[layout].tokens:
                     found[layout] = here
@@ -266,6 +286,23 @@ def search(question: Question, best: int = 5) -> Answer:
         launches = (question.at(layout, recompute=choices[-1]) for layout in allowed)
         smallest = candidate(question, min(launches, key=lambda launch: worst_memory(launch).total))
     return Answer(question, tuple(ranked[:best]), len(allowed), len(fitting), smallest)
+
+
+def _accepted(launch: Launch, recompute: Recompute, known: dict[tuple[object, ...], bool]) -> bool:
+    """Whether the rules allow a recomputation with the launch's other options. Sizes are in `legal`."""
+    layout = launch.layout
+    key = (
+        layout.tp > 1,
+        layout.cp > 1,
+        layout.ep > 1,
+        layout.etp > 1,
+        layout.pp > 1,
+        layout.vpp > 1,
+        recompute,
+    )
+    if key not in known:
+        known[key] = not any(violation.severity == "error" for violation in check(launch))
+    return known[key]
 
 
 def _all_ranks_fit(question: Question, launch: Launch) -> bool:

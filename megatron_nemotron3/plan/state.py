@@ -263,7 +263,7 @@ def approximate_state(launch: Launch, pp_rank: int = 0) -> State:
         owned = held.dense / (layout.dp * layout.cp) + held.expert / layout.edp
     options, kept = Options.of(launch), float(whole)
     if options.fsdp:  # divided inside an instance; the optimizer over all of them
-        dense, expert = layout.dp * layout.cp // options.instances, max(1, layout.edp // options.instances)
+        dense, expert = (max(1, n // options.instances) for n in (layout.dp * layout.cp, layout.edp))
         kept = held.dense / dense + held.expert / expert
     return State(
         weights=round(kept * sizes.weight),

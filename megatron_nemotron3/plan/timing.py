@@ -49,9 +49,10 @@ class Assumptions:
 
     products: share of the peak that a matrix product attains, by format. scan: the same of Mamba's scan, on
     the vector units. passes: how often a saved activation crosses memory in forward and backward. memory,
-    nvlink, network: attained share of their bandwidth. launches: seconds that the host takes to start the
-    kernels of a layer for a microbatch. experts: seconds that an E layer waits besides: the host learns there
-    how many tokens each expert gets before it can go on. latency: seconds of a collective.
+    nvlink, network: attained share of their bandwidth. In seconds for a microbatch and layer: launches: of
+    the host, to start the layer's kernels. experts: an E layer's wait while the host learns how many tokens
+    each expert gets. expert: the same for each expert of the rank, whose products the host starts. fsdp: to
+    gather and free weights (Megatron-FSDP). latency: seconds of a collective.
     """
 
     products: dict[str, float] = field(hash=False)
@@ -62,21 +63,25 @@ class Assumptions:
     network: float
     launches: float
     experts: float
+    expert: float
+    fsdp: float
     latency: float
 
 
 #: `scan` and `experts` are fitted to the published runs (`python benchmarks/plan_error.py --fit`). The others
 #: are round numbers, chosen with the same runs in view: an activation is written, read by the next layer, and
-#: read by backward; an eager layer starts about 300 kernels of 7 microseconds.
+#: read by backward; an eager layer starts about 300 kernels, and an expert 6 products, of 7 microseconds.
 ASSUMED = Assumptions(
     products={"bf16": 0.75, "fp32": 0.75, **dict.fromkeys(FORMATS, 0.6), "nvfp4": 0.4},
-    scan=0.27,
+    scan=0.3,
     passes=3.0,
     memory=0.7,
     nvlink=0.7,
     network=0.9,
     launches=2e-3,
-    experts=4.2e-3,
+    experts=4e-3,
+    expert=6 * 7e-6,
+    fsdp=2e-3,
     latency=15e-6,
 )
 #: Not a format: Mamba's scan runs on the vector units, not on those of matrix products.
@@ -144,7 +149,9 @@ def seconds(transfer: Transfer, layout: ParallelLayout, machine: Machine, copies
 
 
 @lru_cache(maxsize=4096)
-def module_formats(config: Nemotron3Config, precision: str) -> dict[tuple[str, str], dict[str, float]]:
+def module_formats(
+    config: Nemotron3Config, precision: str, kept: tuple[int, int] | None = None
+) -> dict[tuple[str, str], dict[str, float]]:
     """(layer kind, module) -> format -> share of the decoder's layers of that kind."""
     if precision in ("bf16", "fp32"):
         return {}
@@ -153,7 +160,7 @@ def module_formats(config: Nemotron3Config, precision: str) -> dict[tuple[str, s
         kind, module = kind_named(row.linear), module_of(row)
         if kind is None or module is None or not (kind.quantizable and kind.layer):
             continue
-        share, format = quantized_share(config, kind.layer, precision), kind.format(precision)
+        share, format = quantized_share(config, kind.layer, precision, kept), kind.format(precision)
         found[kind.layer, module] = {"bf16": 1 - share, format: share} if format != "bf16" else {"bf16": 1.0}
     return found
 
@@ -175,7 +182,7 @@ def _product_seconds(launch: Launch, config: Nemotron3Config, machine: Machine, 
         return 2.0 * outside["output_layer"] / rate(plain)
     if kind == "mtp":
         return 2.0 * (outside["mtp"] + outside["output_layer"]) / rate(plain)
-    formats = module_formats(config, precision)
+    formats = module_formats(config, precision, Options.of(launch).bf16)
     total = 0.0
     for module, flops in layer_operations(config, kind, launch.seq_length).items():
         shares = formats.get((kind, module)) or {_FIXED_FORMAT.get(module, plain): 1.0}
@@ -217,7 +224,9 @@ def _layer_time(launch: Launch, machine: Machine, symbol: str) -> LayerTime:
     launches = assumed.launches * (1 - captured(kind, options)) * (1 + again / 3)
     waits = max(0.0, launches - products - memory - tp - ep - cp)
     if kind == "E":
-        waits += assumed.experts * (1 + again / 3)
+        each = assumed.expert * (config.num_moe_experts or 0) / layout.ep
+        waits += (assumed.experts + each) * (1 + again / 3)
+    waits += assumed.fsdp if options.fsdp else 0.0
     return LayerTime(products, memory, waits, tp, ep, cp)
 
 

@@ -6,6 +6,7 @@ Opt-in: `make test-bridge`.
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,18 @@ def test_config_and_builder_build_and_import_the_same(
     sizes = LAYOUTS[layout]
     found = run_distributed(ranks.built, 2 if sizes else 1, folder / "hf", sizes, timeout=300)
     same(written(folder / "megatron"), gather(found), config)
+
+
+def test_layers_that_differ_are_refused(tmp_path: Path) -> None:
+    """Puzzle by the name of its model type; its blocks in a config.json of a plain NemotronH by theirs."""
+    import megatron_nemotron3.bridge  # noqa: F401  isort: skip
+    from megatron.bridge import AutoBridge
+
+    write_hf(tmp_path / "hf", get("puzzle-tiny"))
+    with pytest.raises(ValueError, match="nemotron_h_puzzle"):
+        AutoBridge.from_hf_pretrained(str(tmp_path / "hf")).to_megatron_provider()
+    file = tmp_path / "hf" / "config.json"
+    plain = {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | plain))
+    with pytest.raises(ValueError, match="block_configs: Megatron-Bridge builds all E layers alike"):
+        AutoBridge.from_hf_pretrained(str(tmp_path / "hf")).to_megatron_provider()

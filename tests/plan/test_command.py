@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ def test_its_flags_are_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     for name, words in {
         "super": ["--gpus", "128", "--gpu", "h100"],
         "ultra": ["--gpus", "512", "--gpu", "gb300", "--precision", "nvfp4", "--dispatcher", "hybridep"],
+        "lightning": ["--gpus", "16", "--gpu", "h100", "--plain"],
         "nano-4b": ["--gpus", "8", "--gpu", "h200", "--seq", "131072", "--gbs", "16"],
     }.items():
         assert cli.main(["plan", name, *words, "--json", "--best", "3"]) == 0
@@ -37,6 +39,24 @@ def test_its_flags_are_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Pa
                 command[command.index("precision.yaml")] = str(tmp_path / "precision.yaml")
             assert cli.main(command[1:]) == 0, capsys.readouterr().err
             capsys.readouterr()
+
+
+def test_reads_the_options_published_for_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "lightning", "--gpus", "16", "--gpu", "h100", "--gbs", "512", "--json"]
+
+    def answer(*words: str) -> dict[str, Any]:
+        assert cli.main([*asked, *words]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    tuned, plain = answer(), answer("--plain")
+    assert tuned["published_options"] == "nemotron_3_5_lightning_pretrain_16gpu_h100_bf16_config"
+    assert (tuned["dispatcher"], plain["dispatcher"]) == ("hybridep", "alltoall")
+    assert plain["published_options"] is None
+    first, other = tuned["best"][0], plain["best"][0]
+    assert "--gpu h100" in first["flags"] and "--gpu" not in other["flags"]
+    assert first["tokens_per_second_per_gpu"] > 1.2 * other["tokens_per_second_per_gpu"]
+    assert answer("--dispatcher", "deepep")["dispatcher"] == "deepep"
 
 
 def test_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

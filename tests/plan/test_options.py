@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_nemotron3.args import Launch, ParallelLayout
@@ -10,7 +12,16 @@ from megatron_nemotron3.plan.activations import layer_activations
 from megatron_nemotron3.plan.hardware import GPUS
 from megatron_nemotron3.plan.memory import Memory, memory
 from megatron_nemotron3.plan.options import Options, dispatcher_words
-from megatron_nemotron3.plan.timing import LayerTime, Machine, captured, layer_times, one_replica, step_time
+from megatron_nemotron3.plan.recompute import Recompute
+from megatron_nemotron3.plan.timing import (
+    ASSUMED,
+    LayerTime,
+    Machine,
+    captured,
+    layer_times,
+    one_replica,
+    step_time,
+)
 from megatron_nemotron3.plan.traffic import ALL_GATHER, REDUCE_SCATTER, step_traffic
 from tests.support.launches import launch
 
@@ -112,6 +123,49 @@ def test_fsdp_divides_weights_and_gradients() -> None:
         ("plain", ALL_GATHER): 1, ("plain", REDUCE_SCATTER): 1,
         ("fsdp", ALL_GATHER): 8, ("fsdp", REDUCE_SCATTER): 4,
     }  # fmt: skip
+
+
+def test_fsdp_costs_the_host_time() -> None:
+    plain, sharded = layers(""), layers(FSDP)
+    for kind in "M*E":
+        assert sharded[kind].layers - plain[kind].layers == pytest.approx(ASSUMED.fsdp)
+        assert sharded[kind].products == plain[kind].products
+
+
+def test_the_experts_of_a_rank_cost_the_host_time() -> None:
+    machine = Machine(GPUS["b300"])
+    many, few = (
+        layer_times(one_replica(te(layout=ParallelLayout(ep=ep, dp=16))), machine)["E"].layers
+        for ep in (2, 8)
+    )
+    assert many - few == pytest.approx((64 - 16) * ASSUMED.expert)
+
+
+def test_layers_that_stay_bf16() -> None:
+    none = "--num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 0"
+    tail, whole = held(precision="mxfp8"), held(none, "mxfp8")
+    assert whole.packed_weights > tail.packed_weights and whole.activations["E"] < tail.activations["E"]
+    machine = Machine(GPUS["gb200"])
+    times = [
+        layer_times(one_replica(te(words, precision="mxfp8")), machine)["E"].products for words in ("", none)
+    ]
+    assert times[1] < times[0]
+
+
+def test_published_options_of_a_gpu() -> None:
+    """`Launch.gpu` counts as if its options were given."""
+    published = replace(te(layout=LAYOUT), gpu="h100")
+    options = Options.of(published)
+    assert options.dispatcher == "hybridep" and options.graphs == {"attn", "mamba"}
+    assert options.offload == ("expert_fc1",) and options.moments == 4 and options.gradient == 2
+    assert Recompute.of(published).modules == ("moe_act", "layernorm")
+    words = tuple(word for name, values in published.options.items() for word in (name, *values))
+    given = te(" ".join(words))
+    assert Options.of(given) == options and memory(given) == memory(published)
+    assert Options.of(replace(published, without=("cuda-graph-impl",))).graphs == frozenset()
+    # Super's run on H100 does not overlap its traffic.
+    late = Launch.of("super", ParallelLayout(pp=2, ep=32, dp=32), backend="te", gpu="h100")
+    assert options.overlap and not Options.of(late).overlap
 
 
 def test_gathered_in_fp8_no_bf16_weight_is_left() -> None:

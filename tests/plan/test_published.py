@@ -25,9 +25,17 @@ def test_peak_memory_of_the_cards() -> None:
 
 
 def test_time_of_balanced_runs() -> None:
-    assert spread(errors(RUNS)) < 0.075
-    assert len(FITTED) == 23 and spread(errors(FITTED)) < 0.085
-    assert max(map(abs, errors(FITTED))) < 0.18
+    assert spread(errors(RUNS)) < 0.05
+    assert len(FITTED) == 23 and spread(errors(FITTED)) < 0.065
+    assert max(map(abs, errors(FITTED))) < 0.16
+
+
+def test_time_with_natural_routing() -> None:
+    """The model knows no imbalance and is too fast here. One run is left out (docs/measurements.md)."""
+    runs = [run for run in CARDS if run.natural and not run.functional]
+    assert len(runs) == 8 and all(0 < error < 0.35 for error in errors(runs))
+    every = (*FITTED, *runs)
+    assert spread(errors(every)) < 0.1
 
 
 def test_the_constants_are_those_of_the_fit() -> None:
@@ -46,4 +54,4 @@ def test_models_left_out_of_the_fit() -> None:
     for model in {line.run.model for line in lines}:
         values = fit([line for line in lines if line.run.model != model])
         unseen += [line.error(*values) for line in lines if line.run.model == model]
-    assert spread(unseen) < 0.1
+    assert spread(unseen) < 0.085
