@@ -12,7 +12,6 @@ implementations may is marked "differs", and its speed means nothing. Needs neit
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 from common import ROOT, parser
 from gpu import SIDES, WIDTHS
+from gpu_compare import agrees, differences
 from gpu_results import Record, Results
 
 from megatron_nemotron3.checkpoint.files import write_text
@@ -29,15 +29,6 @@ from megatron_nemotron3.plan.hardware import GPUS
 PAGE = ROOT / "docs" / "measurements.md"
 BEGIN, END = "<!-- results of gpu.py: begin -->", "<!-- results of gpu.py: end -->"
 GIB, MIB = 2**30, 2**20
-EPS = 2.0**-7
-#: Of two sides in BF16. The root mean square error of one rounding is 0.21 eps (eps / sqrt(12) where the
-#: significand is 1, half of it just below 2). A layer rounds about 9 times between its input and the residual
-#: stream, and squares of independent errors add: for 12 layers 0.21 eps * sqrt(9 * 12) = 2.2 eps per side,
-#: 3.1 eps between two.
-LOGITS = 4 * EPS
-#: Gradients read the roundings of forward and add as many; a single one may be a sum with cancellation, such
-#: as those of A_log and dt_bias (tests/gpu/test_model.py). Median and worst of all tensors.
-GRADIENTS = (2**0.5 * 5 * EPS, 2**0.5 * 20 * EPS)
 
 Lines = list[str]
 
@@ -119,39 +110,6 @@ def of_side(results: Results, width: str, side: str) -> dict[str, Record]:
     """Kind -> row of a stage."""
     name = f"step.{width}.{side}"
     return {row["kind"]: row for stage, row in results.rows(name) if stage == name}
-
-
-def distance(found: Sequence[float], expected: Sequence[float]) -> float:
-    """|difference| / |expected| of two sketches."""
-    norm = math.sqrt(sum(x * x for x in expected))
-    return (
-        math.sqrt(sum((a - b) ** 2 for a, b in zip(found, expected, strict=True))) / norm
-        if norm
-        else math.inf
-    )
-
-
-def differences(found: Record, expected: Record) -> tuple[float, float, float, str]:
-    """Of logits, the median and the largest of the gradients, and whose it is."""
-    names = found["gradients"].keys() & expected["gradients"].keys()
-    missing = found["gradients"].keys() ^ expected["gradients"].keys()
-    logits = distance(found["logits"], expected["logits"])
-    if missing or not names:
-        return (
-            logits,
-            math.inf,
-            math.inf,
-            f"{len(missing)} gradients of one side only: {min(missing, default='')}",
-        )
-    each = {n: distance(found["gradients"][n], expected["gradients"][n]) for n in names}
-    # nan is larger than every number here
-    worst = max(each, key=lambda n: math.inf if math.isnan(each[n]) else each[n])
-    return logits, statistics.median(each.values()), each[worst], worst
-
-
-def agrees(logits: float, median: float, worst: float) -> bool:
-    """Whether two sides in BF16 may differ so; never with nan."""
-    return logits <= LOGITS and median <= GRADIENTS[0] and worst <= GRADIENTS[1]
 
 
 def peak_of(device: str) -> float | None:

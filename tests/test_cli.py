@@ -36,7 +36,7 @@ COMMANDS = {
     },
     "plan": {
         "--model", "--tiny", "--gpus", "--gpu", "--nvlink-domain", "--seq-length", "--seq",
-        "--global-batch-size", "--gbs", "--precision", "--dispatcher",
+        "--global-batch-size", "--gbs", "--precision", "--dispatcher", "--plain",
         "--best", "--json", "--plot",
     },
     "check": {"--full", "--workers"},

@@ -143,6 +143,18 @@ def groups_of_one_rank() -> None:
     assert mine is not groups[rank]
 
 
+def _gathered_by_name() -> list[float]:
+    """Megatron-FSDP names the arguments; nccl gathers scalars, too."""
+    rank = torch.distributed.get_rank()
+    whole = torch.zeros(2)
+    torch.distributed.all_gather_into_tensor(output_tensor=whole, input_tensor=torch.tensor(rank + 1.0))
+    return whole.tolist()
+
+
+def test_a_gather_takes_torchs_argument_names() -> None:
+    assert run_distributed(_gathered_by_name, 2) == [[1.0, 2.0]] * 2
+
+
 def test_groups_of_one_rank_are_one() -> None:
     run_distributed(groups_of_one_rank, 2)
 

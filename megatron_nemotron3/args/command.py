@@ -138,7 +138,7 @@ def chosen_layout(options: argparse.Namespace) -> ParallelLayout:
     return ParallelLayout(**_sizes(options))
 
 
-def _sizes(options: argparse.Namespace) -> dict[str, int]:
+def _sizes(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sizes of the layout that were given."""
     return {name: getattr(options, name) for name in LAYOUT if getattr(options, name) is not None}
 

@@ -1,7 +1,4 @@
-"""What a command line sets, where each value comes from, and where it differs from the published recipe.
-
-Standard library only; `explain_text` prints it.
-"""
+"""What a command line sets, where each value comes from, and where it differs from the published recipe."""
 
 from __future__ import annotations
 
@@ -140,7 +137,9 @@ def explain(launch: Launch, name: str = "published") -> Explanation:
         published=str(public.world_size) if public else None,
         source=SCRIPT if public else "",
     )
-    return _explanation(config, name, [world, *settings, *_missing_settings(emitted, known)], check(launch))
+    settings += _missing_settings(emitted, known)
+    notes = [launch.tuned.variables] if launch.tuned else []
+    return _explanation(config, name, [world, *settings], check(launch), notes)
 
 
 def explain_command(

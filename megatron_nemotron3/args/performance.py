@@ -51,6 +51,8 @@ class Tuned:
     unknown: tuple[str, ...] = ()
     #: Fields of Megatron's configuration that the published run sets and no option can.
     fields: tuple[str, ...] = ()
+    #: What the published run gives up for its speed or memory.
+    cautions: tuple[str, ...] = ()
     #: What was taken in place of a set that was not published, and in which model, GPU and precision.
     instead: str = ""
 
@@ -64,7 +66,13 @@ class Tuned:
             found.append(
                 f"--gpu {self.gpu}: published, but no option of Megatron sets it: {', '.join(self.fields)}"
             )
-        return found
+        return found + [f"--gpu {self.gpu}: {caution}" for caution in self.cautions]
+
+    @property
+    def variables(self) -> str:
+        """The variables and where they come from, in one line."""
+        values = " ".join(f"{name}={value}" for name, value in self.environment.items())
+        return f"variables of --gpu {self.gpu}, from {self.recipe}: {values}"
 
 
 def gpu_named(name: str) -> str:
@@ -160,6 +168,7 @@ def tuned(
         environment=chosen.environment,
         unknown=tuple(missing),
         fields=tuple(chosen.fields),
+        cautions=tuple(chosen.cautions),
         instead=_instead(config.name, gpu, precision, key),
     )
 
@@ -172,6 +181,7 @@ class _Chosen:
     removed: set[str] = field(default_factory=set)
     environment: dict[str, str] = field(default_factory=dict)
     fields: list[str] = field(default_factory=list)
+    cautions: list[str] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
         for name, *values in (line.split() for line in row.options.splitlines() if line.strip()):
@@ -186,6 +196,7 @@ class _Chosen:
         for name, _, value in (line.partition("=") for line in row.environment.split()):
             self.environment[name] = value
         self.fields += row.fields.split()
+        self.cautions += [row.caution] if row.caution else []
 
 
 def _hybrid_ep(gpu: str, layout: ParallelLayout) -> dict[str, str]:

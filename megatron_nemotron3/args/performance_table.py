@@ -135,6 +135,8 @@ class Row:
     environment: str = ""
     #: Fields of Megatron's configuration that the run sets and no option of any version can.
     fields: str = ""
+    #: What the run gives up, in one sentence.
+    caution: str = ""
     when: Callable[[ParallelLayout], bool] = _always
 
     def applies(self, model: str, gpu: str, precision: str, layout: ParallelLayout) -> bool:
@@ -274,6 +276,10 @@ ROWS: tuple[Row, ...] = (
             --distributed-timeout-minutes 15
         """,
         without="--overlap-grad-reduce\n--overlap-param-gather",
+        caution=(
+            "to fit in memory it keeps FP16 master weights and BF16 gradients and moments; it also pads "
+            "experts to 1.1 times their mean load and drops other tokens, which these options do not"
+        ),
         environment="NUM_OF_TOKENS_PER_CHUNK_COMBINE_API=64",
     ),
     Row(
@@ -293,6 +299,10 @@ ROWS: tuple[Row, ...] = (
             --moe-permute-fusion-into-hybridep
             --moe-flex-dispatcher-num-sms 32
         """,
+        caution=(
+            "its BF16 moments are a benchmark's, not equivalent to FP32 in convergence; "
+            "--without exp-avg-dtype --without exp-avg-sq-dtype keeps FP32"
+        ),
         environment="""
             NUM_OF_TOKENS_PER_CHUNK_COMBINE_API=64
             NVTE_CPU_OFFLOAD_V1=1

@@ -279,7 +279,8 @@ OPTION_RULES: tuple[Rule, ...] = (
         lambda c: (
             f"{_bf16_gradients(c)} accumulates the gradient of the output layer, which MTP shares, in BF16. "
             "When Ultra trained, this lost MTP's small contribution at about 8T tokens, and the MTP loss "
-            "spiked until reduction was in FP32. Drop it, or at least accumulate locally in FP32: "
+            "spiked until reduction was in FP32. Drop it (from --gpu: --without grad-reduce-in-bf16), or at "
+            "least accumulate locally in FP32: "
             f"{_FP32_LOCAL} all"
         ),
         "Ultra report (arXiv 2606.15007)",

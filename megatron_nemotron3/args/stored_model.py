@@ -12,6 +12,7 @@ from megatron_nemotron3.checkpoint.argv import option_value
 from megatron_nemotron3.checkpoint.folders import checkpoint_path, read_tracker
 from megatron_nemotron3.checkpoint.resume import load_options
 from megatron_nemotron3.checkpoint.state import StoredState, stored_state
+from megatron_nemotron3.models.stack_specs import stored_experts
 
 OPTION = "--use-checkpoint-args"
 #: Arguments that Megatron takes from the checkpoint whatever the command line says, and those that it takes
@@ -76,8 +77,19 @@ def taken(flags: Sequence[Flag]) -> Taken:
     note = f"{OPTION}: the model is that of {folder}, {which}"
     if replaced:
         note += f"; Megatron does not use this text's {', '.join(replaced)}"
+    stack = passed["--spec"].values if "--spec" in passed else ("megatron", "")
+    before, now = stored_experts(state.args), stored_experts({"spec": stack})
+    if None not in (before, now) and before != now:
+        note += (
+            f"; the experts of its layers (width:per token) {_said(before)}, those of this text's --spec "
+            f"{_said(now)}: Megatron does not take --spec from the checkpoint and cannot load it"
+        )
     merged = (*kept, *(Flag(name, words) for name, words in values.items() if name in names))
     return Taken(merged, frozenset(names), note)
+
+
+def _said(experts: str | None) -> str:
+    return f"are {experts:.60}" if experts else "are those of all layers alike"
 
 
 def loaded(argv: Sequence[str]) -> tuple[str, StoredState] | None:

@@ -99,13 +99,16 @@ def reduce_scatter(
     return None
 
 
-def all_gather_into_tensor(output: torch.Tensor, local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """`torch.distributed.all_gather_into_tensor`, also of scalars, which nccl gathers and gloo refuses.
 
     nvidia-modelopt counts the layers that are left this way: without it pruning depth ends with
     "ProcessGroupGloo::allgather: invalid tensor size at index 0".
     """
-    return _all_gather_into_tensor(output, local.reshape(-1) if local.dim() == 0 else local, *args, **kwargs)
+    local = input_tensor.reshape(-1) if input_tensor.dim() == 0 else input_tensor
+    return _all_gather_into_tensor(output_tensor, local, *args, **kwargs)
 
 
 def _on_contiguous(tensor: torch.Tensor, collective: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron_nemotron3.generate.batch import ForwardBatch
 from megatron_nemotron3.generate.state import KVCache, LayerState, MambaPass
@@ -121,7 +122,10 @@ class Attention:
             mask = batch.mask((0, 1), batch.end, 1, q.dtype)
             y = F.scaled_dot_product_attention(q.squeeze(3), keys, values, attn_mask=mask)
             return torch.addmm(x, y.reshape(b, -1), self.out), None
-        if batch.mask_fits(per_group) or x.device.type != "cpu":
+        fits = batch.mask_fits(per_group)
+        if not fits and x.is_cuda and batch.start is not None and x.dtype.itemsize == 2:
+            y = self._by_causal_kernel(q, cache, batch)
+        elif fits or x.device.type != "cpu":
             y = self._by_tile(q, cache, batch)
         else:
             y = self._by_row(q, cache, batch)
@@ -150,6 +154,22 @@ class Attention:
             )
             y[:, first:stop] = part.view(b, groups, per_group, -1, c).permute(0, 3, 1, 2, 4)
         return y
+
+    def _by_causal_kernel(self, q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
+        """As `_by_tile` for rows of one length: the last query sees every key, and no mask is built.
+
+        torch calls flash attention for it on a GPU, in BF16 or FP16. The masks of a long text would be larger
+        than its keys, many times over.
+        """
+        b, groups, per_group, n, c = q.shape
+        y = F.scaled_dot_product_attention(
+            q.reshape(b, groups * per_group, n, c),
+            cache[:, 0, :, : batch.end],
+            cache[:, 1, :, : batch.end],
+            attn_mask=causal_lower_right(n, batch.end),
+            enable_gqa=True,
+        )
+        return y.view(b, groups, per_group, n, c).permute(0, 3, 1, 2, 4).contiguous()
 
     def _by_row(self, q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
         """As `_by_tile`, one row at a time with all its queries: the scores stay inside the kernel."""

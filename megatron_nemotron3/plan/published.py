@@ -10,7 +10,8 @@ of
 
 The options of a run are those of its recipe (`perf_recipes/nemotronh`, `recipes/nemotronh`, and for
 containers 26.04 and 26.06 `scripts/performance/configs/nemotronh` of version 0.5.0), as options of Megatron.
-Standard library only.
+Super's runs on H100 also do not overlap data-parallel traffic with computation, which no option can say:
+0.3 % of their step. Standard library only.
 """
 
 from __future__ import annotations

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_nemotron3 import models
+from megatron_nemotron3 import cli, models
 from megatron_nemotron3.args import Launch, TrainingSchedule, flags, performance, to_argv
+from megatron_nemotron3.args.explain import explain
 from megatron_nemotron3.args.performance import GPUS, Tuned, published, recipe_name, relative
 from megatron_nemotron3.args.performance_table import HARDWARE, ROWS, RUNS, Row
 from megatron_nemotron3.plan.hardware import GPUS as PLANNED
@@ -275,3 +278,57 @@ def test_options_of_another_version_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert "--moe-use-grouped-tensor" not in old.tuned.options
     assert "published, but not passed: --moe-use-grouped-tensor (new in 0.20)" in " ".join(old.tuned.notes)
     assert new.tuned.options["--moe-use-grouped-tensor"] == () and not new.tuned.unknown
+
+
+def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
+    """Options and variables on stdout, what was published on stderr, the published layout by default."""
+    assert cli.main(["flags", "super", "--gpu", "GB200"]) == 0
+    out, err = capfd.readouterr()
+    assert "--tensor-model-parallel-size 2\n" in out and "--transformer-impl transformer_engine\n" in out
+    assert "# environment\n" in out and "\nUSE_MNNVL=1\n" in out
+    assert "published with TP2 EP64 DP32 SP on 64 GPUs" in err and "this layout: TP2 EP64 DP32 SP" in err
+    assert cli.main(["flags", "super", "--gpu", "gb200", "--dp", "64", "--shell"]) == 0
+    out, err = capfd.readouterr()
+    assert "this layout: TP2 EP64 DP64 SP" in err and "USE_MNNVL" not in out
+    assert cli.main(["flags", "super", "--gpu", "gb200", "--tp", "4"]) == 0
+    assert "this layout: TP4 SP" in capfd.readouterr().err
+    assert cli.main(["flags", "puzzle", "--gpu", "b300"]) == 0
+    assert (
+        "nothing is published for puzzle on b300 in bf16; taken from super on b300" in capfd.readouterr().err
+    )
+    assert cli.main(["flags", "super", "--gpu", "h100", "--backend", "torch"]) == 2
+    assert "use backend te, or leave gpu out" in capfd.readouterr().err
+    assert cli.main(["flags", "super", "--gpu", "gb200", "--precision", "mxfp8"]) == 0
+    assert "no option of Megatron sets it: fp8_dot_product_attention" in capfd.readouterr().err
+    assert cli.main(["flags", "super", "--environment"]) == 2
+    assert cli.main(["flags", "super", "--gpu", "a100"]) == 2
+    assert "use one of h100, h200, b200" in capfd.readouterr().err
+
+
+def test_variables_in_a_shell(capfd: pytest.CaptureFixture[str]) -> None:
+    """What is set already keeps its value."""
+    assert cli.main(["flags", "ultra", "--gpu", "gb200", "--precision", "mxfp8", "--environment"]) == 0
+    script = capfd.readouterr().out + 'echo "$NVLINK_DOMAIN_SIZE $PYTORCH_CUDA_ALLOC_CONF"'
+    done = subprocess.run(
+        ["bash", "-euc", script],
+        env={"NVLINK_DOMAIN_SIZE": "36", "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "36 expandable_segments:True,graph_capture_record_stream_reuse:True\n"
+
+
+def test_explain_says_where_every_option_comes_from() -> None:
+    found = explain(launch(("super", "gb200", "bf16")))
+    settings = {setting.name: setting for setting in found.settings}
+    for name in of(("super", "gb200", "bf16")).options:
+        assert settings[name].origin == "gpu"
+        assert settings[name].field == "gpu.nemotron_3_super_pretrain_64gpu_gb200_bf16_config"
+    assert any("USE_MNNVL=1" in note for note in found.notes)
+
+
+def test_what_a_run_gives_up_is_said() -> None:
+    assert "--without exp-avg-dtype" in " ".join(of(("lightning", "h100", "bf16")).notes)
+    assert "1.1 times" in " ".join(of(("super", "h100", "bf16")).notes)
+    assert of(("super", "gb200", "bf16")).notes == []

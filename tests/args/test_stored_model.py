@@ -56,6 +56,22 @@ def test_the_model_is_the_checkpoints(run: Path) -> None:
     assert "--num-experts" in note and "--swiglu" in note and "--hidden-size" not in note
 
 
+def test_a_stack_with_other_experts_than_the_checkpoints(tmp_path: Path) -> None:
+    puzzle = models.get("puzzle")
+    release(tmp_path, args_of(puzzle, padded_vocab_size=131072), common_pt=False)
+
+    def note(spec: str) -> str:
+        explained = explain_command(puzzle, f"{LINE} --load {tmp_path} {spec}")
+        return next(note for note in explained.notes if stored_model.OPTION in note)
+
+    module = "--spec megatron_nemotron3.specs"
+    for spec in ("", f"{module} nemotron3_te_stack_spec"):
+        said = "experts of its layers (width:per token) are 1280:4 1280:8"
+        assert said in note(spec) and "--spec are those of all layers alike: Megatron does" in note(spec)
+    for spec in (f"{module} nemotron3_puzzle_te_stack_spec", "--spec mine spec"):
+        assert "experts of its layers" not in note(spec)
+
+
 def test_what_is_taken_is_what_megatron_takes(tmp_path: Path) -> None:
     release(tmp_path, args_of(models.SUPER, padded_vocab_size=131072), common_pt=False)
     stored = stored_args(tmp_path)

@@ -13,9 +13,9 @@ from megatron_nemotron3.convert.config_json import read, write
 from megatron_nemotron3.convert.config_keys import BLOCKS, FIXED, IGNORED, OWN
 from megatron_nemotron3.models import Nemotron3Config, get, identify, names
 from tests.support.convert_models import DISTINCT, random_config
+from tests.support.model_mapping import transformers_from
 
 transformers = pytest.importorskip("transformers")
-NemotronHMoE = transformers.models.nemotron_h.modeling_nemotron_h.NemotronHMoE
 
 #: transformers cannot load dense layers before 5.8, and computes the scan wrongly before 5.15.1.
 assert tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 15)
@@ -63,22 +63,10 @@ def stored_names(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     return result
 
 
-def built_by_transformers(data: dict[str, Any]) -> Any:
-    """Build a config.json. What a layer's block states replaces what is outside, as in NVIDIA's class, which
-    transformers does not have."""
-    theirs = transformers.NemotronHConfig.from_dict(data)
-    model = transformers.NemotronHForCausalLM(theirs)
-    for number, block in enumerate(data.get("block_configs", ())):
-        if block["block_type"] == "moe":
-            own = transformers.NemotronHConfig.from_dict(data | block)
-            model.model.layers[number].mixer = NemotronHMoE(own, layer_idx=number)
-    return model
-
-
 @pytest.mark.parametrize("config", [*map(get, CATALOG), DISTINCT], ids=lambda c: c.name)
 def test_transformers_builds_the_same_model_from_what_we_write(config: Nemotron3Config) -> None:
     with torch.device("meta"):
-        model = built_by_transformers(through_json(write(config)))
+        model = transformers_from(through_json(write(config)))
     mine = {t.name: t.shape for t in inventory.hf_tensors(config) if not t.name.startswith("mtp.")}
     assert stored_names(model) == mine
     theirs = model.config

@@ -23,7 +23,7 @@ from megatron_nemotron3.convert.config_keys import FIXED, NO_CLAMP
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.support import parity
 from tests.support.hf_folders import write_hf
-from tests.support.model_mapping import randomize, to_transformers
+from tests.support.model_mapping import randomize, to_transformers, transformers_from
 from tests.support.world import world_of_one
 
 transformers = pytest.importorskip("transformers")
@@ -45,7 +45,7 @@ CHANGED: dict[str, Any] = {
     **{"moe_aux_loss_coeff": 0.5, "moe_router_bias_update_rate": 0.5, "layernorm_epsilon": 1e-2},
     **{"mtp_pattern": "*E", "mtp_num_layers": 1, "mtp_use_repeated_layer": False},
     **{"mtp_loss_scaling_factor": 0.7, "init_method_std": 0.5},
-    **{"published_total": "1B", "published_active": "1B", "source": "none"},
+    **{"published_total": "1B", "published_active": "1B", "source": "none", "moe_layers": ((40, 3),)},
 }
 #: What another field must have at the same time.
 TOGETHER = {
@@ -76,14 +76,13 @@ def changed(field: str) -> Nemotron3Config:
 
 
 def argv(config: Nemotron3Config) -> list[str]:
-    return to_argv(flags(Launch.of(config, precision="fp32", backend="torch")))
+    own = ("--spec", "mine", "spec") if config.moe_layers else ()  # no other option says what they are
+    return to_argv(flags(Launch.of(config, precision="fp32", backend="torch", extra=own)))
 
 
 def theirs_of(data: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> Any:
     """transformers' model of a config.json as a file has it, with the weights of `weights` if given."""
-    config = transformers.NemotronHConfig.from_dict(json.loads(json.dumps(data)) | {"dtype": "float32"})
-    config._attn_implementation = config._experts_implementation = "eager"
-    model = transformers.NemotronHForCausalLM(config).float().eval()
+    model = transformers_from(json.loads(json.dumps(data)) | {"dtype": "float32"}).float().eval()
     if weights is not None:
         model.load_state_dict(weights, strict=True)
     return model

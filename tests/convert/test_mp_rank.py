@@ -52,7 +52,7 @@ def write(config: Nemotron3Config, pattern: str, sizes: dict[str, int], folder: 
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.training import checkpointing
 
-    from megatron_nemotron3.specs import nemotron3_torch_stack_spec
+    from megatron_nemotron3.specs import stack_spec
     from tests.parallel.tensors import sharded
     from tests.support.model_mapping import transformer_config
 
@@ -75,7 +75,7 @@ def write(config: Nemotron3Config, pattern: str, sizes: dict[str, int], folder: 
     models = [
         HybridModel(
             config=settings,
-            hybrid_stack_spec=nemotron3_torch_stack_spec,
+            hybrid_stack_spec=stack_spec("torch", config),
             vocab_size=PADDED,
             max_sequence_length=64,
             hybrid_layer_pattern="/".join([pattern, *config.full_pattern.split("/")[1:]]),

@@ -50,11 +50,31 @@ def test_masked_forms_equal_single_queries(lengths: list[int], same: bool, n: in
     expected = one_by_one(q, cache, lengths)
     torch.testing.assert_close(layer._by_tile(q, cache, ForwardBatch(lengths, n, None, CPU)), expected)
     torch.testing.assert_close(layer._by_row(q, cache, ForwardBatch(lengths, n, None, CPU)), expected)
+    if len(set(lengths)) == 1:
+        whole = ForwardBatch(lengths, n, None, CPU)
+        torch.testing.assert_close(layer._by_causal_kernel(q, cache, whole), expected)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_module, "MASK_ELEMENTS", 1)
         tiled = ForwardBatch(lengths, n, None, CPU)
         assert len(tiled.query_tiles(2)) == -(-n // 8)
         torch.testing.assert_close(layer._by_tile(q, cache, tiled), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("lengths", [[0], [300], [300, 300]])
+def test_the_causal_kernel_on_a_gpu(lengths: list[int]) -> None:
+    """BF16, heads of 128 in groups of 16, as in Nano; against FP32 of the same numbers."""
+    config = get("nano").but(pattern="M*E")
+    layer = object.__new__(Attention)
+    layer.heads, layer.groups, layer.head_dim = config.num_attention_heads, config.num_query_groups, 128
+    b, n, per_group = len(lengths), 200, layer.heads // layer.groups
+    q = torch.randn(b, layer.groups, per_group, n, 128, device="cuda").bfloat16()
+    cache = torch.randn(b, 2, layer.groups, lengths[0] + n + 3, 128, device="cuda").bfloat16()
+    found = layer._by_causal_kernel(q, cache, ForwardBatch(lengths, n, None, q.device))
+    expected = one_by_one(q.float(), cache.float(), lengths)
+    # The result and the weights are rounded to BF16 (eps 2^-7).
+    assert (found.float() - expected).norm() <= 2.0**-7 * expected.norm()
 
 
 @pytest.mark.parametrize("lengths", [[5], [5, 5], [3, 9]])

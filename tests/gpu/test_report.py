@@ -33,6 +33,11 @@ def report() -> Iterator[Any]:
         yield importlib.import_module("gpu_report")
 
 
+@pytest.fixture
+def compare(report: Any) -> Any:
+    return importlib.import_module("gpu_compare")
+
+
 def parity(error: float = 0.0, one: float = 0.0) -> dict[str, Any]:
     """Sketches of three tensors, by so much unlike those of `parity()`; one of them by `one` more."""
     gradients = {name: [3.0 * (1 + error), 4.0] for name in ("a", "b", "c")}
@@ -105,18 +110,18 @@ def test_steps(report: Any, tmp_path: Path) -> None:
         (0.01, math.nan, math.nan, False),
     ],
 )
-def test_what_agrees(report: Any, logits: float, median: float, worst: float, good: bool) -> None:
-    assert report.agrees(logits, median, worst) is good
+def test_what_agrees(compare: Any, logits: float, median: float, worst: float, good: bool) -> None:
+    assert compare.agrees(logits, median, worst) is good
 
 
-def test_a_missing_or_broken_gradient_differs(report: Any) -> None:
+def test_a_missing_or_broken_gradient_differs(compare: Any) -> None:
     found = parity()
     del found["gradients"]["c"]
-    assert report.differences(found, parity())[1] == math.inf
+    assert compare.differences(found, parity())[1] == math.inf
     broken = parity()
     broken["gradients"]["a"] = [math.nan, 1.0]
-    *numbers, name = report.differences(broken, parity())
-    assert name == "a" and not report.agrees(*numbers)
+    *numbers, name = compare.differences(broken, parity())
+    assert name == "a" and not compare.agrees(*numbers)
 
 
 def test_a_page_is_written_between_its_markers(report: Any, tmp_path: Path) -> None:

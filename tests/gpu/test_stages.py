@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,22 @@ def test_without_a_gpu_nothing_begins(tmp_path: Path) -> None:
     assert done.stderr.startswith("gpu.py: no CUDA device here") and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto", "te"])
+@pytest.mark.parametrize("width", ["nano", "super"])
+def test_the_plan_of_a_measured_step(gpu: Any, width: str, backend: str) -> None:
+    """At full width: figures of the size that an H200 can have; none for an unknown device."""
+    plan, model = importlib.import_module("gpu_plan"), importlib.import_module("gpu_model")
+    speed = {"tokens": 8192, "held": 7, "seconds": [0.3, 0.1, 0.2]}
+    h200 = plan.gpu_of("NVIDIA H200")
+    row = plan.compared(model.stack(width), backend, speed, h200)
+    flops = sum(model.flops_per_token(model.stack(width), 8192).values()) * 8192
+    assert flops / h200.bf16 < row["planned_seconds"] < 1.0
+    assert 2**30 < row["planned_bytes"] < h200.memory
+    assert (row["bytes"], row["seconds"]) == (7, 0.2)
+    assert plan.gpu_of("NVIDIA H100 80GB HBM3").name == "h100" and plan.gpu_of("CPU") is None
+    assert plan.compared(model.stack(width), backend, speed, None)["planned_seconds"] is None
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["generate.plain", "prefill", "boundary", "nvfp4", "versions", "tests"])
 def test_other_stages(name: str) -> None:
@@ -89,17 +107,26 @@ def test_other_stages(name: str) -> None:
 
 @pytest.mark.full
 def test_everything_on_a_cpu(gpu: Any, tmp_path: Path) -> None:
-    """All stages as processes: stopped by its budget, one killed, continued, and the tables."""
+    """All stages as processes: no budget, interrupted in a stage, continued, and the tables."""
     path = tmp_path / "results.jsonl"
     words = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--small", "--results", str(path)]
 
     def call(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*words, *more], capture_output=True, text=True, timeout=1500)
 
-    done = call("--budget", "70s")
+    done = call("--budget", "1s")
     assert done.returncode == 3 and "the same command goes on from here" in done.stdout, done.stderr
+    process, log = subprocess.Popen(words, stdout=subprocess.DEVNULL), path.with_suffix(".log")
+    while not (log.exists() and "\n== tests\n" in log.read_text(errors="replace")):
+        assert process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
     before = gpu.Results(path).stages()
-    assert list(before) == ["versions"]
+    assert {name: stage["status"] for name, stage in before.items()} == {
+        "versions": "ok",
+        "tests": "interrupted",
+    }
     done = call("--budget", "30m")
     assert done.returncode == 0, done.stdout + done.stderr
     found = gpu.Results(path).stages()

@@ -10,7 +10,8 @@ from tests.parallel.compare import check
 from tests.parallel.layouts import LAYOUTS
 from tests.support.own_stack import WORDS, config
 
-CASE = Case(config=config, extra=WORDS)
+#: A batch without near ties in routing: where one expert is swapped, a gradient norm moves by 1e-5.
+CASE = Case(config=config, extra=WORDS, seed=9)
 #: The first runs in `make test`. PP 2 with VPP 2: "ME", "*E" on one rank, "EM", "ME" on the other.
 ROWS = (
     *("PP2 VPP2", "TP2 SP EP2 alltoall"),
@@ -20,7 +21,7 @@ ROWS = (
 _FULL_RECOMPUTE = ("--recompute-method", "uniform", "--recompute-num-layers", "1")
 RECOMPUTE = {
     "full": ("--recompute-granularity", "full", *_FULL_RECOMPUTE),
-    "moe": ("--recompute-granularity", "selective", "--recompute-modules", "moe", "moe_act"),
+    "moe": ("--recompute-granularity", "selective", "--recompute-modules", "moe"),
 }
 
 
@@ -41,5 +42,5 @@ def test_recomputed_layers_keep_their_experts(how: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [ParallelLayout(dp=2, ep=2), ParallelLayout(tp=2, pp=2)], ids=str)
 def test_adapters(layout: ParallelLayout) -> None:
-    case = Case(config=config, extra=WORDS, lora="dim=4,alpha=8,targets=linear_fc1+linear_fc2")
+    case = Case(config=config, extra=WORDS, seed=9, lora="dim=4,alpha=8,targets=linear_fc1+linear_fc2")
     check(case, case.at(layout))

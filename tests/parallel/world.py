@@ -98,7 +98,10 @@ def build(case: Case) -> tuple[list[Any], Any, Any]:
     configs = pretrain_cfg_container_from_args(args, model_config)
     with training(LoRA.parse(case.lora) if case.lora is not None else None):
         chunks = model_config.get_builder_cls()(model_config).build_distributed_models(
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(), ddp_config=configs.ddp
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            ddp_config=configs.ddp,
+            use_megatron_fsdp=args.use_megatron_fsdp,
+            use_torch_fsdp2=args.use_torch_fsdp2,
         )
     return chunks, configs, args
 
@@ -158,6 +161,9 @@ class Run:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         case, data = self.case, batches(self.case)
+        # With several optimizer instances Megatron completes the sum of a rank's own shard only.
+        instances = self.args.num_distributed_optimizer_instances > 1
+        gather_shards, whole_gradients = whole_gradients and instances, whole_gradients and not instances
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
             chunk.force_all_reduce = whole_gradients
@@ -174,6 +180,8 @@ class Run:
             forward_only=False,
             force_all_reduce=whole_gradients,
         )
+        if gather_shards:
+            _gather_gradients(self.chunks)
         return _mean_loss(reported)
 
     @property
@@ -209,6 +217,19 @@ def _train(case: Case, weights: Tensors | None) -> dict[str, Any]:
     run.finish()
     result["weights"] = pieces(run.chunks)
     return result
+
+
+def _gather_gradients(chunks: list[Any]) -> None:
+    """Complete every rank's gradients with the shards that the ranks of its optimizer instance summed."""
+    for chunk in chunks:
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            ranks, own = (
+                group.intra_distributed_optimizer_instance_group,
+                group.intra_distributed_optimizer_instance_rank,
+            )
+            for bucket in group.buckets:
+                shard = bucket.grad_data.chunk(ranks.size())[own].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=ranks)
 
 
 def _mean_loss(reported: list[dict[str, Tensor]]) -> float:

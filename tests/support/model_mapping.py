@@ -156,6 +156,26 @@ def transformers_model(model: Nemotron3Config, **settings: Any) -> Any:
     return result
 
 
+def transformers_from(data: dict[str, Any]) -> Any:
+    """`NemotronHForCausalLM` of a config.json.
+
+    What the block of a layer states replaces what is outside, as in NVIDIA's class, which transformers lacks.
+    """
+    import transformers
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
+
+    def configured(of: dict[str, Any]) -> Any:
+        config = transformers.NemotronHConfig.from_dict(of)
+        config._attn_implementation = config._experts_implementation = "eager"
+        return config
+
+    result = transformers.NemotronHForCausalLM(configured(data))
+    for number, block in enumerate(data.get("block_configs", ())):
+        if block["block_type"] == "moe":
+            result.model.layers[number].mixer = NemotronHMoE(configured(data | block), layer_idx=number)
+    return result
+
+
 def to_transformers(tensors: dict[str, Tensor], model: Nemotron3Config) -> dict[str, Tensor]:
     """Megatron's named tensors (parameters, or their gradients) under transformers' names and shapes.
 
