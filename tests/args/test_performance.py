@@ -17,6 +17,7 @@ import pytest
 
 from megatron_nemotron3 import cli, models
 from megatron_nemotron3.args import Launch, TrainingSchedule, flags, performance, to_argv
+from megatron_nemotron3.args import launch as launch_module
 from megatron_nemotron3.args.explain import explain
 from megatron_nemotron3.args.performance import GPUS, Tuned, published, recipe_name, relative
 from megatron_nemotron3.args.performance_table import HARDWARE, ROWS, RUNS, Row
@@ -272,6 +273,9 @@ def test_other_backends_are_refused(backend: str) -> None:
 
 def test_options_of_another_version_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(performance, "ROWS", (*ROWS, Row("super", options="--moe-use-grouped-tensor")))
+    # Its answers are kept: not those of other tests here, and not those with this row afterwards.
+    monkeypatch.setattr(performance, "tuned", performance.tuned.__wrapped__)
+    monkeypatch.setattr(launch_module, "tuned", performance.tuned)
     old = Launch.of("super", gpu="gb200", backend="te", megatron_core="0.19")
     new = Launch.of("super", gpu="gb200", backend="te", megatron_core="main")
     assert old.tuned and new.tuned
