@@ -185,7 +185,7 @@ class TorchCoreAttention(MegatronModule):
             this rank's queries for that order.
         """
         cp, rank = self.cp_group.size(), self.cp_group.rank()
-        borders = torch.tensor([0, query.shape[0] * cp], device="cpu")
+        borders = [0, query.shape[0] * cp]
         mine = zigzag(borders, cp, rank, query.device)
         gathered = gathered_positions(borders, cp, query.device)
         return self._gather(key), self._gather(value), gathered[None, :] <= mine[:, None]

@@ -7,8 +7,9 @@ tokens in sequence. Upstream gets these positions from TransformerEngine's CUDA 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -62,18 +63,21 @@ def _kept(tensor: torch.Tensor, name: str, make: Callable[[torch.Tensor], torch.
     return kept[name][1]
 
 
-def zigzag(borders: torch.Tensor, cp: int, rank: int, device: torch.device | None = None) -> torch.Tensor:
+def zigzag(
+    borders: torch.Tensor | Sequence[int], cp: int, rank: int, device: torch.device | None = None
+) -> torch.Tensor:
     """Positions [total / cp] of the tokens that context-parallel rank `rank` of `cp` holds.
 
     Args:
-        borders: `document_borders`, [documents + 1].
+        borders: `document_borders`, [documents + 1], on the host.
         device: on which they are computed; None for the host.
 
     Raises:
         ValueError: a document is not divisible by 2 * cp.
     """
     held = []
-    for start, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+    ends: Sequence[int] = borders.tolist() if isinstance(borders, torch.Tensor) else borders
+    for start, end in pairwise(ends):
         if (end - start) % (2 * cp):
             raise ValueError(
                 f"a packed document of {end - start} tokens is not divisible by 2*CP={2 * cp}: pad documents "
@@ -85,7 +89,9 @@ def zigzag(borders: torch.Tensor, cp: int, rank: int, device: torch.device | Non
     return torch.cat(held)
 
 
-def gathered_positions(borders: torch.Tensor, cp: int, device: torch.device | None = None) -> torch.Tensor:
+def gathered_positions(
+    borders: torch.Tensor | Sequence[int], cp: int, device: torch.device | None = None
+) -> torch.Tensor:
     """Positions [total] of all tokens in the order of a gather, rank after rank."""
     return torch.cat([zigzag(borders, cp, rank, device) for rank in range(cp)])
 
@@ -187,6 +193,6 @@ class PackedContextParallel(MambaContextParallel):
         """Position of each token in the pack, in the order that upstream takes for the sequence."""
         total = tokens.shape[0]
         packs = pack_positions(packed, total, self.cp_size, tokens.device)
-        plain = gathered_positions(torch.tensor([0, total], device="cpu"), self.cp_size, tokens.device)
+        plain = gathered_positions([0, total], self.cp_size, tokens.device)
         # Upstream puts gathered token i at plain[i]; its position in the pack is packs[i].
         return torch.empty_like(packs).scatter_(0, plain, packs)

@@ -39,8 +39,11 @@ CHUNK = 64
 #: Largest head dimension, state size and product of both: one program holds a head's state [p, n]. Within
 #: these limits the kernels, compiled for SM 9.0, stay within its 227 KiB of shared memory.
 MAX_HEAD, MAX_STATE, MAX_ELEMENTS = 128, 256, 128 * 128
-#: Warps per program, by kernel: 4, or 8 where ptxas (SM 9.0, BF16, p 64, n 128) spills registers with 4. Not
-#: timed.
+#: Largest state size of FP32 products on SM 10: beyond it `group_gradients` needs more than 512 columns of
+#: tensor memory, and Triton compiles a trap. 128 is the published size, in BF16.
+MAX_STATE_FP32_SM10 = 64
+#: Warps per program, by kernel: 4, or 8 where ptxas (SM 9.0, BF16, p 64, n 128) spills registers with 4; with
+#: 8 `group_gradients` still spills 112 bytes, with 16 more. Not timed.
 WARPS = {"states": 4, "pass": 4, "outputs": 4, "head_gradients": 8, "group_gradients": 8}
 #: `group_gradients` prefetches the next head's tiles if a state has at most this many elements; larger ones
 #: would not fit shared memory twice.
@@ -87,6 +90,14 @@ def unsupported(x: Tensor, B: Tensor) -> str | None:
     if p > MAX_HEAD or n > MAX_STATE or _tile_extent(p) * _tile_extent(n) > MAX_ELEMENTS:
         limits = f"{MAX_HEAD} and {MAX_STATE}, {MAX_ELEMENTS} elements in all"
         return f"head dimension {p} and state size {n} exceed the Triton scan's limits ({limits})"
+    narrow = x.dtype == B.dtype == torch.bfloat16
+    if (
+        n > MAX_STATE_FP32_SM10
+        and not narrow
+        and x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] == 10
+    ):
+        return f"the Triton scan in {x.dtype} on SM 10 takes state sizes up to {MAX_STATE_FP32_SM10}, not {n}"
     return None
 
 

@@ -48,8 +48,8 @@ class Rows:
                 self.ranges.append((expert, start, start + n))
             start += n
         self.experts, self.total = len(counts), start
-        real = torch.tensor(counts, device=device)
-        filled = torch.tensor(self.filled, device=device)
+        # Copied without waiting for what the device has to do before.
+        real, filled = torch.tensor([counts, self.filled], device="cpu").to(device, non_blocking=True)
         numbers = torch.arange(len(counts), device=device)
         #: Expert of each block of rows.
         self.block_owner = numbers.repeat_interleave(filled // block, output_size=start // block)

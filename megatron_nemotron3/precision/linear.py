@@ -218,7 +218,7 @@ def _record_operand(
     """Record an operand if this step is measured; a weight once a step. filler: padding rows at the end."""
     if record is None or (name.endswith("weight") and record.has(name)):
         return
-    rows = torch.tensor([filler], device=x.device) if filler else None
+    rows = torch.full((1,), filler, device=x.device) if filler else None  # the device writes it itself
     record.add(name, x, how, dequantized(made), filler=rows)
 
 

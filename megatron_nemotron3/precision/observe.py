@@ -270,7 +270,7 @@ class Observed:
         """Measure rows [t, d], padded to blocks; `counts`: rows of each expert, None for a dense linear."""
         if counts is None:
             filled = padded(x, block)
-            filler = torch.tensor([len(filled) - len(x)], device=x.device)
+            filler = torch.full((1,), len(filled) - len(x), device=x.device)
             self.record.add(name, filled, how, self._quantized(filled, how), None, filler)
             return
         rows = Rows(counts, block, x.device)

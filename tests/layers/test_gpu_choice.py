@@ -121,6 +121,27 @@ def test_too_wide_goes_to_torch():
     torch.testing.assert_close(scan(choice, inputs), scan(ssd.ssd_chunked, inputs))
 
 
+@with_triton
+@pytest.mark.parametrize(
+    "major, dtype, n, taken",
+    [
+        (10, torch.float32, 128, False),
+        (10, torch.float16, 128, False),
+        (10, torch.float32, 64, True),
+        (10, torch.bfloat16, 128, True),
+        (9, torch.float32, 128, True),
+        (12, torch.float32, 128, True),
+    ],
+)
+def test_tensor_memory_limits_wide_factors(monkeypatch, major, dtype, n, taken):
+    """On SM 10 a wide FP32 state needs more tensor memory than there is."""
+    from megatron_nemotron3.layers.triton_scan import unsupported
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    x, B = (SimpleNamespace(is_cuda=True, device="cuda", dtype=dtype, shape=(1, 1, 1, w)) for w in (64, n))
+    assert (unsupported(x, B) is None) == taken
+
+
 # The grouped product: torch has it on the CPU, too
 
 

@@ -6,9 +6,9 @@ the code takes the paths of a GPU. What remains is named: each case of `WAITING`
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton  # noqa: F401  (imports of Triton's modules make tensors)
@@ -16,9 +16,9 @@ import triton  # noqa: F401  (imports of Triton's modules make tensors)
 from benchmarks.gpu_world import world
 from megatron_nemotron3.layers import context_parallel
 from megatron_nemotron3.models import get
-from megatron_nemotron3.precision import linear, scales, triton_quantize  # noqa: F401
+from megatron_nemotron3.precision import scales, triton_quantize  # noqa: F401
 from megatron_nemotron3.precision.settings import emulating, gpu_kernels, parse
-from tests.support.fake_cuda import DEVICE, HostWait, backward, fake_cuda
+from tests.support.fake_cuda import DEVICE, HostWait, backward, fake_cuda, first_of_two_ranks
 from tests.support.model_mapping import megatron_model
 
 #: Widths that `grouped_mm` takes, head 64 and state 128 as published.
@@ -52,16 +52,30 @@ def packed(how: str | None) -> Any:
 
 
 def step(
-    pattern: str, how: str | None = None, *, kernels: bool = True, mtp: bool = False, **changes: Any
+    pattern: str,
+    how: str | None = None,
+    *,
+    kernels: bool = True,
+    mtp: bool = False,
+    groups: Any = None,
+    before: Any = None,
+    **changes: Any,
 ) -> set[str]:
-    """Forward and backward of a model; the names of the Triton kernels that were launched."""
+    """Forward and backward of a model; the names of the Triton kernels that were launched.
+
+    Args:
+        groups: context manager of Megatron's groups; None for a single rank.
+        before: called on the fake device before the step.
+    """
     model = MODEL if mtp else MODEL.but(mtp_pattern=None, mtp_num_layers=0)
     options: dict[str, Any] = {"params_dtype": torch.bfloat16, "bf16": True, **changes}
 
     def build() -> Any:
         return megatron_model(model.but(pattern=pattern), **options).train()
 
-    with world("cpu"), gpu_kernels(kernels), fake_cuda(build) as (ours, device):
+    with groups or world("cpu"), gpu_kernels(kernels), fake_cuda(build) as (ours, device):
+        if before is not None:
+            before()
         tokens = torch.empty(1, TOKENS + 1, dtype=torch.long, device=DEVICE)
         positions = torch.arange(TOKENS, device=DEVICE)[None]
         inputs: dict[str, Any] = {"labels": tokens[:, 1:].contiguous()}
@@ -115,6 +129,43 @@ def test_plain_torch_waits_only_for_what_it_cuts() -> None:
     assert step("*", kernels=False) == set()
 
 
+SHARED = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    "layout, changes",
+    [
+        ({"context_parallel_size": 2}, {"context_parallel_size": 2}),
+        ({"tensor_model_parallel_size": 2}, SHARED),
+    ],
+    ids=["CP2", "TP2 SP"],
+)
+def test_layouts(layout: dict[str, int], changes: dict[str, Any]) -> None:
+    assert step("M*-", groups=first_of_two_ranks(**layout), **changes) == SCAN
+
+
+def test_expert_parallel_ranks_wait_for_split_sizes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exchange takes numbers of the host; the counts of experts and of pieces stay on the device."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    copied: list[int] = []
+    waits: list[int] = []
+
+    def copy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            copied.append(tensor.numel())
+            return np.full(tensor.numel(), TOKENS * MODEL.moe_router_topk // tensor.numel())
+        return tensor
+
+    def before() -> None:
+        monkeypatch.setattr(token_dispatcher, "maybe_move_tensor_to_cpu", copy)
+        monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: waits.append(1))
+
+    groups = first_of_two_ranks(expert_model_parallel_size=2)
+    assert step("E", groups=groups, before=before, expert_model_parallel_size=2) == EXPERTS
+    assert copied == [2, 2, 1] and len(waits) == 1  # split sizes of EP and of expert TP
+
+
 #: What the host waits for: (pattern, packing, kernels, where).
 WAITING = {
     "experts without grouped products": ("E", None, False, "event"),
@@ -131,9 +182,7 @@ def test_what_waits_is_known(case: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["M", "*", "-"])
 def test_emulated(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantizers in Triton. The rotation's matrix is uploaded once a process, before; Megatron's random
-    streams are those of the CPU here."""
-    monkeypatch.setattr(linear, "draws", lambda stream: nullcontext())
+    """Quantizers in Triton. The rotation's matrix is uploaded once a process, before."""
     monkeypatch.setattr(scales, "hadamard_matrix", lambda device, dtype: torch.empty(16, 16, device=device))
     with emulating(parse("nvfp4,every_layer=1")):
         launched = step(pattern)

@@ -315,9 +315,12 @@ for kernel in (triton_activation._forward_kernel, triton_activation._backward_ke
 # Without documents and D; sizes of 1, which the compiler takes as constants.
 bare = dict(document=None, D=None, s=1, h=1, per_group=1, p=1, x_h=1)
 others = [c for c in scans(64, 128, tl.bfloat16, **bare) if c[0] is not kernels.cell_states]
-for head, n in ((128, 128), (64, 256)):  # the largest that the kernels take
-    for dtype in (tl.bfloat16, tl.float32):
-        others += scans(head, n, dtype)
+# The largest that the kernels take.
+for head, n in ((128, 128), (64, 256)):
+    others += scans(head, n, tl.bfloat16)
+    others += scans(head, n, tl.float32) if TARGETS[0] == 90 else ()
+if TARGETS[0] == 100:
+    others += scans(128, triton_scan.MAX_STATE_FP32_SM10, tl.float32)
 
 for target in TARGETS:
     for place, cases in (("published", published), ("other", others)):
@@ -342,12 +345,15 @@ for target in TARGETS:
             options = {"num_warps": warps, "num_stages": stages}
             compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
             cores = compiled.asm["ptx"].count("wgmma.mma_async" if target == 90 else "tcgen05.mma")
+            assert "trap" not in compiled.asm["ptx"], (target, kernel.__name__, constants)
             found = [target, place, kernel.__name__, compiled.metadata.shared, cores if narrow else None]
             print("RESULT", json.dumps([*found, *ptxas.use(compiled, target)]))
 """
 
 #: Shared memory of a block in SM 9.0 and 10.0.
 SHARED = 227 * 1024
+#: Bytes that a thread stores and loads, known and accepted, at the published sizes.
+SPILLED = {(90, "group_gradients"): 112}
 PRODUCTS = {"cell_states", "outputs", "head_gradients", "group_gradients"}
 
 
@@ -367,11 +373,11 @@ def test_kernels_compile(tmp_path, target):
     assert done.returncode == 0, done.stderr[-5000:]
     rows = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     print(*rows, sep="\n")
-    assert len(rows) == 8 + 3 + 4 * 4
+    assert len(rows) == 8 + 3 + (4 if target == 90 else 3) * 4
     for _, place, name, shared, cores, _, spilled in rows:
         assert shared <= SHARED, name
         assert cores is None or (cores > 0) == (name in PRODUCTS), name
-        assert spilled == 0 or place == "other", name
+        assert spilled <= SPILLED.get((target, name), 0) or place == "other", name
 
 
 def test_every_kernel_is_compiled():

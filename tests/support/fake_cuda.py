@@ -137,6 +137,7 @@ class Device:
 def fake_cuda(build: Callable[[], torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, Device]]:
     """Build a model on the CPU inside `cpu_mode`, then run the block with it on a fake CUDA device."""
     import triton
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(cpu_mode())
@@ -161,6 +162,7 @@ def fake_cuda(build: Callable[[], torch.nn.Module]) -> Iterator[tuple[torch.nn.M
             replace(owner, name, _no_collective)
         replace(torch.autograd, "backward", backward)  # of full recomputation
         replace(torch.Tensor, "record_stream", lambda *_: None)
+        replace(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())  # compares CPU states
         kept = stack.enter_context(_without_kept_tensors())
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         device = Device(mode)
@@ -174,6 +176,29 @@ def fake_cuda(build: Callable[[], torch.nn.Module]) -> Iterator[tuple[torch.nn.M
             scaler.main_loss_backward_scale = torch.ones((), device=DEVICE)
         stack.enter_context(_Watch())
         yield device.place(model), device
+
+
+@contextlib.contextmanager
+def first_of_two_ranks(**layout: int) -> Iterator[None]:
+    """Megatron's groups on rank 0 of two, of torch's backend that does not communicate.
+
+    Args:
+        layout: of `initialize_model_parallel`.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
+
+    with cpu_mode():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("fake", store=store, rank=0, world_size=2)
+        try:
+            parallel_state.initialize_model_parallel(**layout, create_gloo_process_groups=False)
+            model_parallel_cuda_manual_seed(1)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
 
 
 def _collectives() -> list[tuple[Any, str]]:
