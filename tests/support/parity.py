@@ -38,6 +38,7 @@ SEEDS = {
     "nano-4b": 6,
     "nano-9b-v2": 7,
     "nemotron-h-8b": 10,
+    "puzzle": 11,
 }
 
 
