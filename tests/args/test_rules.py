@@ -31,6 +31,7 @@ WSD = TrainingSchedule(
     global_batch_size=16, train_iters=100, lr=1e-3, min_lr=1e-5, lr_decay_iters=100, lr_wsd_decay_iters=10
 )
 FILE = "precision.yaml"
+SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules")
 FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method")
 
 
@@ -231,6 +232,30 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
     "grad-reduce-in-bf16": ({"extra": ("--grad-reduce-in-bf16",)}, "Ultra .* FP32"),
     "use-checkpoint-args": ({"extra": ("--use-checkpoint-args",)}, "--spec"),
     "moe-per-layer-logging": ({"extra": ("--moe-per-layer-logging",)}, "MTP"),
+    "option-without-effect": (
+        {"extra": ("--recompute-modules", "moe")},
+        "--recompute-modules has no effect: .*--recompute-granularity selective",
+    ),
+    "cpu-offloading-num-layers": ({"extra": ("--cpu-offloading-num-layers", "1")}, "offloads nothing"),
+    "packed-graphs": (
+        {"extra": ("--sft", "--cuda-graph-impl", "transformer_engine"), "backend": "te"},
+        "--sft with CUDA graphs of attention.*--cuda-graph-impl none",
+    ),
+    "hybridep-domain": (
+        {
+            "config": SUPER.but(num_moe_experts=6, moe_router_topk=2),
+            "layout": layout(dp=12, ep=6),
+            "backend": "te",
+            "gpu": "h100",
+        },
+        r"EP\*ETP=6.*NVLink on h100 connects 8",
+    ),
+    "optimizer-types": ({"extra": ("--exp-avg-dtype", "bf16")}, "add it"),
+    "precision-aware-optimizer": (
+        {"extra": ("--use-precision-aware-optimizer",), "backend": "torch"},
+        "the backend is torch and the distributed optimizer is on",
+    ),
+    "moe-router-fusion": ({"extra": ("--moe-router-fusion",), "backend": "torch"}, "use backend te"),
 }
 
 #: Options that are harmless without what makes them harmful.
@@ -253,8 +278,15 @@ HARMLESS: list[dict[str, Any]] = [
     },
     {"extra": ("--dist-ckpt-optim-fully-reshardable",), "backend": "torch"},
     {"extra": ("--dataloader-inter-document-masking",)},
-    {"extra": ("--recompute-modules", "moe_act"), "backend": "te"},
-    {"config": NANO_4B, "extra": ("--recompute-modules", "layernorm"), "backend": "torch"},
+    {"extra": (*SELECTIVE, "moe_act"), "backend": "te"},
+    {"config": NANO_4B, "extra": (*SELECTIVE, "layernorm"), "backend": "torch"},
+    {"config": models.get("nano"), "layout": layout(dp=8, ep=8), "backend": "te", "gpu": "h100"},
+    {"config": models.get("nano"), "layout": layout(dp=16, ep=16), "backend": "te", "gpu": "h100"},
+    {"extra": ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"), "backend": "te"},
+    {
+        "extra": ("--sft", "--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "mamba"),
+        "backend": "te",
+    },
     {"extra": (*FULL_RECOMPUTE, "uniform", "--recompute-num-layers", "1")},
     {"extra": (*FULL_RECOMPUTE, "block", "--recompute-num-layers", "4")},
     {
