@@ -31,8 +31,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Remove what Megatron leaves behind in the process, so that it does not reach the next model.
 
     Megatron writes its attention backend to NVTE_* variables, sizes its MoE metrics for the first model, and
-    keeps the scale of its auxiliary loss in the shape of the first loss.
+    keeps the scale of its auxiliary loss in the shape of the first loss. A launcher that was tried here waits
+    for the first forward of any model.
     """
+    if (modules := sys.modules.get("torch.nn.modules.module")) is not None:
+        hooks = modules._global_forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook.__module__ == "megatron_nemotron3.run"]:
+            del hooks[key]
     if (moe_logging := sys.modules.get("megatron.core.transformer.moe.moe_logging")) is not None:
         moe_logging.destroy_moe_metrics_tracker()
     if (moe_utils := sys.modules.get("megatron.core.transformer.moe.moe_utils")) is not None:

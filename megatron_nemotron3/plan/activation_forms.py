@@ -46,6 +46,7 @@ class Share:
     element: bytes of an activation.
     imbalance: routed tokens of this rank over their mean.
     padded_vocab: rows of the embedding table over all tensor ranks.
+    sorts_received: whether tokens come from other ranks and go to several experts of this one.
     """
 
     seq_length: int
@@ -60,6 +61,7 @@ class Share:
     recompute: Recompute
     precision: str
     padded_vocab: int
+    sorts_received: bool = False
     options: Options = Options()
 
     @classmethod
@@ -89,6 +91,7 @@ class Share:
             recompute=Recompute.of(launch),
             precision=launch.precision,
             padded_vocab=padded_vocab_size(launch.config, layout),
+            sorts_received=layout.ep * layout.etp > 1 and (launch.config.num_moe_experts or 0) > layout.ep,
             options=options,
         )
 
@@ -191,12 +194,14 @@ def moe(c: Nemotron3Config, at: Share) -> Form:
     # scores of the chosen experts.
     router = at.shard * (2 * (experts * FLOAT + topk * INDEX + FLOAT) + topk * FLOAT)
     indices = at.shard * (experts + topk) * INDEX
+    # The order by expert of what other ranks sent, and its inverse.
+    orders = 2 * rows * INDEX if at.sorts_received else 0
     row_maps = (at.shard * (2 * experts + 1) + 2 * rows) * ROW
     return {
         "norm": norm(c, at),
         "norm output": at.stream(c.hidden_size),
         "router": router + at.micro_batch_size * experts * INDEX,
-        "dispatch": row_maps if at.te else indices,
+        "dispatch": row_maps if at.te else indices + orders,
         "experts": rows * (width * at.element + FLOAT) + hidden,
         "activation": 0 if at.backend == "torch" else hidden,
         "fc2_latent_proj": at.stream(width) if c.moe_latent_size else 0,

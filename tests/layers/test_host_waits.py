@@ -159,7 +159,8 @@ def test_expert_parallel_ranks_wait_for_split_sizes_alone(monkeypatch: pytest.Mo
 
     def before() -> None:
         monkeypatch.setattr(token_dispatcher, "maybe_move_tensor_to_cpu", copy)
-        monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: waits.append(1))
+        # `fake_cuda` puts the original back, before monkeypatch could put back the one of `fake_cuda`.
+        torch.cuda.Event.synchronize = lambda event: waits.append(1)  # type: ignore[assignment,method-assign]
 
     groups = first_of_two_ranks(expert_model_parallel_size=2)
     assert step("E", groups=groups, before=before, expert_model_parallel_size=2) == EXPERTS
