@@ -82,9 +82,10 @@ share_kernels() { # RANKS of a pipeline stage: where a stage begins on this node
     # Every node would write the same kernels; those of a stage are what its first node compiled.
     local first=$(( NODE_RANK * GPUS ))
     [ "${KERNEL_CACHE:-0}" != 0 ] && (( (first + $1 - 1) / $1 * $1 < first + GPUS )) || return 0
-    local own=${TRITON_CACHE_DIR%/*}
-    # Counted here: the launch may compile before the process in the background begins.
-    _share_until_end $$ "$own" "$(_kernels "$own" 2> /dev/null | wc -l)" > /dev/null 2>&1 < /dev/null &
+    local own=${TRITON_CACHE_DIR%/*} files
+    # Counted before the "&": what stands behind it is expanded in the background, perhaps after the launch compiled.
+    files=$(_kernels "$own" 2> /dev/null | wc -l)
+    _share_until_end $$ "$own" "$files" > /dev/null 2>&1 < /dev/null &
 }
 
 _share_until_end() { # PID FOLDER FILES: every ten minutes, and once it has ended, if there are more than FILES
@@ -98,7 +99,9 @@ _share_until_end() { # PID FOLDER FILES: every ten minutes, and once it has ende
 }
 
 _kernels() { # FOLDER: files of its caches that are complete
-    (cd "$1" && find triton inductor -type f ! -name '.*' ! -name '*.lock' ! -path '*/tmp.*' ! -path '*/locks/*')
+    (cd "$1" && for part in triton inductor; do
+        [ ! -d "$part" ] || find "$part" -type f ! -name '.*' ! -name '*.lock' ! -path '*/tmp.*' ! -path '*/locks/*'
+    done)
 }
 
 _share() { # FOLDER: write the archive beside the old one and move it there

@@ -294,8 +294,10 @@ COMPILING = f"""
 case "$*" in
 *torch.distributed.run*)
     echo "found: $(cd "$TRITON_CACHE_DIR" 2> /dev/null && ls)"
-    mkdir -p "$TRITON_CACHE_DIR/$KERNEL" "$TRITON_CACHE_DIR/tmp.pid_1" "$TORCHINDUCTOR_CACHE_DIR/ab"
+    mkdir -p "$TRITON_CACHE_DIR/$KERNEL" "$TRITON_CACHE_DIR/tmp.pid_1"
     echo "$KERNEL" > "$TRITON_CACHE_DIR/$KERNEL/x.cubin"; echo half > "$TRITON_CACHE_DIR/tmp.pid_1/y.cubin"
+    [ -z "${{TRITON_ONLY:-}}" ] || exit 0
+    mkdir -p "$TORCHINDUCTOR_CACHE_DIR/ab"
     echo code > "$TORCHINDUCTOR_CACHE_DIR/ab/c.py"; echo half > "$TORCHINDUCTOR_CACHE_DIR/ab/.1.2.tmp" ;;
 *) exec {shlex.quote(sys.executable)} "$@" ;;
 esac
@@ -341,6 +343,11 @@ def test_a_node_finds_what_another_compiled(tmp_path: Path) -> None:
     # One node of a pipeline stage writes, so 64 nodes write no more than the stages.
     time.sleep(2.5)
     assert sorted(p.name for p in shared.iterdir()) == ["kernels-0.tar", "kernels-7.tar"]
+
+
+def test_a_launch_without_inductor_shares_what_it_has(tmp_path: Path) -> None:
+    _compile(tmp_path, "one", "k1", TRITON_ONLY="1")
+    assert _archived(tmp_path / "output/kernels/kernels-0.tar") == ["triton/k1/x.cubin"]
 
 
 def test_every_pipeline_stage_shares_its_kernels(tmp_path: Path) -> None:
