@@ -42,7 +42,7 @@ def tables(page: str) -> Iterator[list[list[str]]]:
 def widest_word(cell: str) -> int:
     """Characters of the longest part of a cell that a browser keeps on one line."""
     shown = _LINK.sub(r"\1", cell).replace("`", "").replace("**", "")
-    return max(map(len, re.split(r"<br>|[\s/-]+", shown)))
+    return max(map(len, re.split(r"<br>|[\s-]+", shown)))
 
 
 def navigation(entries: list, found: list[tuple[str, str]]) -> list[tuple[str, str]]:
