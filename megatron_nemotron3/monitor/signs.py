@@ -146,7 +146,9 @@ def router_outlier(series: Series) -> Signs:
     usual = statistics.median(bounds.values()) if bounds else math.nan
     now = {row: statistics.median(v for _, v in points[-SMOOTH:]) for row, points in layers.items()}
     scaled = {
-        row: value if not bounds or bounds[row] == usual else 1 + (value - 1) * (usual - 1) / (bounds[row] - 1)
+        row: value
+        if not bounds or bounds[row] == usual
+        else 1 + (value - 1) * (usual - 1) / (bounds[row] - 1)
         for row, value in now.items()
     }
     median = statistics.median(scaled.values())
@@ -155,9 +157,9 @@ def router_outlier(series: Series) -> Signs:
     for row, value in scaled.items():
         if value >= OVER * limit:
             begun, before = layers[row][0]
-            scale = "" if value == now[row] else f" of {bounds[row]:.1f}; {value:.1f} of {usual:.1f} is"
+            scale = "," if value == now[row] else f" of {bounds[row]:.1f}; {value:.1f} of {usual:.1f} is"
             found[row] = Sign(
-                f"MaxVio of {spoken(row)} is {now[row]:.1f} ({before:.1f} at iteration {begun}){scale or ','} "
+                f"MaxVio of {spoken(row)} is {now[row]:.1f} ({before:.1f} at iteration {begun}){scale} "
                 f"{value / median:.1f} times the median layer's {median:.1f}",
                 value,
                 value >= limit,

@@ -170,7 +170,9 @@ def test_layers_are_compared_on_the_scale_of_their_bounds() -> None:
     assert not router_outlier(bounded([*usual, 64.0], [1.2] * 4 + [7.5]))
     (row, sign), *more = router_outlier(bounded([*usual, 16 / 3], [1.2] * 4 + [4.7])).items()
     assert (row, sign.firm, more) == ("layer_005", True, [])
-    assert "is 4.7 (4.7 at iteration 10) of 5.3; 13.8 of 16.0 is 11.5 times the median layer's 1.2" in sign.text
+    assert (
+        "is 4.7 (4.7 at iteration 10) of 5.3; 13.8 of 16.0 is 11.5 times the median layer's 1.2" in sign.text
+    )
     # Balanced layers are alike whatever their bounds; with one bound nothing is scaled.
     assert not router_outlier(bounded([2.0, 4.0, 16.0, 64.0], [1.0] * 4))
     (sign,) = router_outlier(bounded([16.0] * 5, [1.2] * 4 + [7.5])).values()
