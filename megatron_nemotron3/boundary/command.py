@@ -27,7 +27,7 @@ LABELS = 32
 
 def register(commands: Any) -> None:
     """Add `nemotron3 boundary`."""
-    command = commands.add_parser("boundary", help="plan of the rows between two modules' layouts")
+    command = commands.add_parser("boundary")
     layout = "tp=,cp=,pp=,dp=,offset= and sp, separated by commas"
     command.add_argument("--from", dest="source", required=True, metavar="LAYOUT", help=f"encoder: {layout}")
     command.add_argument(

@@ -26,7 +26,7 @@ LABELS = 18
 
 def register(commands: Any) -> None:
     """Add `nemotron3 watch`."""
-    command = commands.add_parser("watch", help="plot the monitored series of a run")
+    command = commands.add_parser("watch")
     command.add_argument(
         "folder", type=Path, metavar="DIR", help="the folder of --tensorboard-dir, a run, or its checkpoints"
     )
