@@ -42,8 +42,8 @@ os.environ |= {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLI
 import torch.multiprocessing
 from omni_train import Losses, Mode, read, train
 
-from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3 import plots
+from megatron_nemotron3.boundary.layout import Layout
 
 
 def _mode(samples: int, vision: str, audio: str, language: str, stock: bool = False) -> Mode:

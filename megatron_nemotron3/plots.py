@@ -1,4 +1,4 @@
-"""One look for all pictures: style, colour bars, heat maps, files. matplotlib is imported when one is drawn."""
+"""One look for all pictures: style, colour bars, heat maps, files. Drawing imports matplotlib."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3 import plots
 from megatron_nemotron3.boundary.explain import LINES, describe, explain, ranks_text
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.plan import Plan, Side
 from megatron_nemotron3.boundary.planner import make_plan, slices_of
-from megatron_nemotron3 import plots
 from megatron_nemotron3.checkpoint.files import require_plot
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}

@@ -130,7 +130,8 @@ def test_the_picture_names_formats_and_units(tmp_path: Path, monkeypatch: pytest
     words = {text.get_text() for a in figure.axes for text in (*a.get_xticklabels(), *a.get_yticklabels())}
     assert {"in_proj (nvfp4)", "out_proj (mxfp8)", "experts.linear_fc2 (nvfp4)"} <= words
     assert {"1", "2", "3", "MTP layer 2"} <= words
-    units = {a.get_ylabel() for a in figure.axes} | {a.get_xlabel() for a in figure.axes}
+    every = [one for a in figure.axes for one in (a, *a.child_axes)]
+    units = {a.get_ylabel() for a in every} | {a.get_xlabel() for a in every}
     assert {"% of nonzero elements", "dB", "% of elements", "layer"} <= units
     # in_proj (on top), layer 3: 35 %, and nothing where there is no such linear.
     table = axes[0].get_images()[0].get_array().filled(math.nan)  # type: ignore[union-attr]
