@@ -10,6 +10,7 @@
     nemotron3 watch DIR                   plot the monitored series of a run
     nemotron3 boundary --from L --to L    what crosses between two modules' layouts
     nemotron3 plan NAME --gpus N --gpu G  how to lay it out: memory, time, traffic
+    nemotron3 recipe [MODEL RECIPE]       launch scripts: list, print, copy
     nemotron3 check DIR [--full]          check that a checkpoint is complete and undamaged
     nemotron3 doctor [--kernels]          is this environment fit to train
     nemotron3 convert to-hf|from-hf A B   Megatron <-> Hugging Face
@@ -41,6 +42,7 @@ from megatron_nemotron3.models import command as models
 from megatron_nemotron3.monitor import watch
 from megatron_nemotron3.plan import command as plan
 from megatron_nemotron3.precision import command as precision
+from megatron_nemotron3.recipes import command as recipes
 from megatron_nemotron3.train import command as train
 
 #: Modules with `register(commands)`, in the order of `nemotron3 --help`.
@@ -53,6 +55,7 @@ REGISTERED = (
     watch,
     boundary,
     plan,
+    recipes,
     check,
     doctor,
     convert,

@@ -50,6 +50,7 @@ ALLOWED = {
         "precision",
         "run",
     },
+    "recipes": {"boundary", "checkpoint"},
     "cli": {
         "args",
         "boundary",
@@ -61,6 +62,7 @@ ALLOWED = {
         "monitor",
         "plan",
         "precision",
+        "recipes",
         "run",
         "train",
     },
@@ -95,6 +97,7 @@ LIGHT = (
     "plan.state",
     "plan.command",
     "plan.memory",
+    "recipes.command",
     "run",
     "cli",
     "train.command",
