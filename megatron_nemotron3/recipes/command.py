@@ -23,7 +23,10 @@ def register(commands: Any) -> None:
     command.add_argument("model", metavar="MODEL", nargs="?", help="nano, super, ultra, omni or cpu")
     command.add_argument("name", metavar="RECIPE", nargs="?", help="of the model, such as pretrain")
     command.add_argument(
-        "--output", metavar="DIR", type=Path, help="copy to this folder: the recipe, or those of MODEL, or all"
+        "--output",
+        metavar="DIR",
+        type=Path,
+        help="copy to this folder: the recipe, or those of MODEL, or all",
     )
     command.add_argument("--json", action="store_true", help="machine-readable list")
     command.set_defaults(run=recipe_command)
@@ -74,5 +77,6 @@ def _copied(wanted: list[Recipe], folder: Path, as_json: bool) -> int:
         print("\n".join(files))
         recipe = wanted[0]
         start = folder / recipe.model / f"{recipe.name}.sh"
-        print(f"\nbash {shlex.quote(str(start))}    its first lines name the variables; DRY_RUN=1 prints the command only")
+        print(f"\nbash {shlex.quote(str(start))}")
+        print("The first lines name the variables; with DRY_RUN=1 it prints the command and starts nothing.")
     return 0

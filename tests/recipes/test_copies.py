@@ -95,7 +95,9 @@ def test_omni_finds_its_script(tmp_path: Path) -> None:
 def test_all_are_copied_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A second copy changes nothing; a file that somebody edited is neither replaced nor joined by others."""
     assert _recipe("--output", tmp_path / "all", "--json") == 0
-    files = {str(Path(file).relative_to(tmp_path / "all")) for file in json.loads(capsys.readouterr().out)["files"]}
+    files = {
+        str(Path(file).relative_to(tmp_path / "all")) for file in json.loads(capsys.readouterr().out)["files"]
+    }
     scripts = {str(p.relative_to(RECIPES)) for p in RECIPES.rglob("*.sh")}
     assert files == _files(tmp_path / "all") == scripts | {"omni/pretrain_omni.py"}
     before = (tmp_path / "all/common.sh").stat().st_mtime_ns

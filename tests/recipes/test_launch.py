@@ -141,7 +141,7 @@ def test_slurm(tmp_path: Path) -> None:
     }
     # As Slurm does: the script is a copy elsewhere, the recipe a path below the working folder.
     copy = shutil.copy(RECIPES / "slurm.sh", tmp_path / "slurm_script")
-    environment = f'exec bash {shlex.quote(str(copy))} {RECIPES.relative_to(ROOT)}/nano/proxy.sh'
+    environment = f"exec bash {shlex.quote(str(copy))} {RECIPES.relative_to(ROOT)}/nano/proxy.sh"
     (tmp_path / "job").write_text(environment)
     done = run(tmp_path / "job", variables, str(tmp_path / "bin"))
     assert done.returncode == 0, done.stderr

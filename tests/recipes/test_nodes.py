@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.cases import BASIC, RECIPES, ROOT, run
+from tests.recipes.cases import BASIC, RECIPES, run
 from tests.recipes.test_launch import _program
 
 BIND = RECIPES / "bind.sh"
