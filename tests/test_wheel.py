@@ -1,7 +1,7 @@
 """The wheel and the source distribution, and what they do in an environment that has nothing else.
 
-Environments are made without a network: the wheel has no dependencies. An interpreter is looked for on PATH and
-in ~/.pyenv/versions; the short suite takes the one that runs it.
+Environments are made without a network: the wheel has no dependencies. An interpreter is looked for on PATH
+and in ~/.pyenv/versions; the short suite takes the one that runs it.
 """
 
 from __future__ import annotations
