@@ -39,7 +39,7 @@ BARE: dict[str, list[tuple[str, str]]] = {
     "explain": [("ultra", "published launch")],
     "precision": [("super", "nvfp4"), ("super --output nvfp4.yaml", "nvfp4.yaml")],
     "plan": [("super --gpus 128 --gpu h100", "TP")],
-    "boundary": [("--from tp=2,dp=2 --to tp=1,dp=4 --rows 8 --samples 4", "rows")],
+    "boundary": [("--from tp=2,dp=2 --to tp=1,dp=4 --samples 4", "rows")],
     "recipe": [("", "super pretrain"), ("nano proxy", "MODEL=nano"), ("--output recipes", "pretrain.sh")],
     "doctor": [("", "torch")],
 }  # fmt: skip

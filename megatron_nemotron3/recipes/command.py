@@ -14,12 +14,7 @@ from megatron_nemotron3.recipes.files import Recipe, chosen, copy
 
 def register(commands: Any) -> None:
     """Add `nemotron3 recipe`."""
-    command = commands.add_parser(
-        "recipe",
-        help="list, print or copy a launch script",
-        description="List the launch scripts of every model and phase, print one, or copy them with what "
-        "they source, so that they run from any folder.",
-    )
+    command = commands.add_parser("recipe")
     command.add_argument("model", metavar="MODEL", nargs="?", help="nano, super, ultra, omni or cpu")
     command.add_argument("name", metavar="RECIPE", nargs="?", help="of the model, such as pretrain")
     command.add_argument(

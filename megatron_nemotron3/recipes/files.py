@@ -43,7 +43,7 @@ def recipes() -> list[Recipe]:
 
 
 def chosen(model: str | None, name: str | None) -> list[Recipe]:
-    """Return the recipes of a model, or the one of a name; all if both are None.
+    """Return the recipes of a model, or the one of a name; all if both are None. Case, - and _ do not matter.
 
     Raises:
         ValueError: there is none; the message lists those there are.
@@ -51,12 +51,12 @@ def chosen(model: str | None, name: str | None) -> list[Recipe]:
     found = recipes()
     if model is not None:
         models = list(dict.fromkeys(recipe.model for recipe in found))
-        found = [recipe for recipe in found if recipe.model == model]
+        found = [recipe for recipe in found if recipe.model == model.lower()]
         if not found:
             raise ValueError(f"no recipe of {model!r}: give one of {', '.join(models)}")
     if name is not None:
         names = [recipe.name for recipe in found]
-        found = [recipe for recipe in found if recipe.name == name]
+        found = [recipe for recipe in found if recipe.name == name.lower().replace("-", "_")]
         if not found:
             raise ValueError(f"{model} has no recipe {name!r}: give one of {', '.join(names)}")
     return found

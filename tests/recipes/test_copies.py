@@ -38,6 +38,10 @@ def test_the_list_has_every_script_that_a_user_starts(capsys: pytest.CaptureFixt
 
 
 def test_one_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _recipe("super", "long_context") == 0
+    same = capsys.readouterr().out
+    assert _recipe("Super", "Long-Context") == 0
+    assert capsys.readouterr().out == same
     assert _recipe("super", "pretrain") == 0
     said = capsys.readouterr()
     assert said.out == (RECIPES / "super/pretrain.sh").read_text()
