@@ -70,7 +70,7 @@ WIDTHS = ("nano", "super")
 #: Of a training step -> title. The order is that of their value.
 SIDES = {
     "kernels": "torch backend with our Triton kernels",
-    "plain": "torch backend without kernels",
+    "plain": "torch backend without our kernels (the default)",
     "hf": "transformers at its best setting",
     "te": "stock TransformerEngine spec",
     "mamba-ssm": "torch backend with kernels and mamba-ssm's scan",

@@ -4,8 +4,9 @@ grouped_linear_cuda         `grouped.grouped_linear`
 squared_relu_experts_cuda   `grouped.squared_relu_experts`
 
 Those launch one product per expert, and need the number of its rows on the host. torch's grouped product
-(`torch.nn.functional.grouped_mm`; its CUTLASS kernel needs BF16 and SM 9.0 or later) computes all experts in
-one launch. It needs their matrices as one tensor [E, out, in]:
+(`torch.nn.functional.grouped_mm`) computes all experts in one launch. Its CUTLASS kernel needs BF16, also of
+the result, and SM 9 or 10; elsewhere torch copies the offsets to the host and loops, as we do. It needs their
+matrices as one tensor [E, out, in]:
 
     a view    if the matrices lie at equal distances in one allocation, as `one_allocation` arranges.
               Megatron's distributed optimizer moves parameters into a buffer, last registered first:
@@ -19,6 +20,7 @@ one launch. It needs their matrices as one tensor [E, out, in]:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,9 +29,12 @@ from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.layers import functional
 from megatron_nemotron3.layers.grouped import check_counts, grouped_linear, squared_relu_experts
+from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 
 #: Most groups of torch's kernel, and the alignment in bytes that it needs at the start of rows.
 MAX_GROUPS, ALIGNMENT = 1024, 16
+#: Major compute capabilities that it is compiled for.
+MAJOR_CAPABILITIES = (9, 10)
 #: Public since torch 2.10.
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
@@ -103,6 +108,8 @@ def grouped_mm_problem(x: Tensor, weights: Sequence[Tensor], number: int | None 
     number = number or len(weights)
     if _grouped_mm is None:
         return f"torch {torch.__version__} has no grouped_mm: use torch >= 2.10"
+    if x.is_cuda and _compute_capability(x.device)[0] not in MAJOR_CAPABILITIES:
+        return "grouped_mm has a kernel for compute capabilities 9 and 10 only; elsewhere torch loops"
     if x.dtype != torch.bfloat16 or any(w.dtype != x.dtype for w in weights):
         return f"x is {x.dtype}, weights {weights[0].dtype}: grouped_mm is fast in BF16 only (--bf16)"
     if number > MAX_GROUPS:
@@ -112,6 +119,11 @@ def grouped_mm_problem(x: Tensor, weights: Sequence[Tensor], number: int | None 
         if size % multiple:
             return f"width {size} is not a multiple of {multiple}: choose an expert TP that makes it so"
     return None
+
+
+@cache
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def one_allocation(weights: Sequence[Tensor]) -> Tensor:
@@ -145,7 +157,7 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 def _activation_of(hidden: Tensor) -> Any:
     """The module that computes the activation where `hidden` is. Imported late: a CPU needs no Triton."""
-    if not hidden.is_cuda:
+    if not (hidden.is_cuda and gpu_kernels_enabled()):
         return functional
     from megatron_nemotron3.layers import triton_activation
 

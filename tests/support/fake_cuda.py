@@ -151,6 +151,7 @@ def fake_cuda(build: Callable[[], torch.nn.Module]) -> Iterator[tuple[torch.nn.M
             replace(owner, name, original)
         replace(torch.cuda, "current_device", lambda: DEVICE)
         replace(torch.cuda, "is_available", lambda: False)  # else fake tensors start the driver
+        replace(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
         def waits(*_: Any) -> None:
             raise HostWait("waits for an event or a stream")
