@@ -149,7 +149,7 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
         x: torch.Tensor, weights: list[Any], tokens_per_expert: list[int] | torch.Tensor
     ) -> torch.Tensor:
         """[t, input] sorted by expert, times the matrix [output, input] of each expert."""
-        if x.is_cuda and torch_kernels_enabled():
+        if x.is_cuda:
             return grouped_linear_cuda(x, weights, tokens_per_expert)
         assert isinstance(tokens_per_expert, list)
         return grouped_linear(x, weights, tokens_per_expert)
@@ -257,9 +257,7 @@ class GroupedExperts(TEGroupedMLP):
 
     def takes_device_counts(self) -> bool:
         """Whether `forward` takes the counts on the device; it copies them to the host if not."""
-        if not torch_kernels_enabled() or self._emulated():
-            return False
-        return all(
+        return not self._emulated() and all(
             linear.weight0.is_cuda
             and grouped_mm_problem(linear.weight0, [linear.weight0], self.num_local_experts) is None
             for linear in self._linears()
