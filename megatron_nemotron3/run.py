@@ -54,8 +54,7 @@ USAGE = (
 
 def register(commands: Any) -> None:
     """List `nemotron3 run` in the help; `cli.main` hands every word after it to `main`."""
-    text = "run a stock Megatron script, on CPU if there is no GPU"
-    commands.add_parser("run", help=text, add_help=False)
+    commands.add_parser("run", add_help=False)
 
 
 def fail(message: str) -> NoReturn:

@@ -72,8 +72,8 @@ _BESIDE_ARGV = (
 
 def register(commands: Any) -> None:
     """Add `nemotron3 flags` and `nemotron3 explain`."""
-    emit = commands.add_parser("flags", help="print Megatron's options for a model")
-    why = commands.add_parser("explain", help="show where every option comes from, and what was published")
+    emit = commands.add_parser("flags")
+    why = commands.add_parser("explain")
     for command in (emit, why):
         add_model(command)
         add_launch(command, precision="bf16")

@@ -15,7 +15,7 @@ from megatron_nemotron3.checkpoint.remote import local, place, shown
 
 def register(commands: Any) -> None:
     """Add `nemotron3 check`."""
-    command = commands.add_parser("check", help="check that a checkpoint is complete and undamaged")
+    command = commands.add_parser("check")
     command.add_argument(
         "folder",
         type=place,

@@ -22,10 +22,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def register(commands: Any) -> None:
     """Add `nemotron3 convert` and `nemotron3 verify`."""
-    _add_convert(
-        commands.add_parser("convert", help="convert a checkpoint between Megatron and Hugging Face")
-    )
-    _add_verify(commands.add_parser("verify", help="compare two checkpoints tensor by tensor"))
+    _add_convert(commands.add_parser("convert"))
+    _add_verify(commands.add_parser("verify"))
 
 
 def _add_convert(command: argparse.ArgumentParser) -> None:

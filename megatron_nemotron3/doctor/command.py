@@ -18,7 +18,7 @@ from megatron_nemotron3.models.own import model as named_model
 
 def register(commands: Any) -> None:
     """Add `nemotron3 doctor`."""
-    command = commands.add_parser("doctor", help="check whether this environment can train")
+    command = commands.add_parser("doctor")
     command.add_argument(
         "--kernels", action="store_true", help="also compare the fast kernels with their references"
     )

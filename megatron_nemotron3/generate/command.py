@@ -32,7 +32,7 @@ MAX_DRAFT = 32
 
 def register(commands: Any) -> None:
     """Add `nemotron3 generate`."""
-    command = commands.add_parser("generate", help="continue prompts with a checkpoint's model")
+    command = commands.add_parser("generate")
     command.set_defaults(run=generate_command)
     add_checkpoint(command)
     command.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")

@@ -36,7 +36,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 128
 
 def register(commands: Any) -> None:
     """Add `nemotron3 evaluate`."""
-    command = commands.add_parser("evaluate", help="held-out loss by MTP depth, acceptance by drafts")
+    command = commands.add_parser("evaluate")
     command.set_defaults(run=evaluate_command)
     add_checkpoint(command)
     text = command.add_mutually_exclusive_group()

@@ -15,9 +15,7 @@ _FILE = "a FILE.json or FILE.py of one's own"
 
 def register(commands: Any) -> None:
     """Add `nemotron3 show`."""
-    show = commands.add_parser(
-        "show", help="print the sizes of a model", description="Print the sizes of a model."
-    )
+    show = commands.add_parser("show")
     add_model(show)
     show.add_argument("--json", action="store_true", help="machine-readable")
     show.set_defaults(run=show_command)

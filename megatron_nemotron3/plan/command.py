@@ -23,7 +23,7 @@ MOST_GPUS = 131072
 
 def register(commands: Any) -> None:
     """Add `nemotron3 plan`."""
-    command = commands.add_parser("plan", help="the fastest layouts of a model on a number of GPUs")
+    command = commands.add_parser("plan")
     add_model(command)
     command.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the whole job")
     command.add_argument("--gpu", choices=GPUS, required=True, help="type of GPU")

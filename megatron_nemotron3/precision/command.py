@@ -23,7 +23,7 @@ _COLUMNS = ("module", "format", "parameters", "FLOPs", "why")
 
 def register(commands: Any) -> None:
     """Add `nemotron3 precision`."""
-    command = commands.add_parser("precision", help="the format of every linear, and the precision file")
+    command = commands.add_parser("precision")
     add_model(command)
     command.add_argument(
         "--precision", "--format", dest="format", choices=PRECISIONS, default=NVFP4, help=f"default {NVFP4}"

@@ -40,7 +40,7 @@ _OWN = {
 
 def register(commands: Any) -> None:
     """Add `nemotron3 train`."""
-    train = commands.add_parser("train", help="prepare text, train with Megatron's loop, and report")
+    train = commands.add_parser("train")
     add_model(train)
     add_launch(train, precision=None)
     train.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")

@@ -93,6 +93,12 @@ def markdown(found: tuple[Card, ...]) -> str:
     return _HEAD + "\n".join(lines) + "\n"
 
 
+def title(page: str) -> str:
+    """What a page of docs/ is called in links and in the navigation: its heading up to a colon."""
+    heading = (ROOT / "docs" / page).read_text(encoding="utf-8").partition("\n")[0]
+    return heading.removeprefix("# ").partition(":")[0]
+
+
 def _card(card: Card) -> list[str]:
     status = f"verified {card.date}" if card.verified else "unverified"
     return [
@@ -104,7 +110,7 @@ def _card(card: Card) -> list[str]:
         "",
         f"- **{status}**: {card.result or card.unverified}",
         f"- {'with' if card.verified else 'needs'}: {card.versions}",
-        f"- page: [{card.where}]({posixpath.relpath(card.where, 'reference')})",
+        f"- page: [{title(card.where)}]({posixpath.relpath(card.where, 'reference')})",
     ]
 
 

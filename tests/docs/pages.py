@@ -58,11 +58,11 @@ def formats() -> str:
     from megatron_nemotron3.precision.table import is_published
 
     lines = [
-        "# The format of every linear",
+        "# Formats of linears: the published NVFP4 recipes",
         "",
         "What each linear of the published NVFP4 recipes computes in, its share of the model's parameters,",
         "and its share of the FLOPs of one token's forward pass at 8,192 tokens (every MTP depth included).",
-        "`nemotron3 precision NAME` prints the same table. [nvfp4.md](../nvfp4.md) explains it.",
+        "`nemotron3 precision NAME` prints the same table. [NVFP4](../nvfp4.md) explains it.",
         "",
         _NOTE,
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
+from megatron_nemotron3.cli import table
 from megatron_nemotron3.train import processes
 from tests.docs.blocks import NEMOTRON3, PAGES, ROOT, Block, blocks, write_stand_ins
 from tests.support.programs import follow_forked, run_python
 
+#: Commands whose example takes ten seconds or more; blocks of the pages train and run, too.
+SLOW = {"doctor", "train", "run", "evaluate"}
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
@@ -81,6 +85,24 @@ def test_block(block: Block, page_folder: Callable[[str], Path], programs: Path)
         finished = [run(["bash", "-euo", "pipefail", "-c", block.text], folder, programs)]
     for done in finished:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, id=name, marks=pytest.mark.full if name in SLOW else ())
+        for name, command in table.COMMANDS.items()
+    ],
+)
+def test_example(command: table.Command, page_folder: Callable[[str], Path], programs: Path) -> None:
+    """The example of each command in `nemotron3 --help` runs, in the order of the help."""
+    folder = page_folder("examples of commands")
+    (folder / "pretrain_hybrid.py").write_text("import sys; assert '--spec' in sys.argv\n")
+    if command.name == "run":
+        done = run(["bash", "-euo", "pipefail", "-c", command.example], folder, programs)
+    else:
+        done = run_python(["-c", NEMOTRON3, *shlex.split(command.example)[1:]], folder)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -31,7 +31,7 @@ def rows_of(name: str, *words: str, **environment: str) -> list[dict[str, Any]]:
     program = [str(BENCHMARKS / "gpu_stage.py"), name, "--device", "cpu", "--small", *words]
     done = run_python(program, Path.cwd(), timeout=300, **environment)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines()]  # standard output has nothing else
 
 
 def kinds(rows: list[dict[str, Any]]) -> list[str]:

@@ -9,7 +9,7 @@ from tests.properties.entries import Evidence, NotShown, Refused
 from tests.properties.evidence import EVIDENCE
 
 _HEAD = """\
-# What is refused, and what would happen otherwise
+# Rules: what is refused, and what would happen otherwise
 
 `nemotron3 flags` and `train` refuse a run that breaks one of the rules of
 `megatron_nemotron3/args/rules*.py`, and print a warning for others. Every row is a run of a few hundred
