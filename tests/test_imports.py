@@ -52,6 +52,7 @@ ALLOWED = {
         "precision",
         "run",
     },
+    "recipes": {"boundary", "checkpoint"},
     "cli": {
         "args",
         "boundary",
@@ -63,6 +64,7 @@ ALLOWED = {
         "monitor",
         "plan",
         "precision",
+        "recipes",
         "run",
         "train",
     },
@@ -97,6 +99,7 @@ LIGHT = (
     "plan.state",
     "plan.command",
     "plan.memory",
+    "recipes.command",
     "run",
     "cli",
     "train.command",
