@@ -8,7 +8,7 @@ ROOT = Path(__file__).parent
 VERSION = "0.1.0"
 
 # What each extra is for: docs/design.md, "Dependencies".
-CONVERT = ["numpy", "torch>=2.6"]
+CONVERT = ["numpy", "torch>=2.6", "tqdm"]
 TRAIN = [
     "megatron-core[training]>=0.19,<0.21",
     "torch>=2.6",
@@ -16,6 +16,7 @@ TRAIN = [
     "matplotlib",
     "tensorboard",
     "tokenizers",
+    "tqdm",
     "transformers",
 ]
 REMOTE = ["fsspec", "huggingface_hub"]
