@@ -133,7 +133,7 @@ def _tqdm() -> Any:
 
     from tqdm import tqdm
 
-    class Plain(tqdm):  # type: ignore[misc, type-arg]
+    class Plain(tqdm):
         monitor_interval = 0
 
     Plain.set_lock(threading.RLock())
