@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -57,6 +58,8 @@ class Bar:
         self._done = begun
         self._bar: Any = None
         if drawn_on(self._stream):
+            # For a terminal that states a width of 0 tqdm draws nothing.
+            columns = shutil.get_terminal_size((0, 0)).columns
             self._bar = _tqdm()(
                 desc=what,
                 total=total,
@@ -65,7 +68,8 @@ class Bar:
                 unit_scale=unit == BYTES,
                 file=self._stream,
                 leave=keep,
-                dynamic_ncols=True,
+                dynamic_ncols=bool(columns),
+                ncols=None if columns else 80,
             )
 
     def __enter__(self) -> Bar:
