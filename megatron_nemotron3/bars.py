@@ -70,6 +70,7 @@ class Bar:
                 leave=keep,
                 dynamic_ncols=bool(columns),
                 ncols=None if columns else 80,
+                nrows=None if columns else 24,
             )
 
     def __enter__(self) -> Bar:

@@ -78,6 +78,7 @@ def test_without_tqdm_a_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> 
 def test_training_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run: the bar begins where it resumes; other lines stand above it."""
     terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(sys, "stdout", terminal)
     seen = Progress(begun=4, total=10, seq_length=512)
     for line in (START, step(5), *_save(5), " validation loss at iteration 6 | lm loss value: 5.0E+00 |\n"):

@@ -54,6 +54,7 @@ ALLOWED = {
         "precision",
         "run",
     },
+    "recipes": {"boundary", "checkpoint"},
     "cli": {
         "args",
         "boundary",
@@ -65,6 +66,7 @@ ALLOWED = {
         "monitor",
         "plan",
         "precision",
+        "recipes",
         "run",
         "train",
     },
@@ -99,6 +101,7 @@ LIGHT = (
     "plan.state",
     "plan.command",
     "plan.memory",
+    "recipes.command",
     "run",
     "cli",
     "train.command",

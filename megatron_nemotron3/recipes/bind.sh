@@ -36,7 +36,7 @@ node() { # RANK: the NUMA node of its GPU; fails with the reason
 
 unbound() { # REASON: rank 0 speaks for the host, another rank only if rank 0 is bound
     if (( RANK_HERE == 0 )) || node 0 > /dev/null; then
-        echo "recipes/bind.sh: ${HOSTNAME:-this host}, rank $RANK_HERE is not bound to a NUMA node: $1" >&2
+        echo "bind.sh: ${HOSTNAME:-this host}, rank $RANK_HERE is not bound to a NUMA node: $1" >&2
     fi
 }
 

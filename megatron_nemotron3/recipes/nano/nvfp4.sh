@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Pre-train Nemotron 3 Nano 30B-A3B with the published schedule: 25T tokens, 3072 x 8192 per step, WSD.
+# Pre-train Nemotron 3 Nano 30B-A3B in NVFP4 with the published schedule; needs Blackwell and TransformerEngine.
 # Needed: DATA_PATH (prefix of a Megatron .bin/.idx, or weights and prefixes in turn), TOKENIZER (Hugging Face folder).
-# Optional: variables below with := or :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
+# Optional: TE_PRECISION_CONFIG_FILE (a table of your own; nemotron3 precision nano shows the default), variables
+# below with :-, and those of ../common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
 . "$(dirname "$0")/../common.sh"
@@ -12,8 +13,10 @@ MODEL=nano
 # parallelism: the published launch is 3072 H100, TP2 EP32 PP1, MBS 1
 TP=${TP:-2} EP=${EP:-32}
 
-# precision: the published model is BF16
-PRECISION=${PRECISION:-bf16}
+# precision: NVIDIA published no NVFP4 training of Nano; the table is that of Super (nemotron3 precision nano)
+PRECISION=nvfp4
+OUTPUT=${OUTPUT:-runs/nano/nvfp4}
+precision_file
 
 # schedule
 SCHEDULE=published
@@ -22,7 +25,6 @@ SCHEDULE=published
 text_data
 
 # logging and checkpoints
-OUTPUT=${OUTPUT:-runs/nano/pretrain}
 checkpoints
 
 launch

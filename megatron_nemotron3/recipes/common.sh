@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by every recipe. The command goes to stdout, everything else to stderr. See docs/launching.md.
 #
-# launch       GPUS (per node) NNODES NODE_RANK MASTER_ADDR MASTER_PORT: recipes/slurm.sh sets them from Slurm.
+# launch       GPUS (per node) NNODES NODE_RANK MASTER_ADDR MASTER_PORT: slurm.sh sets them from Slurm.
 #              DRY_RUN=1 prints and stops. NO_DOCTOR=1 skips `nemotron3 doctor`.
 #              MEGATRON_LM_DIR: a checkout of Megatron-LM; without it, the entry of this package.
 # model        TINY=1: the small form of the model.
@@ -15,7 +15,7 @@
 # checkpoints  OUTPUT (holds checkpoints/ and tensorboard/) SAVE_INTERVAL (steps) EXIT_MINUTES (save and stop).
 #              LOAD: the checkpoints folder of another run to start from, if OUTPUT has none.
 #              ASYNC_SAVE: who writes them beside training, mcore or nvrx (nvidia-resiliency-ext); 0: training waits.
-# nodes        NUMA NVLINK_ORDER KERNEL_CACHE (0 turns each off) KERNEL_CACHE_LOCAL: recipes/node.sh.
+# nodes        NUMA NVLINK_ORDER KERNEL_CACHE (0 turns each off) KERNEL_CACHE_LOCAL: node.sh.
 # other        EXTRA: further words for Megatron's command line.
 
 RECIPE=${0#./}

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Pre-train Nemotron 3 Ultra 550B-A55B with the published schedule: 25T tokens, 3072 x 8192 per step, WSD.
+# Pre-train Nemotron 3 Ultra 550B-A55B in NVFP4 with the published schedule; needs Blackwell and TransformerEngine.
 # Needed: DATA_PATH (prefix of a Megatron .bin/.idx, or weights and prefixes in turn), TOKENIZER (Hugging Face folder).
-# Optional: variables below with := or :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
+# Optional: TE_PRECISION_CONFIG_FILE (a table of your own; nemotron3 precision ultra shows the default), variables
+# below with :-, and those of ../common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
 . "$(dirname "$0")/../common.sh"
@@ -12,8 +13,10 @@ MODEL=ultra
 # parallelism: the published launch is 6144 GB200, TP8 EP64 PP1, MBS 2 (HybridEP there, alltoall here)
 TP=${TP:-8} EP=${EP:-64}
 
-# precision: the published model is an NVFP4 mix, which is recipes/ultra/nvfp4.sh; this recipe uses BF16
-PRECISION=${PRECISION:-bf16}
+# precision: the published mix, as Super: last layers, attention and latent projections, MTP BF16, Mamba out_proj MXFP8
+PRECISION=nvfp4
+OUTPUT=${OUTPUT:-runs/ultra/nvfp4}
+precision_file
 
 # schedule
 SCHEDULE=published
@@ -22,7 +25,6 @@ SCHEDULE=published
 text_data
 
 # logging and checkpoints
-OUTPUT=${OUTPUT:-runs/ultra/pretrain}
 checkpoints
 
 launch

@@ -3,7 +3,7 @@
 # The batch is scaled with the GPUs: the same tokens per GPU and step. The learning rate stays the published one, since
 # no report says how to scale it; LR sets another. TINY=1 selects the small form of the model.
 # Needed: DATA_PATH (prefix of a Megatron .bin/.idx, or weights and prefixes in turn), TOKENIZER (Hugging Face folder).
-# Optional: STEPS (1000), variables below with :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
+# Optional: STEPS (1000), variables below with :-, and those of ../common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
 . "$(dirname "$0")/../common.sh"

@@ -1,6 +1,6 @@
 """The MIMO entry of a Megatron-LM checkout (examples/mimo, tag core_v0.19.0) with this package's model.
 
-    PYTHONPATH=$MEGATRON_LM_DIR torchrun … -m megatron_nemotron3.run recipes/omni/pretrain_omni.py ARGS…
+    PYTHONPATH=$MEGATRON_LM_DIR torchrun … -m megatron_nemotron3.run pretrain_omni.py ARGS…
 
 Arguments, topology, mock data, forward step and training loop are the checkout's. Its entry cannot be given
 another model, communicator or builder, so this script replaces the entry and calls the same functions. New:

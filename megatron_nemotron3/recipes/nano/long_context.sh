@@ -5,7 +5,7 @@
 #   PHASE=4k           4K; its batch is UNKNOWN, so GBS is needed as well
 # A run has one length, so a published mixture becomes several runs: docs/launching.md.
 # Needed: DATA_PATH, TOKENIZER, and LOAD: checkpoints of the previous phase. SEQ sets another length.
-# Optional: variables below with :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
+# Optional: variables below with :-, and those of ../common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
 . "$(dirname "$0")/../common.sh"

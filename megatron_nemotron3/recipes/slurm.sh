@@ -7,16 +7,16 @@
 #   export DATA_PATH=... TOKENIZER=...
 #   sbatch --nodes 768 --gpus-per-node 4 --segment 16 --time 4:00:00 recipes/slurm.sh recipes/super/pretrain.sh
 #
-# From the folder with recipes/, on a file system that all nodes share. sbatch passes the environment. A job that is
-# requeued or submitted again resumes. EXIT_MINUTES=225 saves and ends before a limit of four hours.
+# `nemotron3 recipe --output recipes` makes the folder, which all nodes must see. sbatch passes the environment. A job
+# that is requeued or submitted again resumes. EXIT_MINUTES=225 saves and ends before a limit of four hours.
 # CONTAINER: more words for srun, such as --container-image=... of Pyxis.
 # --segment (EP*ETP over GPUs per node): as many nodes in a row share an NVLink domain, where Slurm has a block topology.
 # NVLINK_ORDER=0: do not ask the nodes for their domain, and leave them in Slurm's order (docs/launching.md).
 set -euo pipefail
 
-fail() { echo "recipes/slurm.sh: $*" >&2; exit 2; }
+fail() { echo "slurm.sh: $*" >&2; exit 2; }
 [ $# -eq 1 ] || fail "give one recipe: sbatch recipes/slurm.sh recipes/super/pretrain.sh"
-[ -f "$1" ] || fail "$1 does not exist below $PWD: submit from the folder with recipes/"
+[ -f "$1" ] || fail "$1 does not exist below $PWD: submit from the folder that has it, or give the whole path"
 [ -n "${SLURM_JOB_NODELIST:-}" ] || fail "no Slurm job: submit it with sbatch, or run $1 directly"
 
 # Each step sees the number of its own node; everything else is the same on all nodes.
@@ -46,7 +46,7 @@ if (( NNODES > 1 )) && [ "${NVLINK_ORDER:-1}" != 0 ]; then
             }' <<< "$fabric")
         export NVLINK_NODES
     else
-        echo "recipes/slurm.sh: nvidia-smi names no NVLink domain here, so the nodes keep Slurm's order" >&2
+        echo "slurm.sh: nvidia-smi names no NVLink domain here, so the nodes keep Slurm's order" >&2
     fi
 fi
 

@@ -4,7 +4,7 @@
 #   PHASE=2            19,200 samples of 515,000, rate 1e-5 to 2e-6
 # Needed: DATA_PATH (.jsonl of conversations), TOKENIZER, and LOAD: checkpoints
 # of the previous phase, or what nemotron3 convert from-hf wrote. SEQ sets another length.
-# Optional: variables below with :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
+# Optional: variables below with :-, and those of ../common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
 . "$(dirname "$0")/../common.sh"

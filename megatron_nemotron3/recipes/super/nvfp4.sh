@@ -2,7 +2,7 @@
 # Pre-train Nemotron 3 Super 120B-A12B in NVFP4 with the published schedule; needs Blackwell and TransformerEngine.
 # Needed: DATA_PATH (prefix of a Megatron .bin/.idx, or weights and prefixes in turn), TOKENIZER (Hugging Face folder).
 # Optional: TE_PRECISION_CONFIG_FILE (a table of your own; nemotron3 precision super shows the default), variables
-# below with :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
+# below with :-, and those of ../common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
 . "$(dirname "$0")/../common.sh"

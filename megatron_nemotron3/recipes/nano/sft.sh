@@ -3,7 +3,7 @@
 # The schedule after the warm-up is UNKNOWN, so LR_DECAY_STYLE (constant, cosine ...) is needed.
 # Needed: DATA_PATH (.jsonl of conversations), TOKENIZER, LR_DECAY_STYLE, and LOAD: checkpoints
 # of the previous phase, or what nemotron3 convert from-hf wrote. SEQ sets another length.
-# Optional: variables below with :-, and those of recipes/common.sh (GPUS NNODES ... DRY_RUN=1).
+# Optional: variables below with :-, and those of ../common.sh (GPUS NNODES ... DRY_RUN=1).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../common.sh
 . "$(dirname "$0")/../common.sh"
