@@ -90,7 +90,7 @@ RESULTS ?= build/gpu/results.jsonl
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py --results $(RESULTS) $(OPTIONS)
 
-# On a machine with a package index: what `make gpu` needs on one without, in parts of at most 60 MiB.
+# On a machine with a package index: what `make gpu` needs on one without, in parts of at most 55 MiB.
 PACK ?= build/gpu-pack
 gpu-pack: environment
 	$(VENV)/bin/python benchmarks/gpu_pack.py make $(PACK) $(OPTIONS)
