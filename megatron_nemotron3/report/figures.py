@@ -43,7 +43,7 @@ def monitors(facts: Facts) -> Iterator[Picture]:
     """One panel per monitored quantity, as `nemotron3 watch` draws them."""
     for kind, series in watch.panels_of(facts.history).items():
         title = watch.KINDS[kind].title
-        yield _picture(title, lambda axes, k=kind, s=series: watch.draw_panel(axes, k, s))  # type: ignore[misc]
+        yield _picture(title, lambda axes, k=kind, s=series: watch.draw_panel(axes, k, s))
 
 
 def quantization(facts: Facts) -> Picture | None:
