@@ -24,7 +24,7 @@ ALLOWED = {
     "plan": {"args", "checkpoint", "models", "precision"},
     "generate": {"checkpoint", "convert", "cpu", "layers", "models", "run", "train"},
     "compression": {"checkpoint", "convert", "cpu", "layers", "models"},
-    "doctor": {"build", "cpu", "layers", "models", "precision"},
+    "doctor": {"build", "checkpoint", "cpu", "layers", "models", "precision"},
     "layers": {"checkpoint", "cpu", "lora", "models", "monitor", "precision"},
     "lora": set(),
     "specs": {"layers", "models"},

@@ -11,8 +11,9 @@ from pathlib import Path
 from megatron_nemotron3.checkpoint.archive import preadv
 from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
+from megatron_nemotron3.checkpoint.output import say
 from megatron_nemotron3.checkpoint.remote import shown
-from megatron_nemotron3.convert.checkpoints import checkpoint_line, open_checkpoint
+from megatron_nemotron3.convert.checkpoints import checkpoint_facts, checkpoint_line, open_checkpoint
 from megatron_nemotron3.convert.compare import Difference, compare
 from megatron_nemotron3.convert.conversion import Options
 from megatron_nemotron3.convert.job import MANIFEST, Progress
@@ -43,12 +44,13 @@ def verify(
     }
     sides = [open_checkpoint(p, **wanted) for p in (a, b)]
     for name, side in zip("ab", sides):
-        print(f"{name}            {checkpoint_line(side)}")
+        say(f"{name}            {checkpoint_line(side)}", **{name: checkpoint_facts(side)})
     views = [side.hf_view() for side in sides]
     show = ProgressLine()
     total = sum(t.nbytes for name, t in views[0].tensors.items() if name in views[1].tensors)
     started = time.monotonic()
     problems, equal, elements = 0, 0, 0
+    say(differences=[])
     found = compare(
         *views,
         workers=options.workers,
@@ -57,18 +59,24 @@ def verify(
     for one in found:
         if isinstance(one, Difference):
             problems += 1
-            if problems <= _SHOWN:
-                show.end()
-                print(f"differs      {one.name}: {one.what}")
+            show.end()
+            line = f"differs      {one.name}: {one.what}" if problems <= _SHOWN else None
+            say(line, differences=[{"tensor": one.name, "what": one.what}])
         else:
             equal, elements = equal + 1, elements + one.elements
     show.end()
     if problems > _SHOWN:
-        print(f"differs      and {problems - _SHOWN:,} more")
-    print(
+        say(f"differs      and {problems - _SHOWN:,} more")
+    seconds = time.monotonic() - started
+    say(
         f"{'equal' if not problems else 'not equal'}: {equal:,} tensors with {elements:,} elements are equal "
-        f"bit by bit, {problems:,} differ; {size_text(total)} of each side in "
-        f"{time.monotonic() - started:.1f} s"
+        f"bit by bit, {problems:,} differ; {size_text(total)} of each side in {seconds:.1f} s",
+        equal=not problems,
+        tensors_equal=equal,
+        elements_equal=elements,
+        tensors_different=problems,
+        bytes=total,
+        seconds=seconds,
     )
     return 1 if problems else 0
 
@@ -110,7 +118,14 @@ def verify_manifest(folder: Path, workers: int) -> int:
         return None
 
     problems = [found for found in parallel_map(work, sorted(entries), workers=workers) if found]
-    for problem in problems[:_SHOWN]:
-        print(shown(problem))
-    print(f"{len(entries) - len(problems):,} of {len(entries):,} files are as the manifest says")
+    for number, problem in enumerate(problems):
+        say(shown(problem) if number < _SHOWN else None, problems=[shown(problem)])
+    say(
+        f"{len(entries) - len(problems):,} of {len(entries):,} files are as the manifest says",
+        manifest=shown(folder / MANIFEST),
+        equal=not problems,
+        files=len(entries),
+        files_equal=len(entries) - len(problems),
+        problems=[],
+    )
     return 1 if problems else 0
