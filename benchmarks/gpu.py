@@ -70,7 +70,7 @@ WIDTHS = ("nano", "super")
 #: Of a training step -> title. The order is that of their value.
 SIDES = {
     "kernels": "torch backend with our Triton kernels",
-    "plain": "torch backend without kernels",
+    "plain": "torch backend without our kernels (the default)",
     "hf": "transformers at its best setting",
     "te": "stock TransformerEngine spec",
     "mamba-ssm": "torch backend with kernels and mamba-ssm's scan",
@@ -89,7 +89,7 @@ STAGES = (
     *_steps("kernels", "plain", "hf", "te"),
     Stage("nvfp4", "cost of NVFP4 emulation", 80, 240),
     Stage("generate.plain", "generation, plain and with CUDA graphs", 75, 240),
-    Stage("generate.drafts", "generation with 1 to 7 drafts", 90, 240),
+    Stage("generate.drafts", "generation with 1 to 7 drafts, with CUDA graphs and without", 150, 300),
     Stage("prefill", "prefill of 1M tokens", 120, 300),
     Stage("boundary", "packing of rows between modules", 30, 120),
     *_steps("mamba-ssm"),

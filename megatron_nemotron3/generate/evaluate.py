@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron_nemotron3.checkpoint.files import save_figure
+from megatron_nemotron3 import plots
 from megatron_nemotron3.generate.engine import CHUNK, Engine
 from megatron_nemotron3.generate.generate import GenerationOptions, Speculation, generate
 from megatron_nemotron3.generate.mtp import MTP
@@ -146,34 +146,30 @@ def plot(losses: Losses, accepted: Sequence[Acceptance], trained: int, path: Pat
         OSError: it cannot be written.
         ModuleNotFoundError: matplotlib is not installed.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), dpi=120, layout="constrained")
-    values = [losses.next_token, *losses.depths]
-    bars = left.bar(range(len(values)), values, color=["C0", *["C1"] * len(losses.depths)])
-    for depth, bar in enumerate(bars):
-        if depth > trained:
-            bar.set_hatch("//")
-    left.bar_label(bars, fmt="%.3f", fontsize=8)
-    left.set_xticks(
-        range(len(values)), ["next token", *(f"MTP {k}" for k in range(1, len(values)))], fontsize=8
-    )
-    hatched = f", hatched: beyond mtp_num_layers={trained}" if len(losses.depths) > trained else ""
-    left.set(ylabel="loss (nats per token)", title=f"held-out loss{hatched}")
-    if accepted:
-        drafts = [a.speculation.draft for a in accepted]
-        right.plot(drafts, [a.speculation.acceptance_length for a in accepted], "o-", label="measured")
-        right.plot(drafts, [k + 1 for k in drafts], color="gray", ls="--", lw=1, label="every draft accepted")
-        right.set(
-            xlabel="drafted tokens", ylabel="tokens per verification", title="acceptance length, greedy"
-        )
-        right.set_xticks(drafts)
-        right.legend()
-        right.grid(alpha=0.3)
-    else:
-        right.set_axis_off()
-    figure.suptitle(title)
-    save_figure(figure, path)
+    with plots.picture(path, 1, 2, size=(10, 4), title=title) as (_, grid):
+        left, right = grid[0]
+        values = [losses.next_token, *losses.depths]
+        bars = left.bar(range(len(values)), values, color=["C0", *["C1"] * len(losses.depths)])
+        for depth, bar in enumerate(bars):
+            if depth > trained:
+                bar.set_hatch("//")
+        left.bar_label(bars, fmt="%.3f", fontsize=8)
+        left.set_xticks(range(len(values)), ["next\ntoken", *map(str, range(1, len(values)))])
+        beyond = f" (hatched: deeper than the {trained} of training)" if len(losses.depths) > trained else ""
+        left.set(ylabel="loss (nats per token)", title=f"Held-out loss{beyond}")
+        if losses.depths:
+            left.set_xlabel("MTP depth")
+        if accepted:
+            drafts = [a.speculation.draft for a in accepted]
+            lengths = [a.speculation.acceptance_length for a in accepted]
+            right.plot(drafts, lengths, "o-", label="measured")
+            right.plot(
+                drafts, [k + 1 for k in drafts], color="gray", ls="--", lw=1, label="every draft accepted"
+            )
+            right.set(
+                xlabel="drafted tokens", ylabel="tokens per verification", title="Acceptance length, greedy"
+            )
+            right.set_xticks(drafts)
+            right.legend()
+        else:
+            right.set_axis_off()

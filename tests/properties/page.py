@@ -34,12 +34,12 @@ def markdown() -> str:
 
 
 def _table(names: list[str]) -> Iterator[str]:
-    yield "| rule | what it says, for example | Megatron without it | where |"
-    yield "|-|-|-|-|"
+    yield "| rule, and what it says, for example | Megatron without it | where |"
+    yield "|-|-|-|"
     for name in names:
         evidence = EVIDENCE[name]
         said = _violation(name, evidence)
-        cells = (f"`{name}`", said.message, _finding(evidence), said.source)
+        cells = (f"`{name}`<br>{said.message}", _finding(evidence), said.source)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
