@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_nemotron3.bars import BYTES, Bar, size_text
 from megatron_nemotron3.checkpoint.archive import preadv
 from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
@@ -16,8 +17,7 @@ from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.convert.checkpoints import checkpoint_facts, checkpoint_line, open_checkpoint
 from megatron_nemotron3.convert.compare import Difference, compare
 from megatron_nemotron3.convert.conversion import Options
-from megatron_nemotron3.convert.job import MANIFEST, Progress
-from megatron_nemotron3.convert.progress import ProgressLine, size_text
+from megatron_nemotron3.convert.job import MANIFEST
 from megatron_nemotron3.convert.streams import BAND
 from megatron_nemotron3.convert.workers import parallel_map
 
@@ -46,10 +46,10 @@ def verify(
     for name, side in zip("ab", sides):
         say(f"{name}            {checkpoint_line(side)}", **{name: checkpoint_facts(side)})
     views = [side.hf_view() for side in sides]
-    show = ProgressLine()
     total = sum(t.nbytes for name, t in views[0].tensors.items() if name in views[1].tensors)
     started = time.monotonic()
     problems, equal, elements = 0, 0, 0
+<<<<<<< HEAD
     say(differences=[])
     found = compare(
         *views,
@@ -65,6 +65,17 @@ def verify(
         else:
             equal, elements = equal + 1, elements + one.elements
     show.end()
+=======
+    with Bar("verify", BYTES, total) as bar:
+        for one in compare(*views, workers=options.workers, report=lambda done, _: bar.to(done)):
+            if isinstance(one, Difference):
+                problems += 1
+                if problems <= _SHOWN:
+                    with bar.paused():
+                        print(f"differs      {one.name}: {one.what}")
+            else:
+                equal, elements = equal + 1, elements + one.elements
+>>>>>>> main
     if problems > _SHOWN:
         say(f"differs      and {problems - _SHOWN:,} more")
     seconds = time.monotonic() - started
@@ -117,6 +128,7 @@ def verify_manifest(folder: Path, workers: int) -> int:
             return f"{path}: CRC32 {crc:08x}, {entry.get('crc32')!r:.30} was written"
         return None
 
+<<<<<<< HEAD
     problems = [found for found in parallel_map(work, sorted(entries), workers=workers) if found]
     for number, problem in enumerate(problems):
         say(shown(problem) if number < _SHOWN else None, problems=[shown(problem)])
@@ -128,4 +140,13 @@ def verify_manifest(folder: Path, workers: int) -> int:
         files_equal=len(entries) - len(problems),
         problems=[],
     )
+=======
+    sizes = [entry.get("bytes") for entry in entries.values() if isinstance(entry, dict)]
+    with Bar("verify", BYTES, sum(size for size in sizes if type(size) is int), lines=False) as bar:
+        results = parallel_map(work, sorted(entries), workers=workers, report=lambda done, _: bar.to(done))
+        problems = [found for found in results if found]
+    for problem in problems[:_SHOWN]:
+        print(shown(problem))
+    print(f"{len(entries) - len(problems):,} of {len(entries):,} files are as the manifest says")
+>>>>>>> main
     return 1 if problems else 0
