@@ -6,6 +6,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from megatron_nemotron3.bars import BYTES, Bar, size_text
@@ -49,33 +50,16 @@ def verify(
     total = sum(t.nbytes for name, t in views[0].tensors.items() if name in views[1].tensors)
     started = time.monotonic()
     problems, equal, elements = 0, 0, 0
-<<<<<<< HEAD
     say(differences=[])
-    found = compare(
-        *views,
-        workers=options.workers,
-        report=lambda d, s: show.progress(Progress(d, total, d / s if s else 0)),
-    )
-    for one in found:
-        if isinstance(one, Difference):
-            problems += 1
-            show.end()
-            line = f"differs      {one.name}: {one.what}" if problems <= _SHOWN else None
-            say(line, differences=[{"tensor": one.name, "what": one.what}])
-        else:
-            equal, elements = equal + 1, elements + one.elements
-    show.end()
-=======
     with Bar("verify", BYTES, total) as bar:
         for one in compare(*views, workers=options.workers, report=lambda done, _: bar.to(done)):
             if isinstance(one, Difference):
                 problems += 1
-                if problems <= _SHOWN:
-                    with bar.paused():
-                        print(f"differs      {one.name}: {one.what}")
+                line = f"differs      {one.name}: {one.what}" if problems <= _SHOWN else None
+                with bar.paused() if line else nullcontext():
+                    say(line, differences=[{"tensor": one.name, "what": one.what}])
             else:
                 equal, elements = equal + 1, elements + one.elements
->>>>>>> main
     if problems > _SHOWN:
         say(f"differs      and {problems - _SHOWN:,} more")
     seconds = time.monotonic() - started
@@ -128,8 +112,10 @@ def verify_manifest(folder: Path, workers: int) -> int:
             return f"{path}: CRC32 {crc:08x}, {entry.get('crc32')!r:.30} was written"
         return None
 
-<<<<<<< HEAD
-    problems = [found for found in parallel_map(work, sorted(entries), workers=workers) if found]
+    sizes = [entry.get("bytes") for entry in entries.values() if isinstance(entry, dict)]
+    with Bar("verify", BYTES, sum(size for size in sizes if type(size) is int), lines=False) as bar:
+        results = parallel_map(work, sorted(entries), workers=workers, report=lambda done, _: bar.to(done))
+        problems = [found for found in results if found]
     for number, problem in enumerate(problems):
         say(shown(problem) if number < _SHOWN else None, problems=[shown(problem)])
     say(
@@ -140,13 +126,4 @@ def verify_manifest(folder: Path, workers: int) -> int:
         files_equal=len(entries) - len(problems),
         problems=[],
     )
-=======
-    sizes = [entry.get("bytes") for entry in entries.values() if isinstance(entry, dict)]
-    with Bar("verify", BYTES, sum(size for size in sizes if type(size) is int), lines=False) as bar:
-        results = parallel_map(work, sorted(entries), workers=workers, report=lambda done, _: bar.to(done))
-        problems = [found for found in results if found]
-    for problem in problems[:_SHOWN]:
-        print(shown(problem))
-    print(f"{len(entries) - len(problems):,} of {len(entries):,} files are as the manifest says")
->>>>>>> main
     return 1 if problems else 0
