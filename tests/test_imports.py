@@ -26,7 +26,7 @@ ALLOWED = {
     "plan": {"args", "checkpoint", "models", "plots", "precision"},
     "generate": {"bars", "checkpoint", "convert", "cpu", "layers", "models", "plots", "run", "train"},
     "compression": {"checkpoint", "convert", "cpu", "layers", "models"},
-    "doctor": {"build", "cpu", "layers", "models", "precision"},
+    "doctor": {"build", "checkpoint", "cpu", "layers", "models", "precision"},
     "layers": {"checkpoint", "cpu", "lora", "models", "monitor", "precision"},
     "lora": set(),
     "specs": {"layers", "models"},
