@@ -32,12 +32,8 @@ COMMANDS = {
     }
     | RUN,
     "run": set(),
-<<<<<<< HEAD
     "report": {"--output", "--prompt"},
-    "watch": {"--output"},
-=======
     "watch": {"--output", "--json"},
->>>>>>> main
     "boundary": {
         "--from", "--to", "--rows", "--samples", "--rows-per-sample", "--seq-length", "--hidden", "--dtype",
         "--backward", "--lines", "--json", "--plot",
