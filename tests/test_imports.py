@@ -55,6 +55,9 @@ ALLOWED = {
         "run",
     },
     "recipes": {"boundary", "checkpoint"},
+    "finetune": {
+        *("bars", "checkpoint", "cli", "convert", "cpu", "generate", "lora", "models", "run", "train"),
+    },
     "report": {
         *("args", "bars", "checkpoint", "generate", "models", "monitor", "plots", "precision", "train"),
     },
@@ -64,6 +67,7 @@ ALLOWED = {
         "checkpoint",
         "convert",
         "doctor",
+        "finetune",
         "generate",
         "models",
         "monitor",
@@ -89,6 +93,7 @@ LIGHT = (
     "models.command",
     "monitor.watch",
     "precision.table",
+    "finetune.command",
     "report.command",
     "precision.census",
     "precision.command",
