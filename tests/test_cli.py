@@ -42,6 +42,7 @@ COMMANDS = {
         "--global-batch-size", "--gbs", "--precision", "--dispatcher", "--plain",
         "--best", "--json", "--plot",
     },
+    "recipe": {"--output", "--json"},
     "check": {"--full", "--workers"},
     "doctor": {"--kernels", "--step", "--json"},
     "precision": {

@@ -58,6 +58,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "show which rows travel between the layouts of two modules",
             "nemotron3 boundary --from tp=2,dp=2 --to tp=4",
         ),
+        Command(
+            "recipe",
+            "recipes.command",
+            "list, print or copy the launch scripts of every model and phase",
+            "nemotron3 recipe super pretrain",
+        ),
     ),
     "Train": (
         Command(

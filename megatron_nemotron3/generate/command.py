@@ -58,6 +58,9 @@ def register(commands: Any) -> None:
         "--draft", type=int, default=0, metavar="K", help="MTP drafts K tokens per step (default 0: off)"
     )
     command.add_argument(
+        "--cuda-graphs", action="store_true", help="launch all kernels of a step at once; needs a GPU"
+    )
+    command.add_argument(
         "--stop",
         action="append",
         default=[],
@@ -157,7 +160,11 @@ def _generate(options: argparse.Namespace) -> int:
     from megatron_nemotron3.generate.text import OutputStream
     from megatron_nemotron3.run import resolve_device
 
-    options.device = resolve_device(options.device)
+    asked = options.device
+    options.device = resolve_device(asked)
+    if options.cuda_graphs and options.device != "cuda":
+        why = "--device cpu has none" if asked == "cpu" else "torch sees no GPU"
+        raise ValueError(f"--cuda-graphs, but {why}: leave it out")
     prompts = _read_prompts(options)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     if options.temperature == 0 and (options.top_k or options.top_p):
@@ -174,7 +181,9 @@ def _generate(options: argparse.Namespace) -> int:
     _check_lengths(ids, options.max_new_tokens, opened.config)
     engine = load_engine(opened, options, mtp=options.draft > 0)
     stream = OutputStream(prompts, tokenizer, options.stop, live=not (options.no_stream or options.json))
-    how = GenerationOptions(options.max_new_tokens, sampling, options.draft, tokenizer.stop)
+    how = GenerationOptions(
+        options.max_new_tokens, sampling, options.draft, tokenizer.stop, graphs=options.cuda_graphs
+    )
     result = generate(engine, ids, how, stream.push)
     stream.end()
     if options.json:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.checkpoint.files import atomic_group
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo
 
@@ -60,7 +61,10 @@ def write_dataset(
     prefix = os.path.abspath(prefix)
     dtype = "uint16" if tokenizer.vocab_size < _SMALL else "int32"
     lengths: list[int] = []
-    with atomic_group(Path(prefix + ".bin"), Path(prefix + ".idx")) as (bin_path, idx_path):
+    tokens = 0
+    files = atomic_group(Path(prefix + ".bin"), Path(prefix + ".idx"))
+    total = len(docs) if isinstance(docs, Sized) else None
+    with files as (bin_path, idx_path), Bar("encode text", "documents", total, lines=False) as bar:
         with bin_path.open("wb") as stream:
             for ids in _encoded(docs, tokenizer):
                 # numpy would silently wrap an id that does not fit.
@@ -71,10 +75,12 @@ def write_dataset(
                     )
                 _append(stream, ids, dtype)
                 lengths.append(len(ids))
+                tokens += len(ids)
+                bar.to(len(lengths), note=f"{tokens / bar.seconds:,.0f} tokens/s")
         if not lengths:
             raise ValueError(f"no document with a token for {prefix}: collect some text first")
         _write_index(idx_path, lengths, dtype)
-    return DatasetInfo(prefix, len(lengths), sum(lengths), dtype)
+    return DatasetInfo(prefix, len(lengths), tokens, dtype)
 
 
 def _append(stream: BinaryIO, ids: list[int], dtype: str) -> None:
