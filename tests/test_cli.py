@@ -32,6 +32,7 @@ COMMANDS = {
     }
     | RUN,
     "run": set(),
+    "report": {"--output", "--prompt"},
     "watch": {"--output", "--json"},
     "boundary": {
         "--from", "--to", "--rows", "--samples", "--rows-per-sample", "--seq-length", "--hidden", "--dtype",

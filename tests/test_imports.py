@@ -55,6 +55,9 @@ ALLOWED = {
         "run",
     },
     "recipes": {"boundary", "checkpoint"},
+    "report": {
+        *("args", "bars", "checkpoint", "generate", "models", "monitor", "plots", "precision", "train"),
+    },
     "cli": {
         "args",
         "boundary",
@@ -67,6 +70,7 @@ ALLOWED = {
         "plan",
         "precision",
         "recipes",
+        "report",
         "run",
         "train",
     },
@@ -85,6 +89,7 @@ LIGHT = (
     "models.command",
     "monitor.watch",
     "precision.table",
+    "report.command",
     "precision.census",
     "precision.command",
     "precision.settings",

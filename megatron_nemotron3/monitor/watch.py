@@ -93,7 +93,7 @@ def plot(history: History, panels: dict[str, History], path: Path, title: str) -
     size = (width * COLUMNS, height * rows)
     with plots.picture(path, rows, COLUMNS, size=size, title=title) as (_, grid):
         cells = iter(grid.flat)
-        _draw_losses(next(cells), history)
+        draw_losses(next(cells), history)
         for kind, series in panels.items():
             draw_panel(next(cells), kind, series)
         for unused in cells:
@@ -110,7 +110,7 @@ def _panel_rows(history: History, kind: str) -> History:
     return {tag.removeprefix(prefix): history[tag] for tag in sorted(history) if tag.startswith(prefix)}
 
 
-def _draw_losses(axes: Any, history: History) -> None:
+def draw_losses(axes: Any, history: History) -> None:
     for tag in sorted(filter(_LOSS.fullmatch, history)):
         name = tag.removesuffix(" loss")
         label = "next token" if name == "lm" else spoken(name)
