@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -83,7 +84,7 @@ def _run(words: list[str]) -> int:
     try:
         if extra and not hasattr(options, "extra"):
             raise ValueError(f"no arguments are allowed after --: drop {' '.join(extra)}")
-        options.extra = extra
+        options.extra, options.command_line = extra, shlex.join(["nemotron3", *words])
         status: int = options.run(options)
         sys.stdout.flush()
         return status

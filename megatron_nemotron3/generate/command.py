@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, place, shown
 from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.models import Nemotron3Config
@@ -67,7 +67,7 @@ def register(commands: Any) -> None:
         metavar="TEXT",
         help="ends a text, like the end token",
     )
-    command.add_argument("--json", action="store_true", help="machine-readable")
+    add_json(command)
     command.add_argument("--no-stream", action="store_true", help="print the texts when all are complete")
 
 
@@ -189,7 +189,7 @@ def _generate(options: argparse.Namespace) -> int:
     if options.json:
         about: dict[str, Any] = {"checkpoint": shown(found.checkpoint), "model": opened.config.name}
         about |= {"mtp_num_layers": opened.config.mtp_num_layers, "mtp_source": opened.mtp_source}
-        print(json.dumps({**about, **_generation_as_json(result, stream.outputs, ids)}, indent=2))
+        print_json({**about, **_generation_as_json(result, stream.outputs, ids)})
     else:
         stream.print_rest()
         print(_generation_summary(result))

@@ -63,6 +63,8 @@ class Request:
     more_steps: str = continued.REPLAN
     #: Parts of the run that may differ from the folder's earlier steps; of `manifest.CHANGES`.
     changes: tuple[str, ...] = ()
+    #: The command line, for run.json.
+    command: str = ""
 
     @property
     def precision_file(self) -> str | None:
@@ -210,7 +212,7 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
         launch = resuming.with_schedule(launch, given.options, request.more_steps, begun, stored)
 
     launch = replace(launch, data=data)
-    identity.record(launch)
+    identity.record(launch, request.command)
     print(f"training log: {log_file}", flush=True)
     argv = to_argv(flags(launch))
     words = processes.command(argv, launch.layout.world_size, request.device)
