@@ -120,6 +120,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             'nemotron3 generate --checkpoint runs/demo --prompt "def main"',
         ),
         Command(
+            "chat",
+            "generate.chat_command",
+            "talk to a checkpoint's model in the terminal",
+            "nemotron3 chat runs/demo",
+        ),
+        Command(
             "evaluate",
             "generate.evaluate_command",
             "measure the loss on other text by MTP depth, and how many drafts are accepted",

@@ -106,8 +106,8 @@ def check(
         chat_template=_digest(words.encode()) if words is not None else "",
         **how,  # type: ignore[arg-type]
     )
-    # The tiny models of some sizes are one model with several names.
-    config = opened.config.but(name=opened.config.name.partition(" or ")[0])
+    # A file of a model has a name of its own; that of a tiny one has the schedule of tiny models.
+    config = opened.config.but(name="own-tiny" if "-tiny" in opened.config.name else "own")
     return Inputs(config, request, train, measured, tokenizer, words)
 
 
