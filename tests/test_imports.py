@@ -25,6 +25,8 @@ ALLOWED = {
     "boundary": {"checkpoint", "plots"},
     "plan": {"args", "checkpoint", "models", "plots", "precision"},
     "generate": {
+        *("bars", "checkpoint", "convert", "cpu", "layers", "lifetime", "models", "plots", "run", "train"),
+    },
         "bars",
         "checkpoint",
         "convert",
