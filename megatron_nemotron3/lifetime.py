@@ -125,7 +125,7 @@ def leaving_at_interrupt(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Look for no garbage inside the block: imports make hardly any, and looking takes a fourth of their time.
+    """Look for no garbage inside the block: imports make hardly any, and looking takes a fourth of the time.
 
     What exists at the end is left out of later searches, also out of the one when the process ends.
     """
