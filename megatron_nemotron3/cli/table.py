@@ -82,7 +82,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "finetune",
             "finetune.command",
             "fine-tune a Hugging Face folder on conversations, into a Hugging Face folder",
-            "nemotron3 finetune demo-hf --conversations chats.jsonl --tokenizer chat --output tuned",
+            "nemotron3 finetune demo-hf --conversations chats.jsonl --output tuned",
         ),
         Command(
             "report",
