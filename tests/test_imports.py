@@ -24,7 +24,9 @@ ALLOWED = {
     "convert": {"bars", "checkpoint", "layers", "lora", "models", "precision"},
     "boundary": {"checkpoint", "plots"},
     "plan": {"args", "checkpoint", "models", "plots", "precision"},
-    "generate": {"bars", "checkpoint", "convert", "cpu", "layers", "models", "plots", "run", "train"},
+    "generate": {
+        *("bars", "checkpoint", "convert", "cpu", "layers", "lifetime", "models", "plots", "run", "train"),
+    },
     "compression": {"checkpoint", "convert", "cpu", "layers", "models"},
     "doctor": {"build", "checkpoint", "cpu", "layers", "models", "precision"},
     "layers": {"checkpoint", "cpu", "lora", "models", "monitor", "precision"},

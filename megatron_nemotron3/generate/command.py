@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3 import lifetime
 from megatron_nemotron3.checkpoint.files import read_outside
 from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, place, shown
@@ -154,11 +155,12 @@ def generate_command(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
-    from megatron_nemotron3.generate.generate import GenerationOptions, generate
-    from megatron_nemotron3.generate.sampling import Sampling
-    from megatron_nemotron3.generate.text import OutputStream
-    from megatron_nemotron3.run import resolve_device
+    with lifetime.importing():
+        from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
+        from megatron_nemotron3.generate.generate import GenerationOptions, generate
+        from megatron_nemotron3.generate.sampling import Sampling
+        from megatron_nemotron3.generate.text import OutputStream
+        from megatron_nemotron3.run import resolve_device
 
     asked = options.device
     options.device = resolve_device(asked)
