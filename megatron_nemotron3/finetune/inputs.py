@@ -171,7 +171,7 @@ def _encoded(inputs: Inputs, folder: Path) -> list[Encoded]:
     """Encode all conversations, so that a wrong one ends here; return those that are held out."""
     encoder = Encoder(folder / "tokenizer")
     lines = inputs.train.count(b"\n") + inputs.held_out.count(b"\n")
-    result = []
+    result: list[Encoded] = []
     with Bar("read conversations", "lines", lines, lines=False) as bar:
         for name in ("train.jsonl", "held_out.jsonl"):
             result = []
