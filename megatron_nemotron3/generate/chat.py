@@ -60,7 +60,8 @@ class Chat:
     """A conversation.
 
     Args:
-        how: `max_new_tokens` of an answer, sampling and drafts; the seed grows by one with each turn.
+        how: `max_new_tokens` of an answer, fewer where the context ends, sampling and drafts; the seed grows
+            by one with each turn.
         template: None: the model continues the text of all turns, each on a line of its own.
         system: a system message, with a template.
     """
@@ -117,7 +118,14 @@ class Chat:
             self.context, self.read = [*self._seen, *ids], len(ids)
             turns = sum(one["role"] == "user" for one in self.messages)
             sampling = replace(self.how.sampling, seed=self.how.sampling.seed + turns - 1)
-            how = replace(self.how, sampling=sampling, stop=self.tokenizer.stop)
+            room = self.engine.max_context - len(self.context)
+            if room < 1:
+                raise ValueError(
+                    f"the conversation has {len(self.context):,} tokens, and the model's context "
+                    f"{self.engine.max_context:,}"
+                )
+            new_tokens = min(self.how.max_new_tokens, room)
+            how = replace(self.how, max_new_tokens=new_tokens, sampling=sampling, stop=self.tokenizer.stop)
             result = generate(self.engine, [ids], how, on_token, self._memory)
         except KeyboardInterrupt:
             self._forget()  # a pass may have been cut in two

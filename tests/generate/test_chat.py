@@ -97,9 +97,11 @@ def test_a_full_context_is_said_and_the_conversation_stays(folder: Path, tmp_pat
     chat = opened(folder, write_tokenizer(tmp_path), new=300)
     chat.say(QUESTIONS[0], ignore)
     before = list(chat.messages)
-    with pytest.raises(ValueError, match="more than max_context"):
-        chat.say("apples " * 200, ignore)
+    with pytest.raises(ValueError, match="tokens, and the model's context 512"):
+        chat.say("apples " * 500, ignore)
     assert chat.messages == before
+    answer = chat.say(QUESTIONS[1], ignore).rows[0]  # what is left
+    assert len(chat.context) + len(answer.tokens) == 512
 
 
 def run(monkeypatch: pytest.MonkeyPatch, lines: str, *words: str) -> int:
