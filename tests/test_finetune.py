@@ -23,9 +23,9 @@ from tests.train.data.test_conversations import say, write_lines, write_tokenize
 LINES = [{"messages": [say("user", f"{i} apples?"), say("assistant", f"yes, {i} pears")]} for i in range(40)]
 
 
-def inputs(folder: Path) -> list[str]:
+def inputs(folder: Path, vocabulary: int = 384) -> list[str]:
     """Words of the command with everything that it reads."""
-    config = get("super-tiny").but(pattern="M*E", hidden_size=64, vocab_size=512, num_moe_experts=8)
+    config = get("super-tiny").but(pattern="M*E", hidden_size=64, vocab_size=vocabulary, num_moe_experts=8)
     write_hf(folder / "hf", config, values=agreeing_tensors(config, 0.05, seed=4), dtype="float32")
     write_tokenizer(folder / "chat")
     write_lines(folder / "chats.jsonl", LINES)
@@ -89,6 +89,7 @@ def test_the_steps_and_a_start_after_an_interrupt(
         (lambda at: write_lines(at / "chats.jsonl", LINES[:1]), "too few to hold one in 8 out"),
         (lambda at: write_lines(at / "chats.jsonl", []), "it has no conversations"),
         (lambda at: write_lines(at / "tuned", [{}]), "is no fine-tuning"),
+        (lambda at: shutil.rmtree(at / "hf") or inputs(at, 512), "training would drop the rest"),
     ],
 )  # fmt: skip
 def test_wrong_input_ends_before_anything_is_written(

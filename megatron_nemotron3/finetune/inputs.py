@@ -13,6 +13,7 @@ from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.checkpoint.files import read_outside, write_text
 from megatron_nemotron3.checkpoint.folders import locate
 from megatron_nemotron3.convert.checkpoints import open_hugging_face
+from megatron_nemotron3.convert.from_hf import pad_vocab_size
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.train.data.conversations import Encoded, Encoder, read_conversations
@@ -23,6 +24,8 @@ RECORD = "finetune.json"
 #: One line in this many is held out.
 HELD_OUT = 8
 _LIMIT = 1 << 30
+#: Megatron pads the vocabulary to a multiple of this.
+_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,12 @@ def _write(inputs: Inputs, folder: Path) -> None:
 def _encoded(inputs: Inputs, folder: Path) -> list[Encoded]:
     """Encode all conversations, so that a wrong one ends here; return those that are held out."""
     encoder = Encoder(folder / "tokenizer")
+    tokens, rows = len(encoder.tokenizer), inputs.config.vocab_size
+    if (padded := pad_vocab_size(tokens, _MULTIPLE)) < rows:
+        raise ValueError(
+            f"{inputs.tokenizer}: its {tokens:,} tokens fill {padded:,} rows of an embedding, and the model "
+            f"has {rows:,}: training would drop the rest; give the model's own tokenizer"
+        )
     lines = inputs.train.count(b"\n") + inputs.held_out.count(b"\n")
     result: list[Encoded] = []
     with Bar("read conversations", "lines", lines, lines=False) as bar:
