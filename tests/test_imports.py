@@ -24,7 +24,9 @@ ALLOWED = {
     "convert": {"bars", "checkpoint", "layers", "lora", "models", "precision"},
     "boundary": {"checkpoint", "plots"},
     "plan": {"args", "checkpoint", "models", "plots", "precision"},
-    "generate": {"bars", "checkpoint", "convert", "cpu", "layers", "models", "plots", "run", "train"},
+    "generate": {
+        *("bars", "checkpoint", "convert", "cpu", "layers", "lifetime", "models", "plots", "run", "train"),
+    },
     "compression": {"checkpoint", "convert", "cpu", "layers", "models"},
     "doctor": {"build", "checkpoint", "cpu", "layers", "models", "precision"},
     "layers": {"checkpoint", "cpu", "lora", "models", "monitor", "precision"},
@@ -55,6 +57,9 @@ ALLOWED = {
         "run",
     },
     "recipes": {"boundary", "checkpoint"},
+    "finetune": {
+        *("bars", "checkpoint", "cli", "convert", "cpu", "generate", "lora", "models", "run", "train"),
+    },
     "report": {
         *("args", "bars", "checkpoint", "generate", "models", "monitor", "plots", "precision", "train"),
     },
@@ -64,6 +69,7 @@ ALLOWED = {
         "checkpoint",
         "convert",
         "doctor",
+        "finetune",
         "generate",
         "models",
         "monitor",
@@ -89,6 +95,7 @@ LIGHT = (
     "models.command",
     "monitor.watch",
     "precision.table",
+    "finetune.command",
     "report.command",
     "precision.census",
     "precision.command",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3 import lifetime
 from megatron_nemotron3.checkpoint.files import read_outside
 from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, place, shown
@@ -71,15 +72,13 @@ def register(commands: Any) -> None:
     command.add_argument("--no-stream", action="store_true", help="print the texts when all are complete")
 
 
-def add_checkpoint(command: argparse.ArgumentParser) -> None:
-    """Add the options that say what to load, and how."""
-    command.add_argument(
-        "--checkpoint",
-        type=place,
-        required=True,
-        metavar="DIR",
-        help="a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository",
-    )
+def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> None:
+    """Add what says what to load, and how; `option`: as --checkpoint, else as the first word."""
+    what = "a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository"
+    if option:
+        command.add_argument("--checkpoint", type=place, required=True, metavar="DIR", help=what)
+    else:
+        command.add_argument("checkpoint", type=place, metavar="RUN", help=what)
     command.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="default: the checkpoint's or the run's"
     )
@@ -154,11 +153,12 @@ def generate_command(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
-    from megatron_nemotron3.generate.generate import GenerationOptions, generate
-    from megatron_nemotron3.generate.sampling import Sampling
-    from megatron_nemotron3.generate.text import OutputStream
-    from megatron_nemotron3.run import resolve_device
+    with lifetime.importing():
+        from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
+        from megatron_nemotron3.generate.generate import GenerationOptions, generate
+        from megatron_nemotron3.generate.sampling import Sampling
+        from megatron_nemotron3.generate.text import OutputStream
+        from megatron_nemotron3.run import resolve_device
 
     asked = options.device
     options.device = resolve_device(asked)
