@@ -228,7 +228,7 @@ def test_grouped_products_where_torch_has_a_kernel(
 @pytest.mark.parametrize("pattern", ["M", "*", "-", "E"])
 @pytest.mark.parametrize("how", ["nvfp4,every_layer=1", "nvfp4,every_layer=1,wgrad=0,fprop=0", "mxfp8"])
 def test_emulated(pattern: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantizers and experts' products in Triton. The rotation's matrix is uploaded once a process, before."""
+    """In Triton, experts' products too. The rotation's matrix is uploaded once a process, before."""
     monkeypatch.setattr(scales, "hadamard_matrix", lambda device, dtype: torch.empty(16, 16, device=device))
     with emulating(parse(how)):
         launched = step(pattern)
