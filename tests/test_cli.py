@@ -56,7 +56,7 @@ COMMANDS = {
     "generate": {
         "--checkpoint", "--tokenizer", "--device", "--dtype", "--model", "--tiny", "--prompt",
         "--prompt-file", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--draft",
-        "--stop", "--json", "--no-stream",
+        "--stop", "--json", "--no-stream", "--cuda-graphs",
     },
     "evaluate": {
         "--checkpoint", "--tokenizer", "--device", "--dtype", "--model", "--tiny", "--text", "--data-path",
