@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.bars import BYTES, Bar
 from megatron_nemotron3.checkpoint.folders import (
     TRACKER,
     checkpoint_path,
@@ -141,8 +142,10 @@ def _check_one(path: Path, full: bool, workers: int) -> list[str]:
 
 def _check_full(path: Path, verdict: Verdict, workers: int) -> list[str]:
     started = time.monotonic()
+    total = sum(verdict.index.files.values()) if verdict.index is not None else None
     try:
-        read = check_integrity(path, verdict.index, workers)
+        with Bar("check", BYTES, total, lines=False) as bar:
+            read = check_integrity(path, verdict.index, workers, bar.add)
     except CheckpointError as problem:
         return [str(problem)]
     seconds = time.monotonic() - started

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.bars import BYTES, Bar, size_text
 from megatron_nemotron3.checkpoint.folders import TOKENIZER, free_bytes, locate
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
 from megatron_nemotron3.checkpoint.remote import shown
@@ -31,9 +32,8 @@ from megatron_nemotron3.convert.checkpoints import (
 from megatron_nemotron3.convert.config_json import clamp_note
 from megatron_nemotron3.convert.hf_folder import CONFIG, read_config
 from megatron_nemotron3.convert.inventory import mappings
-from megatron_nemotron3.convert.job import MANIFEST, Job, check_target, partial_of, run
+from megatron_nemotron3.convert.job import MANIFEST, Job, Progress, check_target, partial_of, run
 from megatron_nemotron3.convert.peft import Packed
-from megatron_nemotron3.convert.progress import ProgressLine, size_text
 from megatron_nemotron3.convert.quantized_config import read_scales
 from megatron_nemotron3.convert.quantized_recipes import Quantization, quantization
 from megatron_nemotron3.convert.quantized_views import Quantized
@@ -237,12 +237,15 @@ def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options, notes
         return False
     sys.stdout.flush()
     started = time.monotonic()
-    show = ProgressLine()
-    if options.url is not None:
-        upload(job, options.url, show.progress)
-    else:
-        run(job, workers=options.workers, report=show.progress)
-    show.end()
+    with Bar("convert", BYTES) as bar:
+
+        def show(at: Progress) -> None:
+            bar.to(at.done, at.total, begun=at.begun)
+
+        if options.url is not None:
+            upload(job, options.url, show)
+        else:
+            run(job, workers=options.workers, report=show)
     seconds = time.monotonic() - started
     print(
         f"written      {size_text(job.length)} in {seconds:.1f} s; {shown(target / MANIFEST)} has the CRC32 "

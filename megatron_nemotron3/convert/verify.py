@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_nemotron3.bars import BYTES, Bar, size_text
 from megatron_nemotron3.checkpoint.archive import preadv
 from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
@@ -15,8 +16,7 @@ from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.convert.checkpoints import checkpoint_line, open_checkpoint
 from megatron_nemotron3.convert.compare import Difference, compare
 from megatron_nemotron3.convert.conversion import Options
-from megatron_nemotron3.convert.job import MANIFEST, Progress
-from megatron_nemotron3.convert.progress import ProgressLine, size_text
+from megatron_nemotron3.convert.job import MANIFEST
 from megatron_nemotron3.convert.streams import BAND
 from megatron_nemotron3.convert.workers import parallel_map
 
@@ -45,24 +45,18 @@ def verify(
     for name, side in zip("ab", sides):
         print(f"{name}            {checkpoint_line(side)}")
     views = [side.hf_view() for side in sides]
-    show = ProgressLine()
     total = sum(t.nbytes for name, t in views[0].tensors.items() if name in views[1].tensors)
     started = time.monotonic()
     problems, equal, elements = 0, 0, 0
-    found = compare(
-        *views,
-        workers=options.workers,
-        report=lambda d, s: show.progress(Progress(d, total, d / s if s else 0)),
-    )
-    for one in found:
-        if isinstance(one, Difference):
-            problems += 1
-            if problems <= _SHOWN:
-                show.end()
-                print(f"differs      {one.name}: {one.what}")
-        else:
-            equal, elements = equal + 1, elements + one.elements
-    show.end()
+    with Bar("verify", BYTES, total) as bar:
+        for one in compare(*views, workers=options.workers, report=lambda done, _: bar.to(done)):
+            if isinstance(one, Difference):
+                problems += 1
+                if problems <= _SHOWN:
+                    with bar.paused():
+                        print(f"differs      {one.name}: {one.what}")
+            else:
+                equal, elements = equal + 1, elements + one.elements
     if problems > _SHOWN:
         print(f"differs      and {problems - _SHOWN:,} more")
     print(
@@ -109,7 +103,10 @@ def verify_manifest(folder: Path, workers: int) -> int:
             return f"{path}: CRC32 {crc:08x}, {entry.get('crc32')!r:.30} was written"
         return None
 
-    problems = [found for found in parallel_map(work, sorted(entries), workers=workers) if found]
+    sizes = [entry.get("bytes") for entry in entries.values() if isinstance(entry, dict)]
+    with Bar("verify", BYTES, sum(size for size in sizes if type(size) is int), lines=False) as bar:
+        results = parallel_map(work, sorted(entries), workers=workers, report=lambda done, _: bar.to(done))
+        problems = [found for found in results if found]
     for problem in problems[:_SHOWN]:
         print(shown(problem))
     print(f"{len(entries) - len(problems):,} of {len(entries):,} files are as the manifest says")

@@ -10,7 +10,7 @@ last k positions of a window (Megatron's `process_mtp_loss` masks them, too).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,13 +73,20 @@ def windows(ids: Sequence[int], seq_length: int, tokens: int | None = None) -> T
 
 
 @torch.inference_mode()
-def losses(engine: Engine, text: Tensor, depths: int, chunk: int = CHUNK) -> Losses:
+def losses(
+    engine: Engine,
+    text: Tensor,
+    depths: int,
+    chunk: int = CHUNK,
+    report: Callable[[int], None] = lambda tokens: None,
+) -> Losses:
     """Mean losses over windows of text.
 
     Args:
         text: [windows, s + 1] ids, from `windows`.
         depths: MTP depths, 0 or more; depths beyond those of training continue with the repeated block.
         chunk: positions per pass.
+        report: called with the number of tokens of each group of windows that was measured.
 
     Raises:
         ValueError: s <= depths, ids outside the vocabulary, s beyond the context, or MTP the model lacks.
@@ -92,6 +99,7 @@ def losses(engine: Engine, text: Tensor, depths: int, chunk: int = CHUNK) -> Los
     chunk = min(chunk, s)
     for rows in text.to(engine.device).split(max(1, LOGIT_ROWS // chunk)):
         sums = [a + b for a, b in zip(sums, _loss_sums(engine, rows, depths, chunk))]
+        report(len(rows) * s)
     means = [total / (len(text) * (s - depth)) for depth, total in enumerate(sums)]
     return Losses(means[0], tuple(means[1:]), len(text) * s)
 
@@ -121,18 +129,26 @@ def _loss_sums(engine: Engine, rows: Tensor, depths: int, chunk: int) -> list[fl
 
 
 def acceptance(
-    engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, drafts: Sequence[int]
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    drafts: Sequence[int],
+    report: Callable[[int], None] = lambda tokens: None,
 ) -> list[Acceptance]:
     """Continue prompts greedily, once with each number of drafts; nothing ends a text early.
 
     Args:
         drafts: 0 is plain decoding.
+        report: called with 1 for each new token.
 
     Raises:
         ValueError: as `generate`.
     """
     generate(engine, prompts, GenerationOptions(2, draft=max(drafts)))  # warm-up
-    results = [generate(engine, prompts, GenerationOptions(new_tokens, draft=draft)) for draft in drafts]
+    results = [
+        generate(engine, prompts, GenerationOptions(new_tokens, draft=draft), lambda row, token: report(1))
+        for draft in drafts
+    ]
     return [Acceptance(result.speculation, result.tokens_per_second) for result in results]
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.checkpoint.files import require_plot
 from megatron_nemotron3.checkpoint.remote import local, shown
 from megatron_nemotron3.cpu import quiet_on_cpu
@@ -113,12 +114,14 @@ def _evaluate(options: argparse.Namespace) -> int:
     text = windows(ids, seq_length, options.tokens)
     depths = max(draft, config.mtp_num_layers)
     engine = load_engine(opened, options, mtp=depths > 0)
-    measured = losses(engine, text, depths)
+    with Bar("loss", "tokens", text.shape[0] * (text.shape[1] - 1), lines=False) as bar:
+        measured = losses(engine, text, depths, report=bar.add)
     accepted: list[Acceptance] = []
     new = min(NEW_TOKENS, config.max_position_embeddings // 2)
     prompts = _spread_prompts(ids, min(PROMPT_TOKENS, config.max_position_embeddings - new))
     if draft:
-        accepted = acceptance(engine, prompts, new, range(draft + 1))
+        with Bar("drafts", "tokens", len(prompts) * new * (draft + 1), lines=False) as bar:
+            accepted = acceptance(engine, prompts, new, range(draft + 1), bar.add)
     if options.plot is not None:
         plot(measured, accepted, config.mtp_num_layers, options.plot, title)
     if options.json:
@@ -151,7 +154,8 @@ def _evaluate_conversations(engine: Engine, options: argparse.Namespace, title: 
 
     encoder = Encoder(options.tokenizer)
     encoded = [encoder.encode(one) for one in read_conversations(options.conversations)]
-    measured = conversation_losses(engine, encoded)
+    with Bar("loss", "tokens", sum(len(one.ids) for one in encoded), lines=False) as bar:
+        measured = conversation_losses(engine, encoded, bar.add)
     if options.json:
         print(json.dumps({"checkpoint": title, "text": options.conversations, **asdict(measured)}, indent=2))
         return 0

@@ -241,7 +241,7 @@ def memory_bars(answer: Answer, path: Path) -> None:
     bars = [memory_classes(found.memory) for found in shown]
     classes = list(dict.fromkeys(name for bar in bars for name in bar))
     labels = [f"{found.layout}\nmicro {found.launch.micro_batch_size}, {found.recompute}" for found in shown]
-    colors = matplotlib.colormaps["tab20"].colors
+    colors = matplotlib.colormaps["tab20"]
     where = f"{question.gpus:,} {question.gpu.name.upper()}, {question.launch.precision}"
     title = f"{question.config.title} on {where}: memory of the fullest rank"
     with plots.picture(path, size=(10, 1.5 + 0.7 * len(shown)), title=title) as (_, grid):
@@ -249,7 +249,7 @@ def memory_bars(answer: Answer, path: Path) -> None:
         left = [0.0] * len(shown)
         for number, name in enumerate(classes):
             sizes = [bar.get(name, 0.0) / GIB for bar in bars]
-            axes.barh(labels, sizes, left=left, label=name, color=colors[number % len(colors)])
+            axes.barh(labels, sizes, left=left, label=name, color=colors(number % colors.N))
             left = [a + b for a, b in zip(left, sizes, strict=True)]
         axes.axvline(question.limit / GIB, color="black", linestyle="--", linewidth=1, label="fits")
         axes.invert_yaxis()

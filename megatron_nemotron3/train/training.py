@@ -213,7 +213,7 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
     argv = to_argv(flags(launch))
     words = processes.command(argv, launch.layout.world_size, request.device)
     env = processes.environment(launch.layout.world_size, request.device) | {lock.VARIABLE: key}
-    status, progress = _run(request, launch, words, env, log_file)
+    status, progress = _run(request, launch, words, env, log_file, begun or 0)
     saved = folders.latest_iteration(request.checkpoints)
     state = progress.on_disk(saved, status == 0)
     if status != 0 and not progress.stopped_at_once:
@@ -230,7 +230,7 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
 
 
 def _run(
-    request: Request, launch: Launch, words: list[str], env: dict[str, str], log_file: Path
+    request: Request, launch: Launch, words: list[str], env: dict[str, str], log_file: Path, begun: int
 ) -> tuple[int, Progress]:
     """Run the training processes; return their exit status and what was seen of their log."""
     if request.conversations:
@@ -241,10 +241,12 @@ def _run(
         env[emulation.VARIABLE] = launch.emulate.text()
     if (measuring := _measurement(request)) is not None:
         env[emulation.LOG_VARIABLE] = measuring.text()
-    progress = Progress(request.verbose)
+    planned = launch.schedule.train_iters if launch.schedule is not None else None
+    progress = Progress(request.verbose, begun, planned, launch.seq_length)
     try:
         return processes.follow(words, env, log_file, progress), progress
     finally:
+        progress.close()
         resume.remove_incomplete(request.checkpoints)
         # A save that was complete when the processes were ended may not have reached the tracker.
         with contextlib.suppress(ValueError):

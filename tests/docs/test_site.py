@@ -97,3 +97,10 @@ def test_tables_fit_beside_the_navigation(page: str) -> None:
             for place, column in enumerate(zip(*table, strict=True))
         ]
         assert sum(widths) <= TABLE_CHARACTERS, (table[0], widths)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_asterisk_between_words_is_taken_for_emphasis(page: str) -> None:
+    """TP*CP*DP without backslashes or backticks loses its asterisks."""
+    text = re.sub("`[^`]*`", "", prose(page))
+    assert re.findall(r"\w+\*\w+", text.replace("**", "")) == []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
 
+from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.checkpoint.files import atomic_group
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo
 
@@ -46,7 +47,9 @@ def write_dataset(
     prefix = os.path.abspath(prefix)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     documents = tokens = 0
-    with atomic_group(Path(prefix + ".bin"), Path(prefix + ".idx")) as (bin_path, idx_path):
+    files = atomic_group(Path(prefix + ".bin"), Path(prefix + ".idx"))
+    total = len(docs) if isinstance(docs, Sized) else None
+    with files as (bin_path, idx_path), Bar("encode text", "documents", total, lines=False) as bar:
         builder = IndexedDatasetBuilder(str(bin_path), dtype=dtype)
         try:
             for ids in _encoded(docs, tokenizer):
@@ -59,6 +62,7 @@ def write_dataset(
                 builder.add_document(np.array(ids, dtype=dtype), [len(ids)])
                 documents += 1
                 tokens += len(ids)
+                bar.to(documents, note=f"{tokens / bar.seconds:,.0f} tokens/s")
             if not documents:
                 raise ValueError(f"no document with a token for {prefix}: collect some text first")
             builder.finalize(str(idx_path))
