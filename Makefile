@@ -21,7 +21,7 @@ demo: environment
 	$(WRITE)
 	@echo; echo "and with two tokens drafted by MTP (other random numbers):"
 	$(WRITE) --draft 2
-	@$(if $(QUICK),echo; echo "QUICK: 30 steps teach it which characters are common, not Python. make demo trains 300 steps.",:)
+	@test -z "$(QUICK)" || { echo; echo "30 steps teach it common words, not Python; make demo trains 300."; }
 
 # The light files, of every package: an answer in 90 seconds on two quiet cores.
 quick: environment

@@ -1,4 +1,4 @@
-""".ci/setup-environment with stand-ins for Python, pip and uv: stages, what it falls back to, what it advises.
+""".ci/setup-environment with stand-ins for Python, pip and uv: stages, what it falls back to, its advice.
 
 The packages themselves are installed by whoever runs `make` first; nothing is downloaded here.
 """
@@ -116,7 +116,7 @@ def test_uv_or_pip(folder: Path, variables: dict[str, str], wanted: list[str]) -
     [
         ({"PYTHON": "/nowhere", "VERSION": "3.11", "PATH": "FOLDER"}, "No Python 3.12 found"),
         ({"NO_VENV": "1"}, "apt-get install python3.12-venv"),
-        ({"UV_STATUS": "2", "PIP_STATUS": "1", "PIP_SAYS": "Failed to establish a connection"}, "HTTPS_PROXY"),
+        ({"UV_STATUS": "2", "PIP_STATUS": "1", "PIP_SAYS": "connection refused"}, "HTTPS_PROXY"),
         ({"UV_STATUS": "2", "UV_SAYS": "No space left on device", "PIP_STATUS": "1"}, "The disk is full"),
         ({"UV_STATUS": "2", "PIP_STATUS": "1", "PIP_SAYS": "something else"}, "Run the same command again"),
         ({"CHECK_STATUS": "1", "CHECK_SAYS": "ImportError: libgomp"}, "ImportError: libgomp"),
