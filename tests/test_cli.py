@@ -22,7 +22,7 @@ COMMANDS = {
     "flags": {
         "--model", "--tiny", "--shell",
         "--te-precision-config-file", "--schedule", "--emulate", "--megatron-core",
-        "--gpu", "--without", "--environment",
+        "--gpu", "--without", "--environment", "--json",
     }
     | RUN,
     "explain": {
@@ -32,7 +32,8 @@ COMMANDS = {
     }
     | RUN,
     "run": set(),
-    "watch": {"--output"},
+    "report": {"--output", "--prompt"},
+    "watch": {"--output", "--json"},
     "boundary": {
         "--from", "--to", "--rows", "--samples", "--rows-per-sample", "--seq-length", "--hidden", "--dtype",
         "--backward", "--lines", "--json", "--plot",
@@ -43,15 +44,16 @@ COMMANDS = {
         "--best", "--json", "--plot",
     },
     "recipe": {"--output", "--json"},
-    "check": {"--full", "--workers"},
+    "check": {"--full", "--workers", "--json"},
     "doctor": {"--kernels", "--step", "--json"},
     "precision": {
         "--model", "--tiny", "--format", "--precision", "--output", "--yaml", "--report",
-        "--te-precision-config-file",
+        "--te-precision-config-file", "--json",
     },
     "convert": set(),
     "verify": {
         "--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers", "--lora-alpha",
+        "--json",
     },
     "generate": {
         "--checkpoint", "--tokenizer", "--device", "--dtype", "--model", "--tiny", "--prompt",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.plan import Plan, Side
 from megatron_nemotron3.boundary.planner import make_plan, slices_of
 from megatron_nemotron3.checkpoint.files import require_plot
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 #: Limits beyond which a table is unreadable and slow to make.
@@ -56,7 +56,7 @@ def register(commands: Any) -> None:
     command.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of a row (bf16)")
     command.add_argument("--backward", action="store_true", help="plan of the gradients")
     command.add_argument("--lines", type=int, default=LINES, metavar="N", help=f"lines of a table ({LINES})")
-    command.add_argument("--json", action="store_true", help="print the whole plan as JSON")
+    add_json(command)
     command.add_argument("--plot", type=Path, metavar="PNG", help="write a matrix of senders and receivers")
     command.set_defaults(run=boundary)
 
@@ -93,7 +93,7 @@ def boundary(options: argparse.Namespace) -> int:
             "dtype": options.dtype,
             "seq_length": length,
         }
-        print(json.dumps(given | {"plan": describe(plan)}, indent=2))
+        print_json(given | {"plan": describe(plan)})
         return 0
     for module, layout, stage in (("encoder", source, source.pp - 1), ("language model", destination, 0)):
         lanes = f"{layout.dp:,} data lane{'s' * (layout.dp > 1)}"

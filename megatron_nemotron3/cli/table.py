@@ -78,6 +78,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "run a stock Megatron script, on CPU if there is no GPU",
             "nemotron3 run pretrain_hybrid.py $(nemotron3 flags super --tiny)",
         ),
+        Command(
+            "report",
+            "report.command",
+            "write losses, monitors, precision and versions of a run to one HTML file",
+            "nemotron3 report runs/demo",
+        ),
         Command("watch", "monitor.watch", "plot the monitored series of a run", "nemotron3 watch runs/demo"),
     ),
     "Checkpoints": (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3 import lifetime
 from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, place, shown
 from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.models import Nemotron3Config
@@ -67,7 +68,7 @@ def register(commands: Any) -> None:
         metavar="TEXT",
         help="ends a text, like the end token",
     )
-    command.add_argument("--json", action="store_true", help="machine-readable")
+    add_json(command)
     command.add_argument("--no-stream", action="store_true", help="print the texts when all are complete")
 
 
@@ -154,11 +155,12 @@ def generate_command(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
-    from megatron_nemotron3.generate.generate import GenerationOptions, generate
-    from megatron_nemotron3.generate.sampling import Sampling
-    from megatron_nemotron3.generate.text import OutputStream
-    from megatron_nemotron3.run import resolve_device
+    with lifetime.importing():
+        from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
+        from megatron_nemotron3.generate.generate import GenerationOptions, generate
+        from megatron_nemotron3.generate.sampling import Sampling
+        from megatron_nemotron3.generate.text import OutputStream
+        from megatron_nemotron3.run import resolve_device
 
     asked = options.device
     options.device = resolve_device(asked)
@@ -189,7 +191,7 @@ def _generate(options: argparse.Namespace) -> int:
     if options.json:
         about: dict[str, Any] = {"checkpoint": shown(found.checkpoint), "model": opened.config.name}
         about |= {"mtp_num_layers": opened.config.mtp_num_layers, "mtp_source": opened.mtp_source}
-        print(json.dumps({**about, **_generation_as_json(result, stream.outputs, ids)}, indent=2))
+        print_json({**about, **_generation_as_json(result, stream.outputs, ids)})
     else:
         stream.print_rest()
         print(_generation_summary(result))

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.generate.batch import on_device
 from megatron_nemotron3.generate.engine import CHUNK, Engine
 from megatron_nemotron3.generate.graphed_drafts import GraphedDrafts
 from megatron_nemotron3.generate.graphs import GraphedStep, check_rows
@@ -237,12 +238,12 @@ class Decoder:
             self.newest = self._graphed.newest
             return new
         if numbers is not None:
-            numbers = numbers.to(self.engine.device)
+            numbers = numbers.to(self.engine.device, non_blocking=True)
         drafted, q = self._draft_tokens(self.mtp, k, numbers)
         tokens = torch.cat((self.newest.unsqueeze(1), drafted), 1)
         counts = [limit + 1 for limit in limits]
         out = self.engine.forward(tokens, self.state, counts=counts, rollback=k > 0)
-        allowed = torch.tensor(limits, device=self.engine.device)
+        allowed = on_device(limits, self.engine.device)
         if numbers is None:
             accepted, own = accept_greedy(out.logits, drafted, allowed)
         else:

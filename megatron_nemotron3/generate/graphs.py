@@ -18,6 +18,8 @@ from megatron_nemotron3.generate.layers import Layer, Norm
 from megatron_nemotron3.generate.moe import MixtureOfExperts
 from megatron_nemotron3.generate.state import KVCache, MambaPass, MambaState, State
 
+#: Room is a multiple of this, so that torch's attention kernels take the rows of a mask without a copy.
+ALIGNMENT = 16
 #: Steps before the capture, in which libraries choose and load their kernels.
 WARM_UP = 2
 
@@ -51,7 +53,8 @@ class StaticStack:
     """
 
     def __init__(self, layers: Sequence[Layer], final_norm: Norm, state: State, room: int) -> None:
-        self._layers, self._final_norm, self._state, self._room = layers, final_norm, state, room
+        self._layers, self._final_norm, self._state = layers, final_norm, state
+        self._room = room = -(-room // ALIGNMENT) * ALIGNMENT
         for kept in state.layers:
             if isinstance(kept, KVCache):
                 kept.reserve(room)

@@ -116,7 +116,9 @@ class Sampler:
         """logits [b, vocabulary] -> tokens [b]."""
         if self.sampling.greedy:
             return logits.argmax(-1)
-        return draw(probabilities(logits, self.sampling), self.uniform(1).to(logits.device)[:, 0])
+        return draw(
+            probabilities(logits, self.sampling), self.uniform(1).to(logits.device, non_blocking=True)[:, 0]
+        )
 
 
 def accept_greedy(logits: Tensor, drafted: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ class MambaPass:
         """Window [b, kernel - 1, channels] and state [b, h, p, k] after each row's first `kept` tokens."""
         width, m = self.window.shape[1] - self.x.shape[1], kept[0]
         if min(kept) != max(kept):
-            return self.after_counts(torch.tensor(list(kept), device=self.x.device))
+            return self.after_counts(torch.tensor(list(kept)).to(self.x.device, non_blocking=True))
         window = self.window[:, m : m + width]
         return (window, self._state(self.decay[:, :, m])) if m else (window, self.ssm)
 

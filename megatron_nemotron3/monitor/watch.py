@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3 import plots
 from megatron_nemotron3.checkpoint.files import require_plot
 from megatron_nemotron3.checkpoint.folders import run_of
+from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.alarms import scan
 from megatron_nemotron3.monitor.events import History
@@ -17,6 +19,8 @@ from megatron_nemotron3.monitor.series import AGGREGATES, KINDS, is_decoder, lay
 
 #: Tags that Megatron writes.
 _LOSS = re.compile(r"(lm|mtp_\d+) loss")
+#: Rules that need series which earlier versions did not write.
+_NEED_AGGREGATES = ("router_collapse", "dead_experts", "mtp_loss_jump")
 COLUMNS = 3
 #: Up to this many rows are drawn as lines, more as a heat map.
 LINES = 12
@@ -31,6 +35,7 @@ def register(commands: Any) -> None:
         "folder", type=Path, metavar="DIR", help="the folder of --tensorboard-dir, a run, or its checkpoints"
     )
     command.add_argument("--output", type=Path, metavar="PNG", help="default: DIR/monitor.png")
+    add_json(command)
     command.set_defaults(run=watch_command)
 
 
@@ -56,12 +61,29 @@ def watch_command(options: argparse.Namespace) -> int:
         )
     plot(history, panels, output, str(folder))
     points = max(len(points) for rows in panels.values() for points in rows.values())
-    print(f"{len(panels)} series of up to {max(map(len, panels.values()))} layers, {points} points: {output}")
-    for finding in scan(history):
-        print(f"WARNING: {finding}")
-    if f"{AGGREGATES}/experts" not in history:
-        print("not applied: router_collapse, dead_experts, mtp_loss_jump (event files of an earlier version)")
+    with result(options.json):
+        say(
+            f"{len(panels)} series of up to {max(map(len, panels.values()))} layers, {points} points: "
+            f"{output}",
+            folder=folder,
+            plot=output,
+            series={kind: len(rows) for kind, rows in panels.items()},
+            points=points,
+            warnings=[],
+            not_applied=[],
+        )
+        _say_findings(history)
     return 0
+
+
+def _say_findings(history: History) -> None:
+    for finding in scan(history):
+        say(f"WARNING: {finding}", warnings=[asdict(finding)])
+    if f"{AGGREGATES}/experts" not in history:
+        say(
+            f"not applied: {', '.join(_NEED_AGGREGATES)} (event files of an earlier version)",
+            not_applied=list(_NEED_AGGREGATES),
+        )
 
 
 def plot(history: History, panels: dict[str, History], path: Path, title: str) -> None:
@@ -71,7 +93,7 @@ def plot(history: History, panels: dict[str, History], path: Path, title: str) -
     size = (width * COLUMNS, height * rows)
     with plots.picture(path, rows, COLUMNS, size=size, title=title) as (_, grid):
         cells = iter(grid.flat)
-        _draw_losses(next(cells), history)
+        draw_losses(next(cells), history)
         for kind, series in panels.items():
             draw_panel(next(cells), kind, series)
         for unused in cells:
@@ -88,7 +110,7 @@ def _panel_rows(history: History, kind: str) -> History:
     return {tag.removeprefix(prefix): history[tag] for tag in sorted(history) if tag.startswith(prefix)}
 
 
-def _draw_losses(axes: Any, history: History) -> None:
+def draw_losses(axes: Any, history: History) -> None:
     for tag in sorted(filter(_LOSS.fullmatch, history)):
         name = tag.removesuffix(" loss")
         label = "next token" if name == "lm" else spoken(name)

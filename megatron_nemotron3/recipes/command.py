@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.recipes.files import Recipe, chosen, copy
 
 
@@ -23,7 +23,7 @@ def register(commands: Any) -> None:
         type=Path,
         help="copy to this folder: the recipe, or those of MODEL, or all",
     )
-    command.add_argument("--json", action="store_true", help="machine-readable list")
+    add_json(command)
     command.set_defaults(run=recipe_command)
 
 
@@ -43,7 +43,7 @@ def recipe_command(options: argparse.Namespace) -> int:
             raise ValueError(f"--output {options.output} is not a folder")
         return _copied(found, options.output, options.json)
     if options.json:
-        print(json.dumps([_as_data(recipe) for recipe in found], indent=2))
+        print_json([_as_data(recipe) for recipe in found])
     elif options.name is not None:
         print(found[0].path.read_text(encoding="utf-8"), end="")
         again = f"nemotron3 recipe {options.model} {options.name} --output DIR"
@@ -67,7 +67,7 @@ def _as_data(recipe: Recipe) -> dict[str, str]:
 def _copied(wanted: list[Recipe], folder: Path, as_json: bool) -> int:
     files = [str(folder / path) for path in copy(wanted, folder)]
     if as_json:
-        print(json.dumps({"files": files}, indent=2))
+        print_json({"files": files})
     else:
         print("\n".join(files))
         recipe = wanted[0]

@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 #: Columns of code beside the navigation at 1366 px, with docs/look/site.css.
-CODE_COLUMNS = 115
+CODE_COLUMNS = 113
 #: Characters of a table's widest words, with three a column for its padding.
 TABLE_CHARACTERS = 135
 _FENCE = re.compile(r"^(`{3,})[^\n]*\n(.*?)^\1`*$", re.M | re.S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 import triton  # noqa: F401  (imports of Triton's modules make tensors)
 
-from megatron_nemotron3.generate import graphed_drafts, graphs, moe
+from megatron_nemotron3.generate import batch, graphed_drafts, graphs, moe
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.generate import GenerationOptions, Speculation, generate
 from megatron_nemotron3.generate.graphed_drafts import GraphedDrafts
@@ -17,7 +19,7 @@ from megatron_nemotron3.generate.graphs import GraphedStep
 from megatron_nemotron3.generate.mamba import _token_ranges
 from megatron_nemotron3.generate.moe import MixtureOfExperts
 from megatron_nemotron3.generate.mtp import MTP
-from megatron_nemotron3.generate.sampling import Sampling
+from megatron_nemotron3.generate.sampling import Sampling, accept_greedy
 from megatron_nemotron3.generate.weights import read_weights
 from megatron_nemotron3.layers.grouped import squared_relu_experts
 from megatron_nemotron3.models import get
@@ -188,12 +190,8 @@ def test_the_host_waits_once_a_step(
     for module in (graphs, graphed_drafts):
         monkeypatch.setattr(module, "replayed", lambda run, *_: run)
     monkeypatch.setattr(graphed_drafts, "_upload", lambda target, values: None)
-    made = {name: t.bfloat16() for name, t in tensors(get("super-tiny")).items()}
-    engine = Engine(read_weights(InMemory(made, Path()), get("super-tiny")))
-    _token_ranges.cache_clear()  # copied to the device once a process, before the capture
-    with torch.inference_mode(), fake_cuda(torch.nn.Module) as (_, device):
+    with on_fake_device() as (engine, device):
         with device.unwatched():
-            engine = Engine(on_device(engine.weights, device))
             state, mtp = engine.new_state(2), MTP(engine, 2, 3)
             for kept in (state, *mtp.depths):
                 kept.lengths = [7, 9]
@@ -206,7 +204,40 @@ def test_the_host_waits_once_a_step(
         step(tokens.unsqueeze(1))
         with pytest.raises(HostWait):
             drafts([3, 2], torch.zeros(2, 7, device="cpu"))
-    _token_ranges.cache_clear()
+
+
+def test_passes_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for no pass either, with rows of different lengths: prefill, drafts, rollback."""
+    monkeypatch.setitem(moe.GATHERED_ELEMENTS, "cuda", 0)
+    monkeypatch.setattr(moe, "DENSE_ELEMENTS", 0)
+    with on_fake_device() as (engine, device):
+        with device.unwatched():
+            state, mtp = engine.new_state(2), MTP(engine, 2, 3)
+        read = engine.prefill([[1, 2, 3, 4, 5], list(range(40))], state, chunk=36, on_chunk=mtp.append)
+        newest = read.logits.argmax(-1)
+        drafted = mtp.draft(newest, lambda logits: logits.argmax(-1))
+        tokens = torch.cat((newest.unsqueeze(1), drafted), 1)
+        out = engine.forward(tokens, state, counts=[4, 3], rollback=True)
+        accept_greedy(out.logits, drafted, batch.on_device([3, 2], DEVICE))
+        assert out.rollback is not None
+        state.truncate([1, 3], out.rollback)
+        mtp.append(tokens[:, :3], out.hidden[:, :3], [1, 3])
+        engine.forward(newest.unsqueeze(1), state)
+
+
+@contextlib.contextmanager
+def on_fake_device() -> Iterator[tuple[Engine, Device]]:
+    """An engine in BF16 on a CUDA device that is not there."""
+    made = {name: t.bfloat16() for name, t in tensors(get("super-tiny")).items()}
+    weights = read_weights(InMemory(made, Path()), get("super-tiny"))
+    _token_ranges.cache_clear()  # copied to the device once a process
+    try:
+        with torch.inference_mode(), fake_cuda(torch.nn.Module) as (_, device):
+            with device.unwatched():
+                engine = Engine(on_device(weights, device))
+            yield engine, device
+    finally:
+        _token_ranges.cache_clear()
 
 
 def on_device(value: Any, device: Device) -> Any:
