@@ -36,7 +36,7 @@ echo "uv ${UV_DEFAULT_INDEX:-}" >> "$CALLS"; echo "$UV_SAYS"; exit "${UV_STATUS:
 UV
     chmod +x "${0%/*}/uv" ;;
 *torch==*) echo "pip torch" >> "$CALLS"; echo "${PIP_SAYS:-}"; exit "${PIP_STATUS:-0}" ;;
-*"import torch"*) echo "check" >> "$CALLS"; echo "${CHECK_SAYS:-}"; exit "${CHECK_STATUS:-0}" ;;
+*n3.cpu_mode*) echo "check" >> "$CALLS"; echo "${CHECK_SAYS:-}"; exit "${CHECK_STATUS:-0}" ;;
 *) echo "unexpected: $*" >&2; exit 9 ;;
 esac
 """
