@@ -13,19 +13,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_nemotron3.layers.functional import accumulation_dtype
+from megatron_nemotron3.layers.functional import Place, accumulation_dtype
 
 #: Tokens per chunk of `ssd_chunked`: the fastest of 32, 64, 128 and 256 on two AVX-512 cores.
 CHUNK = 64
 #: Elements of the [cells, h, l, l] decay matrices per block, by device type. On a CPU they fit the
-#: second-level cache (2 MiB in FP32); a GPU needs larger batches to be busy.
-BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+#: second-level cache (1 MiB in FP32); a GPU needs larger batches to be busy.
+BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
 #: Fewest chunks per block, if the sequence has as many. One state per block is saved for backward.
 MIN_CHUNKS = 4
 #: A log decay at or below this gives a decay of 0. In FP32 that drops factors below 9e-27, 1e19 times smaller
 #: than the rounding error; their products were denormal and made this scan 3 times slower. In FP64 exp
 #: underflows to 0 there anyway.
 LOG_DECAY_FLOOR = {torch.float32: -60.0, torch.float64: -750.0}
+
+
+#: For the gradients of x, B and C, with their last two dimensions as one: [b, s, h * p] and [b, s, g * n].
+Places = tuple[Place, Place, Place]
 
 
 def document_starts(seq_idx: Tensor) -> Tensor:
@@ -230,8 +234,11 @@ def _tokens_first(t: Tensor, cells: int) -> Tensor:
 
 
 class ChunkedScan(torch.autograd.Function):
+    """The fields of `Inputs`, then places for the gradients of x, B and C -> y and the final state."""
+
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        inputs, ctx.places = arguments[:-1], arguments[-1]
         with torch.autocast(inputs[0].device.type, enabled=False):
             y, states, state = _scan_forward(Inputs(*inputs))
         ctx.save_for_backward(*inputs, states)
@@ -245,7 +252,7 @@ class ChunkedScan(torch.autograd.Function):
         inputs = Inputs(*saved)
         dy = torch.zeros_like(inputs.x) if dy is None else dy
         with torch.autocast(dy.device.type, enabled=False):
-            return _scan_backward(inputs, states, dy, inputs.state(dstate))
+            return *_scan_backward(inputs, states, dy, inputs.state(dstate), ctx.places), None
 
 
 def _scan_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,7 +297,9 @@ def _with_steps(mixing: Tensor, dt: Tensor, D: Tensor | None) -> Tensor:
     return mixing.flatten(0, 1)
 
 
-def _scan_backward(inputs: Inputs, states: Tensor, dy: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+def _scan_backward(
+    inputs: Inputs, states: Tensor, dy: Tensor, dstate: Tensor, places: Places
+) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs. `dstate`, the gradient of the final state, is overwritten."""
     x, dt, A, B, C, D, initial_state, seq_idx = inputs
     h, p = x.shape[2:]
@@ -298,7 +307,13 @@ def _scan_backward(inputs: Inputs, states: Tensor, dy: Tensor, dstate: Tensor) -
     acc = inputs.acc
     A_ = A.to(acc)
     starts = None if seq_idx is None else document_starts(seq_idx)
-    dx, ddt, dB, dC = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt, B, C))
+    ddt = torch.empty_like(dt, memory_format=torch.contiguous_format)
+    dx, dB, dC = (
+        torch.empty_like(t, memory_format=torch.contiguous_format)
+        if place is None
+        else place().unflatten(-1, t.shape[2:])
+        for t, place in zip((x, B, C), places, strict=True)
+    )
     dA = torch.zeros(h, dtype=acc, device=x.device)
     dD = torch.zeros_like(dA)
     for block in reversed(_cell_blocks(x)):
