@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3 import lifetime
 from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, place, shown
 from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.models import Nemotron3Config
@@ -32,7 +33,7 @@ MAX_DRAFT = 32
 
 def register(commands: Any) -> None:
     """Add `nemotron3 generate`."""
-    command = commands.add_parser("generate", help="continue prompts with a checkpoint's model")
+    command = commands.add_parser("generate")
     command.set_defaults(run=generate_command)
     add_checkpoint(command)
     command.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
@@ -58,25 +59,26 @@ def register(commands: Any) -> None:
         "--draft", type=int, default=0, metavar="K", help="MTP drafts K tokens per step (default 0: off)"
     )
     command.add_argument(
+        "--cuda-graphs", action="store_true", help="launch all kernels of a step at once; needs a GPU"
+    )
+    command.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
         help="ends a text, like the end token",
     )
-    command.add_argument("--json", action="store_true", help="machine-readable")
+    add_json(command)
     command.add_argument("--no-stream", action="store_true", help="print the texts when all are complete")
 
 
-def add_checkpoint(command: argparse.ArgumentParser) -> None:
-    """Add the options that say what to load, and how."""
-    command.add_argument(
-        "--checkpoint",
-        type=place,
-        required=True,
-        metavar="DIR",
-        help="a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository",
-    )
+def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> None:
+    """Add what says what to load, and how; `option`: as --checkpoint, else as the first word."""
+    what = "a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository"
+    if option:
+        command.add_argument("--checkpoint", type=place, required=True, metavar="DIR", help=what)
+    else:
+        command.add_argument("checkpoint", type=place, metavar="RUN", help=what)
     command.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="default: the checkpoint's or the run's"
     )
@@ -151,13 +153,18 @@ def generate_command(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
-    from megatron_nemotron3.generate.generate import GenerationOptions, generate
-    from megatron_nemotron3.generate.sampling import Sampling
-    from megatron_nemotron3.generate.text import OutputStream
-    from megatron_nemotron3.run import resolve_device
+    with lifetime.importing():
+        from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
+        from megatron_nemotron3.generate.generate import GenerationOptions, generate
+        from megatron_nemotron3.generate.sampling import Sampling
+        from megatron_nemotron3.generate.text import OutputStream
+        from megatron_nemotron3.run import resolve_device
 
-    options.device = resolve_device(options.device)
+    asked = options.device
+    options.device = resolve_device(asked)
+    if options.cuda_graphs and options.device != "cuda":
+        why = "--device cpu has none" if asked == "cpu" else "torch sees no GPU"
+        raise ValueError(f"--cuda-graphs, but {why}: leave it out")
     prompts = _read_prompts(options)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     if options.temperature == 0 and (options.top_k or options.top_p):
@@ -174,13 +181,15 @@ def _generate(options: argparse.Namespace) -> int:
     _check_lengths(ids, options.max_new_tokens, opened.config)
     engine = load_engine(opened, options, mtp=options.draft > 0)
     stream = OutputStream(prompts, tokenizer, options.stop, live=not (options.no_stream or options.json))
-    how = GenerationOptions(options.max_new_tokens, sampling, options.draft, tokenizer.stop)
+    how = GenerationOptions(
+        options.max_new_tokens, sampling, options.draft, tokenizer.stop, graphs=options.cuda_graphs
+    )
     result = generate(engine, ids, how, stream.push)
     stream.end()
     if options.json:
         about: dict[str, Any] = {"checkpoint": shown(found.checkpoint), "model": opened.config.name}
         about |= {"mtp_num_layers": opened.config.mtp_num_layers, "mtp_source": opened.mtp_source}
-        print(json.dumps({**about, **_generation_as_json(result, stream.outputs, ids)}, indent=2))
+        print_json({**about, **_generation_as_json(result, stream.outputs, ids)})
     else:
         stream.print_rest()
         print(_generation_summary(result))

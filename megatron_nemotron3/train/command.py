@@ -40,7 +40,7 @@ _OWN = {
 
 def register(commands: Any) -> None:
     """Add `nemotron3 train`."""
-    train = commands.add_parser("train", help="prepare text, train with Megatron's loop, and report")
+    train = commands.add_parser("train")
     add_model(train)
     add_launch(train, precision=None)
     train.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -154,6 +154,7 @@ def train_command(options: argparse.Namespace) -> int:
         verbose=options.verbose,
         more_steps=options.more_steps,
         changes=tuple(options.change),
+        command=options.command_line,
     )
     return train_interruptibly(request)
 
