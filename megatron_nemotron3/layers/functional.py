@@ -77,7 +77,7 @@ class JoinedGradient:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape are the same elements; strides of dimensions of size 1 do not count."""
+    """Whether two tensors of one shape are the same elements. Strides of single elements do not count."""
     strides = zip(a.shape, a.stride(), b.stride(), strict=True)
     return (
         a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and all(n == 1 or s == t for n, s, t in strides)
