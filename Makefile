@@ -5,15 +5,17 @@ RUN = $(VENV)/bin/python -m
 # A file's tests stay in one process: they share what they built. Long files start first (tests/conftest.py).
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo quick test test-full test-te test-bridge test-rl test-upstream test-matrix test-main lint docs bench gpu gpu-pack \
+.PHONY: demo quick test test-full test-te test-bridge test-rl test-upstream test-matrix test-main lint docs docs-look bench gpu gpu-pack \
 	fuzz environment clean
 
 environment:
 	@bash .ci/setup-environment $(VENV)
 
 # Train a small Nemotron 3 Super on the CPU from real text and let it write: 5 to 15 minutes.
+# Its four sequences a step are shared by 1, 2 or 4 ranks, as there are cores; what it learns is the same.
+RANKS = $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n >= 4 ? 4 : n >= 2 ? 2 : 1)))
 demo: environment
-	$(RUN) megatron_nemotron3 train super --tiny --output runs/demo
+	$(RUN) megatron_nemotron3 train super --tiny --dp $(RANKS) --output runs/demo
 	@echo; echo "the model continues '    def ', one token per pass:"
 	$(RUN) megatron_nemotron3 generate --checkpoint runs/demo --prompt "    def " --max-new-tokens 80 --temperature 0.7 --top-p 0.9
 	@echo; echo "and with two tokens drafted by MTP (other random numbers):"
@@ -79,6 +81,10 @@ lint: environment
 docs: environment
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
+# Every page in Chromium at 1366 and 390 pixels: what does not fit, and a picture of each in build/look.
+docs-look: docs
+	$(RUN) tests.docs.look build/site --pictures build/look
+
 # On a machine with a GPU: all that is measured there, in 25 minutes (docs/testing.md). GPU_PYTHON has torch and
 # megatron-core; OPTIONS are those of benchmarks/gpu.py.
 GPU_PYTHON ?= python3
@@ -86,7 +92,7 @@ RESULTS ?= build/gpu/results.jsonl
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py --results $(RESULTS) $(OPTIONS)
 
-# On a machine with a package index: what `make gpu` needs on one without, in parts of at most 60 MiB.
+# On a machine with a package index: what `make gpu` needs on one without, in parts of at most 55 MiB.
 PACK ?= build/gpu-pack
 gpu-pack: environment
 	$(VENV)/bin/python benchmarks/gpu_pack.py make $(PACK) $(OPTIONS)

@@ -22,7 +22,7 @@ COMMANDS = {
     "flags": {
         "--model", "--tiny", "--shell",
         "--te-precision-config-file", "--schedule", "--emulate", "--megatron-core",
-        "--gpu", "--without", "--environment",
+        "--gpu", "--without", "--environment", "--json",
     }
     | RUN,
     "explain": {
@@ -32,7 +32,8 @@ COMMANDS = {
     }
     | RUN,
     "run": set(),
-    "watch": {"--output"},
+    "report": {"--output", "--prompt"},
+    "watch": {"--output", "--json"},
     "boundary": {
         "--from", "--to", "--rows", "--samples", "--rows-per-sample", "--seq-length", "--hidden", "--dtype",
         "--backward", "--lines", "--json", "--plot",
@@ -42,20 +43,22 @@ COMMANDS = {
         "--global-batch-size", "--gbs", "--precision", "--dispatcher", "--plain",
         "--best", "--json", "--plot",
     },
-    "check": {"--full", "--workers"},
+    "recipe": {"--output", "--json"},
+    "check": {"--full", "--workers", "--json"},
     "doctor": {"--kernels", "--step", "--json"},
     "precision": {
         "--model", "--tiny", "--format", "--precision", "--output", "--yaml", "--report",
-        "--te-precision-config-file",
+        "--te-precision-config-file", "--json",
     },
     "convert": set(),
     "verify": {
         "--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers", "--lora-alpha",
+        "--json",
     },
     "generate": {
         "--checkpoint", "--tokenizer", "--device", "--dtype", "--model", "--tiny", "--prompt",
         "--prompt-file", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--draft",
-        "--stop", "--json", "--no-stream",
+        "--stop", "--json", "--no-stream", "--cuda-graphs",
     },
     "evaluate": {
         "--checkpoint", "--tokenizer", "--device", "--dtype", "--model", "--tiny", "--text", "--data-path",

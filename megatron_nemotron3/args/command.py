@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Collection, Sequence
@@ -28,6 +27,7 @@ from megatron_nemotron3.args.precision_file import check as check_precision_file
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
 from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model, names_model
 from megatron_nemotron3.precision.formats import EMULATED, NVFP4
@@ -81,9 +81,7 @@ def register(commands: Any) -> None:
         command.add_argument(
             "--schedule", choices=phases, default="none", help="batch size and rates of a phase"
         )
-        command.add_argument(
-            "--gpu", metavar="GPU", help=f"add the options published for it: {', '.join(GPUS)}"
-        )
+        command.add_argument("--gpu", choices=GPUS, help="add the options published for this type of GPU")
         command.add_argument(
             "--without",
             metavar="OPTION",
@@ -91,6 +89,7 @@ def register(commands: Any) -> None:
             default=[],
             help="leave out this option of --gpu (without its dashes); may be repeated",
         )
+        add_json(command)
     emit.add_argument("--shell", action="store_true", help="quote for eval in a shell script")
     emit.add_argument(
         "--environment", action="store_true", help="print the variables of --gpu instead, for eval in a shell"
@@ -107,7 +106,6 @@ def register(commands: Any) -> None:
     )
     why.add_argument("--full", action="store_true", help="list every option, not only what differs")
     why.add_argument("--all", action="store_true", help="--full, with defaults of the installed Megatron")
-    why.add_argument("--json", action="store_true", help="machine-readable")
     why.set_defaults(run=lambda options: explain_launch(options, why))
 
 
@@ -207,6 +205,8 @@ def flags_command(options: argparse.Namespace) -> int:
     Raises:
         RuleError, ValueError: as `flags`, `chosen_launch` and `_remarks`.
     """
+    if options.json and (options.shell or options.environment):
+        raise ValueError(f"--json does not go with --{'shell' if options.shell else 'environment'}: drop one")
     launch = chosen_launch(options)
     emitted = flags(launch)
     if options.environment:
@@ -217,10 +217,14 @@ def flags_command(options: argparse.Namespace) -> int:
     remarks = _remarks(launch)
     if launch.emulate:  # `nemotron3 run` takes it off the command line; Megatron's parser refuses it
         emitted.append(Flag(OPTION, (launch.emulate.text(),), origin="emulate"))
-    print(render(emitted, shell=options.shell))
-    if launch.tuned is not None and not options.shell:
+    environment = {} if launch.tuned is None else launch.tuned.environment
+    if options.json:
+        print_json({"flags": [_as_data(flag) for flag in emitted], "environment": environment})
+    else:
+        print(render(emitted, shell=options.shell))
+    if environment and not (options.shell or options.json):
         print("# environment")
-        print("\n".join(f"{name}={value}" for name, value in launch.tuned.environment.items()))
+        print("\n".join(f"{name}={value}" for name, value in environment.items()))
     known = ("schedule-unknown",) if options.schedule == "none" else ()
     print_warnings(launch, options.extra, known)
     if options.schedule == BF16_END and launch.schedule is not None:
@@ -233,6 +237,15 @@ def flags_command(options: argparse.Namespace) -> int:
     for remark in remarks:
         print(remark, file=sys.stderr)
     return 0
+
+
+def _as_data(flag: Flag) -> dict[str, Any]:
+    return {
+        "name": flag.name,
+        "values": list(flag.values),
+        "section": flag.section,
+        "origin": flag.origin,
+    }
 
 
 def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser) -> int:
@@ -273,11 +286,10 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
             found = explain_command(config, script, name, given)
     if options.all:
         found = with_megatron_defaults(found)
-    print(
-        json.dumps(found.describe(), indent=2)
-        if options.json
-        else render_explanation(found, options.full or options.all)
-    )
+    if options.json:
+        print_json(found.describe())
+    else:
+        print(render_explanation(found, options.full or options.all))
     if launch is not None:
         print_warnings(launch, options.extra, [violation.rule for violation in found.violations])
     for remark in remarks:

@@ -2,6 +2,7 @@
 
     table.py      every command: its group, module, purpose and an example
     overview.py   `nemotron3 --help` and `--version`
+    completion.py what a shell completes
     parser.py     how words are read, and what is said about those that are wrong
 
 Only the module of the command that is used is imported. Invalid input ends with exit code 2 and one line on
@@ -13,9 +14,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
+from megatron_nemotron3.cli import completion
 from megatron_nemotron3.cli.overview import TITLE, overview, versions
 from megatron_nemotron3.cli.parser import Commands, Parser
 from megatron_nemotron3.cli.table import COMMANDS
@@ -38,6 +41,9 @@ def parser(used: str | None = None) -> argparse.ArgumentParser:
     """
     top = _Top(prog="nemotron3", description=TITLE)
     top.add_argument("--version", action="store_true", help="print versions, also of torch and Megatron")
+    top.add_argument(
+        "--print-completion", choices=completion.SHELLS, help="print the completion script of a shell"
+    )
     action = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     commands = Commands(action)
     wanted = list(COMMANDS) if used is None else [used] if used in COMMANDS else []
@@ -67,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    if completion.VARIABLE in os.environ:
+        completion.answer(parser(completion.used_command(os.environ.get("COMP_LINE", ""))))
     if words[:1] == ["run"]:  # every word after it belongs to the launcher and the script
         from megatron_nemotron3 import run
 
@@ -75,6 +83,13 @@ def _run(words: list[str]) -> int:
     cut = words.index("--") if "--" in words else len(words)
     options = parser(words[0] if words else "").parse_args(words[:cut])
     extra = words[cut + 1 :]
+    if options.print_completion is not None:
+        try:
+            print(completion.script(options.print_completion))
+        except ValueError as problem:
+            print(f"nemotron3 {problem}", file=sys.stderr)
+            return 2
+        return 0
     if options.version or options.command is None:
         print(versions() if options.version else overview(), end="", flush=True)
         return 0
@@ -83,7 +98,7 @@ def _run(words: list[str]) -> int:
     try:
         if extra and not hasattr(options, "extra"):
             raise ValueError(f"no arguments are allowed after --: drop {' '.join(extra)}")
-        options.extra = extra
+        options.extra, options.command_line = extra, shlex.join(["nemotron3", *words])
         status: int = options.run(options)
         sys.stdout.flush()
         return status

@@ -13,8 +13,9 @@ TITLE = "NVIDIA Nemotron 3 on stock Megatron-LM."
 #: Distributions that decide what this package can do, beside its own version.
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "transformers")
 _END = """\
-nemotron3 COMMAND -h                     all options of a command
-nemotron3 --version                      versions, also of torch and Megatron
+nemotron3 COMMAND -h                    all options of a command
+nemotron3 --version                     versions, also of torch and Megatron
+nemotron3 --print-completion bash|zsh   for eval: Tab completes words and paths
 """
 
 

@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
             for choice in choices:
                 if isinstance(choice, str) and _folded(choice) == _folded(arg_string):
                     return choice
-        return super()._get_value(action, arg_string)  # type: ignore[misc]
+        return super()._get_value(action, arg_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -58,6 +58,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "show which rows travel between the layouts of two modules",
             "nemotron3 boundary --from tp=2,dp=2 --to tp=4",
         ),
+        Command(
+            "recipe",
+            "recipes.command",
+            "list, print or copy the launch scripts of every model and phase",
+            "nemotron3 recipe super pretrain",
+        ),
     ),
     "Train": (
         Command(
@@ -71,6 +77,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "run",
             "run a stock Megatron script, on CPU if there is no GPU",
             "nemotron3 run pretrain_hybrid.py $(nemotron3 flags super --tiny)",
+        ),
+        Command(
+            "report",
+            "report.command",
+            "write losses, monitors, precision and versions of a run to one HTML file",
+            "nemotron3 report runs/demo",
         ),
         Command("watch", "monitor.watch", "plot the monitored series of a run", "nemotron3 watch runs/demo"),
     ),

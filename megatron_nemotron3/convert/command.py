@@ -6,11 +6,12 @@ import argparse
 import os
 import re
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.checkpoint.remote import local, place, target
 from megatron_nemotron3.convert.quantized_recipes import RECIPES
 from megatron_nemotron3.models import Nemotron3Config
@@ -120,6 +121,7 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
             "--shard-size", default="5GB", metavar="SIZE", help="largest size of a file (default 5GB)"
         )
         way.add_argument("--allow-nonfinite", action="store_true", help="copy NaN and infinities")
+        add_json(way)
         way.add_argument("--dry-run", action="store_true", help="print the plan and its size, and stop")
         _add_workers(way)
 
@@ -134,6 +136,7 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     _add_dequantize(command)
     _add_stored(command)
     _add_workers(command)
+    add_json(command)
 
 
 def _add_dequantize(command: argparse.ArgumentParser) -> None:
@@ -166,6 +169,11 @@ def convert(options: argparse.Namespace) -> int:
         ValueError, OSError: as `conversion.convert_to_hf`; --check-logits without a transformers that knows
             the models.
     """
+    with result(options.json):
+        return _convert(options)
+
+
+def _convert(options: argparse.Namespace) -> int:
     if options.check_logits is not None:
         from megatron_nemotron3.convert.logits.hugging_face import transformers_model
 
@@ -229,7 +237,10 @@ def _compare_logits(tokens: int, megatron: Any, hf: Any, config: Nemotron3Config
     """Compare the logits of both checkpoints; returns the exit status."""
     from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 
-    return check_logits(megatron, hf, config, CheckOptions(tokens)).exit_status
+    report = check_logits(megatron, hf, config, CheckOptions(tokens))
+    heads = [{**asdict(one), "tolerance": one.tolerance} for one in report.logits]
+    say(logits={"equal": report.passed, "problems": report.problems, "heads": heads})
+    return report.exit_status
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -248,6 +259,7 @@ def verify(options: argparse.Namespace) -> int:
         lora_alpha=options.lora_alpha,
     )
     with ExitStack() as stack:
+        stack.enter_context(result(options.json))
         a, b = (one and stack.enter_context(local(one)) for one in (options.a, options.b))
         return comparison.verify(a, b, common, dequantize=options.dequantize, vocab_size=options.vocab_size)
 

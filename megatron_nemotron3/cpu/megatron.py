@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.cpu import async_save, torch_names
+from megatron_nemotron3.cpu import async_save, optimizer, torch_names
 
 #: Megatron arguments that are invalid on a CPU -> their values there, set after parsing.
 ARGUMENTS: dict[str, Any] = {
@@ -39,19 +39,18 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def _fallback_table() -> list[tuple[Any, str, Any]]:
-    """Megatron's own fallbacks, where it binds kernels of TE or apex at import."""
+    """Functions of torch, where Megatron binds kernels of TE or apex, or its own loops, at import."""
     import torch
-    from megatron.core import utils
+    from megatron.core.utils import local_multi_tensor_applier as apply
 
-    apply, norm, scale = (
-        getattr(utils, f"local_multi_tensor_{name}") for name in ("applier", "l2_norm", "scale")
-    )
+    norm, scale = optimizer.norm, optimizer.scale
     bound: dict[str, dict[str, Any]] = {
         "core.transformer.moe.moe_utils": {"te_general_gemm": None},
         "core.optimizer": {
-            "Adam": torch.optim.AdamW,
+            "Adam": optimizer.adam,
             "SGD": torch.optim.SGD,
-            "USING_PYTORCH_OPTIMIZER": True,
+            # It calls the Adam above, with `adam_w_mode`, where it does not call torch's by itself.
+            "USING_PYTORCH_OPTIMIZER": False,
         },
         "core.optimizer.distrib_optimizer": {
             "Adam": torch.optim.Adam,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3 import lifetime
 from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, place, shown
 from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.models import Nemotron3Config
@@ -58,13 +59,16 @@ def register(commands: Any) -> None:
         "--draft", type=int, default=0, metavar="K", help="MTP drafts K tokens per step (default 0: off)"
     )
     command.add_argument(
+        "--cuda-graphs", action="store_true", help="launch all kernels of a step at once; needs a GPU"
+    )
+    command.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
         help="ends a text, like the end token",
     )
-    command.add_argument("--json", action="store_true", help="machine-readable")
+    add_json(command)
     command.add_argument("--no-stream", action="store_true", help="print the texts when all are complete")
 
 
@@ -151,13 +155,18 @@ def generate_command(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
-    from megatron_nemotron3.generate.generate import GenerationOptions, generate
-    from megatron_nemotron3.generate.sampling import Sampling
-    from megatron_nemotron3.generate.text import OutputStream
-    from megatron_nemotron3.run import resolve_device
+    with lifetime.importing():
+        from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
+        from megatron_nemotron3.generate.generate import GenerationOptions, generate
+        from megatron_nemotron3.generate.sampling import Sampling
+        from megatron_nemotron3.generate.text import OutputStream
+        from megatron_nemotron3.run import resolve_device
 
-    options.device = resolve_device(options.device)
+    asked = options.device
+    options.device = resolve_device(asked)
+    if options.cuda_graphs and options.device != "cuda":
+        why = "--device cpu has none" if asked == "cpu" else "torch sees no GPU"
+        raise ValueError(f"--cuda-graphs, but {why}: leave it out")
     prompts = _read_prompts(options)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     if options.temperature == 0 and (options.top_k or options.top_p):
@@ -174,13 +183,15 @@ def _generate(options: argparse.Namespace) -> int:
     _check_lengths(ids, options.max_new_tokens, opened.config)
     engine = load_engine(opened, options, mtp=options.draft > 0)
     stream = OutputStream(prompts, tokenizer, options.stop, live=not (options.no_stream or options.json))
-    how = GenerationOptions(options.max_new_tokens, sampling, options.draft, tokenizer.stop)
+    how = GenerationOptions(
+        options.max_new_tokens, sampling, options.draft, tokenizer.stop, graphs=options.cuda_graphs
+    )
     result = generate(engine, ids, how, stream.push)
     stream.end()
     if options.json:
         about: dict[str, Any] = {"checkpoint": shown(found.checkpoint), "model": opened.config.name}
         about |= {"mtp_num_layers": opened.config.mtp_num_layers, "mtp_source": opened.mtp_source}
-        print(json.dumps({**about, **_generation_as_json(result, stream.outputs, ids)}, indent=2))
+        print_json({**about, **_generation_as_json(result, stream.outputs, ids)})
     else:
         stream.print_rest()
         print(_generation_summary(result))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.models.catalog import names
 from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.tiny import tiny
@@ -17,7 +17,7 @@ def register(commands: Any) -> None:
     """Add `nemotron3 show`."""
     show = commands.add_parser("show")
     add_model(show)
-    show.add_argument("--json", action="store_true", help="machine-readable")
+    add_json(show)
     show.set_defaults(run=show_command)
 
 
@@ -87,5 +87,8 @@ def show_command(options: argparse.Namespace) -> int:
     from megatron_nemotron3.models.show import describe, render
 
     config = chosen_model(options)
-    print(json.dumps(describe(config), indent=2) if options.json else render(config))
+    if options.json:
+        print_json(describe(config))
+    else:
+        print(render(config))
     return 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.args import PRECISIONS, Launch, TrainingSchedule, published
 from megatron_nemotron3.checkpoint.files import require_plot
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.plan.hardware import GPUS, gpu_named
 from megatron_nemotron3.plan.options import DISPATCHERS
@@ -52,7 +52,7 @@ def register(commands: Any) -> None:
         "--plain", action="store_true", help="without the performance options published for the GPU"
     )
     command.add_argument("--best", type=int, default=5, metavar="N", help="layouts to print (5)")
-    command.add_argument("--json", action="store_true", help="machine-readable")
+    add_json(command)
     command.add_argument(
         "--plot", type=Path, metavar="PNG", help="write a bar chart of the memory of the best layouts"
     )
@@ -94,7 +94,10 @@ def plan(options: argparse.Namespace) -> int:
     cures = [] if answer.best else remedies(question)
     if options.plot is not None:
         memory_bars(answer, options.plot)
-    print(json.dumps(describe(answer, cures), indent=2) if options.json else render(answer, cures))
-    if options.plot is not None and not options.json:
-        print(f"wrote {options.plot}")
+    if options.json:
+        print_json(describe(answer, cures))
+    else:
+        print(render(answer, cures))
+        if options.plot is not None:
+            print(f"wrote {options.plot}")
     return 0 if answer.best else 1

@@ -154,6 +154,7 @@ def train_command(options: argparse.Namespace) -> int:
         verbose=options.verbose,
         more_steps=options.more_steps,
         changes=tuple(options.change),
+        command=options.command_line,
     )
     return train_interruptibly(request)
 

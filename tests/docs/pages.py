@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
+from tests.docs.pictures import PICTURES
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "megatron_nemotron3"
@@ -138,6 +140,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/formats.md": formats,
     "reference/commands.md": commands,
     "reference/upstream_tests.md": upstream_tests,
+    **{f"pictures/{name}.svg": draw for name, draw in PICTURES.items()},
 }
 #: Page below docs/ -> tables in it that are generated, by name. They stand between two comments.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {"design.md": {"imports": imports}}

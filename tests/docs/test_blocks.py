@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -20,6 +21,13 @@ from tests.support.programs import follow_forked, run_python
 
 #: Commands whose example takes ten seconds or more; blocks of the pages train and run, too.
 SLOW = {"doctor", "train", "run", "evaluate"}
+#: Commands whose result is not a report.
+NO_JSON = {"train", "run"}
+REPORTING = [
+    pytest.param(command, id=name, marks=pytest.mark.full if name in SLOW else ())
+    for name, command in table.COMMANDS.items()
+    if name not in NO_JSON
+]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
@@ -103,6 +111,24 @@ def test_example(command: table.Command, page_folder: Callable[[str], Path], pro
     else:
         done = run_python(["-c", NEMOTRON3, *shlex.split(command.example)[1:]], folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def _no_json(word: str) -> None:
+    raise AssertionError(f"{word} is not JSON")
+
+
+@pytest.mark.parametrize("command", REPORTING)
+def test_json(command: table.Command, page_folder: Callable[[str], Path]) -> None:
+    """With --json the example prints one JSON document, and nothing else on stdout."""
+    folder, words = page_folder("examples of commands"), shlex.split(command.example)[1:]
+    if command.name == "convert":
+        shutil.rmtree(folder / "demo-hf", ignore_errors=True)
+    elif command.name == "verify" and not (folder / "demo-hf").exists():
+        run_python(["-c", NEMOTRON3, *shlex.split(table.COMMANDS["convert"].example)[1:]], folder)
+    done = run_python(["-c", NEMOTRON3, *words, "--json"], folder)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    document = json.loads(done.stdout, parse_constant=_no_json)
+    assert isinstance(document, (dict, list)) and document
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -7,6 +7,7 @@ import torch
 
 from megatron_nemotron3.layers import grouped_gpu, scan_kernels
 from megatron_nemotron3.layers.attention import _flash_packed
+from megatron_nemotron3.precision.settings import gpu_kernels
 from tests.layers.test_fewer_waits import check_flash_packed
 from tests.layers.test_ssd import make_documents, make_inputs, scan
 from tests.layers.test_triton import SCANS, check_activation, check_experts, check_grouped, check_scan
@@ -88,11 +89,14 @@ def test_grouped(together, as_tensor):
     check_grouped([3, 4], 12, 8, device="cuda", together=together, as_tensor=as_tensor)
 
 
+@pytest.mark.parametrize("kernels", [None, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_experts(as_tensor, recompute):
-    for counts in ([3, 0, 5, 1], [0, 7, 0, 130, 0], [1000, 3, 257]):
-        check_experts(counts, 1856, 1024, device="cuda", as_tensor=as_tensor, recompute=recompute)
+def test_experts(as_tensor, recompute, kernels):
+    """With the activation of torch and with ours."""
+    with gpu_kernels(kernels):
+        for counts in ([3, 0, 5, 1], [0, 7, 0, 130, 0], [1000, 3, 257]):
+            check_experts(counts, 1856, 1024, device="cuda", as_tensor=as_tensor, recompute=recompute)
 
 
 @pytest.mark.parametrize("borders", [[0, 70, 200], [0, 70, 150], [0, 128, 128, 199]])

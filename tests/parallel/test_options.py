@@ -126,7 +126,7 @@ WRONG: dict[str, tuple[Option, str]] = {
         Option("super", _L(dp=2), (*_FSDP, "optim_grads", *_UNIFORM)),
         "gradients differ: .*mtp",
     ),
-    # Copies of the model drift apart: they are summed over in the last micro-batch of an overlapped reduction.
+    # Only the last micro-batch of an overlapped reduction sums over the copies of the model.
     "hsdp-overlap": (Option("super", _L(dp=4), _HSDP), "ranks report different numbers"),
 }
 

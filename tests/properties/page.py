@@ -34,13 +34,18 @@ def markdown() -> str:
 
 
 def _table(names: list[str]) -> Iterator[str]:
-    yield "| rule | what it says, for example | Megatron without it | where |"
-    yield "|-|-|-|-|"
+    yield "| rule, and what it says, for example | Megatron without it | where |"
+    yield "|-|-|-|"
     for name in names:
         evidence = EVIDENCE[name]
         said = _violation(name, evidence)
-        cells = (f"`{name}`", said.message, _finding(evidence), said.source)
+        cells = (f"`{name}`<br>{_plain(said.message)}", _finding(evidence), _plain(said.source))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _plain(text: str) -> str:
+    """A text whose asterisks are no emphasis in Markdown: TP*CP*DP."""
+    return text.replace("*", "\\*")
 
 
 def _violation(name: str, evidence: Evidence) -> Violation:
@@ -54,8 +59,8 @@ def _finding(evidence: Evidence) -> str:
     if isinstance(evidence, Refused):
         return f"{evidence.kind}: `{evidence.message}`"
     if isinstance(evidence, NotShown):
-        return f"not shown: {evidence.why}"
-    return f"takes it: {evidence.shown}"
+        return f"not shown: {_plain(evidence.why)}"
+    return f"takes it: {_plain(evidence.shown)}"
 
 
 if __name__ == "__main__":
