@@ -174,7 +174,8 @@ def table(announce: Callable[[str], None], set_connections: bool = False) -> lis
             invalid |= values if getattr(parsed, option, False) else {}
         changed = {k: v for k, v in invalid.items() if getattr(parsed, k, v) != v}
         if set_connections:
-            os.environ[CONNECTIONS] = "8" if getattr(parsed, "use_megatron_fsdp", False) else "1"
+            fsdp = any(getattr(parsed, name, False) for name in ("use_megatron_fsdp", "use_torch_fsdp2"))
+            os.environ[CONNECTIONS] = "8" if fsdp else "1"
         for name, value in changed.items():
             setattr(parsed, name, value)
         if changed and not announced:
