@@ -72,15 +72,13 @@ def register(commands: Any) -> None:
     command.add_argument("--no-stream", action="store_true", help="print the texts when all are complete")
 
 
-def add_checkpoint(command: argparse.ArgumentParser) -> None:
-    """Add the options that say what to load, and how."""
-    command.add_argument(
-        "--checkpoint",
-        type=place,
-        required=True,
-        metavar="DIR",
-        help="a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository",
-    )
+def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> None:
+    """Add what says what to load, and how; `option`: as --checkpoint, else as the first word."""
+    what = "a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository"
+    if option:
+        command.add_argument("--checkpoint", type=place, required=True, metavar="DIR", help=what)
+    else:
+        command.add_argument("checkpoint", type=place, metavar="RUN", help=what)
     command.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="default: the checkpoint's or the run's"
     )
