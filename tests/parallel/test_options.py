@@ -6,7 +6,6 @@ docs/parity.md lists it.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 
 import pytest
@@ -95,7 +94,6 @@ def test_what_megatron_refuses_on_a_cpu() -> None:
         "only supported with transformer_engine implementation": case(
             None, "--fine-grained-activation-offloading", "--offload-modules", "moe_act"
         ),
-        "must be int, not CurrentDevice": case(None, "--use-torch-fsdp2", distributed_optimizer=False),
     }
     found = run_distributed(attempts, 1, list(runs.values()), [nothing] * len(runs))[0]
     for message, result in zip(runs, found, strict=True):
@@ -126,10 +124,3 @@ def test_fsdp_computes_something_else(rule: str) -> None:
     one = CASES[option.model]
     with pytest.raises(AssertionError, match=message):
         check(one, one.at(option.layout, *option.words, against_rules=True))
-
-
-def test_torch_fsdp_is_for_cuda_devices_only() -> None:
-    """It makes its streams itself."""
-    from megatron.core.distributed import torch_fully_sharded_data_parallel as torch_fsdp
-
-    assert 'DeviceMesh.from_group(self.process_group, "cuda")' in inspect.getsource(torch_fsdp)
