@@ -11,7 +11,7 @@ PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 4 --dist loadfil
 environment:
 	@bash .ci/setup-environment $(VENV)
 
-# Train a small Nemotron 3 Super on the CPU from real text and let it write: 5 to 15 minutes.
+# Train a small Nemotron 3 Super on the CPU from real text and let it write: 3 to 10 minutes.
 # Its four sequences a step are shared by 1, 2 or 4 ranks, as there are cores; what it learns is the same.
 RANKS = $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n >= 4 ? 4 : n >= 2 ? 2 : 1)))
 demo: environment
