@@ -36,7 +36,15 @@ COMMANDS = {
     }
     | RUN,
     "run": set(),
-    "report": {"--output", "--prompt"},
+    "finetune": {
+        "--conversations", "--held-out", "--output", "--tokenizer", "--chat-template", "--lora",
+        "--adapter-only", "--steps", "--lr", "--seq-length", "--device",
+    },
+    "report": {"--output", "--prompt", "--json"},
+    "chat": {
+        "--tokenizer", "--device", "--dtype", "--system", "--max-new-tokens", "--temperature", "--top-p",
+        "--top-k", "--seed", "--draft", "--model", "--tiny",
+    },
     "watch": {"--output", "--json"},
     "boundary": {
         "--from", "--to", "--rows", "--samples", "--rows-per-sample", "--seq-length", "--hidden", "--dtype",

@@ -57,6 +57,9 @@ ALLOWED = {
         "run",
     },
     "recipes": {"boundary", "checkpoint"},
+    "finetune": {
+        *("bars", "checkpoint", "cli", "convert", "cpu", "generate", "lora", "models", "run", "train"),
+    },
     "report": {
         *("args", "bars", "checkpoint", "generate", "models", "monitor", "plots", "precision", "train"),
     },
@@ -66,6 +69,7 @@ ALLOWED = {
         "checkpoint",
         "convert",
         "doctor",
+        "finetune",
         "generate",
         "models",
         "monitor",
@@ -91,6 +95,7 @@ LIGHT = (
     "models.command",
     "monitor.watch",
     "precision.table",
+    "finetune.command",
     "report.command",
     "precision.census",
     "precision.command",

@@ -79,6 +79,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "nemotron3 run pretrain_hybrid.py $(nemotron3 flags super --tiny)",
         ),
         Command(
+            "finetune",
+            "finetune.command",
+            "fine-tune a Hugging Face folder on conversations, into a Hugging Face folder",
+            "nemotron3 finetune demo-hf --conversations chats.jsonl --output tuned",
+        ),
+        Command(
             "report",
             "report.command",
             "write losses, monitors, precision and versions of a run to one HTML file",
@@ -112,6 +118,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "generate.command",
             "continue prompts with a checkpoint's model",
             'nemotron3 generate --checkpoint runs/demo --prompt "def main"',
+        ),
+        Command(
+            "chat",
+            "generate.chat_command",
+            "talk to a checkpoint's model in the terminal",
+            "nemotron3 chat runs/demo",
         ),
         Command(
             "evaluate",

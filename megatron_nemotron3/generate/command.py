@@ -48,7 +48,7 @@ def register(commands: Any) -> None:
         type=int,
         default=NEW_TOKENS,
         metavar="N",
-        help=f"tokens to generate for each prompt (default {NEW_TOKENS})",
+        help=f"tokens to generate (at most, for each prompt; default {NEW_TOKENS})",
     )
     sampling.add_argument(
         "--temperature",
@@ -62,7 +62,7 @@ def register(commands: Any) -> None:
     )
     sampling.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     sampling.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the first prompt (default 0); prompt i has N + i"
+        "--seed", type=int, default=0, metavar="N", help="of sampling (default 0; prompt i has N + i)"
     )
     command.add_argument(
         "--draft", type=int, default=0, metavar="K", help="tokens that MTP drafts per step (default 0: off)"
@@ -81,16 +81,14 @@ def register(commands: Any) -> None:
     command.add_argument("--no-stream", action="store_true", help="print the texts when all are complete")
 
 
-def add_checkpoint(command: argparse.ArgumentParser) -> None:
-    """Add the options that say what to load, and how."""
+def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> None:
+    """Add what says what to load, and how; `option`: as --checkpoint, else as the first word."""
     model = command.add_argument_group("model")
-    model.add_argument(
-        "--checkpoint",
-        type=place,
-        required=True,
-        metavar="DIR",
-        help="a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository",
-    )
+    what = "a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository"
+    if option:
+        model.add_argument("--checkpoint", type=place, required=True, metavar="DIR", help=what)
+    else:
+        command.add_argument("checkpoint", type=place, metavar="RUN", help=what)
     model.add_argument(
         "--tokenizer",
         type=Path,

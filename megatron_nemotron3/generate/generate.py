@@ -35,6 +35,7 @@ from megatron_nemotron3.generate.sampling import (
     draw,
     probabilities,
 )
+from megatron_nemotron3.generate.state import State
 
 #: Called with (row, token) for every new token; a return value of True ends the row.
 OnToken = Callable[[int, int], bool | None]
@@ -165,24 +166,49 @@ class Generation:
         return (self.new_tokens - len(self.rows)) / self.decode_seconds if self.passes else 0.0
 
 
+@dataclass
+class Memory:
+    """What the states have seen of a conversation, for a prompt that follows; `generate` updates it."""
+
+    state: State | None = None
+    mtp: MTP | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row; empty if nothing was read yet."""
+        return [] if self.state is None else self.state.lengths
+
+
 class Decoder:
     """Sequences that are being continued: their states, newest tokens and random numbers.
 
     Args:
         prompts: token ids of each row; they are read here.
+        memory: of what is in front of the prompts.
 
     Raises:
         ValueError: drafts are asked for and the model has no MTP block, or too few where each depth has its
             own.
     """
 
-    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        options: GenerationOptions,
+        memory: Memory | None = None,
+    ) -> None:
         self.engine, self.draft = engine, options.draft
         if options.graphs:
             check_rows(engine, engine.weights.layers, len(prompts) * (self.draft + 1))
         capacity = min(max(map(len, prompts)) + options.max_new_tokens, MAX_RESERVED)
-        self.state = engine.new_state(len(prompts), capacity)
-        self.mtp = MTP(engine, len(prompts), self.draft, capacity) if self.draft else None
+        if memory is not None and memory.state is not None:
+            self.state, self.mtp = memory.state, memory.mtp
+        else:
+            self.state = engine.new_state(len(prompts), capacity)
+            self.mtp = MTP(engine, len(prompts), self.draft, capacity) if self.draft else None
+        if memory is not None:
+            memory.state, memory.mtp = self.state, self.mtp
         on_chunk = None if self.mtp is None else self.mtp.append
         read = engine.prefill(prompts, self.state, chunk=options.chunk, on_chunk=on_chunk)
         self.sampler = Sampler(options.sampling, range(len(prompts)))
@@ -280,6 +306,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     on_token: OnToken | None = None,
+    memory: Memory | None = None,
 ) -> Generation:
     """Continue prompts in one batch; a row that has ended leaves the batch.
 
@@ -290,6 +317,8 @@ def generate(
     Args:
         prompts: token ids, of any lengths.
         on_token: called for each token as it appears; a row for which it returns True ends.
+        memory: of one row and without graphs: the prompt follows what it has seen. Then it has seen the
+            prompt and all new tokens but the last; with drafts also those behind a token that ended the row.
 
     Raises:
         ValueError: no prompts or an empty one, an id outside the vocabulary, prompt and new tokens together
@@ -297,11 +326,13 @@ def generate(
     """
     if len(prompts) == 0:
         raise ValueError("no prompts: give at least one")
-    engine.check_prompts(prompts, more=options.max_new_tokens)
+    if memory is not None and (options.graphs or len(prompts) > 1):
+        raise ValueError("memory goes with one prompt and graphs=False")
+    engine.check_prompts(prompts, memory.lengths if memory is not None else (), options.max_new_tokens)
     result = Generation([Continuation() for _ in prompts], sum(map(len, prompts)), Speculation(options.draft))
     with torch.inference_mode():
         began = time.perf_counter()
-        decoder = Decoder(engine, prompts, options)
+        decoder = Decoder(engine, prompts, options, memory)
         new = [[token] for token in decoder.newest.tolist()]
         result.prefill_seconds = time.perf_counter() - began
         began = time.perf_counter()

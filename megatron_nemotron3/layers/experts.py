@@ -257,7 +257,10 @@ class GroupedExperts(TEGroupedMLP):
 
     def takes_device_counts(self) -> bool:
         """Whether `forward` takes the counts on the device; it copies them to the host if not."""
-        return not self._emulated() and all(
+        for linear in self._linears():
+            if (products := linear.replaced()) is not None and not products.takes_device_counts(linear):
+                return False
+        return all(
             linear.weight0.is_cuda
             and grouped_mm_problem(linear.weight0, [linear.weight0], self.num_local_experts) is None
             for linear in self._linears()

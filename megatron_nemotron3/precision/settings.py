@@ -197,8 +197,9 @@ _GPU_KERNELS: EnvironmentSetting[bool | None] = EnvironmentSetting(
 #: those of torch that compute all experts or documents in one launch (False).
 #:
 #: The kernels are the SSD scan of mamba-ssm or our own in Triton, the activation of experts, and the NVFP4
-#: and MXFP8 quantizers of emulated training in Triton. They are off by default until their tests
-#: (`pytest -m gpu`) have run on a GPU; so far they have run in Triton's interpreter and compiler.
+#: and MXFP8 quantizers of emulated training and its products of experts in Triton. They are off by default
+#: until their tests (`pytest -m gpu`) have run on a GPU; so far they have run in Triton's interpreter and
+#: compiler.
 gpu_kernels = _GPU_KERNELS.using
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_nemotron3.checkpoint.files import require_plot, write_text
 from megatron_nemotron3.checkpoint.folders import run_of
+from megatron_nemotron3.checkpoint.output import add_json, result, say
 
 NAME = "report.html"
 #: Tokens of the sample.
@@ -20,7 +21,8 @@ def register(commands: Any) -> None:
     command = commands.add_parser("report")
     command.add_argument("folder", type=Path, metavar="RUN", help="a run, or its checkpoints")
     command.add_argument("--output", type=Path, metavar="HTML", help=f"where to write (default: RUN/{NAME})")
-    command.add_argument("--prompt", metavar="TEXT", help="let the last checkpoint continue this text")
+    command.add_argument("--prompt", metavar="TEXT", help="text to continue (by the last checkpoint)")
+    add_json(command)
     command.set_defaults(run=report_command)
 
 
@@ -60,8 +62,16 @@ def report_command(options: argparse.Namespace) -> int:
         options=facts.options(),
     )
     write_text(output, text)
-    print(f"{facts.title}: {facts.state}")
-    print(f"report           {output} ({len(text.encode()) / 1e6:.1f} MB)")
+    with result(options.json):
+        say(
+            f"{facts.title}: {facts.state}",
+            model=facts.title,
+            state=facts.state,
+            result=dict(facts.loss_rows()),
+            warnings=facts.warnings,
+            notes=facts.notes,
+        )
+        say(f"report           {output} ({len(text.encode()) / 1e6:.1f} MB)", report=output)
     return 0
 
 

@@ -20,9 +20,9 @@ from tests.docs.blocks import NEMOTRON3, PAGES, ROOT, Block, blocks, write_stand
 from tests.support.programs import follow_forked, run_python
 
 #: Commands whose example takes ten seconds or more; blocks of the pages train and run, too.
-SLOW = {"doctor", "train", "run", "evaluate"}
+SLOW = {"doctor", "train", "run", "finetune", "evaluate"}
 #: Commands whose result is not a report.
-NO_JSON = {"train", "run"}
+NO_JSON = {"train", "run", "finetune", "chat"}
 REPORTING = [
     pytest.param(command, id=name, marks=pytest.mark.full if name in SLOW else ())
     for name, command in table.COMMANDS.items()
@@ -102,6 +102,17 @@ def test_example_of_the_other_direction(page_folder: Callable[[str], Path]) -> N
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
+def write_chat_model(folder: Path) -> None:
+    """Conversations, and a Hugging Face folder whose tokenizer has a chat template."""
+    run_python([str(ROOT / "examples" / "conversations.py"), "."], folder)
+    if not (folder / "demo-hf").exists():
+        run_python(["-c", NEMOTRON3, *shlex.split(table.COMMANDS["convert"].example)[1:]], folder)
+    (tokenizer,) = (folder / "runs" / "demo" / "data").glob("*/tokenizer")
+    for file in tokenizer.iterdir():
+        shutil.copy(file, folder / "demo-hf")
+    shutil.copy(folder / "template.jinja", folder / "demo-hf" / "chat_template.jinja")
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -113,8 +124,10 @@ def test_example(command: table.Command, page_folder: Callable[[str], Path], pro
     """The example of each command in `nemotron3 --help` runs, in the order of the help."""
     folder = page_folder("examples of commands")
     (folder / "pretrain_hybrid.py").write_text("import sys; assert '--spec' in sys.argv\n")
-    if command.name == "run":
-        done = run(["bash", "-euo", "pipefail", "-c", command.example], folder, programs)
+    if command.name == "finetune":
+        write_chat_model(folder)
+    if command.name in ("run", "chat"):  # chat reads stdin to its end
+        done = run(["bash", "-euo", "pipefail", "-c", f"{command.example} </dev/null"], folder, programs)
     else:
         done = run_python(["-c", NEMOTRON3, *shlex.split(command.example)[1:]], folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -202,13 +202,16 @@ WAITING: dict[str, tuple[str, str | None, bool | None, dict[str, Any], str]] = {
     "experts without grouped products": ("E", None, False, {}, "event"),
     "experts in FP32": ("E", None, None, {"params_dtype": torch.float32, "bf16": False}, "event"),
     "documents without flash attention": ("*", "packed", False, {}, "cuda to cpu"),
+    "emulated experts without kernels": ("E", None, None, {"emulated": "nvfp4,every_layer=1"}, "event"),
 }
 
 
 @pytest.mark.parametrize("case", WAITING)
 def test_what_waits_is_known(case: str) -> None:
     pattern, how, kernels, changes, where = WAITING[case]
-    with pytest.raises(HostWait, match=where):
+    emulated = parse(changes.get("emulated", ""))
+    changes = {name: value for name, value in changes.items() if name != "emulated"}
+    with emulating(emulated), pytest.raises(HostWait, match=where):
         step(pattern, how, kernels=kernels, **changes)
 
 
@@ -222,13 +225,17 @@ def test_grouped_products_where_torch_has_a_kernel(
         step("E", kernels=None)
 
 
-@pytest.mark.parametrize("pattern", ["M", "*", "-"])
-def test_emulated(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantizers in Triton. The rotation's matrix is uploaded once a process, before."""
+@pytest.mark.parametrize("pattern", ["M", "*", "-", "E"])
+@pytest.mark.parametrize("how", ["nvfp4,every_layer=1", "nvfp4,every_layer=1,wgrad=0,fprop=0", "mxfp8"])
+def test_emulated(pattern: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton, experts' products too. The rotation's matrix is uploaded once a process, before."""
     monkeypatch.setattr(scales, "hadamard_matrix", lambda device, dtype: torch.empty(16, 16, device=device))
-    with emulating(parse("nvfp4,every_layer=1")):
+    with emulating(parse(how)):
         launched = step(pattern)
-    assert {"finish_rows", "finish_columns", "rotate"} <= launched
+    assert ("rotate" in launched) == (how == "nvfp4,every_layer=1")
+    assert launched & {"finish_rows", "finish_columns"}
+    grouped = {"_rows_kernel", "_weight_kernel"}
+    assert launched & grouped == (grouped if pattern == "E" else set())
 
 
 def test_waits_are_found() -> None:
