@@ -290,8 +290,10 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
         found = explain(launch, name)
         remarks = _remarks(launch)
     else:
-        given = {key: value for key, value in vars(options).items() if key not in _BESIDE_ARGV}
-        told = [key for key, value in given.items() if value != command.get_default(key)]
+        defaults = {
+            key: value for key, value in vars(command.parse_args([])).items() if key not in _BESIDE_ARGV
+        }
+        told = [key for key, value in defaults.items() if getattr(options, key) != value]
         if told or options.extra:
             words = [*(f"--{key.replace('_', '-')}" for key in told), *options.extra]
             raise ValueError(

@@ -76,7 +76,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "run",
             "run",
             "run a stock Megatron script, on CPU if there is no GPU",
-            "nemotron3 run pretrain_hybrid.py $(nemotron3 flags super --tiny)",
+            'nemotron3 run pretrain_hybrid.py "${ARGS[@]}"',
         ),
         Command(
             "finetune",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_stored_model, stored_model
 from megatron_nemotron3.train.inputs import require_tokenizer
+from megatron_nemotron3.train.processes import NARROW, THREADS
 
 if TYPE_CHECKING:
     from megatron_nemotron3.convert.checkpoints import Checkpoint
@@ -150,6 +152,8 @@ def load_engine(opened: Checkpoint, options: argparse.Namespace, mtp: bool) -> E
     from megatron_nemotron3.generate.engine import Engine
     from megatron_nemotron3.generate.weights import read_weights
 
+    if options.device == "cpu" and opened.config.hidden_size <= NARROW and THREADS not in os.environ:
+        torch.set_num_threads(1)  # as in training: threads of a narrow model wait for each other
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     return Engine(read_weights(opened.hf_view(), opened.config, device=options.device, dtype=dtype, mtp=mtp))
 

@@ -24,6 +24,8 @@ INTERVAL = 0.2
 PATIENCE = 5.0
 #: Hidden size up to which one thread computes a step faster than two (measured at 128).
 NARROW = 256
+#: Variable with the number of threads of a process.
+THREADS = "OMP_NUM_THREADS"
 
 
 class Watcher(Protocol):
@@ -57,7 +59,7 @@ def environment(world_size: int, device: str, hidden_size: int | None = None) ->
     if device == "cpu":
         narrow = hidden_size is not None and hidden_size <= NARROW
         share = max(1, (os.cpu_count() or 1) // world_size)
-        result.setdefault("OMP_NUM_THREADS", str(1 if narrow else share))
+        result.setdefault(THREADS, str(1 if narrow else share))
         result.setdefault("PYTHONWARNINGS", "ignore")
     # The package may be in use from a checkout without being installed.
     here = str(Path(__file__).parent.parent.parent)

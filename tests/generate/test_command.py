@@ -124,6 +124,29 @@ def test_cuda_graphs(
     assert made and graphed["texts"] == plain["texts"]
 
 
+def test_a_narrow_model_computes_in_one_thread(
+    folders_with_text: Folders, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", asked.append)
+    words = [
+        "--checkpoint",
+        folders_with_text.run,
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        1,
+        "--device",
+        "cpu",
+    ]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    run(capsys, *words)
+    assert asked == []
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    run(capsys, *words)
+    assert asked == [1]
+
+
 def test_several_prompts_are_printed_in_order(folders_with_text: Folders, capsys: Capture) -> None:
     f = folders_with_text
     tokenizer, prompts = Tokenizer(f.tokenizer), [PROMPT, "costs", "or not"]
