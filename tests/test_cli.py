@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +95,86 @@ def test_commands_and_options() -> None:
     assert found == COMMANDS
 
 
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in dict.fromkeys(action.choices.values()):
+                yield from _parsers(below)
+    yield parser
+
+
+#: Options that write, whose kind of file differs.
+WRITES = {"--output": "where to write", "--plot": "write"}
+
+
+def test_an_option_means_the_same_in_every_command() -> None:
+    """Same name: the same kind of value, placeholder and first words of the help, up to a bracket or stop."""
+    found: dict[str, set[tuple[object, ...]]] = {}
+    for parser in _parsers(cli.parser()):
+        for action in parser._actions:
+            if not action.option_strings or action.help == argparse.SUPPRESS:
+                continue
+            name = action.option_strings[-1]
+            assert action.help, f"{parser.prog} {name}"
+            if name in WRITES:
+                assert action.type is Path and action.help.startswith(WRITES[name]), parser.prog
+                continue
+            kind = "text" if action.type in (None, Path) else action.type
+            stem = re.split(r"[:;(,]", action.help)[0].strip()
+            found.setdefault(name, set()).add((kind, action.nargs == 0, action.metavar, stem))
+    assert {name: meanings for name, meanings in found.items() if len(meanings) > 1} == {}
+
+
+def test_many_options_are_in_groups() -> None:
+    for parser in _parsers(cli.parser()):
+        groups = [
+            [one for one in group._group_actions if one.option_strings and one.help != argparse.SUPPRESS]
+            for group in parser._action_groups
+        ]
+        if sum(map(len, groups)) > 10:
+            assert sum(map(bool, groups)) >= 2, parser.prog
+            usage = parser.format_help().partition("\n\n")[0]
+            assert len(usage) < 110 and "[OPTION ...]" in usage, usage
+
+
+@pytest.mark.parametrize("name", [*table.COMMANDS, "convert to-hf", "convert from-hf"])
+def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A purpose in one sentence, and an example at the end."""
+    if name == "run":
+        return  # it prints the help of the launcher
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*name.split(), "-h"])
+    out = capsys.readouterr().out
+    purpose, example = out.split("\n\n")[1], out.splitlines()[-1]
+    assert purpose[0].isupper() and purpose.rstrip().endswith("."), purpose
+    assert out.splitlines()[-2] == "example:" and example.startswith(f"  nemotron3 {name}")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "plan nano --gpus 8 --gpu h100 --seq 4096 --gbs 64 --json",
+            "--seq-length 4096 --global-batch-size 64",
+        ),
+        ("precision super --format mxfp8", "--precision mxfp8"),
+    ],
+)
+def test_earlier_spellings(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They work, and no help shows them."""
+    words = old.split()
+    outputs = []
+    start = next(i for i, word in enumerate(words) if word in ("--seq", "--format"))
+    rest = [word for word in words[start:] if word == "--json"]
+    for line in (words, [*words[:start], *new.split(), *rest]):
+        assert cli.main(line) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != ""
+    with pytest.raises(SystemExit):
+        cli.main([words[0], "-h"])
+    assert f"{words[start]} " not in capsys.readouterr().out
+
+
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["show", "super", "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
@@ -165,6 +249,10 @@ def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture
         (
             ["boundary", "--from", "dp=1", "--to", "dp=1", "--dtype", "BF16"],
             ["boundary", "--from", "dp=1", "--to", "dp=1", "--dtype", "bf16"],
+        ),
+        (
+            ["boundary", "--from", "dp=1", "--to", "dp=1", "--dtype", "FP32"],
+            ["boundary", "--from", "dp=1", "--to", "dp=1", "--dtype", "float32"],
         ),
     ],
 )

@@ -78,11 +78,12 @@ def register(commands: Any) -> None:
         add_model(command)
         add_launch(command, precision="bf16")
         phases = ["none", *PHASES, BF16_END]
-        command.add_argument(
-            "--schedule", choices=phases, default="none", help="batch size and rates of a phase"
+        tuned = command.add_argument_group("published options")
+        tuned.add_argument(
+            "--schedule", choices=phases, default="none", help="add batch size and rates of a phase"
         )
-        command.add_argument("--gpu", choices=GPUS, help="add the options published for this type of GPU")
-        command.add_argument(
+        tuned.add_argument("--gpu", choices=GPUS, help="type of GPU: add the options published for it")
+        tuned.add_argument(
             "--without",
             metavar="OPTION",
             action="append",
@@ -90,22 +91,24 @@ def register(commands: Any) -> None:
             help="leave out this option of --gpu (without its dashes); may be repeated",
         )
         add_json(command)
-    emit.add_argument("--shell", action="store_true", help="quote for eval in a shell script")
-    emit.add_argument(
+    form = emit.add_argument_group("form of the output")
+    form.add_argument("--shell", action="store_true", help="quote for eval in a shell script")
+    form.add_argument(
         "--environment", action="store_true", help="print the variables of --gpu instead, for eval in a shell"
     )
-    emit.add_argument("--megatron-core", metavar="VERSION", help="0.19, 0.20 or main; default: as installed")
+    form.add_argument("--megatron-core", metavar="VERSION", help="0.19, 0.20 or main; default: as installed")
     emit.set_defaults(run=flags_command)
-    why.add_argument("--argv", metavar="FILE", help="explain this script, command or YAML; -: stdin")
-    why.add_argument(
+    what = why.add_argument_group("what is explained")
+    what.add_argument("--argv", metavar="FILE", help="explain this script, command or YAML; -: stdin")
+    what.add_argument(
         "--set",
         metavar="VARIABLE=VALUE",
         action="append",
         default=[],
         help="value of a variable of the script of --argv; may be repeated",
     )
-    why.add_argument("--full", action="store_true", help="list every option, not only what differs")
-    why.add_argument("--all", action="store_true", help="--full, with defaults of the installed Megatron")
+    what.add_argument("--full", action="store_true", help="everything: all options, not only what differs")
+    what.add_argument("--all", action="store_true", help="--full, with defaults of the installed Megatron")
     why.set_defaults(run=lambda options: explain_launch(options, why))
 
 
@@ -115,14 +118,32 @@ def add_launch(command: argparse.ArgumentParser, *, precision: str | None) -> No
     Args:
         precision: default of --precision.
     """
+    layout = command.add_argument_group("layout")
     for name, text in LAYOUT.items():
-        command.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (1)")
+        layout.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (1)")
+    schedule = command.add_argument_group("schedule")
     for option, (kind, text) in SCHEDULE.items():
-        command.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
-    command.add_argument("--precision", choices=PRECISIONS, default=precision)
-    command.add_argument("--te-precision-config-file", metavar="FILE", help="format of each module (nvfp4)")
-    command.add_argument("--emulate", action="store_true", help="emulate nvfp4 or mxfp8 on any device")
-    command.add_argument("--backend", choices=BACKENDS, default="auto")
+        schedule.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
+    numerics = command.add_argument_group("precision")
+    default = precision or "fp32 on a CPU, else bf16"
+    numerics.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default=precision,
+        help=f"number format of the linear layers (default {default})",
+    )
+    numerics.add_argument(
+        "--te-precision-config-file",
+        metavar="FILE",
+        help="Megatron's file with the format of each module (nvfp4 needs it)",
+    )
+    numerics.add_argument("--emulate", action="store_true", help="emulate nvfp4 or mxfp8 on any device")
+    numerics.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="auto",
+        help="layers of TransformerEngine, or of plain torch (default auto: as installed)",
+    )
     command.epilog = "More Megatron options may follow a lone --; each replaces the option of the same name."
     command.set_defaults(extra=())
 

@@ -16,7 +16,7 @@ from megatron_nemotron3.boundary.planner import make_plan, slices_of
 from megatron_nemotron3.checkpoint.files import require_plot
 from megatron_nemotron3.checkpoint.output import add_json, print_json
 
-DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: Limits beyond which a table is unreadable and slow to make.
 MOST_RANKS = 16384
 MOST_SAMPLES = 1_000_000
@@ -37,23 +37,24 @@ def register(commands: Any) -> None:
         metavar="LAYOUT",
         help="language model, in the same form; without offset= its ranks follow those of the encoder",
     )
-    command.add_argument(
-        "--rows", metavar="N,N,…", help="rows of each sample of a microbatch, over all lanes"
-    )
-    command.add_argument(
+    rows = command.add_argument_group("rows of a microbatch")
+    rows.add_argument("--rows", metavar="N,N,…", help="rows of each sample of a microbatch, over all lanes")
+    rows.add_argument(
         "--samples", type=int, metavar="N", help="number of samples (default: the least possible)"
     )
-    command.add_argument(
+    rows.add_argument(
         "--rows-per-sample", type=int, metavar="N", help=f"rows of each sample ({ROWS_PER_SAMPLE})"
     )
-    command.add_argument(
+    rows.add_argument(
         "--seq-length",
         type=int,
         metavar="N",
-        help="sequence length if --to has cp= or sp; rows are at its start (default: the shortest possible)",
+        help="tokens per sequence, if --to has cp= or sp; rows are at its start (default: the least)",
     )
-    command.add_argument("--hidden", type=int, default=2688, metavar="N", help="width of a row (2688)")
-    command.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of a row (bf16)")
+    rows.add_argument("--hidden", type=int, default=2688, metavar="N", help="width of a row (2688)")
+    rows.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="type of the numbers (of a row; default bfloat16)"
+    )
     command.add_argument("--backward", action="store_true", help="plan of the gradients")
     command.add_argument("--lines", type=int, default=LINES, metavar="N", help=f"lines of a table ({LINES})")
     add_json(command)

@@ -21,7 +21,7 @@ from typing import Any
 _facts: ContextVar[dict[str, Any] | None] = ContextVar("facts", default=None)
 
 
-def add_json(command: argparse.ArgumentParser) -> None:
+def add_json(command: argparse._ActionsContainer) -> None:
     """Add --json."""
     command.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 

@@ -59,7 +59,7 @@ def _completer(action: argparse.Action) -> Callable[..., Any] | None:
     """Return what completes the value of an option; None: its choices, or paths."""
     if action.choices is not None or action.nargs == 0:
         return None
-    if action.metavar == "NAME":
+    if action.metavar == "NAME" or "--model" in action.option_strings:
         return _model_names
     if action.type in (int, float) or action.metavar in ("TEXT", "LAYOUT", "N", "N,N,…", "VARIABLE=VALUE"):
         return _nothing

@@ -8,7 +8,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from megatron_nemotron3.cli.table import COMMANDS
+from megatron_nemotron3.cli.table import COMMANDS, DIRECTIONS
+
+#: Short names of types, read where the long ones are choices.
+SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+#: With more options than this, the usage names only those that are needed.
+MANY = 10
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -27,16 +32,33 @@ def _folded(word: str) -> str:
 class Parser(argparse.ArgumentParser):
     """A parser that answers bad input with one line, which says what is wrong and what to give."""
 
-    #: Printed below the help; "" for none.
-    example: str = ""
+    @property
+    def example(self) -> str:
+        """Printed below the help; "" for none."""
+        name = self.prog.partition(" ")[2]
+        return DIRECTIONS.get(name) or (COMMANDS[name].example if name in COMMANDS else "")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
         raise AssertionError  # `exit` does not return
 
     def format_help(self) -> str:
+        if len([action for action in self._actions if action.option_strings]) > MANY:
+            self.usage = self._short_usage()
         text = super().format_help()
         return f"{text}\nexample:\n  {self.example}\n" if self.example else text
+
+    def _short_usage(self) -> str:
+        """Return the usage with the options that are needed; the help below it has the others in groups."""
+        words = [self.prog.replace("%", "%%")]
+        for action in self._actions:
+            if action.required and action.option_strings:
+                words.append(f"{action.option_strings[0]} {action.metavar or action.dest.upper()}")
+        words.append("[OPTION ...]")
+        for action in self._actions:
+            if not action.option_strings:
+                words.append(f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar))
+        return " ".join([*words, *["[-- OPTION OF MEGATRON ...]"] * ("extra" in self._defaults)])
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse; an option or a word that this parser does not know is an error here, where it is known which
@@ -65,7 +87,10 @@ class Parser(argparse.ArgumentParser):
         choices = None if isinstance(action, argparse._SubParsersAction) else action.choices
         if choices is not None and arg_string not in choices:
             for choice in choices:
-                if isinstance(choice, str) and _folded(choice) == _folded(arg_string):
+                if isinstance(choice, str) and _folded(choice) in (
+                    _folded(arg_string),
+                    SYNONYMS.get(_folded(arg_string)),
+                ):
                     return choice
         return super()._get_value(action, arg_string)
 
@@ -94,8 +119,7 @@ class Commands:
         command = COMMANDS[name]
         purpose = command.purpose[0].upper() + command.purpose[1:] + "."
         settings = {"description": purpose, **settings, "help": command.purpose}
-        parser: Parser = self._action.add_parser(name, **settings)
-        parser.example = command.example
+        parser: argparse.ArgumentParser = self._action.add_parser(name, **settings)
         return parser
 
     def add_name(self, name: str) -> None:

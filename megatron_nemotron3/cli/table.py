@@ -134,4 +134,10 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
 }
 
+#: Examples of the two directions of `convert`.
+DIRECTIONS = {
+    "convert to-hf": "nemotron3 convert to-hf runs/demo demo-hf",
+    "convert from-hf": "nemotron3 convert from-hf demo-hf demo-megatron",
+}
+
 COMMANDS: dict[str, Command] = {command.name: command for commands in GROUPS.values() for command in commands}

@@ -23,9 +23,9 @@ def register(commands: Any) -> None:
         metavar="DIR",
         help="a run, its checkpoints or one of them, or a Hugging Face folder",
     )
-    command.add_argument("--full", action="store_true", help="read everything and compare CRC32s")
+    command.add_argument("--full", action="store_true", help="everything: read all bytes and compare CRC32s")
     command.add_argument(
-        "--workers", type=int, default=4, metavar="N", help="threads or processes of --full (default 4)"
+        "--workers", type=int, default=4, metavar="N", help="processes or threads (default 4)"
     )
     add_json(command)
     command.set_defaults(run=check_command)

@@ -22,13 +22,17 @@ def register(commands: Any) -> None:
     command = commands.add_parser("finetune")
     command.add_argument("source", type=Path, metavar="HF_DIR", help="a Hugging Face folder with weights")
     command.add_argument(
-        "--conversations", type=Path, required=True, metavar="FILE", help=".jsonl: what to train on"
+        "--conversations", type=Path, required=True, metavar="FILE", help=".jsonl conversations (to train on)"
     )
     command.add_argument(
         "--held-out", type=Path, metavar="FILE", help=".jsonl: what to measure on (default: one line in 8)"
     )
-    command.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
-    command.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="default: HF_DIR")
+    command.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="where to write (a folder)"
+    )
+    command.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="folder of a Hugging Face tokenizer (default: HF_DIR)"
+    )
     command.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="Jinja; takes the place of the tokenizer's"
     )
@@ -36,14 +40,28 @@ def register(commands: Any) -> None:
         "--lora", nargs="?", const="", metavar="WORDS", help="train adapters: dim=N, alpha=N, targets=A+B"
     )
     command.add_argument(
-        "--adapter-only", action="store_true", help="with --lora: write peft's folder, without the weights"
+        "--adapter-only", action="store_true", help="write the LoRA adapter alone, as a folder of peft"
     )
-    command.add_argument("--steps", type=int, metavar="N", help=f"default {STEPS} for a tiny model")
-    command.add_argument("--lr", type=float, metavar="X", help=f"peak rate (default {LR} for a tiny model)")
-    command.add_argument(
-        "--seq-length", type=int, default=SEQ_LENGTH, metavar="N", help=f"tokens a row (default {SEQ_LENGTH})"
+    training = command.add_argument_group("training")
+    training.add_argument(
+        "--steps", type=int, metavar="N", help=f"training iterations (default {STEPS} for a tiny model)"
     )
-    command.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    training.add_argument(
+        "--lr", type=float, metavar="N", help=f"peak learning rate (default {LR} for a tiny model)"
+    )
+    training.add_argument(
+        "--seq-length",
+        type=int,
+        default=SEQ_LENGTH,
+        metavar="N",
+        help=f"tokens per sequence (default {SEQ_LENGTH})",
+    )
+    training.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="where it computes (default auto: a GPU, if there is one)",
+    )
     command.set_defaults(run=finetune_command)
 
 

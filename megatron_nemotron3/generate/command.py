@@ -38,32 +38,41 @@ def register(commands: Any) -> None:
     command = commands.add_parser("generate")
     command.set_defaults(run=generate_command)
     add_checkpoint(command)
-    command.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     command.add_argument(
-        "--prompt-file", type=Path, metavar="F", help="one prompt: the text of a file; - reads stdin"
+        "--prompt", action="append", default=[], metavar="TEXT", help="text to continue; may be repeated"
     )
     command.add_argument(
+        "--prompt-file", type=Path, metavar="FILE", help="one prompt: the text of a file; - reads stdin"
+    )
+    sampling = command.add_argument_group("new tokens")
+    sampling.add_argument(
         "--max-new-tokens",
         type=int,
         default=NEW_TOKENS,
         metavar="N",
-        help=f"default {NEW_TOKENS}",
+        help=f"tokens to generate (at most, for each prompt; default {NEW_TOKENS})",
     )
-    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy")
-    command.add_argument(
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="of sampling (default 0: the most likely token)",
+    )
+    sampling.add_argument(
         "--top-p", type=float, metavar="P", help="sample from the most likely tokens that add up to P"
     )
-    command.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
-    command.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the first prompt (default 0); prompt i has N + i"
+    sampling.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    sampling.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of sampling (default 0; prompt i has N + i)"
     )
     command.add_argument(
-        "--draft", type=int, default=0, metavar="K", help="MTP drafts K tokens per step (default 0: off)"
+        "--draft", type=int, default=0, metavar="K", help="tokens that MTP drafts per step (default 0: off)"
     )
     command.add_argument(
         "--cuda-graphs", action="store_true", help="launch all kernels of a step at once; needs a GPU"
     )
-    command.add_argument(
+    sampling.add_argument(
         "--stop",
         action="append",
         default=[],
@@ -76,17 +85,28 @@ def register(commands: Any) -> None:
 
 def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> None:
     """Add what says what to load, and how; `option`: as --checkpoint, else as the first word."""
+    model = command.add_argument_group("model")
     what = "a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository"
     if option:
-        command.add_argument("--checkpoint", type=place, required=True, metavar="DIR", help=what)
+        model.add_argument("--checkpoint", type=place, required=True, metavar="DIR", help=what)
     else:
         command.add_argument("checkpoint", type=place, metavar="RUN", help=what)
-    command.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="default: the checkpoint's or the run's"
+    model.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder of a Hugging Face tokenizer (default: the checkpoint's or the run's)",
     )
-    command.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    command.add_argument("--dtype", choices=DTYPES, help="default: as stored")
-    add_stored_model(command)
+    model.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="where it computes (default auto: a GPU, if there is one)",
+    )
+    model.add_argument(
+        "--dtype", choices=DTYPES, help="type of the numbers (of the weights; default: as stored)"
+    )
+    add_stored_model(model)
 
 
 def open_for_tokenizer(

@@ -40,22 +40,28 @@ def register(commands: Any) -> None:
     command = commands.add_parser("evaluate")
     command.set_defaults(run=evaluate_command)
     add_checkpoint(command)
-    text = command.add_mutually_exclusive_group()
+    measured = command.add_argument_group("what is measured")
+    text = measured.add_mutually_exclusive_group()
     text.add_argument(
-        "--text", metavar="PATH", help="file, .jsonl or folder; default: the run's held-out data"
+        "--text", metavar="PATH", help="text file, .jsonl or folder (default: the run's held-out data)"
     )
-    text.add_argument("--data-path", metavar="PREFIX", help="a Megatron data set, without a split")
+    text.add_argument("--data-path", metavar="PREFIX", help="Megatron data sets (here one, without a split)")
     text.add_argument(
-        "--conversations", metavar="FILE", help=".jsonl: the loss of the assistant's tokens; with --tokenizer"
+        "--conversations",
+        metavar="FILE",
+        help=".jsonl conversations (the loss of the assistant's tokens; needs --tokenizer)",
     )
-    command.add_argument(
+    measured.add_argument(
         "--tokens", type=int, default=TOKENS, metavar="N", help=f"of the loss, at most (default {TOKENS})"
     )
-    command.add_argument(
-        "--seq-length", type=int, metavar="N", help="tokens per window (default: the model's)"
+    measured.add_argument(
+        "--seq-length", type=int, metavar="N", help="tokens per sequence (default: the model's)"
     )
-    command.add_argument(
-        "--draft", type=int, metavar="K", help=f"measure 1 to K drafts (default {DRAFT}; 0: none)"
+    measured.add_argument(
+        "--draft",
+        type=int,
+        metavar="K",
+        help=f"tokens that MTP drafts per step (1 to K are measured; default {DRAFT}, 0: none)",
     )
     command.add_argument("--plot", type=Path, metavar="PNG", help="write losses and acceptance as a picture")
     add_json(command)
@@ -80,7 +86,7 @@ def evaluate_command(options: argparse.Namespace) -> int:
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
     if options.conversations is not None and options.tokenizer is None:
-        raise ValueError("--conversations needs --tokenizer FOLDER (a tokenizer with a chat template)")
+        raise ValueError("--conversations needs --tokenizer DIR (a tokenizer with a chat template)")
     if options.conversations is not None and (options.plot is not None or options.draft is not None):
         raise ValueError("--plot and --draft measure texts, not --conversations: drop them")
     with local(options.checkpoint) as options.checkpoint:

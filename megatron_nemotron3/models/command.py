@@ -10,7 +10,7 @@ from megatron_nemotron3.models.catalog import names
 from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.tiny import tiny
 
-_FILE = "a FILE.json or FILE.py of one's own"
+_MODEL = "a name of the catalog, or FILE.json or FILE.py with a model of your own"
 
 
 def register(commands: Any) -> None:
@@ -24,7 +24,7 @@ def register(commands: Any) -> None:
 def add_model(command: argparse.ArgumentParser) -> None:
     """Add NAME or --model, and --tiny, which `chosen_model` reads."""
     command.add_argument("name", metavar="NAME", nargs="?", help=", ".join(names()))
-    command.add_argument("--model", metavar="FILE", help=f"{_FILE}, instead of NAME")
+    command.add_argument("--model", metavar="MODEL", help=f"{_MODEL}; instead of NAME")
     command.add_argument("--tiny", action="store_true", help="use the small form of the model")
 
 
@@ -47,14 +47,14 @@ def chosen_model(options: argparse.Namespace) -> Nemotron3Config:
     return _sized(options.model or options.name, options.tiny)
 
 
-def add_stored_model(command: argparse.ArgumentParser) -> None:
+def add_stored_model(command: argparse._ActionsContainer) -> None:
     """Add --model and --tiny, for commands that read a checkpoint; `stored_model` reads them."""
     command.add_argument(
         "--model",
-        metavar="NAME",
-        help=f"{', '.join(names())}, or {_FILE}; default: as the checkpoint says",
+        metavar="MODEL",
+        help=f"{_MODEL}; default: as the checkpoint says",
     )
-    command.add_argument("--tiny", action="store_true", help="use the small form of --model")
+    command.add_argument("--tiny", action="store_true", help="use the small form of the model")
 
 
 def stored_model(options: argparse.Namespace) -> Nemotron3Config | None:

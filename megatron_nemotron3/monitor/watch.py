@@ -34,7 +34,9 @@ def register(commands: Any) -> None:
     command.add_argument(
         "folder", type=Path, metavar="DIR", help="the folder of --tensorboard-dir, a run, or its checkpoints"
     )
-    command.add_argument("--output", type=Path, metavar="PNG", help="default: DIR/monitor.png")
+    command.add_argument(
+        "--output", type=Path, metavar="PNG", help="where to write (default: DIR/monitor.png)"
+    )
     add_json(command)
     command.set_defaults(run=watch_command)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +27,43 @@ def register(commands: Any) -> None:
     command = commands.add_parser("plan")
     add_model(command)
     command.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the whole job")
-    command.add_argument("--gpu", choices=GPUS, required=True, help="type of GPU")
+    command.add_argument(
+        "--gpu", choices=GPUS, required=True, help="type of GPU: memory, rates and NVLink are its"
+    )
     command.add_argument(
         "--nvlink-domain", type=int, metavar="N", help="GPUs that NVLink joins (default: its)"
     )
-    command.add_argument(
-        "--seq-length", "--seq", type=int, metavar="N", help="tokens per sequence (default: the model's)"
+    training = command.add_argument_group("training")
+    training.add_argument(
+        "--seq-length", type=int, metavar="N", help="tokens per sequence (default: the model's)"
     )
-    command.add_argument(
+    training.add_argument(
         "--global-batch-size",
-        "--gbs",
         type=int,
         metavar="N",
         help=f"sequences per step (default: as published, or {BATCH})",
     )
-    command.add_argument(
-        "--precision", choices=PRECISIONS, default="bf16", help="precision of training (bf16)"
+    training.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="bf16",
+        help="number format of the linear layers (default bf16)",
     )
-    command.add_argument(
+    training.add_argument(
         "--dispatcher",
         choices=DISPATCHERS,
         help="how tokens are sent to experts (default: as published for the GPU; with --plain: alltoall)",
     )
-    command.add_argument(
+    training.add_argument(
         "--plain", action="store_true", help="without the performance options published for the GPU"
     )
-    command.add_argument("--best", type=int, default=5, metavar="N", help="layouts to print (5)")
-    add_json(command)
-    command.add_argument(
+    # Earlier spellings.
+    command.add_argument("--seq", dest="seq_length", type=int, default=SUPPRESS, help=SUPPRESS)
+    command.add_argument("--gbs", dest="global_batch_size", type=int, default=SUPPRESS, help=SUPPRESS)
+    shown = command.add_argument_group("output")
+    shown.add_argument("--best", type=int, default=5, metavar="N", help="layouts to print (5)")
+    add_json(shown)
+    shown.add_argument(
         "--plot", type=Path, metavar="PNG", help="write a bar chart of the memory of the best layouts"
     )
     command.set_defaults(run=plan)

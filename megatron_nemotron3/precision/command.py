@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from argparse import SUPPRESS
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,24 @@ def register(commands: Any) -> None:
     command = commands.add_parser("precision")
     add_model(command)
     command.add_argument(
-        "--precision", "--format", dest="format", choices=PRECISIONS, default=NVFP4, help=f"default {NVFP4}"
+        "--precision",
+        dest="format",
+        choices=PRECISIONS,
+        default=NVFP4,
+        help=f"number format of the linear layers (default {NVFP4})",
     )
     command.add_argument(
-        "--output", "--yaml", type=Path, metavar="FILE", help="write --te-precision-config-file"
+        "--output", type=Path, metavar="FILE", help="where to write: a --te-precision-config-file"
     )
     command.add_argument(
-        yaml_file.FLAG, type=Path, metavar="FILE", help="compare this file with the published recipe"
+        yaml_file.FLAG,
+        type=Path,
+        metavar="FILE",
+        help="Megatron's file with the format of each module (compare it with the published)",
     )
+    # Earlier spellings.
+    command.add_argument("--format", choices=PRECISIONS, default=SUPPRESS, help=SUPPRESS)
+    command.add_argument("--yaml", dest="output", type=Path, default=SUPPRESS, help=SUPPRESS)
     command.add_argument("--report", type=Path, metavar="DIR", help="summary and plot of a measured run")
     add_json(command)
     command.set_defaults(run=precision_command)

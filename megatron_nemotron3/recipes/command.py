@@ -21,7 +21,7 @@ def register(commands: Any) -> None:
         "--output",
         metavar="DIR",
         type=Path,
-        help="copy to this folder: the recipe, or those of MODEL, or all",
+        help="where to write (a copy of the recipe, of those of MODEL, or of all)",
     )
     add_json(command)
     command.set_defaults(run=recipe_command)

@@ -20,8 +20,8 @@ def register(commands: Any) -> None:
     """Add `nemotron3 report`."""
     command = commands.add_parser("report")
     command.add_argument("folder", type=Path, metavar="RUN", help="a run, or its checkpoints")
-    command.add_argument("--output", type=Path, metavar="HTML", help=f"default: RUN/{NAME}")
-    command.add_argument("--prompt", metavar="TEXT", help="let the last checkpoint continue this text")
+    command.add_argument("--output", type=Path, metavar="HTML", help=f"where to write (default: RUN/{NAME})")
+    command.add_argument("--prompt", metavar="TEXT", help="text to continue (by the last checkpoint)")
     add_json(command)
     command.set_defaults(run=report_command)
 

@@ -288,7 +288,7 @@ def _prepared_data(request: Request) -> tuple[TrainingData, float | None]:
         return _prepared_conversations(request, folders_only), None
     if request.data_path:
         if request.tokenizer is None:
-            raise ValueError("--data-path needs --tokenizer FOLDER (a Hugging Face tokenizer)")
+            raise ValueError("--data-path needs --tokenizer DIR (a Hugging Face tokenizer)")
         given = replace(
             folders_only,
             data_path=request.data_path,

@@ -95,6 +95,13 @@ def test_block(block: Block, page_folder: Callable[[str], Path], programs: Path)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
+def test_example_of_the_other_direction(page_folder: Callable[[str], Path]) -> None:
+    folder = page_folder("directions")
+    for example in table.DIRECTIONS.values():
+        done = run_python(["-c", NEMOTRON3, *shlex.split(example)[1:]], folder)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
 def write_chat_model(folder: Path) -> None:
     """Conversations, and a Hugging Face folder whose tokenizer has a chat template."""
     run_python([str(ROOT / "examples" / "conversations.py"), "."], folder)
