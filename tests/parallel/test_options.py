@@ -71,7 +71,6 @@ OPTIONS: dict[str, Option] = {
     "FSDP optim, expert DP 1": Option("nano", _L(dp=2, ep=2), (*_FSDP, "optim")),
     "HSDP": Option("super", _L(dp=4), (*_HSDP, *_OVERLAP)),
     "HSDP, EP": Option("super", _L(dp=4, ep=2), (*_HSDP, *_OVERLAP)),
-    "HFSDP": Option("super", _L(dp=4), (*_HSDP, *_OVERLAP, "--outer-dp-sharding-strategy", "optim")),
 }
 
 
@@ -100,7 +99,7 @@ def test_what_megatron_refuses_on_a_cpu() -> None:
         assert isinstance(result, Refusal) and message in result.message, result
 
 
-#: A rule refuses each: what it says must be wrong with it.
+#: A rule of the same name refuses it: what it says must be wrong with it.
 WRONG: dict[str, tuple[Option, str]] = {
     # The buffer of a parameter that is not divided is scaled once for every micro-batch.
     "fsdp-expert-dp": (
@@ -114,6 +113,11 @@ WRONG: dict[str, tuple[Option, str]] = {
     ),
     # Only the last micro-batch of an overlapped reduction sums over the copies of the model.
     "hsdp-overlap": (Option("super", _L(dp=4), _HSDP), "ranks report different numbers"),
+    # No rule: losses or norms differ between the instances, for a reason that is not known.
+    "outer sharding": (
+        Option("super", _L(dp=4), (*_HSDP, *_OVERLAP, "--outer-dp-sharding-strategy", "optim")),
+        "ranks report different numbers",
+    ),
 }
 
 
