@@ -39,7 +39,7 @@ def inputs(folder: Path, vocabulary: int = 384) -> list[str]:
 def untrained(stopped: list[int]) -> Callable[..., int]:
     """The steps, but training copies its start; it is interrupted as often as `stopped` has statuses."""
 
-    def step(*words: object, prefix: str = "") -> int:
+    def step(main: object, *words: object, prefix: str = "") -> int:
         line = [str(word) for word in words]
         if line[0] != "train":
             return cli.main(line)

@@ -58,7 +58,7 @@ ALLOWED = {
     },
     "recipes": {"boundary", "checkpoint"},
     "finetune": {
-        *("bars", "checkpoint", "cli", "convert", "cpu", "generate", "lora", "models", "run", "train"),
+        *("bars", "checkpoint", "convert", "cpu", "generate", "lora", "models", "run", "train"),
     },
     "report": {
         *("args", "bars", "checkpoint", "generate", "models", "monitor", "plots", "precision", "train"),

@@ -99,6 +99,7 @@ def _run(words: list[str]) -> int:
         if extra and not hasattr(options, "extra"):
             raise ValueError(f"no arguments are allowed after --: drop {' '.join(extra)}")
         options.extra, options.command_line = extra, shlex.join(["nemotron3", *words])
+        options.main = main  # for a command that consists of commands
         status: int = options.run(options)
         sys.stdout.flush()
         return status
