@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.certify.batch import Batch, batches
+from megatron_nemotron3.certify.case import Case
+from megatron_nemotron3.certify.ranks import initialize, run_distributed
+from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, gradients, load, pieces
 from megatron_nemotron3.lora import LoRA, training
-from megatron_nemotron3.models import Nemotron3Config
-from tests.parallel.batch import Batch, batches
-from tests.parallel.case import Case
-from tests.parallel.tensors import Pieces, Tensors, gather, gradients, load, pieces
-from tests.support.distributed import initialize, run_distributed
 
 
 @dataclass
@@ -49,11 +48,10 @@ def train(case: Case, weights: Tensors | None = None, timeout: float = 300) -> R
     )
 
 
-def initial_weights(
-    config: Nemotron3Config, seed: int = 0, extra: tuple[str, ...] = (), lora: str | None = None
-) -> Tensors:
-    """Random weights of the whole model in which nothing is 1, 0 or equal to its neighbor by default."""
-    (pieces,) = run_distributed(_built, 1, Case(config=config, extra=extra, lora=lora), apart=True)
+def initial_weights(case: Case, seed: int = 0) -> Tensors:
+    """Random weights of the model of `case`, a case of one rank, in which nothing is 1, 0 or equal to its
+    neighbor by default."""
+    (pieces,) = run_distributed(_built, 1, case, apart=True)
     generator = torch.Generator().manual_seed(seed)
 
     def randomized(key: str, tensor: Tensor) -> Tensor:
