@@ -27,9 +27,11 @@ class Distance:
     #: Largest difference over the largest element.
     relative: float
 
-    def __str__(self) -> str:
-        where = f"{self.what} {self.key}".rstrip()
-        return f"{where}: {self.relative:.2g}, {self.share:.2g} of the tolerance"
+    @property
+    def problem(self) -> str:
+        """The distance as a sentence."""
+        where = self.key and f" ({self.key})"
+        return f"{self.what} differ{where}: by {self.relative:.2g}, {self.share:.2g} of the tolerance"
 
 
 def farthest(what: str, expected: Tensors, found: Tensors, allowed: Tensors) -> Distance:
@@ -61,8 +63,8 @@ def check(one: Case, other: Case) -> tuple[Distance, Distance]:
 def against(one: Case, base: Result, found: Result) -> tuple[Distance, Distance]:
     """The comparison itself."""
     distances = {distance.what: distance for distance in compared(one, base, found)}
-    too_far = [str(distance) for distance in distances.values() if not distance.share <= 1]
-    assert not too_far, f"{one.steps} steps differ: {'; '.join(too_far)}"
+    too_far = [distance.problem for distance in distances.values() if not distance.share <= 1]
+    assert not too_far, "; ".join(too_far)
     return distances["gradients"], distances["weights"]
 
 

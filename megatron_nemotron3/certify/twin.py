@@ -91,7 +91,7 @@ class Twin:
     remarks: tuple[Remark, ...]
 
     def words(self, sizes: Sizes | None) -> list[str]:
-        """Return Megatron's command line in a layout, or in one process (None), without batch and schedule."""
+        """Return Megatron's command line in a layout or in one process (None), without batch and schedule."""
         layout = sizes.layout if sizes else ParallelLayout()
         pattern = stages_of(self.config, layout)
         head = [
