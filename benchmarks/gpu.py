@@ -70,7 +70,7 @@ WIDTHS = ("nano", "super")
 #: Of a training step -> title. The order is that of their value.
 SIDES = {
     "kernels": "torch backend with our Triton kernels",
-    "plain": "torch backend without kernels",
+    "plain": "torch backend without our kernels (the default)",
     "hf": "transformers at its best setting",
     "te": "stock TransformerEngine spec",
     "mamba-ssm": "torch backend with kernels and mamba-ssm's scan",
@@ -87,13 +87,13 @@ STAGES = (
     Stage("versions", "doctor, versions, rates of the device", 60, 240),
     Stage("tests", "pytest -m gpu", 240, 480),
     *_steps("kernels", "plain", "hf", "te"),
+    Stage("plan", "memory and time of `nemotron3 plan` beside the steps that were measured", 20, 120),
     Stage("nvfp4", "cost of NVFP4 emulation", 80, 240),
     Stage("generate.plain", "generation, plain and with CUDA graphs", 75, 240),
-    Stage("generate.drafts", "generation with 1 to 7 drafts", 90, 240),
+    Stage("generate.drafts", "generation with 1 to 7 drafts, with CUDA graphs and without", 150, 300),
     Stage("prefill", "prefill of 1M tokens", 120, 300),
     Stage("boundary", "packing of rows between modules", 30, 120),
     *_steps("mamba-ssm"),
-    Stage("plan", "memory and time of `nemotron3 plan` beside what was measured", 20, 120),
 )
 
 
@@ -144,7 +144,7 @@ class Driver:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path()},
+                env=stage_environment(),
             )
             try:
                 code = process.wait(limit)
@@ -202,6 +202,12 @@ def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
     return (errors or lines or ["it printed nothing"])[-1][:300]
+
+
+def stage_environment() -> dict[str, str]:
+    """Of a stage: no package asks a model hub, which takes minutes to fail where there is no network."""
+    own = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **own}
 
 
 def python_path() -> str:

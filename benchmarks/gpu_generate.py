@@ -2,7 +2,8 @@
 
 plain     the whole of Nano in BF16, batch 1: decoding after a short and a long context, with a CUDA graph and
           without
-drafts    11 layers of Super's width and its MTP: plain, and with 1 to 7 drafts. The weights are such that MTP
+drafts    11 layers of Super's width and its MTP: plain, and with 1 to 7 drafts, each with a CUDA graph and
+          without. The weights are such that MTP
           agrees with the model (the layers add nothing to the residual stream, though they are computed), so
           each verification gives about as many tokens as it can. What drafts cost does not depend on the
           weights; "break_even" is the acceptance length from which they are faster than plain decoding.
@@ -137,7 +138,7 @@ def plain(setting: Setting) -> None:
 
 
 def drafts(setting: Setting) -> None:
-    """Plain decoding, and with 1 to 7 drafts."""
+    """Plain decoding, and with 1 to 7 drafts, with a CUDA graph and without."""
     # Super's own pattern of MTP, which `stack` leaves out
     config = get("super-tiny") if setting.small else get("super").but(pattern=stack("super").pattern)
     if setting.device == "cuda":
@@ -149,20 +150,24 @@ def drafts(setting: Setting) -> None:
     about(setting, config, engine)
     new, rounds = (SMALL_NEW, SMALL_ROUNDS) if setting.small else (NEW, ROUNDS)
     tokens = prompt(config, SMALL_DRAFT_CONTEXT if setting.small else DRAFT_CONTEXT)
-    base, texts = 0.0, []
-    for draft in (0, *DRAFTS):
-        found = runs(engine, tokens, GenerationOptions(new, draft=draft), rounds)
+    base: dict[bool, float] = {}
+    text: list[int] = []
+    # With graphs first: what a session is for, should it be cut off.
+    for graphs, draft in ((graphs, draft) for graphs in (True, False) for draft in (0, *DRAFTS)):
+        options = GenerationOptions(new, draft=draft, chunk=CHUNK, graphs=graphs)
+        found = runs(engine, tokens, options, rounds)
         step = statistics.median(f.decode_seconds / f.passes for f in found)
-        base = base or step
-        texts.append(found[0].rows[0].tokens)
+        base.setdefault(graphs, step)
+        text = text or found[0].rows[0].tokens
         setting.emit(
             "drafts",
             drafts=draft,
+            graphs=graphs,
             acceptance_length=found[0].speculation.acceptance_length if draft else 1.0,
             tokens_per_second=statistics.median(f.tokens_per_second for f in found),
             seconds_per_pass=step,
-            break_even=step / base,
-            equal=sum(a == b for a, b in zip(texts[-1], texts[0], strict=True)),
+            break_even=step / base[graphs],
+            equal=sum(a == b for a, b in zip(found[0].rows[0].tokens, text, strict=True)),
             new=new,
         )
 

@@ -1,6 +1,6 @@
 """What `make gpu` needs on a machine without a package index, as parts of limited size.
 
-    python benchmarks/gpu_pack.py make build/gpu-pack [--te-wheel FILE] [--have FILE] [--part-size 60M]
+    python benchmarks/gpu_pack.py make build/gpu-pack [--te-wheel FILE [--cuda 13]] [--have FILE]
     python3 gpu_pack.py unpack build/gpu-pack --into DIR [--groups base]    # needs no network
     . DIR/env.sh && cd DIR/checkout && make gpu
 
@@ -10,7 +10,8 @@ base    megatron-core, transformers, and all that they and the tests need but to
         and Triton sources of mamba-ssm and causal-conv1d, which suffice for the scan; a wheel and an archive
         of this checkout
 te      TransformerEngine, and what it needs besides. Its extension for torch is on the index as source only,
-        and compiling it needs CUDA: --te-wheel gives a wheel, without it this group is left out
+        and compiling it needs CUDA: --te-wheel gives a wheel, without it this group is left out. Its core
+        library is built for CUDA 12 or 13: --cuda gives that of the target's torch, `unpack` compares them
 
 --have is what `pip freeze` prints on the target machine: what it names is left out, but for megatron-core and
 transformers. A group is one tar file, divided into parts; MANIFEST.json has their SHA-256. `unpack` checks
@@ -46,7 +47,8 @@ NEEDED = ("einops", "hypothesis", "pytest", "pytest-xdist", "safetensors", "toke
 #: Of TransformerEngine, whose own wheels are taken without their needs: those name other builds, too.
 TE_NEEDED = ("onnx", "onnxscript", "pydantic", "nvdlfw-inspect", "nvidia-cudnn-frontend>=1.29.0")
 TE_VERSION = "2.20.2"
-TE = (f"transformer-engine=={TE_VERSION}", f"transformer-engine-cu13=={TE_VERSION}")
+#: Major versions of CUDA that its core library is published for; that of torch on the index is the default.
+CUDA = ("13", "12")
 #: Source archive -> (folder that is used, name of its compiled module, of which an empty one stands in).
 SOURCES = {
     "mamba-ssm==2.3.2.post1": ("mamba_ssm", "selective_scan_cuda"),
@@ -54,13 +56,15 @@ SOURCES = {
 }
 MANIFEST = "MANIFEST.json"
 MIB = 2**20
+#: Of a part: transfers of 64 MiB carry the checkout, too.
+PART = 55 * MIB
 
 
 def size(text: str) -> int:
-    """Bytes: 60M, 900K, 1000."""
+    """Bytes: 55M, 900K, 1000."""
     match = re.fullmatch(r"(\d+)([KMG]?)", text)
     if not match or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: give 60M or 900K")
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: give 55M or 900K")
     return int(match[1]) * 1024 ** " KMG".index(match[2] or " ")
 
 
@@ -143,7 +147,14 @@ def download_sources(folder: Path) -> Path:
     return made
 
 
-def gather(folder: Path, te_wheel: Path | None, have: Iterable[str]) -> dict[str, list[Path]]:
+def transformer_engine(cuda: str) -> tuple[str, str]:
+    """TransformerEngine without its extension for torch."""
+    return f"transformer-engine=={TE_VERSION}", f"transformer-engine-cu{cuda}=={TE_VERSION}"
+
+
+def gather(
+    folder: Path, te_wheel: Path | None, have: Iterable[str], cuda: str = CUDA[0]
+) -> dict[str, list[Path]]:
     """Group -> files and folders, downloaded into `folder`.
 
     Raises:
@@ -158,7 +169,7 @@ def gather(folder: Path, te_wheel: Path | None, have: Iterable[str]) -> dict[str
     groups = {"base": [wheels, download_sources(folder), checkout]}
     if te_wheel is not None:
         needed = set(missing(resolve(folder, *TE_NEEDED), have)) - set(own)
-        _download(te, [*TE, *sorted(needed)])
+        _download(te, [*transformer_engine(cuda), *sorted(needed)])
         shutil.copy(te_wheel, te)
         groups["te"] = [te]
     return groups
@@ -171,7 +182,9 @@ def _download(folder: Path, requirements: Sequence[str]) -> None:
 # --- parts --------------------------------------------------------------------------------------------
 
 
-def write_pack(groups: Mapping[str, Sequence[Path]], folder: Path, part_size: int) -> dict[str, Any]:
+def write_pack(
+    groups: Mapping[str, Sequence[Path]], folder: Path, part_size: int, cuda: str = CUDA[0]
+) -> dict[str, Any]:
     """Write each group as one tar file in parts, with a manifest and this program.
 
     Args:
@@ -179,7 +192,7 @@ def write_pack(groups: Mapping[str, Sequence[Path]], folder: Path, part_size: in
         folder: does not exist yet, or is empty.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    manifest: dict[str, Any] = {"python": PYTHON, "groups": {}}
+    manifest: dict[str, Any] = {"python": PYTHON, "cuda": cuda, "groups": {}}
     for name, paths in groups.items():
         with tempfile.TemporaryFile(dir=folder) as whole:
             with tarfile.open(fileobj=whole, mode="w") as archive:
@@ -206,13 +219,20 @@ def check(folder: Path, groups: Sequence[str]) -> dict[str, list[Path]]:
     """The parts of some groups, or of all, after comparing their checksums.
 
     Raises:
-        ValueError: there is no pack, no such group, or a part is missing or damaged.
+        ValueError: there is no pack, no such group, a part is missing or damaged, or TransformerEngine is for
+            another CUDA than the torch that is here.
     """
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{folder} has no {MANIFEST}: it is no pack, or the file was not carried")
-    known = json.loads((folder / MANIFEST).read_text())["groups"]
+    manifest = json.loads((folder / MANIFEST).read_text())
+    known, made_for, here = manifest["groups"], manifest["cuda"], cuda_of_torch()
     if unknown := [name for name in groups if name not in known]:
         raise ValueError(f"the pack has no group {unknown[0]!r}: use {', '.join(known)}")
+    if "te" in (groups or known) and here is not None and here.split(".")[0] != made_for:
+        raise ValueError(
+            f"TransformerEngine in this pack is for CUDA {made_for}, the torch here for {here}: make the "
+            f"pack with --cuda {here.split('.')[0]}, or unpack with --groups base"
+        )
     found: dict[str, list[Path]] = {}
     for name in groups or known:
         for part in known[name]:
@@ -278,13 +298,27 @@ def environment(into: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def library_folders() -> Iterator[Path]:
-    """Folders with shared libraries beside the torch of this interpreter."""
+def torch_folder() -> Path | None:
+    """Where the torch of this interpreter is, without importing it."""
     from importlib.util import find_spec
 
     spec = find_spec("torch")
-    if spec is not None and spec.origin is not None:
-        torch = Path(spec.origin).parent
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA version that torch was built for, such as 13.0; None without torch or without CUDA."""
+    torch = torch_folder()
+    if torch is None or not (torch / "version.py").is_file():
+        return None
+    found = re.search(r"^cuda\b.*= '([\d.]+)'", (torch / "version.py").read_text(), re.MULTILINE)
+    return found[1] if found else None
+
+
+def library_folders() -> Iterator[Path]:
+    """Folders with shared libraries beside the torch of this interpreter."""
+    torch = torch_folder()
+    if torch is not None:
         yield from sorted(torch.parent.glob("nvidia/*/lib"))
         yield torch / "lib"
 
@@ -297,9 +331,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     made = commands.add_parser("make", help="gather and divide")
     made.add_argument("pack", type=Path)
     made.add_argument(
-        "--part-size", type=size, default=60 * MIB, help="bytes of a part at most; default: 60M"
+        "--part-size", type=size, default=PART, help=f"bytes of a part at most; default: {PART // MIB}M"
     )
     made.add_argument("--te-wheel", type=Path, help="a wheel of transformer_engine_torch")
+    made.add_argument(
+        "--cuda",
+        choices=CUDA,
+        default=CUDA[0],
+        help="of the target's torch, for TransformerEngine; default: 13",
+    )
     made.add_argument("--have", type=Path, help="what `pip freeze` prints on the target machine")
     taken = commands.add_parser("unpack", help="check and install, without network")
     taken.add_argument("pack", type=Path)
@@ -322,7 +362,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{args.pack} is not empty: give another folder, or remove it")
         have = names_of(args.have.read_text()) if args.have else []
         with tempfile.TemporaryDirectory() as folder:
-            manifest = write_pack(gather(Path(folder), args.te_wheel, have), args.pack, args.part_size)
+            groups = gather(Path(folder), args.te_wheel, have, args.cuda)
+            manifest = write_pack(groups, args.pack, args.part_size, args.cuda)
     except (ValueError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
         print(f"gpu_pack.py: {error}", file=sys.stderr)
         return 2

@@ -259,10 +259,12 @@ def generation(results: Results) -> Lines:
                 for r in rows
             ]
         else:
-            header = "drafts|ms a pass|acceptance length|tokens/s|pays from acceptance length|equal tokens"
+            header = "drafts|CUDA graph|ms a pass|acceptance length|tokens/s"
+            header += "|pays from acceptance length|equal tokens"
             cells = [
                 [
                     r["drafts"],
+                    "yes" if r["graphs"] else "no",
                     f"{r['seconds_per_pass'] * 1e3:.2f}",
                     f"{r['acceptance_length']:.2f}",
                     f"{r['tokens_per_second']:.1f}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 class Skipped(Exception):
@@ -16,13 +16,15 @@ class Skipped(Exception):
 class Setting:
     """Where a stage runs, and where its rows go.
 
-    rows: default: standard output. results: of earlier stages.
+    rows: a file; None: rows are printed. results: of earlier stages. output: where rows are printed; None:
+    standard output.
     """
 
     device: str
     small: bool
     rows: Path | None = None
     results: Path | None = None
+    output: TextIO | None = None
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Write a row."""
@@ -32,7 +34,7 @@ class Setting:
         """Write a row as it is; one with "error" says why the stage ended."""
         text = json.dumps(row)
         if self.rows is None:
-            print(text, flush=True)
+            print(text, file=self.output, flush=True)
             return
         with self.rows.open("a", encoding="utf-8") as file:
             file.write(text + "\n")

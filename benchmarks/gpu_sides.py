@@ -242,12 +242,12 @@ def is_kernel(function: Any) -> bool:
     return bool(inspect.getclosurevars(function).nonlocals.get("is_new_implementation"))
 
 
-_ON, _OFF = {"NEMOTRON3_GPU_KERNELS": "1"}, {"NEMOTRON3_GPU_KERNELS": "0"}
+_ON, _DEFAULT = {"NEMOTRON3_GPU_KERNELS": "1"}, {"NEMOTRON3_GPU_KERNELS": ""}
 #: Name of the stage -> factory of the side, called with the device.
 SIDES: dict[str, Callable[[str], Side]] = {
     "kernels": partial(Ours, environment=_ON),
-    "plain": partial(Ours, environment=_OFF),
+    "plain": partial(Ours, environment=_DEFAULT),
     "mamba-ssm": partial(Ours, environment=_ON, mamba_ssm=True),
-    "hf": partial(Transformers, environment=_OFF),
-    "te": partial(StockTE, environment=_OFF),
+    "hf": partial(Transformers, environment=_DEFAULT),
+    "te": partial(StockTE, environment=_DEFAULT),
 }

@@ -1,13 +1,15 @@
 """The stages of gpu.py: `gpu_stage.py NAME [--device cpu --small]` runs one of them and prints its rows.
 
 gpu.py starts each in a process of its own, with a file for the rows. A row is written when it is known, so
-that a stage that dies later leaves what it had measured. Exit status: 0, 3 for a stage that cannot run here,
+that a stage that dies later leaves what it had measured. Standard output has rows only; what a stage or the
+programs it starts print goes to standard error. Exit status: 0, 3 for a stage that cannot run here,
 4 for a lack of memory, 1 for any other error.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -215,7 +217,9 @@ def main() -> int:
         from megatron_nemotron3 import lifetime
 
         lifetime.child_of(os.getppid())  # gpu.py may be killed
-    return run_stage(args.name, Setting(args.device, args.small, args.rows, args.results))
+    setting = Setting(args.device, args.small, args.rows, args.results, output=sys.stdout)
+    with contextlib.redirect_stdout(sys.stderr):
+        return run_stage(args.name, setting)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,19 @@
-"""CPU time of a training step of our torch model by part, on one thread.
+"""CPU time of a training step of our torch model by part, on one thread, and against its limit.
 
     OMP_NUM_THREADS=1 python benchmarks/parts.py [--lengths 512 8192]
 
 Model and step are those of train_step.py. Hand-written autograd functions, router and dispatch are timed as a
-whole. All other torch operations are timed individually in a second pass, because that adds overhead. One
+whole. All other torch operations, and the matrix products inside those functions, are timed one by one in
+steps of their own, because that adds overhead. Both kinds of steps take turns, and medians are printed. One
 thread and CPU time make the result robust against other load on the machine.
+
+The limit is what the step's own matrix products (dense layers, router, experts) and attention take in the
+same run. The products of the scan are a choice of algorithm, so they are listed but not part of it.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,14 +22,16 @@ from typing import Any
 from common import machine, parser, print_table
 from train_step import Ours
 
-#: Operation of torch -> row of the table.
+#: Matrix products of torch.
+PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm"}
+#: Other operation of torch -> row of the table.
 OPERATIONS = {
-    "mm": "dense products",
-    "addmm": "dense products",
-    "bmm": "dense products",
     "_scaled_dot_product_flash_attention_for_cpu": "attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "attention",
 }
+#: Rows about the limit: parts of rows above, sums and ratios.
+EXPERTS, SCAN, LIMIT = "products of the experts", "products of the scan", "limit"
+RATIO, RATIO_WITH_SCAN = "whole step / limit", "whole step / (limit + products of the scan)"
 
 
 class Clock:
@@ -32,7 +39,14 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self.inside = False
+        #: Of the matrix products inside each timed function.
+        self.products: dict[str, float] = defaultdict(float)
+        self.inside: str | None = None
+
+    def clear(self) -> None:
+        """Forget all times."""
+        self.seconds.clear()
+        self.products.clear()
 
     def wrap(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Return `function` with timing."""
@@ -40,14 +54,30 @@ class Clock:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self.inside:
                 return function(*args, **kwargs)
-            self.inside, start = True, time.thread_time()
+            self.inside, start = name, time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
                 self.seconds[name] += time.thread_time() - start
-                self.inside = False
+                self.inside = None
 
         return timed
+
+    def operation(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation of torch: time all that are outside of timed functions, and products inside."""
+        name = function.__name__.split(".")[0]
+        product = name in PRODUCTS
+        if self.inside and not product:
+            return function(*args, **kwargs)
+        start = time.thread_time()
+        result = function(*args, **kwargs)
+        seconds = time.thread_time() - start
+        if self.inside:
+            self.products[self.inside] += seconds
+        else:
+            row = "dense products" if product else OPERATIONS.get(name, "other operations")
+            self.seconds[row] += seconds
+        return result
 
 
 def clock_parts(clock: Clock) -> None:
@@ -77,34 +107,42 @@ def clock_parts(clock: Clock) -> None:
 
 
 def by_part(side: Ours, clock: Clock, length: int, repetitions: int) -> dict[str, float]:
-    """Milliseconds of a step by part."""
+    """Milliseconds of a step by part, and the rows about the limit."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class TimeOperations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            row = OPERATIONS.get(func.__name__.split(".")[0], "other operations")
-            return clock.wrap(func, row)(*args, **(kwargs or {}))
+            return clock.operation(func, args, kwargs or {})
 
-    def run(each: bool) -> tuple[float, dict[str, float]]:
-        side.step(length)
-        clock.seconds.clear()
+    totals, seconds, products = [], defaultdict(list), defaultdict(list)
+    side.step(length)
+    for _ in range(repetitions):
+        clock.clear()
         start = time.process_time()
-        for _ in range(repetitions):
-            if each:
-                with TimeOperations():
-                    side.step(length)
-            else:
-                side.step(length)
-        total = (time.process_time() - start) / repetitions * 1e3
-        return total, {name: s / repetitions * 1e3 for name, s in clock.seconds.items()}
-
-    total, rows = run(each=False)
-    rows |= {name: ms for name, ms in run(each=True)[1].items() if name not in rows}
-    rest = total - sum(rows.values())
+        side.step(length)
+        totals.append(time.process_time() - start)
+        parts = {**clock.seconds}
+        clock.clear()
+        with TimeOperations():
+            side.step(length)
+        for name, value in {**clock.seconds, **parts}.items():
+            seconds[name].append(value)
+        for name, value in clock.products.items():
+            products[name].append(value)
+    total = statistics.median(totals) * 1e3
+    rows = {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
+    own = {name: statistics.median(values) * 1e3 for name, values in products.items()}
+    scan = own.pop("scan")
+    limit = rows["dense products"] + rows["attention"] + sum(own.values())
     return {
         **dict(sorted(rows.items(), key=lambda row: -row[1])),
-        "Python and autograd": rest,
+        "Python and autograd": total - sum(rows.values()),
         "whole step": total,
+        EXPERTS: own["experts"],
+        SCAN: scan,
+        LIMIT: limit,
+        RATIO: total / limit,
+        RATIO_WITH_SCAN: total / (limit + scan),
     }
 
 
@@ -123,7 +161,7 @@ def peak_gflops() -> float:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--lengths", type=int, nargs="+", default=[512, 8192])
-    arguments.add_argument("--repetitions", type=int, default=3)
+    arguments.add_argument("--repetitions", type=int, default=5)
     args = arguments.parse_args()
     import torch
 
@@ -133,7 +171,10 @@ def main() -> None:
     clock_parts(clock)
     columns = [by_part(side, clock, length, args.repetitions) for length in args.lengths]
     names = [*columns[-1]]
-    rows = [[name, *(f"{column.get(name, 0.0):,.0f}" for column in columns)] for name in names]
+    digits = {RATIO: 2, RATIO_WITH_SCAN: 2}
+    rows = [
+        [name, *(f"{column.get(name, 0.0):,.{digits.get(name, 0)}f}" for column in columns)] for name in names
+    ]
     print_table(["CPU ms of a step", *(f"{length} tokens" for length in args.lengths)], rows)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from common import MIB, machine, parser, proc_bytes, reset_peak
 
-from megatron_nemotron3.checkpoint.files import save_figure
+from megatron_nemotron3 import plots
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.state import KVCache, State
 from megatron_nemotron3.models import get
@@ -105,16 +105,14 @@ def main() -> None:
 
 def plot(curve: list[tuple[int, float, float, float]], path: Path) -> None:
     """Plot memory against tokens."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    tokens = [point[0] for point in curve]
-    axes.plot(tokens, [point[2] for point in curve], label="KV cache")
-    axes.plot(tokens, [point[3] for point in curve], label="other memory")
-    axes.set_xlabel("tokens read")
-    axes.set_ylabel("MiB")
-    axes.legend()
-    save_figure(figure, path)
+    with plots.picture(path, size=(7, 4), title="Memory while a long text is read") as (_, grid):
+        axes = grid[0][0]
+        tokens = [point[0] for point in curve]
+        axes.plot(tokens, [point[2] for point in curve], label="KV cache")
+        axes.plot(tokens, [point[3] for point in curve], label="other memory")
+        axes.set(xlabel="tokens read", ylabel="MiB")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.legend()
 
 
 if __name__ == "__main__":

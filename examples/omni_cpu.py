@@ -42,8 +42,8 @@ os.environ |= {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLI
 import torch.multiprocessing
 from omni_train import Losses, Mode, read, train
 
+from megatron_nemotron3 import plots
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.checkpoint.files import save_figure
 
 
 def _mode(samples: int, vision: str, audio: str, language: str, stock: bool = False) -> Mode:
@@ -122,19 +122,17 @@ def table(runs: Mapping[str, Losses]) -> str:
 
 def plot(runs: Mapping[str, Losses], path: Path) -> None:
     """Plot the loss curves."""
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for style, (name, losses) in zip(itertools.cycle(("-", ":", "--", "-.")), runs.items(), strict=False):
-        steps = range(1, len(losses.all) + 1)
-        left.plot(steps, losses.all, style, label=name)
-        right.plot(steps, losses.captions, style, label=name)
-    left.set(title="all text", xlabel="step", ylabel="loss")
-    right.set(title="words of captions", xlabel="step")
-    left.legend()
-    figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_figure(figure, path)
+    with plots.picture(path, 1, 2, size=(10, 4)) as (_, grid):
+        left, right = grid[0]
+        styles = itertools.cycle(("-", ":", "--", "-."))
+        for style, (name, losses) in zip(styles, runs.items(), strict=False):
+            steps = range(1, len(losses.all) + 1)
+            left.plot(steps, losses.all, style, label=name)
+            right.plot(steps, losses.captions, style, label=name)
+        left.set(title="All text", xlabel="step", ylabel="loss (nats per token)")
+        right.set(title="Words of captions", xlabel="step")
+        left.legend()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,9 @@ Standard library only. Without sigtimedwait (macOS) children are not protected f
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -74,12 +76,17 @@ def agent() -> None:
         _start(_watch, 0, None, False)
 
 
-def child_of(parent: int) -> None:
-    """Make this process end when process `parent`, its parent, has ended, and ignore others' signals."""
+def child_of(parent: int, started_by: int | None = None) -> None:
+    """Make this process end when process `parent`, its parent, has ended, and ignore others' signals.
+
+    Args:
+        started_by: process that had the parent, multiprocessing's fork server, start this one. Then its end
+            counts: a fork server lives as long as what it has started, or ends by a signal to the group.
+    """
     protected = hasattr(signal, "sigtimedwait")
     if protected:
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
-    _start(_until_parent_ends, parent, protected)
+    _start(_until_parent_ends, parent, started_by or parent, protected)
 
 
 def spawned() -> None:
@@ -92,7 +99,10 @@ def spawned() -> None:
     _family = os.getpid()
     os.environ[PARENT] = str(_family)
     _register_hook()
-    child_of(os.getppid())
+    child_of(os.getppid(), started_by)
+    # The manager of a queue of results imports torch with the first result, while its rank waits.
+    gc.set_threshold(10_000, *gc.get_threshold()[1:])
+    atexit.register(gc.freeze)
 
 
 @contextlib.contextmanager
@@ -112,17 +122,44 @@ def leaving_at_interrupt(name: str) -> Iterator[None]:
         return
     before = signal.signal(signal.SIGINT, leave)
     try:
-        yield
+        with importing():
+            yield
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _alive(pid: int) -> bool:
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Look for no garbage inside the block: imports make hardly any, and looking takes a fourth of the time.
+
+    What exists at the end is left out of later searches, also out of the one when the process ends.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
     try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.unregister(gc.freeze)
+        atexit.register(gc.freeze)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; where Linux can tell, one that nobody has waited for yet does not."""
+    try:
+        if hasattr(os, "pidfd_open"):
+            process = os.pidfd_open(pid)
+            try:
+                return not select.select([process], [], [], 0)[0]
+            finally:
+                os.close(process)
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except OSError:  # of another user, or too many open files
         pass
     return True
 
@@ -156,13 +193,13 @@ def _watch(control: int | None, parent: int | None, asks: bool = True) -> None:
     os._exit(ORPHANED)
 
 
-def _until_parent_ends(parent: int, protected: bool) -> None:
-    while os.getppid() == parent:
+def _until_parent_ends(parent: int, started_by: int, protected: bool) -> None:
+    while os.getppid() == parent if started_by == parent else _alive(started_by):
         if not protected:
             time.sleep(INTERVAL)
             continue
         received = signal.sigtimedwait(GROUP_SIGNALS, INTERVAL)
-        if received and received.si_signo == signal.SIGTERM and received.si_pid == parent:
+        if received and received.si_signo == signal.SIGTERM and received.si_pid in (parent, started_by):
             os._exit(128 + signal.SIGTERM)
     os._exit(ORPHANED)
 

@@ -54,8 +54,7 @@ USAGE = (
 
 def register(commands: Any) -> None:
     """List `nemotron3 run` in the help; `cli.main` hands every word after it to `main`."""
-    text = "run a stock Megatron script, on CPU if there is no GPU"
-    commands.add_parser("run", help=text, add_help=False)
+    commands.add_parser("run", add_help=False)
 
 
 def fail(message: str) -> NoReturn:
@@ -367,20 +366,21 @@ def _launch(argv: list[str]) -> None:
             print(f"megatron_nemotron3: {message}", flush=True)
 
     with locks, ExitStack() as stack:
-        stack.enter_context(cpu_mode(announce) if device == "cpu" else nullcontext())
-        # The environment is read once, for the whole run.
-        stack.enter_context(emulation.emulating(emulated))
-        stack.enter_context(emulation.logging_precision(measured))
-        if monitor is not None:
-            stack.enter_context(settings.monitoring(monitor))
-        spec_words, spec = requested_spec(arguments)
-        if spec is not None:
-            verify_stack(spec_words, spec, arguments)
-        if measured is not None:
-            verify_measurable(spec)
-        verify_formats(
-            arguments, spec_words, spec, emulate=emulated is not None, measured=measured is not None
-        )
+        with lifetime.importing():
+            stack.enter_context(cpu_mode(announce) if device == "cpu" else nullcontext())
+            # The environment is read once, for the whole run.
+            stack.enter_context(emulation.emulating(emulated))
+            stack.enter_context(emulation.logging_precision(measured))
+            if monitor is not None:
+                stack.enter_context(settings.monitoring(monitor))
+            spec_words, spec = requested_spec(arguments)
+            if spec is not None:
+                verify_stack(spec_words, spec, arguments)
+            if measured is not None:
+                verify_measurable(spec)
+            verify_formats(
+                arguments, spec_words, spec, emulate=emulated is not None, measured=measured is not None
+            )
         from megatron_nemotron3.precision.census import CensusError
         from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 

@@ -54,6 +54,13 @@ def test_parts_of_a_step() -> None:
     assert header[1] == "64 tokens"
     assert {"scan", "convolution", "norms", "experts", "dense products", "attention"} < set(milliseconds)
     assert milliseconds["whole step"] >= milliseconds["scan"] > 0
+    # Figures are printed without digits behind the point, so sums are off by a few ms.
+    counted = sum(milliseconds[name] for name in ("dense products", "attention", "products of the experts"))
+    assert milliseconds["limit"] == pytest.approx(counted, abs=4)
+    assert milliseconds["experts"] >= milliseconds["products of the experts"] > 0
+    whole, limit, scan = (milliseconds[name] for name in ("whole step", "limit", "products of the scan"))
+    assert milliseconds["whole step / limit"] == pytest.approx(whole / limit, rel=0.1)
+    assert 1 < milliseconds["whole step / (limit + products of the scan)"] < whole / limit and scan > 0
 
 
 def test_every_script_is_known() -> None:

@@ -174,3 +174,55 @@ def test_a_new_world_has_groups_of_its_own() -> None:
     ((second, _, _),) = run_distributed(groups_and_threads, 1)
     assert first is not second
     assert after - before <= 4
+
+
+def _stepped(build: Any) -> list[torch.Tensor]:
+    """Forty parameters of different sizes after three steps, in two groups."""
+    draw = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(n + 1, 3, generator=draw)) for n in range(40)]
+    groups = [{"params": parameters[:30], "weight_decay": 0.1}, {"params": parameters[30:]}]
+    adam = build(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, capturable=False)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        adam.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_steps_all_parameters_in_one_call(decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import optimizer
+
+    expected = _stepped(torch.optim.AdamW if decoupled else torch.optim.Adam)
+    name = "_fused_adamw_" if decoupled else "_fused_adam_"
+    fused, calls = getattr(torch, name), []
+    monkeypatch.setattr(torch, name, lambda *lists, **given: calls.append(0) or fused(*lists, **given))
+    with cpu.cpu_mode():
+        assert not optimizer.USING_PYTORCH_OPTIMIZER  # else it would not call this Adam
+        build = optimizer.Adam
+    found = _stepped(lambda *a, **k: build(*a, adam_w_mode=decoupled, **k))
+    assert len(calls) == 3 * 2
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_and_scale_are_those_of_megatrons_loops(dtype: torch.dtype) -> None:
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    draw = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(n, 5, generator=draw).to(dtype) for n in (1, 4, 0, 7)]
+    whole = torch.cat([g.flatten() for g in gradients]).float().norm()
+    targets = [torch.zeros(g.shape) for g in gradients]
+    with cpu.cpu_mode():
+        assert clip_grads.l2_norm_impl is not utils.local_multi_tensor_l2_norm
+        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, None, [gradients], False)
+        scaled = [g.clone() for g in gradients]
+        for half in (scaled, targets):
+            clip_grads.multi_tensor_applier(clip_grads.multi_tensor_scale_impl, None, [scaled, half], 0.5)
+    assert norm.shape == (1,) and norm.dtype == torch.float32
+    torch.testing.assert_close(norm[0], whole, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
+    for gradient, half, quarter in zip(gradients, scaled, targets, strict=True):
+        torch.testing.assert_close(half, gradient * 0.5)
+        torch.testing.assert_close(quarter, gradient.float() * 0.25)

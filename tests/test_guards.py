@@ -83,7 +83,7 @@ def test_a_plot_without_matplotlib_is_noticed_before_the_work(
         (["--data-path", "x", "--tokenizer", "none"], "--tokenizer none is missing: give a folder"),
         (["--data-path", "x", "--tokenizer", "file"], "--tokenizer file is a file: give a folder"),
         (["--data-path", "x", "--tokenizer", "."], "--tokenizer . holds no tokenizer"),
-        (["--data-path", "x"], "--data-path needs --tokenizer FOLDER"),
+        (["--data-path", "x"], "--data-path needs --tokenizer DIR"),
         (["--data-path", "0.5", "x", "--tokenizer", "tok"], "--data-path x: there is no file x.bin"),
         (["--data-path", "x", "--tokenizer", "tok", "--text", "file"], "--text and --data-path both"),
         (["--tokenizer", "tok"], "--tokenizer goes with --data-path"),

@@ -17,9 +17,9 @@ from megatron_nemotron3 import lifetime
 from megatron_nemotron3.train.processes import descendants
 
 ROOT = Path(__file__).parent.parent
-#: What Megatron's writers are: a manager that is spawned, and a process that is forked.
+#: What Megatron's writers are: a manager that is spawned, a process that is forked, one of the fork server.
 SCRIPT = """
-import multiprocessing, signal, sys, time
+import multiprocessing, os, signal, sys, time
 class Mine:
     def answer(self): return 42
 def ask(mine, queue): queue.put(mine.answer())
@@ -29,12 +29,17 @@ if __name__ == "__main__":
     spawn, fork = multiprocessing.get_context("spawn"), multiprocessing.get_context("fork")
     queue = spawn.Manager().Queue()
     forked = fork.Process(target=time.sleep, args=(60,), daemon=True); forked.start()
-    for context in (spawn, multiprocessing.get_context("forkserver")):
+    server = multiprocessing.get_context("forkserver")
+    ended, stays = (server.Process(target=time.sleep, args=(60,), daemon=True) for _ in range(2))
+    ended.start(); stays.start(); time.sleep(0.5); ended.terminate()
+    for context in (spawn, server):
         child = context.Process(target=ask, args=(Mine(), queue)); child.start()
         assert queue.get(timeout=30) == 42; child.join()
+    ended.join(10); assert ended.exitcode is not None and stays.is_alive()
     print("ready", flush=True)
     while not asked: time.sleep(0.05)
     queue.put("a result"); assert queue.get() == "a result" and forked.is_alive()
+    os.kill(stays.pid, 0)  # its server, which would tell, may have been ended by a signal to the group
     print("saved", flush=True)
 """
 LAUNCH = (
@@ -79,7 +84,9 @@ def _all_ended(processes: dict[int, int], within: float = 10.0) -> bool:
 def test_no_child_outlives_a_rank_that_is_killed(tmp_path: Path) -> None:
     with _rank(tmp_path) as rank:
         children = descendants(rank.pid)
-        assert len(children) >= 3  # the manager, the forked process, the resource tracker
+        assert (
+            len(children) >= 5
+        )  # the manager, the forked process, the fork server and its own, the resource tracker
         rank.kill()
         rank.wait()
         assert _all_ended(children)
@@ -157,3 +164,23 @@ def test_a_parent_can_terminate_its_child(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert result.stdout == "143\n", result.stderr
+
+
+def test_imports_are_not_searched_for_garbage() -> None:
+    """Not while they happen, and not when the process ends; what comes later is."""
+    code = (
+        "import gc, atexit\nfrom megatron_nemotron3 import lifetime\n"
+        "atexit.register(lambda: print(len(gc.get_objects()) < 1000))\n"
+        "with lifetime.importing():\n"
+        "    inside = gc.isenabled()\n"
+        "    with lifetime.leaving_at_interrupt('x'): import argparse\n"
+        "    nested = gc.isenabled()\n"
+        "made = [[] for _ in range(5000)]\n"
+        "print(inside, nested, gc.isenabled(), gc.get_freeze_count() > 1000, gc.is_tracked(made))\n"
+        "class Cycle: pass\n"
+        "import weakref; one = Cycle(); one.me = one; gone = weakref.ref(one); del one; gc.collect()\n"
+        "print(gone() is None)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    # Functions registered last run first: freeze is re-registered behind this one.
+    assert out.stdout.split() == ["False", "False", "True", "True", "True", "True", "True"], out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Collection, Sequence
@@ -28,6 +27,7 @@ from megatron_nemotron3.args.precision_file import check as check_precision_file
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
 from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model, names_model
 from megatron_nemotron3.precision.formats import EMULATED, NVFP4
@@ -72,42 +72,43 @@ _BESIDE_ARGV = (
 
 def register(commands: Any) -> None:
     """Add `nemotron3 flags` and `nemotron3 explain`."""
-    emit = commands.add_parser("flags", help="print Megatron's options for a model")
-    why = commands.add_parser("explain", help="show where every option comes from, and what was published")
+    emit = commands.add_parser("flags")
+    why = commands.add_parser("explain")
     for command in (emit, why):
         add_model(command)
         add_launch(command, precision="bf16")
         phases = ["none", *PHASES, BF16_END]
-        command.add_argument(
-            "--schedule", choices=phases, default="none", help="batch size and rates of a phase"
+        tuned = command.add_argument_group("published options")
+        tuned.add_argument(
+            "--schedule", choices=phases, default="none", help="add batch size and rates of a phase"
         )
-        command.add_argument(
-            "--gpu", metavar="GPU", help=f"add the options published for it: {', '.join(GPUS)}"
-        )
-        command.add_argument(
+        tuned.add_argument("--gpu", choices=GPUS, help="type of GPU: add the options published for it")
+        tuned.add_argument(
             "--without",
             metavar="OPTION",
             action="append",
             default=[],
             help="leave out this option of --gpu (without its dashes); may be repeated",
         )
-    emit.add_argument("--shell", action="store_true", help="quote for eval in a shell script")
-    emit.add_argument(
+        add_json(command)
+    form = emit.add_argument_group("form of the output")
+    form.add_argument("--shell", action="store_true", help="quote for eval in a shell script")
+    form.add_argument(
         "--environment", action="store_true", help="print the variables of --gpu instead, for eval in a shell"
     )
-    emit.add_argument("--megatron-core", metavar="VERSION", help="0.19, 0.20 or main; default: as installed")
+    form.add_argument("--megatron-core", metavar="VERSION", help="0.19, 0.20 or main; default: as installed")
     emit.set_defaults(run=flags_command)
-    why.add_argument("--argv", metavar="FILE", help="explain this script, command or YAML; -: stdin")
-    why.add_argument(
+    what = why.add_argument_group("what is explained")
+    what.add_argument("--argv", metavar="FILE", help="explain this script, command or YAML; -: stdin")
+    what.add_argument(
         "--set",
         metavar="VARIABLE=VALUE",
         action="append",
         default=[],
         help="value of a variable of the script of --argv; may be repeated",
     )
-    why.add_argument("--full", action="store_true", help="list every option, not only what differs")
-    why.add_argument("--all", action="store_true", help="--full, with defaults of the installed Megatron")
-    why.add_argument("--json", action="store_true", help="machine-readable")
+    what.add_argument("--full", action="store_true", help="everything: all options, not only what differs")
+    what.add_argument("--all", action="store_true", help="--full, with defaults of the installed Megatron")
     why.set_defaults(run=lambda options: explain_launch(options, why))
 
 
@@ -117,14 +118,32 @@ def add_launch(command: argparse.ArgumentParser, *, precision: str | None) -> No
     Args:
         precision: default of --precision.
     """
+    layout = command.add_argument_group("layout")
     for name, text in LAYOUT.items():
-        command.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (1)")
+        layout.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (1)")
+    schedule = command.add_argument_group("schedule")
     for option, (kind, text) in SCHEDULE.items():
-        command.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
-    command.add_argument("--precision", choices=PRECISIONS, default=precision)
-    command.add_argument("--te-precision-config-file", metavar="FILE", help="format of each module (nvfp4)")
-    command.add_argument("--emulate", action="store_true", help="emulate nvfp4 or mxfp8 on any device")
-    command.add_argument("--backend", choices=BACKENDS, default="auto")
+        schedule.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
+    numerics = command.add_argument_group("precision")
+    default = precision or "fp32 on a CPU, else bf16"
+    numerics.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default=precision,
+        help=f"number format of the linear layers (default {default})",
+    )
+    numerics.add_argument(
+        "--te-precision-config-file",
+        metavar="FILE",
+        help="Megatron's file with the format of each module (nvfp4 needs it)",
+    )
+    numerics.add_argument("--emulate", action="store_true", help="emulate nvfp4 or mxfp8 on any device")
+    numerics.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="auto",
+        help="layers of TransformerEngine, or of plain torch (default auto: as installed)",
+    )
     command.epilog = "More Megatron options may follow a lone --; each replaces the option of the same name."
     command.set_defaults(extra=())
 
@@ -207,6 +226,8 @@ def flags_command(options: argparse.Namespace) -> int:
     Raises:
         RuleError, ValueError: as `flags`, `chosen_launch` and `_remarks`.
     """
+    if options.json and (options.shell or options.environment):
+        raise ValueError(f"--json does not go with --{'shell' if options.shell else 'environment'}: drop one")
     launch = chosen_launch(options)
     emitted = flags(launch)
     if options.environment:
@@ -217,10 +238,14 @@ def flags_command(options: argparse.Namespace) -> int:
     remarks = _remarks(launch)
     if launch.emulate:  # `nemotron3 run` takes it off the command line; Megatron's parser refuses it
         emitted.append(Flag(OPTION, (launch.emulate.text(),), origin="emulate"))
-    print(render(emitted, shell=options.shell))
-    if launch.tuned is not None and not options.shell:
+    environment = {} if launch.tuned is None else launch.tuned.environment
+    if options.json:
+        print_json({"flags": [_as_data(flag) for flag in emitted], "environment": environment})
+    else:
+        print(render(emitted, shell=options.shell))
+    if environment and not (options.shell or options.json):
         print("# environment")
-        print("\n".join(f"{name}={value}" for name, value in launch.tuned.environment.items()))
+        print("\n".join(f"{name}={value}" for name, value in environment.items()))
     known = ("schedule-unknown",) if options.schedule == "none" else ()
     print_warnings(launch, options.extra, known)
     if options.schedule == BF16_END and launch.schedule is not None:
@@ -233,6 +258,15 @@ def flags_command(options: argparse.Namespace) -> int:
     for remark in remarks:
         print(remark, file=sys.stderr)
     return 0
+
+
+def _as_data(flag: Flag) -> dict[str, Any]:
+    return {
+        "name": flag.name,
+        "values": list(flag.values),
+        "section": flag.section,
+        "origin": flag.origin,
+    }
 
 
 def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser) -> int:
@@ -256,8 +290,10 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
         found = explain(launch, name)
         remarks = _remarks(launch)
     else:
-        given = {key: value for key, value in vars(options).items() if key not in _BESIDE_ARGV}
-        told = [key for key, value in given.items() if value != command.get_default(key)]
+        defaults = {
+            key: value for key, value in vars(command.parse_args([])).items() if key not in _BESIDE_ARGV
+        }
+        told = [key for key, value in defaults.items() if getattr(options, key) != value]
         if told or options.extra:
             words = [*(f"--{key.replace('_', '-')}" for key in told), *options.extra]
             raise ValueError(
@@ -273,11 +309,10 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
             found = explain_command(config, script, name, given)
     if options.all:
         found = with_megatron_defaults(found)
-    print(
-        json.dumps(found.describe(), indent=2)
-        if options.json
-        else render_explanation(found, options.full or options.all)
-    )
+    if options.json:
+        print_json(found.describe())
+    else:
+        print(render_explanation(found, options.full or options.all))
     if launch is not None:
         print_warnings(launch, options.extra, [violation.rule for violation in found.violations])
     for remark in remarks:

@@ -92,7 +92,7 @@ class Launch:
     gpu: str | None = None
     #: Published performance options to leave out, such as "moe-router-fusion".
     without: Sequence[str] = ()
-    #: Compute capability of the GPU that will train, (10, 0) for a B200; None: that of `gpu`, if known.
+    #: Compute capability of the GPU that will train, (10, 0) for a B200; None: as `capability` says.
     compute_capability: tuple[int, int] | None = None
     #: On by default also at dp=1, as in NVIDIA's launches: its checkpoints do not load into the plain
     #: optimizer, so a run that started without it could not grow later.
@@ -125,8 +125,6 @@ class Launch:
                 f"gpu {self.gpu}: its published options are for Transformer Engine's modules, and backend "
                 f"{self.backend} has others: use backend te, or leave gpu out"
             )
-        if self.compute_capability is None:
-            object.__setattr__(self, "compute_capability", HARDWARE[self.gpu].capability)
         _ = self.tuned  # names in `without` that do not exist
 
     @classmethod
@@ -168,6 +166,13 @@ class Launch:
     def version(self) -> str:
         """Minor version of megatron-core that the flags are for."""
         return chosen(self.megatron_core)
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """`compute_capability`, else that of `gpu`; None if neither is known."""
+        if self.compute_capability is not None or self.gpu is None:
+            return self.compute_capability
+        return HARDWARE[self.gpu].capability
 
     @cached_property
     def tuned(self) -> Tuned | None:

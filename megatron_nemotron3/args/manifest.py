@@ -217,8 +217,11 @@ class Manifest:
                 "that is meant, or choose another --output"
             )
 
-    def write(self, new: Parts, step: int | None) -> list[str]:
+    def write(self, new: Parts, step: int | None, command: str = "") -> list[str]:
         """Write the file, with what changed at `step` (None: the run begins); return lines to print.
+
+        Args:
+            command: the command line, if it is known; the last one is kept.
 
         Raises:
             OSError: it cannot be written.
@@ -229,6 +232,7 @@ class Manifest:
         versions = _versions()
         if step is None or not self.content:
             content = {"format": 1, "begun": now, "changes": [], "versions": versions, "parts": new}
+            content |= {"command": command} if command else {}
             lines = []
             if step is not None:
                 content["begun"] = f"before step {step}"
@@ -247,6 +251,7 @@ class Manifest:
                 if part in CHANGES:
                     lines.append(f"{part} changes at step {step}: {_details(changed)}")
         content = {**self.content, "versions": versions, "changes": changes, "parts": new}
+        content |= {"command": command} if command else {}
         if content != self.content:
             write_text(self.path, json.dumps(content, indent=1) + "\n")
             self.content, self.parts = content, new

@@ -25,6 +25,10 @@ _NEEDS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 #: Options under which a row holds several documents, whose borders go through the layers beside the tokens.
 _PACKING = ("--sft", "--dataloader-inter-document-masking", "--rl-use-sequence-packing")
+#: Recomputed parts that hold weights.
+_WITH_WEIGHTS = {"moe", "mlp", "shared_experts"}
+_FSDP, _SHARDING = "--use-megatron-fsdp", "--data-parallel-sharding-strategy"
+_FSDP_SOURCE = "megatron/core/distributed/fsdp/src/megatron_fsdp/"
 #: Options that store the optimizer's state in other types than FP32.
 _TYPES = ("--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
 
@@ -59,6 +63,18 @@ def _uneven(c: Launch) -> bool:
         return False
     small, large = sorted((_expert_ranks(c), _nvlink_ranks(c)))
     return large % small != 0
+
+
+def _divides_gradients(c: Launch) -> bool:
+    """Whether Megatron-FSDP reduces gradients in every micro-batch, to divide them."""
+    return _FSDP in c.options and c.option(_SHARDING, "no_shard") in ("optim_grads", "optim_grads_params")
+
+
+def _recomputes_weights(c: Launch) -> bool:
+    """Whether a recomputed part of a layer holds weights."""
+    how = c.option("--recompute-granularity", "")
+    parts = c.options.get("--recompute-modules") or ()
+    return how == "full" or (how == "selective" and not _WITH_WEIGHTS.isdisjoint(parts))
 
 
 def _types(c: Launch) -> list[str]:
@@ -138,5 +154,61 @@ PERFORMANCE_RULES: tuple[Rule, ...] = (
             "turned off on a CPU: drop it, or use backend te"
         ),
         "megatron/core/transformer/moe/moe_utils.py",
+    ),
+    Rule(
+        "fsdp-pipeline",
+        lambda c: _FSDP in c.options and c.layout.pp > 1,
+        lambda c: (
+            f"{_FSDP} with PP={c.layout.pp}: its device mesh has no pipeline dimension, and Megatron ends "
+            "with an error of einops when it wraps the model: use PP 1"
+        ),
+        "megatron/core/distributed/fsdp/mcore_fsdp_adapter.py",
+    ),
+    Rule(
+        "fsdp-expert-dp",
+        lambda c: (
+            _divides_gradients(c)
+            and c.config.is_moe
+            and not c.config.has_mtp  # emits --calculate-per-token-loss
+            and "--calculate-per-token-loss" not in c.options
+            and c.microbatches > 1
+            and c.layout.dp * c.layout.cp * c.layout.tp == c.layout.ep * c.layout.etp
+        ),
+        lambda c: (
+            f"{_FSDP} {_SHARDING} {c.option(_SHARDING, '')} with experts on one data-parallel rank each "
+            f"(EP*ETP={_expert_ranks(c)}) and {c.microbatches} micro-batches: the gradients of experts are "
+            "divided by the number of ranks again in every micro-batch: add --calculate-per-token-loss"
+        ),
+        f"{_FSDP_SOURCE}param_and_grad_buffer.py",
+    ),
+    Rule(
+        "fsdp-mtp-recompute",
+        lambda c: (
+            _divides_gradients(c)
+            and c.config.mtp_use_repeated_layer
+            and c.config.mtp_num_layers > 1
+            and _recomputes_weights(c)
+        ),
+        lambda c: (
+            f"{_FSDP} {_SHARDING} {c.option(_SHARDING, '')} with recomputation and {c.config.mtp_num_layers} "
+            "MTP depths that share weights: their gradients are reduced at each use, and come out wrong: "
+            f"recompute no part with weights (core_attn, moe_act), or use {_SHARDING} optim"
+        ),
+        f"{_FSDP_SOURCE}megatron_fsdp.py",
+    ),
+    Rule(
+        "hsdp-overlap",
+        lambda c: (
+            _FSDP in c.options
+            and int(c.option("--num-distributed-optimizer-instances", "1")) > 1
+            and "--overlap-grad-reduce" not in c.options
+            and not (c.backend != "torch" and c.distributed_optimizer)  # emits it
+        ),
+        lambda c: (
+            f"{_FSDP} with --num-distributed-optimizer-instances "
+            f"{c.option('--num-distributed-optimizer-instances', '')}: without --overlap-grad-reduce the "
+            "instances never sum their gradients, and train apart: add it"
+        ),
+        f"{_FSDP_SOURCE}megatron_fsdp.py",
     ),
 )

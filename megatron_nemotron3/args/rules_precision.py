@@ -81,7 +81,7 @@ def _format(c: Launch) -> Format:
 
 
 def _hardware_message(c: Launch) -> str:
-    capability = c.compute_capability or (0, 0)
+    capability = c.capability or (0, 0)
     return (
         f"{c.precision} training requires a GPU of compute capability {_format(c).needs}; this one has "
         f"{capability_text(capability)}: use precision {either(runnable(capability))}"
@@ -219,8 +219,8 @@ PRECISION_RULES: tuple[Rule, ...] = (
         lambda c: (
             c.quantized
             and not c.emulate
-            and c.compute_capability is not None
-            and not _format(c).runs_on(c.compute_capability)
+            and c.capability is not None
+            and not _format(c).runs_on(c.capability)
         ),
         _hardware_message,
         "Transformer Engine's documentation of each recipe; TE #3281",

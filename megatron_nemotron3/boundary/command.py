@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3 import plots
 from megatron_nemotron3.boundary.explain import LINES, describe, explain, ranks_text
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.plan import Plan, Side
 from megatron_nemotron3.boundary.planner import make_plan, slices_of
-from megatron_nemotron3.checkpoint.files import require_plot, save_figure
+from megatron_nemotron3.checkpoint.files import require_plot
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 
-DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: Limits beyond which a table is unreadable and slow to make.
 MOST_RANKS = 16384
 MOST_SAMPLES = 1_000_000
@@ -26,7 +27,7 @@ LABELS = 32
 
 def register(commands: Any) -> None:
     """Add `nemotron3 boundary`."""
-    command = commands.add_parser("boundary", help="plan of the rows between two modules' layouts")
+    command = commands.add_parser("boundary")
     layout = "tp=,cp=,pp=,dp=,offset= and sp, separated by commas"
     command.add_argument("--from", dest="source", required=True, metavar="LAYOUT", help=f"encoder: {layout}")
     command.add_argument(
@@ -36,26 +37,27 @@ def register(commands: Any) -> None:
         metavar="LAYOUT",
         help="language model, in the same form; without offset= its ranks follow those of the encoder",
     )
-    command.add_argument(
-        "--rows", metavar="N,N,…", help="rows of each sample of a microbatch, over all lanes"
-    )
-    command.add_argument(
+    rows = command.add_argument_group("rows of a microbatch")
+    rows.add_argument("--rows", metavar="N,N,…", help="rows of each sample of a microbatch, over all lanes")
+    rows.add_argument(
         "--samples", type=int, metavar="N", help="number of samples (default: the least possible)"
     )
-    command.add_argument(
+    rows.add_argument(
         "--rows-per-sample", type=int, metavar="N", help=f"rows of each sample ({ROWS_PER_SAMPLE})"
     )
-    command.add_argument(
+    rows.add_argument(
         "--seq-length",
         type=int,
         metavar="N",
-        help="sequence length if --to has cp= or sp; rows are at its start (default: the shortest possible)",
+        help="tokens per sequence, if --to has cp= or sp; rows are at its start (default: the least)",
     )
-    command.add_argument("--hidden", type=int, default=2688, metavar="N", help="width of a row (2688)")
-    command.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of a row (bf16)")
+    rows.add_argument("--hidden", type=int, default=2688, metavar="N", help="width of a row (2688)")
+    rows.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="type of the numbers (of a row; default bfloat16)"
+    )
     command.add_argument("--backward", action="store_true", help="plan of the gradients")
     command.add_argument("--lines", type=int, default=LINES, metavar="N", help=f"lines of a table ({LINES})")
-    command.add_argument("--json", action="store_true", help="print the whole plan as JSON")
+    add_json(command)
     command.add_argument("--plot", type=Path, metavar="PNG", help="write a matrix of senders and receivers")
     command.set_defaults(run=boundary)
 
@@ -80,7 +82,8 @@ def boundary(options: argparse.Namespace) -> int:
         plan = plan.backward
     way = "backward" if options.backward else "forward"
     if options.plot is not None:
-        plot(plan, options.plot, f"{way}: {source} and {destination}, {sum(rows):,} rows, mode {plan.mode}")
+        ends = (destination, source) if options.backward else (source, destination)
+        plot(plan, options.plot, f"{way.capitalize()}: {sum(rows):,} rows from {ends[0]} to {ends[1]}")
     if options.json:
         given = {
             "source": str(source),
@@ -91,7 +94,7 @@ def boundary(options: argparse.Namespace) -> int:
             "dtype": options.dtype,
             "seq_length": length,
         }
-        print(json.dumps(given | {"plan": describe(plan)}, indent=2))
+        print_json(given | {"plan": describe(plan)})
         return 0
     for module, layout, stage in (("encoder", source, source.pp - 1), ("language model", destination, 0)):
         lanes = f"{layout.dp:,} data lane{'s' * (layout.dp > 1)}"
@@ -167,11 +170,6 @@ def plot(plan: Plan, path: Path, title: str) -> None:
         OSError: the file cannot be written.
         ModuleNotFoundError: matplotlib is not installed.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: folder {path.parent} does not exist: create it")
     senders, receivers = _ranks_by_lane(plan.senders), _ranks_by_lane(plan.receivers)
@@ -182,24 +180,24 @@ def plot(plan: Plan, path: Path, title: str) -> None:
     table = [[float("nan")] * len(column) for _ in row]
     for message in plan.messages:
         table[row[message.source]][column[message.destination]] = message.rows * plan.row_bytes / 1e6
-    figure, axes = plt.subplots(figsize=(8, 6), dpi=110, layout="constrained")
-    image = axes.imshow(table, aspect="auto", interpolation="nearest", vmin=0, cmap="viridis_r")
-    figure.colorbar(image, ax=axes, label="MB")
-    for lanes, axis, line in ((senders, axes.yaxis, axes.axhline), (receivers, axes.xaxis, axes.axvline)):
-        starts = [0, *itertools.accumulate(map(len, lanes))]
-        labelled = range(0, len(lanes), -(-len(lanes) // LABELS))  # as many lanes as there is room for
-        axis.set_ticks(
-            [(starts[lane] + starts[lane + 1] - 1) / 2 for lane in labelled],
-            [f"lane {lane}: {ranks_text(lanes[lane])}" for lane in labelled],
-            fontsize=7,
-            rotation=90 if axis is axes.xaxis else 0,
-        )
-        for start in starts[1:-1] if len(lanes) <= 2 * LABELS else ():
-            line(start - 0.5, color="0.6", lw=0.5)
-    axes.set_ylabel("senders")
-    axes.set_xlabel("receivers")
-    axes.set_title(title, fontsize=9)
-    save_figure(figure, path)
+    with plots.picture(path, size=(8, 6), title=title) as (_, grid):
+        axes = grid[0][0]
+        plots.heat_map(axes, table, "MB", vmin=0, cmap="viridis_r")
+        axes.set(xlabel="receiving ranks", ylabel="sending ranks")
+        for lanes, axis, line in (
+            (senders, axes.yaxis, axes.axhline),
+            (receivers, axes.xaxis, axes.axvline),
+        ):
+            starts = [0, *itertools.accumulate(map(len, lanes))]
+            labelled = range(0, len(lanes), -(-len(lanes) // LABELS))  # as many lanes as there is room for
+            axis.set_ticks(
+                [(starts[lane] + starts[lane + 1] - 1) / 2 for lane in labelled],
+                [f"lane {lane}: {ranks_text(lanes[lane])}" for lane in labelled],
+                fontsize=7,
+                rotation=90 if axis is axes.xaxis else 0,
+            )
+            for start in starts[1:-1] if len(lanes) <= 2 * LABELS else ():
+                line(start - 0.5, color="0.6", lw=0.5)
 
 
 def _ranks_by_lane(side: Side) -> list[list[int]]:

@@ -45,6 +45,8 @@ class Case:
     #: Importable function called with this rank's chunks before DistributedDataParallel wraps them, to break
     #: something.
     sabotage: Callable[[Sequence[Any]], None] | None = None
+    #: Importable function called on this rank before anything is built, to break something.
+    fault: Callable[[], None] | None = None
 
     def at(self, layout: ParallelLayout, **changes: Any) -> Self:
         """The same training in another layout."""

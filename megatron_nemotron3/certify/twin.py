@@ -44,6 +44,12 @@ _OFF = {
     "--disable-bias-linear": "add_bias_linear",
     "--no-position-embedding": "add_position_embedding",
 }
+#: The torch modules on a CPU; what they stand for is among the remarks.
+_BACKEND = (
+    *("--transformer-impl", "local", "--attention-backend", "unfused", "--no-gradient-accumulation-fusion"),
+    *("--no-masked-softmax-fusion", "--no-persist-layer-norm", "--no-bias-dropout-fusion"),
+    "--no-create-attention-mask-in-dataloader",
+)
 _SEQUENCE = 64
 #: Largest stages of the twin's pipeline.
 _STAGES = 4
@@ -120,7 +126,7 @@ class Twin:
             ("--max-position-embeddings", self.batch.seq_length),
         ):
             head += emit(name, value, "extra", "")
-        return [*to_argv(head), *self.meaning, *(self.mechanism if sizes else ())]
+        return [*to_argv(head), *self.meaning, *(self.mechanism if sizes else ()), *_BACKEND]
 
 
 def stages_of(config: Nemotron3Config, layout: ParallelLayout) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.certify import fsdp
 from megatron_nemotron3.certify.batch import Batch, batches
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.ranks import initialize, run_distributed
@@ -79,20 +80,27 @@ def initialize_layout(layout: ParallelLayout, optimizer_instances: int = 1) -> N
     )  # fmt: skip
 
 
-def build(case: Case) -> tuple[list[Any], Any, Any]:
-    """Groups, this rank's chunks wrapped as the stock training loop wraps them, its arguments and configs."""
+def build(case: Case, weights: Tensors | None = None) -> tuple[list[Any], Any, Any]:
+    """Groups, this rank's chunks wrapped as the stock training loop wraps them, its arguments and configs.
+
+    `weights` are loaded before Megatron-FSDP divides them, otherwise behind the wrappers.
+    """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
 
     from megatron_nemotron3.build import megatron_args
 
+    if case.fault is not None:
+        case.fault()
     args = megatron_args(case.argv(), case.layout.world_size)
     initialize_layout(case.layout, args.num_distributed_optimizer_instances)
     if args.vocab_size is None:
         args.vocab_size = case.config.vocab_size
     model_config = hybrid_config_from_args(args)
+    early = weights if args.use_megatron_fsdp else None
+    model_config.pre_wrap_hooks = [] if early is None else [partial(load, weights=early)]
     if case.sabotage is not None:
-        model_config.pre_wrap_hooks = [case.sabotage]
+        model_config.pre_wrap_hooks.append(case.sabotage)
     configs = pretrain_cfg_container_from_args(args, model_config)
     with training(LoRA.parse(case.lora) if case.lora is not None else None):
         chunks = model_config.get_builder_cls()(model_config).build_distributed_models(
@@ -101,6 +109,8 @@ def build(case: Case) -> tuple[list[Any], Any, Any]:
             use_megatron_fsdp=args.use_megatron_fsdp,
             use_torch_fsdp2=args.use_torch_fsdp2,
         )
+    if weights is not None and early is None:
+        load(chunks, weights)
     return chunks, configs, args
 
 
@@ -137,14 +147,12 @@ class Run:
         from megatron.core.utils import get_model_config
 
         self.case = case
-        self.chunks, configs, self.args = build(case)
-        if weights is not None:
-            load(self.chunks, weights)
+        self.chunks, configs, self.args = build(case, weights)
         self.optimizer = get_megatron_optimizer(configs.optimizer, self.chunks)
         config = get_model_config(self.chunks[0])
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
-        if configs.ddp.overlap_grad_reduce:
+        if self.args.overlap_grad_reduce:  # FSDP changes that of the DDP config
             no_sync = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         for chunk in self.chunks:
@@ -160,6 +168,7 @@ class Run:
 
         case, data = self.case, batches(self.case)
         # With several optimizer instances Megatron completes the sum of a rank's own shard only.
+        whole_gradients = whole_gradients and not self.fsdp  # which `gradients` gathers
         instances = self.args.num_distributed_optimizer_instances > 1
         gather_shards, whole_gradients = whole_gradients and instances, whole_gradients and not instances
         for chunk in self.chunks:
@@ -194,9 +203,22 @@ class Run:
         _, norm, _ = self.optimizer.step()
         return float(norm)
 
+    @property
+    def fsdp(self) -> bool:
+        """Whether Megatron-FSDP divides the model."""
+        return bool(self.args.use_megatron_fsdp)
+
+    def gradients(self) -> Pieces:
+        """Copies of all gradients of the last `forward_backward(whole_gradients=True)`."""
+        return fsdp.gradients(self.chunks[0]) if self.fsdp else gradients(self.chunks)
+
+    def weights(self) -> Pieces:
+        """Copies of all weights and buffers, after `finish`."""
+        return fsdp.weights(self.chunks[0]) if self.fsdp else pieces(self.chunks)
+
     def finish(self) -> None:
         """Gather what `--overlap-param-gather` would gather in the next forward pass."""
-        for chunk in self.chunks:
+        for chunk in () if self.fsdp else self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.disable_forward_pre_hook(param_sync=True)
 
@@ -209,11 +231,11 @@ def _train(case: Case, weights: Tensors | None) -> dict[str, Any]:
         # All of the first step's gradients on every rank; afterwards as the optimizer asks for them.
         result["losses"].append(run.forward_backward(step, whole_gradients=step == 0))
         if step == 0:
-            result["gradients"] = gradients(run.chunks)
+            result["gradients"] = run.gradients()
         result["mtp"].append([loss / run.microbatches for loss in _mtp_losses()])
         result["norms"].append(run.step())
     run.finish()
-    result["weights"] = pieces(run.chunks)
+    result["weights"] = run.weights()
     return result
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.bars import BYTES, Bar
 from megatron_nemotron3.checkpoint.folders import (
     TRACKER,
     checkpoint_path,
@@ -19,6 +20,7 @@ from megatron_nemotron3.checkpoint.folders import (
 from megatron_nemotron3.checkpoint.integrity import check_integrity
 from megatron_nemotron3.checkpoint.lock import holder
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex
+from megatron_nemotron3.checkpoint.output import say
 from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.checkpoint.resume import LoadFolder, tracker_fix
@@ -81,10 +83,20 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
         verdict = check_structure(checkpoint_path(folder, iteration))
         newer = not isinstance(named, int) or iteration > named
         if writer is not None and newer and verdict.state in ("unfinished", "damaged"):
-            print(f"iter_{iteration:07d} is being written by {writer}")
+            say(
+                f"iter_{iteration:07d} is being written by {writer}",
+                others=[{"iteration": iteration, "state": "being written", "problems": []}],
+            )
             continue
-        print(
-            f"iter_{iteration:07d} {verdict.state}" + "".join(f": {shown(p)}" for p in verdict.problems[:1])
+        say(
+            f"iter_{iteration:07d} {verdict.state}" + "".join(f": {shown(p)}" for p in verdict.problems[:1]),
+            others=[
+                {
+                    "iteration": iteration,
+                    "state": verdict.state,
+                    "problems": [shown(problem) for problem in verdict.problems],
+                }
+            ],
         )
         if verdict.state == "damaged":
             problems += verdict.problems
@@ -92,7 +104,7 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
         if not problems and found and writer is None:
             problems.append(f"{folder / TRACKER}: the file is missing{_tracker_cure(folder)}")
         return problems
-    print(f"{TRACKER} names {named}")
+    say(f"{TRACKER} names {named}", tracker=named, others=[])
     return problems + _check_one(checkpoint_path(folder, named), full, workers)
 
 
@@ -125,30 +137,46 @@ def _check_one(path: Path, full: bool, workers: int) -> list[str]:
     """Describe and check one checkpoint. Returns the problems."""
     verdict = check_structure(path)
     form = f" ({_FORMATS[verdict.state]})" if verdict.state in _FORMATS else ""
-    print(f"{shown(path)} {verdict.state}{form}")
+    say(
+        f"{shown(path)} {verdict.state}{form}",
+        checkpoint=shown(path),
+        kind="megatron",
+        state=verdict.state,
+    )
     if verdict.index is not None:
-        for line in describe(verdict.index):
-            print("  " + line)
+        facts, lines = describe(verdict.index)
+        for line in lines:
+            say("  " + line)
+        say(**facts)
     if verdict.state == "unfinished" and (writer := holder(path.parent)) is not None:
         return [f"{path}: it is being written by {writer}: check it when it is complete"]
     if verdict.state in ("unfinished", "damaged") or verdict.problems:
         return list(verdict.problems)
     if not full:
-        print("  checked      names, sizes and tiling; --full reads everything")
+        say("  checked      names, sizes and tiling; --full reads everything", checked="names and sizes")
         return []
     return _check_full(path, verdict, workers)
 
 
 def _check_full(path: Path, verdict: Verdict, workers: int) -> list[str]:
     started = time.monotonic()
+    total = sum(verdict.index.files.values()) if verdict.index is not None else None
     try:
-        read = check_integrity(path, verdict.index, workers)
+        with Bar("check", BYTES, total, lines=False) as bar:
+            read = check_integrity(path, verdict.index, workers, bar.add)
     except CheckpointError as problem:
         return [str(problem)]
     seconds = time.monotonic() - started
-    print(f"  checked      CRC32 of {read.records:,} records, {read.bytes:,} bytes in {seconds:.1f} s")
+    say(
+        f"  checked      CRC32 of {read.records:,} records, {read.bytes:,} bytes in {seconds:.1f} s",
+        checked="bytes",
+        records=read.records,
+        bytes_read=read.bytes,
+        seconds=seconds,
+        archives_without_crc32=read.unprotected,
+    )
     if read.unprotected:
-        print(
+        say(
             f"  unprotected  {read.unprotected:,} archives were written without CRC32: only sizes are checked"
         )
     return list(read.problems)
@@ -156,45 +184,57 @@ def _check_full(path: Path, verdict: Verdict, workers: int) -> list[str]:
 
 def _print_problems(problems: list[str]) -> int:
     sys.stdout.flush()
+    say(problems=[shown(problem) for problem in problems], sound=not problems)
     for problem in problems[:_SHOWN]:
         print(f"nemotron3 check: {shown(problem)}", file=sys.stderr)
     if len(problems) > _SHOWN:
         print(f"nemotron3 check: and {len(problems) - _SHOWN:,} more", file=sys.stderr)
     if not problems:
-        print("sound")
+        say("sound")
     return 2 if problems else 0
 
 
-def describe(index: CheckpointIndex) -> list[str]:
-    """Describe a checkpoint in lines; if its arguments cannot be read, a line says why."""
-    lines = []
+def describe(index: CheckpointIndex) -> tuple[dict[str, Any], list[str]]:
+    """Describe a checkpoint as facts and in lines; if its arguments cannot be read, a line says why."""
+    lines: list[str] = []
+    facts: dict[str, Any] = {}
     try:
         state = common_state(index)
     except CheckpointError as problem:
         lines.append(f"arguments    not shown: {shown(str(problem))}")
     else:
         iteration = state.get("iteration")
+        facts["iteration"] = iteration if type(iteration) is int else None
         lines.append(f"iteration    {iteration if type(iteration) is int else 'not stored'}")
         if (written := layout_of(state)) is not None:
+            facts["written_with"] = written
             lines.append(f"written with {written}; the weights load into any other layout")
     elements: Counter[str] = Counter()
     for tensor in index.tensors.values():
         elements[tensor.dtype] += tensor.numel
-    total = sum(count * ITEM_SIZE[dtype] for dtype, count in elements.items())
     kinds = ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.most_common())
-    chunks = sum(len(tensor.chunks) for tensor in index.tensors.values())
-    model = sum(
-        math.prod(tensor.shape)
-        for name, tensor in index.tensors.items()
-        if "optimizer" not in name.split(".")
-    )
-    lines.append(
-        f"tensors      {len(index.tensors):,} in {chunks:,} chunks; elements {kinds}: {total:,} bytes"
-    )
-    lines.append(f"of these     {model:,} elements are the model's, the rest is optimizer state")
-    lines.append(f"objects      {len(index.objects):,}")
-    lines.append(f"files        {len(index.files):,} with {sum(index.files.values()):,} bytes")
-    return lines
+    facts |= {
+        "tensors": len(index.tensors),
+        "chunks": sum(len(tensor.chunks) for tensor in index.tensors.values()),
+        "elements": dict(elements.most_common()),
+        "tensor_bytes": sum(count * ITEM_SIZE[dtype] for dtype, count in elements.items()),
+        "model_elements": sum(
+            math.prod(tensor.shape)
+            for name, tensor in index.tensors.items()
+            if "optimizer" not in name.split(".")
+        ),
+        "objects": len(index.objects),
+        "files": len(index.files),
+        "bytes": sum(index.files.values()),
+    }
+    lines += [
+        f"tensors      {facts['tensors']:,} in {facts['chunks']:,} chunks; elements {kinds}: "
+        f"{facts['tensor_bytes']:,} bytes",
+        f"of these     {facts['model_elements']:,} elements are the model's, the rest is optimizer state",
+        f"objects      {facts['objects']:,}",
+        f"files        {facts['files']:,} with {facts['bytes']:,} bytes",
+    ]
+    return facts, lines
 
 
 def layout_of(state: dict[str, Any]) -> str | None:

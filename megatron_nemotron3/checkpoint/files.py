@@ -192,21 +192,6 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure as PNG atomically, and close it.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    import matplotlib.pyplot as plt
-
-    try:
-        with atomic(path) as temporary:
-            figure.savefig(temporary, format="png")
-    finally:
-        plt.close(figure)
-
-
 def temporary_prefix(name: str) -> str:
     """How the names of temporary files begin that `atomic` makes for a file `name`."""
     return f".{name}.part"

@@ -49,7 +49,12 @@ class Read:
     problems: tuple[str, ...] = ()
 
 
-def check_integrity(folder: Path, index: CheckpointIndex | None, workers: int = 1) -> Read:
+def check_integrity(
+    folder: Path,
+    index: CheckpointIndex | None,
+    workers: int = 1,
+    report: Callable[[int], None] = lambda read: None,
+) -> Read:
     """Check the CRC32 of every record, and that every chunk holds the tensor the index describes.
 
     Every byte is read once, or twice if there is an integrity.json (SHA-256 of whole files). Memory: one
@@ -57,9 +62,13 @@ def check_integrity(folder: Path, index: CheckpointIndex | None, workers: int = 
 
     Args:
         index: index of a torch_dist folder; None for a legacy folder.
+        report: called with the bytes of each part that was read.
     """
+    parts = []
     with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
-        parts = list(pool.map(lambda task: task(), _check_tasks(folder, index)))
+        for part in pool.map(lambda task: task(), _check_tasks(folder, index)):
+            parts.append(part)
+            report(part.bytes)
     return Read(
         sum(part.records for part in parts),
         sum(part.bytes for part in parts),

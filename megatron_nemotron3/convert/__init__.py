@@ -22,7 +22,6 @@ Writing:
   conversion, verify, compare  convert, compare two checkpoints
   follow                       `--watch`: export each new checkpoint of a running job
   checksums                    CRC32s of records that are read in pieces
-  progress                     sizes and progress in print
   command, check               `nemotron3 convert`, `nemotron3 verify`, `nemotron3 check`
   logits                       `--check-logits`: compare what both sides compute
 """

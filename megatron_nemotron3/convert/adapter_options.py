@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.checkpoint.output import say
 from megatron_nemotron3.convert import peft
 from megatron_nemotron3.convert.adapters import Adapter, check_fits, to_megatron
 from megatron_nemotron3.convert.checkpoints import Checkpoint
@@ -69,17 +70,18 @@ def adapter_folder(
     names = [t.name for mapping in opened.mappings for t in mapping.hf]
     stems = opened.adapter.stems
     if refused := [stem for stem in stems if stem.endswith(f".{peft.REFUSED}")]:
-        print(
-            f"note         {len(refused):,} adapters are of Mamba's {peft.REFUSED}, which peft refuses "
+        _note(
+            f"{len(refused):,} adapters are of Mamba's {peft.REFUSED}, which peft refuses "
             "to load for this family: merge the adapter, or train without them"
         )
     if mtp := [stem for stem in stems if stem.startswith("mtp.")]:
-        print(
-            f"note         {len(mtp):,} adapters are of MTP, which transformers does not have: peft "
-            "ignores them"
-        )
+        _note(f"{len(mtp):,} adapters are of MTP, which transformers does not have: peft ignores them")
     base = str(options.reference) if options.reference is not None else None
     return peft.folder_plan(opened.adapter, names, base)
+
+
+def _note(text: str) -> None:
+    say(f"note         {text}", notes=[text])
 
 
 def megatron_adapter(adapter: Adapter, mappings: Sequence[TensorMapping]) -> tuple[str, list[TensorMapping]]:

@@ -10,22 +10,24 @@ from typing import Any
 from megatron_nemotron3.checkpoint import check as megatron
 from megatron_nemotron3.checkpoint.folders import locate
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
+from megatron_nemotron3.checkpoint.output import add_json, part, result, say
 from megatron_nemotron3.checkpoint.remote import local, place, shown
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 check`."""
-    command = commands.add_parser("check", help="check that a checkpoint is complete and undamaged")
+    command = commands.add_parser("check")
     command.add_argument(
         "folder",
         type=place,
         metavar="DIR",
         help="a run, its checkpoints or one of them, or a Hugging Face folder",
     )
-    command.add_argument("--full", action="store_true", help="read everything and compare CRC32s")
+    command.add_argument("--full", action="store_true", help="everything: read all bytes and compare CRC32s")
     command.add_argument(
-        "--workers", type=int, default=4, metavar="N", help="threads or processes of --full (default 4)"
+        "--workers", type=int, default=4, metavar="N", help="processes or threads (default 4)"
     )
+    add_json(command)
     command.set_defaults(run=check_command)
 
 
@@ -37,7 +39,7 @@ def check_command(options: argparse.Namespace) -> int:
     """
     if options.workers < 1:
         raise ValueError(f"--workers {options.workers}: give 1 or more")
-    with local(options.folder, every=True) as folder:
+    with local(options.folder, every=True) as folder, result(options.json):
         if locate(folder).kind == "hugging face":
             return check_hugging_face(folder, full=options.full, workers=options.workers)
         return megatron.check(folder, full=options.full, workers=options.workers)
@@ -56,30 +58,52 @@ def check_hugging_face(folder: Path, *, full: bool = False, workers: int = 4) ->
     Raises:
         ValueError: there is no checkpoint, it is damaged, or its tensors are not those of its config.json.
     """
-    from megatron_nemotron3.convert.checkpoints import QUANTIZATION, checkpoint_line, open_hugging_face
+    from megatron_nemotron3.convert.checkpoints import (
+        QUANTIZATION,
+        checkpoint_facts,
+        checkpoint_line,
+        open_hugging_face,
+    )
     from megatron_nemotron3.convert.hf_folder import open_hf, read_config
     from megatron_nemotron3.convert.job import MANIFEST
     from megatron_nemotron3.convert.verify import verify_manifest
 
     stored = open_hf(folder)
     opened = open_hugging_face(folder, dequantize=QUANTIZATION in read_config(folder))
-    print(checkpoint_line(opened))
+    say(checkpoint_line(opened), **checkpoint_facts(opened))
     elements: Counter[str] = Counter()
     for tensor in stored.tensors.values():
         elements[tensor.dtype] += tensor.nbytes // ITEM_SIZE[tensor.dtype]
     kinds = ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.most_common())
-    print(f"  tensors      {len(stored.tensors):,}; elements {kinds}")
-    print(f"  files        {len(stored.files):,} with {sum(stored.files.values()):,} bytes")
+    say(
+        f"  tensors      {len(stored.tensors):,}; elements {kinds}",
+        tensors=len(stored.tensors),
+        elements=dict(elements.most_common()),
+    )
+    say(
+        f"  files        {len(stored.files):,} with {sum(stored.files.values()):,} bytes",
+        files=len(stored.files),
+        bytes=sum(stored.files.values()),
+        problems=[],
+    )
     manifest = (folder / MANIFEST).exists()
     if full and manifest:
-        print("  checked      every byte, with the CRC32s of the manifest")
-        if verify_manifest(folder, workers):
+        say("  checked      every byte, with the CRC32s of the manifest", checked="bytes")
+        with part() as compared:
+            status = verify_manifest(folder, workers)
+        say(problems=compared.get("problems", []))
+        if status:
+            say(sound=False)
             return 2
     elif full:
-        print(f"  unprotected  {shown(folder)} has no {MANIFEST} with CRC32s: only names and sizes count")
-    else:
-        print(
-            "  checked      names, shapes and sizes; --full compares the manifest's CRC32s, if there is one"
+        say(
+            f"  unprotected  {shown(folder)} has no {MANIFEST} with CRC32s: only names and sizes count",
+            checked="names and sizes",
         )
-    print("sound")
+    else:
+        say(
+            "  checked      names, shapes and sizes; --full compares the manifest's CRC32s, if there is one",
+            checked="names and sizes",
+        )
+    say("sound", sound=True)
     return 0

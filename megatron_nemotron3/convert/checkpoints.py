@@ -263,6 +263,23 @@ def checkpoint_line(opened: Checkpoint) -> str:
     )
 
 
+def checkpoint_facts(opened: Checkpoint) -> dict[str, Any]:
+    """What `checkpoint_line` says, for a JSON document."""
+    c = opened.config
+    return {
+        "checkpoint": shown(opened.folder),
+        "kind": opened.kind,
+        "iteration": opened.iteration,
+        "model": c.name,
+        "pattern": c.pattern,
+        "hidden_size": c.hidden_size,
+        "vocab_size": c.vocab_size,
+        "mtp_num_layers": c.mtp_num_layers,
+        "mtp_blocks": c.mtp_num_blocks if c.has_mtp else 0,
+        "adapter_matrices": len(opened.adapter.stems) if opened.adapter else 0,
+    }
+
+
 def _stored_alpha(folder: Path, state: dict[str, Any]) -> float:
     """Return the alpha that LoRA was trained with."""
     text = stored_arguments(state).get(ARGUMENT)

@@ -6,11 +6,12 @@ import argparse
 import os
 import re
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.checkpoint.remote import local, place, target
 from megatron_nemotron3.convert.quantized_recipes import RECIPES
 from megatron_nemotron3.models import Nemotron3Config
@@ -22,10 +23,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def register(commands: Any) -> None:
     """Add `nemotron3 convert` and `nemotron3 verify`."""
-    _add_convert(
-        commands.add_parser("convert", help="convert a checkpoint between Megatron and Hugging Face")
-    )
-    _add_verify(commands.add_parser("verify", help="compare two checkpoints tensor by tensor"))
+    _add_convert(commands.add_parser("convert"))
+    _add_verify(commands.add_parser("verify"))
 
 
 def _add_convert(command: argparse.ArgumentParser) -> None:
@@ -33,7 +32,8 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
     ways = command.add_subparsers(
         dest="direction", required=True, metavar="to-hf|from-hf", parser_class=type(command)
     )
-    export = ways.add_parser("to-hf", help="convert a Megatron checkpoint to a Hugging Face folder")
+    to_hf = "convert a Megatron checkpoint to a Hugging Face folder"
+    export = ways.add_parser("to-hf", help=to_hf, description=to_hf.replace("c", "C", 1) + ".")
     export.add_argument(
         "source", type=place, metavar="MEGATRON_DIR", help="a run, its checkpoints or one of them; or a URL"
     )
@@ -56,18 +56,20 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="convert the FP32 masters of the optimizer, not the weights",
     )
-    export.add_argument(
+    packed = export.add_argument_group("quantized weights")
+    packed.add_argument(
         "--quantize",
         metavar="RECIPE",
         help=f"pack the weights for inference engines: nvfp4, fp8, or one of {', '.join(RECIPES)}",
     )
-    export.add_argument(
+    packed.add_argument(
         "--input-scales",
         type=Path,
         metavar="PATH",
         help="scales of activations for --quantize: JSON, safetensors, or a quantized folder",
     )
-    export.add_argument(
+    following = export.add_argument_group("exports of a running job")
+    following.add_argument(
         "--watch",
         type=float,
         nargs="?",
@@ -75,14 +77,12 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="export each new checkpoint of a running job to HF_DIR/iter_N; look every SECONDS (default 30)",
     )
-    export.add_argument("--once", action="store_true", help="with --watch: export what is there, and stop")
-    export.add_argument(
+    following.add_argument("--once", action="store_true", help="with --watch: export what is there, and stop")
+    following.add_argument(
         "--keep-last", type=int, metavar="N", help="with --watch: keep the newest N exports (default: all)"
     )
-    export.add_argument(
-        "--adapter-only", action="store_true", help="write the LoRA adapter alone, as a folder of peft"
-    )
-    load = ways.add_parser("from-hf", help="convert a Hugging Face folder to a Megatron checkpoint")
+    from_hf = "convert a Hugging Face folder to a Megatron checkpoint"
+    load = ways.add_parser("from-hf", help=from_hf, description=from_hf.replace("c", "C", 1) + ".")
     load.add_argument(
         "source", type=place, metavar="HF_DIR", help="a Hugging Face folder, a URL, or the id of a repository"
     )
@@ -109,19 +109,29 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
             metavar="N",
             help="afterwards, compare the logits of both sides on N tokens, layer by layer",
         )
-        way.add_argument(
+        lora = way.add_argument_group("LoRA adapters")
+        lora.add_argument(
             "--adapter", type=Path, metavar="DIR", help="a LoRA adapter to put in: a folder that peft saved"
         )
-        way.add_argument(
+        if way is export:
+            lora.add_argument(
+                "--adapter-only",
+                action="store_true",
+                help="write the LoRA adapter alone, as a folder of peft",
+            )
+        lora.add_argument(
             "--merge-adapter",
             action="store_true",
             help="add the adapter, W + alpha / r * B A, to the weights",
         )
-        way.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: as stored)")
+        way.add_argument(
+            "--dtype", choices=DTYPES, help="type of the numbers (of the weights; default: as stored)"
+        )
         way.add_argument(
             "--shard-size", default="5GB", metavar="SIZE", help="largest size of a file (default 5GB)"
         )
         way.add_argument("--allow-nonfinite", action="store_true", help="copy NaN and infinities")
+        add_json(way)
         way.add_argument("--dry-run", action="store_true", help="print the plan and its size, and stop")
         _add_workers(way)
 
@@ -136,6 +146,7 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     _add_dequantize(command)
     _add_stored(command)
     _add_workers(command)
+    add_json(command)
 
 
 def _add_dequantize(command: argparse.ArgumentParser) -> None:
@@ -157,7 +168,11 @@ def _add_stored(command: argparse.ArgumentParser) -> None:
 def _add_workers(command: argparse.ArgumentParser) -> None:
     count = min(8, os.cpu_count() or 1)
     command.add_argument(
-        "--workers", type=int, default=count, metavar="N", help=f"processes (default {count})"
+        "--workers",
+        type=int,
+        default=count,
+        metavar="N",
+        help="processes or threads (default: one for each core, 8 at most)",
     )
 
 
@@ -168,6 +183,11 @@ def convert(options: argparse.Namespace) -> int:
         ValueError, OSError: as `conversion.convert_to_hf`; --check-logits without a transformers that knows
             the models.
     """
+    with result(options.json):
+        return _convert(options)
+
+
+def _convert(options: argparse.Namespace) -> int:
     if options.check_logits is not None:
         from megatron_nemotron3.convert.logits.hugging_face import transformers_model
 
@@ -231,7 +251,10 @@ def _compare_logits(tokens: int, megatron: Any, hf: Any, config: Nemotron3Config
     """Compare the logits of both checkpoints; returns the exit status."""
     from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits
 
-    return check_logits(megatron, hf, config, CheckOptions(tokens)).exit_status
+    report = check_logits(megatron, hf, config, CheckOptions(tokens))
+    heads = [{**asdict(one), "tolerance": one.tolerance} for one in report.logits]
+    say(logits={"equal": report.passed, "problems": report.problems, "heads": heads})
+    return report.exit_status
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -250,6 +273,7 @@ def verify(options: argparse.Namespace) -> int:
         lora_alpha=options.lora_alpha,
     )
     with ExitStack() as stack:
+        stack.enter_context(result(options.json))
         a, b = (one and stack.enter_context(local(one)) for one in (options.a, options.b))
         return comparison.verify(a, b, common, dequantize=options.dequantize, vocab_size=options.vocab_size)
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.bars import BYTES, Bar, size_text
 from megatron_nemotron3.checkpoint.folders import TOKENIZER, free_bytes, locate
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
+from megatron_nemotron3.checkpoint.output import say
 from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.convert import from_hf, inventory, to_hf
 from megatron_nemotron3.convert.adapter_options import (
@@ -24,6 +26,7 @@ from megatron_nemotron3.convert.adapter_options import (
 from megatron_nemotron3.convert.adapters import Together
 from megatron_nemotron3.convert.checkpoints import (
     Checkpoint,
+    checkpoint_facts,
     checkpoint_line,
     open_hugging_face,
     open_megatron,
@@ -31,9 +34,8 @@ from megatron_nemotron3.convert.checkpoints import (
 from megatron_nemotron3.convert.config_json import clamp_note
 from megatron_nemotron3.convert.hf_folder import CONFIG, read_config
 from megatron_nemotron3.convert.inventory import mappings
-from megatron_nemotron3.convert.job import MANIFEST, Job, check_target, partial_of, run
+from megatron_nemotron3.convert.job import MANIFEST, Job, Progress, check_target, partial_of, run
 from megatron_nemotron3.convert.peft import Packed
-from megatron_nemotron3.convert.progress import ProgressLine, size_text
 from megatron_nemotron3.convert.quantized_config import read_scales
 from megatron_nemotron3.convert.quantized_recipes import Quantization, quantization
 from megatron_nemotron3.convert.quantized_views import Quantized
@@ -230,26 +232,46 @@ def _check_target(target: Path, options: Options) -> None:
 
 def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options, notes: Iterable[str]) -> bool:
     """Print the notes and the plan, and write the folder. Returns whether it was written."""
-    for line in (*notes, *_plan_lines(opened, target, job)):
-        print(line)
+    for line in notes:
+        say(line, notes=[" ".join(line.split())])
+    for line in _plan_lines(opened, target, job):
+        say(line)
+    say(
+        source=checkpoint_facts(opened),
+        target=options.url or str(target),
+        tensors=len(job.source.tensors),
+        elements=dict(_elements(job.source).most_common()),
+        vocabulary_guessed=opened.vocabulary_guessed,
+        padded_vocab_size=opened.padded_vocab_size,
+        left_out=dict(opened.left_out),
+        files=len(job.files) + len(job.small),
+        bytes=job.length,
+        written=False,
+    )
     if options.dry_run:
-        print("dry run      nothing was written")
+        say("dry run      nothing was written")
         return False
     sys.stdout.flush()
     started = time.monotonic()
-    show = ProgressLine()
-    if options.url is not None:
-        upload(job, options.url, show.progress)
-    else:
-        run(job, workers=options.workers, report=show.progress)
-    show.end()
+    with Bar("convert", BYTES) as bar:
+
+        def show(at: Progress) -> None:
+            bar.to(at.done, at.total, begun=at.begun)
+
+        if options.url is not None:
+            upload(job, options.url, show)
+        else:
+            run(job, workers=options.workers, report=show)
     seconds = time.monotonic() - started
-    print(
+    say(
         f"written      {size_text(job.length)} in {seconds:.1f} s; {shown(target / MANIFEST)} has the CRC32 "
-        "of each file"
+        "of each file",
+        written=True,
+        seconds=seconds,
+        manifest=shown(target / MANIFEST),
     )
     if options.compare_logits is None and not isinstance(job.source, (Quantized, Packed)):
-        print(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}")
+        say(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}")
     return True
 
 
@@ -338,11 +360,16 @@ def _job(
     )
 
 
-def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
+def _elements(source: TensorSource) -> Counter[str]:
+    """Return the number of elements of each type."""
     elements: Counter[str] = Counter()
-    for tensor in job.source.tensors.values():
+    for tensor in source.tensors.values():
         elements[tensor.dtype] += tensor.nbytes // ITEM_SIZE[tensor.dtype]
-    kinds = ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.most_common())
+    return elements
+
+
+def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
+    kinds = ", ".join(f"{count:,} in {dtype}" for dtype, count in _elements(job.source).most_common())
     lines = [
         f"source       {checkpoint_line(opened)}",
         f"weights      {len(job.source.tensors):,} tensors; elements {kinds}",

@@ -24,6 +24,7 @@ from megatron_nemotron3.checkpoint.folders import (
     latest_iteration,
     locate,
 )
+from megatron_nemotron3.checkpoint.output import part, say
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.convert.conversion import ToHfOptions, convert_to_hf
 from megatron_nemotron3.convert.job import MANIFEST, partial_of
@@ -76,7 +77,7 @@ def follow(source: Path, target: Path, options: ToHfOptions, how: Following) -> 
         try:
             return _follow(source, target, options, how)
         except KeyboardInterrupt:
-            print("stopped      the same command continues", flush=True)
+            say("stopped      the same command continues")
             return 0
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -84,13 +85,26 @@ def follow(source: Path, target: Path, options: ToHfOptions, how: Following) -> 
 
 def _follow(source: Path, target: Path, options: ToHfOptions, how: Following) -> int:
     failed: dict[int, str] = {}
-    print(f"watching     {source}" + ("" if how.once else f", every {how.interval:g} s"), flush=True)
+    say(
+        f"watching     {source}" + ("" if how.once else f", every {how.interval:g} s"),
+        source=source,
+        target=target,
+        exports=[],
+        left_out=[],
+        removed=[],
+    )
     while True:
         done = _exported(target)
         for iteration in _waiting(source, done, how.keep_last):
-            problem = _export(source, target, iteration, options)
+            with part() as facts:
+                problem = _export(source, target, iteration, options)
+            if not problem:
+                say(exports=[{"iteration": iteration, **facts}])
             if problem and failed.get(iteration) != problem:
-                print(f"left out     iteration {iteration}: {problem}", flush=True)
+                say(
+                    f"left out     iteration {iteration}: {problem}",
+                    left_out=[{"iteration": iteration, "problem": problem}],
+                )
                 failed[iteration] = problem
             elif not problem:
                 failed.pop(iteration, None)
@@ -99,7 +113,7 @@ def _follow(source: Path, target: Path, options: ToHfOptions, how: Following) ->
                 place = checkpoint_path(target, iteration)
                 # What a kill leaves is then no export, and is removed later.
                 place.rename(target / f"{place.name}.removed")
-                print(f"removed      {place}", flush=True)
+                say(f"removed      {place}", removed=[place])
         _remove_outdated(source, target)
         if how.once:
             return 1 if failed else 0

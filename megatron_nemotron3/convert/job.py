@@ -106,16 +106,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a job in bytes; `rate` in bytes/s since this process started."""
+    """Progress of a job in bytes; `begun` of them were written before this process started."""
 
     done: int
     total: int
-    rate: float
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Estimated remaining time; None if unknown."""
-        return (self.total - self.done) / self.rate if self.rate else None
+    begun: int = 0
 
 
 def check_target(target: Path) -> None:
@@ -303,7 +298,7 @@ def _write_files(
         return plan.name, {**entry, "read": rest} if rest else entry
 
     def tell(done: int, seconds: float) -> None:
-        report(Progress(before + done, total, done / seconds if seconds else 0.0))
+        report(Progress(before + done, total, before))
 
     yield from parallel_map(write_one, range(len(todo)), workers=workers, report=tell)
 

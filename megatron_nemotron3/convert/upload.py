@@ -48,7 +48,7 @@ def upload(job: Job, url: str, report: Callable[[Progress], None]) -> dict[str, 
     state, fingerprint = job.source_state(), job.fingerprint()
     done = _uploaded(store, place, url, fingerprint, job)
     total, before = sum(plan.length for plan in job.files), sum(entry["bytes"] for entry in done.values())
-    written, started, last = 0, time.monotonic(), time.monotonic()
+    written, last = 0, time.monotonic()
     for plan in job.files:
         if plan.name in done:
             continue
@@ -60,7 +60,7 @@ def upload(job: Job, url: str, report: Callable[[Progress], None]) -> dict[str, 
                 crc, written = combine_crc32(crc, one, len(block)), written + len(block)
                 if (now := time.monotonic()) - last > 1:
                     last = now
-                    report(Progress(before + written, total, written / (now - started)))
+                    report(Progress(before + written, total, before))
         with _explained(url):
             if (size := store.info(f"{place}/{plan.name}")["size"]) != plan.length:
                 raise ValueError(f"{url}/{plan.name}: {size:,} bytes arrived of {plan.length:,}")

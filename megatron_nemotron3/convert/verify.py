@@ -6,17 +6,19 @@ import os
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
+from megatron_nemotron3.bars import BYTES, Bar, size_text
 from megatron_nemotron3.checkpoint.archive import preadv
 from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
+from megatron_nemotron3.checkpoint.output import say
 from megatron_nemotron3.checkpoint.remote import shown
-from megatron_nemotron3.convert.checkpoints import checkpoint_line, open_checkpoint
+from megatron_nemotron3.convert.checkpoints import checkpoint_facts, checkpoint_line, open_checkpoint
 from megatron_nemotron3.convert.compare import Difference, compare
 from megatron_nemotron3.convert.conversion import Options
-from megatron_nemotron3.convert.job import MANIFEST, Progress
-from megatron_nemotron3.convert.progress import ProgressLine, size_text
+from megatron_nemotron3.convert.job import MANIFEST
 from megatron_nemotron3.convert.streams import BAND
 from megatron_nemotron3.convert.workers import parallel_map
 
@@ -43,32 +45,33 @@ def verify(
     }
     sides = [open_checkpoint(p, **wanted) for p in (a, b)]
     for name, side in zip("ab", sides):
-        print(f"{name}            {checkpoint_line(side)}")
+        say(f"{name}            {checkpoint_line(side)}", **{name: checkpoint_facts(side)})
     views = [side.hf_view() for side in sides]
-    show = ProgressLine()
     total = sum(t.nbytes for name, t in views[0].tensors.items() if name in views[1].tensors)
     started = time.monotonic()
     problems, equal, elements = 0, 0, 0
-    found = compare(
-        *views,
-        workers=options.workers,
-        report=lambda d, s: show.progress(Progress(d, total, d / s if s else 0)),
-    )
-    for one in found:
-        if isinstance(one, Difference):
-            problems += 1
-            if problems <= _SHOWN:
-                show.end()
-                print(f"differs      {one.name}: {one.what}")
-        else:
-            equal, elements = equal + 1, elements + one.elements
-    show.end()
+    say(differences=[])
+    with Bar("verify", BYTES, total) as bar:
+        for one in compare(*views, workers=options.workers, report=lambda done, _: bar.to(done)):
+            if isinstance(one, Difference):
+                problems += 1
+                line = f"differs      {one.name}: {one.what}" if problems <= _SHOWN else None
+                with bar.paused() if line else nullcontext():
+                    say(line, differences=[{"tensor": one.name, "what": one.what}])
+            else:
+                equal, elements = equal + 1, elements + one.elements
     if problems > _SHOWN:
-        print(f"differs      and {problems - _SHOWN:,} more")
-    print(
+        say(f"differs      and {problems - _SHOWN:,} more")
+    seconds = time.monotonic() - started
+    say(
         f"{'equal' if not problems else 'not equal'}: {equal:,} tensors with {elements:,} elements are equal "
-        f"bit by bit, {problems:,} differ; {size_text(total)} of each side in "
-        f"{time.monotonic() - started:.1f} s"
+        f"bit by bit, {problems:,} differ; {size_text(total)} of each side in {seconds:.1f} s",
+        equal=not problems,
+        tensors_equal=equal,
+        elements_equal=elements,
+        tensors_different=problems,
+        bytes=total,
+        seconds=seconds,
     )
     return 1 if problems else 0
 
@@ -109,8 +112,18 @@ def verify_manifest(folder: Path, workers: int) -> int:
             return f"{path}: CRC32 {crc:08x}, {entry.get('crc32')!r:.30} was written"
         return None
 
-    problems = [found for found in parallel_map(work, sorted(entries), workers=workers) if found]
-    for problem in problems[:_SHOWN]:
-        print(shown(problem))
-    print(f"{len(entries) - len(problems):,} of {len(entries):,} files are as the manifest says")
+    sizes = [entry.get("bytes") for entry in entries.values() if isinstance(entry, dict)]
+    with Bar("verify", BYTES, sum(size for size in sizes if type(size) is int), lines=False) as bar:
+        results = parallel_map(work, sorted(entries), workers=workers, report=lambda done, _: bar.to(done))
+        problems = [found for found in results if found]
+    for number, problem in enumerate(problems):
+        say(shown(problem) if number < _SHOWN else None, problems=[shown(problem)])
+    say(
+        f"{len(entries) - len(problems):,} of {len(entries):,} files are as the manifest says",
+        manifest=shown(folder / MANIFEST),
+        equal=not problems,
+        files=len(entries),
+        files_equal=len(entries) - len(problems),
+        problems=[],
+    )
     return 1 if problems else 0

@@ -12,6 +12,7 @@ patches nothing, and nothing is patched on a GPU.
     torch_names  the table for torch, and stand-ins for CUDA's streams, events and devices
     collectives  the table for torch.distributed, and collectives that gloo lacks
     megatron     the table for Megatron, and the arguments that cannot hold on a CPU
+    async_save   the process that writes checkpoints beside training
 
 It does not emulate CUDA: Triton kernels, CUDA graphs and TransformerEngine stay unavailable.
 """

@@ -136,6 +136,13 @@ def table() -> list[tuple[Any, str, Any]]:
 
         return wrapper
 
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh_of = DeviceMesh.from_group
+
+    def mesh_from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return mesh_of(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
     # torch's own module calls its unpatched `new_group`, so functions that make groups by it are listed, too.
     names = ("init_process_group", "new_subgroups_by_enumeration")
     return [
@@ -145,6 +152,7 @@ def table() -> list[tuple[Any, str, Any]]:
         (dist, "all_gather", all_gather),
         (dist, "all_gather_into_tensor", all_gather_into_tensor),
         (dist, "reduce_scatter", reduce_scatter),
+        (DeviceMesh, "from_group", mesh_from_group),
     ]
 
 

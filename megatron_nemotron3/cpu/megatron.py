@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.cpu import torch_names
+from megatron_nemotron3.cpu import async_save, optimizer, torch_names
 
 #: Megatron arguments that are invalid on a CPU -> their values there, set after parsing.
 ARGUMENTS: dict[str, Any] = {
@@ -28,24 +29,28 @@ ARGUMENTS: dict[str, Any] = {
     "moe_router_fusion": False,  # TE
     "cross_entropy_loss_fusion": False,
     "num_workers": 0,  # DataLoader workers need an accelerator
-    "async_save": False,
 }
+#: The same for arguments that matter only with another one, which is the key.
+ARGUMENTS_WITH: dict[str, dict[str, Any]] = {
+    "use_megatron_fsdp": {"gradient_reduce_div_fusion": False},  # NCCL's PREMUL_SUM
+    "async_save": {"async_strategy": "mcore"},  # nvidia-resiliency-ext copies from a GPU
+}
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def _fallback_table() -> list[tuple[Any, str, Any]]:
-    """Megatron's own fallbacks, where it binds kernels of TE or apex at import."""
+    """Functions of torch, where Megatron binds kernels of TE or apex, or its own loops, at import."""
     import torch
-    from megatron.core import utils
+    from megatron.core.utils import local_multi_tensor_applier as apply
 
-    apply, norm, scale = (
-        getattr(utils, f"local_multi_tensor_{name}") for name in ("applier", "l2_norm", "scale")
-    )
+    norm, scale = optimizer.norm, optimizer.scale
     bound: dict[str, dict[str, Any]] = {
         "core.transformer.moe.moe_utils": {"te_general_gemm": None},
         "core.optimizer": {
-            "Adam": torch.optim.AdamW,
+            "Adam": optimizer.adam,
             "SGD": torch.optim.SGD,
-            "USING_PYTORCH_OPTIMIZER": True,
+            # It calls the Adam above, with `adam_w_mode`, where it does not call torch's by itself.
+            "USING_PYTORCH_OPTIMIZER": False,
         },
         "core.optimizer.distrib_optimizer": {
             "Adam": torch.optim.Adam,
@@ -133,8 +138,12 @@ def _optimizer_table() -> list[tuple[Any, str, Any]]:
     ]
 
 
-def table(announce: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
-    """(object, attribute, replacement) for names that Megatron bound before torch's were replaced."""
+def table(announce: Callable[[str], None], set_connections: bool = False) -> list[tuple[Any, str, Any]]:
+    """(object, attribute, replacement) for names that Megatron bound before torch's were replaced.
+
+    With `set_connections` each parse sets the variable `CONNECTIONS`, which means nothing to a CPU: Megatron
+    requires 1 for tensor parallelism and refuses it with FSDP.
+    """
     import torch
 
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -160,7 +169,13 @@ def table(announce: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
 
     def parse_for_cpu(*args: Any, **kwargs: Any) -> Any:
         parsed = parse_args(*args, **kwargs)
-        changed = {k: v for k, v in ARGUMENTS.items() if getattr(parsed, k, v) != v}
+        invalid = dict(ARGUMENTS)
+        for option, values in ARGUMENTS_WITH.items():
+            invalid |= values if getattr(parsed, option, False) else {}
+        changed = {k: v for k, v in invalid.items() if getattr(parsed, k, v) != v}
+        if set_connections:
+            fsdp = any(getattr(parsed, name, False) for name in ("use_megatron_fsdp", "use_torch_fsdp2"))
+            os.environ[CONNECTIONS] = "8" if fsdp else "1"
         for name, value in changed.items():
             setattr(parsed, name, value)
         if changed and not announced:
@@ -190,6 +205,7 @@ def table(announce: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
         *found,
         (importlib.import_module("megatron.core.jit"), "jit_fuser", torch_names.uncompiled),
         (arguments, "parse_args", parse_for_cpu),
+        *async_save.table(),
         *((module, "compile_helpers", compile_if_missing) for module in binding if module is not None),
     ]
 

@@ -46,14 +46,14 @@ def cpu_mode(announce: Callable[[str], None] = lambda message: None) -> Iterator
     with ExitStack() as stack:
         # Imported first, so that Megatron binds the originals at import: its bindings outlive the block.
         importlib.import_module("megatron.core")
-        for target, name, value in [*torch_names.table(), *megatron.table(announce)]:
+        free = megatron.CONNECTIONS not in os.environ
+        for target, name, value in [*torch_names.table(), *megatron.table(announce, free)]:
             original = getattr(target, name)
             setattr(target, name, value)
             stack.callback(setattr, target, name, original)
-        # Megatron requires it for tensor parallelism; without CUDA it has no effect.
-        if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
-            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-            stack.callback(os.environ.pop, "CUDA_DEVICE_MAX_CONNECTIONS", None)
+        if free:
+            os.environ[megatron.CONNECTIONS] = "1"
+            stack.callback(os.environ.pop, megatron.CONNECTIONS, None)
         # jit_fuser is torch.compile, which needs a device to compile for.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Here the "device" generator is the CPU's, so Megatron warns for no reason; its state is restored.

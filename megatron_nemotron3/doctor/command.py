@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.doctor import gpu, loading, packages, recipe
 from megatron_nemotron3.doctor.finding import Finding, as_data, failed, render
@@ -18,7 +18,7 @@ from megatron_nemotron3.models.own import model as named_model
 
 def register(commands: Any) -> None:
     """Add `nemotron3 doctor`."""
-    command = commands.add_parser("doctor", help="check whether this environment can train")
+    command = commands.add_parser("doctor")
     command.add_argument(
         "--kernels", action="store_true", help="also compare the fast kernels with their references"
     )
@@ -29,7 +29,7 @@ def register(commands: Any) -> None:
         metavar="NAME",
         help="also train the tiny form of a model, a NAME or FILE, for one step",
     )
-    command.add_argument("--json", action="store_true", help="machine-readable")
+    add_json(command)
     command.set_defaults(run=doctor_command)
 
 
@@ -64,7 +64,10 @@ def doctor_command(options: argparse.Namespace) -> int:
             _say(f"running the check of {title}")
             sections.append((title, _computed_findings(title, options.step) if usable else skipped))
     sections.append(("verdict", [_verdict(sections)]))
-    print(json.dumps(as_data(sections), indent=2) if options.json else render(sections))
+    if options.json:
+        print_json(as_data(sections))
+    else:
+        print(render(sections))
     return int(any(failed(findings) for _, findings in sections))
 
 

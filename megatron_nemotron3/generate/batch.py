@@ -12,6 +12,7 @@ identity, and the other layers treat each token by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,11 @@ MAX_ROLLBACK = 128
 #: Elements of the largest attention mask that is built. Beyond it a CPU processes one row at a time with its
 #: `ForwardBatch.reversed_mask`; a GPU, whose kernels need aligned mask rows, processes tiles of queries.
 MASK_ELEMENTS = 2**22
+
+
+def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
+    """A tensor of numbers of the host, which does not wait for what the device has to do before."""
+    return torch.tensor(values).to(device, non_blocking=True)
 
 
 class ForwardBatch:
@@ -69,13 +75,11 @@ class ForwardBatch:
         self.positions: Tensor | None = None
         self.row_index: Tensor | None = None
         if self.start is None:
-            self.positions = torch.tensor(lengths, device=device).unsqueeze(1) + torch.arange(
-                n, device=device
-            )
+            self.positions = on_device(lengths, device).unsqueeze(1) + torch.arange(n, device=device)
             self.row_index = torch.arange(self.b, device=device).unsqueeze(1)
         self.valid: Tensor | None = None
         if min(self.counts) < n:
-            used = torch.tensor(self.counts, device=device).unsqueeze(1)
+            used = on_device(self.counts, device).unsqueeze(1)
             self.valid = torch.arange(n, device=device) < used
         self._mask: tuple[tuple[int, int], Tensor] | None = None
         self._reversed: Tensor | None = None

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3 import lifetime
 from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, place, shown
 from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_stored_model, stored_model
 from megatron_nemotron3.train.inputs import require_tokenizer
+from megatron_nemotron3.train.processes import NARROW, THREADS
 
 if TYPE_CHECKING:
     from megatron_nemotron3.convert.checkpoints import Checkpoint
@@ -32,57 +35,78 @@ MAX_DRAFT = 32
 
 def register(commands: Any) -> None:
     """Add `nemotron3 generate`."""
-    command = commands.add_parser("generate", help="continue prompts with a checkpoint's model")
+    command = commands.add_parser("generate")
     command.set_defaults(run=generate_command)
     add_checkpoint(command)
-    command.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     command.add_argument(
-        "--prompt-file", type=Path, metavar="F", help="one prompt: the text of a file; - reads stdin"
+        "--prompt", action="append", default=[], metavar="TEXT", help="text to continue; may be repeated"
     )
     command.add_argument(
+        "--prompt-file", type=Path, metavar="FILE", help="one prompt: the text of a file; - reads stdin"
+    )
+    sampling = command.add_argument_group("new tokens")
+    sampling.add_argument(
         "--max-new-tokens",
         type=int,
         default=NEW_TOKENS,
         metavar="N",
-        help=f"default {NEW_TOKENS}",
+        help=f"tokens to generate (at most, for each prompt; default {NEW_TOKENS})",
     )
-    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy")
-    command.add_argument(
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="of sampling (default 0: the most likely token)",
+    )
+    sampling.add_argument(
         "--top-p", type=float, metavar="P", help="sample from the most likely tokens that add up to P"
     )
-    command.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
-    command.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the first prompt (default 0); prompt i has N + i"
+    sampling.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    sampling.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of sampling (default 0; prompt i has N + i)"
     )
     command.add_argument(
-        "--draft", type=int, default=0, metavar="K", help="MTP drafts K tokens per step (default 0: off)"
+        "--draft", type=int, default=0, metavar="K", help="tokens that MTP drafts per step (default 0: off)"
     )
     command.add_argument(
+        "--cuda-graphs", action="store_true", help="launch all kernels of a step at once; needs a GPU"
+    )
+    sampling.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
         help="ends a text, like the end token",
     )
-    command.add_argument("--json", action="store_true", help="machine-readable")
+    add_json(command)
     command.add_argument("--no-stream", action="store_true", help="print the texts when all are complete")
 
 
-def add_checkpoint(command: argparse.ArgumentParser) -> None:
-    """Add the options that say what to load, and how."""
-    command.add_argument(
-        "--checkpoint",
-        type=place,
-        required=True,
+def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> None:
+    """Add what says what to load, and how; `option`: as --checkpoint, else as the first word."""
+    model = command.add_argument_group("model")
+    what = "a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository"
+    if option:
+        model.add_argument("--checkpoint", type=place, required=True, metavar="DIR", help=what)
+    else:
+        command.add_argument("checkpoint", type=place, metavar="RUN", help=what)
+    model.add_argument(
+        "--tokenizer",
+        type=Path,
         metavar="DIR",
-        help="a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository",
+        help="folder of a Hugging Face tokenizer (default: the checkpoint's or the run's)",
     )
-    command.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="default: the checkpoint's or the run's"
+    model.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="where it computes (default auto: a GPU, if there is one)",
     )
-    command.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    command.add_argument("--dtype", choices=DTYPES, help="default: as stored")
-    add_stored_model(command)
+    model.add_argument(
+        "--dtype", choices=DTYPES, help="type of the numbers (of the weights; default: as stored)"
+    )
+    add_stored_model(model)
 
 
 def open_for_tokenizer(
@@ -128,6 +152,8 @@ def load_engine(opened: Checkpoint, options: argparse.Namespace, mtp: bool) -> E
     from megatron_nemotron3.generate.engine import Engine
     from megatron_nemotron3.generate.weights import read_weights
 
+    if options.device == "cpu" and opened.config.hidden_size <= NARROW and THREADS not in os.environ:
+        torch.set_num_threads(1)  # as in training: threads of a narrow model wait for each other
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     return Engine(read_weights(opened.hf_view(), opened.config, device=options.device, dtype=dtype, mtp=mtp))
 
@@ -151,13 +177,18 @@ def generate_command(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
-    from megatron_nemotron3.generate.generate import GenerationOptions, generate
-    from megatron_nemotron3.generate.sampling import Sampling
-    from megatron_nemotron3.generate.text import OutputStream
-    from megatron_nemotron3.run import resolve_device
+    with lifetime.importing():
+        from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
+        from megatron_nemotron3.generate.generate import GenerationOptions, generate
+        from megatron_nemotron3.generate.sampling import Sampling
+        from megatron_nemotron3.generate.text import OutputStream
+        from megatron_nemotron3.run import resolve_device
 
-    options.device = resolve_device(options.device)
+    asked = options.device
+    options.device = resolve_device(asked)
+    if options.cuda_graphs and options.device != "cuda":
+        why = "--device cpu has none" if asked == "cpu" else "torch sees no GPU"
+        raise ValueError(f"--cuda-graphs, but {why}: leave it out")
     prompts = _read_prompts(options)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     if options.temperature == 0 and (options.top_k or options.top_p):
@@ -174,13 +205,15 @@ def _generate(options: argparse.Namespace) -> int:
     _check_lengths(ids, options.max_new_tokens, opened.config)
     engine = load_engine(opened, options, mtp=options.draft > 0)
     stream = OutputStream(prompts, tokenizer, options.stop, live=not (options.no_stream or options.json))
-    how = GenerationOptions(options.max_new_tokens, sampling, options.draft, tokenizer.stop)
+    how = GenerationOptions(
+        options.max_new_tokens, sampling, options.draft, tokenizer.stop, graphs=options.cuda_graphs
+    )
     result = generate(engine, ids, how, stream.push)
     stream.end()
     if options.json:
         about: dict[str, Any] = {"checkpoint": shown(found.checkpoint), "model": opened.config.name}
         about |= {"mtp_num_layers": opened.config.mtp_num_layers, "mtp_source": opened.mtp_source}
-        print(json.dumps({**about, **_generation_as_json(result, stream.outputs, ids)}, indent=2))
+        print_json({**about, **_generation_as_json(result, stream.outputs, ids)})
     else:
         stream.print_rest()
         print(_generation_summary(result))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,13 @@ class ConversationLosses:
 
 
 @torch.inference_mode()
-def conversation_losses(engine: Engine, encoded: Sequence[Encoded]) -> ConversationLosses:
+def conversation_losses(
+    engine: Engine, encoded: Sequence[Encoded], report: Callable[[int], None] = lambda tokens: None
+) -> ConversationLosses:
     """Measure the loss of each conversation alone, and average.
+
+    Args:
+        report: called with the number of tokens of each conversation.
 
     Raises:
         ValueError: no conversation has a token of the assistant; or one is longer than the model's context,
@@ -39,6 +44,7 @@ def conversation_losses(engine: Engine, encoded: Sequence[Encoded]) -> Conversat
     """
     sums: list[tuple[float, int]] = []
     for one in encoded:
+        report(len(one.ids))
         labels_at = [i for i, mine in enumerate(one.trained[1:]) if mine]
         if not labels_at:
             continue

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.generate.batch import ForwardBatch
+from megatron_nemotron3.generate.batch import ForwardBatch, on_device
 from megatron_nemotron3.generate.layers import Layer, Norm
 from megatron_nemotron3.generate.state import Rollback, State
 from megatron_nemotron3.generate.weights import Weights
@@ -130,7 +130,7 @@ class Engine:
         if chunk < 1:
             raise ValueError(f"chunk={chunk} tokens: use 1 or more")
         longest = max(map(len, rows))
-        padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
+        padded = on_device([row + [0] * (longest - len(row)) for row in rows], self.device)
         last = self.weights.embedding.new_zeros(len(rows), self.config.hidden_size)
         for start in range(0, longest, chunk):
             tokens = padded[:, start : start + chunk]
@@ -138,7 +138,7 @@ class Engine:
             hidden = self.forward(tokens, state, counts=counts).hidden
             if on_chunk is not None:
                 on_chunk(tokens, hidden, counts)
-            some = torch.tensor([count > 0 for count in counts], device=self.device).unsqueeze(1)
+            some = on_device([count > 0 for count in counts], self.device).unsqueeze(1)
             last = torch.where(some, last_of_rows(hidden, counts), last)
         return Output(self, last)
 
@@ -201,5 +201,5 @@ def last_of_rows(hidden: Tensor, counts: Sequence[int]) -> Tensor:
     """hidden [b, n, d] -> [b, d] at each row's last token; at the first position for a row without tokens."""
     if len(set(counts)) == 1:
         return hidden[:, max(counts[0] - 1, 0)]
-    index = torch.tensor([max(c - 1, 0) for c in counts], device=hidden.device)
+    index = on_device([max(c - 1, 0) for c in counts], hidden.device)
     return hidden[torch.arange(len(hidden), device=hidden.device), index]

@@ -10,7 +10,7 @@ last k positions of a window (Megatron's `process_mtp_loss` masks them, too).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron_nemotron3.checkpoint.files import save_figure
+from megatron_nemotron3 import plots
 from megatron_nemotron3.generate.engine import CHUNK, Engine
 from megatron_nemotron3.generate.generate import GenerationOptions, Speculation, generate
 from megatron_nemotron3.generate.mtp import MTP
@@ -73,13 +73,20 @@ def windows(ids: Sequence[int], seq_length: int, tokens: int | None = None) -> T
 
 
 @torch.inference_mode()
-def losses(engine: Engine, text: Tensor, depths: int, chunk: int = CHUNK) -> Losses:
+def losses(
+    engine: Engine,
+    text: Tensor,
+    depths: int,
+    chunk: int = CHUNK,
+    report: Callable[[int], None] = lambda tokens: None,
+) -> Losses:
     """Mean losses over windows of text.
 
     Args:
         text: [windows, s + 1] ids, from `windows`.
         depths: MTP depths, 0 or more; depths beyond those of training continue with the repeated block.
         chunk: positions per pass.
+        report: called with the number of tokens of each group of windows that was measured.
 
     Raises:
         ValueError: s <= depths, ids outside the vocabulary, s beyond the context, or MTP the model lacks.
@@ -92,6 +99,7 @@ def losses(engine: Engine, text: Tensor, depths: int, chunk: int = CHUNK) -> Los
     chunk = min(chunk, s)
     for rows in text.to(engine.device).split(max(1, LOGIT_ROWS // chunk)):
         sums = [a + b for a, b in zip(sums, _loss_sums(engine, rows, depths, chunk))]
+        report(len(rows) * s)
     means = [total / (len(text) * (s - depth)) for depth, total in enumerate(sums)]
     return Losses(means[0], tuple(means[1:]), len(text) * s)
 
@@ -121,18 +129,26 @@ def _loss_sums(engine: Engine, rows: Tensor, depths: int, chunk: int) -> list[fl
 
 
 def acceptance(
-    engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, drafts: Sequence[int]
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    drafts: Sequence[int],
+    report: Callable[[int], None] = lambda tokens: None,
 ) -> list[Acceptance]:
     """Continue prompts greedily, once with each number of drafts; nothing ends a text early.
 
     Args:
         drafts: 0 is plain decoding.
+        report: called with 1 for each new token.
 
     Raises:
         ValueError: as `generate`.
     """
     generate(engine, prompts, GenerationOptions(2, draft=max(drafts)))  # warm-up
-    results = [generate(engine, prompts, GenerationOptions(new_tokens, draft=draft)) for draft in drafts]
+    results = [
+        generate(engine, prompts, GenerationOptions(new_tokens, draft=draft), lambda row, token: report(1))
+        for draft in drafts
+    ]
     return [Acceptance(result.speculation, result.tokens_per_second) for result in results]
 
 
@@ -146,34 +162,30 @@ def plot(losses: Losses, accepted: Sequence[Acceptance], trained: int, path: Pat
         OSError: it cannot be written.
         ModuleNotFoundError: matplotlib is not installed.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), dpi=120, layout="constrained")
-    values = [losses.next_token, *losses.depths]
-    bars = left.bar(range(len(values)), values, color=["C0", *["C1"] * len(losses.depths)])
-    for depth, bar in enumerate(bars):
-        if depth > trained:
-            bar.set_hatch("//")
-    left.bar_label(bars, fmt="%.3f", fontsize=8)
-    left.set_xticks(
-        range(len(values)), ["next token", *(f"MTP {k}" for k in range(1, len(values)))], fontsize=8
-    )
-    hatched = f", hatched: beyond mtp_num_layers={trained}" if len(losses.depths) > trained else ""
-    left.set(ylabel="loss (nats per token)", title=f"held-out loss{hatched}")
-    if accepted:
-        drafts = [a.speculation.draft for a in accepted]
-        right.plot(drafts, [a.speculation.acceptance_length for a in accepted], "o-", label="measured")
-        right.plot(drafts, [k + 1 for k in drafts], color="gray", ls="--", lw=1, label="every draft accepted")
-        right.set(
-            xlabel="drafted tokens", ylabel="tokens per verification", title="acceptance length, greedy"
-        )
-        right.set_xticks(drafts)
-        right.legend()
-        right.grid(alpha=0.3)
-    else:
-        right.set_axis_off()
-    figure.suptitle(title)
-    save_figure(figure, path)
+    with plots.picture(path, 1, 2, size=(10, 4), title=title) as (_, grid):
+        left, right = grid[0]
+        values = [losses.next_token, *losses.depths]
+        bars = left.bar(range(len(values)), values, color=["C0", *["C1"] * len(losses.depths)])
+        for depth, bar in enumerate(bars):
+            if depth > trained:
+                bar.set_hatch("//")
+        left.bar_label(bars, fmt="%.3f", fontsize=8)
+        left.set_xticks(range(len(values)), ["next\ntoken", *map(str, range(1, len(values)))])
+        beyond = f" (hatched: deeper than the {trained} of training)" if len(losses.depths) > trained else ""
+        left.set(ylabel="loss (nats per token)", title=f"Held-out loss{beyond}")
+        if losses.depths:
+            left.set_xlabel("MTP depth")
+        if accepted:
+            drafts = [a.speculation.draft for a in accepted]
+            lengths = [a.speculation.acceptance_length for a in accepted]
+            right.plot(drafts, lengths, "o-", label="measured")
+            right.plot(
+                drafts, [k + 1 for k in drafts], color="gray", ls="--", lw=1, label="every draft accepted"
+            )
+            right.set(
+                xlabel="drafted tokens", ylabel="tokens per verification", title="Acceptance length, greedy"
+            )
+            right.set_xticks(drafts)
+            right.legend()
+        else:
+            right.set_axis_off()

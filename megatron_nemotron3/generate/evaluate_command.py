@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.checkpoint.files import require_plot
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, shown
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.generate.command import (
@@ -36,28 +37,34 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 128
 
 def register(commands: Any) -> None:
     """Add `nemotron3 evaluate`."""
-    command = commands.add_parser("evaluate", help="held-out loss by MTP depth, acceptance by drafts")
+    command = commands.add_parser("evaluate")
     command.set_defaults(run=evaluate_command)
     add_checkpoint(command)
-    text = command.add_mutually_exclusive_group()
+    measured = command.add_argument_group("what is measured")
+    text = measured.add_mutually_exclusive_group()
     text.add_argument(
-        "--text", metavar="PATH", help="file, .jsonl or folder; default: the run's held-out data"
+        "--text", metavar="PATH", help="text file, .jsonl or folder (default: the run's held-out data)"
     )
-    text.add_argument("--data-path", metavar="PREFIX", help="a Megatron data set, without a split")
+    text.add_argument("--data-path", metavar="PREFIX", help="Megatron data sets (here one, without a split)")
     text.add_argument(
-        "--conversations", metavar="FILE", help=".jsonl: the loss of the assistant's tokens; with --tokenizer"
+        "--conversations",
+        metavar="FILE",
+        help=".jsonl conversations (the loss of the assistant's tokens; needs --tokenizer)",
     )
-    command.add_argument(
+    measured.add_argument(
         "--tokens", type=int, default=TOKENS, metavar="N", help=f"of the loss, at most (default {TOKENS})"
     )
-    command.add_argument(
-        "--seq-length", type=int, metavar="N", help="tokens per window (default: the model's)"
+    measured.add_argument(
+        "--seq-length", type=int, metavar="N", help="tokens per sequence (default: the model's)"
     )
-    command.add_argument(
-        "--draft", type=int, metavar="K", help=f"measure 1 to K drafts (default {DRAFT}; 0: none)"
+    measured.add_argument(
+        "--draft",
+        type=int,
+        metavar="K",
+        help=f"tokens that MTP drafts per step (1 to K are measured; default {DRAFT}, 0: none)",
     )
     command.add_argument("--plot", type=Path, metavar="PNG", help="write losses and acceptance as a picture")
-    command.add_argument("--json", action="store_true", help="machine-readable")
+    add_json(command)
 
 
 def evaluate_command(options: argparse.Namespace) -> int:
@@ -79,7 +86,7 @@ def evaluate_command(options: argparse.Namespace) -> int:
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
     if options.conversations is not None and options.tokenizer is None:
-        raise ValueError("--conversations needs --tokenizer FOLDER (a tokenizer with a chat template)")
+        raise ValueError("--conversations needs --tokenizer DIR (a tokenizer with a chat template)")
     if options.conversations is not None and (options.plot is not None or options.draft is not None):
         raise ValueError("--plot and --draft measure texts, not --conversations: drop them")
     with local(options.checkpoint) as options.checkpoint:
@@ -113,18 +120,20 @@ def _evaluate(options: argparse.Namespace) -> int:
     text = windows(ids, seq_length, options.tokens)
     depths = max(draft, config.mtp_num_layers)
     engine = load_engine(opened, options, mtp=depths > 0)
-    measured = losses(engine, text, depths)
+    with Bar("loss", "tokens", text.shape[0] * (text.shape[1] - 1), lines=False) as bar:
+        measured = losses(engine, text, depths, report=bar.add)
     accepted: list[Acceptance] = []
     new = min(NEW_TOKENS, config.max_position_embeddings // 2)
     prompts = _spread_prompts(ids, min(PROMPT_TOKENS, config.max_position_embeddings - new))
     if draft:
-        accepted = acceptance(engine, prompts, new, range(draft + 1))
+        with Bar("drafts", "tokens", len(prompts) * new * (draft + 1), lines=False) as bar:
+            accepted = acceptance(engine, prompts, new, range(draft + 1), bar.add)
     if options.plot is not None:
         plot(measured, accepted, config.mtp_num_layers, options.plot, title)
     if options.json:
         about = {"checkpoint": shown(found.checkpoint), "model": config.name, "text": source}
         about["mtp_source"] = opened.mtp_source
-        print(json.dumps({**about, **_evaluation_as_json(config, measured, accepted)}, indent=2))
+        print_json({**about, **_evaluation_as_json(config, measured, accepted)})
         return 0
     print(f"checkpoint   {title}")
     print(
@@ -151,9 +160,10 @@ def _evaluate_conversations(engine: Engine, options: argparse.Namespace, title: 
 
     encoder = Encoder(options.tokenizer)
     encoded = [encoder.encode(one) for one in read_conversations(options.conversations)]
-    measured = conversation_losses(engine, encoded)
+    with Bar("loss", "tokens", sum(len(one.ids) for one in encoded), lines=False) as bar:
+        measured = conversation_losses(engine, encoded, bar.add)
     if options.json:
-        print(json.dumps({"checkpoint": title, "text": options.conversations, **asdict(measured)}, indent=2))
+        print_json({"checkpoint": title, "text": options.conversations, **asdict(measured)})
         return 0
     counted = f"{measured.tokens:,} tokens of the assistant in {measured.conversations:,} conversations"
     print(f"checkpoint   {title}")

@@ -21,8 +21,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.generate.batch import on_device
 from megatron_nemotron3.generate.engine import CHUNK, Engine
-from megatron_nemotron3.generate.graphs import GraphedStep
+from megatron_nemotron3.generate.graphed_drafts import GraphedDrafts
+from megatron_nemotron3.generate.graphs import GraphedStep, check_rows
 from megatron_nemotron3.generate.mtp import MTP
 from megatron_nemotron3.generate.sampling import (
     GREEDY,
@@ -33,6 +35,7 @@ from megatron_nemotron3.generate.sampling import (
     draw,
     probabilities,
 )
+from megatron_nemotron3.generate.state import State
 
 #: Called with (row, token) for every new token; a return value of True ends the row.
 OnToken = Callable[[int, int], bool | None]
@@ -51,10 +54,10 @@ class GenerationOptions:
             with continue with the repeated block.
         stop: ids that end a row.
         chunk: tokens per prefill pass.
-        graphs: decode with a CUDA graph (`graphs.GraphedStep`), without drafts.
+        graphs: decode with a CUDA graph (`graphs`, `graphed_drafts`); on a CPU its operations run one by one.
 
     Raises:
-        ValueError: max_new_tokens < 1, draft < 0, or graphs with drafts.
+        ValueError: max_new_tokens < 1, or draft < 0.
     """
 
     max_new_tokens: int
@@ -69,8 +72,6 @@ class GenerationOptions:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: use 1 or more")
         if self.draft < 0:
             raise ValueError(f"draft={self.draft}: use 0 (no drafts) or more")
-        if self.graphs and self.draft:
-            raise ValueError(f"graphs=True with draft={self.draft}: use draft=0, or graphs=False")
 
 
 @dataclass
@@ -165,37 +166,74 @@ class Generation:
         return (self.new_tokens - len(self.rows)) / self.decode_seconds if self.passes else 0.0
 
 
+@dataclass
+class Memory:
+    """What the states have seen of a conversation, for a prompt that follows; `generate` updates it."""
+
+    state: State | None = None
+    mtp: MTP | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row; empty if nothing was read yet."""
+        return [] if self.state is None else self.state.lengths
+
+
 class Decoder:
     """Sequences that are being continued: their states, newest tokens and random numbers.
 
     Args:
         prompts: token ids of each row; they are read here.
+        memory: of what is in front of the prompts.
 
     Raises:
         ValueError: drafts are asked for and the model has no MTP block, or too few where each depth has its
             own.
     """
 
-    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        options: GenerationOptions,
+        memory: Memory | None = None,
+    ) -> None:
         self.engine, self.draft = engine, options.draft
+        if options.graphs:
+            check_rows(engine, engine.weights.layers, len(prompts) * (self.draft + 1))
         capacity = min(max(map(len, prompts)) + options.max_new_tokens, MAX_RESERVED)
-        self.state = engine.new_state(len(prompts), capacity)
-        self.mtp = MTP(engine, len(prompts), self.draft, capacity) if self.draft else None
+        if memory is not None and memory.state is not None:
+            self.state, self.mtp = memory.state, memory.mtp
+        else:
+            self.state = engine.new_state(len(prompts), capacity)
+            self.mtp = MTP(engine, len(prompts), self.draft, capacity) if self.draft else None
+        if memory is not None:
+            memory.state, memory.mtp = self.state, self.mtp
         on_chunk = None if self.mtp is None else self.mtp.append
         read = engine.prefill(prompts, self.state, chunk=options.chunk, on_chunk=on_chunk)
         self.sampler = Sampler(options.sampling, range(len(prompts)))
         #: [b], not yet seen by the states.
         self.newest: Tensor = self.sampler(read.logits)
-        # Room for the whole text: a graph cannot grow its caches.
-        self._room = max(map(len, prompts)) + options.max_new_tokens if options.graphs else 0
-        self._graphed = GraphedStep(engine, self.state, self._room) if self._room else None
+        # Room for the whole text: a graph cannot grow its caches. A step passes over all its drafts.
+        most = max(map(len, prompts)) + options.max_new_tokens + self.draft
+        self._room = most if options.graphs else 0
+        self._graphed = self._graph()
 
     def select(self, rows: Sequence[int]) -> None:
         """Continue only some rows."""
         self.state, self.sampler = self.state.select(rows), self.sampler.select(rows)
         self.mtp = None if self.mtp is None else self.mtp.select(rows)
         self.newest = self.newest[list(rows)]
-        self._graphed = GraphedStep(self.engine, self.state, self._room) if self._room else None
+        self._graphed = self._graph()
+
+    def _graph(self) -> GraphedStep | GraphedDrafts | None:
+        """A graph of the next steps, if it is wanted and every depth has seen a token of each row."""
+        if not self._room or min(self.state.lengths) < self.draft:
+            return None
+        if self.mtp is None:
+            return GraphedStep(self.engine, self.state, self._room)
+        sampling = self.sampler.sampling
+        return GraphedDrafts(self.engine, self.state, self.mtp, self.newest, sampling, self._room)
 
     def step(self, limits: Sequence[int]) -> list[list[int]]:
         """Draft, verify, and roll back to the accepted tokens.
@@ -206,7 +244,8 @@ class Decoder:
         Returns:
             The new tokens of each row: 1 to min(limit, draft) + 1. The last one is now the newest.
         """
-        if self._graphed is not None:
+        self._graphed = self._graphed or self._graph()
+        if isinstance(self._graphed, GraphedStep):
             self.newest = self.sampler(self._graphed(self.newest.unsqueeze(1)))
             return [[token] for token in self.newest.tolist()]
         if self.mtp is None:
@@ -219,12 +258,18 @@ class Decoder:
         # To draft, to accept, and for the model's own token.
         numbers = None
         if not self.sampler.sampling.greedy:
-            numbers = self.sampler.uniform(2 * self.draft + 1, self.engine.device)
+            numbers = self.sampler.uniform(2 * self.draft + 1)
+        if self._graphed is not None:
+            new = self._graphed(limits, numbers)
+            self.newest = self._graphed.newest
+            return new
+        if numbers is not None:
+            numbers = numbers.to(self.engine.device, non_blocking=True)
         drafted, q = self._draft_tokens(self.mtp, k, numbers)
         tokens = torch.cat((self.newest.unsqueeze(1), drafted), 1)
         counts = [limit + 1 for limit in limits]
         out = self.engine.forward(tokens, self.state, counts=counts, rollback=k > 0)
-        allowed = torch.tensor(limits, device=self.engine.device)
+        allowed = on_device(limits, self.engine.device)
         if numbers is None:
             accepted, own = accept_greedy(out.logits, drafted, allowed)
         else:
@@ -261,6 +306,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     on_token: OnToken | None = None,
+    memory: Memory | None = None,
 ) -> Generation:
     """Continue prompts in one batch; a row that has ended leaves the batch.
 
@@ -271,6 +317,8 @@ def generate(
     Args:
         prompts: token ids, of any lengths.
         on_token: called for each token as it appears; a row for which it returns True ends.
+        memory: of one row and without graphs: the prompt follows what it has seen. Then it has seen the
+            prompt and all new tokens but the last; with drafts also those behind a token that ended the row.
 
     Raises:
         ValueError: no prompts or an empty one, an id outside the vocabulary, prompt and new tokens together
@@ -278,11 +326,13 @@ def generate(
     """
     if len(prompts) == 0:
         raise ValueError("no prompts: give at least one")
-    engine.check_prompts(prompts, more=options.max_new_tokens)
+    if memory is not None and (options.graphs or len(prompts) > 1):
+        raise ValueError("memory goes with one prompt and graphs=False")
+    engine.check_prompts(prompts, memory.lengths if memory is not None else (), options.max_new_tokens)
     result = Generation([Continuation() for _ in prompts], sum(map(len, prompts)), Speculation(options.draft))
     with torch.inference_mode():
         began = time.perf_counter()
-        decoder = Decoder(engine, prompts, options)
+        decoder = Decoder(engine, prompts, options, memory)
         new = [[token] for token in decoder.newest.tolist()]
         result.prefill_seconds = time.perf_counter() - began
         began = time.perf_counter()

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from megatron_nemotron3.generate.batch import ForwardBatch
 from megatron_nemotron3.generate.state import KVCache, LayerState, MambaPass
@@ -161,6 +160,8 @@ class Attention:
         torch calls flash attention for it on a GPU, in BF16 or FP16. The masks of a long text would be larger
         than its keys, many times over.
         """
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: a second
+
         b, groups, per_group, n, c = q.shape
         y = F.scaled_dot_product_attention(
             q.reshape(b, groups * per_group, n, c),

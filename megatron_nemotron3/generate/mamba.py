@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_nemotron3.generate.batch import ForwardBatch
+from megatron_nemotron3.generate.batch import ForwardBatch, on_device
 from megatron_nemotron3.generate.layers import Norm, ReadTensor, read_norm, transposed
 from megatron_nemotron3.generate.state import LayerState, MambaPass, MambaState, window_after
 from megatron_nemotron3.layers.conv import causal_conv1d
@@ -105,7 +105,7 @@ class Mamba:
             state.set_lazily(record, batch.counts)
         else:
             y, ssm = ssd_chunked(x, dt, self.A, B, C, D=self.D, initial_state=ssm, return_final_state=True)
-            counts = torch.tensor(batch.counts, device=xbc.device).unsqueeze(1)
+            counts = on_device(batch.counts, xbc.device).unsqueeze(1)
             state.set(window_after(window, counts, self.kernel - 1), ssm)
         return y.reshape(b * n, -1), record
 
@@ -158,4 +158,4 @@ def _token_ranges(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
     token = torch.arange(n).view(-1, 1, 1)
     between = ((token >= column) & (token < row)).float().view(n, -1)
     never = torch.zeros(n + 1, n + 1).masked_fill_(column > row, -torch.inf).flatten()
-    return between.to(device), never.to(device)
+    return between.to(device, non_blocking=True), never.to(device, non_blocking=True)

@@ -6,7 +6,8 @@ Three implementations of the same sum; the number of tokens decides which is fas
 
     gathered   gathers the matrices of the selected experts into one product, without a host synchronization
     dense      applies every expert to every token, with zero weights: for few small experts and some tokens
-    sorted     sorts tokens by expert, as in training
+    sorted     sorts tokens by expert, as in training; on a GPU with torch's grouped product the numbers of
+               tokens stay on the device
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import Tensor
 from megatron_nemotron3.generate.batch import ForwardBatch
 from megatron_nemotron3.generate.layers import ReadTensor, read_norm, transposed
 from megatron_nemotron3.generate.state import LayerState
+from megatron_nemotron3.layers.functional import weighted_values
 from megatron_nemotron3.layers.grouped import squared_relu_experts
+from megatron_nemotron3.layers.grouped_gpu import grouped_mm, grouped_mm_problem
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Elements of gathered matrices up to which gathering is faster than one product per expert, by device type.
@@ -59,6 +62,7 @@ class MixtureOfExperts:
         self.fc1 = self._stack_experts(read, "up_proj", width, inner)
         # [experts, ffn, inner] like fc1, so that one product also sums over a token's experts.
         self.fc2 = self._stack_experts(read, "down_proj", inner, width, transpose=True)
+        self._grouped = grouped_mm_problem(self.fc1[0], [self.fc1[0]], experts) is None
         self.each = list(self.fc1.unbind()), [weight.t() for weight in self.fc2.unbind()]
 
     def _stack_experts(
@@ -97,7 +101,8 @@ class MixtureOfExperts:
 
     def needs_counts(self, tokens: int, device: str) -> bool:
         """Whether a pass over so many tokens reads the tokens per expert on the host."""
-        return self._implementation(tokens, device) == self._sorted
+        grouped = device == "cuda" and self._grouped
+        return not grouped and self._implementation(tokens, device) == self._sorted
 
     def _implementation(self, tokens: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         matrix, pairs = self.inner * self.width, tokens * self.topk
@@ -122,11 +127,24 @@ class MixtureOfExperts:
         return torch.mm(hidden.view(t, -1), self.fc2.view(-1, self.inner))
 
     def _sorted(self, z: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        order = chosen.view(-1).argsort(stable=True)
-        counts = torch.bincount(chosen.view(-1), minlength=self.experts).tolist()
+        expert = chosen.view(-1)
+        order = expert.argsort(stable=True)
         token = order.div(self.topk, rounding_mode="floor")
         rows, weight = z.index_select(0, token), weight.view(-1).index_select(0, order)
-        y = squared_relu_experts(rows, weight, *self.each, counts, recompute=True)
+        if z.is_cuda and self._grouped:
+            y = self._grouped_products(rows, weight, expert)
+        else:
+            counts = torch.bincount(expert, minlength=self.experts).tolist()
+            y = squared_relu_experts(rows, weight, *self.each, counts, recompute=True)
         # Restore the order of the tokens, where one reduction sums a token's experts.
         by_token = torch.empty_like(y).index_copy_(0, order, y)
         return by_token.view(len(z), self.topk, -1).sum(1)
+
+    def _grouped_products(self, rows: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+        """As `squared_relu_experts` of rows sorted by expert; `expert` [t]: of each, in any order."""
+        counts = torch.zeros(self.experts, dtype=torch.int32, device=expert.device)
+        ends = counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32)).cumsum(0)
+        ends = ends.to(torch.int32)
+        hidden = grouped_mm(rows, self.fc1.transpose(1, 2), offs=ends)
+        result: Tensor = grouped_mm(weighted_values(hidden, weight), self.fc2, offs=ends)
+        return result

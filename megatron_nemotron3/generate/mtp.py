@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from megatron_nemotron3.generate.batch import on_device
 from megatron_nemotron3.generate.engine import CAPACITY, Engine, Output, last_of_rows
 from megatron_nemotron3.generate.weights import MTPBlock
 
@@ -191,6 +192,6 @@ def _last_tokens(tokens: Tensor, counts: Sequence[int], sizes: Sequence[int]) ->
     width = max(sizes)
     if len(set(counts)) == 1 and len(set(sizes)) == 1:
         return tokens[:, counts[0] - width : counts[0]]
-    first = torch.tensor([c - s for c, s in zip(counts, sizes)], device=tokens.device).unsqueeze(1)
+    first = on_device([c - s for c, s in zip(counts, sizes)], tokens.device).unsqueeze(1)
     positions = first + torch.arange(width, device=tokens.device)
     return tokens.gather(1, positions.clamp_max_(tokens.shape[1] - 1))

@@ -107,16 +107,18 @@ class Sampler:
         result.generators = [self.generators[row] for row in rows]
         return result
 
-    def uniform(self, count: int, device: torch.device) -> Tensor:
-        """Random numbers [b, count] in [0, 1), FP64."""
+    def uniform(self, count: int) -> Tensor:
+        """Random numbers [b, count] in [0, 1), FP64, on the host."""
         numbers = [torch.rand(count, generator=g, dtype=torch.float64) for g in self.generators]
-        return torch.stack(numbers).to(device)
+        return torch.stack(numbers)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """logits [b, vocabulary] -> tokens [b]."""
         if self.sampling.greedy:
             return logits.argmax(-1)
-        return draw(probabilities(logits, self.sampling), self.uniform(1, logits.device)[:, 0])
+        return draw(
+            probabilities(logits, self.sampling), self.uniform(1).to(logits.device, non_blocking=True)[:, 0]
+        )
 
 
 def accept_greedy(logits: Tensor, drafted: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:

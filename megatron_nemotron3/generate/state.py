@@ -67,21 +67,26 @@ class MambaPass:
 
     def after(self, kept: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Window [b, kernel - 1, channels] and state [b, h, p, k] after each row's first `kept` tokens."""
+        width, m = self.window.shape[1] - self.x.shape[1], kept[0]
+        if min(kept) != max(kept):
+            return self.after_counts(torch.tensor(list(kept)).to(self.x.device, non_blocking=True))
+        window = self.window[:, m : m + width]
+        return (window, self._state(self.decay[:, :, m])) if m else (window, self.ssm)
+
+    def after_counts(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """As `after`, with counts [b] that only the device knows."""
+        width = self.window.shape[1] - self.x.shape[1]
+        rows = torch.arange(len(kept), device=kept.device)
+        return window_after(self.window, kept.unsqueeze(1), width), self._state(self.decay[rows, :, kept])
+
+    def _state(self, decay: Tensor) -> Tensor:
+        """The state [b, h, p, k] after as many tokens as the rows `decay` [b, h, n + 1] are of."""
         b, n, h, p = self.x.shape
-        width, m = self.window.shape[1] - n, kept[0]
-        if min(kept) == max(kept):
-            window, decay = self.window[:, m : m + width], self.decay[:, :, m]
-            if m == 0:
-                return window, self.ssm
-        else:
-            counts = torch.tensor(list(kept), device=self.x.device)
-            window = window_after(self.window, counts.unsqueeze(1), width)
-            decay = self.decay[torch.arange(b, device=self.x.device), :, counts]
         g, k = self.B.shape[2:]
         weight = decay[:, :, 1:] * self.dt.transpose(1, 2)  # [b, h, n]
         u = (self.x.permute(0, 2, 3, 1) * weight.unsqueeze(2)).reshape(b * g, -1, n)
         added = torch.bmm(u, self.B.transpose(1, 2).reshape(b * g, n, k)).view(b, h, p, k)
-        return window, added.addcmul_(self.ssm, decay[:, :, :1].unsqueeze(-1))
+        return added.addcmul_(self.ssm, decay[:, :, :1].unsqueeze(-1))
 
 
 def window_after(window: Tensor, counts: Tensor, width: int) -> Tensor:

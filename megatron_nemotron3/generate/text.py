@@ -47,14 +47,18 @@ class Tokenizer:
         #: Ids that end a text; the first one separates documents.
         self.stop: tuple[int, ...] = tuple(dict.fromkeys(self._stop_ids()))
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text; names of special tokens in it become those tokens."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+    def encode(self, text: str, *, whole: bool = True) -> list[int]:
+        """Ids of a text; names of special tokens in it become those tokens.
+
+        Args:
+            whole: add what the tokenizer puts around a text, such as a token at its beginning.
+        """
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=whole).ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, without special tokens."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of ids; `special`: with the names of special tokens."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
         return text
 
     def _stop_ids(self) -> list[int]:

@@ -6,7 +6,6 @@ there. Forward saves the inputs and one state per block of chunks; backward reco
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,19 +13,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_nemotron3.layers.functional import accumulation_dtype
+from megatron_nemotron3.layers.functional import Place, accumulation_dtype
 
 #: Tokens per chunk of `ssd_chunked`: the fastest of 32, 64, 128 and 256 on two AVX-512 cores.
 CHUNK = 64
 #: Elements of the [cells, h, l, l] decay matrices per block, by device type. On a CPU they fit the
-#: second-level cache (2 MiB in FP32); a GPU needs larger batches to be busy.
-BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+#: second-level cache (1 MiB in FP32); a GPU needs larger batches to be busy.
+BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
 #: Fewest chunks per block, if the sequence has as many. One state per block is saved for backward.
 MIN_CHUNKS = 4
 #: A log decay at or below this gives a decay of 0. In FP32 that drops factors below 9e-27, 1e19 times smaller
 #: than the rounding error; their products were denormal and made this scan 3 times slower. In FP64 exp
 #: underflows to 0 there anyway.
 LOG_DECAY_FLOOR = {torch.float32: -60.0, torch.float64: -750.0}
+
+
+#: For the gradients of x, B and C, with their last two dimensions as one: [b, s, h * p] and [b, s, g * n].
+Places = tuple[Place, Place, Place]
 
 
 def document_starts(seq_idx: Tensor) -> Tensor:
@@ -89,10 +92,27 @@ class _CellBlock:
         t = t[self.rows, self.tokens].to(dtype)
         return t.reshape(self.nb * self.nc, self.l, *t.shape[2:])
 
+    def place(self, out: Tensor) -> Tensor:
+        """[b, s, ...] -> [nb, nc, l, ...], the block's part as a view."""
+        return out[self.rows, self.tokens].unflatten(1, (self.nc, self.l))
+
     def store(self, out: Tensor, value: Tensor) -> None:
         """Write [cells, l, ...] into out [b, s, ...]."""
-        target = out[self.rows, self.tokens].unflatten(1, (self.nc, self.l))
-        target.copy_(value.unflatten(0, (self.nb, self.nc)))
+        self.place(out).copy_(value.unflatten(0, (self.nb, self.nc)))
+
+    def store_sum(self, out: Tensor, by_head: Tensor, by_group: Tensor, weight: Tensor, g: int) -> None:
+        """Write by_head [cells * h, l, p] + by_group [cells * g, l, h/g * p] * weight [cells, l, h] into out.
+
+        One pass over memory: out [b, s, h, p] is written where it is, whatever its strides.
+        """
+        h, p = out.shape[2:]
+        cells = (self.nb, self.nc)
+        torch.addcmul(
+            by_head.view(*cells, g, h // g, self.l, p).permute(0, 1, 4, 2, 3, 5),
+            by_group.view(*cells, g, self.l, h // g, p).permute(0, 1, 3, 2, 4, 5),
+            weight.view(*cells, self.l, g, h // g, 1),
+            out=self.place(out).unflatten(3, (g, -1)),
+        )
 
 
 def _cell_blocks(x: Tensor) -> list[_CellBlock]:
@@ -173,23 +193,34 @@ def _by_group(t: Tensor, g: int, weight: Tensor | None = None) -> Tensor:
 
 
 def _recur_over_cells(
-    block: _CellBlock, added: Tensor, carry: Tensor, state: Tensor, order: Iterable[int]
+    block: _CellBlock, left: Tensor, right: Tensor, carry: Tensor, state: Tensor, *, backward: bool = False
 ) -> Tensor:
-    """Recurrence over cells, in place and in the given order of chunks: state <- carry * state + added.
+    """Recurrence over the cells of a row: state <- carry * state + left^T right.
 
     Args:
-        added: [cells * g, h/g * p, n], overwritten.   carry: [cells, h].   state: [nb, h, p, n].
+        left: [cells * g, l, h/g * p].   right: [cells * g, l, n].   carry: [cells, h].
+        state: [nb, h, p, n], before the first step; overwritten by the one after the last.
+        backward: go from the last cell to the first.
 
     Returns:
-        The state before each step, which overwrites `added`.
+        The state before the step of each cell, [cells * g, h/g * p, n].
     """
-    steps = added.view(block.nb, block.nc, *state.shape[1:])
-    carry = carry.view(block.nb, block.nc, -1, 1, 1)
-    for c in order:
-        after = torch.addcmul(steps[:, c], carry[:, c], state)
-        steps[:, c] = state
-        state.copy_(after)
-    return added
+    nb, nc, (_, h, p, n) = block.nb, block.nc, state.shape
+    # The state before a step and the one after it are neighbours, so a step is one operation in place.
+    states = state.new_empty(nb, nc + 1, h, p, n)
+    before, after = (states[:, 1:], states[:, :-1]) if backward else (states[:, :-1], states[:, 1:])
+    first, last = (nc, 0) if backward else (0, nc)
+    if nb == 1:
+        torch.bmm(left.transpose(1, 2), right, out=after.view(len(left), -1, n))
+    else:
+        after.copy_(torch.bmm(left.transpose(1, 2), right).view(after.shape))
+    states[:, first] = state
+    factors = carry.view(nb, nc, h, 1, 1).unbind(1)
+    pairs = list(zip(factors, before.unbind(1), after.unbind(1), strict=True))
+    for factor, old, new in reversed(pairs) if backward else pairs:
+        new.addcmul_(factor, old)
+    state.copy_(states[:, last])
+    return before.reshape(len(left), -1, n)
 
 
 def _by_head(t: Tensor) -> Tensor:
@@ -197,17 +228,17 @@ def _by_head(t: Tensor) -> Tensor:
     return t.transpose(1, 2).flatten(0, 1)
 
 
-def _tokens_first(t: Tensor, cells: int, width: int) -> Tensor:
-    """[cells * k, l, m] -> [cells, l, -1, width], the inverse of `_by_group` and `_by_head`."""
-    t = t.unflatten(0, (cells, -1))
-    if t.shape[-1] == width:
-        return t.transpose(1, 2)
-    return t.unflatten(-1, (-1, width)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+def _tokens_first(t: Tensor, cells: int) -> Tensor:
+    """[cells * g, l, n] -> [cells, l, g, n]."""
+    return t.unflatten(0, (cells, -1)).transpose(1, 2)
 
 
 class ChunkedScan(torch.autograd.Function):
+    """The fields of `Inputs`, then places for the gradients of x, B and C -> y and the final state."""
+
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        inputs, ctx.places = arguments[:-1], arguments[-1]
         with torch.autocast(inputs[0].device.type, enabled=False):
             y, states, state = _scan_forward(Inputs(*inputs))
         ctx.save_for_backward(*inputs, states)
@@ -221,13 +252,13 @@ class ChunkedScan(torch.autograd.Function):
         inputs = Inputs(*saved)
         dy = torch.zeros_like(inputs.x) if dy is None else dy
         with torch.autocast(dy.device.type, enabled=False):
-            return _scan_backward(inputs, states, dy, inputs.state(dstate))
+            return *_scan_backward(inputs, states, dy, inputs.state(dstate), ctx.places), None
 
 
 def _scan_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Output, the state entering each block [b, blocks of a row, h, p, n], and the final state."""
     x, dt, A, B, C, D, initial_state, seq_idx = inputs
-    b, s, h, p = x.shape
+    b, _, h, p = x.shape
     g, n = B.shape[2:]
     acc = inputs.acc
     A_ = A.to(acc)
@@ -237,76 +268,94 @@ def _scan_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     states = torch.empty(b, blocks[-1].index + 1, h, p, n, dtype=acc, device=x.device)
     state = inputs.state(initial_state)
     for block in blocks:
-        cells = block.nb * block.nc
+        cells, length = block.nb * block.nc, block.l
         k = _decays(block, dt, A_, starts, acc)
         x_, B_, C_ = block.load(x, acc), _by_group(block.load(B, acc), g), _by_group(block.load(C, acc), g)
-        u = x_ * k.dt.unsqueeze(-1)
 
         # 1. States: the contribution of each cell's tokens, then the recurrence from cell to cell.
         states[block.rows, block.index] = state[block.rows]
-        added = torch.bmm(_by_group(u, g, k.reach_out).transpose(1, 2), B_)
-        entering = _recur_over_cells(block, added, k.carry, state[block.rows], range(block.nc))
+        weighted = _by_group(x_, g, k.dt * k.reach_out)
+        entering = _recur_over_cells(block, weighted, B_, k.carry, state[block.rows])
         # 2. Output from the entering state: one product per group.
         off = torch.bmm(C_, entering.transpose(1, 2))
         # 3. Output from tokens of the same cell: scores once per group, decays per head.
-        scores = torch.bmm(C_, B_.transpose(1, 2)).view(cells, g, block.l, block.l).mul_(k.mask)
-        mixing = k.between.view(cells, g, -1, block.l, block.l).mul_(scores.unsqueeze(2))
-        diag = torch.bmm(mixing.view(cells * h, block.l, block.l), _by_head(u))
-
-        out = torch.addcmul(
-            _tokens_first(diag, cells, p), _tokens_first(off, cells, p), k.reach_in.unsqueeze(-1)
-        )
-        if D is not None:
-            out.addcmul_(x_, D.to(acc).unsqueeze(-1))
-        block.store(y, out)
+        scores = torch.bmm(C_, B_.transpose(1, 2)).view(cells, g, 1, length, length).mul_(k.mask.unsqueeze(1))
+        mixing = k.between.view(cells, g, -1, length, length).mul_(scores).view(cells, h, length, length)
+        diag = torch.bmm(_with_steps(mixing, k.dt, D), _by_head(x_))
+        block.store_sum(y, diag, off, k.reach_in, g)
     return y, states, state
 
 
-def _scan_backward(inputs: Inputs, states: Tensor, dy: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+def _with_steps(mixing: Tensor, dt: Tensor, D: Tensor | None) -> Tensor:
+    """Mixing [cells, h, l, l] times the step of the earlier token, plus D on the diagonal; in place.
+
+    Returns [cells * h, l, l]: the product with x is the output of the cell's own tokens, skip included.
+    """
+    mixing.mul_(dt.transpose(1, 2).unsqueeze(-2))
+    if D is not None:
+        mixing.diagonal(dim1=-2, dim2=-1).add_(D.to(mixing.dtype).unsqueeze(-1))
+    return mixing.flatten(0, 1)
+
+
+def _scan_backward(
+    inputs: Inputs, states: Tensor, dy: Tensor, dstate: Tensor, places: Places
+) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs. `dstate`, the gradient of the final state, is overwritten."""
     x, dt, A, B, C, D, initial_state, seq_idx = inputs
-    b, s, h, p = x.shape
+    h, p = x.shape[2:]
     g, n = B.shape[2:]
     acc = inputs.acc
     A_ = A.to(acc)
     starts = None if seq_idx is None else document_starts(seq_idx)
-    dx, ddt, dB, dC = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt, B, C))
+    ddt = torch.empty_like(dt, memory_format=torch.contiguous_format)
+    dx, dB, dC = (
+        torch.empty_like(t, memory_format=torch.contiguous_format)
+        if place is None
+        else place().unflatten(-1, t.shape[2:])
+        for t, place in zip((x, B, C), places, strict=True)
+    )
     dA = torch.zeros(h, dtype=acc, device=x.device)
     dD = torch.zeros_like(dA)
     for block in reversed(_cell_blocks(x)):
         cells, length = block.nb * block.nc, block.l
-        square = (cells, g, -1, length, length)
+        square = (cells, g, h // g, length, length)
         k = _decays(block, dt, A_, starts, acc)
         x_, B_, C_ = block.load(x, acc), _by_group(block.load(B, acc), g), _by_group(block.load(C, acc), g)
         dy_ = block.load(dy, acc)
-        u = x_ * k.dt.unsqueeze(-1)
+        x_h, dy_h = _by_head(x_), _by_head(dy_)
+        out = k.dt * k.reach_out  # [cells, l, h], from a token's x to the leaving state
 
         # 1. Recompute the state entering each cell; the gradient of the state leaving it, backward in time.
-        u_out, dy_in = _by_group(u, g, k.reach_out), _by_group(dy_, g, k.reach_in)
-        entering = torch.bmm(u_out.transpose(1, 2), B_)
-        entering = _recur_over_cells(
-            block, entering, k.carry, states[block.rows, block.index].clone(), range(block.nc)
-        )
-        leaving = torch.bmm(dy_in.transpose(1, 2), C_)
-        leaving = _recur_over_cells(block, leaving, k.carry, dstate[block.rows], reversed(range(block.nc)))
+        x_out, dy_in = _by_group(x_, g, out), _by_group(dy_, g, k.reach_in)
+        entering = _recur_over_cells(block, x_out, B_, k.carry, states[block.rows, block.index].clone())
+        leaving = _recur_over_cells(block, dy_in, C_, k.carry, dstate[block.rows], backward=True)
 
-        # 2. Through the states: off = C entering^T, added = u_out^T B.
-        off = torch.bmm(C_, entering.transpose(1, 2)).mul_(dy_in)
-        du = _tokens_first(torch.bmm(B_, leaving.transpose(1, 2)), cells, p) * k.reach_out.unsqueeze(-1)
-        dlog_in = _tokens_first(off, cells, p).sum(-1)  # [cells, l, h], gradient of log reach_in
-        dlog_out = (u * du).sum(-1)  # of log reach_out
+        # 2. Through the states: off = C entering^T and added = x_out^T B.
+        dx_out = torch.bmm(B_, leaving.transpose(1, 2))
+        along = x_.unflatten(2, (g, -1)) * dx_out.view(cells, g, length, -1, p).transpose(1, 2)
+        dout = along.sum(-1).flatten(2)  # [cells, l, h], gradient of out
+        dlog_out = dout * out  # of log reach_out
+        # The gradient of C per head gives that of log reach_in, too.
+        dC_h = torch.bmm(dy_h, entering.reshape(cells * h, p, n)).view(cells, g, -1, length, n)
+        dC_h.mul_(k.reach_in.transpose(1, 2).reshape(cells, g, -1, length, 1))
+        dC_ = dC_h.sum(2).view(cells * g, length, n)
+        dlog_in = dC_h.mul_(C_.view(cells, g, 1, length, n)).sum(-1).view(cells, h, length).transpose(1, 2)
         dlog_carry = (leaving * entering).view(cells, h, -1).sum(-1) * k.carry
 
-        # 3. Through the cell: mixing = between * scores.
-        scores = torch.bmm(C_, B_.transpose(1, 2)).view(cells, g, length, length).mul_(k.mask)
-        between = k.between.view(square)
-        mixing = (between * scores.unsqueeze(2)).view(cells * h, length, length)
-        dy_h = _by_head(dy_)
-        du = du + _tokens_first(torch.bmm(mixing.transpose(1, 2), dy_h), cells, p)
-        dmixing = torch.bmm(dy_h, _by_head(u).transpose(1, 2)).view(square)
+        # 3. Through the cell: mixing = between * scores * dt, and D on the diagonal.
+        mask = k.mask.unsqueeze(1)
+        scores = torch.bmm(C_, B_.transpose(1, 2)).view(cells, g, 1, length, length).mul_(mask)
+        between, step = k.between.view(square), k.dt.transpose(1, 2).reshape(cells, g, -1, 1, length)
+        mixing = _with_steps((between * scores).view(cells, h, length, length), k.dt, D)
+        dx_h = torch.bmm(mixing.transpose(1, 2), dy_h)
+        dmixing = torch.bmm(dy_h, x_h.transpose(1, 2)).view(square)
+        if D is not None:
+            dD += dmixing.diagonal(dim1=-2, dim2=-1).sum((0, -1)).view(-1)
         dscores_h = dmixing.mul_(between)
-        dscores = dscores_h.sum(2).mul_(k.mask).view(cells * g, length, length)
-        dlog = dscores_h.mul_(scores.unsqueeze(2))  # of log between
+        dlog = dscores_h * scores  # of log between, still without the step
+        ddt_ = dlog.sum(-2).view(cells, h, length).transpose(1, 2) + dout * k.reach_out
+        dlog.mul_(step)
+        dscores = dscores_h.mul_(step).sum(2, keepdim=True).mul_(mask).view(cells * g, length, length)
 
         # 4. A step contributes to `between` of every pair it separates, to reach_in from its token on, and to
         # reach_out of the tokens before. Summing only these terms gives exact zeros where nothing passes
@@ -317,16 +366,12 @@ def _scan_backward(inputs: Inputs, states: Tensor, dy: Tensor, dstate: Tensor) -
         dstep = separated.sum(-2).transpose(1, 2) + onward.t() @ dlog_in + before @ dlog_out
         dstep += dlog_carry.unsqueeze(1)
         dA += (dstep * k.dt).sum((0, 1))
-        block.store(ddt, dstep * A_ + (du * x_).sum(-1))
-        dC_ = torch.bmm(dscores, B_).baddbmm_(dy_in, entering)
-        dB_ = torch.bmm(dscores.transpose(1, 2), C_).baddbmm_(u_out, leaving)
-        block.store(dC, _tokens_first(dC_, cells, n))
-        block.store(dB, _tokens_first(dB_, cells, n))
-        dx_ = du * k.dt.unsqueeze(-1)
-        if D is not None:
-            dD += (dy_ * x_).sum((0, 1, 3))
-            dx_.addcmul_(dy_, D.to(acc).unsqueeze(-1))
-        block.store(dx, dx_)
+        block.store(ddt, ddt_.addcmul_(dstep, A_))
+        dC_.baddbmm_(dscores, B_)
+        dB_ = torch.bmm(dscores.transpose(1, 2), C_).baddbmm_(x_out, leaving)
+        block.store(dC, _tokens_first(dC_, cells))
+        block.store(dB, _tokens_first(dB_, cells))
+        block.store_sum(dx, dx_h, dx_out, out, g)
     dD_ = None if D is None else dD.to(D.dtype)
     dinitial = None if initial_state is None else dstate.to(initial_state.dtype)
     return dx, ddt, dA.to(A.dtype), dB, dC, dD_, dinitial, None

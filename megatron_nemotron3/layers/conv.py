@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.layers.chunked_scan import document_starts
-from megatron_nemotron3.layers.functional import accumulation_dtype
+from megatron_nemotron3.layers.functional import Place, accumulation_dtype
 
 #: Elements [rows, tokens, c] per block, by device type. On a CPU 512 KiB in FP32, so that the few live
 #: tensors fit the second-level cache: the fastest of 2^15 to 2^18 on two AVX-512 cores.
@@ -89,6 +89,7 @@ def causal_conv1d(
     seq_idx: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
+    x_gradient: Place = None,
 ) -> Any:
     """Causal depthwise convolution and activation; differentiable once. Saves only its inputs.
 
@@ -100,6 +101,7 @@ def causal_conv1d(
         seq_idx: [b, s] integer document index, non-decreasing.
         initial_state: [b, k - 1, c], inputs before the first token, of the same document. None: zeros.
         return_final_state: also return the last k - 1 inputs; those of earlier documents are zeros.
+        x_gradient: memory for the gradient of x.
 
     Returns:
         y [b, s, c] in the dtype of x; with `return_final_state` also [b, k - 1, c] in that dtype.
@@ -108,7 +110,7 @@ def causal_conv1d(
         ValueError: shapes that do not match, or an unknown activation.
     """
     taps = _checked_taps(x, weight, bias, activation, seq_idx, initial_state)
-    y = _CausalConv.apply(x, taps, bias, initial_state, seq_idx, ACTIVATIONS[activation])
+    y = _CausalConv.apply(x, taps, bias, initial_state, seq_idx, ACTIVATIONS[activation], x_gradient)
     return (y, _final_conv_state(x, taps.shape[1], seq_idx, initial_state)) if return_final_state else y
 
 
@@ -216,9 +218,10 @@ class _CausalConv(torch.autograd.Function):
         initial_state: Tensor | None,
         seq_idx: Tensor | None,
         silu: bool,
+        x_gradient: Place,
     ) -> Tensor:
         ctx.save_for_backward(x, taps, bias, initial_state, seq_idx)
-        ctx.silu = silu
+        ctx.silu, ctx.x_gradient = silu, x_gradient
         k, acc = taps.shape[1], accumulation_dtype(x)
         columns, bias = taps.t().to(acc).contiguous(), None if bias is None else bias.to(acc)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -237,7 +240,8 @@ class _CausalConv(torch.autograd.Function):
         k, acc = taps_.shape[1], accumulation_dtype(x)
         columns, bias = taps_.t().to(acc).contiguous(), None if bias_ is None else bias_.to(acc)
         flipped = columns.flip(0)
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        own = ctx.x_gradient is None
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if own else ctx.x_gradient()
         dinitial = None if initial_state is None else torch.zeros_like(initial_state)
         dcolumns = torch.zeros_like(columns)
         dbias = torch.zeros_like(columns[0])
@@ -266,7 +270,7 @@ class _CausalConv(torch.autograd.Function):
                     later = None if same is None else same.later(piece.rows, 1 - k, 0)
                     dinitial[piece.rows] = _correlate(early, flipped, None, later).to(dinitial.dtype)
         dweight = dcolumns.t().to(taps_.dtype)
-        return dx, dweight, None if bias_ is None else dbias.to(bias_.dtype), dinitial, None, None
+        return dx, dweight, None if bias_ is None else dbias.to(bias_.dtype), dinitial, None, None, None
 
 
 def _pieces_and_masks(

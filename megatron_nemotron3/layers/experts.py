@@ -36,7 +36,7 @@ from megatron_nemotron3.layers.grouped_gpu import (
 )
 from megatron_nemotron3.layers.linear import ReplaceableProducts
 from megatron_nemotron3.layers.norm import EmptyExtraState, parameter_device
-from megatron_nemotron3.precision.settings import gpu_kernels_enabled
+from megatron_nemotron3.precision.settings import gpu_kernels_enabled, torch_kernels_enabled
 
 
 class GroupedLinear(ReplaceableProducts, EmptyExtraState):
@@ -98,7 +98,7 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
                 self._initialize(weight, shape, init_method)
             weight.allreduce = not own_groups  # type: ignore[attr-defined]
             self.register_parameter(f"weight{i}", weight)
-        if torch.device(device).type == "cuda" and gpu_kernels_enabled():
+        if torch.device(device).type == "cuda" and torch_kernels_enabled():
             one_allocation(self.weights())  # so that the grouped product needs no copy
 
     def _initialize(
@@ -149,7 +149,7 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
         x: torch.Tensor, weights: list[Any], tokens_per_expert: list[int] | torch.Tensor
     ) -> torch.Tensor:
         """[t, input] sorted by expert, times the matrix [output, input] of each expert."""
-        if x.is_cuda and gpu_kernels_enabled():
+        if x.is_cuda:
             return grouped_linear_cuda(x, weights, tokens_per_expert)
         assert isinstance(tokens_per_expert, list)
         return grouped_linear(x, weights, tokens_per_expert)
@@ -257,8 +257,9 @@ class GroupedExperts(TEGroupedMLP):
 
     def takes_device_counts(self) -> bool:
         """Whether `forward` takes the counts on the device; it copies them to the host if not."""
-        if not gpu_kernels_enabled() or self._emulated():
-            return False
+        for linear in self._linears():
+            if (products := linear.replaced()) is not None and not products.takes_device_counts(linear):
+                return False
         return all(
             linear.weight0.is_cuda
             and grouped_mm_problem(linear.weight0, [linear.weight0], self.num_local_experts) is None

@@ -12,6 +12,8 @@ once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +23,78 @@ from torch.autograd.function import once_differentiable
 
 #: Elements of x per block on CPU; 1 MiB in FP32, so that the chain of operations stays in cache.
 BLOCK_ELEMENTS = 2**18
+#: Where a backward writes the gradient of an input: returns memory of the input's shape. None: its own.
+Place = Callable[[], Tensor] | None
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     """dtype of sums, decays and statistics: FP64 if x is FP64, else FP32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class JoinedGradient:
+    """One tensor for the gradients of the parts of `split`, so that no copy has to join them.
+
+    A backward that takes its `place` writes there. Gradients that come in other memory are copied.
+
+    Args:
+        x: the tensor that is split along its last dimension; only shape, strides and dtype are kept.
+        widths: of the parts.
+    """
+
+    def __init__(self, x: Tensor, widths: Sequence[int]) -> None:
+        self.widths = list(widths)
+        self._like, self._device = torch.empty_like(x, device="meta"), x.device
+        self._whole: Tensor | None = None
+        self._taken: set[int] = set()
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Views of the parts of x."""
+        parts: tuple[Tensor, ...] = _Split.apply(x, self)
+        return parts
+
+    def place(self, part: int) -> Callable[[], Tensor]:
+        """A function that gives the memory for the gradient of a part, in the shape of the part."""
+        return partial(self._part, part)
+
+    def _part(self, part: int) -> Tensor:
+        # A second gradient of the same part belongs to another backward.
+        if self._whole is None or part in self._taken:
+            self._whole, self._taken = torch.empty_like(self._like, device=self._device), set()
+        self._taken.add(part)
+        return self._whole.split(self.widths, dim=-1)[part]
+
+    def join(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """The gradient of the whole; the memory is given away."""
+        whole = self._whole if self._whole is not None else torch.empty_like(self._like, device=self._device)
+        self._whole, self._taken = None, set()
+        for target, gradient in zip(whole.split(self.widths, dim=-1), gradients, strict=True):
+            if gradient is None:
+                target.zero_()
+            elif not _same_memory(gradient, target):
+                target.copy_(gradient)
+        return whole
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape are the same elements. Strides of single elements do not count."""
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return (
+        a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and all(n == 1 or s == t for n, s, t in strides)
+    )
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, joined: JoinedGradient) -> tuple[Tensor, ...]:
+        ctx.joined = joined
+        ctx.set_materialize_grads(False)
+        return x.split(joined.widths, dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
+        return ctx.joined.join(gradients), None
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
@@ -46,7 +115,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     Returns:
         [..., d] in the dtype of x.
     """
-    return _RMSNorm.apply(x, None, weight, x.shape[-1], eps)
+    return _RMSNorm.apply(x, None, weight, x.shape[-1], eps, None)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
@@ -76,7 +145,7 @@ def gated_group_rms_norm_reference(
 
 
 def gated_group_rms_norm(
-    x: Tensor, z: Tensor, weight: Tensor, *, group_size: int, eps: float = 1e-5
+    x: Tensor, z: Tensor, weight: Tensor, *, group_size: int, eps: float = 1e-5, z_gradient: Place = None
 ) -> Tensor:
     """Output norm of the Mamba-2 mixer: first the gate, then RMS norm per group of channels.
 
@@ -88,6 +157,7 @@ def gated_group_rms_norm(
         weight: [d].
         group_size: channels of one group; d is a multiple of it.
         eps: added to the mean square.
+        z_gradient: memory for the gradient of z, whose rows lie at equal distances.
 
     Returns:
         [..., d] in the dtype of x.
@@ -96,7 +166,7 @@ def gated_group_rms_norm(
         ValueError: d is not a multiple of group_size.
     """
     _check_norm_groups(x, weight, group_size)
-    return _RMSNorm.apply(x, z, weight, group_size, eps)
+    return _RMSNorm.apply(x, z, weight, group_size, eps, z_gradient)
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -137,10 +207,12 @@ def weighted_squared_relu(x: Tensor, w: Tensor) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x, gate z or None, weight, group size, eps -> normalized x."""
+    """x, gate z or None, weight, group size, eps, place for the gradient of z -> normalized x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor | None, weight: Tensor, group_size: int, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, z: Tensor | None, weight: Tensor, group_size: int, eps: float, z_gradient: Place
+    ) -> Tensor:
         wide = accumulation_dtype(x)
         gain = weight.to(wide).unflatten(-1, (-1, group_size))
         x_rows = _as_rows(x)
@@ -152,7 +224,7 @@ class _RMSNorm(torch.autograd.Function):
             rstd[rows] = torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
             y[rows] = (u * rstd[rows]).mul_(gain).flatten(1)
         ctx.save_for_backward(x, z, weight, rstd)
-        ctx.group_size = group_size
+        ctx.group_size, ctx.z_gradient = group_size, z_gradient
         return y.view(x.shape)
 
     @staticmethod
@@ -163,7 +235,11 @@ class _RMSNorm(torch.autograd.Function):
         x_rows, dy_rows = _as_rows(x), _as_rows(dy)
         z_rows = None if z is None else _as_rows(z)
         dx = torch.empty_like(x_rows, memory_format=torch.contiguous_format)
-        dz = None if z is None else torch.empty_like(dx, dtype=z.dtype)
+        dz_whole = None
+        if z is not None:
+            own = ctx.z_gradient is None
+            dz_whole = torch.empty_like(dx, dtype=z.dtype).view(z.shape) if own else ctx.z_gradient()
+        dz = None if dz_whole is None else dz_whole.view(-1, dz_whole.shape[-1])
         dgain = torch.zeros_like(gain)
         for rows in _cached_row_blocks(x_rows):
             u, silu = _gated_groups(x_rows, z_rows, rows, gain.shape, rstd.dtype)
@@ -180,8 +256,7 @@ class _RMSNorm(torch.autograd.Function):
                 dx[rows] = silu.mul_(du)
                 gate = z_rows[rows].to(du.dtype)
                 dz[rows] = torch.ops.aten.silu_backward(du.mul_(x_rows[rows]), gate)
-        dz = None if dz is None else dz.view(x.shape)
-        return dx.view(x.shape), dz, dgain.flatten().to(weight.dtype), None, None
+        return dx.view(x.shape), dz_whole, dgain.flatten().to(weight.dtype), None, None, None
 
 
 class _WeightedSquaredReLU(torch.autograd.Function):

@@ -59,11 +59,16 @@ def _expert_ranges(counts: list[int]) -> _ExpertRanges:
     return ranges
 
 
+def _parts(t: Tensor, ranges: _ExpertRanges) -> tuple[Tensor, ...]:
+    """The rows of each range, which follow each other without a gap: one call, not one for each expert."""
+    return t.split([end - start for _, start, end in ranges])
+
+
 def _expert_products(x: Tensor, weights: Any, ranges: _ExpertRanges, out: Tensor | None = None) -> Tensor:
     """[t, in] -> [t, out]; each product writes into its slice of the output."""
     y = x.new_empty(x.shape[0], weights[0].shape[0]) if out is None else out
-    for e, a, b in ranges:
-        torch.mm(x[a:b], weights[e].t(), out=y[a:b])
+    for (e, _, _), rows, into in zip(ranges, _parts(x, ranges), _parts(y, ranges), strict=True):
+        torch.mm(rows, weights[e].t(), out=into)
     return y
 
 
@@ -72,8 +77,8 @@ def _grouped_input_gradient(
 ) -> Tensor:
     """[t, out] -> [t, in]."""
     dx = grad.new_empty(grad.shape[0], weights[0].shape[1]) if out is None else out
-    for e, a, b in ranges:
-        torch.mm(grad[a:b], weights[e], out=dx[a:b])
+    for (e, _, _), rows, into in zip(ranges, _parts(grad, ranges), _parts(dx, ranges), strict=True):
+        torch.mm(rows, weights[e], out=into)
     return dx
 
 
@@ -81,8 +86,8 @@ def _grouped_weight_gradients(
     grad: Tensor, x: Tensor, ranges: _ExpertRanges, out: tuple[Tensor, ...]
 ) -> None:
     """Write the gradient [out, in] of each expert that has rows."""
-    for e, a, b in ranges:
-        torch.mm(grad[a:b].t(), x[a:b], out=out[e])
+    for (e, _, _), rows, part in zip(ranges, _parts(grad, ranges), _parts(x, ranges), strict=True):
+        torch.mm(rows.t(), part, out=out[e])
 
 
 def _new_gradients(weights: Any, ranges: _ExpertRanges) -> tuple[Tensor, ...]:
@@ -214,7 +219,7 @@ class _Experts(torch.autograd.Function):
             if trained:
                 _grouped_weight_gradients(dy[rows], activation, ranges, dfc2)
             along = _grouped_input_gradient(dy[rows], fc2, ranges) * positive
-            dprobs[rows] = (along * positive).sum(-1)
+            dprobs[rows] = torch.linalg.vecdot(along, positive)
             dh = along.mul_(2 * weight).to(x.dtype)
             if trained:
                 _grouped_weight_gradients(dh, x[rows], ranges, dfc1)

@@ -4,8 +4,9 @@ grouped_linear_cuda         `grouped.grouped_linear`
 squared_relu_experts_cuda   `grouped.squared_relu_experts`
 
 Those launch one product per expert, and need the number of its rows on the host. torch's grouped product
-(`torch.nn.functional.grouped_mm`; its CUTLASS kernel needs BF16 and SM 9.0 or later) computes all experts in
-one launch. It needs their matrices as one tensor [E, out, in]:
+(`torch.nn.functional.grouped_mm`) computes all experts in one launch. Its CUTLASS kernel needs BF16, also of
+the result, and SM 9 or 10; elsewhere torch copies the offsets to the host and loops, as we do. It needs their
+matrices as one tensor [E, out, in]:
 
     a view    if the matrices lie at equal distances in one allocation, as `one_allocation` arranges.
               Megatron's distributed optimizer moves parameters into a buffer, last registered first:
@@ -19,6 +20,7 @@ one launch. It needs their matrices as one tensor [E, out, in]:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,11 +29,14 @@ from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.layers import functional
 from megatron_nemotron3.layers.grouped import check_counts, grouped_linear, squared_relu_experts
+from megatron_nemotron3.precision.settings import gpu_kernels_enabled, torch_kernels_enabled
 
 #: Most groups of torch's kernel, and the alignment in bytes that it needs at the start of rows.
 MAX_GROUPS, ALIGNMENT = 1024, 16
+#: Major compute capabilities that it is compiled for.
+MAJOR_CAPABILITIES = (9, 10)
 #: Public since torch 2.10.
-_grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def grouped_linear_cuda(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int] | Tensor) -> Tensor:
@@ -101,8 +106,12 @@ def grouped_mm_problem(x: Tensor, weights: Sequence[Tensor], number: int | None 
         number: of matrices, if `weights` is only a part of them.
     """
     number = number or len(weights)
-    if _grouped_mm is None:
+    if not torch_kernels_enabled():
+        return "NEMOTRON3_GPU_KERNELS=0 turns it off"
+    if grouped_mm is None:
         return f"torch {torch.__version__} has no grouped_mm: use torch >= 2.10"
+    if x.is_cuda and _compute_capability(x.device)[0] not in MAJOR_CAPABILITIES:
+        return "grouped_mm has a kernel for compute capabilities 9 and 10 only; elsewhere torch loops"
     if x.dtype != torch.bfloat16 or any(w.dtype != x.dtype for w in weights):
         return f"x is {x.dtype}, weights {weights[0].dtype}: grouped_mm is fast in BF16 only (--bf16)"
     if number > MAX_GROUPS:
@@ -112,6 +121,11 @@ def grouped_mm_problem(x: Tensor, weights: Sequence[Tensor], number: int | None 
         if size % multiple:
             return f"width {size} is not a multiple of {multiple}: choose an expert TP that makes it so"
     return None
+
+
+@cache
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def one_allocation(weights: Sequence[Tensor]) -> Tensor:
@@ -145,7 +159,7 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 def _activation_of(hidden: Tensor) -> Any:
     """The module that computes the activation where `hidden` is. Imported late: a CPU needs no Triton."""
-    if not hidden.is_cuda:
+    if not (hidden.is_cuda and gpu_kernels_enabled()):
         return functional
     from megatron_nemotron3.layers import triton_activation
 
@@ -164,7 +178,7 @@ class _GroupedLinearCUDA(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         x = _aligned_contiguous(x)
         ctx.save_for_backward(x, ends, *weights)
-        y: Tensor = _grouped_mm(x, stacked(weights).transpose(1, 2), offs=ends)
+        y: Tensor = grouped_mm(x, stacked(weights).transpose(1, 2), offs=ends)
         return y
 
     @staticmethod
@@ -172,11 +186,11 @@ class _GroupedLinearCUDA(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, ends, *weights = ctx.saved_tensors
         dy = _aligned_contiguous(dy)
-        dx = _grouped_mm(dy, stacked(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        dx = grouped_mm(dy, stacked(weights), offs=ends) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return (dx, None, *(None for _ in weights))
         # In this layout (dy transposed, x unchanged) torch's kernel accepts empty groups and any count.
-        dw = _grouped_mm(dy.t(), x, offs=ends)
+        dw = grouped_mm(dy.t(), x, offs=ends)
         return (dx, None, *dw.unbind(0))
 
 
@@ -189,10 +203,10 @@ class _ExpertsCUDA(torch.autograd.Function):
     ) -> Tensor:
         x = _aligned_contiguous(x)
         fc1, fc2 = weights[: len(weights) // 2], weights[len(weights) // 2 :]
-        hidden = _grouped_mm(x, stacked(fc1).transpose(1, 2), offs=ends)
+        hidden = grouped_mm(x, stacked(fc1).transpose(1, 2), offs=ends)
         activation = _activation_of(hidden).weighted_values(hidden, probs)
         ctx.save_for_backward(x, probs, ends, None if recompute else hidden, *weights)
-        y: Tensor = _grouped_mm(activation, stacked(fc2).transpose(1, 2), offs=ends)
+        y: Tensor = grouped_mm(activation, stacked(fc2).transpose(1, 2), offs=ends)
         return y
 
     @staticmethod
@@ -204,12 +218,12 @@ class _ExpertsCUDA(torch.autograd.Function):
         w1, w2 = (stacked(w) for w in (weights[: len(weights) // 2], weights[len(weights) // 2 :]))
         dw1 = dw2 = (None,) * (len(weights) // 2)
         if hidden is None:
-            hidden = _grouped_mm(x, w1.transpose(1, 2), offs=ends)
+            hidden = grouped_mm(x, w1.transpose(1, 2), offs=ends)
         form = _activation_of(hidden)
         if trained:
-            dw2 = _grouped_mm(dy.t(), form.weighted_values(hidden, probs), offs=ends).unbind(0)
-        dhidden, dprobs = form.weighted_gradients(hidden, probs, _grouped_mm(dy, w2, offs=ends))
+            dw2 = grouped_mm(dy.t(), form.weighted_values(hidden, probs), offs=ends).unbind(0)
+        dhidden, dprobs = form.weighted_gradients(hidden, probs, grouped_mm(dy, w2, offs=ends))
         if trained:
-            dw1 = _grouped_mm(dhidden.t(), x, offs=ends).unbind(0)
-        dx = _grouped_mm(dhidden, w1, offs=ends) if ctx.needs_input_grad[0] else None
+            dw1 = grouped_mm(dhidden.t(), x, offs=ends).unbind(0)
+        dx = grouped_mm(dhidden, w1, offs=ends) if ctx.needs_input_grad[0] else None
         return (dx, dprobs, None, None, *dw1, *dw2)

@@ -185,7 +185,7 @@ class GroupedAdapter(Adapter):
         weight.allreduce = base.allreduce  # type: ignore[attr-defined]
         set_tensor_model_parallel_attributes(weight, True, axis, 1)
 
-    def forward(self, x: Tensor, counts: list[int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, counts: list[int] | Tensor | None = None) -> Tensor:
         """[t, input] sorted by expert, and rows of each expert -> [t, output]."""
         assert counts is not None
         hidden = GroupedLinear.products_of(x, [*self.linear_in().unbind(0)], counts)

@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_nemotron3.layers.context_parallel import PackedContextParallel, cu_seqlens
 from megatron_nemotron3.layers.conv import causal_conv1d
+from megatron_nemotron3.layers.functional import JoinedGradient, Place
 from megatron_nemotron3.layers.norm import GatedGroupRMSNorm, parameter_device
 from megatron_nemotron3.layers.scan_kernels import TORCH, select_scan
 from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
@@ -237,19 +238,22 @@ class Mamba2Mixer(MambaMixer):
         zxbcdt = self.cp.pre_conv_ssm(zxbcdt, packed_seq_params)  # all tokens, heads / cp
         sizes = self._held_sizes()
         widths = [sizes.inner, sum(sizes.conv), sizes.heads]
-        z, xbc, dt = torch.split(zxbcdt.transpose(0, 1), widths, dim=-1)  # [b, s, ...]
+        zxbcdt = zxbcdt.transpose(0, 1)
+        joined = JoinedGradient(zxbcdt, widths)
+        z, xbc, dt = joined.split(zxbcdt)  # [b, s, ...]
 
         seq_idx = None
         if packed_seq_params is not None:
-            seq_idx = seq_idx_from_cu_seqlens(cu_seqlens(packed_seq_params), zxbcdt.shape[0])
+            seq_idx = seq_idx_from_cu_seqlens(cu_seqlens(packed_seq_params), zxbcdt.shape[1])
 
-        y = self.scan(xbc, dt, seq_idx)  # [b, s, inner / tp / cp]
+        y = self.scan(xbc, dt, seq_idx, joined.place(1))  # [b, s, inner / tp / cp]
         y, z = y.transpose(0, 1), z.transpose(0, 1)
         if self.cp.cp_size > 1:
             # After the exchange each rank has whole groups of the gated norm again.
             y = self.cp.post_conv_ssm(y.contiguous(), packed_seq_params)
             z = self.cp.post_conv_ssm(z.contiguous(), packed_seq_params)
-        return self.out_proj(self.norm(y, z))
+            return self.out_proj(self.norm(y, z))
+        return self.out_proj(self.norm(y, z, lambda: joined.place(0)().transpose(0, 1)))
 
     def train(self, mode: bool = True) -> Mamba2Mixer:
         """Set the mode only: on main, upstream's mixer also fills a cache for decoding, which ours lacks."""
@@ -259,22 +263,34 @@ class Mamba2Mixer(MambaMixer):
         """Widths of this rank's part, divided over tensor and context parallelism."""
         return MixerSizes(self.cp.nheads_local_tpcp, self.headdim, self.cp.ngroups_local_tpcp, self.d_state)
 
-    def scan(self, xbc: torch.Tensor, dt: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
+    def scan(
+        self, xbc: torch.Tensor, dt: torch.Tensor, seq_idx: torch.Tensor | None, xbc_gradient: Place = None
+    ) -> torch.Tensor:
         """Convolution and state-space scan.
 
         Args:
             xbc: [b, s, inner + 2 * groups * state], output of in_proj.
             dt: [b, s, heads] before bias and softplus.
             seq_idx: [1, s] document of each token, or None.
+            xbc_gradient: memory for the gradient of xbc.
 
         Returns:
             [b, s, inner], before gate and norm. Decays, state and softplus are FP32.
         """
         b, s, _ = xbc.shape
         sizes = self._held_sizes()
-        xbc = causal_conv1d(xbc, self.cp.get_conv1d_weight(), self.cp.get_conv1d_bias(), seq_idx=seq_idx)
-        x, B, C = torch.split(xbc, sizes.conv, dim=-1)
+        xbc = causal_conv1d(
+            xbc,
+            self.cp.get_conv1d_weight(),
+            self.cp.get_conv1d_bias(),
+            seq_idx=seq_idx,
+            x_gradient=xbc_gradient,
+        )
+        joined = JoinedGradient(xbc, sizes.conv)
+        x, B, C = joined.split(xbc)
         ssd = select_scan(x) if gpu_kernels_enabled() else TORCH
+        # Our own scan writes its gradients side by side; kernels allocate theirs, which are copied.
+        places = {"gradients": tuple(map(joined.place, range(3)))} if ssd is TORCH else {}
         y = ssd(
             x.reshape(b, s, sizes.heads, sizes.head_dim),
             F.softplus(dt.float() + self.cp.get_dt_bias().float()),
@@ -284,5 +300,6 @@ class Mamba2Mixer(MambaMixer):
             D=self.cp.get_D().float(),
             chunk_size=self.chunk_size,
             seq_idx=seq_idx,
+            **places,
         )
         return y.reshape(b, s, sizes.inner)

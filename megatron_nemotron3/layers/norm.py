@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_nemotron3.layers.functional import gated_group_rms_norm, layer_norm, rms_norm
+from megatron_nemotron3.layers.functional import Place, gated_group_rms_norm, layer_norm, rms_norm
 
 
 class EmptyExtraState(torch.nn.Module):
@@ -157,9 +157,11 @@ class GatedGroupRMSNorm(torch.nn.Module):
         self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.weight.partition_dim = 0  # type: ignore[attr-defined]
 
-    def forward(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """y, z [..., size] -> [..., size]."""
-        return gated_group_rms_norm(y, z, self.weight, group_size=self.group_size, eps=self.eps)
+    def forward(self, y: torch.Tensor, z: torch.Tensor, z_gradient: Place = None) -> torch.Tensor:
+        """y, z [..., size] -> [..., size]; `z_gradient` as in `gated_group_rms_norm`."""
+        return gated_group_rms_norm(
+            y, z, self.weight, group_size=self.group_size, eps=self.eps, z_gradient=z_gradient
+        )
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

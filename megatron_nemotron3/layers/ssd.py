@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.layers.chunked_scan import ChunkedScan, Inputs, document_starts
+from megatron_nemotron3.layers.chunked_scan import ChunkedScan, Inputs, Places, document_starts
 from megatron_nemotron3.layers.functional import accumulation_dtype
 
 
@@ -104,6 +104,7 @@ def ssd_chunked(
     initial_state: Tensor | None = None,
     seq_idx: Tensor | None = None,
     return_final_state: bool = False,
+    gradients: Places = (None, None, None),
 ) -> Any:
     """The scan as matrix products over chunks; differentiable once.
 
@@ -119,6 +120,7 @@ def ssd_chunked(
         initial_state: [b, h, p, n], or None for zeros. It belongs to the document of the first token.
         seq_idx: [b, s] integer document index, non-decreasing. The state is zero where it changes.
         return_final_state: also return the state after the last token.
+        gradients: memory for the gradients of x, B and C; None: new memory.
 
     Returns:
         y [b, s, h, p] in the dtype of x; with `return_final_state` also the state [b, h, p, n] in FP32
@@ -132,5 +134,5 @@ def ssd_chunked(
     """
     inputs = Inputs(x, dt, A, B, C, D, initial_state, seq_idx)
     inputs.check()
-    y, state = ChunkedScan.apply(*inputs)
+    y, state = ChunkedScan.apply(*inputs, gradients)
     return (y, state) if return_final_state else y

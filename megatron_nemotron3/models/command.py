@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.models.catalog import names
 from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.tiny import tiny
 
-_FILE = "a FILE.json or FILE.py of one's own"
+_MODEL = "a name of the catalog, or FILE.json or FILE.py with a model of your own"
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 show`."""
-    show = commands.add_parser(
-        "show", help="print the sizes of a model", description="Print the sizes of a model."
-    )
+    show = commands.add_parser("show")
     add_model(show)
-    show.add_argument("--json", action="store_true", help="machine-readable")
+    add_json(show)
     show.set_defaults(run=show_command)
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
     """Add NAME or --model, and --tiny, which `chosen_model` reads."""
     command.add_argument("name", metavar="NAME", nargs="?", help=", ".join(names()))
-    command.add_argument("--model", metavar="FILE", help=f"{_FILE}, instead of NAME")
+    command.add_argument("--model", metavar="MODEL", help=f"{_MODEL}; instead of NAME")
     command.add_argument("--tiny", action="store_true", help="use the small form of the model")
 
 
@@ -49,14 +47,14 @@ def chosen_model(options: argparse.Namespace) -> Nemotron3Config:
     return _sized(options.model or options.name, options.tiny)
 
 
-def add_stored_model(command: argparse.ArgumentParser) -> None:
+def add_stored_model(command: argparse._ActionsContainer) -> None:
     """Add --model and --tiny, for commands that read a checkpoint; `stored_model` reads them."""
     command.add_argument(
         "--model",
-        metavar="NAME",
-        help=f"{', '.join(names())}, or {_FILE}; default: as the checkpoint says",
+        metavar="MODEL",
+        help=f"{_MODEL}; default: as the checkpoint says",
     )
-    command.add_argument("--tiny", action="store_true", help="use the small form of --model")
+    command.add_argument("--tiny", action="store_true", help="use the small form of the model")
 
 
 def stored_model(options: argparse.Namespace) -> Nemotron3Config | None:
@@ -89,5 +87,8 @@ def show_command(options: argparse.Namespace) -> int:
     from megatron_nemotron3.models.show import describe, render
 
     config = chosen_model(options)
-    print(json.dumps(describe(config), indent=2) if options.json else render(config))
+    if options.json:
+        print_json(describe(config))
+    else:
+        print(render(config))
     return 0

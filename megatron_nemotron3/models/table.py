@@ -5,7 +5,7 @@ python -m megatron_nemotron3.models.table > docs/reference/models.md
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_nemotron3.models.catalog import get, names
 from megatron_nemotron3.models.config import Nemotron3Config
@@ -56,6 +56,30 @@ _ROWS: list[tuple[str, Callable[[Nemotron3Config], object]]] = [
 ]
 
 
+#: Heading of a table -> which models are its columns. A page of 1366 pixels has room for five.
+GROUPS: dict[str, Callable[[Nemotron3Config], bool]] = {
+    "Mixtures of experts": lambda c: c.is_moe,
+    "Dense: Nemotron Nano": lambda c: not c.is_moe and not c.name.startswith("nemotron-h"),
+    "Dense: Nemotron-H": lambda c: not c.is_moe and c.name.startswith("nemotron-h"),
+}
+
+
+def tables(
+    rows: Sequence[tuple[str, Callable[[Nemotron3Config], object]]], heading: str = "##"
+) -> Iterator[str]:
+    """Lines of a table per group of models: a column per model, a row per value that any of them has."""
+    for title, member in GROUPS.items():
+        configs = [config for config in map(get, names()) if member(config)]
+        yield from (f"{heading} {title}", "")
+        yield "| | " + " | ".join(f"`{c.name}`" for c in configs) + " |"
+        yield "|-|" + "-:|" * len(configs)
+        for label, value in rows:
+            cells = [value(config) for config in configs]
+            if any(cell is not None for cell in cells):
+                yield f"| {label} | " + " | ".join(map(_table_cell, cells)) + " |"
+        yield ""
+
+
 def _table_cell(value: object) -> str:
     if value is None:
         return "none"
@@ -71,17 +95,19 @@ def markdown() -> str:
         "Generated from the catalog: `python -m megatron_nemotron3.models.table > docs/reference/models.md`.",
         "`nemotron3 show NAME` prints one model in full, with sources.",
         "",
-        "| | " + " | ".join(f"`{c.name}`" for c in configs) + " |",
-        "|-|" + "-|" * len(configs),
+        *tables(_ROWS),
+        "## Layer patterns",
+        "",
+        "One character is one layer: `M` Mamba-2, `*` attention, `E` mixture of experts, `-` dense MLP.",
+        "`/` begins an MTP depth.",
+        "",
     ]
-    lines += [
-        f"| {title} | " + " | ".join(_table_cell(value(c)) for c in configs) + " |" for title, value in _ROWS
-    ]
-    lines += ["", "Patterns (one character a layer; `/` opens an MTP depth):", ""]
     lines += [f"- `{c.name}` ({c.title}): `{c.full_pattern}`" for c in configs]
     lines += [
         "",
-        "Experts that differ by layer (FFN width / experts per token of each E layer, in order):",
+        "## Experts that differ by layer",
+        "",
+        "FFN width / experts per token of each E layer, in order.",
         "",
     ]
     for c in configs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +25,17 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "max_vio": Kind("MaxVio, global batch", "largest load / mean load"),
-    "max_vio_interval": Kind("MaxVio, all steps of the interval", "largest load / mean load"),
-    "max_vio_micro_mean": Kind("MaxVio of a micro-batch, mean", "largest load / mean load"),
-    "max_vio_micro_worst": Kind("MaxVio of a micro-batch, worst", "largest load / mean load"),
-    "dead_experts": Kind("experts without a token, global batch", "experts"),
-    "dead_experts_interval": Kind("experts without a token, interval", "experts"),
-    "expert_bias_spread": Kind("expert bias, largest - smallest", "score"),
-    "expert_bias_mean": Kind("expert bias, mean", "score"),
-    "latent_rms": Kind("latent the experts read", "RMS", log_scale=True),
-    "residual_rms": Kind("residual stream behind the layer", "RMS", log_scale=True),
-    "zero_gradients": Kind("exactly zero gradients", "share of the layer's weights"),
+    "max_vio": Kind("MaxVio of the global batch", "largest / mean load"),
+    "max_vio_interval": Kind("MaxVio of all steps of the interval", "largest / mean load"),
+    "max_vio_micro_mean": Kind("MaxVio of a micro-batch, mean", "largest / mean load"),
+    "max_vio_micro_worst": Kind("MaxVio of a micro-batch, worst", "largest / mean load"),
+    "dead_experts": Kind("Experts without a token, global batch", "experts"),
+    "dead_experts_interval": Kind("Experts without a token, all steps of the interval", "experts"),
+    "expert_bias_spread": Kind("Expert bias, largest \N{MINUS SIGN} smallest", "score"),
+    "expert_bias_mean": Kind("Expert bias, mean", "score"),
+    "latent_rms": Kind("Latent that the experts read", "RMS", log_scale=True),
+    "residual_rms": Kind("Residual stream after the layer", "RMS", log_scale=True),
+    "zero_gradients": Kind("Gradients that are exactly zero", "share of the layer's weights"),
 }
 #: Section of the aggregates in TensorBoard and wandb.
 AGGREGATES = "monitor"
@@ -78,6 +78,23 @@ def spoken(row: str) -> str:
     if found := _MTP_SHARED.fullmatch(row):
         return f"MTP layer {found[1]}"
     return row
+
+
+def layer_ticks(rows: Sequence[str], room: int) -> list[tuple[int, str]]:
+    """Positions and labels of an axis with one place a row, decoder first: numbers of layers, then MTP.
+
+    Args:
+        room: most labels. With more rows, some layers have a label, and all rows of MTP together have one.
+    """
+    decoder = sum(map(is_decoder, rows))
+    every = -(-decoder // room) if len(rows) > room else 1
+    ticks = [(i, str(int(rows[i].removeprefix("layer_")))) for i in range(0, decoder, every)]
+    if len(rows) <= room:
+        return [*ticks, *((i, spoken(rows[i])) for i in range(decoder, len(rows)))]
+    if decoder == len(rows):
+        return ticks
+    middle = (decoder + len(rows) - 1) / 2
+    return [*(tick for tick in ticks if decoder - tick[0] >= every / 2), (round(middle), "MTP")]
 
 
 def aggregates(values: Values) -> dict[str, float]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_nemotron3.monitor.series import AGGREGATES, is_decoder, spoken
@@ -132,26 +132,46 @@ def router_collapse(series: Series) -> Signs:
 
 
 def router_outlier(series: Series) -> Signs:
-    """Find an MoE layer that loses its balance while the others keep theirs (Ultra's second divergence)."""
+    """Find an MoE layer that loses its balance while the others keep theirs (Ultra's second divergence).
+
+    MaxVio lies between 1 and experts / top-k. Where top-k differs by layer (Puzzle), the excess over 1 is
+    scaled to the median layer's bound before layers are compared.
+    """
     layers = {
         row: points for row, points in _rows(series, "max_vio") if is_decoder(row) and len(points) >= SMOOTH
     }
     if len(layers) < THRESHOLDS["min_moe_layers"].value:
         return {}
+    bounds = _bounds(series, layers)
+    usual = statistics.median(bounds.values()) if bounds else math.nan
     now = {row: statistics.median(v for _, v in points[-SMOOTH:]) for row, points in layers.items()}
-    median = statistics.median(now.values())
+    scaled = {
+        row: value
+        if not bounds or bounds[row] == usual
+        else 1 + (value - 1) * (usual - 1) / (bounds[row] - 1)
+        for row, value in now.items()
+    }
+    median = statistics.median(scaled.values())
     limit = THRESHOLDS["max_vio_over_median"].value * median
     found: Signs = {}
-    for row, value in now.items():
+    for row, value in scaled.items():
         if value >= OVER * limit:
             begun, before = layers[row][0]
+            scale = "," if value == now[row] else f" of {bounds[row]:.1f}; {value:.1f} of {usual:.1f} is"
             found[row] = Sign(
-                f"MaxVio of {spoken(row)} is {value:.1f} ({before:.1f} at iteration {begun}), "
+                f"MaxVio of {spoken(row)} is {now[row]:.1f} ({before:.1f} at iteration {begun}){scale} "
                 f"{value / median:.1f} times the median layer's {median:.1f}",
                 value,
                 value >= limit,
             )
     return found
+
+
+def _bounds(series: Series, rows: Iterable[str]) -> dict[str, float]:
+    """The most that MaxVio of each row can be, experts / top-k; empty where that is not known of all rows."""
+    experts = number(series, "experts")
+    found = {row: experts / topk for row in rows if experts and (topk := top_k(series, row))}
+    return found if found.keys() == set(rows) and min(found.values(), default=0) > 1 else {}
 
 
 def dead_experts(series: Series) -> Signs:

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import require_plot, save_figure
+from megatron_nemotron3 import plots
+from megatron_nemotron3.checkpoint.files import require_plot
 from megatron_nemotron3.checkpoint.folders import run_of
+from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.alarms import scan
 from megatron_nemotron3.monitor.events import History
-from megatron_nemotron3.monitor.series import AGGREGATES, KINDS
+from megatron_nemotron3.monitor.series import AGGREGATES, KINDS, is_decoder, layer_ticks, spoken
 
 #: Tags that Megatron writes.
 _LOSS = re.compile(r"(lm|mtp_\d+) loss")
+#: Rules that need series which earlier versions did not write.
+_NEED_AGGREGATES = ("router_collapse", "dead_experts", "mtp_loss_jump")
 COLUMNS = 3
 #: Up to this many rows are drawn as lines, more as a heat map.
 LINES = 12
+#: Most labels of layers on an axis.
+LABELS = 18
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 watch`."""
-    command = commands.add_parser("watch", help="plot the monitored series of a run")
+    command = commands.add_parser("watch")
     command.add_argument(
         "folder", type=Path, metavar="DIR", help="the folder of --tensorboard-dir, a run, or its checkpoints"
     )
-    command.add_argument("--output", type=Path, metavar="PNG", help="default: DIR/monitor.png")
+    command.add_argument(
+        "--output", type=Path, metavar="PNG", help="where to write (default: DIR/monitor.png)"
+    )
+    add_json(command)
     command.set_defaults(run=watch_command)
 
 
@@ -45,7 +55,7 @@ def watch_command(options: argparse.Namespace) -> int:
         require_plot(output, "--output")
     files = events.find(folder)
     history = events.read(files)
-    panels = {kind: rows for kind in KINDS if (rows := _panel_rows(history, kind))}
+    panels = panels_of(history)
     if not panels:
         raise ValueError(
             f"{folder}: {len(files)} event file(s) hold no monitored series: train with monitors, which "
@@ -53,33 +63,48 @@ def watch_command(options: argparse.Namespace) -> int:
         )
     plot(history, panels, output, str(folder))
     points = max(len(points) for rows in panels.values() for points in rows.values())
-    print(f"{len(panels)} series of up to {max(map(len, panels.values()))} layers, {points} points: {output}")
-    for finding in scan(history):
-        print(f"WARNING: {finding}")
-    if f"{AGGREGATES}/experts" not in history:
-        print("not applied: router_collapse, dead_experts, mtp_loss_jump (event files of an earlier version)")
+    with result(options.json):
+        say(
+            f"{len(panels)} series of up to {max(map(len, panels.values()))} layers, {points} points: "
+            f"{output}",
+            folder=folder,
+            plot=output,
+            series={kind: len(rows) for kind, rows in panels.items()},
+            points=points,
+            warnings=[],
+            not_applied=[],
+        )
+        _say_findings(history)
     return 0
+
+
+def _say_findings(history: History) -> None:
+    for finding in scan(history):
+        say(f"WARNING: {finding}", warnings=[asdict(finding)])
+    if f"{AGGREGATES}/experts" not in history:
+        say(
+            f"not applied: {', '.join(_NEED_AGGREGATES)} (event files of an earlier version)",
+            not_applied=list(_NEED_AGGREGATES),
+        )
 
 
 def plot(history: History, panels: dict[str, History], path: Path, title: str) -> None:
     """Plot the losses, then one panel per kind (kind -> row -> points). The file is written atomically."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = -(-(1 + len(panels)) // COLUMNS)
-    figure, grid = plt.subplots(
-        rows, COLUMNS, figsize=(5 * COLUMNS, 3.2 * rows), dpi=110, squeeze=False, layout="constrained"
-    )
-    cells = iter(grid.flat)
-    _draw_losses(next(cells), history)
-    for kind, series in panels.items():
-        _draw_panel(figure, next(cells), kind, series)
-    for unused in cells:
-        unused.set_axis_off()
-    figure.suptitle(title)
-    save_figure(figure, path)
+    width, height = plots.PANEL
+    size = (width * COLUMNS, height * rows)
+    with plots.picture(path, rows, COLUMNS, size=size, title=title) as (_, grid):
+        cells = iter(grid.flat)
+        draw_losses(next(cells), history)
+        for kind, series in panels.items():
+            draw_panel(next(cells), kind, series)
+        for unused in cells:
+            unused.set_axis_off()
+
+
+def panels_of(history: History) -> dict[str, History]:
+    """The monitored series by kind; empty if there are none."""
+    return {kind: rows for kind in KINDS if (rows := _panel_rows(history, kind))}
 
 
 def _panel_rows(history: History, kind: str) -> History:
@@ -87,44 +112,64 @@ def _panel_rows(history: History, kind: str) -> History:
     return {tag.removeprefix(prefix): history[tag] for tag in sorted(history) if tag.startswith(prefix)}
 
 
-def _draw_losses(axes: Any, history: History) -> None:
+def draw_losses(axes: Any, history: History) -> None:
     for tag in sorted(filter(_LOSS.fullmatch, history)):
-        axes.plot(*zip(*history[tag]), lw=1, label=tag)
-    axes.set_title("loss (nats per token)", fontsize=9)
+        name = tag.removesuffix(" loss")
+        label = "next token" if name == "lm" else spoken(name)
+        axes.plot(*zip(*history[tag]), label=label)
+    axes.set(title="Training loss", ylabel="nats per token")
+    plots.step_axis(axes)
     if axes.lines:
-        axes.legend(fontsize=7)
-    axes.grid(alpha=0.3)
+        axes.legend()
 
 
-def _draw_panel(figure: Any, axes: Any, kind: str, series: History) -> None:
-    from matplotlib.colors import LogNorm
-
+def draw_panel(axes: Any, kind: str, series: History) -> None:
+    """Draw the series of one kind: a line a layer, or a heat map of many layers."""
     about = KINDS[kind]
-    axes.set_title(f"{about.title} ({about.unit})", fontsize=9)
+    axes.set_title(about.title)
     if len(series) <= LINES:
         for row, points in series.items():
-            axes.plot(*zip(*points), lw=1, marker="." if len(points) == 1 else None, label=row)
+            axes.plot(*zip(*points), lw=1, label=spoken(row))
         if about.log_scale:
             axes.set_yscale("log")
-        axes.legend(fontsize=6, ncols=2)
-        axes.grid(alpha=0.3)
-        return
+        axes.set_ylabel(about.unit)
+        axes.legend(ncols=2, fontsize=6.5)
+    else:
+        _draw_heat_map(axes, series, about.unit, about.log_scale)
+    plots.step_axis(axes)
+
+
+def _draw_heat_map(axes: Any, series: History, unit: str, log_scale: bool) -> None:
+    """Draw layers down and steps across; MTP's rows below a line."""
+    from matplotlib.colors import LogNorm, Normalize
+
+    rows = list(series)
     steps = sorted({step for points in series.values() for step, _ in points})
     column = {step: i for i, step in enumerate(steps)}
-    table = [[float("nan")] * len(steps) for _ in series]
+    table = [[float("nan")] * len(steps) for _ in rows]
     for line, points in zip(table, series.values()):
         for step, value in points:
             line[column[step]] = value
-    positive = about.log_scale and all(v > 0 for line in table for v in line if v == v)
+    values = [v for line in table for v in line if v == v]
+    low, high = min(values), max(values)
+    high = high if high > low else low + 1
+    # A measurement holds from half way to the one before it to half way to the next.
+    middles = [(a + b) / 2 for a, b in zip(steps, steps[1:])]
+    first = middles[0] - steps[0] if middles else 0.5
+    last = steps[-1] - middles[-1] if middles else 0.5
+    edges = [steps[0] - first, *middles, steps[-1] + last]
+    axes.set_facecolor("0.85")
+    axes.grid(False)
     image = axes.pcolormesh(
-        steps if len(steps) > 1 else [steps[0], steps[0] + 1],
-        range(len(series)) if len(steps) > 1 else range(len(series) + 1),
+        edges,
+        [i - 0.5 for i in range(len(rows) + 1)],
         table,
-        norm=LogNorm() if positive else None,
-        shading="nearest" if len(steps) > 1 else "flat",
+        norm=LogNorm(low, high) if log_scale and low > 0 else Normalize(low, high),
+        rasterized=True,
     )
-    figure.colorbar(image, ax=axes)
-    ticks = range(0, len(series), max(1, len(series) // 8))
-    axes.set_yticks([t + (0.0 if len(steps) > 1 else 0.5) for t in ticks], [list(series)[t] for t in ticks])
-    axes.tick_params(labelsize=6)
+    plots.color_bar(image, axes, unit)
+    axes.set_yticks(*zip(*layer_ticks(rows, LABELS)))
+    axes.set_ylabel("layer")
+    if (decoder := sum(map(is_decoder, rows))) < len(rows):
+        axes.axhline(decoder - 0.5, color="white", lw=1)
     axes.invert_yaxis()

@@ -32,7 +32,7 @@ from megatron_nemotron3.plan.state import padded_vocab_size
 #: Bytes of an FP32 number, of an index, and of an entry of a row map.
 FLOAT, INDEX, ROW = 4, 8, 4
 #: The torch scan on a CPU keeps a state every so many chunks of so many tokens (`layers/chunked_scan.py`).
-_CHUNK, _LEAST_CHUNKS, _BLOCK_ELEMENTS = 64, 4, 2**19
+_CHUNK, _LEAST_CHUNKS, _BLOCK_ELEMENTS = 64, 4, 2**18
 
 #: Module -> bytes.
 Form = dict[str, int]

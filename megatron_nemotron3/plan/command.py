@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
+from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.args import PRECISIONS, Launch, TrainingSchedule, published
 from megatron_nemotron3.checkpoint.files import require_plot
+from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.plan.hardware import GPUS, gpu_named
 from megatron_nemotron3.plan.options import DISPATCHERS
@@ -23,37 +24,46 @@ MOST_GPUS = 131072
 
 def register(commands: Any) -> None:
     """Add `nemotron3 plan`."""
-    command = commands.add_parser("plan", help="the fastest layouts of a model on a number of GPUs")
+    command = commands.add_parser("plan")
     add_model(command)
     command.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the whole job")
-    command.add_argument("--gpu", choices=GPUS, required=True, help="type of GPU")
+    command.add_argument(
+        "--gpu", choices=GPUS, required=True, help="type of GPU: memory, rates and NVLink are its"
+    )
     command.add_argument(
         "--nvlink-domain", type=int, metavar="N", help="GPUs that NVLink joins (default: its)"
     )
-    command.add_argument(
-        "--seq-length", "--seq", type=int, metavar="N", help="tokens per sequence (default: the model's)"
+    training = command.add_argument_group("training")
+    training.add_argument(
+        "--seq-length", type=int, metavar="N", help="tokens per sequence (default: the model's)"
     )
-    command.add_argument(
+    training.add_argument(
         "--global-batch-size",
-        "--gbs",
         type=int,
         metavar="N",
         help=f"sequences per step (default: as published, or {BATCH})",
     )
-    command.add_argument(
-        "--precision", choices=PRECISIONS, default="bf16", help="precision of training (bf16)"
+    training.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="bf16",
+        help="number format of the linear layers (default bf16)",
     )
-    command.add_argument(
+    training.add_argument(
         "--dispatcher",
         choices=DISPATCHERS,
         help="how tokens are sent to experts (default: as published for the GPU; with --plain: alltoall)",
     )
-    command.add_argument(
+    training.add_argument(
         "--plain", action="store_true", help="without the performance options published for the GPU"
     )
-    command.add_argument("--best", type=int, default=5, metavar="N", help="layouts to print (5)")
-    command.add_argument("--json", action="store_true", help="machine-readable")
-    command.add_argument(
+    # Earlier spellings.
+    command.add_argument("--seq", dest="seq_length", type=int, default=SUPPRESS, help=SUPPRESS)
+    command.add_argument("--gbs", dest="global_batch_size", type=int, default=SUPPRESS, help=SUPPRESS)
+    shown = command.add_argument_group("output")
+    shown.add_argument("--best", type=int, default=5, metavar="N", help="layouts to print (5)")
+    add_json(shown)
+    shown.add_argument(
         "--plot", type=Path, metavar="PNG", help="write a bar chart of the memory of the best layouts"
     )
     command.set_defaults(run=plan)
@@ -94,7 +104,10 @@ def plan(options: argparse.Namespace) -> int:
     cures = [] if answer.best else remedies(question)
     if options.plot is not None:
         memory_bars(answer, options.plot)
-    print(json.dumps(describe(answer, cures), indent=2) if options.json else render(answer, cures))
-    if options.plot is not None and not options.json:
-        print(f"wrote {options.plot}")
+    if options.json:
+        print_json(describe(answer, cures))
+    else:
+        print(render(answer, cures))
+        if options.plot is not None:
+            print(f"wrote {options.plot}")
     return 0 if answer.best else 1

@@ -232,10 +232,7 @@ def memory_bars(answer: Answer, path: Path) -> None:
     """
     import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from megatron_nemotron3.checkpoint.files import save_figure
+    from megatron_nemotron3 import plots
 
     shown = answer.best or ((answer.smallest,) if answer.smallest else ())
     if not shown:
@@ -244,19 +241,18 @@ def memory_bars(answer: Answer, path: Path) -> None:
     bars = [memory_classes(found.memory) for found in shown]
     classes = list(dict.fromkeys(name for bar in bars for name in bar))
     labels = [f"{found.layout}\nmicro {found.launch.micro_batch_size}, {found.recompute}" for found in shown]
-    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.7 * len(shown)), layout="constrained")
-    left = [0.0] * len(shown)
-    colors = plt.get_cmap("tab20").colors
-    for number, name in enumerate(classes):
-        sizes = [bar.get(name, 0.0) / GIB for bar in bars]
-        axes.barh(labels, sizes, left=left, label=name, color=colors[number % len(colors)])
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.axvline(question.limit / GIB, color="black", linestyle="--", linewidth=1, label="fits")
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", labelsize=7)
-    axes.set_xlabel("GiB on the fullest rank")
-    axes.set_title(
-        f"{question.config.name} on {question.gpus:,} {question.gpu.name}, {question.launch.precision}"
-    )
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    save_figure(figure, path)
+    colors = matplotlib.colormaps["tab20"]
+    where = f"{question.gpus:,} {question.gpu.name.upper()}, {question.launch.precision}"
+    title = f"{question.config.title} on {where}: memory of the fullest rank"
+    with plots.picture(path, size=(10, 1.5 + 0.7 * len(shown)), title=title) as (_, grid):
+        axes = grid[0][0]
+        left = [0.0] * len(shown)
+        for number, name in enumerate(classes):
+            sizes = [bar.get(name, 0.0) / GIB for bar in bars]
+            axes.barh(labels, sizes, left=left, label=name, color=colors(number % colors.N))
+            left = [a + b for a, b in zip(left, sizes, strict=True)]
+        axes.axvline(question.limit / GIB, color="black", linestyle="--", linewidth=1, label="fits")
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+        axes.set_xlabel("GiB")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from argparse import SUPPRESS
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.files import require_output, require_plot
+from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model, names_model
 from megatron_nemotron3.precision import report as report_file
@@ -23,18 +25,29 @@ _COLUMNS = ("module", "format", "parameters", "FLOPs", "why")
 
 def register(commands: Any) -> None:
     """Add `nemotron3 precision`."""
-    command = commands.add_parser("precision", help="the format of every linear, and the precision file")
+    command = commands.add_parser("precision")
     add_model(command)
     command.add_argument(
-        "--precision", "--format", dest="format", choices=PRECISIONS, default=NVFP4, help=f"default {NVFP4}"
+        "--precision",
+        dest="format",
+        choices=PRECISIONS,
+        default=NVFP4,
+        help=f"number format of the linear layers (default {NVFP4})",
     )
     command.add_argument(
-        "--output", "--yaml", type=Path, metavar="FILE", help="write --te-precision-config-file"
+        "--output", type=Path, metavar="FILE", help="where to write: a --te-precision-config-file"
     )
     command.add_argument(
-        yaml_file.FLAG, type=Path, metavar="FILE", help="compare this file with the published recipe"
+        yaml_file.FLAG,
+        type=Path,
+        metavar="FILE",
+        help="Megatron's file with the format of each module (compare it with the published)",
     )
+    # Earlier spellings.
+    command.add_argument("--format", choices=PRECISIONS, default=SUPPRESS, help=SUPPRESS)
+    command.add_argument("--yaml", dest="output", type=Path, default=SUPPRESS, help=SUPPRESS)
     command.add_argument("--report", type=Path, metavar="DIR", help="summary and plot of a measured run")
+    add_json(command)
     command.set_defaults(run=precision_command)
 
 
@@ -49,19 +62,66 @@ def precision_command(options: argparse.Namespace) -> int:
     if options.report is not None and not names_model(options) and options.output is None:
         if options.report.is_dir():  # a missing one has its own message
             require_plot(options.report / report_file.PICTURE, "--report")
-        print(report(options.report))
+        with result(options.json):
+            rows = report_file.read(options.report)
+            now = report_file.last(rows)
+            say(
+                report(options.report),
+                folder=options.report,
+                plot=options.report / report_file.PICTURE,
+                iteration=now[0].iteration,
+                rows=[row._asdict() for row in now],
+            )
         return 0
     if options.report is not None or not names_model(options):
         raise ValueError("give the NAME of a model, or --report DIR alone")
     if options.te_precision_config_file is not None:
         if options.output is not None or options.format != NVFP4:
             raise ValueError(f"{yaml_file.FLAG} compares a file for {NVFP4}: drop --output and --format")
-        print(compare(chosen_model(options), options.te_precision_config_file))
+        with result(options.json):
+            config = chosen_model(options)
+            text = compare(config, options.te_precision_config_file)
+            say(
+                text,
+                model=config.name,
+                file=options.te_precision_config_file,
+                findings=text.splitlines(),
+            )
         return 0
     if options.output is not None:
         require_output(options.output, "--output")
-    print(run(chosen_model(options), options.format, options.output))
+    with result(options.json):
+        config = chosen_model(options)
+        text = run(config, options.format, options.output)
+        facts = {"file": options.output} if options.output is not None else table(config, options.format)
+        say(text, model=config.name, precision=options.format, **facts)
     return 0
+
+
+def table(config: Nemotron3Config, precision: str = NVFP4) -> dict[str, Any]:
+    """Return what the table says, for a JSON document; shares are from 0 to 1.
+
+    Args:
+        precision: one of `PRECISIONS`.
+    """
+    lines = shares(config, precision)
+    parameters, flops = sum(line.parameters for line in lines), sum(line.flops for line in lines)
+    return {
+        "modules": [
+            {
+                "modules": line.modules,
+                "format": line.format,
+                "parameters": line.parameters / parameters,
+                "flops": line.flops / flops,
+                "why": line.why,
+            }
+            for line in lines
+        ],
+        "formats": {
+            fmt: {"parameters": share, "flops": of_flops} for fmt, (share, of_flops) in totals(lines).items()
+        },
+        "notes": list(_recipe_notes(config, precision, lines)),
+    }
 
 
 def render(config: Nemotron3Config, precision: str = NVFP4) -> str:

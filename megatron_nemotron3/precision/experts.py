@@ -74,7 +74,7 @@ class Rows:
     def amax(self, block_amax: Tensor) -> Tensor:
         """Block amax [n, m], n rows or blocks of rows -> [n, 1], the amax of each row's expert."""
         largest = block_amax.amax(1)
-        of_expert = largest.new_zeros(self.experts).scatter_reduce_(0, self.block_owner, largest, "amax")
+        of_expert = largest.new_zeros(self.experts + 1).scatter_reduce_(0, self.block_owner, largest, "amax")
         return of_expert[self.block_owner].unsqueeze(1)
 
     def operand(self, x: Tensor, how: Spec) -> Operand:
@@ -82,11 +82,43 @@ class Rows:
         return operand(x, how, self.amax if how.format == NVFP4 else None)
 
 
+class DeviceRows(Rows):
+    """Rows whose counts only the device knows: room for as much padding as there can be.
+
+    What lies behind the last expert's padding is zero and belongs to no expert: its owner is number E.
+
+    Args:
+        counts: [E], they add up to `total`.
+    """
+
+    def __init__(self, counts: Tensor, block: int, total: int) -> None:
+        self.block, self.experts = block, len(counts)
+        device, real = counts.device, counts.to(torch.int64)
+        filled = (real + (block - 1)) // block * block
+        self.total = (total + self.experts * (block - 1)) // block * block
+        ends = filled.cumsum(0)
+        self.starts, self.ends = ((ends - filled).to(torch.int32), ends.to(torch.int32))
+        blocks = torch.arange(self.total // block, device=device)
+        self.block_owner = torch.searchsorted(ends // block, blocks, right=True)
+        self.filler = filled - real
+        if block > 1:
+            shift = (ends - filled) - (real.cumsum(0) - real)
+            row = torch.arange(total, device=device)
+            self.place = row + shift[torch.searchsorted(real.cumsum(0), row, right=True)]
+
+
+def rows_of(counts: Sequence[int] | Tensor, block: int, x: Tensor) -> Rows:
+    """The rows of x [t, d], on the host or, if that is where the counts are, on the device."""
+    if isinstance(counts, Tensor):
+        return DeviceRows(counts, block, len(x))
+    return Rows(counts, block, x.device)
+
+
 class GroupedJob(NamedTuple):
     """Arguments of `GroupedLinear` that are no tensors."""
 
-    #: Rows of each expert.
-    counts: list[int]
+    #: Rows of each expert; a tensor on a GPU with kernels.
+    counts: list[int] | Tensor
     recipe: Recipe
     #: Megatron's random stream of this linear.
     stream: str
@@ -100,15 +132,15 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, job: GroupedJob, kept: Operand | None, *weights: Tensor) -> Tensor:
         recipe, record = job.recipe, job.record
-        rows = Rows(job.counts, 1, x.device)
+        rows = rows_of(job.counts, 1, x)
         if recipe.fprop is None or kept is None:
-            y = _plain_matmuls(x, [w.t() for w in weights], rows)
+            y = _plain_matmuls(x, weights, rows, transposed=True)
         else:
             a = rows.operand(x, recipe.fprop[0])
             if record is not None and first_forward():
                 record.add("fprop.x", x, recipe.fprop[0], dequantized(a), rows.owner)
                 _record_weights(record, "fprop.weight", weights, recipe.fprop[1], kept)
-            y = _quantized_matmuls(a, kept, [w.t() for w in kept.values], rows, x.dtype)
+            y = _quantized_matmuls(a, kept, rows, x.dtype, transposed=True)
         shared = kept if kept is not None and recipe.shares_weight else (None, None)
         ctx.save_for_backward(x, *shared, *weights)
         ctx.job, ctx.rows = job, rows
@@ -124,7 +156,7 @@ class GroupedLinear(torch.autograd.Function):
         dw: tuple[Tensor | None, ...] = (None,) * len(weights)
         with draws(job.stream):
             if ctx.needs_input_grad[0] and recipe.dgrad is None:
-                dx = _plain_matmuls(dy, weights, ctx.rows)
+                dx = _plain_matmuls(dy, weights, ctx.rows, transposed=False)
             elif ctx.needs_input_grad[0]:
                 how_dy, how_weight = recipe.dgrad
                 a = ctx.rows.operand(dy, how_dy)
@@ -133,7 +165,7 @@ class GroupedLinear(torch.autograd.Function):
                     record.add("dgrad.dy", dy, how_dy, dequantized(a), ctx.rows.owner)
                     if values is None:
                         _record_weights(record, "dgrad.weight", weights, how_weight, w)
-                dx = _quantized_matmuls(a, w, list(w.values), ctx.rows, x.dtype)
+                dx = _quantized_matmuls(a, w, ctx.rows, x.dtype, transposed=False)
             if any(ctx.needs_input_grad[3:]):
                 dw = _expert_weight_gradients(dy, x, weights[0], job)
         return dx, None, None, *dw
@@ -145,30 +177,69 @@ def _record_weights(record: Record, name: str, weights: Sequence[Tensor], how: S
         record.add(name, torch.stack([w.detach() for w in weights]), how, dequantized(made))
 
 
-def _plain_matmuls(x: Tensor, weights: Sequence[Tensor], rows: Rows) -> Tensor:
-    """x [t, k], E matrices [k, n] -> [t, n]."""
-    y = x.new_empty(len(x), weights[0].shape[1])
+def _plain_matmuls(x: Tensor, weights: Sequence[Tensor], rows: Rows, *, transposed: bool) -> Tensor:
+    """x [t, k], E matrices [k, n], or [n, k] if they are to be transposed -> [t, n]."""
+    if isinstance(rows, DeviceRows):
+        return _on_device(x, torch.stack([w.detach() for w in weights]), rows, None, x.dtype, transposed)
+    y = x.new_empty(len(x), weights[0].shape[0 if transposed else 1])
     for e, a, b in rows.ranges:
-        torch.mm(x[a:b], weights[e], out=y[a:b])
+        torch.mm(x[a:b], weights[e].t() if transposed else weights[e], out=y[a:b])
     return y
 
 
 def _quantized_matmuls(
-    x: Operand, weight: Operand, matrices: Sequence[Tensor], rows: Rows, dtype: torch.dtype
+    x: Operand, weight: Operand, rows: Rows, dtype: torch.dtype, *, transposed: bool
 ) -> Tensor:
     """As `_plain_matmuls` for quantized operands; accumulated and scaled in FP32, rounded once."""
-    y = x.values.new_empty(len(x.values), matrices[0].shape[1], dtype=torch.float32)
+    scale, matrices = None, weight.values.mT if transposed else weight.values
+    if x.amax is not None and weight.amax is not None:
+        scale = product_scale(x.amax, weight.amax.view(-1)[rows.block_owner].unsqueeze(1))
+    if isinstance(rows, DeviceRows):
+        return _on_device(x.values, weight.values, rows, scale, dtype, transposed)
+    y = x.values.new_empty(len(x.values), matrices.shape[2], dtype=torch.float32)
     for e, a, b in rows.ranges:
         matmul(x.values[a:b], matrices[e], out=y[a:b])
-    if x.amax is not None and weight.amax is not None:
-        y.mul_(product_scale(x.amax, weight.amax.view(-1)[rows.block_owner].unsqueeze(1)))
-    return y.to(dtype)
+    return (y if scale is None else y.mul_(scale)).to(dtype)
+
+
+def _on_device(
+    x: Tensor, weights: Tensor, rows: DeviceRows, scale: Tensor | None, dtype: torch.dtype, transposed: bool
+) -> Tensor:
+    """[t, k] times the matrices [E, n, k] if `transposed`, else [E, k, n], in one launch."""
+    from megatron_nemotron3.precision import triton_grouped  # a CPU needs no Triton
+
+    weights = weights if transposed else weights.mT
+    scale = None if scale is None else scale.view(-1)
+    return triton_grouped.rows_product(x.contiguous(), weights, rows.starts, rows.ends, scale, dtype)
+
+
+def _gradients_on_device(
+    dy: Tensor, x: Tensor, dtype: torch.dtype, rows: DeviceRows, recipe: Recipe
+) -> tuple[Tensor, ...]:
+    """As `_expert_weight_gradients`, in one launch."""
+    from megatron_nemotron3.precision import triton_grouped
+
+    scale = None
+    if recipe.wgrad is not None:
+        p, q = (rows.operand(rows.fill(z), how) for z, how in zip((dy, x), recipe.wgrad, strict=True))
+        dy, x = p.values, q.values
+        if p.amax is not None and q.amax is not None:
+            first = (rows.starts // rows.block).clamp(
+                max=len(p.amax) - 1
+            )  # of an expert; any if it has no rows
+            scale = product_scale(p.amax, q.amax)[first, 0]
+    dw = triton_grouped.weight_gradients(
+        dy.contiguous(), x.contiguous(), rows.starts, rows.ends, scale, dtype
+    )
+    return dw.unbind(0)
 
 
 def _expert_weight_gradients(dy: Tensor, x: Tensor, like: Tensor, job: GroupedJob) -> tuple[Tensor, ...]:
     """wgrad: E gradients shaped as `like` [out, in], slices of one tensor; 0 for experts without rows."""
     counts, recipe, record = job.counts, job.recipe, job.record
-    rows = Rows(counts, recipe.token_block, x.device)
+    rows = rows_of(counts, recipe.token_block if recipe.wgrad is not None else 1, x)
+    if isinstance(rows, DeviceRows):
+        return _gradients_on_device(dy, x, like.dtype, rows, recipe)
     dw = like.new_empty(len(counts), *like.shape)
     for e in {*range(len(counts))} - {e for e, _, _ in rows.ranges}:
         dw[e].zero_()

@@ -32,6 +32,7 @@ from megatron_nemotron3.precision.products import (
 )
 from megatron_nemotron3.precision.quantizer import Operand
 from megatron_nemotron3.precision.recipe import Recipe, Spec
+from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 from megatron_nemotron3.precision.statistics import Record
 
 
@@ -92,7 +93,11 @@ class Emulated:
         y: Tensor = _EmulatedLinear.apply(x, weight, kept, job)
         return y if bias is None else y + bias
 
-    def grouped(self, module: Any, x: Tensor, weights: list[Tensor], counts: list[int]) -> Tensor:
+    def takes_device_counts(self, module: Any) -> bool:
+        """Whether `grouped` takes counts on the device: with kernels, in steps that are not measured."""
+        return gpu_kernels_enabled() and self._active_record(module) is None
+
+    def grouped(self, module: Any, x: Tensor, weights: list[Tensor], counts: list[int] | Tensor) -> Tensor:
         """x [t, in], rows sorted by expert -> [t, out]."""
         recipe = self.recipe(module)
         assert recipe is not None

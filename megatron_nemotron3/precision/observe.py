@@ -238,6 +238,10 @@ class Observed:
             y.register_hook(lambda dy: self._measure_activation("dy", dy.flatten(0, -2)))
         return y
 
+    def takes_device_counts(self, module: Any) -> bool:
+        """Statistics are taken expert by expert."""
+        return False
+
     def grouped(self, module: Any, x: Tensor, weights: list[Tensor], counts: list[int]) -> Tensor:
         """x [t, in], rows sorted by expert -> [t, out], as the linear computes it."""
         y: Tensor = self._compute(module, module.forward, x, counts)[0]

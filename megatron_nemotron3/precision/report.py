@@ -13,7 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_nemotron3.checkpoint.files import read_outside, save_figure
+from megatron_nemotron3 import plots
+from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.monitor.series import decoder_row, is_decoder, layer_ticks
 from megatron_nemotron3.precision.formats import NVFP4
 
 FILE = "precision.csv"
@@ -203,7 +205,7 @@ def remove(folder: str | Path) -> None:
         (Path(folder) / name).unlink(missing_ok=True)
 
 
-#: Maximum number of labels on the depth axis.
+#: Most labels of layers on an axis.
 LABELS = 24
 
 
@@ -217,25 +219,28 @@ class _HeatMap(NamedTuple):
     colors: str
 
 
-def _heat_maps(rows: Sequence[Row]) -> list[list[_HeatMap]]:
-    """Two rows of heat maps: flush-to-zero above; SQNR and, last, the zeros of the weight gradient below.
+def _heat_maps(rows: Sequence[Row]) -> list[tuple[_HeatMap | None, _HeatMap | None]]:
+    """Pairs of heat maps, one of each tensor: what was flushed to zero, and SQNR; last the weight gradient.
 
     The weight of dgrad is shown if it is NVFP4 (`2d=0`). That of MXFP8 is only in the table.
     """
     tensors = {row.tensor for row in rows if row.tensor != "dgrad.weight" or row.format == NVFP4}
-    shown = [name for name in TENSORS if name in tensors and name != GRADIENT]
-    above = [
-        _HeatMap(t, "flushed", f"{TENSORS[t]}: flushed to zero", "% of nonzero elements", 100, "viridis")
-        for t in shown
+    pairs: list[tuple[_HeatMap | None, _HeatMap | None]] = [
+        (
+            _HeatMap(t, "flushed", f"{TENSORS[t]}: flushed to zero", "% of nonzero elements", 100, "viridis"),
+            _HeatMap(t, "sqnr_db", f"{TENSORS[t]}: SQNR", "dB", 1, "viridis_r"),
+        )
+        for t in TENSORS
+        if t in tensors and t != GRADIENT
     ]
-    below = [_HeatMap(t, "sqnr_db", f"{TENSORS[t]}: SQNR", "dB", 1, "viridis_r") for t in shown]
     if GRADIENT in tensors:
-        below.append(_HeatMap(GRADIENT, "zeros", "weight gradient: zeros", "% of elements", 100, "viridis"))
-    return [above, below]
+        zeros = _HeatMap(GRADIENT, "zeros", "Weight gradient: zeros", "% of elements", 100, "viridis")
+        pairs.append((zeros, None))
+    return pairs
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Write a PNG of the last measurement: layers down, kinds of linears across, a heat map per quantity.
+    """Write a PNG of the last measurement: kinds of linears down, layers across, a heat map per quantity.
 
     A cell is gray if the layer has no such linear, or the share has no denominator. The file is written
     atomically.
@@ -244,39 +249,32 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
         ModuleNotFoundError: matplotlib is not installed.
         OSError: the PNG cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     now = last(rows)
     layers = _depth_labels(now)
     kinds = list(dict.fromkeys((row.module, row.format) for row in now))
-    panels = _heat_maps(now)
-    columns = max(map(len, panels))
-    size = ((1.6 + 0.28 * len(kinds)) * columns, 3.2 + 2 * min(9.0, max(2.0, 0.13 * len(layers))))
-    figure, grid = plt.subplots(2, columns, figsize=size, dpi=110, squeeze=False, layout="constrained")
-    for row, (axes_of_row, panels_of_row) in enumerate(zip(grid, panels)):
-        for axes in axes_of_row[len(panels_of_row) :]:
-            axes.set_axis_off()
-        for column, (axes, panel) in enumerate(zip(axes_of_row, panels_of_row)):
-            _draw_heat_map(figure, axes, panel, now, layers, kinds)
-            _label_axes(axes, layers if column == 0 else [], len(layers), kinds if row else [], len(kinds))
+    pairs = _heat_maps(now)
+    size = (15.0, 1.0 + len(pairs) * (0.75 + 0.2 * max(3, len(kinds))))
     what = "as computed" if now[0].used else "as NVFP4 would compute"
-    figure.suptitle(f"{title}, iteration {now[0].iteration}, {what}")
-    save_figure(figure, path)
+    head = f"{title}, step {now[0].iteration}, {what}"
+    with plots.picture(path, len(pairs), 2, size=size, title=head) as (_, grid):
+        for axes_of_pair, pair in zip(grid, pairs, strict=True):
+            for side, (axes, panel) in enumerate(zip(axes_of_pair, pair, strict=True)):
+                if panel is None:
+                    axes.set_axis_off()
+                    continue
+                _draw_heat_map(axes, panel, now, layers, kinds)
+                _label_axes(axes, layers, kinds, named=side == 0)
 
 
 def _depth_labels(rows: Sequence[Row]) -> list[str]:
     """Labels of the depth axis: every decoder layer up to the last measured one, then MTP."""
     found = {row.layer for row in rows}
     numbers = [int(m[1]) for name in found if (m := re.fullmatch(r"layer_(\d+)", name))]
-    decoder = [f"layer_{n:03d}" for n in range(1, max(numbers, default=0) + 1)]
+    decoder = [decoder_row(n) for n in range(1, max(numbers, default=0) + 1)]
     return [*decoder, *sorted(found - set(decoder))]
 
 
 def _draw_heat_map(
-    figure: Any,
     axes: Any,
     panel: _HeatMap,
     rows: Sequence[Row],
@@ -284,34 +282,30 @@ def _draw_heat_map(
     kinds: list[tuple[str, str]],
 ) -> None:
     """Draw one heat map. Colors span the NVFP4 linears if there are any; MXFP8 is 12 dB beyond."""
-    axes.set_facecolor("0.85")
-    table = [[math.nan] * len(kinds) for _ in layers]
+    table = [[math.nan] * len(layers) for _ in kinds]
     values: dict[str, list[float]] = {}
     for row in rows:
         value = panel.scale * getattr(row, panel.column)
         if row.tensor == panel.tensor and math.isfinite(value):
-            table[layers.index(row.layer)][kinds.index((row.module, row.format))] = value
+            table[kinds.index((row.module, row.format))][layers.index(row.layer)] = value
             values.setdefault(row.format, []).append(value)
     every = [v for found in values.values() for v in found]
     spanned = values.get(NVFP4) or every
     low = 0.0 if panel.scale == 100 else min(spanned, default=0.0)
     high = max(spanned, default=1.0)
     high = high if high > low else low + 1.0
-    image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap=panel.colors, vmin=low, vmax=high)
     beyond = "max" if max(every, default=high) > high else "neither"
-    bar = figure.colorbar(image, ax=axes, extend=beyond)
-    bar.set_label(panel.unit, fontsize=7)
-    bar.ax.tick_params(labelsize=6)
-    axes.set_title(panel.title, fontsize=9)
+    plots.heat_map(axes, table, panel.unit, extend=beyond, cmap=panel.colors, vmin=low, vmax=high)
+    axes.set_title(panel.title)
 
 
-def _label_axes(axes: Any, layers: list[str], depth: int, kinds: list[tuple[str, str]], across: int) -> None:
-    """Set ticks on both axes, and labels where they are given."""
-    ticks = range(0, depth, -(-depth // LABELS))
-    axes.set_yticks(list(ticks), [layers[t] for t in ticks] if layers else [], fontsize=6)
-    if layers:
-        axes.set_ylabel("depth (layer)", fontsize=7)
+def _label_axes(axes: Any, layers: list[str], kinds: list[tuple[str, str]], *, named: bool) -> None:
+    """Label the layers, and the linears if `named`; separate MTP from the decoder."""
+    at, labels = zip(*layer_ticks(layers, LABELS))
+    spelled = any(label.startswith("MTP ") for label in labels)
+    axes.set_xticks(at, labels, rotation=30 if spelled else 0, ha="right" if spelled else "center")
+    axes.set_xlabel("layer")
     names = [f"{re.sub(r'^(mixer|mlp)[.]', '', module)} ({fmt})" for module, fmt in kinds]
-    axes.set_xticks(range(across), names, rotation=90, fontsize=6)
-    if kinds:
-        axes.set_xlabel("linear (format)", fontsize=7)
+    axes.set_yticks(range(len(kinds)), names if named else [])
+    if 0 < (decoder := sum(map(is_decoder, layers))) < len(layers):
+        axes.axvline(decoder - 0.5, color="white", lw=1.5)

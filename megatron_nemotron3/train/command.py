@@ -40,52 +40,66 @@ _OWN = {
 
 def register(commands: Any) -> None:
     """Add `nemotron3 train`."""
-    train = commands.add_parser("train", help="prepare text, train with Megatron's loop, and report")
+    train = commands.add_parser("train")
     add_model(train)
     add_launch(train, precision=None)
-    train.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    train.add_argument("--output", type=Path, metavar="DIR", help="folder to write; default: runs/NAME")
     train.add_argument(
-        "--text", metavar="PATH", help="text file, .jsonl or folder; default: Python's sources"
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="where it computes (default auto: a GPU, if there is one)",
     )
-    train.add_argument("--max-bytes", type=int, metavar="N", help="use at most N bytes of text")
-    train.add_argument(
-        "--data-path", nargs="+", default=[], metavar="PREFIX", help="use Megatron data sets instead of text"
+    train.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: runs/NAME)")
+    data = train.add_argument_group("data")
+    start = train.add_argument_group("where it starts")
+    watching = train.add_argument_group("measurements and log")
+    data.add_argument(
+        "--text", metavar="PATH", help="text file, .jsonl or folder (default: Python's sources)"
     )
-    train.add_argument(
-        "--conversations", nargs="+", default=[], metavar="FILE", help="fine-tune on .jsonl conversations"
+    data.add_argument("--max-bytes", type=int, metavar="N", help="use at most N bytes of text")
+    data.add_argument(
+        "--data-path", nargs="+", default=[], metavar="PREFIX", help="Megatron data sets (instead of text)"
     )
-    train.add_argument(
-        "--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer for --data-path or --conversations"
+    data.add_argument(
+        "--conversations",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help=".jsonl conversations (to fine-tune on)",
     )
-    train.add_argument(
+    data.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="folder of a Hugging Face tokenizer (for --data-path or --conversations)",
+    )
+    start.add_argument(
         "--pretrained", type=Path, metavar="DIR", help="checkpoints to start from if the output has none"
     )
-    train.add_argument(
+    data.add_argument(
         "--mean", choices=MEANS, help=f"what the loss of --conversations is a mean over (default {MEANS[0]})"
     )
-    train.add_argument("--monitor", type=int, metavar="N", help="iterations between measurements; 0: off")
-    train.add_argument(
+    watching.add_argument("--monitor", type=int, metavar="N", help="iterations between measurements; 0: off")
+    watching.add_argument(
         "--log-precision",
         nargs="?",
         const="",
         metavar="N",
         help=f"measure quantized operands every N steps (default {emulation.LOG_DEFAULT})",
     )
-    train.add_argument(
+    start.add_argument(
         "--more-steps",
         choices=[continued.REPLAN, continued.HOLD],
         default=continued.REPLAN,
         help="on another number of steps: plan the learning rate anew, or hold it (default replan)",
     )
-    train.add_argument(
+    start.add_argument(
         "--change",
         action="append",
         choices=manifest.CHANGES,
         default=[],
         help="go on in the folder with another one of these; may be repeated",
     )
-    train.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
+    watching.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
     train.set_defaults(run=train_command)
 
 
@@ -154,6 +168,7 @@ def train_command(options: argparse.Namespace) -> int:
         verbose=options.verbose,
         more_steps=options.more_steps,
         changes=tuple(options.change),
+        command=options.command_line,
     )
     return train_interruptibly(request)
 

@@ -41,7 +41,7 @@ def require_inputs(options: argparse.Namespace) -> None:
         )
     if options.data_path:
         if options.tokenizer is None:
-            raise ValueError("--data-path needs --tokenizer FOLDER (a Hugging Face tokenizer)")
+            raise ValueError("--data-path needs --tokenizer DIR (a Hugging Face tokenizer)")
         require_tokenizer(options.tokenizer)
         for name, value in (("--text", options.text), ("--max-bytes", options.max_bytes)):
             if value is not None:
@@ -71,7 +71,7 @@ def _require_conversations(options: argparse.Namespace) -> None:
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} and --conversations both say what to train on: give one")
     if options.tokenizer is None:
-        raise ValueError("--conversations needs --tokenizer FOLDER (a Hugging Face tokenizer)")
+        raise ValueError("--conversations needs --tokenizer DIR (a Hugging Face tokenizer)")
     require_tokenizer(options.tokenizer)
     for file in options.conversations:
         if not Path(file).is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from megatron_nemotron3.bars import Bar, drawn_on
 from megatron_nemotron3.checkpoint.folders import free_bytes
 from megatron_nemotron3.train import log
 
@@ -55,8 +57,20 @@ _BY_TEXT = {
 class Progress:
     """Print one line per logged step, and keep what the message at the end needs."""
 
-    def __init__(self, verbose: bool = False) -> None:
+    def __init__(
+        self, verbose: bool = False, begun: int = 0, total: int | None = None, seq_length: int = 0
+    ) -> None:
+        """Take what is known before the first line.
+
+        Args:
+            verbose: print the whole log.
+            begun: the step that is resumed from.
+            total: the last step, if it is known.
+            seq_length: tokens of a sequence.
+        """
         self.verbose = verbose
+        self._begun, self._planned, self._seq_length = begun, total, seq_length
+        self._bar: Bar | None = None
         #: Interrupts so far.
         self.interrupts = 0
         #: The last step that was logged.
@@ -73,7 +87,7 @@ class Progress:
         self._worker_error = ""
         self._in_save = False
         self._killed_by: int | None = None
-        self._live = sys.stdout.isatty() and not verbose
+        self._live = drawn_on(sys.stdout) and not verbose
         self._printed = 0
         self._evaluated: int | None = None
 
@@ -101,8 +115,10 @@ class Progress:
             self.last, self.total, self.training = item.iteration, item.total, True
         if self.verbose:
             return
+        if self._live and self.training and self._bar is None:
+            self._bar = Bar("train", "step", self._planned, begun=self._begun, keep=True, stream=sys.stdout)
         if text.startswith("megatron_nemotron3"):
-            print(text, end="", flush=True)
+            self._say(text.removesuffix("\n"))
         elif isinstance(item, log.Step):
             self._step(item)
         elif isinstance(item, log.Validation) and item.which == "validation":
@@ -132,15 +148,18 @@ class Progress:
                 self.first_error = stripped[:300]
 
     def _step(self, step: log.Step) -> None:
-        # A terminal shows one line that is rewritten; a file gets about twenty lines.
+        # A terminal shows a bar; a file gets about twenty lines.
         mtp = " ".join(f"{loss:.3f}" for loss in step.mtp)
         text = f"step {step.iteration:5d}/{step.total}  loss {step.loss:.3f}" + (
             f"  MTP {mtp}" if mtp else ""
         )
         text += f"  {step.seconds:.2f} s/step"
         last = step.iteration == step.total
-        if self._live:
-            print(f"\r{text:<100}", end="\n" if last else "", flush=True)
+        if self._bar is not None:
+            tokens = step.values.get("global batch size", 0) * self._seq_length
+            note = f"loss {step.loss:.3f}" + (f", MTP {mtp}" if mtp else "")
+            note += f", {tokens / step.seconds:,.0f} tokens/s" if tokens and step.seconds else ""
+            self._bar.to(step.iteration, step.total, note=note)
         elif last or step.iteration >= self._printed + step.total / 20 or step.iteration == 1:
             self._printed = step.iteration
             print(text, flush=True)
@@ -148,24 +167,33 @@ class Progress:
     def _validation(self, item: log.Validation) -> None:
         if item.again and item.iteration == self._evaluated:
             # The training loop evaluates a last step that falls on the interval, and Megatron does it again.
-            print(f"after training, on the next batches of the validation set: {item.loss:.3f}", flush=True)
+            self._say(f"after training, on the next batches of the validation set: {item.loss:.3f}")
         else:
-            print(f"step {item.iteration:5d}  validation loss {item.loss:.3f}", flush=True)
+            self._say(f"step {item.iteration:5d}  validation loss {item.loss:.3f}")
         self._evaluated = item.iteration
+
+    def _say(self, text: str) -> None:
+        with self._bar.paused() if self._bar is not None else contextlib.nullcontext():
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            self._bar.close()
 
     def interrupted(self) -> bool:
         """Say what an interrupt does; return whether the ranks are to save and leave, or to stop at once."""
         self.interrupts += 1
         saves = self.interrupts == 1 and self.training
         if self.interrupts > 1:
-            print("\nstopping at once", flush=True)
+            self._say("\nstopping at once")
         elif not self.training:
-            print("\ninterrupted before the first step: stopping", flush=True)
+            self._say("\ninterrupted before the first step: stopping")
         else:
             what = (
                 "waiting until the last step is saved" if self.trained else "finishing this step, then saving"
             )
-            print(f"\ninterrupted: {what}; interrupt again to stop at once", flush=True)
+            self._say(f"\ninterrupted: {what}; interrupt again to stop at once")
         return saves
 
     def on_disk(self, saved: int | None, complete: bool) -> str:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
-from megatron_nemotron3.checkpoint.files import save_figure
+from megatron_nemotron3 import plots
 from megatron_nemotron3.train.log import Curve
 
 
 def plot(curve: Curve, path: Path, title: str, baseline: float | None) -> None:
     """Write a PNG: training, MTP and validation loss in nats per token, the unigram baseline dashed."""
-    import matplotlib
+    with plots.picture(path, size=(8, 5), title=title) as (_, grid):
+        draw(grid[0][0], curve, baseline)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
+def draw(axes: Any, curve: Curve, baseline: float | None) -> None:
+    """Draw the losses of a run."""
     steps = sorted(curve.steps)
-    figure, axes = plt.subplots(figsize=(8, 5), dpi=120)
-    axes.plot(steps, [curve.steps[i].loss for i in steps], label="training, next token")
+    axes.plot(steps, [curve.steps[i].loss for i in steps], label="training, next token", zorder=3)
     for depth in range(max((len(curve.steps[i].mtp) for i in steps), default=0)):
         values = [(i, curve.steps[i].mtp[depth]) for i in steps if len(curve.steps[i].mtp) > depth]
         axes.plot(*zip(*values), lw=1, alpha=0.7, label=f"training, MTP depth {depth + 1}")
@@ -27,11 +28,9 @@ def plot(curve: Curve, path: Path, title: str, baseline: float | None) -> None:
         axes.plot(*zip(*points), "ko", ms=5, label="validation, next token")
     if baseline is not None:
         axes.axhline(baseline, color="gray", ls="--", lw=1, label=f"unigram baseline {baseline:.3f}")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.set_ylabel("loss (nats per token)")
+    plots.step_axis(axes)
     axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    save_figure(figure, path)
 
 
 def verdict(curve: Curve, baseline: float | None) -> list[str]:

@@ -64,9 +64,9 @@ class Identity:
             new = parts(launch, self.contents)
             self.manifest.require_same(new, self.step, self.allowed, names, self.before)
 
-    def record(self, launch: Launch) -> None:
+    def record(self, launch: Launch, command: str) -> None:
         """Write the manifest, and print what is new in it."""
-        for line in self.manifest.write(parts(launch, self.contents), self.step):
+        for line in self.manifest.write(parts(launch, self.contents), self.step, command):
             print(line)
 
 

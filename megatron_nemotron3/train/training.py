@@ -63,6 +63,8 @@ class Request:
     more_steps: str = continued.REPLAN
     #: Parts of the run that may differ from the folder's earlier steps; of `manifest.CHANGES`.
     changes: tuple[str, ...] = ()
+    #: The command line, for run.json.
+    command: str = ""
 
     @property
     def precision_file(self) -> str | None:
@@ -85,6 +87,8 @@ def schedule_of(
     config: Nemotron3Config, layout: ParallelLayout, *, conversations: bool = False, **given: Any
 ) -> TrainingSchedule:
     """Return a schedule that trains a tiny model on a CPU in minutes; for other models the published one.
+
+    Data-parallel ranks of a tiny model share the four sequences of a step, so it learns the same.
 
     Args:
         conversations: for fine-tuning: one row to a micro-batch, and for other models a constant rate, since
@@ -110,7 +114,7 @@ def schedule_of(
             missing = sorted({options[name] for name in schedule.unknown})
             raise ValueError(f"{config.title} has no published schedule: give {' and '.join(missing)}")
         return schedule
-    steps, micro = given.get("steps", 300), given.get("micro_batch_size", 4)
+    steps, micro = given.get("steps", 300), given.get("micro_batch_size", max(1, 4 // layout.dp))
     batch = micro * layout.dp * (2 * layout.pp if layout.pp > 1 else 1)
     short = TrainingSchedule(
         eval_interval=max(1, steps // 4),
@@ -208,12 +212,14 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
         launch = resuming.with_schedule(launch, given.options, request.more_steps, begun, stored)
 
     launch = replace(launch, data=data)
-    identity.record(launch)
+    identity.record(launch, request.command)
     print(f"training log: {log_file}", flush=True)
     argv = to_argv(flags(launch))
     words = processes.command(argv, launch.layout.world_size, request.device)
-    env = processes.environment(launch.layout.world_size, request.device) | {lock.VARIABLE: key}
-    status, progress = _run(request, launch, words, env, log_file)
+    env = processes.environment(launch.layout.world_size, request.device, given.config.hidden_size) | {
+        lock.VARIABLE: key
+    }
+    status, progress = _run(request, launch, words, env, log_file, begun or 0)
     saved = folders.latest_iteration(request.checkpoints)
     state = progress.on_disk(saved, status == 0)
     if status != 0 and not progress.stopped_at_once:
@@ -230,7 +236,7 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
 
 
 def _run(
-    request: Request, launch: Launch, words: list[str], env: dict[str, str], log_file: Path
+    request: Request, launch: Launch, words: list[str], env: dict[str, str], log_file: Path, begun: int
 ) -> tuple[int, Progress]:
     """Run the training processes; return their exit status and what was seen of their log."""
     if request.conversations:
@@ -241,10 +247,12 @@ def _run(
         env[emulation.VARIABLE] = launch.emulate.text()
     if (measuring := _measurement(request)) is not None:
         env[emulation.LOG_VARIABLE] = measuring.text()
-    progress = Progress(request.verbose)
+    planned = launch.schedule.train_iters if launch.schedule is not None else None
+    progress = Progress(request.verbose, begun, planned, launch.seq_length)
     try:
         return processes.follow(words, env, log_file, progress), progress
     finally:
+        progress.close()
         resume.remove_incomplete(request.checkpoints)
         # A save that was complete when the processes were ended may not have reached the tracker.
         with contextlib.suppress(ValueError):
@@ -280,7 +288,7 @@ def _prepared_data(request: Request) -> tuple[TrainingData, float | None]:
         return _prepared_conversations(request, folders_only), None
     if request.data_path:
         if request.tokenizer is None:
-            raise ValueError("--data-path needs --tokenizer FOLDER (a Hugging Face tokenizer)")
+            raise ValueError("--data-path needs --tokenizer DIR (a Hugging Face tokenizer)")
         given = replace(
             folders_only,
             data_path=request.data_path,

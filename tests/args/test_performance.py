@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3 import cli, models
-from megatron_nemotron3.args import Launch, TrainingSchedule, flags, performance, to_argv
+from megatron_nemotron3.args import Launch, TrainingSchedule, check, flags, performance, to_argv
 from megatron_nemotron3.args import launch as launch_module
 from megatron_nemotron3.args.explain import explain
 from megatron_nemotron3.args.performance import GPUS, Tuned, published, recipe_name, relative
@@ -126,7 +126,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
                 "patched": True,
                 "training": True,
                 "environment": dict(of(key).environment),
-                "capability": asked.compute_capability or (10, 0),
+                "capability": asked.capability or (10, 0),
             }
         )
     found, recipes, base = [], recorded(), defaults()
@@ -265,6 +265,18 @@ def test_options_can_be_left_out() -> None:
         Launch.of("super", without=("manual-gc",))
 
 
+def test_another_gpu_has_its_own_capability() -> None:
+    """A copy of a launch takes nothing from the GPU before; a capability that was given stays."""
+    hopper = Launch.of("super", gpu="h100", backend="te")
+    assert hopper.capability == (9, 0)
+    assert dataclasses.replace(hopper, gpu="gb300").capability == HARDWARE["gb300"].capability == (10, 3)
+    assert dataclasses.replace(hopper, gpu=None).capability is None
+    given = Launch.of("super", gpu="h100", backend="te", compute_capability=(10, 0))
+    assert dataclasses.replace(given, gpu="gb300").capability == (10, 0)
+    fp4 = dataclasses.replace(hopper, precision="nvfp4", gpu="gb200", allow_plain_nvfp4=True)
+    assert not [v for v in check(fp4) if v.rule == "quantized-hardware"]
+
+
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_other_backends_are_refused(backend: str) -> None:
     with pytest.raises(ValueError, match="use backend te, or leave gpu out"):
@@ -305,8 +317,9 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["flags", "super", "--gpu", "gb200", "--precision", "mxfp8"]) == 0
     assert "no option of Megatron sets it: fp8_dot_product_attention" in capfd.readouterr().err
     assert cli.main(["flags", "super", "--environment"]) == 2
-    assert cli.main(["flags", "super", "--gpu", "a100"]) == 2
-    assert "use one of h100, h200, b200" in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["flags", "super", "--gpu", "a100"])
+    assert "choose from h100, h200, b200" in capfd.readouterr().err
 
 
 def test_variables_in_a_shell(capfd: pytest.CaptureFixture[str]) -> None:

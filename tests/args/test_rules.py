@@ -32,6 +32,8 @@ WSD = TrainingSchedule(
 )
 FILE = "precision.yaml"
 SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules")
+FSDP = ("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--data-parallel-sharding-strategy")
+INSTANCES = ("--num-distributed-optimizer-instances", "2")
 FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method")
 
 
@@ -256,10 +258,42 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
         "the backend is torch and the distributed optimizer is on",
     ),
     "moe-router-fusion": ({"extra": ("--moe-router-fusion",), "backend": "torch"}, "use backend te"),
+    "fsdp-pipeline": ({"layout": layout(pp=2), "extra": (*FSDP, "optim")}, "with PP=2.*use PP 1"),
+    "fsdp-expert-dp": (
+        {
+            "config": models.get("nano"),
+            "layout": layout(dp=8, ep=8),
+            "schedule": WSD,
+            "extra": (*FSDP, "optim_grads"),
+        },
+        r"EP\*ETP=8\) and 2 micro-batches.*add --calculate-per-token-loss",
+    ),
+    "fsdp-mtp-recompute": (
+        {"extra": (*FSDP, "optim_grads_params", *FULL_RECOMPUTE, "uniform", "--recompute-num-layers", "1")},
+        "2 MTP depths.*core_attn, moe_act",
+    ),
+    "hsdp-overlap": (
+        {"layout": layout(dp=4), "extra": (*FSDP, "optim_grads", *INSTANCES), "backend": "torch"},
+        "2: without --overlap-grad-reduce.*add it",
+    ),
 }
 
 #: Options that are harmless without what makes them harmful.
 HARMLESS: list[dict[str, Any]] = [
+    {
+        "config": models.get("nano"),
+        "layout": layout(dp=8, ep=8),
+        "schedule": WSD,
+        "extra": (*FSDP, "optim_grads", "--calculate-per-token-loss"),
+    },
+    {
+        "config": models.get("nano"),
+        "layout": layout(dp=8, ep=4),
+        "schedule": WSD,
+        "extra": (*FSDP, "optim_grads"),
+    },
+    {"extra": (*FSDP, "optim", *FULL_RECOMPUTE, "uniform", "--recompute-num-layers", "1")},
+    {"layout": layout(dp=4), "extra": (*FSDP, "optim_grads", *INSTANCES), "backend": "te"},
     {"config": models.get("nano"), "extra": ("--moe-shared-expert-overlap",)},
     {"config": models.get("nano"), "extra": ("--grad-reduce-in-bf16",)},
     {"config": NANO_4B.but(pattern="-")},

@@ -19,7 +19,7 @@ from megatron_nemotron3.certify.ranks import run_distributed
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
-RECIPES = ROOT / "recipes" / "omni"
+RECIPES = ROOT / "megatron_nemotron3/recipes" / "omni"
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "/nowhere")
 ENTRY = Path(CHECKOUT, "examples/mimo/pretrain_mimo.py")
 needs_checkout = [

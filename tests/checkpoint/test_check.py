@@ -55,6 +55,22 @@ def test_a_sound_checkpoint(folder: Path, words: tuple[str, ...], capsys: pytest
     assert ("CRC32 of" in out) == bool(words)
 
 
+def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The document says what the lines say; of a damaged checkpoint, too."""
+    status, out, err = _check(capsys, str(folder), "--full", "--json")
+    facts = json.loads(out)
+    assert (status, err) == (0, "") and facts["sound"] is True and facts["problems"] == []
+    assert (facts["iteration"], facts["tensors"], facts["checked"]) == (4, 9, "bytes")
+    assert facts["bytes"] == sum(path.stat().st_size for path in folder.iterdir() if path.name in DATA)
+    _cut(folder / DATA[0], 0.33)
+    status, out, err = _check(capsys, str(folder), "--json")
+    facts = json.loads(out)
+    assert status == 2 and facts["sound"] is False and DATA[0] in facts["problems"][0]
+    assert facts["problems"][0] in err
+    status, out, err = _check(capsys, str(folder / "none"), "--json")
+    assert (status, out) == (2, "") and err.count("\n") == 1
+
+
 def _cut(path: Path, keep: float) -> None:
     os.truncate(path, int(path.stat().st_size * keep) if keep < 1 else path.stat().st_size - 1)
 

@@ -97,6 +97,6 @@ def test_two_ranks(event: int, limit: int | None, tmp_path: Path) -> None:
 def test_an_asynchronous_save(whole: tuple[Path, log.Curve], tmp_path: Path) -> None:
     """An async save: another process writes the files; the training process finishes it some steps later."""
     folder = runs.copy(whole[0], tmp_path / "run", "iter_0000002")
-    runs.die_while_saving(ONE, folder, 2, None, "--async-save")
+    runs.die_while_saving(ONE, folder, 2, None, "--async-save", "--use-persistent-ckpt-worker")
     output = _resumes(folder, ONE, folders.latest_iteration(folder) or 0, whole[1])
     assert "Traceback" not in output

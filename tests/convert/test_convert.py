@@ -172,6 +172,11 @@ def test_verify_finds_one_bit(small: Small, tmp_path: Path, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert f"differs      {name}: 1 of 8,192 elements, first at [5, 7]; CRC32" in out
     assert "492 tensors" in out and "1 differ" in out
+    assert nemotron3("verify", folder / "megatron", tmp_path / "changed", "--json") == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["equal"], facts["tensors_equal"], facts["tensors_different"]) == (False, 492, 1)
+    assert [one["tensor"] for one in facts["differences"]] == [name]
+    assert facts["a"]["kind"] == "torch_dist" and facts["b"]["kind"] == "hugging face"
 
 
 def test_verify_with_the_manifest(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +187,15 @@ def test_verify_with_the_manifest(small: Small, tmp_path: Path, capsys: pytest.C
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+    assert nemotron3("verify", copy) == 1
+    capsys.readouterr()
+    assert nemotron3("check", small[0] / "hf", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["kind"] == "hugging face" and facts["sound"] and facts["tensors"] == 493
+    assert nemotron3("verify", copy, "--json") == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["equal"] is False and facts["files"] - facts["files_equal"] == 1
+    assert len(facts["problems"]) == 1
     assert nemotron3("verify", copy) == 1
     path.unlink()
     assert nemotron3("verify", copy) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -84,6 +85,11 @@ def test_keep_last(saved: Path, tmp_path: Path, capsys: Capture) -> None:
     assert watch(job, out, "--keep-last", 2) == 0
     assert exported(out) == ["iter_0000003", "iter_0000004"]
     assert "removed      " in capsys.readouterr().out
+    save(saved, job, 5)
+    assert watch(job, out, "--keep-last", 2, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [(one["iteration"], one["written"]) for one in facts["exports"]] == [(5, True)]
+    assert facts["removed"] == [str(out / "iter_0000003")] and facts["left_out"] == []
 
 
 def test_removed_while_it_is_read(

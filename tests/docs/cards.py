@@ -93,18 +93,36 @@ def markdown(found: tuple[Card, ...]) -> str:
     return _HEAD + "\n".join(lines) + "\n"
 
 
+def title(page: str) -> str:
+    """What a page of docs/ is called in links and in the navigation: its heading up to a colon."""
+    heading = (ROOT / "docs" / page).read_text(encoding="utf-8").partition("\n")[0]
+    return heading.removeprefix("# ").partition(":")[0]
+
+
+def _lines(command: str, width: int = 110) -> list[str]:
+    """A command in lines of about `width` columns that a shell joins again; they begin with an option."""
+    lines = [""]
+    for part in re.split(r" (?=--?\w)", command):
+        if lines[-1] and len(lines[-1]) + 1 + len(part) > width:
+            lines[-1] += " \\"
+            lines.append(f"    {part}")
+        else:
+            lines[-1] += f" {part}" if lines[-1] else part
+    return lines
+
+
 def _card(card: Card) -> list[str]:
     status = f"verified {card.date}" if card.verified else "unverified"
     return [
         f"### {card.claim}",
         "",
         "```bash",
-        card.command,
+        *_lines(card.command),
         "```",
         "",
         f"- **{status}**: {card.result or card.unverified}",
         f"- {'with' if card.verified else 'needs'}: {card.versions}",
-        f"- page: [{card.where}]({posixpath.relpath(card.where, 'reference')})",
+        f"- page: [{title(card.where)}]({posixpath.relpath(card.where, 'reference')})",
     ]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from megatron_nemotron3.convert import config_keys, inventory
 from megatron_nemotron3.models import get
-from megatron_nemotron3.models import names as model_names
 from megatron_nemotron3.models.config import BUILT, Nemotron3Config
+from megatron_nemotron3.models.table import tables
 from megatron_nemotron3.models.tensors import (
     DIALECTS,
     PARAMETER,
@@ -33,7 +34,7 @@ _INTRO = """\
 # Checkpoint names: Megatron and Hugging Face
 
 Generated: `python -m tests.docs.pages`. The table
-is `megatron_nemotron3/models/tensors.py`; [conversion.md](../conversion.md) says how to convert.
+is `megatron_nemotron3/models/tensors.py`; [Checkpoints](../conversion.md) says how to convert.
 
 - *Megatron* is the key in a torch_dist folder. Shapes are global and do not depend on the parallel layout.
   `{e}` is the global number of an expert. Shapes are in brackets; the symbols are explained below.
@@ -128,38 +129,29 @@ def _spelling_section() -> list[str]:
 
 
 def _symbol_section() -> list[str]:
-    configs = [get(name) for name in model_names()]
     lines = [
         "## Shape symbols and sizes",
         "",
         "`latent` is the input width of the routed experts: the hidden size if there is no latent space.",
         "`padded_vocab` is the vocabulary size, padded by `--make-vocab-size-divisible-by` and TP.",
         "",
-        "| | " + " | ".join(f"`{c.name}`" for c in configs) + " |",
-        "|-|" + "-|" * len(configs),
     ]
-    values = [symbol_sizes(c) for c in configs]
-    for symbol in values[0]:
-        if symbol not in ("1", "2d", "padded_vocab"):
-            lines.append(
-                f"| {symbol} | "
-                + " | ".join(_size(c, symbol, v[symbol]) for c, v in zip(configs, values, strict=True))
-                + " |"
-            )
-    for title, tensors in (
-        ("tensors, Hugging Face", inventory.hf_tensors),
-        ("tensors, torch_dist", inventory.megatron_tensors),
-    ):
-        lines.append(f"| {title} | " + " | ".join(f"{len(tensors(c)):,}" for c in configs) + " |")
-    return lines
+    symbols = [s for s in symbol_sizes(get("super")) if s not in ("1", "2d", "padded_vocab")]
+    rows: list[tuple[str, Callable[[Nemotron3Config], object]]] = [
+        *((symbol, partial(_size, symbol)) for symbol in symbols),
+        ("tensors, Hugging Face", lambda config: len(inventory.hf_tensors(config))),
+        ("tensors, torch_dist", lambda config: len(inventory.megatron_tensors(config))),
+    ]
+    return lines + list(tables(rows, "###"))[:-1]
 
 
-def _size(config: Nemotron3Config, symbol: str, size: int) -> str:
+def _size(symbol: str, config: Nemotron3Config) -> str | int | None:
     """The size of a symbol in a model; the least and the most where its decoder layers differ."""
+    size = symbol_sizes(config)[symbol]
     widths = sorted({width for width, _ in config.expert_sizes}) if symbol == "ffn" else []
     if len(widths) > 1:
         return f"{widths[0]:,} to {widths[-1]:,}"
-    return f"{size:,}" if size else "none"
+    return size or None
 
 
 def _config_section() -> list[str]:

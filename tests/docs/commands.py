@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-FOLDERS = ("benchmarks", "docs", "examples", "megatron_nemotron3", "recipes", "tests")
+FOLDERS = ("benchmarks", "docs", "examples", "megatron_nemotron3", "tests")
 CONTROL = {"&&", "||", "|", ";"}
 
 

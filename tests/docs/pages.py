@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
+from tests.docs.pictures import PICTURES
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "megatron_nemotron3"
@@ -58,11 +60,11 @@ def formats() -> str:
     from megatron_nemotron3.precision.table import is_published
 
     lines = [
-        "# The format of every linear",
+        "# Formats of linears: the published NVFP4 recipes",
         "",
         "What each linear of the published NVFP4 recipes computes in, its share of the model's parameters,",
         "and its share of the FLOPs of one token's forward pass at 8,192 tokens (every MTP depth included).",
-        "`nemotron3 precision NAME` prints the same table. [nvfp4.md](../nvfp4.md) explains it.",
+        "`nemotron3 precision NAME` prints the same table. [NVFP4](../nvfp4.md) explains it.",
         "",
         _NOTE,
     ]
@@ -138,6 +140,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/formats.md": formats,
     "reference/commands.md": commands,
     "reference/upstream_tests.md": upstream_tests,
+    **{f"pictures/{name}.svg": draw for name, draw in PICTURES.items()},
 }
 #: Page below docs/ -> tables in it that are generated, by name. They stand between two comments.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {"design.md": {"imports": imports}}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,10 +14,20 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
+from megatron_nemotron3.cli import table
 from megatron_nemotron3.train import processes
 from tests.docs.blocks import NEMOTRON3, PAGES, ROOT, Block, blocks, write_stand_ins
 from tests.support.programs import follow_forked, run_python
 
+#: Commands whose example takes ten seconds or more; blocks of the pages train and run, too.
+SLOW = {"doctor", "train", "run", "finetune", "evaluate"}
+#: Commands whose result is not a report.
+NO_JSON = {"train", "run", "finetune", "chat"}
+REPORTING = [
+    pytest.param(command, id=name, marks=pytest.mark.full if name in SLOW else ())
+    for name, command in table.COMMANDS.items()
+    if name not in NO_JSON
+]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
@@ -81,6 +93,62 @@ def test_block(block: Block, page_folder: Callable[[str], Path], programs: Path)
         finished = [run(["bash", "-euo", "pipefail", "-c", block.text], folder, programs)]
     for done in finished:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_example_of_the_other_direction(page_folder: Callable[[str], Path]) -> None:
+    folder = page_folder("directions")
+    for example in table.DIRECTIONS.values():
+        done = run_python(["-c", NEMOTRON3, *shlex.split(example)[1:]], folder)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def write_chat_model(folder: Path) -> None:
+    """Conversations, and a Hugging Face folder whose tokenizer has a chat template."""
+    run_python([str(ROOT / "examples" / "conversations.py"), "."], folder)
+    if not (folder / "demo-hf").exists():
+        run_python(["-c", NEMOTRON3, *shlex.split(table.COMMANDS["convert"].example)[1:]], folder)
+    (tokenizer,) = (folder / "runs" / "demo" / "data").glob("*/tokenizer")
+    for file in tokenizer.iterdir():
+        shutil.copy(file, folder / "demo-hf")
+    shutil.copy(folder / "template.jinja", folder / "demo-hf" / "chat_template.jinja")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, id=name, marks=pytest.mark.full if name in SLOW else ())
+        for name, command in table.COMMANDS.items()
+    ],
+)
+def test_example(command: table.Command, page_folder: Callable[[str], Path], programs: Path) -> None:
+    """The example of each command in `nemotron3 --help` runs, in the order of the help."""
+    folder = page_folder("examples of commands")
+    (folder / "pretrain_hybrid.py").write_text("import sys; assert '--spec' in sys.argv\n")
+    if command.name == "finetune":
+        write_chat_model(folder)
+    if command.name in ("run", "chat"):  # chat reads stdin to its end
+        done = run(["bash", "-euo", "pipefail", "-c", f"{command.example} </dev/null"], folder, programs)
+    else:
+        done = run_python(["-c", NEMOTRON3, *shlex.split(command.example)[1:]], folder)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def _no_json(word: str) -> None:
+    raise AssertionError(f"{word} is not JSON")
+
+
+@pytest.mark.parametrize("command", REPORTING)
+def test_json(command: table.Command, page_folder: Callable[[str], Path]) -> None:
+    """With --json the example prints one JSON document, and nothing else on stdout."""
+    folder, words = page_folder("examples of commands"), shlex.split(command.example)[1:]
+    if command.name == "convert":
+        shutil.rmtree(folder / "demo-hf", ignore_errors=True)
+    elif command.name == "verify" and not (folder / "demo-hf").exists():
+        run_python(["-c", NEMOTRON3, *shlex.split(table.COMMANDS["convert"].example)[1:]], folder)
+    done = run_python(["-c", NEMOTRON3, *words, "--json"], folder)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    document = json.loads(done.stdout, parse_constant=_no_json)
+    assert isinstance(document, (dict, list)) and document
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -225,8 +225,8 @@ def test_durations(gpu: Any) -> None:
 def test_selected(gpu: Any) -> None:
     names = [s.name for s in gpu.selected(gpu.STAGES, ["step.nano", "plan"], None)]
     assert names == ["step.nano.kernels", "step.nano.plain", "step.nano.hf", "step.nano.te"] + [
-        "step.nano.mamba-ssm",
         "plan",
+        "step.nano.mamba-ssm",
     ]
     assert gpu.selected(gpu.STAGES, [], "generate")[0].name == "generate.plain"
     with pytest.raises(ValueError, match="there is no stage 'generat': use versions, tests, "):
@@ -263,3 +263,17 @@ def test_results_of_tests_are_read(gpu: Any, tmp_path: Path, monkeypatch: pytest
     assert counts == {"kind": "tests", "passed": 2, "skipped": 1, "failed": 1, "ended": True}
     assert failure["test"].endswith("test_e[1-2]") and failure["why"] == "AssertionError: 1 == 2"
     assert error["error"] == "RuntimeError: 1 tests failed, pytest ended with status 1"
+
+
+def test_standard_output_of_a_stage_has_rows_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the programs that it starts print; here a line that begins like a row."""
+    stages = importlib.import_module("gpu_stage")
+    program = tmp_path / "pytest.py"
+    program.write_text("print('{')")
+    monkeypatch.setattr(stages, "pytest_words", lambda small: [sys.executable, str(program)])
+    monkeypatch.setattr(sys, "argv", ["gpu_stage.py", "tests", "--device", "cpu", "--small"])
+    assert stages.main() == 0
+    printed = capsys.readouterr()
+    assert printed.out == '{"kind": "tests", "ended": true}\n' and "{\n" in printed.err

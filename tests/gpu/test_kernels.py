@@ -7,9 +7,11 @@ import torch
 
 from megatron_nemotron3.layers import grouped_gpu, scan_kernels
 from megatron_nemotron3.layers.attention import _flash_packed
+from megatron_nemotron3.precision.settings import gpu_kernels
 from tests.layers.test_fewer_waits import check_flash_packed
 from tests.layers.test_ssd import make_documents, make_inputs, scan
 from tests.layers.test_triton import SCANS, check_activation, check_experts, check_grouped, check_scan
+from tests.precision.test_triton_grouped import check_rows, check_weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,11 +90,14 @@ def test_grouped(together, as_tensor):
     check_grouped([3, 4], 12, 8, device="cuda", together=together, as_tensor=as_tensor)
 
 
+@pytest.mark.parametrize("kernels", [None, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_experts(as_tensor, recompute):
-    for counts in ([3, 0, 5, 1], [0, 7, 0, 130, 0], [1000, 3, 257]):
-        check_experts(counts, 1856, 1024, device="cuda", as_tensor=as_tensor, recompute=recompute)
+def test_experts(as_tensor, recompute, kernels):
+    """With the activation of torch and with ours."""
+    with gpu_kernels(kernels):
+        for counts in ([3, 0, 5, 1], [0, 7, 0, 130, 0], [1000, 3, 257]):
+            check_experts(counts, 1856, 1024, device="cuda", as_tensor=as_tensor, recompute=recompute)
 
 
 @pytest.mark.parametrize("borders", [[0, 70, 200], [0, 70, 150], [0, 128, 128, 199]])
@@ -100,6 +105,14 @@ def test_packed_attention(borders):
     """Flash attention of all documents with their borders on the device against one product a document, with
     2 KV heads; tokens after the last border form a document."""
     check_flash_packed(_flash_packed, borders, 200, heads=8, kv_heads=2, width=128, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_emulated_experts(dtype):
+    for counts in ([3, 0, 5, 1], [0, 7, 0, 130, 0], [1000, 3, 257]):
+        check_rows(counts, 1856, 1024, dtype, device="cuda")
+        check_rows(counts, 1024, 1856, dtype, device="cuda", transposed=True, scaled=False)
+        check_weights(counts, 1856, 1024, dtype, device="cuda", gap=13)
 
 
 def test_torch_has_a_grouped_product():

@@ -89,7 +89,7 @@ def test_steps(report: Any, tmp_path: Path) -> None:
     kernels = cells(lines, "torch backend with our Triton kernels")
     assert kernels[1:9] == ["20,000", "409.6", "20.0", "25.0", "2", "1", "3", "11.5000"]
     assert kernels[9] == "1.0e-02" and kernels[11:] == ["agrees", "2.44", "-"]
-    plain = cells(lines, "torch backend without kernels")
+    plain = cells(lines, "torch backend without our kernels (the default)")
     assert plain[11] == "**differs**" and "(b)" in plain[10]
     te = cells(lines, "stock TransformerEngine spec")
     assert te[1:3] == ["-", "-"] and te[11] == "agrees"  # it died after the comparison

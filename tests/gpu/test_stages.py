@@ -31,7 +31,7 @@ def rows_of(name: str, *words: str, **environment: str) -> list[dict[str, Any]]:
     program = [str(BENCHMARKS / "gpu_stage.py"), name, "--device", "cpu", "--small", *words]
     done = run_python(program, Path.cwd(), timeout=300, **environment)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines()]  # standard output has nothing else
 
 
 def kinds(rows: list[dict[str, Any]]) -> list[str]:
@@ -52,10 +52,12 @@ def test_a_training_step() -> None:
 def test_generation_with_drafts() -> None:
     """MTP agrees with the model: drafts are accepted, and the text stays the same."""
     model, *rows = rows_of("generate.drafts")
-    assert model["dtype"] == "bfloat16" and [row["drafts"] for row in rows] == list(range(8))
+    assert model["dtype"] == "bfloat16"
+    cases = [(graphs, drafts) for graphs in (True, False) for drafts in range(8)]
+    assert [(row["graphs"], row["drafts"]) for row in rows] == cases
     assert all(row["equal"] == row["new"] and row["tokens_per_second"] > 0 for row in rows)
     assert rows[0]["acceptance_length"] == 1.0 and rows[7]["acceptance_length"] > 3
-    assert rows[0]["break_even"] == 1.0
+    assert rows[0]["break_even"] == rows[8]["break_even"] == 1.0
 
 
 @pytest.mark.parametrize("name", ["step.nano.te", "step.nano.mamba-ssm"])

@@ -328,3 +328,26 @@ def test_errors_name_the_numbers():
         functional.weighted_squared_relu(x, torch.ones(3))
     with pytest.raises(ValueError, match="1 experts add up to 3, but there are 1 weights and 2 rows"):
         grouped.squared_relu_experts(x, torch.ones(2), [x], [x], [3])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_joined_gradient(rows: int) -> None:
+    """A part written in its place, one in other memory and one that is unused, twice over one graph."""
+    x = torch.randn(5, rows, 9, dtype=torch.float64).transpose(0, 1).requires_grad_()
+    joined = functional.JoinedGradient(x, [4, 3, 2])
+    z, b, unused = joined.split(x)
+    y, weight = torch.randn_like(z), torch.rand(4, dtype=torch.float64)
+    place = joined.place(0)
+    out = functional.gated_group_rms_norm(
+        y.transpose(0, 1), z.transpose(0, 1), weight, group_size=2, z_gradient=lambda: place().transpose(0, 1)
+    )
+    loss = out.square().sum() + b.pow(3).sum() + 0 * unused.detach().sum()
+    first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+    expected_z = x.detach()[..., :4].clone().requires_grad_()
+    plain = functional.gated_group_rms_norm_reference(y, expected_z, weight, group_size=2).square().sum()
+    expected = torch.cat(
+        [torch.autograd.grad(plain, expected_z)[0], 3 * x[..., 4:7].square(), 0 * x[..., 7:]], -1
+    )
+    assert first.data_ptr() != second.data_ptr()
+    for gradient in (first, second):
+        torch.testing.assert_close(gradient, expected)

@@ -6,6 +6,7 @@ the code takes the paths of a GPU. What remains is named: each case of `WAITING`
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import torch
 import triton  # noqa: F401  (imports of Triton's modules make tensors)
 
 from benchmarks.gpu_world import world
-from megatron_nemotron3.layers import context_parallel
+from megatron_nemotron3.layers import context_parallel, grouped_gpu
+from megatron_nemotron3.layers.lora import add_adapters
+from megatron_nemotron3.lora import LoRA
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision import scales, triton_quantize  # noqa: F401
 from megatron_nemotron3.precision.settings import emulating, gpu_kernels, parse
@@ -55,23 +58,28 @@ def step(
     pattern: str,
     how: str | None = None,
     *,
-    kernels: bool = True,
+    kernels: bool | None = True,
     mtp: bool = False,
     groups: Any = None,
     before: Any = None,
+    change: Any = lambda model: None,
     **changes: Any,
 ) -> set[str]:
     """Forward and backward of a model; the names of the Triton kernels that were launched.
 
     Args:
+        kernels: ours, None for those of torch, False for none.
         groups: context manager of Megatron's groups; None for a single rank.
+        change: called with the model that was built.
         before: called on the fake device before the step.
     """
     model = MODEL if mtp else MODEL.but(mtp_pattern=None, mtp_num_layers=0)
     options: dict[str, Any] = {"params_dtype": torch.bfloat16, "bf16": True, **changes}
 
     def build() -> Any:
-        return megatron_model(model.but(pattern=pattern), **options).train()
+        built = megatron_model(model.but(pattern=pattern), **options).train()
+        change(built)
+        return built
 
     with groups or world("cpu"), gpu_kernels(kernels), fake_cuda(build) as (ours, device):
         if before is not None:
@@ -82,7 +90,7 @@ def step(
         if how is not None:
             inputs |= {"packed_seq_params": packed(how), "loss_mask": torch.ones(1, TOKENS, device=DEVICE)}
         backward(ours(tokens[:, :-1], positions, None, **inputs).mean())
-        assert all(p.grad is not None for p in ours.parameters())
+        assert all(p.grad is not None for p in ours.parameters() if p.requires_grad)
         return set(device.launched)
 
 
@@ -121,6 +129,28 @@ def test_mtp_reads_the_borders_of_a_pack_once(how: str, monkeypatch: pytest.Monk
 )
 def test_recomputed(changes: dict[str, Any]) -> None:
     assert step("ME", "packed", **changes) == SCAN | EXPERTS
+
+
+@pytest.mark.parametrize("pattern, how", [("M*-E", None), ("M*-E", "packed"), ("*E", "padded")])
+def test_what_runs_by_default(pattern: str, how: str | None) -> None:
+    """Without our kernels torch's own take the counts of experts and the borders of documents."""
+    assert step(pattern, how, kernels=None) == set()
+
+
+@pytest.mark.parametrize(
+    "changes", [FULL, {**SELECTIVE, "recompute_modules": ["moe_act"]}], ids=["full", "moe_act"]
+)
+def test_recomputed_by_default(changes: dict[str, Any]) -> None:
+    assert step("E", kernels=None, **changes) == set()
+
+
+def test_adapters_by_default() -> None:
+    """LoRA on experts: each projection is a product of its own."""
+
+    def adapt(model: Any) -> None:
+        add_adapters(model, LoRA(targets=("*.experts.linear_fc1", "*.experts.linear_fc2"), dim=8))
+
+    assert step("E", kernels=None, change=adapt) == set()
 
 
 def test_plain_torch_waits_only_for_what_it_cuts() -> None:
@@ -168,26 +198,44 @@ def test_expert_parallel_ranks_wait_for_split_sizes_alone(monkeypatch: pytest.Mo
 
 
 #: What the host waits for: (pattern, packing, kernels, where).
-WAITING = {
-    "experts without grouped products": ("E", None, False, "event"),
-    "documents without flash attention": ("*", "packed", False, "cuda to cpu"),
+WAITING: dict[str, tuple[str, str | None, bool | None, dict[str, Any], str]] = {
+    "experts without grouped products": ("E", None, False, {}, "event"),
+    "experts in FP32": ("E", None, None, {"params_dtype": torch.float32, "bf16": False}, "event"),
+    "documents without flash attention": ("*", "packed", False, {}, "cuda to cpu"),
+    "emulated experts without kernels": ("E", None, None, {"emulated": "nvfp4,every_layer=1"}, "event"),
 }
 
 
 @pytest.mark.parametrize("case", WAITING)
 def test_what_waits_is_known(case: str) -> None:
-    pattern, how, kernels, where = WAITING[case]
-    with pytest.raises(HostWait, match=where):
-        step(pattern, how, kernels=kernels)
+    pattern, how, kernels, changes, where = WAITING[case]
+    emulated = parse(changes.get("emulated", ""))
+    changes = {name: value for name, value in changes.items() if name != "emulated"}
+    with emulating(emulated), pytest.raises(HostWait, match=where):
+        step(pattern, how, kernels=kernels, **changes)
 
 
-@pytest.mark.parametrize("pattern", ["M", "*", "-"])
-def test_emulated(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantizers in Triton. The rotation's matrix is uploaded once a process, before."""
+@pytest.mark.parametrize("major, waits", [(8, True), (9, False), (10, False), (12, True)])
+def test_grouped_products_where_torch_has_a_kernel(
+    major: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On other devices torch would copy the offsets to the host in each of its products."""
+    monkeypatch.setattr(grouped_gpu, "_compute_capability", lambda device: (major, 0))
+    with pytest.raises(HostWait, match="event") if waits else contextlib.nullcontext():
+        step("E", kernels=None)
+
+
+@pytest.mark.parametrize("pattern", ["M", "*", "-", "E"])
+@pytest.mark.parametrize("how", ["nvfp4,every_layer=1", "nvfp4,every_layer=1,wgrad=0,fprop=0", "mxfp8"])
+def test_emulated(pattern: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton, experts' products too. The rotation's matrix is uploaded once a process, before."""
     monkeypatch.setattr(scales, "hadamard_matrix", lambda device, dtype: torch.empty(16, 16, device=device))
-    with emulating(parse("nvfp4,every_layer=1")):
+    with emulating(parse(how)):
         launched = step(pattern)
-    assert {"finish_rows", "finish_columns", "rotate"} <= launched
+    assert ("rotate" in launched) == (how == "nvfp4,every_layer=1")
+    assert launched & {"finish_rows", "finish_columns"}
+    grouped = {"_rows_kernel", "_weight_kernel"}
+    assert launched & grouped == (grouped if pattern == "E" else set())
 
 
 def test_waits_are_found() -> None:

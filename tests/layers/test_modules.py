@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_nemotron3.layers.attention import TorchCoreAttention
 from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear, GroupedExperts
@@ -170,6 +171,22 @@ def test_layer_is_its_definition(model: Any, kind: int) -> None:
     layer, x = model.decoder.layers[kind], random(TOKENS, BATCH, MODEL.hidden_size)
     expected = per_sequence(lambda sequence: DEFINITIONS[kind](layer, sequence), x)
     assert_same(run_layer(layer, x), expected, [x, *layer.parameters()])
+
+
+def test_mixer_joins_no_gradients_by_copying(model: Any) -> None:
+    """Gradients of z, xBC, x, B and C are written into the gradients of what they are parts of."""
+    operations: list[str] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operations.append(func.__name__.split(".")[0])
+            return func(*args, **(kwargs or {}))
+
+    layer, x = model.decoder.layers[MAMBA], random(TOKENS, BATCH, MODEL.hidden_size)
+    out = run_layer(layer, x)
+    with Record():
+        gradients(out, [x, *layer.parameters()], random(*out.shape, seed=2))
+    assert "bmm" in operations and "cat" not in operations
 
 
 def test_core_attention_is_softmax(model: Any) -> None:

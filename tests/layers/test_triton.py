@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,10 +32,13 @@ from tests.layers.test_ssd import (
     scan,
     values_and_gradients,
 )
+from tests.support.triton_kernels import kernels, note_runs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
+#: Modules whose kernels this file compiles and interprets.
+TRIED = ("layers.triton_activation", "layers.triton_scan_kernels")
 #: b, s, h, p, g, n, borders of documents, initial state and D
 SCANS = [
     (1, 1, 1, 1, 1, 1, [], True),
@@ -208,6 +210,7 @@ if INTERPRETED:
     from megatron_nemotron3.layers import triton_activation, triton_scan
 
     repair_interpreter()
+    RUN = note_runs()
 
     @pytest.fixture
     def short_cells(monkeypatch):
@@ -281,6 +284,10 @@ if INTERPRETED:
         assert y.isnan().tolist() == [[False, True, False]]
         with pytest.raises(ValueError, match=r"x \(1, 3\) and w \(2,\)"):
             triton_activation.weighted_squared_relu(x, torch.ones(2))
+
+    def test_interpreted_kernels_are_all_there_are():
+        """The tests before this one have run every kernel."""
+        assert set().union(*(kernels()[module] for module in TRIED)) <= RUN
 
 
 # Compiled for SM 9.0 and 10.0, without a GPU
@@ -374,27 +381,19 @@ def test_kernels_compile(tmp_path, target):
     rows = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     print(*rows, sep="\n")
     assert len(rows) == 8 + 3 + (4 if target == 90 else 3) * 4
+    assert {name for _, _, name, *_ in rows} == set().union(*(kernels()[module] for module in TRIED))
     for _, place, name, shared, cores, _, spilled in rows:
         assert shared <= SHARED, name
         assert cores is None or (cores > 0) == (name in PRODUCTS), name
         assert spilled <= SPILLED.get((target, name), 0) or place == "other", name
 
 
-def test_every_kernel_is_compiled():
-    """Each kernel that a module of the package defines is in one of the two lists that are compiled."""
-    root = Path(__file__).parents[2]
-    lists = [
-        root / "tests" / place for place in ("layers/test_triton.py", "precision/test_triton_quantize.py")
-    ]
-    compiled = "".join(file.read_text() for file in lists)
-    kernels = {}
-    for file in sorted((root / "megatron_nemotron3").rglob("*.py")):
-        for name in re.findall(r"@triton\.jit\ndef (\w+)", file.read_text()):
-            kernels[name] = file
-    called = "".join(file.read_text() for file in set(kernels.values()))
-    launched = {name for name in kernels if not re.search(rf"(?<!def )\b{name}\(", called)}
-    assert len(launched) >= 12
-    assert not [name for name in launched if not re.search(rf"\b{name}\b", compiled)]
+def test_every_kernel_is_tried():
+    """Kernels are only in modules whose tests compile and interpret all that they find there."""
+    found = kernels()
+    others = {"precision.triton_quantize_kernels", "precision.triton_grouped"}
+    assert found.keys() == others | {*TRIED}
+    assert all(found.values()) and sum(map(len, found.values())) >= 12
 
 
 # The choice

@@ -153,6 +153,32 @@ def test_the_mtp_rows_of_the_router_are_not_compared_with_the_decoder() -> None:
     assert not router_outlier(series)
 
 
+def bounded(bounds: list[float], values: list[float]) -> dict[str, list[tuple[int, float]]]:
+    """Layers of 64 experts with a MaxVio each, and its largest possible value."""
+    rows = [f"layer_{n:03d}" for n in range(1, len(bounds) + 1)]
+    found = {"monitor/experts": [(10 * SMOOTH, 64.0)]}
+    for row, bound, value in zip(rows, bounds, values, strict=True):
+        found[f"monitor/top_k/{row}"] = [(10 * SMOOTH, 64 / bound)]
+        found[f"max_vio/{row}"] = [(10 * (i + 1), value) for i in range(SMOOTH)]
+    return found
+
+
+def test_layers_are_compared_on_the_scale_of_their_bounds() -> None:
+    """A layer with few experts per token can have a far larger MaxVio than one with many."""
+    usual = [16.0] * 4
+    # 7.5 of 64 is as far from balance as 2.5 of 16, and 4.7 of 5.3 as 13.8 of 16.
+    assert not router_outlier(bounded([*usual, 64.0], [1.2] * 4 + [7.5]))
+    (row, sign), *more = router_outlier(bounded([*usual, 16 / 3], [1.2] * 4 + [4.7])).items()
+    assert (row, sign.firm, more) == ("layer_005", True, [])
+    assert (
+        "is 4.7 (4.7 at iteration 10) of 5.3; 13.8 of 16.0 is 11.5 times the median layer's 1.2" in sign.text
+    )
+    # Balanced layers are alike whatever their bounds; with one bound nothing is scaled.
+    assert not router_outlier(bounded([2.0, 4.0, 16.0, 64.0], [1.0] * 4))
+    (sign,) = router_outlier(bounded([16.0] * 5, [1.2] * 4 + [7.5])).values()
+    assert sign.size == 7.5 and "7.5 (7.5 at iteration 10), 6.2 times" in sign.text
+
+
 def test_memory_is_bounded() -> None:
     dog = Watchdog()
     for i in range(3 * WINDOW):

@@ -1,16 +1,12 @@
 """Options that save memory or divide the optimizer otherwise: the numbers of a plain run on one rank.
 
-What Megatron refuses on a CPU is tested to be refused still: docs/parity.md lists it.
+What Megatron refuses on a CPU, and what it computes wrongly with FSDP, is tested to be so still:
+docs/parity.md lists it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
-from unittest import mock
 
 import pytest
 
@@ -26,6 +22,10 @@ _L = ParallelLayout
 _FULL = ("--recompute-granularity", "full", "--recompute-method")
 _SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules")
 _INSTANCES = ("--num-distributed-optimizer-instances", "2")
+_FSDP = ("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--data-parallel-sharding-strategy")
+_OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+_HSDP = (*_FSDP, "optim_grads_params", *_INSTANCES)
+_UNIFORM = (*_FULL, "uniform", "--recompute-num-layers", "1")
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Option:
 
 
 OPTIONS: dict[str, Option] = {
-    "full, uniform": Option("super", _L(tp=2, pp=2), (*_FULL, "uniform", "--recompute-num-layers", "1")),
+    "full, uniform": Option("super", _L(tp=2, pp=2), _UNIFORM),
     "full, block": Option("super", _L(pp=2, vpp=2), (*_FULL, "block", "--recompute-num-layers", "1")),
-    "full, CP": Option("super", _L(cp=2), (*_FULL, "uniform", "--recompute-num-layers", "1")),
+    "full, CP": Option("super", _L(cp=2), _UNIFORM),
     "core_attn": Option("super", _L(cp=2), (*_SELECTIVE, "core_attn")),
     "mlp": Option("dense", _L(tp=2), (*_SELECTIVE, "mlp")),
     "moe": Option("nano", _L(dp=2, ep=2), (*_SELECTIVE, "moe")),
@@ -53,9 +53,24 @@ OPTIONS: dict[str, Option] = {
     ),
     "optimizer instances": Option("super", _L(dp=4), _INSTANCES),
     "optimizer instances, EP": Option("super", _L(dp=4, ep=2), _INSTANCES, quick=True),
-    "optimizer instances, overlap": Option(
-        "nano", _L(dp=4, ep=2), (*_INSTANCES, "--overlap-grad-reduce", "--overlap-param-gather")
+    "optimizer instances, overlap": Option("nano", _L(dp=4, ep=2), (*_INSTANCES, *_OVERLAP)),
+    # Divided: the optimizer's state, also the gradients, also the weights.
+    "FSDP optim": Option("nano", _L(dp=2), (*_FSDP, "optim")),
+    "FSDP optim_grads": Option("nano", _L(dp=2), (*_FSDP, "optim_grads")),
+    "FSDP optim_grads_params": Option("nano", _L(dp=4), (*_FSDP, "optim_grads_params")),
+    "FSDP optim, EP": Option("super", _L(dp=2, ep=2), (*_FSDP, "optim")),
+    "FSDP optim_grads, EP": Option("nano", _L(dp=4, ep=2), (*_FSDP, "optim_grads")),
+    "FSDP optim_grads_params, EP": Option(
+        "super", _L(dp=4, ep=2), (*_FSDP, "optim_grads_params"), quick=True
     ),
+    "FSDP, overlap": Option("super", _L(dp=4, ep=2), (*_FSDP, "optim_grads_params", *_OVERLAP)),
+    "FSDP, TP": Option("super", _L(tp=2, dp=2, ep=2), (*_FSDP, "optim_grads_params")),
+    "FSDP, CP": Option("super", _L(cp=2, dp=2), (*_FSDP, "optim_grads_params")),
+    "FSDP, recompute": Option("nano", _L(dp=2), (*_FSDP, "optim_grads_params", *_UNIFORM)),
+    "FSDP optim, recompute": Option("super", _L(dp=2), (*_FSDP, "optim", *_UNIFORM)),
+    "FSDP optim, expert DP 1": Option("nano", _L(dp=2, ep=2), (*_FSDP, "optim")),
+    "HSDP": Option("super", _L(dp=4), (*_HSDP, *_OVERLAP)),
+    "HSDP, EP": Option("super", _L(dp=4, ep=2), (*_HSDP, *_OVERLAP)),
 }
 
 
@@ -70,13 +85,6 @@ def test_option_equals_the_plain_run(name: str) -> None:
     check(one, one.at(option.layout, *option.words))
 
 
-@contextlib.contextmanager
-def several_connections() -> Iterator[None]:
-    """What FSDP asks for before anything else."""
-    with mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}):
-        yield
-
-
 def test_what_megatron_refuses_on_a_cpu() -> None:
     """docs/parity.md has the reasons; moment types and `layernorm` are in tests/properties."""
     offloaded = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
@@ -85,19 +93,38 @@ def test_what_megatron_refuses_on_a_cpu() -> None:
         "only supported with transformer_engine implementation": case(
             None, "--fine-grained-activation-offloading", "--offload-modules", "moe_act"
         ),
-        "must be int, not CurrentDevice": case(None, "--use-torch-fsdp2", distributed_optimizer=False),
     }
-    pretend = [nothing, nothing, several_connections]
-    found = run_distributed(attempts, 1, list(runs.values()), pretend)[0]
+    found = run_distributed(attempts, 1, list(runs.values()), [nothing] * len(runs))[0]
     for message, result in zip(runs, found, strict=True):
         assert isinstance(result, Refusal) and message in result.message, result
 
 
-def test_fsdp_is_for_cuda_devices_only() -> None:
-    """Both kinds name the device of their meshes themselves."""
-    from megatron.core.distributed import torch_fully_sharded_data_parallel as torch_fsdp
-    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+#: A rule of the same name refuses it: what it says must be wrong with it.
+WRONG: dict[str, tuple[Option, str]] = {
+    # The buffer of a parameter that is not divided is scaled once for every micro-batch.
+    "fsdp-expert-dp": (
+        Option("nano", _L(dp=2, ep=2), (*_FSDP, "optim_grads")),
+        "gradients differ: .*experts",
+    ),
+    # The weights of MTP are used once per depth, and each use reduces their gradients.
+    "fsdp-mtp-recompute": (
+        Option("super", _L(dp=2), (*_FSDP, "optim_grads", *_UNIFORM)),
+        "gradients differ: .*mtp",
+    ),
+    # Only the last micro-batch of an overlapped reduction sums over the copies of the model.
+    "hsdp-overlap": (Option("super", _L(dp=4), _HSDP), "ranks report different numbers"),
+    # No rule: losses or norms differ between the instances, for a reason that is not known.
+    "outer sharding": (
+        Option("super", _L(dp=4), (*_HSDP, *_OVERLAP, "--outer-dp-sharding-strategy", "optim")),
+        "ranks report different numbers",
+    ),
+}
 
-    assert 'DeviceMesh.from_group(self.process_group, "cuda")' in inspect.getsource(torch_fsdp)
-    source = inspect.getsource(mcore_fsdp_adapter)
-    assert source.count("DeviceMesh.from_group(") == source.count('device_type="cuda"') > 0
+
+@pytest.mark.full
+@pytest.mark.parametrize("rule", WRONG)
+def test_fsdp_computes_something_else(rule: str) -> None:
+    option, message = WRONG[rule]
+    one = CASES[option.model]
+    with pytest.raises(AssertionError, match=message):
+        check(one, one.at(option.layout, *option.words, against_rules=True))

@@ -282,6 +282,53 @@ def test_experts(fmt: str, switches: dict[str, bool], dtype: torch.dtype) -> Non
         assert away(found.dw[e], wanted.dw[0]) < NOISE[dtype]
 
 
+@pytest.mark.parametrize(
+    ("fmt", "switches"),
+    [
+        ("nvfp4", {}),
+        ("nvfp4", {"tile": False}),
+        ("nvfp4", {"rht": False}),
+        ("mxfp8", {}),
+        ("nvfp4", {"fprop": False}),
+        ("nvfp4", {"dgrad": False}),
+        ("nvfp4", {"wgrad": False}),
+    ],
+)
+@pytest.mark.parametrize("counts", [COUNTS, [0, 31, 1, 0], [52, 0, 0, 0]])
+def test_experts_with_counts_of_the_device(
+    fmt: str, switches: dict[str, bool], counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with counts of the host. Here torch computes the products of the kernels (`test_triton_grouped`)."""
+    switches = {"hadamard" if name == "rht" else name: value for name, value in switches.items()}
+    triton_grouped = pytest.importorskip("megatron_nemotron3.precision.triton_grouped")
+    called: list[str] = []
+
+    def rows_product(x: Any, weights: Any, starts: Any, ends: Any, scale: Any, dtype: Any) -> Any:
+        called.append("rows")
+        y = torch.full((len(x), weights.shape[1]), torch.nan)
+        for a, b, w in zip(starts, ends, weights, strict=True):
+            y[a:b] = x[a:b] @ w.T
+        return (y if scale is None else y * scale[:, None]).to(dtype)
+
+    def weight_gradients(dy: Any, x: Any, starts: Any, ends: Any, scale: Any, dtype: Any) -> Any:
+        called.append("weights")
+        dw = torch.stack([dy[a:b].T @ x[a:b] for a, b in zip(starts, ends, strict=True)])
+        return (dw if scale is None else dw * scale[:, None, None]).to(dtype)
+
+    monkeypatch.setattr(triton_grouped, "rows_product", rows_product)
+    monkeypatch.setattr(triton_grouped, "weight_gradients", weight_gradients)
+    torch.manual_seed(0)
+    module = emulate(grouped(64, 96, torch.float32), fmt, Emulation(stochastic=False, **switches))
+    size = torch.tensor([1.0, 1.0, 100.0, 1e-3]).repeat_interleave(torch.tensor(counts)).unsqueeze(1)
+    x, dy = (torch.randn(sum(counts), n) * size for n in (64, 96))
+    wanted, found = (run(module, x, dy, given) for given in (counts, torch.tensor(counts)))
+    assert called == ["rows", "rows", "weights"]
+    for name in ("y", "dx"):
+        torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-5, atol=0)
+    for a, b in zip(found.dw, wanted.dw, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()))
+
+
 def test_draws_come_from_megatrons_streams() -> None:
     """Experts have one of their own. It goes on from step to step; torch's generator stays where it was."""
     torch.manual_seed(0)

@@ -26,10 +26,12 @@ from megatron_nemotron3.precision import quantizer
 from megatron_nemotron3.precision.quantizer import fake_quantize, units
 from megatron_nemotron3.precision.recipe import PUBLISHED, Spec
 from megatron_nemotron3.precision.settings import gpu_kernels
+from tests.support.triton_kernels import kernels, note_runs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
+KERNELS = "precision.triton_quantize_kernels"
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECS = {
     "row": Spec(),
@@ -202,6 +204,7 @@ if INTERPRETED:
     import tests.layers.test_triton  # noqa: F401 (repairs the interpreter)
     from megatron_nemotron3.precision import triton_quantize
 
+    RUN = note_runs()
     pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
     @pytest.fixture(autouse=True)
@@ -263,6 +266,10 @@ if INTERPRETED:
             with path(triton_quantize):
                 assert host_waits(lambda how=how: fake_quantize(x, how), "cpu") == 0
             assert len(launched) == (1 if how.format == "mxfp8" else 2), name
+
+    def test_interpreted_kernels_are_all_there_are():
+        """The tests before this one have run every kernel."""
+        assert kernels()[KERNELS] <= RUN
 
 
 # Compiled for SM 9.0 and 10.0, without a GPU
@@ -331,6 +338,7 @@ def test_kernels_compile(tmp_path):
     assert done.returncode == 0, done.stderr[-5000:]
     rows = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(rows) == 2 * 16
+    assert {name for name, *_ in rows} == kernels()[KERNELS]
     print(*rows, sep="\n")
     for name, shared, wide, limits, approximate, spilled in rows:
         assert spilled == 0, (name, spilled)

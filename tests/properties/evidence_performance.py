@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from tests.properties import measure_performance as measure
-from tests.properties.entries import Evidence, Refused, Wrong, case, model, schedule
+from tests.properties.entries import MTP, Evidence, NotShown, Refused, Wrong, case, model, schedule
+
+_FSDP = ("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--data-parallel-sharding-strategy")
+_BY_TRAINING = (
+    "tests/parallel/test_options.py trains three steps, on a CPU: the gradients are not those of one rank"
+)
 
 PERFORMANCE: dict[str, Evidence] = {
     "option-without-effect": Wrong(
@@ -50,5 +55,27 @@ PERFORMANCE: dict[str, Evidence] = {
         measured=measure.fused_router,
         shown="choosing experts: ValueError: fused_topk_with_score_function is not available. Please install "
         "TE >= 2.6.0.",
+    ),
+    "fsdp-pipeline": Refused(
+        case=case(None, *_FSDP, "optim_grads", pp=2, dp=2),
+        stage="model",
+        message="EinopsError",
+    ),
+    "fsdp-expert-dp": NotShown(
+        case=case(None, *_FSDP, "optim_grads", dp=2, ep=2),
+        why=_BY_TRAINING,
+    ),
+    "fsdp-mtp-recompute": NotShown(
+        case=case(
+            model(**MTP, mtp_use_repeated_layer=True),
+            *(*_FSDP, "optim_grads", "--recompute-granularity", "full", "--recompute-method", "uniform"),
+            *("--recompute-num-layers", "1"),
+            dp=2,
+        ),
+        why=_BY_TRAINING,
+    ),
+    "hsdp-overlap": NotShown(
+        case=case(None, *_FSDP, "optim_grads", "--num-distributed-optimizer-instances", "2", dp=4),
+        why=_BY_TRAINING,
     ),
 }

@@ -38,6 +38,7 @@ CURES: tuple[tuple[str, str, Cure], ...] = (
     ("query-groups-tp", r"or a multiple of (\d+)", _size("tp")),
     ("mamba-groups-cp", r"or a multiple of (\d+)", _size("cp")),
     ("expert-grid", r"raise DP to a multiple of (\d+)", _size("dp")),
+    ("fsdp-pipeline", r"use PP (1)", _stages),
     ("layers-pipeline", r"use PP\*VPP <= (\d+)", _stages),
     ("sequence-cp", r"use a multiple of (\d+)", _schedule("seq_length")),
     ("sequence-sp", r"use a multiple of (\d+)", _schedule("seq_length")),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
+RECIPES = ROOT / "megatron_nemotron3" / "recipes"
 GOLDEN = ROOT / "tests" / "golden" / "recipes"
 #: What recipes ask for before anything else.
 BASIC = {"DATA_PATH": "/data/text", "TOKENIZER": "/data/tokenizer", "LOAD": "/data/before"}
@@ -37,7 +38,7 @@ class Case:
     @property
     def script(self) -> Path:
         """The file."""
-        return ROOT / "recipes" / self.model / f"{self.recipe}.sh"
+        return RECIPES / self.model / f"{self.recipe}.sh"
 
     @property
     def world_size(self) -> int:
@@ -80,12 +81,13 @@ CASES = [
 
 
 def run(
-    script: Path, variables: dict[str, str], path: str = "", timeout: float = 240
+    script: Path, variables: dict[str, str], path: str = "", timeout: float = 240, folder: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     """Run a recipe with nothing of this process's environment but where programs are.
 
     Args:
         path: a folder of programs that come before all others.
+        folder: where it is run.
     """
     places = [*([path] if path else []), str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = {
@@ -96,7 +98,7 @@ def run(
         **variables,
     }
     return subprocess.run(
-        ["bash", str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+        ["bash", str(script)], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
     )
 
 

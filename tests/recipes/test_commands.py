@@ -12,7 +12,7 @@ from megatron_nemotron3.args import published, published_layout
 from megatron_nemotron3.args.phases import PHASES, phase
 from megatron_nemotron3.precision import yaml_file
 from tests.args.megatron_parser import ask
-from tests.recipes.cases import CASES, GOLDEN, ROOT, Case, arguments, commands, golden_text
+from tests.recipes.cases import CASES, GOLDEN, RECIPES, ROOT, Case, arguments, commands, golden_text
 
 pytest.importorskip("megatron.training")
 BY_NAME = {case.name: case for case in CASES}
@@ -38,7 +38,7 @@ def parsed(printed: dict[str, list[str]], tmp_path_factory: pytest.TempPathFacto
 
 
 def test_every_recipe_has_a_case() -> None:
-    scripts = {p for model in ("nano", "super", "ultra") for p in (ROOT / "recipes" / model).glob("*.sh")}
+    scripts = {p for model in ("nano", "super", "ultra") for p in (RECIPES / model).glob("*.sh")}
     assert scripts == {case.script for case in CASES}
     assert {(c.model, c.phase) for c in CASES if c.phase != "none"} == {
         (model, name) for model in ("nano", "super", "ultra") for name in PHASES if _has(model, name)

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.cases import BASIC, ROOT, run
+from tests.recipes.cases import BASIC, RECIPES, ROOT, run
 from tests.support.distributed import run_launcher
 
-RECIPES = ROOT / "recipes"
 SCRIPTS = sorted(RECIPES.glob("**/*.sh"))
 
 
@@ -142,7 +141,7 @@ def test_slurm(tmp_path: Path) -> None:
     }
     # As Slurm does: the script is a copy elsewhere, the recipe a path below the working folder.
     copy = shutil.copy(RECIPES / "slurm.sh", tmp_path / "slurm_script")
-    environment = f'exec bash {shlex.quote(str(copy))} "recipes/nano/proxy.sh"'
+    environment = f"exec bash {shlex.quote(str(copy))} {RECIPES.relative_to(ROOT)}/nano/proxy.sh"
     (tmp_path / "job").write_text(environment)
     done = run(tmp_path / "job", variables, str(tmp_path / "bin"))
     assert done.returncode == 0, done.stderr
@@ -157,7 +156,7 @@ def test_slurm(tmp_path: Path) -> None:
 
 def test_slurm_refuses_outside_a_job() -> None:
     done = subprocess.run(
-        ["bash", "recipes/slurm.sh", "recipes/nano/proxy.sh"], cwd=ROOT, env={"PATH": "/usr/bin:/bin"},
+        ["bash", "slurm.sh", "nano/proxy.sh"], cwd=RECIPES, env={"PATH": "/usr/bin:/bin"},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2 and "no Slurm job" in done.stderr

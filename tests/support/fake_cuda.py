@@ -60,9 +60,13 @@ assert not is_active()
 class _Watch(TorchDispatchMode):
     """Raises `HostWait` in operations that would make the host wait for the device."""
 
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        problem = _wait(func.name(), args, kwargs)
+        problem = _wait(func.name(), args, kwargs) if self._device.watched else None
         if problem is not None:
             raise HostWait(problem)
         try:
@@ -103,6 +107,17 @@ class Device:
         self.mode = mode
         #: Names of the Triton kernels in the order of their launches.
         self.launched: list[str] = []
+        #: Whether waits raise.
+        self.watched = True
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Let the host wait for the device inside the block, as it may before the first step."""
+        self.watched = False
+        try:
+            yield
+        finally:
+            self.watched = True
 
     def place(self, model: torch.nn.Module) -> torch.nn.Module:
         """Put a model of the CPU on the device: fake parameters and buffers of the same names and marks."""
@@ -151,6 +166,7 @@ def fake_cuda(build: Callable[[], torch.nn.Module]) -> Iterator[tuple[torch.nn.M
             replace(owner, name, original)
         replace(torch.cuda, "current_device", lambda: DEVICE)
         replace(torch.cuda, "is_available", lambda: False)  # else fake tensors start the driver
+        replace(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
         def waits(*_: Any) -> None:
             raise HostWait("waits for an event or a stream")
@@ -174,7 +190,7 @@ def fake_cuda(build: Callable[[], torch.nn.Module]) -> Iterator[tuple[torch.nn.M
         stack.enter_context(mode)
         for scaler in kept:  # a training loop sets them before its first step
             scaler.main_loss_backward_scale = torch.ones((), device=DEVICE)
-        stack.enter_context(_Watch())
+        stack.enter_context(_Watch(device))
         yield device.place(model), device
 
 

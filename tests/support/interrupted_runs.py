@@ -63,7 +63,7 @@ def command(folder: Path, kind: Kind) -> list[str]:
     words += ["--seq-length", "32", "--micro-batch-size", "1", "--steps", str(STEPS)]
     words += ["--dp", "2"] if kind.ranks == 2 else []
     megatron = ["--eval-iters", "1", "--eval-interval", "4", "--save-interval", "3", "--log-interval", "1"]
-    megatron += ["--async-save"] if kind.asynchronous else []
+    megatron += ["--async-save", "--use-persistent-ckpt-worker"] if kind.asynchronous else []
     return [sys.executable, "-m", "megatron_nemotron3", *words, "--", *megatron]
 
 

@@ -45,16 +45,24 @@ def test_during_imports_there_is_no_traceback(signum: signal.Signals, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-def test_the_imports_of_the_command_line_have_no_traceback() -> None:
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        pytest.param("megatron_nemotron3.cli.parser", "\nnemotron3: interrupted\n", id="command line"),
+        pytest.param("megatron_nemotron3.models.show", "interrupted\n", id="command"),
+    ],
+)
+def test_imports_have_no_traceback(module: str, said: str) -> None:
     code = (
-        "import builtins, os, signal\n"
+        "import builtins, os, signal, sys\n"
+        "sys.argv = ['nemotron3', 'show', 'super']\n"
         "before = builtins.__import__\n"
         "def importing(name, *rest):\n"
-        "    if name == 'megatron_nemotron3.args': os.kill(os.getpid(), signal.SIGINT)\n"
+        f"    if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
         "    return before(name, *rest)\n"
         "builtins.__import__ = importing\n"
         "from megatron_nemotron3.__main__ import main\n"
-        "main()\n"
+        "sys.exit(main())\n"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=runs.ROOT, capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (130, "\nnemotron3: interrupted\n")
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", said)

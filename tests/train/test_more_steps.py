@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli, run
-from megatron_nemotron3.args import TrainingData, continued, flags, manifest, to_argv
+from megatron_nemotron3.args import ParallelLayout, TrainingData, continued, flags, manifest, to_argv
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.script_folders import settle_manifest
 from megatron_nemotron3.checkpoint import folders, lock
@@ -243,3 +243,12 @@ def test_ranks_keep_the_folder_when_the_command_is_killed(text: Path, tmp_path: 
     first.communicate()
     with lock.held(tmp_path / "checkpoints", patience=60):  # the rank notices that nobody reads its log
         pass
+
+
+def test_data_parallel_ranks_share_the_sequences_of_a_step() -> None:
+    def sizes(dp: int, **given: int) -> tuple[int | None, int | None]:
+        found = schedule_of(tiny(get("super")), ParallelLayout(dp=dp), **given)
+        return found.micro_batch_size, found.global_batch_size
+
+    assert [sizes(dp) for dp in (1, 2, 4, 8)] == [(4, 4), (2, 4), (1, 4), (1, 8)]
+    assert sizes(2, micro_batch_size=4) == (4, 8)

@@ -102,3 +102,17 @@ sys.exit(100 + processes.follow(words, dict(os.environ), Path({str(tmp_path / "l
     process.stdout.close()
     assert process.wait(timeout=60) == 100
     assert (tmp_path / "log").read_text() == "ready\nsaved\n"
+
+
+def test_a_narrow_model_computes_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+
+    def threads(*asked: object) -> str | None:
+        return processes.environment(*asked).get("OMP_NUM_THREADS")  # type: ignore[arg-type]
+
+    assert threads(2, "cpu", 4096) == threads(2, "cpu") == "4"
+    assert threads(2, "cpu", 128) == threads(16, "cpu", 4096) == "1"
+    assert threads(2, "cuda", 128) is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads(2, "cpu", 128) == "3"

@@ -58,7 +58,7 @@ def reason(message: str) -> str:
 def markdown() -> str:
     """The page."""
     lines = [
-        "# Megatron's own unit tests",
+        "# Megatron's unit tests: with the stock stack and with ours",
         "",
         "Megatron's unit tests of the parts that this package replaces need a GPU. Here they run on a CPU,",
         "unchanged: once with the stock stack, once with our torch backend in place of what it replaces (the",

@@ -1,17 +1,35 @@
-"""Write documents as Megatron's .bin and .idx, with Megatron's own IndexedDatasetBuilder."""
+"""Write and read documents as Megatron's .bin and .idx.
+
+The format is that of `megatron.core.datasets.indexed_dataset`, whose import takes seconds, since it imports
+all of megatron.core:
+
+    .bin   token ids of all documents, one after the other
+    .idx   magic, version (u64), code of the ids' type (u8), sequences (u64), documents + 1 (u64),
+           length of each sequence (i32), its byte offset in the .bin (i64), documents' first sequences (i64)
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterable, Iterator
+import struct
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.checkpoint.files import atomic_group
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo
 
+if TYPE_CHECKING:
+    import numpy as np
+
+_MAGIC, _VERSION = b"MMIDIDX\0\0", 1
+#: Of the format's types, those that ids are written in: name in numpy -> code.
+_CODES = {"uint16": 8, "int32": 4}
+#: Vocabularies below it fit Megatron's smaller type.
+_SMALL = 65_500
 #: Documents encoded at once: enough for every core, few enough for memory.
 _BATCH = 128
 
@@ -33,40 +51,77 @@ def write_dataset(
 ) -> DatasetInfo:
     """Write `docs` to `prefix`.bin and `prefix`.idx: one sequence per document, each ended by `eod`.
 
-    Tokens are uint16 where the vocabulary allows (< 65500, Megatron's DType.optimal_dtype), else int32.
+    Tokens are uint16 where the vocabulary allows (< 65500, as in Megatron), else int32.
     Both files are built under other names in the same folder and then renamed, the .idx last. Documents
     without a token are left out.
 
     Raises ValueError if no document is left or a token is outside the vocabulary, OSError if the disk is
     full (no incomplete file is left, and an older data set under `prefix` stays).
     """
-    import numpy as np
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
     prefix = os.path.abspath(prefix)
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    documents = tokens = 0
-    with atomic_group(Path(prefix + ".bin"), Path(prefix + ".idx")) as (bin_path, idx_path):
-        builder = IndexedDatasetBuilder(str(bin_path), dtype=dtype)
-        try:
+    dtype = "uint16" if tokenizer.vocab_size < _SMALL else "int32"
+    lengths: list[int] = []
+    tokens = 0
+    files = atomic_group(Path(prefix + ".bin"), Path(prefix + ".idx"))
+    total = len(docs) if isinstance(docs, Sized) else None
+    with files as (bin_path, idx_path), Bar("encode text", "documents", total, lines=False) as bar:
+        with bin_path.open("wb") as stream:
             for ids in _encoded(docs, tokenizer):
                 # numpy would silently wrap an id that does not fit.
                 if not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
                     raise ValueError(
-                        f"document {documents} has a token outside 0 .. {tokenizer.vocab_size - 1} "
+                        f"document {len(lengths)} has a token outside 0 .. {tokenizer.vocab_size - 1} "
                         f"(smallest {min(ids)}, largest {max(ids)}): the tokenizer's vocab_size is wrong"
                     )
-                builder.add_document(np.array(ids, dtype=dtype), [len(ids)])
-                documents += 1
+                _append(stream, ids, dtype)
+                lengths.append(len(ids))
                 tokens += len(ids)
-            if not documents:
-                raise ValueError(f"no document with a token for {prefix}: collect some text first")
-            builder.finalize(str(idx_path))
-        finally:
-            # Closing flushes the buffer, which fails again on a full disk.
-            with contextlib.suppress(OSError):
-                builder.data_file.close()
-    return DatasetInfo(prefix, documents, tokens, np.dtype(dtype).name)
+                bar.to(len(lengths), note=f"{tokens / bar.seconds:,.0f} tokens/s")
+        if not lengths:
+            raise ValueError(f"no document with a token for {prefix}: collect some text first")
+        _write_index(idx_path, lengths, dtype)
+    return DatasetInfo(prefix, len(lengths), tokens, dtype)
+
+
+def _append(stream: BinaryIO, ids: list[int], dtype: str) -> None:
+    import numpy as np
+
+    stream.write(np.array(ids, dtype=dtype).tobytes())
+
+
+def _write_index(path: Path, lengths: list[int], dtype: str) -> None:
+    """Write the .idx of documents that are one sequence each."""
+    import numpy as np
+
+    count, size = len(lengths), np.dtype(dtype).itemsize
+    offsets = np.cumsum([0, *lengths[:-1]], dtype=np.int64) * size
+    with path.open("wb") as stream:
+        stream.write(_MAGIC + struct.pack("<QBQQ", _VERSION, _CODES[dtype], count, count + 1))
+        stream.write(np.array(lengths, dtype=np.int32).tobytes())
+        stream.write(offsets.tobytes())
+        stream.write(np.arange(count + 1, dtype=np.int64).tobytes())
+
+
+def read_documents(prefix: str | os.PathLike[str]) -> list[np.ndarray]:
+    """Ids of each document of a data set with one sequence per document, as `write_dataset` writes it.
+
+    Raises:
+        ValueError: the .idx is not of this format, or has documents of several sequences.
+    """
+    import numpy as np
+
+    prefix = os.fspath(prefix)
+    with Path(prefix + ".idx").open("rb") as stream:
+        head = stream.read(len(_MAGIC) + struct.calcsize("<QBQQ"))
+        fields: Any = ()
+        if head.startswith(_MAGIC) and len(head) == len(_MAGIC) + struct.calcsize("<QBQQ"):
+            fields = struct.unpack("<QBQQ", head[len(_MAGIC) :])
+        names = {code: name for name, code in _CODES.items()}
+        if not fields or fields[0] != _VERSION or fields[1] not in names or fields[3] != fields[2] + 1:
+            raise ValueError(f"{prefix}.idx is not the index of a data set with one sequence per document")
+        lengths = np.frombuffer(stream.read(4 * fields[2]), dtype=np.int32)
+    ids = np.fromfile(prefix + ".bin", dtype=names[fields[1]])
+    return np.split(ids, np.cumsum(lengths)[:-1])
 
 
 def _encoded(docs: Iterable[str], tokenizer: TokenizerInfo) -> Iterator[list[int]]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import atomic_group
+from megatron_nemotron3.bars import Bar
+from megatron_nemotron3.checkpoint.files import atomic_group, open_outside
 from megatron_nemotron3.train.data.conversations import Encoder, read_conversations
 
 #: Version of the arrays.
@@ -180,12 +181,17 @@ def _write(path: str, tokenizer: str, folder: Path) -> None:
 
     encoder = Encoder(tokenizer)
     tokens, trained, borders = array("i"), array("b"), array("q", [0])
-    for conversation in read_conversations(path):
-        encoded = encoder.encode(conversation)
-        if encoded.ids:
-            tokens.extend(encoded.ids)
-            trained.extend(encoded.trained)
-            borders.append(len(tokens))
+    with open_outside(path) as file:
+        total = sum(1 for _ in file)
+    with Bar("encode conversations", "lines", total, lines=False) as bar:
+        for conversation in read_conversations(path):
+            encoded = encoder.encode(conversation)
+            if encoded.ids:
+                tokens.extend(encoded.ids)
+                trained.extend(encoded.trained)
+                borders.append(len(tokens))
+            line = int(conversation.place.rpartition(":")[2])
+            bar.to(line, note=f"{len(tokens) / bar.seconds:,.0f} tokens/s")
     arrays: tuple[Any, ...] = (
         np.array(tokens, dtype=np.int32),
         np.array(trained, dtype=np.bool_),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Sequence
 
 #: Tried in this order by `default_split`.
@@ -22,19 +24,12 @@ def split_documents(split: str, documents: int) -> list[range | None]:
     Raises ValueError if a split with a weight gets no document: Megatron would then loop forever over epochs
     of 0 tokens.
     """
-    from megatron.core.datasets.blended_megatron_dataset_config import (
-        convert_split_vector_to_split_matrix,
-        parse_and_normalize_split,
-    )
-
     ranges: list[range | None] = []
-    for name, bounds in zip(
-        NAMES, convert_split_vector_to_split_matrix(parse_and_normalize_split(split)), strict=True
-    ):
+    for name, bounds in zip(NAMES, _bounds(split), strict=True):
         if bounds is None:
             ranges.append(None)
             continue
-        part = range(*(round(bound * float(documents)) for bound in bounds))
+        part = range(*(round(bound * documents) for bound in bounds))
         if not part:
             raise ValueError(
                 f"--split {split} gives {name} none of the {documents} documents, and Megatron would hang: "
@@ -42,6 +37,26 @@ def split_documents(split: str, documents: int) -> list[range | None]:
             )
         ranges.append(part)
     return ranges
+
+
+def _bounds(split: str) -> list[tuple[float, float] | None]:
+    """Shares at which each split begins and ends, read as Megatron reads them; None for weight 0.
+
+    Raises:
+        ValueError: the weights are not one to three numbers with a positive sum.
+    """
+    try:
+        weights = [float(weight) for weight in re.findall(r"[.0-9]+", split)]
+    except ValueError:
+        weights = []
+    if not (0 < len(weights) <= len(NAMES) and sum(weights) > 0):
+        raise ValueError(f"--split {split}: give up to three weights, for example 98,2,0")
+    weights += [0.0] * (len(NAMES) - len(weights))
+    total = 0.0
+    for weight in weights:  # not by sum, which rounds less than Megatron's numpy
+        total += weight
+    ends = list(itertools.accumulate((weight / total for weight in weights), initial=0.0))
+    return [(start, end) if end > start else None for start, end in itertools.pairwise(ends)]
 
 
 def default_split(lengths: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,7 +108,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | os.Path
         vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT, PAD],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(texts, trainer)
 

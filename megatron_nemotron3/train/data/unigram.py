@@ -22,11 +22,11 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_nemotron3.train.data.indexed import read_documents
 from megatron_nemotron3.train.data.splits import split_documents
 
 if TYPE_CHECKING:
     import numpy as np
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,7 @@ def unigram_baseline(prefix: str | os.PathLike[str], split: str, vocab_size: int
     Raises ValueError if the split has no training or no validation documents, or if a token is outside the
     vocabulary.
     """
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    dataset = IndexedDataset(os.fspath(prefix))
+    dataset = read_documents(prefix)
     train, valid, _ = split_documents(split, len(dataset))
     if train is None or valid is None:
         raise ValueError(f"--split {split} has no training or no validation part: use for example 98,2,0")
@@ -82,7 +80,7 @@ def entropy(counts: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-def _counts(dataset: IndexedDataset, documents: range, vocab_size: int) -> np.ndarray:
+def _counts(dataset: list[np.ndarray], documents: range, vocab_size: int) -> np.ndarray:
     """Occurrences of each token, [V]."""
     import numpy as np
 

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from megatron_nemotron3.train.data import TokenizerInfo, byte_tokenizer, write_dataset
+from megatron_nemotron3.train.data import TokenizerInfo, byte_tokenizer, indexed, write_dataset
 
 indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
 
@@ -25,6 +25,32 @@ def test_documents_come_back(tmp_path):
         assert tokenizer.decode(ids.tolist()) == doc
     assert info.tokens == dataset.sequence_lengths.sum() == sum(len(doc.encode()) + 1 for doc in kept)
     assert sorted(os.listdir(tmp_path / "new")) == ["corpus.bin", "corpus.idx"]
+
+
+@pytest.mark.parametrize("vocab_size", [257, 65499, 65500, 131072])
+def test_files_are_those_of_megatrons_builder(tmp_path, vocab_size):
+    tokenizer = TokenizerInfo("NullTokenizer", None, vocab_size=vocab_size, eod=vocab_size - 1)
+    info = write_dataset(DOCS, tokenizer, tmp_path / "ours")
+    dtype = indexed_dataset.DType.optimal_dtype(vocab_size)
+    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "upstream.bin"), dtype=dtype)
+    kept = [[*doc.encode(), tokenizer.eod] for doc in DOCS if doc]
+    for ids in kept:
+        builder.add_document(np.array(ids, dtype=dtype), [len(ids)])
+    builder.finalize(str(tmp_path / "upstream.idx"))
+    for end in (".bin", ".idx"):
+        assert (tmp_path / f"ours{end}").read_bytes() == (tmp_path / f"upstream{end}").read_bytes()
+    assert [ids.tolist() for ids in indexed.read_documents(info.prefix)] == kept
+
+
+def test_what_is_not_such_a_data_set_is_refused(tmp_path):
+    prefix = tmp_path / "several"
+    builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    builder.add_document(np.array([1, 2, 3], dtype=np.uint16), [1, 2])
+    builder.finalize(f"{prefix}.idx")
+    (tmp_path / "cut.idx").write_bytes(b"MMIDIDX\0\0")
+    for name in ("several", "cut"):
+        with pytest.raises(ValueError, match=f"{name}.idx is not the index"):
+            indexed.read_documents(tmp_path / name)
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65499, "uint16"), (65500, "int32")])
@@ -65,17 +91,12 @@ def _fail_at(monkeypatch, owner, name, call):
     monkeypatch.setattr(owner, name, function)
 
 
-BUILDER = indexed_dataset.IndexedDatasetBuilder
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "call", "old_stays"),
     [
-        (BUILDER, "__init__", 1, True),
-        (BUILDER, "add_document", 1, True),
-        (BUILDER, "add_document", 3, True),
-        (BUILDER, "finalize", 1, True),
-        (indexed_dataset._IndexWriter, "write", 1, True),
+        (indexed, "_append", 1, True),
+        (indexed, "_append", 3, True),
+        (indexed, "_write_index", 1, True),
         (os, "fsync", 1, True),
         (os, "fsync", 2, True),
         (os, "replace", 1, False),
@@ -104,7 +125,7 @@ def test_other_errors_pass_unchanged(tmp_path, monkeypatch):
     def denied(*args, **kwargs):
         raise PermissionError(errno.EACCES, "denied")
 
-    monkeypatch.setattr(BUILDER, "add_document", denied)
+    monkeypatch.setattr(indexed, "_append", denied)
     with pytest.raises(PermissionError, match="denied"):
         write_dataset(DOCS, byte_tokenizer(), tmp_path / "x")
     assert os.listdir(tmp_path) == []

@@ -1,6 +1,8 @@
 """The unigram baseline against sums written out, and the split against its own laws."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from megatron_nemotron3.train.data import (
     unigram_baseline,
     write_dataset,
 )
+from megatron_nemotron3.train.data.splits import _bounds
 from megatron_nemotron3.train.data.unigram import cross_entropy, entropy
 
 pytest.importorskip("megatron.core")
@@ -61,6 +64,39 @@ def test_errors(tmp_path):
         unigram_baseline(info.prefix, "50,50,0", 256)
     with pytest.raises(ValueError, match="gives validation none of the 10 documents"):
         unigram_baseline(info.prefix, "98,2,0", 257)
+
+
+@given(st.lists(st.decimals(0, 1000, places=2).map(str), min_size=1, max_size=3))
+def test_splits_are_read_as_megatron_reads_them(weights):
+    from megatron.core.datasets import blended_megatron_dataset_config as upstream
+
+    split = ",".join(weights)
+    if not any(map(float, weights)):
+        with pytest.raises(ValueError, match="give up to three weights"):
+            _bounds(split)
+        return
+    assert _bounds(split) == upstream.convert_split_vector_to_split_matrix(
+        upstream.parse_and_normalize_split(split)
+    )
+
+
+@pytest.mark.parametrize("split", ["", "a", "1.2.3", "1,1,1,1", "0,0,0"])
+def test_a_split_that_says_nothing_is_refused(split):
+    with pytest.raises(ValueError, match="give up to three weights"):
+        split_documents(split, 10)
+
+
+def test_preparing_data_imports_no_megatron(tmp_path):
+    code = (
+        "import sys; from megatron_nemotron3.train.data import prepare, unigram_baseline\n"
+        f"found = prepare({str(tmp_path)!r}, {str(tmp_path / 'out')!r}, 300)\n"
+        "unigram_baseline(found.prefix, found.split, found.tokenizer.vocab_size)\n"
+        "print([name for name in ('torch', 'megatron.core') if name in sys.modules])"
+    )
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text(f"text {number} " * 50)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
 
 
 @given(st.tuples(*[st.integers(0, 100)] * 3).filter(any), st.integers(1, 10_000))

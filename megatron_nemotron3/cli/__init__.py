@@ -1,0 +1,122 @@
+"""The `nemotron3` command.
+
+    table.py      every command: its group, module, purpose and an example
+    overview.py   `nemotron3 --help` and `--version`
+    completion.py what a shell completes
+    parser.py     how words are read, and what is said about those that are wrong
+
+Only the module of the command that is used is imported. Invalid input ends with exit code 2 and one line on
+stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from megatron_nemotron3.cli import completion
+from megatron_nemotron3.cli.overview import TITLE, overview, versions
+from megatron_nemotron3.cli.parser import Commands, Parser
+from megatron_nemotron3.cli.table import COMMANDS
+
+_ROOT = "megatron_nemotron3"
+
+
+class _Top(Parser):
+    """The parser of `nemotron3` itself, with the grouped help."""
+
+    def format_help(self) -> str:
+        return overview()
+
+
+def parser(used: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the command line; a test freezes its options.
+
+    Args:
+        used: the command that is going to be used, so that only its module is imported; None: all of them.
+    """
+    top = _Top(prog="nemotron3", description=TITLE)
+    top.add_argument("--version", action="store_true", help="print versions, also of torch and Megatron")
+    top.add_argument(
+        "--print-completion", choices=completion.SHELLS, help="print the completion script of a shell"
+    )
+    action = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    commands = Commands(action)
+    wanted = list(COMMANDS) if used is None else [used] if used in COMMANDS else []
+    for module in dict.fromkeys(COMMANDS[name].module for name in wanted):
+        importlib.import_module(f"{_ROOT}.{module}").register(commands)
+    for name in COMMANDS.keys() - action.choices.keys():
+        commands.add_name(name)
+    return top
+
+
+def _drop_output() -> None:
+    """Send what is buffered for stdout, which cannot be written, nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except BrokenPipeError:  # `nemotron3 flags … | head`
+        _drop_output()
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(words: list[str]) -> int:
+    if completion.VARIABLE in os.environ:
+        completion.answer(parser(completion.used_command(os.environ.get("COMP_LINE", ""))))
+    if words[:1] == ["run"]:  # every word after it belongs to the launcher and the script
+        from megatron_nemotron3 import run
+
+        run.main(words[1:])
+        return 0
+    cut = words.index("--") if "--" in words else len(words)
+    options = parser(words[0] if words else "").parse_args(words[:cut])
+    extra = words[cut + 1 :]
+    if options.print_completion is not None:
+        try:
+            print(completion.script(options.print_completion))
+        except ValueError as problem:
+            print(f"nemotron3 {problem}", file=sys.stderr)
+            return 2
+        return 0
+    if options.version or options.command is None:
+        print(versions() if options.version else overview(), end="", flush=True)
+        return 0
+    from megatron_nemotron3.checkpoint.metadata import printable
+
+    try:
+        if extra and not hasattr(options, "extra"):
+            raise ValueError(f"no arguments are allowed after --: drop {' '.join(extra)}")
+        options.extra, options.command_line = extra, shlex.join(["nemotron3", *words])
+        options.main = main  # for a command that consists of commands
+        status: int = options.run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError) as problem:
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk; Python would flush again when it ends, and print a traceback
+            _drop_output()
+        text = printable(str(problem), but="\n")
+        print(f"nemotron3 {options.command}: {text}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as missing:
+        part = "convert" if options.command in ("convert", "verify") else "train"
+        cure = f"pip install 'megatron-nemotron3[{part}]'"
+        print(
+            f"nemotron3 {options.command}: package {missing.name} is not installed: {cure}", file=sys.stderr
+        )
+        return 2

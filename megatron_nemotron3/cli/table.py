@@ -1,0 +1,143 @@
+"""The commands of `nemotron3`, in the order and the groups of its help. Standard library only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """One line of the help.
+
+    module: below this package; its `register(commands)` calls `commands.add_parser(name)`, adds the options
+        and sets `run`, a function from the options to the exit status. It is imported when the command is
+        used, so that the others start without it.
+    purpose: a phrase without a full stop, also the first line of the command's own help.
+    example: runs as it stands beside a finished `runs/demo`; a test runs it.
+    """
+
+    name: str
+    module: str
+    purpose: str
+    example: str
+
+
+#: Group -> its commands.
+GROUPS: dict[str, tuple[Command, ...]] = {
+    "Look up": (
+        Command("show", "models.command", "print the sizes of a model", "nemotron3 show super"),
+        Command(
+            "flags",
+            "args.command",
+            "print Megatron's options for a model",
+            "nemotron3 flags super --gpu h100",
+        ),
+        Command(
+            "explain",
+            "args.command",
+            "show where every option comes from, and what was published",
+            "nemotron3 explain super --tp 2 --ep 8 --dp 4",
+        ),
+        Command(
+            "precision",
+            "precision.command",
+            "show the format of every linear layer, or write the precision file",
+            "nemotron3 precision super",
+        ),
+    ),
+    "Plan a run": (
+        Command("doctor", "doctor.command", "check whether this environment can train", "nemotron3 doctor"),
+        Command(
+            "plan",
+            "plan.command",
+            "find the fastest layouts of a model on a number of GPUs",
+            "nemotron3 plan nano --gpus 16 --gpu h100",
+        ),
+        Command(
+            "boundary",
+            "boundary.command",
+            "show which rows travel between the layouts of two modules",
+            "nemotron3 boundary --from tp=2,dp=2 --to tp=4",
+        ),
+        Command(
+            "recipe",
+            "recipes.command",
+            "list, print or copy the launch scripts of every model and phase",
+            "nemotron3 recipe super pretrain",
+        ),
+    ),
+    "Train": (
+        Command(
+            "train",
+            "train.command",
+            "prepare text, train with Megatron's loop, and report",
+            "nemotron3 train super --tiny --steps 100",
+        ),
+        Command(
+            "run",
+            "run",
+            "run a stock Megatron script, on CPU if there is no GPU",
+            'nemotron3 run pretrain_hybrid.py "${ARGS[@]}"',
+        ),
+        Command(
+            "finetune",
+            "finetune.command",
+            "fine-tune a Hugging Face folder on conversations, into a Hugging Face folder",
+            "nemotron3 finetune demo-hf --conversations chats.jsonl --output tuned",
+        ),
+        Command(
+            "report",
+            "report.command",
+            "write losses, monitors, precision and versions of a run to one HTML file",
+            "nemotron3 report runs/demo",
+        ),
+        Command("watch", "monitor.watch", "plot the monitored series of a run", "nemotron3 watch runs/demo"),
+    ),
+    "Checkpoints": (
+        Command(
+            "check",
+            "convert.check",
+            "check that a checkpoint is complete and undamaged",
+            "nemotron3 check runs/demo",
+        ),
+        Command(
+            "convert",
+            "convert.command",
+            "convert a checkpoint between Megatron and Hugging Face",
+            "nemotron3 convert to-hf runs/demo demo-hf",
+        ),
+        Command(
+            "verify",
+            "convert.command",
+            "compare two checkpoints tensor by tensor",
+            "nemotron3 verify runs/demo demo-hf",
+        ),
+    ),
+    "Use a model": (
+        Command(
+            "generate",
+            "generate.command",
+            "continue prompts with a checkpoint's model",
+            'nemotron3 generate --checkpoint runs/demo --prompt "def main"',
+        ),
+        Command(
+            "chat",
+            "generate.chat_command",
+            "talk to a checkpoint's model in the terminal",
+            "nemotron3 chat runs/demo",
+        ),
+        Command(
+            "evaluate",
+            "generate.evaluate_command",
+            "measure the loss on other text by MTP depth, and how many drafts are accepted",
+            "nemotron3 evaluate --checkpoint runs/demo --text README.md",
+        ),
+    ),
+}
+
+#: Examples of the two directions of `convert`.
+DIRECTIONS = {
+    "convert to-hf": "nemotron3 convert to-hf runs/demo demo-hf",
+    "convert from-hf": "nemotron3 convert from-hf demo-hf demo-megatron",
+}
+
+COMMANDS: dict[str, Command] = {command.name: command for commands in GROUPS.values() for command in commands}

@@ -1,0 +1,169 @@
+"""`nemotron3 finetune`: convert, measure, train, measure, convert back. Each step is a command of its own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.lora import VARIABLE, LoRA
+
+#: Schedule of the tiny models, which learn in minutes on a CPU.
+STEPS, LR, SEQ_LENGTH = 60, 1e-3, 512
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 finetune`."""
+    command = commands.add_parser("finetune")
+    command.add_argument("source", type=Path, metavar="HF_DIR", help="a Hugging Face folder with weights")
+    command.add_argument(
+        "--conversations", type=Path, required=True, metavar="FILE", help=".jsonl conversations (to train on)"
+    )
+    command.add_argument(
+        "--held-out", type=Path, metavar="FILE", help=".jsonl: what to measure on (default: one line in 8)"
+    )
+    command.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="where to write (a folder)"
+    )
+    command.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="folder of a Hugging Face tokenizer (default: HF_DIR)"
+    )
+    command.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="Jinja; takes the place of the tokenizer's"
+    )
+    command.add_argument(
+        "--lora", nargs="?", const="", metavar="WORDS", help="train adapters: dim=N, alpha=N, targets=A+B"
+    )
+    command.add_argument(
+        "--adapter-only", action="store_true", help="write the LoRA adapter alone, as a folder of peft"
+    )
+    training = command.add_argument_group("training")
+    training.add_argument(
+        "--steps", type=int, metavar="N", help=f"training iterations (default {STEPS} for a tiny model)"
+    )
+    training.add_argument(
+        "--lr", type=float, metavar="N", help=f"peak learning rate (default {LR} for a tiny model)"
+    )
+    training.add_argument(
+        "--seq-length",
+        type=int,
+        default=SEQ_LENGTH,
+        metavar="N",
+        help=f"tokens per sequence (default {SEQ_LENGTH})",
+    )
+    training.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="where it computes (default auto: a GPU, if there is one)",
+    )
+    command.set_defaults(run=finetune_command)
+
+
+def finetune_command(options: argparse.Namespace) -> int:
+    """Run the steps that are not done yet. Exit status 0; that of a step that failed or was interrupted.
+
+    Raises:
+        ValueError: an input is missing or wrong (nothing is written then), or the folder holds other work.
+    """
+    started = time.monotonic()
+    lora = None if options.lora is None else LoRA.parse(options.lora)
+    if lora is not None and lora.base is not None:
+        raise ValueError(f"--lora {options.lora}: leave base= out, the base is HF_DIR")
+    if options.adapter_only and lora is None:
+        raise ValueError("--adapter-only goes with --lora")
+    for name in ("steps", "lr", "seq_length"):
+        if (value := getattr(options, name)) is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give more than 0")
+    from megatron_nemotron3.cpu import quiet_on_cpu
+    from megatron_nemotron3.finetune import inputs as given
+    from megatron_nemotron3.run import resolve_device
+
+    source, out = options.source, options.output
+    tokenizer = source if options.tokenizer is None else options.tokenizer
+    checked = given.check(
+        source,
+        options.conversations,
+        options.held_out,
+        tokenizer,
+        options.chat_template,
+        lora=lora.text() if lora is not None else "",
+        adapter_only=options.adapter_only,
+        steps=options.steps or STEPS,
+        lr=options.lr or LR,
+        seq_length=options.seq_length,
+    )
+    tiny = "-tiny" in checked.config.name
+    if not tiny and (missing := [f"--{name}" for name in ("steps", "lr") if getattr(options, name) is None]):
+        raise ValueError(f"{checked.config.title} has no default schedule: give {' and '.join(missing)}")
+    device = resolve_device(options.device)
+    if device == "cpu":
+        quiet_on_cpu()
+    held_out = given.prepare(checked, out)
+    from megatron_nemotron3.finetune.measure import measure
+
+    base, run, tuned, chat = out / "base", out / "run", out / "hf", out / "tokenizer"
+    if not base.exists() and (status := _step(options.main, "convert", "from-hf", source, base)):
+        return status
+    before = measure(base, checked.config, held_out, chat, device, out / "before.json")
+    print(f"held-out loss before: {before.per_token:.4f} nats per token", flush=True)
+    words: list[object] = ["--model", out / "model.json", "--conversations", out / "train.jsonl"]
+    words += ["--tokenizer", chat, "--output", run, "--device", options.device]
+    words += ["--steps", checked.request.steps, "--seq-length", checked.request.seq_length]
+    words += ["--lr", checked.request.lr, *(() if lora is not None else ("--pretrained", base))]
+    adapters = "" if lora is None else f"base={base},{lora.text()}"
+    with _environment(VARIABLE, adapters):
+        if status := _step(
+            options.main, "train", *words, prefix=f"{VARIABLE}={shlex.quote(adapters)} " * bool(adapters)
+        ):
+            return status
+    after = measure(run, checked.config, held_out, chat, device, out / "after.json")
+    if not tuned.exists():
+        adapter = [] if lora is None else ["--adapter-only" if options.adapter_only else "--merge-adapter"]
+        files = [] if options.adapter_only else ["--reference", chat]
+        size = ["--vocab-size", checked.config.vocab_size]
+        if status := _step(options.main, "convert", "to-hf", run, tuned, *size, *files, *adapter):
+            return status
+    print(
+        f"\nheld-out loss    {before.per_token:.4f} -> {after.per_token:.4f} nats per token of the assistant"
+    )
+    print(f"by conversation  {before.per_conversation:.4f} -> {after.per_conversation:.4f}")
+    print(f"prompt           {_prompt(chat, held_out)!r}")
+    print(f"answer before    {before.answer!r}")
+    print(f"answer after     {after.answer!r}")
+    print(f"Hugging Face     {tuned}")
+    print(f"took             {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def _step(main: Callable[[list[str]], int], *words: object, prefix: str = "") -> int:
+    """Run a command of the package by its entry point, after printing it as a shell takes it."""
+    line = [str(word) for word in words]
+    print(f"\n$ {prefix}nemotron3 {shlex.join(line)}", flush=True)
+    return main(line)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable inside the block; "" takes it away."""
+    before = os.environ.pop(name, None)
+    if value:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _prompt(chat: Path, held_out: Any) -> str:
+    from megatron_nemotron3.finetune.measure import first_prompt
+    from megatron_nemotron3.generate.text import Tokenizer
+
+    return Tokenizer(chat).decode(first_prompt(held_out))

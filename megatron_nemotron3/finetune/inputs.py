@@ -1,0 +1,214 @@
+"""What fine-tuning starts from: checked before anything is converted, and the same when a command goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_nemotron3.bars import Bar
+from megatron_nemotron3.checkpoint.files import read_outside, write_text
+from megatron_nemotron3.checkpoint.folders import locate
+from megatron_nemotron3.convert.checkpoints import open_hugging_face
+from megatron_nemotron3.convert.from_hf import pad_vocab_size
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.show import describe
+from megatron_nemotron3.train.data.conversations import Encoded, Encoder, read_conversations
+from megatron_nemotron3.train.inputs import require_tokenizer
+
+#: Written first: what the folder is the work of.
+RECORD = "finetune.json"
+#: One line in this many is held out.
+HELD_OUT = 8
+_LIMIT = 1 << 30
+#: Megatron pads the vocabulary to a multiple of this.
+_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to fine-tune on what, and how. Two starts in one folder must agree in it."""
+
+    model: str
+    #: Digests of the files' contents.
+    conversations: str
+    held_out: str
+    tokenizer: str
+    chat_template: str
+    #: `LoRA.text()`; "" for all weights.
+    lora: str
+    adapter_only: bool
+    steps: int
+    lr: float
+    seq_length: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What was read and found right."""
+
+    config: Nemotron3Config
+    request: Request
+    #: Lines to train on, and those to measure on.
+    train: bytes
+    held_out: bytes
+    tokenizer: Path
+    template: str | None
+
+
+def check(
+    source: Path,
+    conversations: Path,
+    held_out: Path | None,
+    tokenizer: Path,
+    template: Path | None,
+    **how: object,
+) -> Inputs:
+    """Read all inputs, and write nothing.
+
+    Args:
+        held_out: default: one line in `HELD_OUT` of the conversations, by a checksum of the line.
+        template: a chat template that takes the place of the tokenizer's.
+        how: the rest of a `Request`.
+
+    Raises:
+        ValueError: the source is no Hugging Face folder with weights of the family, a file has no
+            conversations, or the tokenizer is not there.
+        OSError: a file cannot be read.
+    """
+    if locate(source).kind != "hugging face":
+        raise ValueError(
+            f"{source}: it is a Megatron checkpoint: nemotron3 convert to-hf makes a folder of it"
+        )
+    opened = open_hugging_face(source)
+    require_tokenizer(tokenizer)
+    lines, measured = _lines(conversations), b""
+    if held_out is not None:
+        measured = b"".join(_lines(held_out))
+    else:
+        chosen = [zlib.crc32(line.strip()) % HELD_OUT == 0 for line in lines]
+        measured = b"".join(line for line, out in zip(lines, chosen) if out)
+        lines = [line for line, out in zip(lines, chosen) if not out]
+        if not lines or not measured:
+            raise ValueError(
+                f"{conversations}: {len(chosen)} lines are too few to hold one in {HELD_OUT} out: give more, "
+                "or --held-out FILE"
+            )
+    words = None if template is None else read_outside(template, limit=_LIMIT).decode("utf-8")
+    train = b"".join(lines)
+    files = [f for f in sorted(tokenizer.iterdir()) if f.suffix in (".json", ".model", ".jinja", ".txt")]
+    names = [f for f in files if f.name.startswith(("tokenizer", "vocab", "merges", "special", "chat"))]
+    request = Request(
+        model=str(source.resolve()),
+        conversations=_digest(train),
+        held_out=_digest(measured),
+        tokenizer=_digest(*(file.read_bytes() for file in names)),
+        chat_template=_digest(words.encode()) if words is not None else "",
+        **how,  # type: ignore[arg-type]
+    )
+    # A file of a model has a name of its own; that of a tiny one has the schedule of tiny models.
+    config = opened.config.but(name="own-tiny" if "-tiny" in opened.config.name else "own")
+    return Inputs(config, request, train, measured, tokenizer, words)
+
+
+def prepare(inputs: Inputs, output: Path) -> list[Encoded]:
+    """Write the record, the conversations, the tokenizer and the model; return the held-out conversations.
+
+    A second call with the same request changes nothing.
+
+    Raises:
+        ValueError: the folder holds something else, or the work of another request; the tokenizer has no
+            chat template, or a conversation does not fit it.
+    """
+    record = output / RECORD
+    known = asdict(inputs.request)
+    if record.exists():
+        earlier = json.loads(read_outside(record, limit=_LIMIT))
+        if different := sorted(name for name in known if earlier.get(name) != known[name]):
+            raise ValueError(
+                f"{output} holds a fine-tuning with another {', '.join(different)}: give another --output, "
+                "or remove it"
+            )
+    elif output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is no fine-tuning: give a new --output")
+    temporary = output.with_name(f".{output.name}.part")
+    place = output if record.exists() else temporary
+    if not record.exists():
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            _write(inputs, temporary)
+            encoded = _encoded(inputs, temporary)
+            write_text(temporary / RECORD, json.dumps(known, indent=1) + "\n")
+            if output.exists():
+                output.rmdir()
+            temporary.rename(output)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return encoded
+    return _encoded(inputs, place)
+
+
+def _write(inputs: Inputs, folder: Path) -> None:
+    """Write what the steps read."""
+    folder.mkdir(parents=True)
+    (folder / "train.jsonl").write_bytes(inputs.train)
+    (folder / "held_out.jsonl").write_bytes(inputs.held_out)
+    write_text(folder / "model.json", json.dumps(describe(inputs.config), indent=1) + "\n")
+    chat = folder / "tokenizer"
+    chat.mkdir()
+    for file in inputs.tokenizer.iterdir():
+        small = file.suffix in (".json", ".model", ".jinja", ".txt") and file.name != "config.json"
+        if file.is_file() and small and not file.name.endswith(("index.json", "manifest.json")):
+            shutil.copyfile(file, chat / file.name)
+    if inputs.template is not None:
+        path = chat / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        write_text(path, json.dumps({**config, "chat_template": inputs.template}, indent=2) + "\n")
+        (chat / "chat_template.jinja").unlink(missing_ok=True)
+
+
+def _encoded(inputs: Inputs, folder: Path) -> list[Encoded]:
+    """Encode all conversations, so that a wrong one ends here; return those that are held out."""
+    encoder = Encoder(folder / "tokenizer")
+    tokens, rows = len(encoder.tokenizer), inputs.config.vocab_size
+    if (padded := pad_vocab_size(tokens, _MULTIPLE)) < rows:
+        raise ValueError(
+            f"{inputs.tokenizer}: its {tokens:,} tokens fill {padded:,} rows of an embedding, and the model "
+            f"has {rows:,}: training would drop the rest; give the model's own tokenizer"
+        )
+    lines = inputs.train.count(b"\n") + inputs.held_out.count(b"\n")
+    result: list[Encoded] = []
+    with Bar("read conversations", "lines", lines, lines=False) as bar:
+        for name in ("train.jsonl", "held_out.jsonl"):
+            result = []
+            for one in read_conversations(folder / name):
+                encoded = encoder.encode(one)
+                if max(encoded.ids, default=0) >= inputs.config.vocab_size:
+                    raise ValueError(
+                        f"{one.place}: token {max(encoded.ids)} is outside the model's vocabulary of "
+                        f"{inputs.config.vocab_size:,}: it is another model's tokenizer"
+                    )
+                result.append(encoded)
+                bar.add(1)
+    if not any(any(one.trained) for one in result):
+        raise ValueError("no held-out conversation has a message of the assistant: give --held-out FILE")
+    return result
+
+
+def _lines(path: Path) -> list[bytes]:
+    """Lines of a file that are not empty, each with its end; their form is checked."""
+    count = sum(1 for _ in read_conversations(path))
+    if not count:
+        raise ValueError(f"{path}: it has no conversations")
+    data = read_outside(path, limit=_LIMIT)
+    return [line.rstrip(b"\r\n") + b"\n" for line in data.splitlines() if line.strip()]
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:32]

@@ -1,0 +1,113 @@
+"""One look for all pictures: style, colour bars, heat maps, files. Drawing imports matplotlib."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoint.files import atomic
+
+#: Dots per inch of a PNG.
+DPI = 110
+#: Side of a panel among others, in inches.
+PANEL = (5.0, 3.2)
+STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "legend.framealpha": 0.85,
+    "figure.titlesize": 12,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.linewidth": 1.3,
+    "image.cmap": "viridis",
+    # Text of an SVG stays text.
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"],
+}
+
+
+@contextlib.contextmanager
+def picture(
+    path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float], title: str = ""
+) -> Iterator[tuple[Any, Any]]:
+    """Yield a figure and its axes [rows, columns]; when the block ends, write the PNG atomically.
+
+    Args:
+        size: width and height in inches.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+        yield figure, figure.subplots(rows, columns, squeeze=False)
+        if title:
+            figure.suptitle(title)
+        with atomic(path) as temporary:
+            figure.savefig(temporary, format="png")
+
+
+def svg(draw: Callable[[Any, Any], None], size: tuple[float, float] = PANEL) -> str:
+    """Draw one panel and return it as SVG; `draw` gets the figure and its axes.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "nemotron3"}):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure, figure.subplots())
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
+
+
+def step_axis(axes: Any) -> None:
+    """Let steps run along x: whole numbers, and a point for a series that has only one."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+    for line in axes.lines:
+        if len(line.get_xdata()) == 1 and line.get_marker() == "None":
+            line.set_marker(".")
+
+
+def color_bar(image: Any, axes: Any, unit: str, *, extend: str = "neither") -> None:
+    """Put a colour bar beside the axes: as high as they are, and as wide as that of any other panel."""
+    place = axes.inset_axes((1.02, 0.0, 0.03, 1.0))
+    place.grid(False)
+    bar = axes.figure.colorbar(image, cax=place, extend=extend)
+    bar.set_label(unit)
+
+
+def heat_map(
+    axes: Any, table: Sequence[Sequence[float]], unit: str, *, extend: str = "neither", **how: Any
+) -> None:
+    """Draw a matrix with its first row on top; gray where a value is nan.
+
+    Args:
+        extend: which end of the colour bar gets an arrow, since values lie beyond it.
+        how: for `imshow`, such as the limits of the colours.
+    """
+    axes.set_facecolor("0.85")
+    axes.grid(False)
+    color_bar(axes.imshow(table, aspect="auto", interpolation="nearest", **how), axes, unit, extend=extend)

@@ -1,5 +1,0 @@
-#!/usr/bin/env bash
-# Train tiny Super on this machine's CPU, mock data, no GPU and no checkout needed. Variables: recipes/cpu/debug.sh.
-set -euo pipefail
-
-MODEL=super exec bash "$(dirname "$0")/../cpu/debug.sh"

@@ -1,0 +1,107 @@
+"""Progress on a terminal is a bar with the time left and the rate; elsewhere there are plain lines."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+
+import pytest
+
+from megatron_nemotron3 import bars
+from megatron_nemotron3.bars import BYTES, Bar
+from megatron_nemotron3.train.progress import Progress
+from tests.train.test_progress import START, _save
+
+LOSSES = "lm loss: 5.185680E+00 | mtp_1 loss: 5.2E+00 | mtp_2 loss: 5.3E+00"
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def last(self) -> str:
+        """What the line of the bar shows at last."""
+        return re.split("[\r\n]", self.getvalue().rstrip())[-1]
+
+
+def step(number: int, total: int = 10) -> str:
+    return (
+        f" [2026] iteration {number:8d}/{total:8d} | elapsed time per iteration (ms): 500.0 | "
+        f"global batch size:     4 | {LOSSES} | grad norm: 1.770 |\n"
+    )
+
+
+def test_a_bar_after_a_resume_counts_its_own_work() -> None:
+    """What was there before is in the percentage, not in the rate: the time left would be far too short."""
+    terminal = Terminal()
+    with Bar("convert", BYTES, stream=terminal, keep=True) as bar:
+        time.sleep(0.3)
+        bar.to(910_000_000, 1_000_000_000, begun=900_000_000)
+        time.sleep(0.3)
+        bar.to(920_000_000)
+    shown = terminal.last
+    assert shown.startswith("convert:  92%") and "920M/1.00G" in shown
+    rate = float(re.search(r"([\d.]+)MB/s", shown)[1])  # type: ignore[index]
+    assert 10 < rate < 40
+    left = re.search(r"<(\d+):(\d+)", shown)
+    assert left and 2 <= int(left[2]) <= 8
+
+
+def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    bar = Bar("convert", BYTES, 3_000_000_000, begun=1_000_000_000, stream=stream)
+    bar.to(1_500_000_000)
+    assert stream.getvalue() == ""  # one every ten seconds
+    monkeypatch.setattr(bars, "INTERVAL", 0.0)
+    monkeypatch.setattr(bars.time, "monotonic", lambda: bar._started + 5)
+    bar.to(2_000_000_000)
+    assert stream.getvalue() == "2.0 GB of 3.0 GB, 200.0 MB/s, 5 s left\n"
+    quiet = io.StringIO()
+    Bar("loss", "tokens", 10, stream=quiet, lines=False).to(5)
+    assert quiet.getvalue() == ""
+
+
+def test_without_tqdm_a_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bars.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bars, "INTERVAL", 0.0)
+    terminal = Terminal()
+    bar = Bar("verify", "files", 4, stream=terminal)
+    bar.to(1)
+    assert terminal.getvalue().startswith("1 files of 4 files, ")
+
+
+def test_training_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run: the bar begins where it resumes; other lines stand above it."""
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    seen = Progress(begun=4, total=10, seq_length=512)
+    for line in (START, step(5), *_save(5), " validation loss at iteration 6 | lm loss value: 5.0E+00 |\n"):
+        time.sleep(0.12)
+        seen.line(line)
+    for number in (6, 7):
+        time.sleep(0.12)
+        seen.line(step(number))
+    seen.close()
+    shown = terminal.last
+    assert shown.startswith("train:  70%") and "7/10 [" in shown
+    assert "loss 5.186, MTP 5.200 5.300, 4,096 tokens/s" in shown
+    left = re.search(r"<(\d+):(\d+)", shown)
+    assert left and (left[1], int(left[2]) <= 2) == ("00", True)
+    assert "step     6  validation loss 5.000" in re.split("[\r\n]", terminal.getvalue())
+    assert "step     5/10" not in terminal.getvalue()
+
+
+def test_training_elsewhere_prints_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = Progress(begun=4, total=10, seq_length=512)
+    for line in (START, step(5), step(10)):
+        seen.line(line)
+    seen.close()
+    assert capsys.readouterr().out.splitlines() == [
+        f"step {n:5d}/10  loss 5.186  MTP 5.200 5.300  0.50 s/step" for n in (5, 10)
+    ]

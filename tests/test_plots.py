@@ -1,0 +1,95 @@
+"""Pictures of many layers stay readable, and all have one look."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib
+import pytest
+from matplotlib.figure import Figure
+
+from megatron_nemotron3 import plots
+from megatron_nemotron3.models import get
+from megatron_nemotron3.monitor.series import KINDS, decoder_row, is_decoder, layer_ticks, mtp_row
+from megatron_nemotron3.monitor.watch import LABELS, draw_panel
+from megatron_nemotron3.precision import report
+from tests.precision.test_report import row
+
+ULTRA = [decoder_row(n) for n in range(1, get("ultra").num_layers + 1)]
+MTP = [mtp_row(depth, layer) for depth in (1, 2) for layer in (1, 2)]
+
+
+def drawn(kind: str, rows: list[str], steps: list[int]) -> tuple[Figure, Any]:
+    """A panel of `watch`, laid out."""
+    with matplotlib.rc_context(plots.STYLE):
+        figure = Figure(figsize=plots.PANEL, dpi=plots.DPI, layout="constrained")
+        axes = figure.subplots()
+        draw_panel(axes, kind, {name: [(s, 1.0 + s) for s in steps] for name in rows})
+        figure.canvas.draw()
+    return figure, axes
+
+
+def overlapping(figure: Figure, labels: list[Any]) -> list[tuple[str, str]]:
+    """Neighboring labels that cover each other."""
+    shown = [label for label in labels if label.get_text()]
+    boxes = [label.get_window_extent() for label in shown]
+    pairs = zip(shown, shown[1:], boxes, boxes[1:])
+    return [(a.get_text(), b.get_text()) for a, b, one, other in pairs if one.overlaps(other)]
+
+
+@pytest.mark.parametrize("steps", [[1], [1, 10, 20, 30]])
+@pytest.mark.parametrize("rows", [ULTRA + MTP, ULTRA[:14] + MTP, ULTRA, MTP])
+def test_labels_of_layers_are_readable(rows: list[str], steps: list[int]) -> None:
+    figure, axes = drawn("residual_rms", rows, steps)
+    assert axes.get_xlabel() == "step"
+    assert not overlapping(figure, axes.get_yticklabels())
+    assert not overlapping(figure, axes.get_xticklabels())
+    low, high = axes.get_xlim()
+    shown = [
+        label.get_text() for at, label in zip(axes.get_xticks(), axes.get_xticklabels()) if low < at < high
+    ]
+    assert shown and all(float(text).is_integer() for text in shown)
+
+
+def test_a_colour_bar_is_as_high_as_its_panel_and_names_the_unit() -> None:
+    figure, axes = drawn("zero_gradients", ULTRA, [1, 10, 20])
+    (bar,) = axes.child_axes
+    panel, beside = axes.get_window_extent(), bar.get_window_extent()
+    assert (panel.y0, panel.y1) == pytest.approx((beside.y0, beside.y1))
+    assert bar.get_ylabel() == KINDS["zero_gradients"].unit
+
+
+def test_ticks_name_the_true_layers() -> None:
+    """Rows of experts alone, as for MaxVio: a label is the layer's own number, and MTP has one for all."""
+    experts = [name for name, kind in zip(ULTRA, get("ultra").pattern) if kind == "E"]
+    ticks = layer_ticks(experts + MTP, LABELS)
+    assert len(ticks) <= LABELS + 1
+    for at, label in ticks[:-1]:
+        assert decoder_row(int(label)) == experts[at]
+    assert ticks[-1][1] == "MTP" and not is_decoder((experts + MTP)[ticks[-1][0]])
+    assert [label for _, label in layer_ticks(ULTRA[:2] + MTP, LABELS)][1:3] == ["2", "MTP depth 1 layer 1"]
+
+
+def test_precision_of_ultra_is_wide_not_high(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers lie across, so that more of them do not make the picture higher."""
+    sizes = []
+    picture = plots.picture
+
+    def noted(*args: Any, **how: Any) -> Any:
+        sizes.append(how["size"])
+        return picture(*args, **how)
+
+    monkeypatch.setattr(plots, "picture", noted)
+    for layers in (4, 108):
+        report.plot([row(1, name) for name in ULTRA[:layers]], tmp_path / "p.png", "title")
+    assert sizes[0] == sizes[1]
+
+
+def test_a_picture_for_a_page_is_svg_with_its_text_and_no_date() -> None:
+    def draw(figure: Any, axes: Any) -> None:
+        axes.plot([1], [2.0])
+        plots.step_axis(axes)
+
+    text = plots.svg(draw)
+    assert text == plots.svg(draw)
+    assert "<svg" in text and ">step<" in text and "dc:date" not in text

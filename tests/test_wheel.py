@@ -1,0 +1,225 @@
+"""The wheel and the source distribution, and what they do in an environment that has nothing else.
+
+Environments are made without a network: the wheel has no dependencies. An interpreter is looked for on PATH
+and in ~/.pyenv/versions; the short suite takes the one that runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import email
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3 import cli
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "megatron_nemotron3"
+SOURCES = ("megatron_nemotron3", "docs", "pyproject.toml", "setup.py", "MANIFEST.in")
+TEXTS = ("README.md", "CHANGELOG.md", "LICENSE")
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+
+#: Command -> words that need no other package, and a part of what they print.
+BARE: dict[str, list[tuple[str, str]]] = {
+    "show": [("super --json", '"hidden_size"')],
+    "flags": [("super --tp 2 --ep 64 --dp 32", "--hybrid-layer-pattern"), ("nano --tiny --shell", "--spec")],
+    "explain": [("ultra", "published launch")],
+    "precision": [("super", "nvfp4"), ("super --output nvfp4.yaml", "nvfp4.yaml")],
+    "plan": [("super --gpus 128 --gpu h100", "TP")],
+    "boundary": [("--from tp=2,dp=2 --to tp=1,dp=4 --samples 4", "rows")],
+    "recipe": [("", "super pretrain"), ("nano proxy", "MODEL=nano"), ("--output recipes", "pretrain.sh")],
+    "doctor": [("", "torch")],
+}  # fmt: skip
+#: Command -> words with which it ends at what is missing, and a part of the one line that it says.
+REFUSED: dict[str, list[tuple[str, str]]] = {
+    "run": [("missing.py", "missing.py does not exist")],
+    "train": [("super --tiny --steps 1", "package torch is not installed: pip install")],
+    "watch": [("missing", "missing is not a folder")],
+    "plan": [("super --gpus 128 --gpu h100 --plot a.png", "package matplotlib is not installed")],
+    "check": [("missing", "does not exist")],
+    "chat": [("missing", "package torch is not installed: pip install")],
+    "report": [("missing", "does not exist")],
+    "finetune": [("missing", "arguments are required: --conversations")],
+    "convert": [("to-hf missing b", "does not exist")],
+    "verify": [("missing b", "does not exist")],
+    "generate": [("--checkpoint missing", "package torch is not installed: pip install")],
+    "evaluate": [("--checkpoint missing --text missing", "package torch is not installed: pip install")],
+}  # fmt: skip
+
+
+def _setuptools(hook: str, source: Path, output: Path) -> Path:
+    """Build with this environment's setuptools; returns the file."""
+    code = f"import sys; from setuptools import build_meta; print(build_meta.{hook}(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(output)], cwd=source, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return output / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source distribution of a copy of this checkout, and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("distributions")
+    copy, output = folder / "copy", folder / "dist"
+    output.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (*SOURCES, *TEXTS):
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, copy / name)
+    sdist = _setuptools("build_sdist", copy, output)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return sdist, _setuptools("build_wheel", unpacked, output)
+
+
+def _metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_the_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        licences = [name for name in archive.namelist() if name.endswith("/LICENSE")]
+    wanted = {
+        str(path.relative_to(ROOT))
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert names == wanted
+    assert {"megatron_nemotron3/py.typed", "megatron_nemotron3/recipes/super/pretrain.sh"} < names
+    assert len(licences) == 1
+
+
+def test_the_source_distribution_has_what_the_readme_names(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {*TEXTS, "docs/index.md", "pyproject.toml", "setup.py"} < names
+    text = _metadata(built[1]).get_payload()
+    assert isinstance(text, str)
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert [link for link in links if not link.startswith("https://")] == []
+    # A link became the name of a file.
+    files = re.findall(r"\(`([\w./]+\.md)`\)", text)
+    assert files and set(files) <= names
+
+
+def test_metadata(built: tuple[Path, Path]) -> None:
+    found = _metadata(built[1])
+    assert found["License-Expression"] == "Apache-2.0" and found["License-File"] == "LICENSE"
+    assert found["Requires-Python"] == ">=3.10" and found["Description-Content-Type"] == "text/markdown"
+    classifiers = found.get_all("Classifier") or []
+    assert [c.rpartition(" ")[2] for c in classifiers if "Python :: 3." in c] == list(VERSIONS)
+    assert "Typing :: Typed" in classifiers
+    assert all("https://" in url for url in found.get_all("Project-URL") or [])
+    # Whatever needs a package is an extra.
+    assert [need for need in found.get_all("Requires-Dist") or [] if "extra ==" not in need] == []
+    import megatron_nemotron3
+
+    assert found["Version"] == megatron_nemotron3.__version__
+
+
+def test_twine(built: tuple[Path, Path]) -> None:
+    if importlib.util.find_spec("twine") is None:
+        pytest.skip("twine is not installed: pip install twine")
+    words = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *map(str, built)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("PASSED") == 2, done.stdout + done.stderr
+
+
+def _interpreter(version: str) -> str:
+    if version == HERE:
+        return sys.executable
+    places = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}*/bin/python"))
+    found = shutil.which(f"python{version}") or next(map(str, places), None)
+    # A shim of pyenv is there for versions that are not switched on.
+    for candidate in (found, *map(str, places)):
+        if candidate and subprocess.run([candidate, "-c", ""], capture_output=True).returncode == 0:
+            return candidate
+    pytest.skip(f"no Python {version} on PATH or in ~/.pyenv/versions")
+
+
+def test_every_command_is_tried() -> None:
+    """With an empty environment, so that a new command must say what it needs."""
+    (choices,) = (a.choices for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert set(choices) == {*BARE, *REFUSED}
+
+
+@pytest.mark.parametrize(
+    "version", [pytest.param(v, marks=() if v == HERE else pytest.mark.full) for v in VERSIONS]
+)
+def test_a_bare_environment(built: tuple[Path, Path], version: str, tmp_path: Path) -> None:
+    """Every command that needs no other package works, every other one names the package."""
+    environment, folder = tmp_path / "environment", tmp_path / "folder"
+    python = environment / "bin" / "python"
+    folder.mkdir()
+    subprocess.run([_interpreter(version), "-m", "venv", "--without-pip", str(environment)], check=True)
+    # Neither pip's settings nor a checkout on the path count.
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHON"))}
+    install = [
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "--isolated",
+        "install",
+        "-q",
+        "--no-index",
+        str(built[1]),
+    ]
+    subprocess.run([sys.executable, *install], check=True, env=plain)
+
+    # Every file can be compiled, not only those that are imported.
+    installed = next(environment.glob("lib/*/site-packages/megatron_nemotron3"))
+    subprocess.run([python, "-W", "error", "-m", "compileall", "-q", installed], check=True, env=plain)
+
+    def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        variables = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONWARNINGS": "error"}
+        program = environment / "bin" / "nemotron3"
+        return subprocess.run(
+            [program, *words], cwd=folder, env=variables, capture_output=True, text=True, timeout=120
+        )
+
+    calls = [
+        (command, words, text)
+        for table in (BARE, REFUSED)
+        for command, rows in table.items()
+        for words, text in rows
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda call: run([call[0], *call[1].split()]), calls))
+    for (command, words, text), done in zip(calls, results):
+        said = f"{command} {words}: {done.returncode}\n{done.stdout[-500:]}\n{done.stderr}"
+        assert "Traceback" not in done.stderr and "Warning" not in done.stderr, said
+        if (words, text) in BARE.get(command, []):
+            # The doctor's answer is that this environment cannot train.
+            assert done.returncode == (command == "doctor") and text in done.stdout, said
+        else:
+            assert done.returncode == 2 and text in done.stderr.splitlines()[-1], said
+    assert (folder / "nvfp4.yaml").is_file()
+
+    # The copied recipe, with the interpreter that has the package.
+    variables = {"PATH": f"{environment}/bin:/usr/bin:/bin", "DRY_RUN": "1"}
+    done = subprocess.run(
+        ["bash", "recipes/super/debug_cpu.sh"], cwd=folder, env=variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "--mock-data" in done.stdout, done.stderr
+    assert str(installed) in done.stdout  # of the wheel, not of this checkout
