@@ -131,7 +131,7 @@ class Twin:
 
 def stages_of(config: Nemotron3Config, layout: ParallelLayout) -> str:
     """Return `--hybrid-layer-pattern` of a twin: its stages, joined to as many as the layout has."""
-    stages = patterns.parse(config.source).stages
+    stages = patterns.parse(config.source or config.pattern).stages
     joined = ["".join(part) for part in _divided(stages, layout.stages)]
     return patterns.join_stages(joined, (config.mtp_pattern or "",) * config.mtp_num_layers)
 
