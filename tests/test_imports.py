@@ -27,6 +27,10 @@ ALLOWED = {
     "generate": {
         *("bars", "checkpoint", "convert", "cpu", "layers", "lifetime", "models", "plots", "run", "train"),
     },
+    "certify": {
+        *("args", "build", "checkpoint", "convert", "cpu", "generate", "lora", "models", "monitor", "plan"),
+        *("precision", "run", "train", "bars"),
+    },
     "compression": {"checkpoint", "convert", "cpu", "layers", "models"},
     "doctor": {"build", "checkpoint", "cpu", "layers", "models", "precision"},
     "layers": {"checkpoint", "cpu", "lora", "models", "monitor", "precision"},
@@ -65,6 +69,7 @@ ALLOWED = {
     },
     "cli": {
         "args",
+        "certify",
         "boundary",
         "checkpoint",
         "convert",
@@ -114,6 +119,10 @@ LIGHT = (
     "plan.command",
     "plan.memory",
     "recipes.command",
+    "certify.options",
+    "certify.layouts",
+    "certify.twin",
+    "certify.finding",
     "run",
     "cli",
     "train.command",
