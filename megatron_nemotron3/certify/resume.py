@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, pieces, unwrap
+from megatron_nemotron3.certify.tensors import load as copy_into
 from megatron_nemotron3.certify.world import Run
 
 
@@ -69,6 +73,42 @@ def save(case: Case, weights: Tensors, folder: Path, steps: int) -> tuple[Pieces
         content_metadata=_clean_metadata_for_serialization(metadata),
     )
     return pieces(run.chunks), optimizer_pieces(run)
+
+
+def write_initial(case: Case, starts: Sequence[Tensors], folder: Path) -> None:
+    """Write weights as checkpoints to start from (`--finetune`): FOLDER/0, FOLDER/1, …
+
+    Args:
+        case: one process.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.training.checkpointing import _clean_metadata_for_serialization
+
+    run = Run(case, None)
+    metadata = metadata_of(run)
+    for number, weights in enumerate(starts):
+        copy_into(run.chunks, weights)
+        state = state_of(run, metadata, loading=False)
+        del state["optimizer"]
+        place = folder / str(number) / "release"
+        place.mkdir(parents=True)
+        dist_checkpointing.save(
+            state, str(place), content_metadata=_clean_metadata_for_serialization(metadata)
+        )
+        (place.parent / "latest_checkpointed_iteration.txt").write_text("release")
+
+
+def write_text(prefix: Path, tokens: int, documents: int, length: int) -> None:
+    """Write random documents of `length` tokens as Megatron's data set; the last token ends each."""
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    random = np.random.default_rng(0)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for _ in range(documents):
+        words = random.integers(tokens - 1, size=int(random.integers(length // 2, length)))
+        builder.add_document(torch.tensor([*words.tolist(), tokens - 1]), [len(words) + 1])
+    builder.finalize(f"{prefix}.idx")
 
 
 def load(case: Case, folder: Path, steps: int, optimizer: bool) -> tuple[Pieces, ...]:
