@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, pieces, unwrap
@@ -96,19 +94,6 @@ def write_initial(case: Case, starts: Sequence[Tensors], folder: Path) -> None:
             state, str(place), content_metadata=_clean_metadata_for_serialization(metadata)
         )
         (place.parent / "latest_checkpointed_iteration.txt").write_text("release")
-
-
-def write_text(prefix: Path, tokens: int, documents: int, length: int) -> None:
-    """Write random documents of `length` tokens as Megatron's data set; the last token ends each."""
-    import numpy as np
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    random = np.random.default_rng(0)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for _ in range(documents):
-        words = random.integers(tokens - 1, size=int(random.integers(length // 2, length)))
-        builder.add_document(torch.tensor([*words.tolist(), tokens - 1]), [len(words) + 1])
-    builder.finalize(f"{prefix}.idx")
 
 
 def load(case: Case, folder: Path, steps: int, optimizer: bool) -> tuple[Pieces, ...]:

@@ -1,4 +1,4 @@
-"""The launch's own script as a black box, on forked ranks: its log, what its optimizers saw, its checkpoints."""
+"""The launch's own script on forked ranks: its log, what its optimizers saw, its checkpoints."""
 
 from __future__ import annotations
 
@@ -71,6 +71,8 @@ class ScriptRun:
     timeout: float
     #: In this folder the ranks are killed when the second checkpoint is about to be complete.
     killed_in: Path | None = None
+    #: Interval of the monitors in steps, 0 for none.
+    monitor: int = 0
     ranks: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,8 +88,20 @@ class ScriptRun:
         self.folder.mkdir(parents=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-        argv = ["--device", "cpu", str(self.script), *self.case.argv(), *self.words]
+            environment = {
+                **os.environ,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(probe.getsockname()[1]),
+            }
+        argv = [
+            "--device",
+            "cpu",
+            "--monitor",
+            str(self.monitor),
+            str(self.script),
+            *self.case.argv(),
+            *self.words,
+        ]
         arguments = (argv, self.folder, self.case.fault, self.killed_in)
         call = pickle.dumps((_on_rank, arguments, environment))
         try:
