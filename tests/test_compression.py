@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from megatron_nemotron3 import build_model, compression
+from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.compression import minitron
 from megatron_nemotron3.compression.plugin import TESTED
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from tests.support.distributed import run_distributed
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "compress_minitron.py"
@@ -314,7 +314,7 @@ CUT_BOTH = """
 import sys; sys.path += {paths!r}
 import os, tempfile, torch
 from tests import test_compression as t
-from tests.support.distributed import run_distributed
+from megatron_nemotron3.certify.ranks import run_distributed
 
 def without_te_variables(build, config, backend):
     built = build(config, precision="bf16", backend=backend)

@@ -12,8 +12,8 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_nemotron3 import cpu
+from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.cpu import megatron, torch_names
-from tests.support.distributed import initialize, run_distributed
 
 
 def _attributes() -> dict[tuple[int, str], object]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.stack_specs import has_spec, models_by_spec
-from tests.support.distributed import initialize, run_distributed
 from tests.support.models import build_hybrid
 
 PUZZLE = get("puzzle-tiny")

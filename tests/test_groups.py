@@ -13,13 +13,13 @@ import pytest
 import torch
 from megatron.core.models.hybrid import hybrid_layer_allocation
 
+from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.compression.minitron import kept_pattern
 from megatron_nemotron3.convert.keys import numbered_by_layer
 from megatron_nemotron3.models.pattern import parse
 from megatron_nemotron3.monitor.series import decoder_layers
 from megatron_nemotron3.precision.census import CensusError, structure_of
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
-from tests.support.distributed import initialize, run_distributed
 from tests.support.models import build_hybrid, describe
 
 GROUPED, PLAIN = "M[ME][*-]E", "MME*-E"

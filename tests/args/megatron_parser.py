@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from tests.support.distributed import run_fresh
+from megatron_nemotron3.certify.ranks import run_fresh
 
 
 def plain(value: Any) -> Any:

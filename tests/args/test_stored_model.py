@@ -11,10 +11,10 @@ import pytest
 from megatron_nemotron3 import models
 from megatron_nemotron3.args import stored_model
 from megatron_nemotron3.args.explain import Explanation, explain_command, explain_nearest
+from megatron_nemotron3.certify.ranks import run_fresh
 from megatron_nemotron3.checkpoint.state import stored_state
 from megatron_nemotron3.convert.megatron_args import args_of
 from tests.convert.test_megatron_args import release
-from tests.support.distributed import run_fresh
 
 LINE = "torchrun pretrain_hybrid.py --bf16 --use-checkpoint-args --num-experts 999 --hidden-size 77 --swiglu"
 

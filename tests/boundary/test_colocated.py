@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from megatron_nemotron3.certify.ranks import run_distributed
 from tests.boundary.test_plan import expected
-from tests.support.distributed import run_distributed
 
 HIDDEN = 5
 #: (source, destination) as `Layout.parse` reads them; six ranks.

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_nemotron3.certify.ranks import run_distributed
 from tests.boundary.test_plan import zigzag
-from tests.support.distributed import run_distributed
 
 LENGTH = 16
 

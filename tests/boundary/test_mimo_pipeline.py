@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_nemotron3.certify.ranks import run_distributed
 from tests.boundary import test_training_schedule as colocated
-from tests.support.distributed import run_distributed
 
 SAMPLES, LENGTH, MICROBATCHES = colocated.SAMPLES, colocated.LENGTH, colocated.MICROBATCHES
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_nemotron3.certify.ranks import run_distributed
 from tests.support.boundary_pipeline import Result, Runner, World, compare, microbatches
 from tests.support.boundary_processes import run_apart
-from tests.support.distributed import run_distributed
 
 UNEQUAL = {"images": "pp=2", "audio": "tp=1,offset=2", "language": "tp=1,offset=3"}
 

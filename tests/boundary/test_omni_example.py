@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.distributed import run_distributed
+from megatron_nemotron3.certify.ranks import run_distributed
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"

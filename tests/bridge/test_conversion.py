@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.certify.tensors import gather
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.models import Nemotron3Config, get
-from tests.parallel.tensors import gather
 from tests.support.convert_models import DISTINCT
-from tests.support.distributed import run_distributed
 from tests.support.engines import tensors
 from tests.support.hf_folders import write_hf
 from tests.support.loaded_weights import same, written

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from tests.support.distributed import run_distributed
+from megatron_nemotron3.certify.ranks import run_distributed
 
 pytestmark = [
     pytest.mark.bridge,
@@ -35,9 +35,9 @@ def logits_and_gradients(tp: int, kind: str) -> tuple[Any, dict[str, Any]]:
     from megatron.core import parallel_state
 
     from megatron_nemotron3.build import build_model
+    from megatron_nemotron3.certify.ranks import initialize
+    from megatron_nemotron3.certify.tensors import sharded
     from megatron_nemotron3.lora import LoRA, training
-    from tests.parallel.tensors import sharded
-    from tests.support.distributed import initialize
 
     initialize(tp=tp, **({"etp": 1} if tp > 1 else {}))
     targets = DENSE if "dense" in kind else EVERY

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.convert.bridge_checkpoint import add_arguments
 from tests.support.checkpoint_runs import copy
-from tests.support.distributed import run_distributed
 from tests.support.engines import tensors
 from tests.support.hf_folders import read_hf, write_hf, write_tokenizer
 

@@ -99,7 +99,7 @@ def test_there_and_back(base: Path, shared: Path, tmp_path: Path) -> None:
 def trained(config: Nemotron3Config, lora: LoRA) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Whole tensors of a Megatron model with random adapters, tokens, and its logits [s, vocabulary]."""
     from megatron_nemotron3.build import build_model
-    from tests.parallel.tensors import gather, pieces
+    from megatron_nemotron3.certify.tensors import gather, pieces
 
     made = torch.Generator().manual_seed(11)
     with world_of_one(), training(lora):

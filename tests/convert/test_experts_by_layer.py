@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_nemotron3 import cli
+from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.compression import minitron
 from megatron_nemotron3.convert import inventory
 from megatron_nemotron3.convert.checkpoints import open_checkpoint
@@ -20,7 +21,6 @@ from megatron_nemotron3.convert.mp_rank import open_mp_rank
 from megatron_nemotron3.models import PUZZLE, SUPER, count, get
 from tests.convert import test_mp_rank
 from tests.support import parity
-from tests.support.distributed import run_distributed
 from tests.support.hf_folders import write_hf
 from tests.support.model_mapping import megatron_model, transformers_from
 from tests.support.world import world_of_one

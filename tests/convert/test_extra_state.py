@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.convert.from_hf import EXTRA_STATE, MODULES, extra_state_keys
 from megatron_nemotron3.convert.inventory import mappings
 from megatron_nemotron3.convert.keys import non_weight_kind, prefixes
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from tests.support.convert_models import DISTINCT, GOLDEN, random_config
-from tests.support.distributed import initialize, run_distributed
 from tests.support.models import golden_file
 
 STOCK: dict[str, Any] = json.loads(golden_file().read_text())

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_nemotron3 import models
 from megatron_nemotron3.args import Flag, Launch, flags, smoke, to_argv
+from megatron_nemotron3.certify.ranks import run_fresh
 from megatron_nemotron3.checkpoint.check import layout_of
 from megatron_nemotron3.checkpoint.metadata import CheckpointIndex, StoredObject
 from megatron_nemotron3.checkpoint.read import common_state as stored_state
@@ -20,7 +21,6 @@ from megatron_nemotron3.convert.megatron_args import args_of, common_state, conf
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from megatron_nemotron3.models.stack_specs import ARGUMENT
 from tests.support.convert_models import DISTINCT, GOLDEN, random_config
-from tests.support.distributed import run_fresh
 
 CATALOG = [get(name) for name in models.names()]
 MODELS = [*CATALOG, *map(tiny, CATALOG), DISTINCT, *GOLDEN.values(), *map(random_config, range(40))]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_metadata
 from megatron_nemotron3.convert import inventory, plan
 from megatron_nemotron3.convert.megatron_args import config_of
@@ -26,7 +27,6 @@ from tests.golden.checkpoints.values import part, values
 from tests.support import checkpoint_runs as runs
 from tests.support.checkpoint_reading import read_rows
 from tests.support.convert_models import DISTINCT
-from tests.support.distributed import initialize, run_distributed
 
 #: Rows of the embedding of all models here; DISTINCT has 509 words.
 PADDED = 512
@@ -52,8 +52,8 @@ def write(config: Nemotron3Config, pattern: str, sizes: dict[str, int], folder: 
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.training import checkpointing
 
+    from megatron_nemotron3.certify.tensors import sharded
     from megatron_nemotron3.specs import stack_spec
-    from tests.parallel.tensors import sharded
     from tests.support.model_mapping import transformer_config
 
     initialize(**sizes)

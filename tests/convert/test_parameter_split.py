@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.convert import inventory, plan, transforms
 from megatron_nemotron3.convert.keys import NameLookup
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.tensors import PARAMETER, ROWS, Row, symbol_sizes
 from tests.support.convert_models import DISTINCT, GOLDEN, assemble, chunks, stored_parameters
-from tests.support.distributed import initialize, run_distributed
 from tests.support.model_mapping import megatron_model
 from tests.support.transform_arrays import check_plan, shard_parameter, unshard_parameter
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.certify.tensors import gather
 from megatron_nemotron3.checkpoint.integrity import check_integrity
 from megatron_nemotron3.checkpoint.metadata import read_metadata
 from megatron_nemotron3.checkpoint.read import common_state
@@ -26,11 +28,9 @@ from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from tests.parallel.case import Case
-from tests.parallel.tensors import gather
 from tests.support import checkpoint_runs as runs
 from tests.support import loaded_weights as arrived
 from tests.support.convert_models import DISTINCT, GOLDEN
-from tests.support.distributed import run_distributed
 from tests.support.hf_folders import write_hf
 from tests.support.loaded_weights import same, written
 
@@ -140,8 +140,8 @@ def load(case: Case, folder: str, strictness: str) -> dict[str, Any]:
     )
     from megatron.training import checkpointing, global_vars
 
-    from tests.parallel.tensors import pieces
-    from tests.parallel.world import Run
+    from megatron_nemotron3.certify.tensors import pieces
+    from megatron_nemotron3.certify.world import Run
 
     ours = Run(case, None)
     args = ours.args

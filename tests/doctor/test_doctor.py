@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_nemotron3 import cli
+from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.doctor import gpu, kernels, loading, packages
 from megatron_nemotron3.doctor import step as steps
 from megatron_nemotron3.doctor.finding import failed, render
-from tests.support.distributed import run_distributed
 
 GOOD = {"python": "3.12.1", "torch": "2.11.0", "megatron-core": "0.19.2", "triton": "3.6.0"}
 

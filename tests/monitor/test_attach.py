@@ -12,8 +12,9 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3 import run as launcher
+from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.monitor import settings
-from tests.support.distributed import initialize, run_distributed, run_launcher
+from tests.support.distributed import run_launcher
 from tests.support.models import build_hybrid
 
 

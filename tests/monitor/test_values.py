@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.monitor.series import KINDS
 from megatron_nemotron3.train import log
-from tests.support.distributed import run_distributed
 from tests.support.models import SIZES
 from tests.support.monitored_step import MICRO_BATCHES, Run, run
 

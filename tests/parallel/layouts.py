@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
@@ -80,3 +81,13 @@ LAYOUTS: dict[str, Layout] = {
     "TP2 SP PP2 EP2": Layout(_L(tp=2, pp=2, ep=2), models=_MOE),
     "TP2 SP PP2 DP2": Layout(_L(tp=2, pp=2, dp=2)),
 }
+
+
+def cases(model: str, layout: str) -> tuple[Case, Case]:
+    """(on one rank, in the layout) of a row of the table."""
+    row = LAYOUTS[layout]
+    changes: dict[str, Any] = {"mask": row.mask} if row.mask else {}
+    case = replace(CASES[model], **changes)
+    if row.per_token and not case.config.has_mtp:  # with MTP it is among the flags
+        case = replace(case, extra=(*case.extra, PER_TOKEN))
+    return case, case.at(row.sizes, *row.extra, without=row.without)

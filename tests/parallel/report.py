@@ -9,8 +9,8 @@ import logging
 import sys
 import warnings
 
-from tests.parallel.compare import Distance, cases, check
-from tests.parallel.layouts import CASES, LAYOUTS
+from megatron_nemotron3.certify.compare import Distance, check
+from tests.parallel.layouts import CASES, LAYOUTS, cases
 
 
 def cell(gradients: Distance, after: Distance) -> str:

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.certify.tensors import Tensors, gather, gradients
+from megatron_nemotron3.certify.world import Run, initial_weights
 from megatron_nemotron3.train.data import packing
 from tests.parallel.case import Case
 from tests.parallel.layouts import CASES, PER_TOKEN
-from tests.parallel.tensors import Tensors, gather, gradients
-from tests.parallel.world import Run, initial_weights
-from tests.support.distributed import run_distributed
 
 ROW = 64
 #: Tokens of each conversation, and how many the prompt has: more than MTP has depths, as with any template.
@@ -86,8 +86,8 @@ def _measure(case: Case, weights: Tensors, mean: str, separate: bool, folder: st
     from megatron.core import mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from megatron_nemotron3.certify.world import _mean_loss
     from megatron_nemotron3.train import fine_tuning
-    from tests.parallel.world import _mean_loss
 
     run = Run(case, weights)
     for chunk in run.chunks:
@@ -146,7 +146,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def initial() -> dict[str, Tensors]:
-    return {name: initial_weights(case.config, extra=case.extra) for name, case in BASE.items()}
+    return {name: initial_weights(case) for name, case in BASE.items()}
 
 
 @pytest.fixture(scope="module")

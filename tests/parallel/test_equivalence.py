@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.compare import cases, check
-from tests.parallel.layouts import LAYOUTS
+from megatron_nemotron3.certify.compare import check
+from tests.parallel.layouts import LAYOUTS, cases
 
 ROWS = [
     pytest.param(model, name, marks=() if model in row.quick else pytest.mark.full, id=f"{model}-{name}")

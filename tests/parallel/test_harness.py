@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
-from tests.parallel.compare import against
+from megatron_nemotron3.certify.compare import against
+from megatron_nemotron3.certify.noise import nudged, reference, tolerances, weights
+from megatron_nemotron3.certify.tensors import gather
+from megatron_nemotron3.certify.world import train
 from tests.parallel.layouts import CASES
-from tests.parallel.noise import nudged, reference, tolerances, weights
-from tests.parallel.tensors import gather
-from tests.parallel.world import train
 
 
 def forget_sequence_parallel_norms(chunks: Sequence[Any]) -> None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_nemotron3.args import ParallelLayout
-from tests.parallel.compare import check
+from megatron_nemotron3.certify.compare import check
+from megatron_nemotron3.certify.ranks import run_distributed
 from tests.parallel.layouts import CASES
 from tests.properties.entries import case
 from tests.properties.measure import attempts, nothing
 from tests.properties.step import Refusal
-from tests.support.distributed import run_distributed
 
 _L = ParallelLayout
 _FULL = ("--recompute-granularity", "full", "--recompute-method")

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.certify.world import Result, train
 from tests.parallel.case import Case
 from tests.parallel.layouts import CASES, PER_TOKEN
-from tests.parallel.world import Result, train
 from tests.parallel.wrong import one_step, relative
 
 CP2 = ParallelLayout(cp=2)

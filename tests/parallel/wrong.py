@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+from megatron_nemotron3.certify.noise import reference, weights
+from megatron_nemotron3.certify.world import Result, train
 from tests.parallel.case import Case
-from tests.parallel.noise import reference, weights
-from tests.parallel.world import Result, train
 
 
 @functools.cache

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
 from megatron_nemotron3.plan.activations import KINDS, layer_activations, stage_activations
 from megatron_nemotron3.plan.kinds import letter, symbols
 from megatron_nemotron3.plan.recompute import MODULES, NONE, Recompute, modules
 from tests.parallel.case import Case
-from tests.support.distributed import run_distributed
 from tests.support.launches import launch
 
 SUPER, NANO, DENSE = (tiny(get(name)) for name in ("super", "nano", "nano-9b-v2"))
@@ -103,9 +103,9 @@ def _measured(case: Case) -> list[Saved]:
     import torch
     from megatron.core import parallel_state as groups
 
+    from megatron_nemotron3.certify.batch import batches
+    from megatron_nemotron3.certify.world import build
     from megatron_nemotron3.plan.state import stage_patterns
-    from tests.parallel.batch import batches
-    from tests.parallel.world import build
 
     layout, found = case.layout, []
     patterns = stage_patterns(case.config, layout.stages, case.seq_length)

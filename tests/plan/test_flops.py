@@ -8,9 +8,9 @@ import torch
 from megatron_nemotron3 import build_model, cpu_mode
 from megatron_nemotron3.args import Launch, ParallelLayout, flags, to_argv
 from megatron_nemotron3.build import megatron_args
+from megatron_nemotron3.certify.ranks import run_fresh
 from megatron_nemotron3.models import get, names, tiny
 from megatron_nemotron3.plan.flops import model_operations, step_flops, stock_differences
-from tests.support.distributed import run_fresh
 
 LENGTH = 128
 #: Not matrix products, or (scores on a CPU) products that torch's counter does not know.

@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 
 from megatron_nemotron3.args import ParallelLayout, published_layout
+from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.certify.world import Run
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from megatron_nemotron3.plan import activations
 from megatron_nemotron3.plan import state as state_module
@@ -31,8 +33,6 @@ from megatron_nemotron3.plan.state import (
     state,
 )
 from tests.parallel.case import Case
-from tests.parallel.world import Run
-from tests.support.distributed import run_distributed
 from tests.support.launches import launch
 
 SUPER = tiny(get("super"))

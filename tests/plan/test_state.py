@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.certify.world import Run
 from megatron_nemotron3.models import count, get, names, tiny
 from megatron_nemotron3.plan.state import State, parameters, state
 from tests.parallel.case import Case
-from tests.parallel.world import Run
-from tests.support.distributed import run_distributed
 from tests.support.launches import launch
 
 CONFIG = tiny(get("super")).but(pattern="MEM*EME*")

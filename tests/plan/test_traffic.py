@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3.args import ParallelLayout, published_layout
+from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.certify.world import Run
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.plan.state import parameters, stage_elements
 from megatron_nemotron3.plan.traffic import ALL_TO_ALL, step_traffic
 from tests.parallel.case import Case
-from tests.parallel.world import Run
-from tests.support.distributed import run_distributed
 from tests.support.launches import launch
 
 CONFIG = tiny(get("super")).but(pattern="MEM*E")

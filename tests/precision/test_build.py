@@ -12,11 +12,11 @@ import megatron_nemotron3 as n3
 from megatron_nemotron3.args import Launch
 from megatron_nemotron3.args.rules import RuleError
 from megatron_nemotron3.build import model_config
+from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.models import tiny
 from megatron_nemotron3.precision import install, yaml_file
 from megatron_nemotron3.precision.settings import current, emulating, parse
 from megatron_nemotron3.precision.table import expected
-from tests.support.distributed import initialize, run_distributed
 from tests.support.emulation import seed
 
 TINY = tiny(n3.get("super"))

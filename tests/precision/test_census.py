@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import megatron_nemotron3 as n3
 from megatron_nemotron3 import models
+from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.census import (
     Ambient,
@@ -22,7 +23,6 @@ from megatron_nemotron3.precision.census import (
 from megatron_nemotron3.precision.share import TAIL, shares
 from megatron_nemotron3.precision.table import Structure, bf16_tail, expected
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile
-from tests.support.distributed import run_distributed
 from tests.support.models import GOLDEN_MODELS, golden_file
 
 GOLDEN: dict[str, Any] = json.loads(golden_file().read_text())

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_nemotron3 import models
+from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.census import (
     Ambient,
@@ -26,7 +27,6 @@ from megatron_nemotron3.precision.census import (
     require_format,
 )
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFileError
-from tests.support.distributed import initialize, run_distributed
 from tests.support.models import GOLDEN_MODELS, build_hybrid
 
 from .test_census import GOLDEN, content
@@ -253,7 +253,8 @@ LIVE = f"""
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
 import yaml
-from tests.support import distributed, models
+from megatron_nemotron3.certify import ranks
+from tests.support import models
 from megatron_nemotron3.models import SUPER
 from megatron_nemotron3.precision import yaml_file
 
@@ -279,7 +280,7 @@ def take(module, name):
 
 specs = {{"stock": ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
          "te": ("megatron_nemotron3.specs", "nemotron3_te_stack_spec")}}
-taken = {{who: distributed.run_distributed(take, 1, *spec)[0] for who, spec in specs.items()}}
+taken = {{who: ranks.run_distributed(take, 1, *spec)[0] for who, spec in specs.items()}}
 print("RESULT", json.dumps(taken))
 """
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3 import run
+from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.precision import install
 from megatron_nemotron3.precision.deviations import census_lines
-from tests.support.distributed import initialize, run_distributed
 
 from .test_census_upstream import FP4, listening, tiny_super
 
@@ -98,7 +98,8 @@ LIVE = f"""
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
 import yaml
-from tests.support import distributed, models
+from megatron_nemotron3.certify import ranks
+from tests.support import models
 from megatron_nemotron3.models import SUPER
 from megatron_nemotron3.precision import yaml_file
 
@@ -123,7 +124,7 @@ from megatron_nemotron3.precision.deviations import census_lines
     except Exception:
         return "passed"
 
-print("RESULT", json.dumps([distributed.run_distributed(take, 1, tail)[0] for tail in (1, 500)]))
+print("RESULT", json.dumps([ranks.run_distributed(take, 1, tail)[0] for tail in (1, 500)]))
 """
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.precision.install import emulate_stack
 from megatron_nemotron3.precision.observe import Observed, Observer
 from megatron_nemotron3.precision.quantizer import fake_quantize
@@ -25,7 +26,6 @@ from megatron_nemotron3.precision.settings import (
 )
 from megatron_nemotron3.precision.statistics import Sums, measure, numbers
 from megatron_nemotron3.precision.table import tail_of_depth
-from tests.support.distributed import initialize, run_distributed
 from tests.support.emulation import assert_same, built, seed, step
 from tests.support.precision_log import Run, Seen, train
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.observe import Observed
 from megatron_nemotron3.precision.report import GRADIENT, Row
 from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging, logging_precision
 from megatron_nemotron3.train import processes
-from tests.support.distributed import initialize, run_distributed, run_launcher
+from tests.support.distributed import run_launcher
 from tests.support.emulation import built
 from tests.support.precision_log import Run, train
 from tests.support.short_run import mock_argv, short_schedule

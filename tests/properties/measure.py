@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.models import count
 from megatron_nemotron3.precision.settings import Logging, logging_precision
 from tests.properties import step
 from tests.properties.step import Case, Outcome, Refusal
-from tests.support.distributed import run_distributed
 
 # -- what is pretended to be there ---------------------------------------------------------------------------
 

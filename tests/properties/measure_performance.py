@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+from megatron_nemotron3.certify.ranks import run_distributed
 from tests.properties.measure import attempts, nothing, outcome
 from tests.properties.step import Case, Outcome, Refusal
-from tests.support.distributed import run_distributed
 
 #: Words whose value would be refused if Megatron read it, and the words with which it does.
 _IGNORED = (

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.models import count
 from tests.properties.step import Case, Outcome, train_step
 from tests.properties.strategies import accepted, draw_many
-from tests.support.distributed import run_distributed
 
 #: Relative differences of loss and gradient norm that summing in another order may make.
 TOLERANCE = {"fp32": (2e-4, 1e-3), "bf16": (5e-2, 2.5e-1)}

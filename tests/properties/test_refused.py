@@ -9,13 +9,13 @@ import pytest
 
 from megatron_nemotron3.args import RULES, Launch, check, versions
 from megatron_nemotron3.args.rules_options import _GPT_LAYOUT
+from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.models import count
 from tests.properties.entries import Refused, Wrong
 from tests.properties.evidence import EVIDENCE
 from tests.properties.measure import _GPT_VALUES, attempts, nothing
 from tests.properties.step import Case, Refusal
 from tests.properties.strategies import draw_many, errors, refused
-from tests.support.distributed import run_distributed
 
 
 def violated(case: Case) -> set[str]:

@@ -68,7 +68,7 @@ def megatron(argv: list[str], **sizes: int) -> Iterator[Any]:
     )
     from megatron.training import global_vars
 
-    from tests.support.distributed import initialize
+    from megatron_nemotron3.certify.ranks import initialize
 
     initialize(**sizes)
     accelerator.set_accelerator(CPU())

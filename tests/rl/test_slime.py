@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_nemotron3.args import Launch, flags, to_argv
+from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.models import get
 from tests.rl.frameworks import marks
-from tests.support.distributed import run_distributed
 
 pytestmark = marks("SLIME_DIR")
 

@@ -11,8 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.certify.ranks import PRELOAD
 from tests.support.checkpoint_runs import free_port
-from tests.support.distributed import PRELOAD
 
 NOTHING = "(ended without a word)"
 

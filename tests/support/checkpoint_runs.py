@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from megatron_nemotron3.args import ParallelLayout, manifest
+from megatron_nemotron3.certify import ranks
 from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import log, processes
@@ -60,7 +61,7 @@ def die_while_saving(
     with mock.patch.dict(os.environ, environment):
         call = pickle.dumps((_launch_mortally, arguments, dict(os.environ)))
     try:
-        distributed.start_ranks(call, layout.world_size, None, 240, daemon=False)
+        ranks.start_ranks(call, layout.world_size, None, 240, daemon=False)
     except RuntimeError as death:
         # Another rank may be the first to report: it has lost its peer.
         signs = ("exit code -9", f"exit code -{signal.SIGXFSZ}", "gloo/transport/tcp")

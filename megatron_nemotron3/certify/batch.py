@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.parallel.case import Case
+from megatron_nemotron3.certify.case import Case
 
 #: Tensors of a micro-batch [b, s / cp], and its PackedSeqParams or None.
 Batch = tuple[dict[str, Tensor], Any]

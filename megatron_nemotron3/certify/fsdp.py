@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.parallel.tensors import Pieces, pieces, unwrap
+from megatron_nemotron3.certify.tensors import Pieces, pieces, unwrap
 
 
 def weights(chunk: Any) -> Pieces:

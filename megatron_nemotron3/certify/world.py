@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.certify import fsdp
+from megatron_nemotron3.certify.batch import Batch, batches
+from megatron_nemotron3.certify.case import Case
+from megatron_nemotron3.certify.ranks import initialize, run_distributed
+from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, gradients, load, pieces
 from megatron_nemotron3.lora import LoRA, training
-from megatron_nemotron3.models import Nemotron3Config
-from tests.parallel import fsdp
-from tests.parallel.batch import Batch, batches
-from tests.parallel.case import Case
-from tests.parallel.tensors import Pieces, Tensors, gather, gradients, load, pieces
-from tests.support.distributed import initialize, run_distributed
 
 
 @dataclass
@@ -50,11 +49,10 @@ def train(case: Case, weights: Tensors | None = None, timeout: float = 300) -> R
     )
 
 
-def initial_weights(
-    config: Nemotron3Config, seed: int = 0, extra: tuple[str, ...] = (), lora: str | None = None
-) -> Tensors:
-    """Random weights of the whole model in which nothing is 1, 0 or equal to its neighbor by default."""
-    (pieces,) = run_distributed(_built, 1, Case(config=config, extra=extra, lora=lora), apart=True)
+def initial_weights(case: Case, seed: int = 0) -> Tensors:
+    """Random weights of the model of `case`, a case of one rank, in which nothing is 1, 0 or equal to its
+    neighbor by default."""
+    (pieces,) = run_distributed(_built, 1, case, apart=True)
     generator = torch.Generator().manual_seed(seed)
 
     def randomized(key: str, tensor: Tensor) -> Tensor:
@@ -92,6 +90,8 @@ def build(case: Case, weights: Tensors | None = None) -> tuple[list[Any], Any, A
 
     from megatron_nemotron3.build import megatron_args
 
+    if case.fault is not None:
+        case.fault()
     args = megatron_args(case.argv(), case.layout.world_size)
     initialize_layout(case.layout, args.num_distributed_optimizer_instances)
     if args.vocab_size is None:

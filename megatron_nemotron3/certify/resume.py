@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.parallel.case import Case
-from tests.parallel.tensors import Pieces, Tensors, gather, pieces, unwrap
-from tests.parallel.world import Run
-from tests.support.distributed import run_distributed
+from megatron_nemotron3.certify.case import Case
+from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, pieces, unwrap
+from megatron_nemotron3.certify.world import Run
 
 
 def on_ranks(function: Any, case: Case, *args: Any) -> list[Tensors]:

@@ -18,9 +18,9 @@ import math
 import torch
 from torch import Tensor
 
-from tests.parallel.case import Case
-from tests.parallel.tensors import Tensors
-from tests.parallel.world import Result, initial_weights, train
+from megatron_nemotron3.certify.case import Case
+from megatron_nemotron3.certify.tensors import Tensors
+from megatron_nemotron3.certify.world import Result, initial_weights, train
 
 #: Repetitions of the nudged run; a tensor's noise is the largest seen.
 NUDGES = 2
@@ -30,7 +30,7 @@ UNIT = 2.0**-24
 @functools.cache
 def weights(case: Case) -> Tensors:
     """What every layout of a case starts from."""
-    return initial_weights(case.config, extra=case.extra, lora=case.lora)
+    return initial_weights(case)
 
 
 @functools.cache

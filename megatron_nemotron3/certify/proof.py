@@ -1,0 +1,88 @@
+"""The proof of a launch: its twin in small layouts against one process, property by property.
+
+A stage of the proof is a function from a `Bench` to findings. It reports what it finds as findings, also
+where Megatron itself refuses or ranks disagree; an exception is a defect of this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.args.flag import Flag
+from megatron_nemotron3.certify.case import Case
+from megatron_nemotron3.certify.finding import Finding, State, failed
+from megatron_nemotron3.certify.layouts import Sizes
+from megatron_nemotron3.certify.twin import Twin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What the stages of a proof work with."""
+
+    twin: Twin
+    #: Options of the launch, each once.
+    flags: tuple[Flag, ...]
+    #: An empty folder for checkpoints and logs.
+    folder: Path
+    #: Seconds after which a run counts as hung.
+    timeout: float = 300
+    #: Importable function called on every rank before anything is built. Tests break something with it.
+    fault: Callable[[], None] | None = None
+
+    def case(self, sizes: Sizes | None, **changes: Any) -> Case:
+        """Return the training of the twin in a layout, or in one process (None)."""
+        batch = self.twin.batch
+        values: dict[str, Any] = {
+            "config": self.twin.config,
+            "layout": sizes.layout if sizes else ParallelLayout(),
+            "words": tuple(self.twin.words(sizes)),
+            "seq_length": batch.seq_length,
+            "micro_batch_size": batch.micro_batch_size,
+            "sequences": batch.sequences,
+            "documents": batch.documents,
+            "mask": "random" if batch.masked else "none",
+            "steps": 2,
+            "fault": self.fault,
+        }
+        return Case(**(values | changes))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the proof."""
+
+    #: What it does, as a progress line says it.
+    title: str
+    findings: Callable[[Bench], Iterator[Finding]]
+
+
+def layouts(bench: Bench) -> Iterator[Finding]:
+    """Yield how each small layout compares with one process, from the same weights."""
+    from megatron_nemotron3.certify import compare, noise, world
+
+    one = bench.case(None)
+    base, start = noise.reference(one), noise.weights(one)
+    for sizes in bench.twin.sizes:
+        where = str(sizes)
+        try:
+            found = world.train(bench.case(sizes), start, bench.timeout)
+            distances = list(compare.compared(one, base, found))
+        except (AssertionError, RuntimeError, TimeoutError) as problem:
+            yield failed("training", where, str(problem).strip().splitlines()[-1])
+            continue
+        for distance in distances:
+            state = State.PASS if distance.share <= 1 else State.FAIL
+            yield Finding(distance.what, state, where, distance.share, 1.0, distance.key)
+
+
+STAGES: tuple[Stage, ...] = (Stage("layouts against one process", layouts),)
+
+
+def prove(bench: Bench) -> Iterator[Finding]:
+    """Yield the findings of all stages."""
+    for stage in STAGES:
+        yield from stage.findings(bench)
