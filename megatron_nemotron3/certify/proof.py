@@ -79,7 +79,17 @@ def layouts(bench: Bench) -> Iterator[Finding]:
             yield Finding(distance.what, state, where, distance.share, 1.0, distance.key)
 
 
-STAGES: tuple[Stage, ...] = (Stage("layouts against one process", layouts),)
+def script(bench: Bench) -> Iterator[Finding]:
+    """Yield what the launch's own script shows: checkpoints, too."""
+    from megatron_nemotron3.certify import script_stage
+
+    yield from script_stage.script(bench)
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage("layouts against one process", layouts),
+    Stage("the script, killed, resumed and loaded elsewhere", script),
+)
 
 
 def prove(bench: Bench) -> Iterator[Finding]:

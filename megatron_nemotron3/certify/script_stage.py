@@ -196,14 +196,14 @@ def script(bench: Bench) -> Iterator[Finding]:
 
 def against(compared: Callable[..., Finding], base: Ran, found: Ran, where: str) -> Iterator[Finding]:
     """Hold a run of two steps against one process."""
-    yield compared("losses", found, where, partial(_logged, "lm loss"))
+    yield compared("losses (script)", found, where, partial(_logged, "lm loss"))
     if any(name.startswith("mtp_") for name in base.curve.steps[1].values):
-        yield compared("losses of MTP", found, where, partial(_logged, r"mtp_\d+ loss"))
-    yield compared("gradient norms", found, where, partial(_logged, "grad norm"), _NORM)
+        yield compared("losses of MTP (script)", found, where, partial(_logged, r"mtp_\d+ loss"))
+    yield compared("gradient norms (script)", found, where, partial(_logged, "grad norm"), _NORM)
     for step in (1, 2):
-        yield compared(f"gradients of step {step}", found, where, partial(Ran.gradients, step=step))
-    yield compared("weights after two steps", found, where, partial(Ran.weights, step=2))
-    yield stored.equal("expert biases", base.biases(2), found.biases(2), where)
+        yield compared(f"gradients of step {step} (script)", found, where, partial(Ran.gradients, step=step))
+    yield compared("weights after two steps (script)", found, where, partial(Ran.weights, step=2))
+    yield stored.equal("expert biases (script)", base.biases(2), found.biases(2), where)
 
 
 def _compared(
@@ -237,8 +237,8 @@ def resumed(scripts: Scripts, sizes: Sizes, killed: Ran) -> Iterator[Finding]:
         return
     yield from loaded(again, killed, where)
     yield stored.equal("gradients after resuming", killed.gradients(2), again.gradients(1), where)
-    both = (run.seen[step, observer.WEIGHTS] for run, step in ((killed, 2), (again, 1)))
-    yield stored.equal("weights after resuming", *both, where)
+    before, after = killed.seen[2, observer.WEIGHTS], again.seen[1, observer.WEIGHTS]
+    yield stored.equal("weights after resuming", before, after, where)
     yield _same_state("optimizer state after resuming", killed.state(2), again.state(1), where)
     try:
         written = stored.read(scripts.saved / "iter_0000002")
@@ -259,11 +259,11 @@ def loaded(found: Ran, saved: Ran, where: str, optimizer: bool = True) -> Iterat
 
 
 def _same_state(what: str, expected: dict[str, Tensors], found: dict[str, Tensors], where: str) -> Finding:
-    flat = (
-        {f"{kind} of {k}": t for kind, part in one.items() for k, t in part.items()}
-        for one in (expected, found)
-    )
-    return stored.equal(what, *flat, where)
+    return stored.equal(what, _flat(expected), _flat(found), where)
+
+
+def _flat(state: dict[str, Tensors]) -> Tensors:
+    return {f"{kind} of {key}": t for kind, part in state.items() for key, t in part.items()}
 
 
 def _written(written: Tensors, run: Ran, where: str) -> Iterator[Finding]:
