@@ -39,7 +39,7 @@ active = False
 def prefers_onednn(vendor: str, capability: str) -> bool:
     """Whether oneDNN computes FP32 products faster than MKL.
 
-    With AVX2 both are equally fast, and on Intel's CPUs MKL uses AVX-512, too.
+    With AVX2 the gain is small, and on Intel's CPUs MKL uses AVX-512, too.
 
     Args:
         vendor: `vendor_id` of the CPU, as "AuthenticAMD".
