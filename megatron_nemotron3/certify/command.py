@@ -21,8 +21,8 @@ from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.certify import certificate
 from megatron_nemotron3.certify import options as table
 from megatron_nemotron3.certify import twin as twins
-from megatron_nemotron3.certify.finding import Finding, State
-from megatron_nemotron3.certify.proof import STAGES, Bench, Stage, prove
+from megatron_nemotron3.certify.finding import Finding, State, failed
+from megatron_nemotron3.certify.proof import STAGES, Bench, Stage, last_line, prove
 from megatron_nemotron3.certify.reading import Asked, checkout, read
 from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.models.command import add_model
@@ -165,11 +165,20 @@ def _shown(bench: Bench) -> Iterator[Finding]:
     with _Progress(STAGES, bench) as progress:
         for stage in STAGES:
             progress.begin(stage)
-            found = list(prove(bench, (stage,)))
+            found = list(_finished(stage, bench))
             with progress.paused():
                 for line in _lines(found):
                     say(line)
             yield from found
+
+
+def _finished(stage: Stage, bench: Bench) -> Iterator[Finding]:
+    """Yield what a stage finds; if it breaks, that is a failure, and the other stages go on."""
+    try:
+        yield from prove(bench, (stage,))
+    except Exception as problem:
+        said = f"not finished, a defect of this command: {type(problem).__name__}: {last_line(problem)}"
+        yield failed(stage.title, detail=said)
 
 
 def _lines(findings: Sequence[Finding]) -> Iterator[str]:

@@ -227,6 +227,22 @@ def test_an_interrupt_leaves_nothing(
     assert written(script.parent) == [] and not folders[0].exists()
 
 
+def test_a_stage_that_breaks_fails_and_the_others_go_on(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(bench: Bench) -> Iterator[Finding]:
+        yield passed("gradients")
+        raise KeyError("router")
+
+    def fine(bench: Bench) -> Iterator[Finding]:
+        yield passed("weights")
+
+    monkeypatch.setattr(command, "STAGES", (Stage("first", broken), Stage("second", fine)))
+    assert cli.main(["certify", "launch.sh"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL  first" in printed and "KeyError: 'router'" in printed and "pass  weights" in printed
+
+
 def test_failures_are_all_printed(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
