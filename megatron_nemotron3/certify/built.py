@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.args.flag import Flag, to_argv
+from megatron_nemotron3.args.flags import backend_words
 from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.certify import options as table
 from megatron_nemotron3.certify.finding import Finding, failed, passed, untested
-from megatron_nemotron3.certify.options import LAYOUT, ON_GPU, OUTSIDE, SCHEDULE
 from megatron_nemotron3.certify.static import launch_of
 from megatron_nemotron3.models.pattern import join_stages
 from megatron_nemotron3.models.stack_specs import MODULE, spec_name
@@ -29,7 +30,13 @@ WHOLE, TWIN = "number formats of the built model", "number formats that the twin
 #: Options of a format that Megatron checks on any machine; those that name it need Transformer Engine.
 _KEPT = ("--te-precision-config-file", "--bf16", "--fp16")
 #: Replaced, or decided by the tokenizer or by the machine.
-_DROPPED = frozenset(("--spec", "--hybrid-layer-pattern", "--vocab-size", "--padded-vocab-size"))
+_DROPPED = frozenset(
+    (
+        *("--spec", "--hybrid-layer-pattern", "--hybrid-override-pattern", "--mtp-hybrid-override-pattern"),
+        *("--vocab-size", "--padded-vocab-size", "--make-vocab-size-divisible-by", "--num-layers"),
+        *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    )
+)
 
 
 def census(bench: Bench) -> Iterator[Finding]:
@@ -57,8 +64,7 @@ def _whole(bench: Bench, launch: Launch) -> Iterator[Finding]:
         join_stages([model.pattern], (model.mtp_pattern or "",) * model.mtp_num_layers),
     ]
     words += ["--vocab-size", str(model.vocab_size), "--make-vocab-size-divisible-by", "1"]
-    words += ["--transformer-impl", "local", "--attention-backend", "unfused", "--no-masked-softmax-fusion"]
-    words += ["--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--micro-batch-size", "1"]
+    words += [*backend_words("torch"), "--micro-batch-size", "1"]
     words += ["--no-initialization", "--use-cpu-initialization", "--train-iters", "1", "--lr", "1e-4"]
     ambient = Ambient(launch.precision, model.num_layers, launch.bf16_at_start, launch.bf16_at_end)
     try:
@@ -82,13 +88,9 @@ def _decides(flag: Flag) -> bool:
     """Whether the real model is built with an option: not with those of layout, batch, paths and kernels."""
     if flag.name in _KEPT:
         return True
-    if flag.name in LAYOUT | _DROPPED or SCHEDULE.fullmatch(flag.name) or OUTSIDE.fullmatch(flag.name):
-        return False
-    if flag.name in ("--use-distributed-optimizer", "--moe-token-dispatcher-type", "--sequence-parallel"):
-        return False
-    return not any(row.options.fullmatch(flag.name) for row in ON_GPU) and not flag.name.startswith(
-        "--overlap"
-    )
+    row = table.row(flag.name)
+    sized = row is table.MODEL_SIZES and flag.name not in _DROPPED
+    return sized or (row.fate is table.Fate.KEPT and not row.mechanism)
 
 
 def build_whole(words: Sequence[str], ambient: Ambient) -> tuple[Counter[str], list[str]]:

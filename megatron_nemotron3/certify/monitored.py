@@ -11,6 +11,7 @@ from megatron_nemotron3.monitor.series import AGGREGATES, KINDS
 
 if TYPE_CHECKING:
     from megatron_nemotron3.certify.proof import Bench
+    from megatron_nemotron3.certify.tensors import Tensors
 
 MONITORS = "monitors of the first step"
 
@@ -41,7 +42,7 @@ def monitors(bench: Bench) -> Iterator[Finding]:
     yield Finding(MONITORS, state, where, distance.share, 1.0, detail)
 
 
-def _first(history: events.History) -> dict[str, object]:
+def _first(history: events.History) -> Tensors:
     """Return the monitors' values of the first step."""
     import torch
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.args.flag import Flag
-from megatron_nemotron3.certify import static
+from megatron_nemotron3.certify import built, static
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.finding import Finding, State, failed
 from megatron_nemotron3.certify.layouts import Sizes
@@ -105,6 +105,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("rules", static.rules, lambda bench: 0.1),
     Stage("number formats of the model", static.formats, lambda bench: 0.5),
     Stage("memory of a GPU", static.memory, lambda bench: 0.5),
+    Stage("number formats of the built model", built.census, lambda bench: 15),
     Stage("layouts against one process", layouts, lambda bench: 10 + 0.7 * bench.ranks),
     Stage("what needs a GPU", static.beyond, lambda bench: 0.1),
 )

@@ -13,6 +13,7 @@ from megatron_nemotron3.args.command_line import is_known
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.parser_check import misused, unknown
 from megatron_nemotron3.certify.finding import Finding, State, failed, passed, untested
+from megatron_nemotron3.certify.options import Fate
 from megatron_nemotron3.plan.hardware import GIB, GPUS, RESERVE
 from megatron_nemotron3.precision import deviations, yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
@@ -145,5 +146,6 @@ def memory(bench: Bench) -> Iterator[Finding]:
 def beyond(bench: Bench) -> Iterator[Finding]:
     """Yield what of the launch nothing here can try."""
     for remark in bench.twin.remarks:
-        if remark.untested:
-            yield untested(remark.what, f"instead: {remark.instead}")
+        if remark.fate is Fate.UNTESTED:
+            names = f" ({', '.join(remark.options)})" if remark.options else ""
+            yield untested(remark.what, f"{remark.instead}{names}")
