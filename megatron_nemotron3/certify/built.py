@@ -176,6 +176,7 @@ def emulated(launch: Launch) -> list[tuple[str, str, str]]:
     from megatron_nemotron3.build import build
     from megatron_nemotron3.precision.census import census as listed
     from megatron_nemotron3.precision.formats import BF16
+    from megatron_nemotron3.precision.install import ambient_of
 
     model = build(launch)
     model.train()
@@ -185,7 +186,8 @@ def emulated(launch: Launch) -> list[tuple[str, str, str]]:
     model(tokens, positions, None, labels=tokens).sum().backward()
     modules = dict(model.named_modules())
     result = []
-    for entry in listed(model):
+    assert launch.emulate is not None
+    for entry in listed(model, ambient=ambient_of(model.config, launch.emulate)):
         if entry.kind.quantizable:
             products = getattr(modules[entry.name], "products", None)
             ran = products.formats[0] if products is not None else BF16
