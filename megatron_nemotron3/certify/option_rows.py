@@ -30,10 +30,14 @@ class Row:
     names: tuple[str, ...]
     #: A way to compute the same, which one process does without.
     mechanism: bool = False
+    #: Names of those that turn the others on; without one of them none has an effect.
+    switches: tuple[str, ...] = ()
 
 
-def _row(fate: Fate, what: str, instead: str, names: str, *, mechanism: bool = False) -> Row:
-    return Row(fate, what, instead, tuple(names.split()), mechanism)
+def _row(
+    fate: Fate, what: str, instead: str, names: str, *, mechanism: bool = False, switches: str = ""
+) -> Row:
+    return Row(fate, what, instead, tuple(names.split()), mechanism, tuple(switches.split()))
 
 
 MODEL_SIZES = _row(
@@ -267,6 +271,7 @@ UNTESTED = (
         cuda-graph-* enable-cuda-graph external-cuda-graph te-rng-tracker delay-offload-until-cuda-graph
         moe-paged-stash moe-paged-stash-* optimizer-cuda-graph
         """,
+        switches="cuda-graph-impl enable-cuda-graph external-cuda-graph optimizer-cuda-graph moe-paged-stash",
     ),
     _row(
         Fate.UNTESTED,
@@ -276,6 +281,7 @@ UNTESTED = (
         moe-flex-* moe-enable-deepep moe-hybridep-* moe-deepep-* moe-permute-fusion-into-hybridep
         moe-ncclep-* use-nccl-ub gtp-*
         """,
+        switches="moe-token-dispatcher-type moe-enable-deepep use-nccl-ub",
     ),
     _row(
         Fate.UNTESTED,
@@ -287,6 +293,8 @@ UNTESTED = (
         overlap-dispatch-backward-with-experts-wgrad use-ring-exchange-p2p defer-embedding-wgrad-compute
         wgrad-deferral-limit
         """,
+        switches="tp-comm-overlap overlap-moe-expert-parallel-comm delay-wgrad-compute overlap-dispatch-* "
+        "moe-shared-expert-overlap use-ring-exchange-p2p defer-embedding-wgrad-compute",
     ),
     _row(
         Fate.UNTESTED,
@@ -298,6 +306,7 @@ UNTESTED = (
         use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params
         min-offloaded-tensor-size
         """,
+        switches="cpu-offloading-num-layers fine-grained-activation-offloading optimizer-cpu-offload",
     ),
     _row(
         Fate.UNTESTED,
@@ -307,6 +316,7 @@ UNTESTED = (
         use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward fsdp-* megatron-fsdp-enable-*
         megatron-fsdp-max-*
         """,
+        switches="use-torch-fsdp2 use-megatron-fsdp",
     ),
     _row(
         Fate.UNTESTED,
@@ -336,6 +346,7 @@ UNTESTED = (
         export-* modelopt-enabled enable-gpt-oss freeze-base-for-mtp qad-train-target logits-load-*
         logits-save-*
         """,
+        switches="export-kd-* export-quant-cfg modelopt-enabled logits-load-dir logits-save-dir",
     ),
     _row(
         Fate.UNTESTED,
@@ -345,6 +356,7 @@ UNTESTED = (
         moe-expert-capacity-factor moe-expert-rank-capacity-factor moe-pad-expert-input-to-capacity
         moe-token-drop-policy
         """,
+        switches="moe-expert-capacity-factor moe-expert-rank-capacity-factor",
     ),
     _row(
         Fate.UNTESTED,

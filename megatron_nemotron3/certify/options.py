@@ -26,6 +26,7 @@ __all__ = (
     "FSDP",
     "LAYOUT_SIZES",
     "MODEL_SIZES",
+    "OFF",
     "SCHEDULE",
     "TABLE",
     "UNKNOWN",
@@ -37,6 +38,8 @@ __all__ = (
 
 #: For an option that no row has.
 UNKNOWN = Row(Fate.KEPT, "options that are not in the table", "", ())
+#: For an option that nothing turns on.
+OFF = Row(Fate.DROPPED, "details of what is turned off", "", ())
 #: Options that Megatron-FSDP needs, whatever the checkpoints are.
 FSDP = {"--use-megatron-fsdp": ("--ckpt-format", "fsdp_dtensor")}
 #: Options that Megatron sets to 0.1 where a command does not give them.
@@ -64,20 +67,34 @@ def rows(name: str) -> tuple[Row, ...]:
     )
 
 
-def row(name: str, values: tuple[str, ...] = ()) -> Row:
-    """Return the row of an option with its values; `UNKNOWN` if there is none."""
+def row(name: str, values: tuple[str, ...] = (), given: Mapping[str, tuple[str, ...]] | None = None) -> Row:
+    """Return the row of an option with its values; `UNKNOWN` if there is none, `OFF` without its switch.
+
+    Args:
+        given: all options of the command.
+    """
     found = rows(name)
     known = found[0] if found else UNKNOWN
     if name in _ONLY:
         allowed, other = _ONLY[name]
-        return known if values[:1] == () or values[0] in allowed else other
-    if known.what.startswith("random numbers") and values and _is_zero(values[0]):
-        return MEANING  # turned off: so it stays
-    return known
+        known = known if not values or values[0] in allowed else other
+    elif known.what.startswith("random numbers") and values and _is_off(values):
+        return MEANING  # so it is kept
+    return OFF if given is not None and known.switches and not _is_on(known, given) else known
 
 
-def _is_zero(word: str) -> bool:
+def _is_on(row: Row, given: Mapping[str, tuple[str, ...]]) -> bool:
+    return any(
+        fnmatchcase(name, f"--{switch}")
+        and not _is_off(values)
+        and (name not in _ONLY or values[0] not in _ONLY[name][0])
+        for name, values in given.items()
+        for switch in row.switches
+    )
+
+
+def _is_off(values: tuple[str, ...]) -> bool:
     try:
-        return float(word) == 0
+        return bool(values) and float(values[0]) == 0
     except ValueError:
-        return False
+        return values[0] == "none"

@@ -170,9 +170,10 @@ def make(
     config, sized = _small(launch, sizes, remarks)
     meaning, mechanism, fates = list(sized), list[Flag](), dict[str, Fate]()
     grouped: dict[table.Row, list[str]] = {}
+    given = {flag.name: flag.values for flag in merged.flags}
     for flag in merged.flags:
         flag = _on_a_cpu(flag, remarks)
-        row = table.row(flag.name, flag.values)
+        row = table.row(flag.name, flag.values, given)
         fates[flag.name] = row.fate
         if row.fate is Fate.KEPT and row.mechanism:
             mechanism.append(flag)

@@ -50,7 +50,11 @@ def lines(twin: Twin) -> list[str]:
             names = f" ({', '.join(remark.options)})" if remark.options else ""
             instead = f": {remark.instead}" if remark.instead else ""
             result += _wrapped(f"{remark.what}{instead}{names}")
-    dropped = Counter(table.row(name).what for name, fate in twin.fates.items() if fate is Fate.DROPPED)
+    dropped = Counter(
+        (row if row.fate is Fate.DROPPED else table.OFF).what
+        for name, fate in twin.fates.items()
+        if fate is Fate.DROPPED and (row := table.row(name))
+    )
     if dropped:
         said = ", ".join(f"{what} ({count} options)" for what, count in dropped.items())
         result += [f"{Fate.DROPPED.value}:", *_wrapped(said)]

@@ -69,7 +69,7 @@ def test_every_option_of_megatron_stands_in_one_row() -> None:
 
 
 def test_rows_name_options_that_exist() -> None:
-    every = [(row.what, name) for row in options.TABLE for name in row.names]
+    every = [(row.what, name) for row in options.TABLE for name in row.names + row.switches]
     assert [pair for pair in every if not any(fnmatchcase(known, pair[1]) for known in KNOWN)] == []
 
 
@@ -78,6 +78,22 @@ def test_an_unknown_option_is_kept_and_said() -> None:
     assert twin.fates["--moe-new-thing"] is Fate.KEPT
     assert option(twin.words(None), "--moe-new-thing") == "3"
     assert any("not in the table" in r.what and r.options == ("--moe-new-thing 3",) for r in twin.remarks)
+
+
+def test_details_of_what_is_off_are_not_called_untested() -> None:
+    off = "--cuda-graph-impl none --cuda-graph-warmup-steps 3 --moe-flex-dispatcher-num-sms 16"
+    twin = twin_of(f"{SUPER} {off} --moe-token-dispatcher-type alltoall")
+    assert {twin.fates[f"--{name}"] for name in ("cuda-graph-impl", "moe-flex-dispatcher-num-sms")} == {
+        Fate.DROPPED
+    }
+    twin = twin_of(f"{SUPER} {off} --moe-token-dispatcher-type flex".replace("impl none", "impl local"))
+    said = {name for remark in twin.remarks if remark.untested for name in remark.options}
+    assert {
+        "--cuda-graph-impl local",
+        "--cuda-graph-warmup-steps 3",
+        "--moe-token-dispatcher-type flex",
+    } <= said
+    assert option(twin.words(twin.sizes[0]), "--moe-token-dispatcher-type") == "alltoall"
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
