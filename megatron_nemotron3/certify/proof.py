@@ -100,6 +100,20 @@ def last_line(problem: BaseException) -> str:
     return (str(problem).strip() or type(problem).__name__).splitlines()[-1]
 
 
+def script(bench: Bench) -> Iterator[Finding]:
+    """Yield what the launch's own script shows: checkpoints, too."""
+    from megatron_nemotron3.certify import script_stage
+
+    yield from script_stage.script(bench)
+
+
+def monitors(bench: Bench) -> Iterator[Finding]:
+    """Yield whether the monitors saw the same in the script's runs."""
+    from megatron_nemotron3.certify import monitored
+
+    yield from monitored.monitors(bench)
+
+
 STAGES: tuple[Stage, ...] = (
     Stage("Megatron's parser", static.parser, lambda bench: 4),
     Stage("rules", static.rules, lambda bench: 0.1),
@@ -107,6 +121,8 @@ STAGES: tuple[Stage, ...] = (
     Stage("memory of a GPU", static.memory, lambda bench: 0.5),
     Stage("number formats of the built model", built.census, lambda bench: 15),
     Stage("layouts against one process", layouts, lambda bench: 10 + 0.7 * bench.ranks),
+    Stage("the script, killed, resumed and loaded elsewhere", script, lambda bench: 30 + 2 * bench.ranks),
+    Stage("monitors", monitors, lambda bench: 0.5),
     Stage("what needs a GPU", static.beyond, lambda bench: 0.1),
 )
 
