@@ -101,7 +101,7 @@ def last_line(problem: BaseException) -> str:
 
 
 def script(bench: Bench) -> Iterator[Finding]:
-    """Yield what the launch's own script shows: checkpoints, too."""
+    """Yield what the launch's own script computes, saves and loads."""
     from megatron_nemotron3.certify import script_stage
 
     yield from script_stage.script(bench)
@@ -121,7 +121,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("memory of a GPU", static.memory, lambda bench: 0.5),
     Stage("number formats of the built model", built.census, lambda bench: 15),
     Stage("layouts against one process", layouts, lambda bench: 10 + 0.7 * bench.ranks),
-    Stage("the script, killed, resumed and loaded elsewhere", script, lambda bench: 30 + 2 * bench.ranks),
+    Stage("the script itself", script, lambda bench: 25 + 2.5 * bench.twin.sizes[0].layout.world_size),
     Stage("monitors", monitors, lambda bench: 0.5),
     Stage("what needs a GPU", static.beyond, lambda bench: 0.1),
 )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pickle
-import re
 import signal
 import socket
 import sys
@@ -19,42 +17,13 @@ from megatron_nemotron3.certify.ranks import start_ranks
 from megatron_nemotron3.train import log
 from megatron_nemotron3.train.processes import ENTRY
 
-#: Names a checkout of Megatron-LM; its script is run instead of ours.
-CHECKOUT = "MEGATRON_LM_DIR"
+#: Of a checkout of Megatron-LM.
 STOCK = "pretrain_hybrid.py"
 
 
-def chosen_script() -> Path:
-    """Return the script to run: the stock one of the checkout that the environment names, or our entry.
-
-    Raises:
-        ValueError: the checkout has no such script, or another version than the one that is installed.
-    """
-    named = os.environ.get(CHECKOUT)
-    if not named:
-        return ENTRY
-    script = Path(named).resolve() / STOCK
-    if not script.is_file():
-        raise ValueError(f"{CHECKOUT}={named} has no {STOCK}: name a checkout of Megatron-LM")
-    core = importlib.util.find_spec("megatron.core")
-    theirs = _version(script.parent / "megatron/core")
-    ours = _version(Path(core.origin).parent) if core is not None and core.origin else None
-    if ours and theirs != ours:
-        raise ValueError(
-            f"{CHECKOUT}={named} is megatron-core {theirs or '?'}, and {ours} would be imported: put the "
-            f"checkout in front, PYTHONPATH={named}"
-        )
-    return script
-
-
-def _version(core: Path) -> str | None:
-    """The minor version of the megatron-core in a folder."""
-    try:
-        text = (core / "package_info.py").read_text()
-    except OSError:
-        return None
-    found = dict(re.findall(r"^(MAJOR|MINOR) = (\d+)$", text, re.MULTILINE))
-    return f"{found.get('MAJOR')}.{found.get('MINOR')}"
+def script_of(checkout: Path | None) -> Path:
+    """Return the script to run: the stock one of a checkout, or this package's own."""
+    return ENTRY if checkout is None else checkout / STOCK
 
 
 @dataclass(frozen=True, kw_only=True)

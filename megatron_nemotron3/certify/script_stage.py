@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.args.flag import to_argv
@@ -17,16 +17,14 @@ from megatron_nemotron3.certify import noise, observer, resume, stored
 from megatron_nemotron3.certify.compare import farthest
 from megatron_nemotron3.certify.finding import Finding, State, failed, passed, untested
 from megatron_nemotron3.certify.layouts import Sizes
+from megatron_nemotron3.certify.proof import Bench, last_line
 from megatron_nemotron3.certify.ranks import run_distributed
-from megatron_nemotron3.certify.script_run import ScriptRun, chosen_script
+from megatron_nemotron3.certify.script_run import ScriptRun, script_of
 from megatron_nemotron3.certify.tensors import Tensors
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.train.data.indexed import write_dataset
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo
 from megatron_nemotron3.train.log import Curve
-
-if TYPE_CHECKING:
-    from megatron_nemotron3.certify.proof import Bench
 
 #: Options of the launch that say how checkpoints are written. The twin's other words do without.
 _CHECKPOINTS = re.compile(
@@ -90,7 +88,7 @@ class Scripts:
     """The runs of a launch's script, each of two steps or of the second of two."""
 
     def __init__(self, bench: Bench) -> None:
-        self.bench, self.folder, self.script = bench, folder(bench), chosen_script()
+        self.bench, self.folder, self.script = bench, folder(bench), script_of(bench.checkout)
         self.given = {flag.name: flag for flag in bench.flags}
         self.saved, self.first = self.folder / "checkpoints", self.folder / "first"
         own = [flag for name, flag in self.given.items() if _CHECKPOINTS.fullmatch(name)]
@@ -162,11 +160,7 @@ class Scripts:
 
 
 def script(bench: Bench) -> Iterator[Finding]:
-    """Yield what the launch's own script shows.
-
-    Raises:
-        ValueError: there is no script.
-    """
+    """Yield what the launch's own script shows."""
     scripts = Scripts(bench)
     yield passed("script", detail=str(scripts.script))
     scripts.write_text()
@@ -176,7 +170,7 @@ def script(bench: Bench) -> Iterator[Finding]:
             scripts.run(f"one-{n}", None, *scripts.fresh(n), watched=True) for n in range(1 + noise.NUDGES)
         ]
     except _FAILURES as problem:
-        yield failed("training", "one process", _line(problem))
+        yield failed("training", "one process", last_line(problem))
         return
     first = bench.twin.sizes[0]
     where = str(first)
@@ -184,7 +178,7 @@ def script(bench: Bench) -> Iterator[Finding]:
         words = (*scripts.fresh(), *scripts.saving)
         killed = scripts.run("layout", first, *words, watched=True, killed_in=scripts.saved)
     except _FAILURES as problem:
-        yield failed("training", where, _line(problem))
+        yield failed("training", where, last_line(problem))
         return
     spread = partial(_compared, bases, bench.twin.batch.sequences * bench.twin.batch.seq_length)
     yield from against(spread, bases[0], killed, where)
@@ -230,7 +224,7 @@ def resumed(scripts: Scripts, sizes: Sizes, killed: Ran) -> Iterator[Finding]:
     try:
         again = scripts.run("resumed", sizes, "--load", str(scripts.saved), *scripts.saving)
     except _FAILURES as problem:
-        yield failed(what, where, _line(problem))
+        yield failed(what, where, last_line(problem))
         return
     if trained := [step for step in sorted(again.curve.steps) if step != 2]:
         yield failed(what, where, f"it trained step {trained[0]}, not step 2")
@@ -316,7 +310,7 @@ def elsewhere(
     try:
         found = scripts.run(name, other, *words)
     except _FAILURES as problem:
-        yield failed("loading in another layout", where, _line(problem))
+        yield failed("loading in another layout", where, last_line(problem))
         return
     yield from loaded(found, saved, where, optimizer)
 
@@ -338,7 +332,3 @@ def _logged(pattern: str, ran: Ran) -> Tensors:
         for name, value in step.values.items()
         if re.fullmatch(pattern, name)
     }
-
-
-def _line(problem: BaseException) -> str:
-    return (str(problem).strip() or type(problem).__name__).splitlines()[-1]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3.args import ParallelLayout, command_line
-from megatron_nemotron3.certify import script_run, script_stage
+from megatron_nemotron3.certify import script_stage
 from megatron_nemotron3.certify.finding import Finding, State
 from megatron_nemotron3.certify.proof import Bench
+from megatron_nemotron3.certify.reading import checkout
 from megatron_nemotron3.certify.twin import make
 from megatron_nemotron3.models import get, tiny
 from tests.support import checkpoint_faults as faults
@@ -57,14 +58,11 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
     assert failed(script_stage.loaded(again, killed, "")) == {"optimizer state loaded"}
 
 
-def test_which_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(script_run.CHECKOUT, raising=False)
-    assert script_run.chosen_script().name == "pretrain_script.py"
-    monkeypatch.setenv(script_run.CHECKOUT, str(tmp_path))
-    with pytest.raises(ValueError, match=r"has no pretrain_hybrid\.py"):
-        script_run.chosen_script()
+def test_a_checkout_of_another_version(tmp_path: Path) -> None:
+    """Its script would run with the wrong library."""
     (tmp_path / "pretrain_hybrid.py").touch()
     (tmp_path / "megatron/core").mkdir(parents=True)
     (tmp_path / "megatron/core/package_info.py").write_text("MAJOR = 9\nMINOR = 1\nPATCH = 0\n")
     with pytest.raises(ValueError, match=r"is megatron-core 9\.1, and .* in front, PYTHONPATH="):
-        script_run.chosen_script()
+        checkout({"MEGATRON_LM_DIR": str(tmp_path)})
+    assert script_stage.script_of(None).name == "pretrain_script.py"
