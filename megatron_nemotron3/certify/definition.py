@@ -89,7 +89,9 @@ def definition(bench: Bench) -> Iterator[Finding]:
     written = _WRITTEN | (_WRITTEN_MOE if case.config.is_moe else {})
     for name, value in written.items():
         if (given := getattr(args, name, value)) != value:
-            yield untested("definition", f"--{name.replace('_', '-')} {given}: only {value} is defined", where)
+            yield untested(
+                "definition", f"--{name.replace('_', '-')} {given}: only {value} is defined", where
+            )
             return
     found: dict[str, Distance] = {}
     for distance in _compared(case, Objective.of(args), steps):

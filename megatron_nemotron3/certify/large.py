@@ -97,7 +97,8 @@ def large_of(merged: Taken, world_size: int | None, vocab_size: int | None) -> L
     if _PATTERN not in given:
         raise ValueError(
             f"the command has no {_PATTERN}: it trains no hybrid model of the Nemotron family, which is all "
-            "that certify knows (pretrain_gpt.py and Llama commands describe transformers)"
+            "that certify knows. pretrain_gpt.py and Llama commands describe transformers; of a recipe of "
+            "Megatron-Bridge give the run_config.yaml that Bridge writes beside its checkpoints"
         )
     model, notes = _model(given, vocab_size)
     sizes, more = _sizes(given, model, world_size)

@@ -57,7 +57,9 @@ class Objective:
         return cls(
             per_token=args.calculate_per_token_loss,
             mtp=args.mtp_loss_scaling_factor,
-            balance=tuple((kind, c) for kind, c in zip(kinds, coefficients) if c and kind.endswith("aux_loss")),
+            balance=tuple(
+                (kind, c) for kind, c in zip(kinds, coefficients) if c and kind.endswith("aux_loss")
+            ),
             z=args.moe_z_loss_coeff or 0.0,
             bias_rate=args.moe_router_bias_update_rate,
             lr=args.lr,
@@ -155,7 +157,9 @@ def _of_routers(
             seen = seen + chosen.sum((0, 1))
             for kind, coefficient in objective.balance:
                 if kind == "seq_aux_loss":
-                    loss = torch.stack([_balance(p, c.sum(0), call.topk) for p, c in zip(scores, chosen)]).mean()
+                    loss = torch.stack(
+                        [_balance(p, c.sum(0), call.topk) for p, c in zip(scores, chosen)]
+                    ).mean()
                 elif kind == "aux_loss":
                     loss = _balance(scores.flatten(0, 1), chosen.sum((0, 1)), call.topk)
                 else:  # the average of what the router has seen in this step

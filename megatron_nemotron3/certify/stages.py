@@ -34,7 +34,7 @@ def of_launch(pattern: str, pp: int, first: int | None = None, last: int | None 
 def divided(parts: _T, count: int) -> list[_T]:
     """Divide a sequence into `count` runs of about equal length."""
     borders = [round(i * len(parts) / count) for i in range(count + 1)]
-    return [parts[begin:end] for begin, end in zip(borders, borders[1:], strict=False)]  # type: ignore[misc]
+    return [parts[begin:end] for begin, end in zip(borders, borders[1:], strict=False)]
 
 
 def joined(stages: Sequence[str], count: int) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.args import ParallelLayout, parser_check, versions
 from megatron_nemotron3.args.architecture import MODEL, MOE, MTP, emit
 from megatron_nemotron3.args.flag import Flag, to_argv
 from megatron_nemotron3.args.flags import backend_words
@@ -146,7 +146,12 @@ def stages_of(config: Nemotron3Config, layout: ParallelLayout) -> str:
 
 
 def make(
-    flags: Sequence[Flag], ranks: int, *, world_size: int | None = None, vocab_size: int | None = None
+    flags: Sequence[Flag],
+    ranks: int,
+    *,
+    world_size: int | None = None,
+    vocab_size: int | None = None,
+    version: str | None = None,
 ) -> Twin:
     """Return the twin of a command line.
 
@@ -155,6 +160,7 @@ def make(
         ranks: largest world of the twin.
         world_size: ranks of the launch; None: at least two data-parallel copies are assumed.
         vocab_size: tokens of the launch's tokenizer, where the command line does not say.
+        version: of megatron-core; None: the installed one.
 
     Raises:
         ValueError: the command line describes no model of this family, or sizes that do not fit together.
@@ -167,6 +173,11 @@ def make(
         Remark(" with ".join(dict.fromkeys(pair)), f"needs more than {ranks} ranks (--ranks)", Fate.UNTESTED)
         for pair in missing
     ]
+    known = versions.chosen(version)
+    if lacking := parser_check.unknown((flag.name for flag in merged.flags), known):
+        remarks.append(
+            Remark(f"options that megatron-core {known} does not have", "", Fate.KEPT, tuple(lacking))
+        )
     config, sized = _small(launch, sizes, remarks)
     meaning, mechanism, fates = list(sized), list[Flag](), dict[str, Fate]()
     grouped: dict[table.Row, list[str]] = {}
