@@ -31,7 +31,7 @@ ALLOWED = {
     },
     "certify": {
         *("args", "bars", "build", "checkpoint", "convert", "cpu", "generate", "lifetime", "lora", "models"),
-        *("monitor", "plan", "precision", "run", "train"),
+        *("monitor", "plan", "precision", "run", "specs", "train"),
     },
     "compression": {"checkpoint", "convert", "cpu", "layers", "models"},
     "doctor": {"build", "checkpoint", "cpu", "layers", "models", "precision"},
