@@ -147,7 +147,7 @@ def test_structure_of_a_launch() -> None:
         # The stage without an expert stays one; the cut between * and E is kept.
         ("MEM*E|MEM*|EMEM|MMMM", 4, "MEM*E|MEM*|EM|MM"),
         # The last stage holds MTP alone.
-        ("MEMEM*E|MEMEM*EME|/*E", 3, "MEM*E|M*E|"),
+        ("MEMEM*E|MEMEM*EME|/*E", 3, "MEM*E|MEM*E|"),
         ("MEMEM*E|MEMEM*EME|MEMEM*EM|/*E", 2, "MEM*E|"),
     ],
 )
