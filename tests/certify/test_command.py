@@ -59,7 +59,7 @@ def test_a_script(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "passed: 3 properties",
     ):
         assert text in printed
-    assert "kept in structure, made small:" in printed and "not testable here:" in printed
+    assert "not testable here:\n" in printed and "number formats: FP32" in printed
     assert written(script.parent) == ["certificate.json", "certificate.md"]
     data = certificate.read(script.parent / "certificate.json")
     assert data["passed"] and data["title"] == "launch.sh" and data["layout"].startswith("TP2 PP2 EP4")
@@ -173,7 +173,6 @@ def test_bad_input(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "mine" / "certificate.json").write_text('{"mine": 1}')
     for name, words, said in refusals(tmp_path):
         before = sorted(tmp_path.rglob("*"))
-        status: object
         try:
             status = cli.main(["certify", *words])
         except SystemExit as end:  # argparse
@@ -226,22 +225,6 @@ def test_an_interrupt_leaves_nothing(
     monkeypatch.setattr(command, "STAGES", (Stage("interrupted", interrupted),))
     assert cli.main(["certify", "launch.sh"]) == 130
     assert written(script.parent) == [] and not folders[0].exists()
-
-
-def test_a_stage_that_breaks_fails_and_the_others_go_on(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(bench: Bench) -> Iterator[Finding]:
-        yield passed("gradients")
-        raise KeyError("router")
-
-    def fine(bench: Bench) -> Iterator[Finding]:
-        yield passed("weights")
-
-    monkeypatch.setattr(command, "STAGES", (Stage("first", broken), Stage("second", fine)))
-    assert cli.main(["certify", "launch.sh"]) == 1
-    printed = capsys.readouterr().out
-    assert "FAIL  first" in printed and "KeyError: 'router'" in printed and "pass  weights" in printed
 
 
 def test_failures_are_all_printed(
