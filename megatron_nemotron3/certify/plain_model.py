@@ -190,7 +190,9 @@ class PlainModel:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights * (c.moe_router_topk_scaling_factor or 1.0)
         z = u @ self.hf[below + "fc1_latent_proj.weight"].T if c.moe_latent_size else u
-        y = sum(weights[..., e, None] * self._mlp(f"{below}experts.{e}.", z) for e in range(c.num_moe_experts))
+        y = sum(
+            weights[..., e, None] * self._mlp(f"{below}experts.{e}.", z) for e in range(c.num_moe_experts)
+        )
         assert isinstance(y, Tensor)
         if c.moe_latent_size:
             y = y @ self.hf[below + "fc2_latent_proj.weight"].T
@@ -212,9 +214,7 @@ def _rms(x: Tensor, epsilon: float) -> Tensor:
 
 def leaves(weights: Tensors) -> Tensors:
     """Return FP64 copies that gather gradients; expert biases do not."""
-    return {
-        key: t.double().requires_grad_(not key.endswith("expert_bias")) for key, t in weights.items()
-    }
+    return {key: t.double().requires_grad_(not key.endswith("expert_bias")) for key, t in weights.items()}
 
 
 def near_ties(routings: Sequence[Routing]) -> Iterator[tuple[Routing, float]]:
