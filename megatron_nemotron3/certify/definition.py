@@ -1,7 +1,7 @@
 """One process against the definition of what it trains, written out in FP64.
 
-A fault that every layout has (a shared expert added twice, MTP's loss counted per depth, a border of documents
-that is ignored, a bias that weighs and not only chooses) shows here alone.
+A fault that every layout has (a shared expert added twice, MTP's loss counted per depth, a border between
+documents that is ignored, a bias that weighs and not only chooses) shows here alone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Seen:
     choices: dict[str, list[Tensor]]
     #: Largest difference of each that rounding explains.
     gradient_noise: Tensors
-    logits_noise: Tensors
+    logits_noise: list[Tensor]
 
 
 #: Megatron's arguments -> the value for which the definition is written, where it is one.
@@ -77,11 +77,16 @@ _WRITTEN_MOE: dict[str, Any] = {
 def definition(bench: Bench) -> Iterator[Finding]:
     """Yield how one process compares with the definition: logits, losses, gradients, choices, optimizer."""
     where = "one process, by definition"
-    size = bench.twin.batch.micro_batch_size
-    case = bench.case(None, sequences=_MICROBATCHES * size, mask="random")
+    batch = bench.twin.batch
+    case = bench.case(
+        None,
+        sequences=_MICROBATCHES * batch.micro_batch_size,
+        seq_length=sum(batch.documents or (batch.seq_length,)),
+        mask="random",
+    )
     try:
         ((steps, args),) = run_distributed(
-            _observe, 1, case, weights(case), timeout=bench.timeout, apart=True
+            _observe, 1, case, weights(bench.case(None)), timeout=bench.timeout, apart=True
         )
     except (RuntimeError, TimeoutError) as problem:
         yield failed("training", where, str(problem).strip().splitlines()[-1])
@@ -177,7 +182,7 @@ def _by_call(noted: Sequence[Tensor], microbatches: int) -> list[Tensor]:
 
 
 def _observe(case: Case, start: Tensors) -> tuple[list[Seen], Any]:
-    """Train, and measure at every step what rounding changes: from all weights moved to a neighboring float."""
+    """Train, and measure at every step what it changes to move all weights to a neighboring float."""
     run = Run(case, start)
     model = unwrap(run.chunks[0])
     watch = _Watch(model)

@@ -1,7 +1,8 @@
 """One step of training written out in FP64: the loss that a command line defines, and AdamW.
 
-The formulas are those that Megatron documents: of the load-balancing losses in `switch_load_balancing_loss_func`
-(arXiv 2101.03961, 2501.11873), of the z-loss arXiv 2202.08906, of the weights of MTP arXiv 2412.19437, of the
+The formulas are those that Megatron documents: of the load-balancing losses in
+`switch_load_balancing_loss_func` (arXiv 2101.03961, 2501.11873), of the z-loss arXiv 2202.08906,
+of the weights of MTP arXiv 2412.19437, of the
 expert bias arXiv 2408.15664, of AdamW arXiv 1711.05101.
 """
 
@@ -117,9 +118,10 @@ def define(
     tokens = batch["tokens"].numel() / len(parts)
     routed = tokens / counted if objective.per_token else 1 / len(parts)
     means = [[_mean(loss[part], mask[part]) for part in parts] for loss, mask in zip(losses, masks)]
-    total = sum(share * mean for share, mean in zip(shares, means[0]))
-    for depth in means[1:]:
-        total += objective.mtp / depths * sum(share * mean for share, mean in zip(shares, depth))
+    total = torch.zeros((), dtype=torch.float64)
+    for ahead, depth in enumerate(means):
+        weight = objective.mtp / depths if ahead else 1.0
+        total = total + weight * torch.stack([share * mean for share, mean in zip(shares, depth)]).sum()
     repeats = depths if case.config.mtp_use_repeated_layer else 1
     total += routed * _of_routers(objective, passed.routings, parts, repeats)
     trained = {key: t for key, t in parameters.items() if t.requires_grad}
@@ -176,7 +178,7 @@ def _balance(scores: Tensor, counts: Tensor, topk: int) -> Tensor:
 
 
 def moved_bias(objective: Objective, bias: Tensor, counts: Tensor) -> Tensor:
-    """Return an expert bias after a step: an expert with fewer tokens than the mean gains, one with more loses."""
+    """Return an expert bias after a step: it grows where an expert got fewer tokens than the mean."""
     return bias.double() + objective.bias_rate * (counts.double().mean() - counts.double()).sign()
 
 

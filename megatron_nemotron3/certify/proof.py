@@ -95,6 +95,13 @@ def layouts(bench: Bench) -> Iterator[Finding]:
             yield Finding(distance.what, state, where, distance.share, 1.0, distance.key)
 
 
+def one_process(bench: Bench) -> Iterator[Finding]:
+    """Yield how one process compares with the definition of its loss, gradients and optimizer."""
+    from megatron_nemotron3.certify.definition import definition
+
+    yield from definition(bench)
+
+
 def last_line(problem: BaseException) -> str:
     """Return what an exception says; of a traceback the last line."""
     return (str(problem).strip() or type(problem).__name__).splitlines()[-1]
@@ -119,6 +126,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("rules", static.rules, lambda bench: 0.1),
     Stage("number formats of the model", static.formats, lambda bench: 0.5),
     Stage("memory of a GPU", static.memory, lambda bench: 0.5),
+    Stage("one process against its definition", one_process, lambda bench: 8),
     Stage("number formats of the built model", built.census, lambda bench: 15),
     Stage("layouts against one process", layouts, lambda bench: 10 + 0.7 * bench.ranks),
     Stage("the script itself", script, lambda bench: 25 + 2.5 * bench.twin.sizes[0].layout.world_size),
