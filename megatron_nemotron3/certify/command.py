@@ -181,16 +181,18 @@ def _lines(findings: Sequence[Finding]) -> Iterator[str]:
         if failures:
             yield from (_line(one) for one in failures)
             continue
-        tried = [one for one in found if one.state is State.PASS] or found
-        worst = max(tried, key=lambda one: one.difference or 0.0)
-        more = f" (and {len(tried) - 1} more)" if len(tried) > 1 else ""
-        yield _line(worst) + more
+        warned = [one for one in found if one.detail.startswith("warning:")]
+        tried = [one for one in found if one.state is State.PASS and one not in warned]
+        if tried:
+            worst = max(tried, key=lambda one: one.difference or 0.0)
+            yield _line(worst) + (f" (and {len(tried) - 1} more)" if len(tried) > 1 else "")
+        yield from (_line(one) for one in found if one in warned or one.state is State.UNTESTED)
 
 
 def _line(one: Finding) -> str:
-    numbers = "" if one.difference is None else f"{one.difference:.2g} of {one.tolerance:.4g} "
+    numbers = f"{one.difference:.2g} of {one.tolerance:.4g}  " if one.difference and one.tolerance else ""
     detail = ": ".join(part for part in (one.where, one.detail) if part)
-    return f"{_WORD[one.state]:<5} {one.name:<30} {numbers}{detail}".rstrip()
+    return f"{_WORD[one.state]:<5} {one.name:<30}  {numbers}{detail}".rstrip()
 
 
 def _verdict(findings: Sequence[Finding]) -> str:
@@ -207,7 +209,8 @@ class _Progress:
         self._seconds = {id(stage): stage.seconds(bench) for stage in stages}
         self._total = sum(self._seconds.values())
         self._before = self._current = 0.0
-        self._begun, self._title = time.monotonic(), ""
+        self._started = self._begun = time.monotonic()
+        self._title = ""
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._bar = Bar("certify", "%", 100)
 
@@ -235,7 +238,9 @@ class _Progress:
             yield
 
     def _show(self) -> None:
-        inside = min(time.monotonic() - self._begun, 0.95 * self._current)
+        # A busy machine takes as much longer for this stage as it took for those before it.
+        slow = (self._begun - self._started) / self._before if self._before else 1.0
+        inside = min((time.monotonic() - self._begun) / max(slow, 1e-6), 0.95 * self._current)
         self._bar.to(int(100 * (self._before + inside) / self._total), note=self._title)
 
     def _tick(self) -> None:
