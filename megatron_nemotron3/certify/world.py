@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_nemotron3.certify import fsdp
 from megatron_nemotron3.certify.batch import Batch, batches
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.ranks import initialize, run_distributed
-from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, gradients, load, pieces
+from megatron_nemotron3.certify.tensors import Pieces, RanksDiffer, Tensors, gather, gradients, load, pieces
 from megatron_nemotron3.lora import LoRA, training
 
 
@@ -34,18 +34,36 @@ class Result:
 
 
 def train(case: Case, weights: Tensors | None = None, timeout: float = 300) -> Result:
-    """Train `case` on its world, from the whole model's `weights` (None: as Megatron initializes them)."""
-    ranks = run_distributed(_train, case.layout.world_size, case, weights, timeout=timeout, apart=True)
-    first = ranks[0]
-    assert all(r["losses"] == first["losses"] and r["norms"] == first["norms"] for r in ranks), (
-        "ranks report different numbers"
+    """Train `case` on its world, from the whole model's `weights` (None: as Megatron initializes them).
+
+    Raises:
+        RanksDiffer: what the ranks end with is not one model.
+        RuntimeError: a rank failed.
+        TimeoutError: a rank did not end.
+    """
+    return train_each(case, [weights], timeout)[0]
+
+
+def train_each(case: Case, starts: Sequence[Tensors | None], timeout: float = 300) -> list[Result]:
+    """As `train` from each of the `starts`, one after the other on the same ranks."""
+    ranks = run_distributed(
+        _train_each, case.layout.world_size, case, starts, timeout=timeout * len(starts), apart=True
     )
+    return [_together(results) for results in zip(*ranks, strict=True)]
+
+
+def _together(ranks: Sequence[dict[str, Any]]) -> Result:
+    """The result that the ranks computed together."""
+    first = ranks[0]
+    for what in ("losses", "norms"):
+        if any(rank[what] != first[what] for rank in ranks):
+            raise RanksDiffer(f"ranks report different {what}: {[rank[what] for rank in ranks]}")
     return Result(
         losses=first["losses"],
         norms=first["norms"],
         mtp=ranks[-1]["mtp"],
-        gradients=gather([r["gradients"] for r in ranks]),
-        weights=gather([r["weights"] for r in ranks]),
+        gradients=gather([rank["gradients"] for rank in ranks]),
+        weights=gather([rank["weights"] for rank in ranks]),
     )
 
 
@@ -221,6 +239,17 @@ class Run:
         for chunk in () if self.fsdp else self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.disable_forward_pre_hook(param_sync=True)
+
+
+def _train_each(case: Case, starts: Sequence[Tensors | None]) -> list[dict[str, Any]]:
+    """Runs on this rank, each with groups of its own."""
+    from megatron.core import parallel_state
+
+    results = [_train(case, starts[0])]
+    for weights in starts[1:]:
+        parallel_state.destroy_model_parallel()
+        results.append(_train(replace(case, fault=None), weights))  # which lasts as long as the process
+    return results
 
 
 def _train(case: Case, weights: Tensors | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Legal launches that nobody picked: a model, a layout and options that no rule refuses, as Megatron's words."""
+"""Legal launches that nobody picked: model, layout and options that no rule refuses, in Megatron's words."""
 
 from __future__ import annotations
 
