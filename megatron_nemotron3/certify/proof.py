@@ -66,7 +66,11 @@ def layouts(bench: Bench) -> Iterator[Finding]:
     from megatron_nemotron3.certify.tensors import RanksDiffer
 
     one = bench.case(None)
-    base, start = noise.reference(one), noise.weights(one)
+    try:
+        base, start = noise.reference(one), noise.weights(one)
+    except (RuntimeError, TimeoutError) as problem:
+        yield failed("training", "one process", str(problem).strip().splitlines()[-1])
+        return
     for sizes in bench.twin.sizes:
         where = str(sizes)
         try:

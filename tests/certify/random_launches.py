@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.args.flag import parse
-from megatron_nemotron3.certify.finding import Finding, State
+from megatron_nemotron3.certify.finding import Finding, State, failed
 from megatron_nemotron3.certify.proof import Bench, prove
 from megatron_nemotron3.certify.twin import Twin, make
 from tests.certify.launches import RandomLaunch, launches
@@ -35,7 +35,14 @@ def twin_of(launch: RandomLaunch) -> Twin:
 
 
 def findings(launch: RandomLaunch, timeout: float) -> list[Finding]:
-    """Return the findings of the whole proof."""
+    """Return the findings of the whole proof. An exception, which none should raise, is one that failed."""
+    try:
+        return _findings(launch, timeout)
+    except Exception as error:
+        return [failed(type(error).__name__, "", (str(error).strip() or "?").splitlines()[-1])]
+
+
+def _findings(launch: RandomLaunch, timeout: float) -> list[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(
             twin=twin_of(launch), flags=tuple(parse(launch.words)), folder=Path(folder), timeout=timeout
