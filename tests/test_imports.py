@@ -30,8 +30,8 @@ ALLOWED = {
         "words",
     },
     "certify": {
-        *("args", "build", "checkpoint", "convert", "cpu", "generate", "lora", "models", "monitor", "plan"),
-        *("precision", "run", "train", "bars"),
+        *("args", "bars", "build", "checkpoint", "convert", "cpu", "generate", "lifetime", "lora", "models"),
+        *("monitor", "plan", "precision", "run", "train"),
     },
     "compression": {"checkpoint", "convert", "cpu", "layers", "models"},
     "doctor": {"build", "checkpoint", "cpu", "layers", "models", "precision"},
