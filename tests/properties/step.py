@@ -220,7 +220,7 @@ def train_step(
         stack.enter_context(mock.patch.dict(os.environ))  # Megatron writes its attention backend there
         args = stack.enter_context(megatron(argv, case.layout.world_size, reached))
         reached.append("model")
-        training = _training(case)
+        training = _training(case, args)
         chunks, configs = _together(lambda: world.wrapped(training, args))
         parameters = _set_weights(chunks)
         reached.append("step")
@@ -232,17 +232,16 @@ def train_step(
         return outcome if look is None else look(chunks, args)
 
 
-def _training(case: Case) -> certify.Case:
-    """What a run of `certify` needs to know beside the arguments."""
-    schedule = case.schedule
+def _training(case: Case, args: Any) -> certify.Case:
+    """What a run of `certify` needs to know beside the arguments, whose sizes count: options may change them."""
     # Tokens below every vocabulary drawn: a padded one must see the same ones.
     vocabulary = min(20, case.config.vocab_size)
     return certify.Case(
         config=case.config.but(vocab_size=vocabulary),
         layout=case.layout,
-        seq_length=schedule.seq_length,
-        micro_batch_size=schedule.micro_batch_size,
-        sequences=schedule.global_batch_size,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        sequences=args.global_batch_size,
         mask="none",
     )
 
