@@ -233,7 +233,7 @@ def train_step(
 
 
 def _training(case: Case, args: Any) -> certify.Case:
-    """What a run of `certify` needs to know beside the arguments, whose sizes count: options may change them."""
+    """What a run of `certify` needs beside the arguments. Their sizes count: options may change them."""
     # Tokens below every vocabulary drawn: a padded one must see the same ones.
     vocabulary = min(20, case.config.vocab_size)
     return certify.Case(
