@@ -221,13 +221,13 @@ def train_step(
         args = stack.enter_context(megatron(argv, case.layout.world_size, reached))
         reached.append("model")
         training = _training(case, args)
-        chunks, configs = _together(lambda: world.wrapped(training, args))
+        chunks = _together(lambda: world.wrapped(training, args))
         parameters = _set_weights(chunks)
         reached.append("step")
         outcome = Outcome(
             parameters=parameters,
             vocabulary=args.padded_vocab_size,
-            **_step(world.Run(training, None, (chunks, configs, args))),
+            **_step(world.Run(training, None, (chunks, args))),
         )
         return outcome if look is None else look(chunks, args)
 
