@@ -62,13 +62,7 @@ def nudged(tensors: Tensors, seed: int) -> Tensors:
 @functools.cache
 def tolerances(case: Case) -> tuple[Tensors, Tensors]:
     """Largest difference allowed in each tensor: of gradients, and of weights after the last step."""
-<<<<<<< HEAD
     base, *runs = _runs(case)
-    terms = case.sequences * case.seq_length
-=======
-    base = reference(case)
-    runs = [train(case, nudged(weights(case), seed)) for seed in range(NUDGES)]
->>>>>>> main
 
     def of(kind: str) -> Tensors:
         moved = [getattr(run, kind) for run in runs]
