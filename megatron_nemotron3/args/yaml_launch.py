@@ -70,8 +70,8 @@ def _bridge(sections: object) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     named = sections.get(_RECIPE) if isinstance(sections, dict) and _MODEL not in sections else None
     if isinstance(named, dict) and "_target_" in named:
         raise ValueError(
-            f"the model is in Megatron-Bridge's recipe {named['_target_']}: give the run_config.yaml that Bridge "
-            "writes beside its checkpoints"
+            f"the model is in Megatron-Bridge's recipe {named['_target_']}: give the run_config.yaml that "
+            "Bridge writes beside its checkpoints"
         )
     if not isinstance(sections, dict) or not isinstance(sections.get(_MODEL), dict):
         raise ValueError(f"the YAML has neither {_MODEL_ARGS} nor a section {_MODEL} of fields")
