@@ -129,6 +129,7 @@ def _on_rank(
     argv: Sequence[str], folder: Path, fault: Callable[[], None] | None, killed_in: Path | None
 ) -> None:
     from megatron_nemotron3.certify.observer import Observer
+    from megatron_nemotron3.cpu.async_save import forked_results
     from megatron_nemotron3.run import main
 
     rank = int(os.environ["RANK"])
@@ -146,7 +147,8 @@ def _on_rank(
     if killed_in is not None and rank == 0:
         _kill_all_in_the_second_save(killed_in, folder)
     try:
-        main(list(argv))
+        with forked_results():
+            main(list(argv))
     except SystemExit as end:  # a script may leave by it
         if end.code:
             raise
