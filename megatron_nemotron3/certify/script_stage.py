@@ -25,7 +25,8 @@ from megatron_nemotron3.train.log import Curve
 
 #: Options of the launch that say how checkpoints are written. The twin's other words do without.
 _CHECKPOINTS = re.compile(
-    r"--(ckpt-.*|async-.*|no-async-save|use-persistent-ckpt-worker|dist-ckpt-.*|use-dist-ckpt.*)"
+    r"--(ckpt-(format|fully-parallel-.*|assume-constant-structure|drop-redundant-extra-state)"
+    r"|async-(save|strategy|ckpt-.*)|use-persistent-ckpt-worker|dist-ckpt-.*|use-dist-ckpt)"
 )
 _RESHARDABLE, _DISTRIBUTED = "--dist-ckpt-optim-fully-reshardable", "--use-distributed-optimizer"
 _TUNING = "--sft"

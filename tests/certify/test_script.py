@@ -68,6 +68,29 @@ def test_a_checkout_of_another_version(tmp_path: Path) -> None:
     assert script_stage.script_of(None).name == "pretrain_script.py"
 
 
+def test_what_cannot_run_here_is_said(tmp_path: Path) -> None:
+    tuned = replace(bench(tmp_path, _L(), "--sft"), checkout=tmp_path)
+    masked = bench(tmp_path, _L(), "--dataloader-inter-document-masking")
+    for tried, said in ((tuned, "needs Hugging Face's datasets"), (masked, "only the stock script has it")):
+        (finding,) = script_stage.script(tried)
+        assert finding.state is State.UNTESTED and said in finding.detail
+
+
+def test_the_launch_says_how_checkpoints_are_written(tmp_path: Path) -> None:
+    """And nothing of the folders, steps and conversions of its own checkpoints is used."""
+    words = (
+        "--async-save",
+        "--ckpt-fully-parallel-save",
+        "--ckpt-step",
+        "7",
+        "--ckpt-format",
+        "fsdp_dtensor",
+    )
+    scripts = script_stage.Scripts(bench(tmp_path, _L(), *words))
+    assert scripts.saving[4:] == ("--async-save", "--ckpt-fully-parallel-save")
+    assert scripts.loading[2:] == ("--ckpt-fully-parallel-save",) and scripts.format == "torch_dist"
+
+
 def test_a_run_that_hangs_or_dies_is_a_finding(tmp_path: Path) -> None:
     """And no process of it is left."""
     for fault, said in (
