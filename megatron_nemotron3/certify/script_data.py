@@ -14,15 +14,17 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 _MARKS = ("<unk>", "<pad>", "<user>", "<assistant>", "<end>")
+_SPLIT = ("--split", "100,0,0")
 #: Conversations or documents.
 _COUNT = 200
 
 
-def write_text(folder: Path, words: int, longest: int) -> list[str]:
+def write_text(folder: Path, words: int, longest: int, blended: bool) -> list[str]:
     """Write documents of up to `longest` tokens; return the words that read them.
 
     Args:
         words: tokens of the vocabulary, at most 128; the last one ends a document.
+        blended: the launch has several texts with weights, which Megatron reads by other code than one.
     """
     random, tokenizer = Random(0), TokenizerInfo("NullTokenizer", None, vocab_size=words, eod=words - 1)
     documents = (
@@ -30,7 +32,8 @@ def write_text(folder: Path, words: int, longest: int) -> list[str]:
         for _ in range(_COUNT)
     )
     write_dataset(documents, tokenizer, folder / "text")
-    return ["--data-path", "1.0", str(folder / "text"), "--split", "100,0,0", *tokenizer.flags]
+    text = str(folder / "text")
+    return ["--data-path", *(["1", text, "2", text] if blended else [text]), *_SPLIT, *tokenizer.flags]
 
 
 def write_conversations(folder: Path, words: int, longest: int) -> list[str]:
@@ -68,6 +71,6 @@ def write_conversations(folder: Path, words: int, longest: int) -> list[str]:
     }
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
     return [
-        *("--data-path", str(file), "--split", "100,0,0", "--tokenizer-type", "SFTTokenizer"),
+        *("--data-path", str(file), *_SPLIT, "--tokenizer-type", "SFTTokenizer"),
         *("--tokenizer-model", str(tokenizer), "--sft-tokenizer-prompt-format", "default"),
     ]

@@ -7,6 +7,7 @@ import pickle
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -152,6 +153,9 @@ def _on_rank(
     except SystemExit as end:  # a script may leave by it
         if end.code:
             raise
+    except BaseException:
+        traceback.print_exc()  # into the log, where it stands behind what led to it
+        raise
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -30,6 +30,7 @@ _CHECKPOINTS = re.compile(
 )
 _RESHARDABLE, _DISTRIBUTED = "--dist-ckpt-optim-fully-reshardable", "--use-distributed-optimizer"
 _TUNING = "--sft"
+_BLENDS = {"--train-data-path", "--per-split-data-args-path", "--data-args-path"}
 #: The format of checkpoints of Megatron-FSDP, which the twin does without.
 _OF_FSDP = "fsdp_dtensor"
 _STOCK_ONLY = {"--dataloader-inter-document-masking", "--hybrid-context-parallel"}
@@ -106,10 +107,15 @@ class Scripts:
     def write_data(self) -> None:
         """Write what is trained on."""
         self.folder.mkdir()
-        twin = self.bench.twin
-        write = script_data.write_conversations if _TUNING in self.given else script_data.write_text
+        tokens, longest = self.bench.twin.config.vocab_size, self.bench.twin.batch.seq_length
+        if _TUNING in self.given:
+            data = script_data.write_conversations(self.folder, tokens, longest)
+        else:
+            texts = self.given.get("--data-path")
+            blended = bool(texts and len(texts.values) > 1) or bool(_BLENDS.intersection(self.given))
+            data = script_data.write_text(self.folder, tokens, longest, blended)
         self.words = (
-            *write(self.folder, twin.config.vocab_size, twin.batch.seq_length),
+            *data,
             *("--data-cache-path", str(self.folder / "cache")),
             *("--eval-iters", "0", "--eval-interval", "100", "--log-interval", "1"),
         )

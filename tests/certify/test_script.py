@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +34,8 @@ def bench(
     model = tiny(get("super")).but(pattern=pattern)
     if "E" not in pattern:
         model = tiny(get("nano")).but(pattern=pattern, num_moe_experts=None)
-    words = mock_argv(model, layout, short_schedule(2), extra)
-    flags = tuple(command_line.read(" ".join(words)))
+    words = [*mock_argv(model, layout, short_schedule(2)), *extra]
+    flags = tuple(command_line.read(shlex.join(words)))
     twin = make(flags, 8, world_size=layout.world_size)
     return Bench(twin=twin, flags=flags, folder=folder, timeout=240, fault=fault)
 
