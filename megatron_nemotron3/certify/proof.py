@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.args.flag import Flag
-from megatron_nemotron3.certify import static
+from megatron_nemotron3.certify import built, static
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.finding import Finding, State, failed
 from megatron_nemotron3.certify.layouts import Sizes
@@ -52,7 +52,9 @@ class Bench:
             "micro_batch_size": batch.micro_batch_size,
             "sequences": batch.sequences,
             "documents": batch.documents,
+            "cut_whole": batch.cut_whole,
             "mask": "random" if batch.masked else "none",
+            "lora": self.twin.lora,
             "steps": 2,
             "fault": self.fault,
         }
@@ -78,20 +80,40 @@ class Stage:
 def layouts(bench: Bench) -> Iterator[Finding]:
     """Yield how each small layout compares with one process, from the same weights."""
     from megatron_nemotron3.certify import compare, noise, world
+    from megatron_nemotron3.certify.tensors import RanksDiffer
 
     one = bench.case(None)
-    base, start = noise.reference(one), noise.weights(one)
+    try:
+        base, start = noise.reference(one), noise.weights(one)
+    except (RuntimeError, TimeoutError) as problem:
+        yield failed("training", "one process", last_line(problem))
+        return
     for sizes in bench.twin.sizes:
         where = str(sizes)
         try:
             found = world.train(bench.case(sizes), start, bench.timeout)
             distances = list(compare.compared(one, base, found))
-        except (AssertionError, RuntimeError, TimeoutError) as problem:
+        except RanksDiffer as problem:
+            yield failed("copies on several ranks", where, str(problem))
+            continue
+        except (RuntimeError, TimeoutError) as problem:
             yield failed("training", where, last_line(problem))
             continue
         for distance in distances:
             state = State.PASS if distance.share <= 1 else State.FAIL
             yield Finding(distance.what, state, where, distance.share, 1.0, distance.key)
+
+
+def one_process(bench: Bench) -> Iterator[Finding]:
+    """Yield how one process compares with the definition of its loss, gradients and optimizer."""
+    from megatron_nemotron3.certify.definition import definition
+
+    yield from definition(bench)
+
+
+def last_line(problem: BaseException) -> str:
+    """Return what an exception says; of a traceback the last line."""
+    return (str(problem).strip() or type(problem).__name__).splitlines()[-1]
 
 
 def script(bench: Bench) -> Iterator[Finding]:
@@ -101,9 +123,11 @@ def script(bench: Bench) -> Iterator[Finding]:
     yield from script_stage.script(bench)
 
 
-def last_line(problem: BaseException) -> str:
-    """Return what an exception says; of a traceback the last line."""
-    return (str(problem).strip() or type(problem).__name__).splitlines()[-1]
+def monitors(bench: Bench) -> Iterator[Finding]:
+    """Yield whether the monitors saw the same in the script's runs."""
+    from megatron_nemotron3.certify import monitored
+
+    yield from monitored.monitors(bench)
 
 
 STAGES: tuple[Stage, ...] = (
@@ -111,8 +135,11 @@ STAGES: tuple[Stage, ...] = (
     Stage("rules", static.rules, lambda bench: 0.1),
     Stage("number formats of the model", static.formats, lambda bench: 0.5),
     Stage("memory of a GPU", static.memory, lambda bench: 0.5),
-    Stage("layouts against one process", layouts, lambda bench: 10 + 0.7 * bench.ranks),
+    Stage("one process against its definition", one_process, lambda bench: 8),
+    Stage("number formats of the built model", built.census, lambda bench: 10),
+    Stage("layouts against one process", layouts, lambda bench: 10 + bench.ranks),
     Stage("the script itself", script, lambda bench: 25 + 2.5 * bench.twin.sizes[0].layout.world_size),
+    Stage("monitors", monitors, lambda bench: 0.5),
     Stage("what needs a GPU", static.beyond, lambda bench: 0.1),
 )
 
