@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3 import cpu_mode
-from megatron_nemotron3.args import ParallelLayout, command_line, parser_table, versions
+from megatron_nemotron3.args import Launch, ParallelLayout, command_line, parser_table, versions
+from megatron_nemotron3.args import flags as flags_of
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.build import megatron_args
 from megatron_nemotron3.certify import options, stages
@@ -208,6 +209,11 @@ def test_a_schedule_of_the_pipeline_has_the_shape_of_the_launch() -> None:
     assert relation(64, SUPER.replace("size 4 --expert-model", "size 2 --expert-model")) == {1}
 
 
+def test_a_batch_that_the_script_does_not_say() -> None:
+    twin = twin_of(SUPER.replace("--global-batch-size 64", "--global-batch-size $BATCH"), world_size=64)
+    assert twin.batch == twin_of(SUPER, world_size=64).batch
+
+
 def test_dropout_by_default_is_said() -> None:
     twin = twin_of(SUPER.replace("--attention-dropout 0.0 --hidden-dropout 0.0", "--hidden-dropout 0.3"))
     assert option(twin.words(None), "--hidden-dropout") == option(twin.words(None), "--attention-dropout")
@@ -225,13 +231,33 @@ def test_packed_documents_fill_the_row() -> None:
 
 def test_experts_that_differ_by_layer() -> None:
     """Puzzle: every E layer of the twin has a row, and not all are alike."""
-    from megatron_nemotron3.args import Launch, flags
-
-    launch = flags(Launch.of("puzzle", ParallelLayout(tp=2, dp=4, ep=4), precision="bf16"))
+    launch = flags_of(Launch.of("puzzle", ParallelLayout(tp=2, dp=4, ep=4), precision="bf16"))
     twin = make(launch, 8)
     rows = twin.config.moe_layers
     assert rows and len(rows) == twin.config.pattern.count("E") and len(set(rows)) > 1
     assert twin.stack and option(twin.words(None), "--spec") == "nemotron3_twin_stack"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"NEMOTRON3_LORA=dim=4,alpha=8 {SUPER.strip()}", "dim=4,alpha=8"),
+        (f"export NEMOTRON3_LORA=1\n{SUPER}", ""),
+        (f"NEMOTRON3_LORA=0 {SUPER.strip()}", None),
+        (SUPER, None),
+    ],
+)
+def test_adapters(text: str, expected: str | None, tmp_path: Path) -> None:
+    lora = command_line.adapters(text)
+    assert lora == expected
+    flags = command_line.read(text)
+    bench = Bench(twin=make(flags, 8, lora=lora), flags=tuple(flags), folder=tmp_path)
+    assert bench.case(None).lora == expected
+
+
+def test_adapters_that_are_none() -> None:
+    with pytest.raises(ValueError, match="rank"):
+        make(command_line.read(SUPER), 8, lora="rank=x")
 
 
 def test_padded_vocabulary() -> None:
@@ -261,6 +287,8 @@ def test_router_groups() -> None:
         (SUPER.replace("--squared-relu", "--swiglu"), "not a Nemotron-H model"),
         (SUPER.replace("--hidden-size 4096", ""), "no hidden_size"),
         (SUPER.replace("-parallel-size 4", "-parallel-size $PP"), "--set"),
+        (f"{SUPER} --norm-epsilon $EPSILON", "norm-epsilon .*--set"),
+        (SUPER.replace("-parallel-size 4", "-parallel-size four"), "four is no number"),
         (SUPER.replace("-parallel-size 4", "-parallel-size 0"), "1 or more"),
         (f"{SUPER} --use-checkpoint-args --load /none".replace("--hidden-size 4096", ""), "cannot be read"),
     ],
