@@ -23,7 +23,7 @@ from common import machine, parser, print_table
 from train_step import Ours
 
 #: Matrix products of torch.
-PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm"}
+PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_linear_pointwise"}
 #: Other operation of torch -> row of the table.
 OPERATIONS = {
     "_scaled_dot_product_flash_attention_for_cpu": "attention",

@@ -1,7 +1,6 @@
 """Run an unmodified Megatron script, on the CPU if there is no GPU.
 
-    python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] [--change PART] SCRIPT ARGS…
-    torchrun --nproc-per-node 2 -m megatron_nemotron3.run SCRIPT ARGS…
+    torchrun --nproc-per-node 2 -m megatron_nemotron3.run [OPTION ...] SCRIPT ARGS…
 
 The script runs as `__main__` with ARGS as its command line and its own folder first on the path, as
 `python SCRIPT ARGS…` would run it. The launcher adds:
@@ -11,18 +10,14 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 - With `--fp4-format` or `--fp8-format` the run stops if no linear of the model computes in that format. It
   also stops if the precision file is malformed, or if the torch backend would ignore the formats that options
   ask for.
-- `--nemotron3-emulate nvfp4` emulates NVFP4, like NEMOTRON3_EMULATE=nvfp4, which it overrides
-  (docs/nvfp4.md). It may stand among ARGS, too, where `nemotron3 flags --emulate` prints it.
 - The folder of `--save` is locked until the last rank ends (`megatron_nemotron3.checkpoint.lock`).
 - Before the start the tracker of `--load` is made to name the last complete checkpoint
   (`megatron_nemotron3.checkpoint.resume`), and a schedule that Megatron would refuse to load is refused
   with the option that it needs.
 - `run.json` in the folder of `--save` says which run it is; a start with another model is refused, and one
-  with another precision, MTP, tokenizer or data set needs `--change precision` (`mtp`, `tokenizer`, `data`).
+  with another precision, MTP, tokenizer or data set needs `--change`.
 - Processes that the script starts survive a signal to the whole process group and end when it ends; with
   `--exit-signal-handler` Ctrl-C saves and leaves, as SIGTERM does (`megatron_nemotron3.lifetime`).
-- `--monitor N` runs stability monitors at every N-th iteration, 0 for none; it overrides NEMOTRON3_MONITOR
-  (docs/monitor.md).
 
 Exit code 2: the command line is wrong, the version of megatron-core is not supported, another run writes to
 --save, the checkpoint to load is damaged, or Megatron built another model than requested.
@@ -30,6 +25,7 @@ Exit code 2: the command line is wrong, the version of megatron-core is not supp
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import sys
@@ -45,16 +41,32 @@ from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.models import stack_specs
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
-
-USAGE = (
-    "usage: python -m megatron_nemotron3.run [--device auto|cpu|cuda] [--monitor N] "
-    f"[{emulation.OPTION} HOW] [--change PART] SCRIPT ARGS…"
-)
+from megatron_nemotron3.words import Parser, add_device
 
 
 def register(commands: Any) -> None:
-    """List `nemotron3 run` in the help; `cli.main` hands every word after it to `main`."""
-    commands.add_parser("run", add_help=False)
+    """Add `nemotron3 run`; `cli.main` hands every word after it to `main`."""
+    _add_options(
+        commands.add_parser("run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    )
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_device(parser)
+    parser.add_argument(
+        "--monitor",
+        type=int,
+        metavar="N",
+        help=f"iterations between measurements; 0: off (default: {settings.VARIABLE}, or as the log)",
+    )
+    parser.add_argument(
+        emulation.OPTION,
+        metavar="HOW",
+        help=f"a value of {emulation.VARIABLE}, as nvfp4 or nvfp4,sr=0; 0: off; may stand among ARGS, too",
+    )
+    manifest.add_change(parser)
+    parser.add_argument("script", metavar="SCRIPT", help="a training script of Megatron")
+    parser.add_argument("arguments", metavar="ARGS…", nargs=argparse.REMAINDER, help="the script's own")
 
 
 def fail(message: str) -> NoReturn:
@@ -78,45 +90,28 @@ class Words(NamedTuple):
     changes: tuple[str, ...] = ()
 
 
-def split_arguments(argv: list[str]) -> Words:
-    """Take the launcher's own options off a command line."""
-    device, monitor, rest = "auto", None, list(argv)
-    emulate: str | None = None
-    changes: tuple[str, ...] = ()
-    while rest and rest[0].startswith("-"):
-        option = rest.pop(0)
-        if option in ("-h", "--help"):
-            print(__doc__)
-            raise SystemExit(0)
-        name, _, value = option.partition("=")
-        if name not in ("--device", "--monitor", "--change", emulation.OPTION):
-            fail(f"unknown option {option} before SCRIPT\n{USAGE}")
-        value = value or (rest.pop(0) if rest else "")
-        if name == "--change":
-            if value not in manifest.CHANGES:
-                fail(f"--change {value!r}: choose {', '.join(manifest.CHANGES)}")
-            changes = (*changes, value)
-            continue
-        if name == "--monitor":
-            monitor = _interval(value)
-            continue
-        if name == emulation.OPTION:
-            emulate = value
-            continue
-        device = value
-        if device not in ("auto", "cpu", "cuda"):
-            fail(f"--device {device!r}: choose auto, cpu or cuda")
-    if not rest:
-        fail(f"no SCRIPT given\n{USAGE}")
-    arguments, among = emulation.split_option(rest[1:])
-    return Words(device, monitor, rest[0], arguments, emulate if among is None else among, changes)
+#: Reads the words up to SCRIPT.
+Reader = Callable[[list[str]], argparse.Namespace]
 
 
-def _interval(value: str) -> int:
-    try:
-        return settings.parse_interval(value)
-    except ValueError:
-        fail(f"--monitor {value!r}: give the interval in iterations, or 0 for off")
+def split_arguments(argv: list[str], read: Reader | None = None) -> Words:
+    """Take the launcher's own options off a command line; every word after SCRIPT is the script's."""
+    count = 0
+    while count < len(argv) and argv[count].startswith("-"):
+        word = argv[count]
+        count += 1 if "=" in word or word in ("-h", "--help", "--") else 2
+        if word == "--":
+            break
+    if read is None:
+        parser = Parser(prog="megatron_nemotron3.run")
+        _add_options(parser)
+        read = parser.parse_args
+    options = read(argv[: count + 1])
+    if options.monitor is not None and options.monitor < 0:
+        fail(f"--monitor {options.monitor}: give the interval in iterations, or 0 for off")
+    arguments, among = emulation.split_option(argv[count + 1 :])
+    emulate = options.nemotron3_emulate if among is None else among
+    return Words(options.device, options.monitor, options.script, arguments, emulate, tuple(options.change))
 
 
 def resolve_device(device: str) -> str:
@@ -331,14 +326,14 @@ def prepare_folders(
         return stack.pop_all()
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point; `argv` without the program name."""
+def main(argv: list[str] | None = None, read: Reader | None = None) -> None:
+    """Entry point; `argv` without the program name, `read` as for `split_arguments`."""
     with lifetime.rank():
-        _launch(sys.argv[1:] if argv is None else argv)
+        _launch(split_arguments(sys.argv[1:] if argv is None else argv, read))
 
 
-def _launch(argv: list[str]) -> None:
-    device, monitor, script, arguments, emulate, changes = split_arguments(argv)
+def _launch(words: Words) -> None:
+    device, monitor, script, arguments, emulate, changes = words
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     if emulate == "":

@@ -35,7 +35,12 @@ COMMANDS = {
         "--gpu", "--without",
     }
     | RUN,
-    "run": set(),
+    "certify": {
+        "--model", "--tiny", "--set", "--ranks", "--gpus", "--output", "--check", "--json",
+        "--te-precision-config-file", "--schedule", "--emulate", "--gpu", "--without",
+    }
+    | RUN,
+    "run": {"--device", "--monitor", "--nemotron3-emulate", "--change"},
     "finetune": {
         "--conversations", "--held-out", "--output", "--tokenizer", "--chat-template", "--lora",
         "--adapter-only", "--steps", "--lr", "--seq-length", "--device",
@@ -140,8 +145,6 @@ def test_many_options_are_in_groups() -> None:
 @pytest.mark.parametrize("name", [*table.COMMANDS, "convert to-hf", "convert from-hf"])
 def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A purpose in one sentence, and an example at the end."""
-    if name == "run":
-        return  # it prints the help of the launcher
     with pytest.raises(SystemExit, match="0"):
         cli.main([*name.split(), "-h"])
     out = capsys.readouterr().out
@@ -211,13 +214,17 @@ def test_warnings_go_beside_the_flags(capsys: pytest.CaptureFixture[str]) -> Non
         (["flags", "super", "--", "lonely"], "lonely"),
         (["show", "super", "--", "--lr", "1"], "no arguments are allowed after --: drop --lr 1"),
         (["nothing"], "unknown command nothing"),
-        (["flag", "super"], "unknown command flag; did you mean flags?"),
-        (["convert", "tohf"], "unknown command tohf; did you mean to-hf?"),
-        (["flags", "super", "--backnd", "te"], "unknown option --backnd; did you mean --backend?"),
-        (["plan", "super", "--gpuz=h100", "--gpus", "8"], "unknown option --gpuz; did you mean --gpu?"),
-        (["--verion"], "unknown option --verion; did you mean --version?"),
-        (["flags", "super", "--backend", "tee"], "did you mean te?"),
-        (["flags", "super", "--precision", "nvpf4"], "did you mean nvfp4?"),
+        (["flag", "super"], "unknown command flag; did you mean 'flags'?"),
+        (["convert", "tohf"], "unknown command tohf; did you mean 'to-hf'?"),
+        (["flags", "super", "--backnd", "te"], "unknown option --backnd; did you mean '--backend'?"),
+        (["plan", "super", "--gpuz=h100", "--gpus", "8"], "unknown option --gpuz; did you mean '--gpu'?"),
+        (["run", "--devcie", "cpu", "x.py"], "unknown option --devcie; did you mean '--device'?"),
+        (["run", "--change=tokeniser", "x.py", "--lr"], "did you mean 'tokenizer'?"),
+        (["run", "--device", "gpu", "x.py"], "choose from auto, cpu, cuda"),
+        (["run", "--device", "cpu"], "required: SCRIPT"),
+        (["--verion"], "unknown option --verion; did you mean '--version'?"),
+        (["flags", "super", "--backend", "tee"], "did you mean 'te'?"),
+        (["flags", "super", "--precision", "nvpf4"], "did you mean 'nvfp4'?"),
         (["show", "super", "nano"], "unexpected argument nano"),
     ],
 )
@@ -287,7 +294,7 @@ def test_the_help_lists_every_command_by_group(
 
 
 def test_help_and_version_import_no_command() -> None:
-    """They answer at once: of this package they import `cli` and what leaves it alone."""
+    """They answer at once: of this package they import `cli` and `words`."""
     code = (
         "import sys; from megatron_nemotron3 import cli; cli.main({words}); "
         "print(*sorted({{m.split('.')[1] for m in sys.modules if m.startswith('megatron_nemotron3.')}}), "
@@ -297,7 +304,7 @@ def test_help_and_version_import_no_command() -> None:
         done = subprocess.run(
             [sys.executable, "-c", code.format(words=words)], capture_output=True, text=True, check=True
         )
-        assert done.stdout.splitlines()[-1] == "cli"
+        assert done.stdout.splitlines()[-1] == "cli words"
     done = subprocess.run(
         [sys.executable, "-c", code.format(words="['show', 'nano']")],
         capture_output=True,

@@ -1,12 +1,16 @@
-"""What bash gets when Tab is pressed: the real shell function asks the real command."""
+"""What bash and zsh get when Tab is pressed: the real shell function asks the real command."""
 
 from __future__ import annotations
 
 import os
+import pty
+import select
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +67,8 @@ def completed(line: str, folder: Path) -> list[str]:
         ("nemotron3 flags super --gpu g", {"gb200", "gb300"}),
         ("nemotron3 plan nano --gpus ", set()),
         ("nemotron3 train --model m", {"mine.json"}),
+        ("nemotron3 run --d", {"--device"}),
+        ("nemotron3 run --device c", {"cpu", "cuda"}),
         ("nemotron3 convert ", {"to-hf", "from-hf"}),
         ("nemotron3 convert to-hf ru", {"runs/"}),
         ("nemotron3 generate --checkpoint runs/d", {"runs/demo/"}),
@@ -80,6 +86,48 @@ def test_the_script_of_zsh(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     if zsh := shutil.which("zsh"):
         (tmp_path / "script").write_text(script)
         subprocess.run([zsh, "-n", str(tmp_path / "script")], check=True)
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("nemotron3 flags super --gpu gb", (b"gb200", b"gb300")),
+        ("nemotron3 run --dev", (b"--device",)),
+        ("nemotron3 generate --checkpoint runs/d", (b"runs/demo/",)),
+    ],
+)
+def test_zsh(line: str, shown: tuple[bytes, ...], folder: Path) -> None:
+    """What an interactive zsh shows when Tab is pressed twice."""
+    start = (
+        f"path=({folder}/bin $path); autoload -Uz compinit; compinit -u -d {folder}/dump; bindkey -e; "
+        'eval "$(nemotron3 --print-completion zsh)"; PS1= ; print be"gun"'
+    )
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(folder)
+        os.execve(
+            shutil.which("zsh") or "",
+            ["zsh", "-f", "-i"],
+            {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb", "COLUMNS": "200"},
+        )
+    try:
+        os.write(terminal, start.encode() + b"\n")
+        _read_until(terminal, (b"begun",))
+        os.write(terminal, line.encode() + b"\t\t")
+        _read_until(terminal, shown)
+    finally:
+        os.close(terminal)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def _read_until(terminal: int, wanted: tuple[bytes, ...]) -> None:
+    read = b""
+    deadline = time.monotonic() + 60
+    while not all(word in read for word in wanted):
+        assert select.select([terminal], [], [], max(deadline - time.monotonic(), 0))[0], read
+        read += os.read(terminal, 4096)
 
 
 def test_without_argcomplete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,11 @@ from megatron.core import parallel_state
 
 from megatron_nemotron3 import cpu
 from megatron_nemotron3.certify.ranks import initialize, run_distributed
-from megatron_nemotron3.cpu import megatron, torch_names
+from megatron_nemotron3.cpu import megatron, products, torch_names
 
 
 def _attributes() -> dict[tuple[int, str], object]:
-    table = [*torch_names.table(), *megatron.table(print)]
+    table = [*torch_names.table(), *products.table(), *megatron.table(print)]
     return {(id(target), name): getattr(target, name) for target, name, _ in table}
 
 

@@ -13,23 +13,25 @@ PACKAGE = Path(__file__).parent.parent / "megatron_nemotron3"
 
 #: part -> parts it may import. A part is a top-level module or folder of the package.
 ALLOWED = {
-    "models": {"checkpoint"},
-    "args": {"checkpoint", "lora", "models", "precision"},
+    "words": set(),
+    "models": {"checkpoint", "words"},
+    "args": {"checkpoint", "lora", "models", "precision", "words"},
     "cpu": set(),
     "plots": {"checkpoint"},
     "bars": set(),
     "monitor": {"checkpoint", "plots"},
     "checkpoint": {"bars"},
-    "precision": {"checkpoint", "models", "monitor", "plots"},
+    "precision": {"checkpoint", "models", "monitor", "plots", "words"},
     "convert": {"bars", "checkpoint", "layers", "lora", "models", "precision"},
     "boundary": {"checkpoint", "plots"},
     "plan": {"args", "checkpoint", "models", "plots", "precision"},
     "generate": {
         *("bars", "checkpoint", "convert", "cpu", "layers", "lifetime", "models", "plots", "run", "train"),
+        "words",
     },
     "certify": {
-        *("args", "build", "checkpoint", "convert", "cpu", "generate", "lora", "models", "monitor", "plan"),
-        *("precision", "run", "train", "bars"),
+        *("args", "bars", "build", "checkpoint", "convert", "cpu", "generate", "lifetime", "lora", "models"),
+        *("monitor", "plan", "precision", "run", "train"),
     },
     "compression": {"checkpoint", "convert", "cpu", "layers", "models"},
     "doctor": {"build", "checkpoint", "cpu", "layers", "models", "precision"},
@@ -42,7 +44,7 @@ ALLOWED = {
     "spawned": {"lifetime"},
     "run": {
         *("args", "checkpoint", "cpu", "layers", "lifetime", "models", "monitor", "precision", "spawned"),
-        "specs",
+        *("specs", "words"),
     },
     "train": {
         "args",
@@ -59,10 +61,12 @@ ALLOWED = {
         "plots",
         "precision",
         "run",
+        "words",
     },
     "recipes": {"boundary", "checkpoint"},
     "finetune": {
         *("bars", "checkpoint", "convert", "cpu", "generate", "lora", "models", "run", "train"),
+        "words",
     },
     "report": {
         *("args", "bars", "checkpoint", "generate", "models", "monitor", "plots", "precision", "train"),
@@ -84,6 +88,7 @@ ALLOWED = {
         "report",
         "run",
         "train",
+        "words",
     },
     "__main__": {"cli", "lifetime"},
 }

@@ -8,6 +8,7 @@ them are recorded with their step. Standard library only.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import time
@@ -32,6 +33,18 @@ CHANGES = ("precision", "mtp", "tokenizer", "data")
 #: Option -> what it says.
 Part = dict[str, str]
 Parts = dict[str, Part]
+
+
+def add_change(parser: argparse._ActionsContainer) -> None:
+    """Add --change."""
+    parser.add_argument(
+        "--change",
+        action="append",
+        choices=CHANGES,
+        default=[],
+        help="go on in the folder with another one of these; may be repeated",
+    )
+
 
 _LIMIT = 64 << 20
 _PATTERN = "--hybrid-layer-pattern"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from megatron_nemotron3 import words
 from megatron_nemotron3.args import parser_table, versions
 from megatron_nemotron3.args.flag import Flag
 
@@ -37,12 +37,7 @@ def _unknown(name: str, version: str) -> str:
 
 def nearest(word: str, version: str) -> list[str]:
     """Return the options whose names are nearest to `word`, best first."""
-    names, word = list(_known(version)), word.lower().replace("_", "-")
-    if word in names:
-        return [f"--{word}"]
-    begin = sorted((name for name in names if word and name.startswith(f"{word}-")), key=len)
-    close = difflib.get_close_matches(word, names, n=NEAREST, cutoff=0.6)
-    return [f"--{name}" for name in dict.fromkeys([*begin, *close])][:NEAREST]
+    return [f"--{name}" for name in words.nearest(word, _known(version), NEAREST)]
 
 
 def misused(flags: Iterable[Flag], version: str) -> list[str]:

@@ -6,17 +6,19 @@ where Megatron itself refuses or ranks disagree; an exception is a defect of thi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.args.flag import Flag
+from megatron_nemotron3.certify import static
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.finding import Finding, State, failed
 from megatron_nemotron3.certify.layouts import Sizes
 from megatron_nemotron3.certify.twin import Twin
+from megatron_nemotron3.precision.settings import Emulation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,12 @@ class Bench:
     flags: tuple[Flag, ...]
     #: An empty folder for checkpoints and logs.
     folder: Path
+    #: What the launch emulates.
+    emulate: Emulation | None = None
+    #: Type of the GPUs of the launch, a name of `plan.hardware.GPUS`; None: unknown.
+    gpu: str | None = None
+    #: Megatron-LM whose script the launch runs; None: this package's script.
+    checkout: Path | None = None
     #: Seconds after which a run counts as hung.
     timeout: float = 300
     #: Importable function called on every rank before anything is built. Tests break something with it.
@@ -50,6 +58,11 @@ class Bench:
         }
         return Case(**(values | changes))
 
+    @property
+    def ranks(self) -> int:
+        """Processes of all small layouts together."""
+        return sum(sizes.layout.world_size for sizes in self.twin.sizes)
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -58,6 +71,8 @@ class Stage:
     #: What it does, as a progress line says it.
     title: str
     findings: Callable[[Bench], Iterator[Finding]]
+    #: About how many seconds it takes on two cores, for the progress bar.
+    seconds: Callable[[Bench], float] = lambda bench: 10
 
 
 def layouts(bench: Bench) -> Iterator[Finding]:
@@ -76,17 +91,36 @@ def layouts(bench: Bench) -> Iterator[Finding]:
             yield failed("copies on several ranks", where, str(problem))
             continue
         except (AssertionError, RuntimeError, TimeoutError) as problem:
-            yield failed("training", where, str(problem).strip().splitlines()[-1])
+            yield failed("training", where, last_line(problem))
             continue
         for distance in distances:
             state = State.PASS if distance.share <= 1 else State.FAIL
             yield Finding(distance.what, state, where, distance.share, 1.0, distance.key)
 
 
-STAGES: tuple[Stage, ...] = (Stage("layouts against one process", layouts),)
+def last_line(problem: BaseException) -> str:
+    """Return what an exception says; of a traceback the last line."""
+    return (str(problem).strip() or type(problem).__name__).splitlines()[-1]
 
 
-def prove(bench: Bench) -> Iterator[Finding]:
-    """Yield the findings of all stages."""
-    for stage in STAGES:
+STAGES: tuple[Stage, ...] = (
+    Stage("Megatron's parser", static.parser, lambda bench: 4),
+    Stage("rules", static.rules, lambda bench: 0.1),
+    Stage("number formats of the model", static.formats, lambda bench: 0.5),
+    Stage("memory of a GPU", static.memory, lambda bench: 0.5),
+    Stage("layouts against one process", layouts, lambda bench: 10 + 0.7 * bench.ranks),
+    Stage("what needs a GPU", static.beyond, lambda bench: 0.1),
+)
+
+
+def prove(
+    bench: Bench, stages: Sequence[Stage] | None = None, begin: Callable[[Stage], None] = lambda stage: None
+) -> Iterator[Finding]:
+    """Yield the findings of all stages.
+
+    Args:
+        begin: called before each stage.
+    """
+    for stage in STAGES if stages is None else stages:
+        begin(stage)
         yield from stage.findings(bench)

@@ -3,7 +3,7 @@
     table.py      every command: its group, module, purpose and an example
     overview.py   `nemotron3 --help` and `--version`
     completion.py what a shell completes
-    parser.py     how words are read, and what is said about those that are wrong
+    parser.py     the parsers of the commands
 
 Only the module of the command that is used is imported. Invalid input ends with exit code 2 and one line on
 stderr.
@@ -78,7 +78,7 @@ def _run(words: list[str]) -> int:
     if words[:1] == ["run"]:  # every word after it belongs to the launcher and the script
         from megatron_nemotron3 import run
 
-        run.main(words[1:])
+        run.main(words[1:], lambda own: parser("run").parse_args(["run", *own]))
         return 0
     cut = words.index("--") if "--" in words else len(words)
     options = parser(words[0] if words else "").parse_args(words[:cut])

@@ -11,6 +11,7 @@ patches nothing, and nothing is patched on a GPU.
     mode         the context manager
     torch_names  the table for torch, and stand-ins for CUDA's streams, events and devices
     collectives  the table for torch.distributed, and collectives that gloo lacks
+    products     dense FP32 products by oneDNN, where it is faster
     megatron     the table for Megatron, and the arguments that cannot hold on a CPU
     async_save   the process that writes checkpoints beside training
 

@@ -1,4 +1,4 @@
-"""`cpu_mode`, which applies the tables of `torch_names`, `collectives` and `megatron`."""
+"""`cpu_mode`, which applies the tables of `torch_names`, `collectives`, `products` and `megatron`."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ def cpu_mode(announce: Callable[[str], None] = lambda message: None) -> Iterator
         return
     import torch
 
+    from megatron_nemotron3.cpu import products
+
     with ExitStack() as stack:
         # Imported first, so that Megatron binds the originals at import: its bindings outlive the block.
         importlib.import_module("megatron.core")
         free = megatron.CONNECTIONS not in os.environ
-        for target, name, value in [*torch_names.table(), *megatron.table(announce, free)]:
+        for target, name, value in [*torch_names.table(), *products.table(), *megatron.table(announce, free)]:
             original = getattr(target, name)
             setattr(target, name, value)
             stack.callback(setattr, target, name, original)

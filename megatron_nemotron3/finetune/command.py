@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.lora import VARIABLE, LoRA
+from megatron_nemotron3.words import add_device
 
 #: Schedule of the tiny models, which learn in minutes on a CPU.
 STEPS, LR, SEQ_LENGTH = 60, 1e-3, 512
@@ -56,12 +57,7 @@ def register(commands: Any) -> None:
         metavar="N",
         help=f"tokens per sequence (default {SEQ_LENGTH})",
     )
-    training.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="where it computes (default auto: a GPU, if there is one)",
-    )
+    add_device(training)
     command.set_defaults(run=finetune_command)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_nemotron3.checkpoint.remote import local
 from megatron_nemotron3.generate.command import (
     add_checkpoint,
+    add_sampling,
     check_draft,
     load_engine,
     open_for_tokenizer,
@@ -32,31 +33,7 @@ def register(commands: Any) -> None:
     command.set_defaults(run=chat_command)
     add_checkpoint(command, option=False)
     command.add_argument("--system", metavar="TEXT", help="a system message, for the chat template")
-    command.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=NEW_TOKENS,
-        metavar="N",
-        help=f"tokens to generate (at most, for each answer; default {NEW_TOKENS})",
-    )
-    command.add_argument(
-        "--temperature",
-        type=float,
-        default=TEMPERATURE,
-        metavar="T",
-        help=f"of sampling (default {TEMPERATURE}; 0: the most likely token)",
-    )
-    command.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help=f"sample from the most likely tokens that add up to P (default {TOP_P})",
-    )
-    command.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
-    command.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default 0)")
-    command.add_argument(
-        "--draft", type=int, default=0, metavar="K", help="tokens that MTP drafts per step (default 0: off)"
-    )
+    add_sampling(command, "answer", tokens=NEW_TOKENS, temperature=TEMPERATURE, top_p=TOP_P)
 
 
 def chat_command(options: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_stored_model, stored_model
 from megatron_nemotron3.train.inputs import require_tokenizer
 from megatron_nemotron3.train.processes import NARROW, THREADS
+from megatron_nemotron3.words import add_device
 
 if TYPE_CHECKING:
     from megatron_nemotron3.convert.checkpoints import Checkpoint
@@ -44,31 +45,7 @@ def register(commands: Any) -> None:
     command.add_argument(
         "--prompt-file", type=Path, metavar="FILE", help="one prompt: the text of a file; - reads stdin"
     )
-    sampling = command.add_argument_group("new tokens")
-    sampling.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=NEW_TOKENS,
-        metavar="N",
-        help=f"tokens to generate (at most, for each prompt; default {NEW_TOKENS})",
-    )
-    sampling.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="of sampling (default 0: the most likely token)",
-    )
-    sampling.add_argument(
-        "--top-p", type=float, metavar="P", help="sample from the most likely tokens that add up to P"
-    )
-    sampling.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
-    sampling.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of sampling (default 0; prompt i has N + i)"
-    )
-    command.add_argument(
-        "--draft", type=int, default=0, metavar="K", help="tokens that MTP drafts per step (default 0: off)"
-    )
+    sampling = add_sampling(command, "prompt", seed="; prompt i has N + i")
     command.add_argument(
         "--cuda-graphs", action="store_true", help="launch all kernels of a step at once; needs a GPU"
     )
@@ -81,6 +58,53 @@ def register(commands: Any) -> None:
     )
     add_json(command)
     command.add_argument("--no-stream", action="store_true", help="print the texts when all are complete")
+
+
+def add_sampling(
+    command: argparse.ArgumentParser,
+    each: str,
+    *,
+    tokens: int = NEW_TOKENS,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    seed: str = "",
+) -> argparse._ArgumentGroup:
+    """Add --draft, and the group of options that say how new tokens are chosen; return the group.
+
+    Args:
+        each: what --max-new-tokens counts for.
+        tokens, temperature: the defaults.
+        top_p: what the command takes where --top-p is not given (its default is None).
+        seed: added to the help of --seed.
+    """
+    group = command.add_argument_group("new tokens")
+    group.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=tokens,
+        metavar="N",
+        help=f"tokens to generate (at most, for each {each}; default {tokens})",
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=temperature,
+        metavar="T",
+        help=f"of sampling (default {temperature:g}; 0: the most likely token)",
+    )
+    default = "" if top_p is None else f" (default {top_p})"
+    group.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help=f"sample from the most likely tokens that add up to P{default}",
+    )
+    group.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help=f"of sampling (default 0{seed})")
+    command.add_argument(
+        "--draft", type=int, default=0, metavar="K", help="tokens that MTP drafts per step (default 0: off)"
+    )
+    return group
 
 
 def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> None:
@@ -97,12 +121,7 @@ def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> 
         metavar="DIR",
         help="folder of a Hugging Face tokenizer (default: the checkpoint's or the run's)",
     )
-    model.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="where it computes (default auto: a GPU, if there is one)",
-    )
+    add_device(model)
     model.add_argument(
         "--dtype", choices=DTYPES, help="type of the numbers (of the weights; default: as stored)"
     )

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
@@ -27,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_pg_size, get_tensor_model_parallel_group_if_none
 
+from megatron_nemotron3.cpu.products import linear
 from megatron_nemotron3.layers.functional import layer_norm, rms_norm
 from megatron_nemotron3.layers.norm import (
     EmptyExtraState,
@@ -200,7 +200,7 @@ class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):
         """[..., input_size] -> ([..., output_size], no bias)."""
         if (products := self.replaced()) is not None:
             return self.adapted(products.linear(self, x, self.weight), x), None
-        return self.adapted(F.linear(x, self.weight), x), None
+        return self.adapted(linear(x, self.weight), x), None
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are never delayed here. Megatron's MoE layer calls it."""

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import fields
 
 from megatron_nemotron3.models.config import Nemotron3Config, unbuilt_fields
 from megatron_nemotron3.models.tiny import TINY_SUFFIX, tiny
+from megatron_nemotron3.words import hint
 
 NANO = Nemotron3Config(
     name="nano",
@@ -342,9 +342,8 @@ def get(name: str) -> Nemotron3Config:
     if base in _ALIASES:
         model = _MODELS[_ALIASES[base]]
         return tiny(model) if slug != base else model
-    near = difflib.get_close_matches(base, _ALIASES, n=1, cutoff=0.5)
-    hint = f"; did you mean {_ALIASES[near[0]]!r}?" if near else ""
-    raise ValueError(f"unknown model {name!r}: known are {', '.join(names())}{hint}")
+    known = f"known are {', '.join(names())}{hint(base, _ALIASES)}"
+    raise ValueError(f"unknown model {name!r}: {known}")
 
 
 #: Name of a model that is not in the catalog, where nothing else names it.

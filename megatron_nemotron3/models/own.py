@@ -10,7 +10,6 @@ it names its model `config`, or makes only one.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import re
 import runpy
@@ -23,6 +22,7 @@ from typing import Any
 from megatron_nemotron3.checkpoint.files import first_repeated, read_outside
 from megatron_nemotron3.models import catalog
 from megatron_nemotron3.models.config import Nemotron3Config
+from megatron_nemotron3.words import hint
 
 SUFFIXES = (".json", ".py")
 #: No description of a model is longer, in bytes.
@@ -134,8 +134,7 @@ def _require_known(data: dict[str, Any]) -> None:
             continue
         if isinstance(getattr(Nemotron3Config, name, None), property):
             raise ValueError(f'"{name}" follows from other fields: drop it')
-        near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
-        raise ValueError(f'unknown field "{name}"' + (f": did you mean {near[0]}?" if near else ""))
+        raise ValueError(f'unknown field "{name}"{hint(name, known)}')
 
 
 def _complete(data: dict[str, Any]) -> Nemotron3Config:

@@ -11,7 +11,6 @@ The fields are those of `TEQuantizationParams` and `TEQuantizationRecipe` in meg
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from megatron_nemotron3.checkpoint.files import read_outside, write_text
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.formats import BF16, MXFP8, NVFP4, name_of
 from megatron_nemotron3.precision.table import LINEARS, Structure
+from megatron_nemotron3.words import hint
 
 #: Longest file that is read, in bytes; the recipe of Ultra has 4 kB.
 _LIMIT = 1 << 20
@@ -261,7 +261,7 @@ def _read_recipe(problems: list[str], at: str, body: Any) -> Setting:
             wanted = "use " + ", ".join(["true", "false"] if allowed is _BOOL else map(str, allowed))
         if not fits:
             problems.append(
-                f"{at}.{field}: {_shown(value)} is unknown: {wanted}{_suggestion(value, allowed)}"
+                f"{at}.{field}: {_shown(value)} is unknown: {wanted}{hint(str(value), map(str, allowed))}"
             )
     fp8, fp4 = body.get("fp8_quantization_recipe"), body.get("fp4_quantization_recipe")
     if fp8 and fp4:
@@ -290,7 +290,7 @@ def _read_matcher(problems: list[str], name: str, body: Any, configs: Mapping[st
     if "config" in body and not (isinstance(config, str) and config in configs):
         problems.append(
             f"{at}.config: {_shown(config)} is none of {', '.join(map(str, configs)) or 'the configs'}"
-            + _suggestion(config, configs)
+            + hint(str(config), map(str, configs))
         )
     if "pattern" in body and not isinstance(pattern, str):
         problems.append(f"{at}.pattern: {_shown(pattern)} is not text")
@@ -339,7 +339,7 @@ def _check_keys(
     prefix = f"{at}: " if at else ""
     for key in body:
         if key not in known:
-            meant = _suggestion(key, known) or f"; known are {', '.join(known)}"
+            meant = hint(str(key), known) or f"; known are {', '.join(known)}"
             problems.append(f"{prefix}unknown key {key!r}{meant}")
     problems += [f"{prefix}no {key}" for key in required if key not in body]
 
@@ -353,16 +353,10 @@ def _shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def _suggestion(value: Any, known: Iterable[Any] | None) -> str:
-    near = difflib.get_close_matches(str(value), [str(k) for k in known or ()], n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 def _suggested_glob(pattern: str, globs: Sequence[str]) -> str:
     """The glob with the most similar last name, which is where a slip of the pen is."""
     by_name = {glob.rpartition(".")[2]: glob for glob in globs}
-    near = difflib.get_close_matches(pattern.rpartition(".")[2], by_name, n=1, cutoff=0.7)
-    return f"; did you mean {by_name[near[0]]!r}?" if near else ""
+    return hint(pattern.rpartition(".")[2], by_name)
 
 
 def _strict_loader() -> Any:

@@ -25,6 +25,7 @@ from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.inputs import MEANS, require_inputs
+from megatron_nemotron3.words import add_device
 
 #: Options of Megatron that an option of this command sets.
 _OWN = {
@@ -43,12 +44,7 @@ def register(commands: Any) -> None:
     train = commands.add_parser("train")
     add_model(train)
     add_launch(train, precision=None)
-    train.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="where it computes (default auto: a GPU, if there is one)",
-    )
+    add_device(train)
     train.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: runs/NAME)")
     data = train.add_argument_group("data")
     start = train.add_argument_group("where it starts")
@@ -92,13 +88,7 @@ def register(commands: Any) -> None:
         default=continued.REPLAN,
         help="on another number of steps: plan the learning rate anew, or hold it (default replan)",
     )
-    start.add_argument(
-        "--change",
-        action="append",
-        choices=manifest.CHANGES,
-        default=[],
-        help="go on in the folder with another one of these; may be repeated",
-    )
+    manifest.add_change(start)
     watching.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
     train.set_defaults(run=train_command)
 

@@ -80,7 +80,7 @@ def test_the_same_model_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     for words in readers:
         assert cli.main(words) == 2, words
-        assert 'unknown field "patern": did you mean pattern?' in capsys.readouterr().err or words[0] in (
+        assert "unknown field \"patern\"; did you mean 'pattern'?" in capsys.readouterr().err or words[0] in (
             "generate",
         )
 
@@ -93,8 +93,8 @@ def test_the_same_model_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture
         ("{}", "pattern, hidden_size, "),
         ({"base": "nan"}, "did you mean 'nano'?"),
         ({"base": 3}, '"base" is 3'),
-        ({"base": "nano", "hiddensize": 1}, 'unknown field "hiddensize": did you mean hidden_size?'),
-        ({"base": "nano", "moe-latent-size": 1}, "did you mean moe_latent_size?"),
+        ({"base": "nano", "hiddensize": 1}, "unknown field \"hiddensize\"; did you mean 'hidden_size'?"),
+        ({"base": "nano", "moe-latent-size": 1}, "did you mean 'moe_latent_size'?"),
         ({"base": "nano", "num_layers": 3}, '"num_layers" follows from other fields'),
         ('{"base": "nano", "hidden_size": 1, "hidden_size": 2}', '"hidden_size" is given twice'),
         ({"base": "nano", "hidden_size": "64"}, "hidden_size='64' is not an integer"),

@@ -136,11 +136,15 @@ def test_the_launcher_sets_it(
     monkeypatch.setenv("NEMOTRON3_MONITOR", "3")
     for options, interval in ((["--monitor", "12"], 12), ([], 3)):
         assert f"{interval} {interval}\n" in run_launcher([*options, "--device", "cpu", str(script)], 1)
-    for wrong in (["--monitor", "often", "x.py"], ["--monitor=-1", "x.py"], ["--monitor"]):
+    for wrong, said in (
+        (["--monitor=-1", "x.py"], "interval in iterations, or 0 for off"),
+        (["--monitor", "often", "x.py"], "invalid int value: 'often'"),
+        (["--monitor"], "expected one argument"),
+    ):
         with pytest.raises(SystemExit) as end:
             launcher.split_arguments(wrong)
         assert end.value.code == 2
-        assert "interval in iterations, or 0 for off" in capsys.readouterr().err
+        assert said in capsys.readouterr().err
 
 
 def test_train_refuses_a_negative_interval(capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,6 +173,14 @@ def test_the_launcher_takes_emulation_from_anywhere() -> None:
     assert run.split_arguments(["script.py"]).emulate is None
 
 
+def test_words_after_the_script_are_its_own() -> None:
+    """Also those that look like the launcher's or are none of it, and what argparse treats specially."""
+    own = ["-h", "--device", "cuda", "--", "--mo", "--unknown=1", "-x", "a b"]
+    for before in (["--device=CPU"], ["--device", "cpu", "--"]):
+        found = run.split_arguments([*before, "script.py", *own])
+        assert (found.device, found.script, found.arguments) == ("cpu", "script.py", own)
+
+
 @pytest.mark.parametrize("value", ["", "nvfp5", "nvfp4,rht"])
 def test_a_bad_value_of_the_option(value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
