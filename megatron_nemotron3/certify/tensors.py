@@ -18,17 +18,8 @@ Tensors = dict[str, Tensor]
 Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 
 
-class RanksDiffer(AssertionError):
-    """Ranks that must hold the same numbers hold different ones."""
-
-
 def gather(ranks: Sequence[Pieces]) -> Tensors:
-    """Put the ranks' pieces together.
-
-    Raises:
-        RanksDiffer: copies are not equal to the bit.
-        AssertionError: a part is missing.
-    """
+    """Whole tensors of the ranks' pieces. Copies must be equal to the bit, and nothing may be missing."""
     whole: Tensors = {}
     seen: dict[str, Tensor] = {}
     for pieces in ranks:
@@ -40,8 +31,7 @@ def gather(ranks: Sequence[Pieces]) -> Tensors:
             place = tuple(slice(o, o + n) for o, n in zip(offset, part.shape))
             old, known = whole[key][place], seen[key][place]
             difference = torch.where(known, (old - part).abs(), 0.0)
-            if difference.any():
-                raise RanksDiffer(f"{key}: ranks differ by {difference.max():.3g} in a shared part")
+            assert not difference.any(), f"{key}: ranks differ by {difference.max():.3g} in a shared part"
             whole[key][place] = part
             seen[key][place] = True
     missing = [key for key, mask in seen.items() if not mask.all()]
