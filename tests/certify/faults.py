@@ -2,13 +2,14 @@
 
 Each fault is a patch of Megatron or of this package, active on the ranks of a test alone.
 
-python -m tests.certify.faults            # run every fault and write the table's figures
-python -m tests.certify.faults NAME …     # run some and print what is found
+python -m tests.certify.faults            # run every fault and write the figures of the table
+python -m tests.certify.faults NAME …     # run some of them
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 import tempfile
@@ -28,6 +29,8 @@ from tests.certify import expert_faults as experts
 from tests.certify import gradient_faults as gradients
 from tests.certify import sequence_faults as sequence
 
+#: What was found when the table was last written.
+GOLDEN = Path(__file__).parents[1] / "golden" / "certified_faults.json"
 #: A launch of the Super form: latent experts, shared expert, MTP of two depths from one block.
 _MODEL = """--hidden-size 4096 --ffn-hidden-size 2688 --num-attention-heads 32 --group-query-attention
 --num-query-groups 2 --kv-channels 128 --mamba-num-heads 128 --mamba-head-dim 64 --mamba-state-dim 128
@@ -219,26 +222,44 @@ def failures(found: list[Finding]) -> dict[str, Finding]:
     return worst
 
 
+def measured() -> dict[str, dict[str, str]]:
+    """Return what was found when the table was last written."""
+    rows: dict[str, dict[str, str]] = json.loads(GOLDEN.read_text())
+    return rows
+
+
+def _row(fault: Fault, found: dict[str, Finding]) -> dict[str, str]:
+    finding = next(found[name] for name in fault.found_by if name in found)
+    share = "" if finding.difference is None else f"{finding.difference:.2g}"
+    return {"found by": finding.name, "where": finding.where, "share": share, "detail": finding.detail}
+
+
 def main(names: list[str]) -> None:
-    """Run faults and print what finds them."""
+    """Run faults, print what finds them, and write it to the file of figures."""
+    if unknown := [name for name in names if name not in FAULTS]:
+        raise SystemExit(f"no such fault: {unknown[0]}; there are: {', '.join(FAULTS)}")
     out = os.fdopen(os.dup(1), "w")
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)  # Megatron prints a great deal on every rank
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Megatron prints a great deal on every rank
     say = functools.partial(print, file=out, flush=True)
+    rows = {name: row for name, row in measured().items() if name in FAULTS}
     for name in names or FAULTS:
         fault, begin = FAULTS[name], time.monotonic()
         try:
-            clean = failures(healthy(fault.launch, fault.stage))
+            alarms = failures(healthy(fault.launch, fault.stage))
             found = failures(run(fault.launch, fault.stage, fault))
         except Exception as problem:  # a defect of the proof
             say(f"ERROR {name}: {str(problem).strip().splitlines()[-1]}")
             continue
-        right = set(fault.found_by) <= found.keys() and "training" not in found
+        right = not alarms and set(fault.found_by) <= found.keys() and "training" not in found
         say(f"{'ok' if right else 'MISS'} {name} [{fault.launch}] {time.monotonic() - begin:.1f} s")
-        for finding in clean.values():
+        for finding in alarms.values():
             say(f"      FALSE ALARM {finding}"[:200])
         for finding in found.values():
             say(f"      {finding.name}: {finding.difference} {finding.detail}"[:200])
+        if right:
+            rows[name] = _row(fault, found)
+    ordered = {name: rows[name] for name in FAULTS if name in rows}
+    GOLDEN.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
 if __name__ == "__main__":
