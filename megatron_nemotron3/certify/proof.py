@@ -102,6 +102,13 @@ def layouts(bench: Bench) -> Iterator[Finding]:
             yield Finding(distance.what, state, where, distance.share, 1.0, distance.key)
 
 
+def script(bench: Bench) -> Iterator[Finding]:
+    """Yield what the launch's own script computes, saves and loads."""
+    from megatron_nemotron3.certify import script_stage
+
+    yield from script_stage.script(bench)
+
+
 def last_line(problem: BaseException) -> str:
     """Return what an exception says; of a traceback the last line."""
     return (str(problem).strip() or type(problem).__name__).splitlines()[-1]
@@ -113,6 +120,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("number formats of the model", static.formats, lambda bench: 0.5),
     Stage("memory of a GPU", static.memory, lambda bench: 0.5),
     Stage("layouts against one process", layouts, lambda bench: 10 + 0.7 * bench.ranks),
+    Stage("the script itself", script, lambda bench: 25 + 2.5 * bench.twin.sizes[0].layout.world_size),
     Stage("what needs a GPU", static.beyond, lambda bench: 0.1),
 )
 

@@ -23,7 +23,7 @@ class RanksDiffer(RuntimeError):
 
 
 def gather(ranks: Sequence[Pieces]) -> Tensors:
-    """Put the ranks' pieces together.
+    """Put the ranks' pieces together. A rank holds nothing of an element where its piece is NaN.
 
     Raises:
         RanksDiffer: copies are not equal to the bit, or a part is missing.
@@ -38,14 +38,14 @@ def gather(ranks: Sequence[Pieces]) -> Tensors:
             if tuple(whole[key].shape) != shape:
                 raise RanksDiffer(f"{key}: ranks differ in its shape, {tuple(whole[key].shape)} and {shape}")
             place = tuple(slice(o, o + n) for o, n in zip(offset, part.shape))
-            old, known = whole[key][place], seen[key][place]
-            difference = torch.where(known, (old - part).abs(), 0.0)
+            old, known, here = whole[key][place], seen[key][place], ~part.isnan()
+            difference = torch.where(known & here, (old - part).abs(), 0.0)
             if difference.any():
                 raise RanksDiffer(f"{key}: ranks differ by {difference.max():.3g} in a shared part")
-            whole[key][place] = part
-            seen[key][place] = True
+            whole[key][place] = torch.where(here, part, old)
+            seen[key][place] = known | here
     if missing := [key for key, mask in seen.items() if not mask.all()]:
-        raise RanksDiffer(f"no rank holds all of {', '.join(missing)}")
+        raise RanksDiffer(f"no rank holds a number in all of {', '.join(missing)}")
     return whole
 
 

@@ -98,8 +98,8 @@ def initialize_layout(layout: ParallelLayout, optimizer_instances: int = 1) -> N
     )  # fmt: skip
 
 
-def build(case: Case, weights: Tensors | None = None) -> tuple[list[Any], Any, Any]:
-    """Groups, this rank's chunks wrapped as the stock training loop wraps them, its configs and arguments."""
+def build(case: Case, weights: Tensors | None = None) -> tuple[list[Any], Any]:
+    """Groups, this rank's chunks wrapped as the stock training loop wraps them, and its arguments."""
     from megatron_nemotron3.build import megatron_args
 
     if case.fault is not None:
@@ -108,33 +108,33 @@ def build(case: Case, weights: Tensors | None = None) -> tuple[list[Any], Any, A
     initialize_layout(case.layout, args.num_distributed_optimizer_instances)
     if args.vocab_size is None:
         args.vocab_size = case.config.vocab_size
-    return *wrapped(case, args, weights), args
+    return wrapped(case, args, weights), args
 
 
-def wrapped(case: Case, args: Any, weights: Tensors | None = None) -> tuple[list[Any], Any]:
-    """This rank's chunks and the configs of arguments, in groups that exist.
+def wrapped(case: Case, args: Any, weights: Tensors | None = None) -> list[Any]:
+    """This rank's chunks, in groups that exist.
 
     `weights` are loaded before Megatron-FSDP divides them, otherwise behind the wrappers.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import hybrid_config_from_args
+    from megatron.training.training import get_megatron_ddp_config
 
     model_config = hybrid_config_from_args(args)
     early = weights if args.use_megatron_fsdp else None
     model_config.pre_wrap_hooks = [] if early is None else [partial(load, weights=early)]
     if case.sabotage is not None:
         model_config.pre_wrap_hooks.append(case.sabotage)
-    configs = pretrain_cfg_container_from_args(args, model_config)
     with training(LoRA.parse(case.lora) if case.lora is not None else None):
         chunks = model_config.get_builder_cls()(model_config).build_distributed_models(
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-            ddp_config=configs.ddp,
+            ddp_config=get_megatron_ddp_config(args),
             use_megatron_fsdp=args.use_megatron_fsdp,
             use_torch_fsdp2=args.use_torch_fsdp2,
         )
     if weights is not None and early is None:
         load(chunks, weights)
-    return chunks, configs
+    return chunks
 
 
 def _built(case: Case) -> Pieces:
@@ -165,16 +165,18 @@ class Run:
     """A model in training on this rank, driven as the stock training loop drives it."""
 
     def __init__(
-        self, case: Case, weights: Tensors | None, built: tuple[list[Any], Any, Any] | None = None
+        self, case: Case, weights: Tensors | None, built: tuple[list[Any], Any] | None = None
     ) -> None:
         """Build the model of `case`, or take what `build` returned."""
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.utils import get_model_config
+        from megatron.training.training import get_megatron_optimizer_config
 
         self.case = case
-        self.chunks, configs, self.args = built or build(case, weights)
-        self.optimizer = get_megatron_optimizer(configs.optimizer, self.chunks)
+        self.chunks, self.args = built or build(case, weights)
+        optimizer, overrides = get_megatron_optimizer_config(self.args)
+        self.optimizer = get_megatron_optimizer(optimizer, self.chunks, config_overrides=overrides)
         config = get_model_config(self.chunks[0])
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss

@@ -14,12 +14,13 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.certify.finding import Finding, State, failed
-from megatron_nemotron3.certify.proof import Bench, prove
+from megatron_nemotron3.certify.proof import Bench, Stage, prove
 from megatron_nemotron3.certify.twin import Twin, make
 from tests.certify.launches import RandomLaunch, launches
 from tests.properties.strategies import draw_many
@@ -34,20 +35,26 @@ def twin_of(launch: RandomLaunch) -> Twin:
     return make(flags, RANKS, world_size=launch.world_size, vocab_size=launch.vocab_size)
 
 
-def findings(launch: RandomLaunch, timeout: float) -> list[Finding]:
-    """Return the findings of the whole proof. An exception, which none should raise, is one that failed."""
+def findings(
+    launch: RandomLaunch, timeout: float = 300, stages: Sequence[Stage] | None = None
+) -> list[Finding]:
+    """Return the findings of a proof. An exception, which none should raise, is one that failed.
+
+    Args:
+        stages: its parts; None: all.
+    """
     try:
-        return _findings(launch, timeout)
+        return _findings(launch, timeout, stages)
     except Exception as error:
         return [failed(type(error).__name__, "", (str(error).strip() or "?").splitlines()[-1])]
 
 
-def _findings(launch: RandomLaunch, timeout: float) -> list[Finding]:
+def _findings(launch: RandomLaunch, timeout: float, stages: Sequence[Stage] | None) -> list[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(
             twin=twin_of(launch), flags=tuple(parse(launch.words)), folder=Path(folder), timeout=timeout
         )
-        return list(prove(bench))
+        return list(prove(bench, stages))
 
 
 def record(number: int, launch: RandomLaunch, timeout: float) -> dict[str, Any]:

@@ -221,19 +221,19 @@ def train_step(
         args = stack.enter_context(megatron(argv, case.layout.world_size, reached))
         reached.append("model")
         training = _training(case, args)
-        chunks, configs = _together(lambda: world.wrapped(training, args))
+        chunks = _together(lambda: world.wrapped(training, args))
         parameters = _set_weights(chunks)
         reached.append("step")
         outcome = Outcome(
             parameters=parameters,
             vocabulary=args.padded_vocab_size,
-            **_step(world.Run(training, None, (chunks, configs, args))),
+            **_step(world.Run(training, None, (chunks, args))),
         )
         return outcome if look is None else look(chunks, args)
 
 
 def _training(case: Case, args: Any) -> certify.Case:
-    """What a run of `certify` needs to know beside the arguments, whose sizes count: options may change them."""
+    """What a run of `certify` needs beside the arguments. Their sizes count: options may change them."""
     # Tokens below every vocabulary drawn: a padded one must see the same ones.
     vocabulary = min(20, case.config.vocab_size)
     return certify.Case(

@@ -1,4 +1,4 @@
-"""Write the recipes' certificates: `python -m tests.recipes.certificates [CASE…]`, from the repository's folder.
+"""Write the recipes' certificates: `python -m tests.recipes.certificates [CASE…]`.
 
 Each case of a recipe (`cases.py`) has a certificate beside the script, made by `nemotron3 certify` for the
 command in the golden file. Without names those are made anew that are missing or of another command.
