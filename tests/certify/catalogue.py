@@ -44,6 +44,9 @@ class Launch:
     #: The command line of this recipe instead.
     recipe: str = ""
     gpu: str = "h100"
+    #: Lengths of documents, and of the places in which they lie inside a pack; None: those of the twin.
+    documents: tuple[int, ...] | None = None
+    padded: tuple[int, ...] | None = None
 
     def text(self, folder: Path) -> str:
         """Return Megatron's command line, and write its precision file to a folder."""
@@ -67,6 +70,9 @@ LAUNCHES: dict[str, Launch] = {
     "PP2 VPP2": Launch(f"--pipeline-model-parallel-size 2 {_TOKEN}", pattern="ME|M*|EM|*E"),
     "CP2": Launch(f"--context-parallel-size 2 --eod-mask-loss {_TOKEN}"),
     "CP2 packed": Launch(f"--context-parallel-size 2 --sft {_TOKEN}"),
+    "CP2, padded documents": Launch(
+        f"--context-parallel-size 2 --sft {_TOKEN}", documents=(21, 5, 30), padded=(24, 8, 32)
+    ),
     "DP2": Launch(f"{_OVERLAP} --eod-mask-loss {_TOKEN}"),
     "DP2 per batch": Launch(_OVERLAP),
     "DP4, 2 optimizers": Launch(f"{_OVERLAP} --num-distributed-optimizer-instances 2 {_TOKEN}", ranks=4),
@@ -156,6 +162,9 @@ FAULTS: dict[str, Fault] = {
     "CP gradients of keys": Fault(sequence.cp_kv_gradient_local, "CP2", _GRADIENTS, "Megatron-LM #1464"),
     "MTP tokens of a CP rank": Fault(
         sequence.mtp_tokens_of_cp_rank, "CP2", _MTP, "Megatron-LM #7452, finding 3; #7498"
+    ),
+    "MTP at borders without padding": Fault(
+        sequence.mtp_borders_without_padding, "CP2, padded documents", _MTP, "Megatron-LM #6205, #4495"
     ),
     "last layer of a stage": Fault(sequence.stage_drops_last_layer, "PP2", _LOSS),
     "key and value swapped": Fault(sequence.key_and_value_swapped, "TP2", _LOSS),

@@ -114,19 +114,12 @@ def balance_not_averaged() -> None:
 
 def shared_expert_per_tp_rank() -> None:
     """The shared expert is added once for each tensor-parallel rank."""
-    _shared_expert_times(parallel_state.get_tensor_model_parallel_world_size)
 
-
-def shared_expert_twice() -> None:
-    """The shared expert is added twice."""
-    _shared_expert_times(lambda: 2)
-
-
-def _shared_expert_times(number: Any) -> None:
     def make(compute: Any) -> Any:
         def repeated(self: Any, hidden: Any) -> Any:
             result = compute(self, hidden)
-            return None if result is None else result * number()
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            return None if result is None else result * size
 
         return repeated
 
@@ -190,24 +183,3 @@ def recompute_routes_anew() -> None:
 
     wrap(CheckpointFunction, "backward", backward)
     wrap(CountingRouter, "routing", routing)
-
-
-def mtp_balance_per_depth() -> None:
-    """The load-balancing loss of a repeated MTP layer counts once for each depth."""
-    from megatron_nemotron3.layers.mtp import MTPLayer
-
-    def make(init: Any) -> Any:
-        def forgotten(self: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, *args, **kwargs)
-            for module in self.modules():
-                if isinstance(module, TopKRouter):
-                    module.is_mtp_layer = False
-
-        return forgotten
-
-    wrap(MTPLayer, "__init__", make)
-
-
-def padding_counted() -> None:
-    """Padding behind the documents of a pack counts in the balance of the experts."""
-    in_place_of("megatron_nemotron3.layers.padding", "padding_of_pack", lambda *args: None)

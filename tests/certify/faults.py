@@ -16,8 +16,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,13 @@ class FaultyBench(proof.Bench):
     """
 
     everywhere: bool = False
+    #: What the training has beside what follows from the launch.
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     def case(self, sizes: Sizes | None, **changes: Any) -> Case:
         """Return the training in a layout, with the fault, or in one process."""
         healthy = {"fault": None} if sizes is None and not self.everywhere else {}
-        return super().case(sizes, **(healthy | changes))
+        return super().case(sizes, **(healthy | dict(self.changes) | changes))
 
 
 def _resuming(bench: proof.Bench) -> Iterator[Finding]:
@@ -101,6 +103,7 @@ def run(launch: str, stage: str, fault: Fault | None) -> list[Finding]:
             gpu=given.gpu,
             fault=None if damaged or fault is None else fault.patch,
             everywhere=fault is not None and fault.everywhere,
+            changes={} if given.padded is None else {"documents": given.documents, "padded": given.padded},
         )
         return list(STAGES[stage](bench))
 

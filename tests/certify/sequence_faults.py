@@ -100,18 +100,6 @@ def mtp_borders_without_padding() -> None:
     in_place_of(PhysicalBorders, "of", classmethod(of))
 
 
-def mtp_labels_across_documents() -> None:
-    """The last labels of a document are the first tokens of the next one."""
-
-    def make(roll: Any) -> Any:
-        def across(tensor: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-            return roll(tensor, *args, packed_seq_params=None, **kwargs)
-
-        return across
-
-    wrap(MTP, "roll_tensor", make)
-
-
 def mtp_without_mask() -> None:
     """The model gets no loss mask, so the MTP loss counts what the main loss leaves out."""
 
@@ -168,11 +156,6 @@ def attention_leaks() -> None:
         return one
 
     wrap("megatron_nemotron3.layers.attention", "document_borders", make)
-
-
-def without_total_tokens() -> None:
-    """The pack has no number of tokens, so no document index is derived from its borders."""
-    in_place_of(MIXER, "seq_idx_from_cu_seqlens", lambda *args: None)
 
 
 def stage_drops_last_layer() -> None:
