@@ -143,7 +143,11 @@ FAULTS: dict[str, Fault] = {
     "counts without CP": Fault(experts.counts_without_cp, "CP2", _COPIES),
     "counts of one micro-batch": Fault(experts.counts_of_last_microbatch, "DP2", _BIAS, everywhere=True),
     "counts in BF16": Fault(
-        experts.counts_in_bf16, "DP4, 2 optimizers", _BIAS, "prime-rl #2338, Megatron-LM #1482", everywhere=True
+        experts.counts_in_bf16,
+        "DP4, 2 optimizers",
+        _BIAS,
+        "prime-rl #2338, Megatron-LM #1482",
+        everywhere=True,
     ),
     "balance times TP": Fault(experts.balance_times_tp, "TP2", _GRADIENTS),
     "balance of local tokens": Fault(experts.balance_of_local_tokens, "TP2", _GRADIENTS),

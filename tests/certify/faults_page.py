@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.certify.faults import FAULTS, Fault, measured
+from tests.certify.catalogue import FAULTS, Fault
+from tests.certify.faults import measured
 
 _HEAD = """\
 # Faults that certify finds
 
 Each row is a fault that ends with no error message: a patch of Megatron-Core or of this package that is
-active in a test alone (`tests/certify/*_faults.py`). The proof of a small launch with the fault fails by the
+active in a test alone (`tests/certify/*_faults.py`), or damage to a launch. The proof of a small launch with the fault fails by the
 property named, and the proof of the same launch without it passes. A run that crashes does not count as
 found.
 
