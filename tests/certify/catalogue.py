@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.certify import checkpoint_faults as checkpoints
+from tests.certify import definition_faults as everywhere
 from tests.certify import expert_faults as experts
 from tests.certify import gradient_faults as gradients
 from tests.certify import launch_faults as launches
@@ -111,6 +112,14 @@ _GRADIENTS, _NORM, _LOSS, _WEIGHTS = ("gradients",), ("gradient norms",), ("loss
 _BIAS, _MTP, _FORMATS = ("expert biases",), ("losses of MTP",), ("number formats",)
 _LOADED, _STATE = ("weights loaded",), ("optimizer state loaded",)
 
+
+def _defined(
+    patch: Callable[[], None], found_by: tuple[str, ...], source: str = "seeded", launch: str = "TP2"
+) -> Fault:
+    """Return a fault that every layout has: the definition finds it in one process."""
+    return Fault(patch, launch, found_by, source, stage="definition", everywhere=True)
+
+
 FAULTS: dict[str, Fault] = {
     "norm gains under SP": Fault(gradients.norms_not_reduced, "TP2", _COPIES),
     "latent projections under SP": Fault(gradients.latent_not_reduced, "TP2", _COPIES),
@@ -173,6 +182,26 @@ FAULTS: dict[str, Fault] = {
     "last layer of a stage": Fault(sequence.stage_drops_last_layer, "PP2", _LOSS),
     "key and value swapped": Fault(sequence.key_and_value_swapped, "TP2", _LOSS),
     "logits gathered": Fault(sequence.logits_gathered, "TP2", _LOSS, "Megatron-LM #7452"),
+    "shared expert twice": _defined(everywhere.shared_expert_twice, ("logits",)),
+    "expert bias weighs": _defined(everywhere.bias_weighs, ("logits",)),
+    "expert bias ignored": _defined(everywhere.bias_does_not_choose, ("router choices",)),
+    "expert bias in the wrong direction": _defined(everywhere.bias_moves_the_wrong_way, _BIAS),
+    "MTP weighs twice": _defined(everywhere.mtp_weighs_twice, _GRADIENTS, "Megatron-LM #1532"),
+    "balance weighs twice": _defined(everywhere.balance_weighs_twice, _GRADIENTS),
+    "MTP's balance per depth": _defined(everywhere.mtp_is_no_mtp, _GRADIENTS, "Megatron-LM #6748"),
+    "tokens of some micro-batches": _defined(everywhere.tokens_of_two_microbatches, _GRADIENTS),
+    "norm gains decay": _defined(everywhere.everything_decays, ("optimizer",)),
+    "norm counts twice": _defined(everywhere.norm_counts_twice, _NORM),
+    "MTP without the loss mask": _defined(
+        sequence.mtp_without_mask, _MTP, "Megatron-Bridge #6103, #6105"
+    ),
+    "documents without index": _defined(
+        everywhere.mamba_ignores_borders, ("logits",), "SkyRL #2056", "CP2 packed"
+    ),
+    "Mamba's state leaks": _defined(sequence.mamba_state_leaks, ("logits",), launch="CP2 packed"),
+    "convolution leaks": _defined(sequence.convolution_leaks, ("logits",), launch="CP2 packed"),
+    "attention leaks": _defined(sequence.attention_leaks, ("logits",), launch="CP2 packed"),
+    "MTP labels of the next document": _defined(everywhere.mtp_ignores_borders, _MTP, launch="CP2 packed"),
     "matcher not enabled": Fault(launches.enabled_dropped, "Super, NVFP4", _FORMATS, stage="formats"),
     "glob that matches nothing": Fault(
         launches.glob_matches_nothing, "Super, NVFP4", _FORMATS, stage="formats"

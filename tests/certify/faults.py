@@ -51,6 +51,12 @@ class FaultyBench(proof.Bench):
         return super().case(sizes, **(healthy | dict(self.changes) | changes))
 
 
+def _definition(bench: proof.Bench) -> Iterator[Finding]:
+    from megatron_nemotron3.certify.definition import definition
+
+    yield from definition(bench)
+
+
 def _resuming(bench: proof.Bench) -> Iterator[Finding]:
     """Resume in the same layout what a healthy run saved."""
     from megatron_nemotron3.certify import script_stage
@@ -78,6 +84,7 @@ def _killed(made: twin.Twin) -> tuple[proof.Bench, Any]:
 #: Stages of the proof, or parts of them, by the names that the catalogue has.
 STAGES: dict[str, Callable[[Any], Iterator[Finding]]] = {
     "layouts": proof.layouts,
+    "definition": _definition,
     "resuming": _resuming,
     "formats": static.formats,
     "memory": static.memory,

@@ -11,9 +11,9 @@ _HEAD = """\
 # Faults that certify finds
 
 Each row is a fault that ends with no error message: a patch of Megatron-Core or of this package that is
-active in a test alone (`tests/certify/*_faults.py`), or damage to a launch. The proof of a small launch with the fault fails by the
-property named, and the proof of the same launch without it passes. A run that crashes does not count as
-found.
+active in a test alone (`tests/certify/*_faults.py`), or damage to a launch. The proof of a small launch with
+the fault fails by the property named, and the proof of the same launch without it passes. A run that crashes
+does not count as found.
 
 - *launch*: the layout of the twin in which the fault shows. Every twin is of Super's form: latent experts, a
   shared expert, two MTP depths.
