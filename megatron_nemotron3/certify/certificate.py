@@ -15,9 +15,9 @@ from typing import Any
 
 import megatron_nemotron3
 from megatron_nemotron3.args import parser_table
-from megatron_nemotron3.args.flag import Flag
+from megatron_nemotron3.args.flag import Flag, to_argv
 from megatron_nemotron3.certify.finding import Finding, State
-from megatron_nemotron3.certify.options import OUTSIDE
+from megatron_nemotron3.certify.options import Fate, row
 from megatron_nemotron3.certify.twin import Twin
 from megatron_nemotron3.checkpoint.files import atomic_group, read_outside, write_bytes, write_text
 
@@ -44,7 +44,7 @@ def normalised(
     kinds = parser_table.options("0.19")
     found: dict[str, list[str]] = {}
     for flag in flags:
-        if OUTSIDE.fullmatch(flag.name):
+        if row(flag.name).fate is Fate.DROPPED:
             continue
         if flag.name in FILES:
             found[flag.name] = [_content(word) for word in flag.values]
@@ -139,7 +139,7 @@ def make(
             "layouts": [str(sizes) for sizes in twin.sizes],
             "sequence": twin.batch.seq_length,
             "documents": twin.batch.documents and list(twin.batch.documents),
-            "kept": list(twin.meaning) + list(twin.mechanism),
+            "kept": [*twin.meaning, *to_argv(twin.mechanism)],
             "replaced": [[one.what, one.instead] for one in twin.remarks],
         },
         "findings": [

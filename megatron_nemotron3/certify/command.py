@@ -19,7 +19,6 @@ from megatron_nemotron3.args.command import add_launch, add_published
 from megatron_nemotron3.args.script_options import add_set
 from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.certify import certificate
-from megatron_nemotron3.certify import options as table
 from megatron_nemotron3.certify import twin as twins
 from megatron_nemotron3.certify.finding import Finding, State
 from megatron_nemotron3.certify.proof import STAGES, Bench, Stage, prove
@@ -146,17 +145,9 @@ def _check(options: argparse.Namespace, command: dict[str, list[str]]) -> int:
 def _introduction(asked: Asked, twin: twins.Twin) -> Iterator[str]:
     """Yield what is proven, and on what."""
     yield f"{asked.title}: {twin.large}"
-    small = twin.config
-    yield f"twin: {small.full_pattern}, hidden size {small.hidden_size}, experts {small.num_moe_experts or 0}"
-    for sizes in twin.sizes:
-        yield f"  {sizes}, {sizes.layout.world_size} ranks"
-    kept = [flag.name for flag in asked.flags if table.MECHANISM.fullmatch(flag.name)]
-    features = sorted({feature for sizes in twin.sizes for feature in sizes.features})
-    yield f"kept: {', '.join(features) or 'one rank'}; {' '.join(kept) or 'no option of the mechanism'}"
     for note in asked.notes:
         yield f"note: {note}"
-    for remark in twin.remarks:
-        yield f"{'not testable here' if remark.untested else 'replaced'}: {remark.what}: {remark.instead}"
+    yield from twin.describe()
     yield ""
 
 

@@ -81,7 +81,7 @@ def cover(large: Sizes, ranks: int, most: int = 3) -> tuple[list[Sizes], list[tu
 def _candidates(large: Sizes, ranks: int) -> Iterator[Sizes]:
     layout = large.layout
     for tp, cp, dp, pp in itertools.product(
-        _small(layout.tp), _small(layout.cp), _small(layout.dp, 4), _small(layout.pp, 4)
+        _small(layout.tp), _small(layout.cp), _small(layout.dp, 4), _small(layout.pp, 3, 4)
     ):
         if tp * cp * dp * pp > ranks:
             continue
@@ -91,6 +91,8 @@ def _candidates(large: Sizes, ranks: int) -> Iterator[Sizes]:
             _small(layout.ep, 4), _small(layout.etp), _small(large.instances)
         ):
             if (tp * cp * dp) % (ep * etp) or (cp * dp) % (2 * instances if instances > 1 else 1):
+                continue
+            if (tp * cp * dp) // (ep * etp) % instances:  # copies of the experts
                 continue
             sp = layout.sequence_parallel and tp > 1
             small = ParallelLayout(tp=tp, cp=cp, dp=dp, pp=pp, vpp=vpp, ep=ep, etp=etp, sp=sp)

@@ -52,6 +52,7 @@ class Bench:
             "micro_batch_size": batch.micro_batch_size,
             "sequences": batch.sequences,
             "documents": batch.documents,
+            "cut_whole": batch.cut_whole,
             "mask": "random" if batch.masked else "none",
             "steps": 2,
             "fault": self.fault,

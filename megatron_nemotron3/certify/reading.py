@@ -18,7 +18,7 @@ from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.args.flags import flags
 from megatron_nemotron3.args.script_options import text_of, told, variables
 from megatron_nemotron3.args.stored_model import taken
-from megatron_nemotron3.certify.options import LAYOUT, SIZES
+from megatron_nemotron3.certify.options import LAYOUT_SIZES, MODEL_SIZES, row
 from megatron_nemotron3.models import names
 from megatron_nemotron3.precision.settings import Emulation
 
@@ -75,7 +75,7 @@ def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> Asked
         flags=tuple(found),
         notes=tuple(notes),
         emulate=command_line.emulation(text),
-        world_size=options.gpus,
+        world_size=options.gpus or command_line.world_size(text, variables(options.set)),
     )
 
 
@@ -100,7 +100,7 @@ def _require_model(flags: list[Flag]) -> None:
     if not any(flag.name == "--hybrid-layer-pattern" for flag in flags):
         raise ValueError("no --hybrid-layer-pattern: the command trains a model of another family")
     for flag in flags:
-        if flag.name in SIZES | LAYOUT and not command_line.is_known(flag.values):
+        if row(flag.name) in (MODEL_SIZES, LAYOUT_SIZES) and not command_line.is_known(flag.values):
             raise ValueError(f"{flag}: the script does not say what it is: give --set VARIABLE=VALUE")
 
 

@@ -22,7 +22,7 @@ from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.certify.finding import Finding, State, failed
 from megatron_nemotron3.certify.proof import Bench, Stage, prove
 from megatron_nemotron3.certify.twin import Twin, make
-from tests.certify.launches import RandomLaunch, launches
+from tests.certify.drawn import RandomLaunch, launches
 from tests.properties.strategies import draw_many
 
 #: Ranks of a twin.

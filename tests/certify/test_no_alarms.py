@@ -6,7 +6,7 @@ import pytest
 
 from megatron_nemotron3.certify import proof
 from megatron_nemotron3.certify.finding import State
-from tests.certify.launches import RandomLaunch, launches
+from tests.certify.drawn import RandomLaunch, launches
 from tests.certify.random_launches import findings, twin_of
 from tests.properties.strategies import draw_many
 

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from megatron.core.num_microbatches_calculator import (
     destroy_num_microbatches_calculator,
@@ -34,7 +34,7 @@ from megatron.training import training as loop
 from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, flags, rules, to_argv
 from megatron_nemotron3.build import megatron_args
 from megatron_nemotron3.certify import case as certify
-from megatron_nemotron3.certify import tensors, world
+from megatron_nemotron3.certify import ranks, tensors, world
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Standard deviation of the tokens' embeddings and of every matrix; others by the end of their name.
@@ -160,16 +160,16 @@ def megatron(argv: list[str], world_size: int, reached: list[str]) -> Iterator[A
                 False,
             )
         reached.append("groups")
-        parallel_state.initialize_model_parallel(
-            args.tensor_model_parallel_size,
-            args.pipeline_model_parallel_size,
-            args.virtual_pipeline_model_parallel_size,
-            context_parallel_size=args.context_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        ranks.initialize(
+            tp=args.tensor_model_parallel_size,
+            pp=args.pipeline_model_parallel_size,
+            vpp=args.virtual_pipeline_model_parallel_size,
+            cp=args.context_parallel_size,
+            ep=args.expert_model_parallel_size,
+            etp=args.expert_tensor_parallel_size,
+            optimizer_instances=args.num_distributed_optimizer_instances,
+            seed=args.seed,
         )
-        torch.manual_seed(args.seed)
-        tensor_parallel.random.model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
         yield args
     finally:
         destroy_moe_metrics_tracker()
