@@ -131,7 +131,7 @@ FAULTS: dict[str, Fault] = {
     "experts summed as dense": Fault(gradients.experts_summed_as_dense, "EP2", _GRADIENTS),
     "mean over DP": Fault(gradients.averaged_over_dp, "DP2", _GRADIENTS),
     "tokens of one rank": Fault(gradients.tokens_of_one_rank, "DP2", _COPIES),
-    "tokens of the last stage": Fault(gradients.tokens_not_sent_to_stages, "PP2", _GRADIENTS),
+    "tokens of the last stage": Fault(gradients.tokens_not_sent_to_stages, "PP2", _COPIES),
     "loss scale with accumulation": Fault(
         gradients.divided_by_microbatches, "DP2", _GRADIENTS, everywhere=True
     ),
@@ -192,9 +192,7 @@ FAULTS: dict[str, Fault] = {
     "tokens of some micro-batches": _defined(everywhere.tokens_of_two_microbatches, _GRADIENTS),
     "norm gains decay": _defined(everywhere.everything_decays, ("optimizer",)),
     "norm counts twice": _defined(everywhere.norm_counts_twice, _NORM),
-    "MTP without the loss mask": _defined(
-        sequence.mtp_without_mask, _MTP, "Megatron-Bridge #6103, #6105"
-    ),
+    "MTP without the loss mask": _defined(sequence.mtp_without_mask, _MTP, "Megatron-Bridge #6103, #6105"),
     "documents without index": _defined(
         everywhere.mamba_ignores_borders, ("logits",), "SkyRL #2056", "CP2 packed"
     ),
