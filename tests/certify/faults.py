@@ -61,19 +61,19 @@ def _resuming(bench: proof.Bench) -> Iterator[Finding]:
     """Resume in the same layout what a healthy run saved."""
     from megatron_nemotron3.certify import script_stage
 
-    whole, killed = _killed(bench.twin)
+    whole, killed = _killed(bench.flags, bench.twin.sizes[0].layout.world_size)
     shutil.copytree(script_stage.folder(whole), script_stage.folder(bench))
     yield from script_stage.resumed(script_stage.Scripts(bench), bench.twin.sizes[0], killed)
 
 
 @cache
-def _killed(made: twin.Twin) -> tuple[proof.Bench, Any]:
+def _killed(flags: tuple[Flag, ...], ranks: int) -> tuple[proof.Bench, Any]:
     """A healthy run that was killed in its second save, in a folder that stays until the process ends."""
     from megatron_nemotron3.certify import script_stage
 
-    folder = tempfile.TemporaryDirectory()
+    made, folder = _twin(flags, ranks), tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
-    bench = proof.Bench(twin=made, flags=(), folder=Path(folder.name))
+    bench = proof.Bench(twin=made, flags=flags, folder=Path(folder.name))
     scripts = script_stage.Scripts(bench)
     scripts.write_text()
     killed = scripts.run("layout", made.sizes[0], *scripts.saving, killed_in=scripts.saved)
