@@ -223,4 +223,10 @@ FAULTS: dict[str, Fault] = {
     "part of a matrix not saved": Fault(
         checkpoints.part_not_saved, "TP2", ("weights in the checkpoint",), stage="resuming"
     ),
+    "experts exchanged in the export": Fault(
+        checkpoints.experts_exchanged_in_export, "TP2", ("Hugging Face export",), stage="export"
+    ),
+    "A exported for its logarithm": Fault(
+        checkpoints.decay_exported_as_rate, "TP2", ("Hugging Face export",), stage="export"
+    ),
 }

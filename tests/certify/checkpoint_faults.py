@@ -1,10 +1,12 @@
-"""Faults of saving and loading checkpoints.
+"""Faults of saving, loading and exporting checkpoints.
 
 Every function is called once on each rank before anything is built, and patches what a rank then calls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
+from safetensors.torch import load_file, save_file
 
 from tests.certify.patching import wrap
 
@@ -118,3 +121,42 @@ def part_not_saved() -> None:
         return partly
 
     wrap("megatron.core.dist_checkpointing", "save", make)
+
+
+def _exported(edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Let the export to Hugging Face write other tensors."""
+
+    def make(export: Any) -> Any:
+        def edited(checkpoint: Any, folder: Path, *args: Any, **kwargs: Any) -> Any:
+            result = export(checkpoint, folder, *args, **kwargs)
+            (file,) = folder.glob("*.safetensors")
+            tensors = load_file(file)
+            edit(tensors)
+            save_file(tensors, file, metadata={"format": "pt"})
+            return result
+
+        return edited
+
+    wrap("megatron_nemotron3.certify.stored", "convert_to_hf", make)
+
+
+def experts_exchanged_in_export() -> None:
+    """Two experts take each other's place in the export."""
+
+    def exchange(tensors: dict[str, torch.Tensor]) -> None:
+        first = next(name for name in tensors if ".experts.0.up_proj" in name)
+        second = first.replace(".experts.0.", ".experts.1.")
+        tensors[first], tensors[second] = tensors[second], tensors[first]
+
+    _exported(exchange)
+
+
+def decay_exported_as_rate() -> None:
+    """The export holds A instead of its logarithm."""
+
+    def exponentiate(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if name.endswith("A_log"):
+                tensors[name] = tensors[name].exp()
+
+    _exported(exponentiate)

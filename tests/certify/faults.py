@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from megatron_nemotron3.args import command_line
 from megatron_nemotron3.args.flag import Flag
@@ -66,6 +67,21 @@ def _resuming(bench: proof.Bench) -> Iterator[Finding]:
     yield from script_stage.resumed(script_stage.Scripts(bench), bench.twin.sizes[0], killed)
 
 
+def _export(bench: proof.Bench) -> Iterator[Finding]:
+    """Export what a healthy run saved, and read it back, in this process."""
+    from megatron_nemotron3.certify import script_stage, stored
+
+    whole, _ = _killed(bench.flags, bench.twin.sizes[0].layout.world_size)
+    if bench.fault is not None:
+        bench.fault()
+    try:
+        first = script_stage.Scripts(whole).first
+        rows = stored.read(first / "iter_0000001")["embedding.word_embeddings.weight"].shape[0]
+        yield from stored.round_trip(first, rows, bench.folder / "export")
+    finally:
+        mock.patch.stopall()
+
+
 @cache
 def _killed(flags: tuple[Flag, ...], ranks: int) -> tuple[proof.Bench, Any]:
     """A healthy run that was killed in its second save, in a folder that stays until the process ends."""
@@ -86,6 +102,7 @@ STAGES: dict[str, Callable[[Any], Iterator[Finding]]] = {
     "layouts": proof.layouts,
     "definition": _definition,
     "resuming": _resuming,
+    "export": _export,
     "formats": static.formats,
     "memory": static.memory,
     "rules": static.rules,
