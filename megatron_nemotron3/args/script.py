@@ -32,7 +32,7 @@ _ASKS = ("grep", "command", "which", "type", "diff", "cmp", "pgrep", "hash", "((
 #: Options of torchrun, which scripts often keep in an array of their own.
 _LAUNCHER = re.compile(
     r"--(nproc[-_]per[-_]node|nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_]\w+|standalone|max[-_]restarts"
-    r"|log[-_]dir|redirects|tee|monitor[-_]interval)$"
+    r"|log[-_]dir|no[-_]python|local[-_]addr|role|redirects|tee|monitor[-_]interval)$"
 )
 #: Functions that call each other deeper than this are refused.
 _DEEPEST = 20

@@ -13,6 +13,7 @@ from megatron_nemotron3.args.command_line import is_known
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.parser_check import misused, unknown
 from megatron_nemotron3.certify.finding import Finding, State, failed, passed, untested
+from megatron_nemotron3.certify.options import Fate
 from megatron_nemotron3.plan.hardware import GIB, GPUS, RESERVE
 from megatron_nemotron3.precision import deviations, yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
@@ -21,6 +22,9 @@ from megatron_nemotron3.precision.table import Structure
 if TYPE_CHECKING:
     from megatron_nemotron3.certify.proof import Bench
 
+#: Rules on `--seq-length`, which in reinforcement learning is no length of a training batch.
+_OF_LENGTH = ("token-alignment", "sequence-sp", "sequence-cp")
+_ROLLOUTS = ("--perform-rl-step", "--rl-", "--grpo-")
 ACCEPTED, RULES, FORMATS, MEMORY = "accepted by Megatron", "rules", "number formats", "memory of a GPU"
 
 
@@ -38,7 +42,8 @@ def launch_of(bench: Bench) -> Launch | None:
         global_batch_size=number("--global-batch-size"),
     )
     twin = bench.twin
-    return pasted.launch_of(twin.model, bench.flags, bench.emulate, schedule, twin.large.layout)
+    layout = twin.large.layout
+    return pasted.launch_of(twin.model, bench.flags, bench.emulate, schedule, layout, whole=True)
 
 
 def version_of(checkout: Path | None) -> str:
@@ -72,9 +77,18 @@ def parser(bench: Bench) -> Iterator[Finding]:
 
 def rules(bench: Bench) -> Iterator[Finding]:
     """Yield the rules that the launch violates; a warning passes and says so."""
-    found = pasted.violations(bench.twin.model, bench.flags, bench.emulate, bench.twin.large.layout)
+    launch = launch_of(bench)
+    if launch is None:
+        yield untested(RULES, "the layout's sizes are unresolved shell variables")
+        return
+    # The schedule is the launch's own, complete or not.
+    found = [one for one in pasted.violated(launch) if one.rule != "schedule-unknown"]
     errors = [one for one in found if one.severity == "error"]
+    rollouts = any(flag.name.startswith(_ROLLOUTS) for flag in bench.flags)
     for one in found:
+        if rollouts and one.rule in _OF_LENGTH:
+            yield untested(RULES, f"{one.message}; what is trained on has the lengths of rollouts", one.rule)
+            continue
         state = State.FAIL if one.severity == "error" else State.PASS
         yield Finding(RULES, state, one.rule, detail=f"{one.severity}: {one.message} [{one.source}]")
     if not errors:
@@ -145,5 +159,6 @@ def memory(bench: Bench) -> Iterator[Finding]:
 def beyond(bench: Bench) -> Iterator[Finding]:
     """Yield what of the launch nothing here can try."""
     for remark in bench.twin.remarks:
-        if remark.untested:
-            yield untested(remark.what, f"instead: {remark.instead}")
+        if remark.fate is Fate.UNTESTED:
+            names = f" ({', '.join(remark.options)})" if remark.options else ""
+            yield untested(remark.what, f"{remark.instead}{names}")

@@ -179,6 +179,7 @@ class Run:
         self.chunks, self.args = built or build(case, weights)
         optimizer, overrides = get_megatron_optimizer_config(self.args)
         self.optimizer = get_megatron_optimizer(optimizer, self.chunks, config_overrides=overrides)
+        _schedule(self.optimizer, self.args)
         config = get_model_config(self.chunks[0])
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
@@ -251,6 +252,29 @@ class Run:
         for chunk in () if self.fsdp else self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.disable_forward_pre_hook(param_sync=True)
+
+
+def _schedule(optimizer: Any, args: Any) -> None:
+    """Give each group of parameters its rate and its weight decay, none to biases and vectors.
+
+    Megatron's scheduler does, when it is made and after every step; here rate and decay are constant.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=0,
+        lr_decay_steps=1,
+        lr_decay_style="constant",
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+    )
 
 
 def _train_each(case: Case, starts: Sequence[Tensors | None]) -> list[dict[str, Any]]:
