@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.certify.catalogue import FAULTS, Fault
+from tests.certify.catalogue import FAULTS
 from tests.certify.faults import measured
 
 _HEAD = """\
@@ -15,8 +15,8 @@ active in a test alone (`tests/certify/*_faults.py`), or damage to a launch. The
 the fault fails by the property named, and the proof of the same launch without it passes. A run that crashes
 does not count as found.
 
-- *launch*: the layout of the twin in which the fault shows. Every twin is of Super's form: latent experts, a
-  shared expert, two MTP depths.
+- *launch*: the small launch that has the fault (`tests/certify/catalogue.py`). Each is of Super's form: latent
+  experts, a shared expert, two MTP depths.
 - *over tolerance*: the largest difference over what rounding explains; 1 is the limit. Copies of a weight or
   gradient on several ranks, numbers that all ranks report, and expert biases must be equal to the bit.
 - *source*: a public report of the same fault. Others are of the kinds that such reports are about.
@@ -37,15 +37,10 @@ def _table() -> Iterator[str]:
     rows = measured()
     for name, fault in FAULTS.items():
         row = rows[name]
-        share = "equality" if row["share"] in ("", "inf") else _plain(float(row["share"]))
-        where = fault.launch if row["where"] in ("", fault.launch) else f"{fault.launch}: {row['where']}"
-        yield f"| {name}: {_lower(fault)} | {where} | {row['found by']} | {share} | {fault.source} |"
+        share = "not equal" if row["share"] in ("", "inf") else _plain(float(row["share"]))
+        what = fault.what.rstrip(".")
+        yield f"| {name}: {what} | {fault.launch} | {row['found by']} | {share} | {fault.source} |"
 
 
 def _plain(share: float) -> str:
     return f"{share:,.0f}" if share >= 10 else f"{share:.1f}"
-
-
-def _lower(fault: Fault) -> str:
-    text = fault.what.rstrip(".")
-    return text if text[:2].isupper() else text[0].lower() + text[1:]
