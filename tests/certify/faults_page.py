@@ -15,8 +15,8 @@ active in a test alone (`tests/certify/*_faults.py`), or damage to a launch. The
 the fault fails by the property named, and the proof of the same launch without it passes. A run that crashes
 does not count as found.
 
-- *launch*: the small launch that has the fault (`tests/certify/catalogue.py`). Each is of Super's form: latent
-  experts, a shared expert, two MTP depths.
+- *launch*: the small launch that has the fault (`tests/certify/catalogue.py`). Each is of Super's form:
+  latent experts, a shared expert, two MTP depths.
 - *over tolerance*: the largest difference over what rounding explains; 1 is the limit. Copies of a weight or
   gradient on several ranks, numbers that all ranks report, and expert biases must be equal to the bit.
 - *source*: a public report of the same fault. Others are of the kinds that such reports are about.
