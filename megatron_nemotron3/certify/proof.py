@@ -101,6 +101,13 @@ def one_process(bench: Bench) -> Iterator[Finding]:
     yield from definition(bench)
 
 
+def script(bench: Bench) -> Iterator[Finding]:
+    """Yield what the launch's own script computes, saves and loads."""
+    from megatron_nemotron3.certify import script_stage
+
+    yield from script_stage.script(bench)
+
+
 def last_line(problem: BaseException) -> str:
     """Return what an exception says; of a traceback the last line."""
     return (str(problem).strip() or type(problem).__name__).splitlines()[-1]
@@ -113,6 +120,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("memory of a GPU", static.memory, lambda bench: 0.5),
     Stage("one process against its definition", one_process, lambda bench: 8),
     Stage("layouts against one process", layouts, lambda bench: 10 + 0.7 * bench.ranks),
+    Stage("the script itself", script, lambda bench: 25 + 2.5 * bench.twin.sizes[0].layout.world_size),
     Stage("what needs a GPU", static.beyond, lambda bench: 0.1),
 )
 

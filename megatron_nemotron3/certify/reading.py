@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_nemotron3.args import command_line
+from megatron_nemotron3.args import command_line, versions
 from megatron_nemotron3.args.command import chosen_launch
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.args.flags import flags
@@ -108,7 +108,7 @@ def checkout(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Return the checkout of Megatron-LM whose script is run; None: this package's own is.
 
     Raises:
-        ValueError: the variable names no checkout.
+        ValueError: the variable names no checkout, or one of another version than would be imported.
     """
     named = environment.get(CHECKOUT)
     if not named:
@@ -117,4 +117,5 @@ def checkout(environment: Mapping[str, str] = os.environ) -> Path | None:
     for part in ("pretrain_hybrid.py", "megatron/core/package_info.py"):
         if not (folder / part).is_file():
             raise ValueError(f"{CHECKOUT}={named} is no checkout of Megatron-LM 0.19 or newer: no {part}")
+    versions.require_imported(folder.resolve())
     return folder.resolve()
