@@ -42,11 +42,11 @@ PROPERTIES_MOE = PROPERTIES | {"router choices", "expert biases"}
 def found(name: str, folder: Path, fault: Callable[[], None] | None = None) -> dict[str, Finding]:
     """Findings of a launch by property."""
     model, extra = LAUNCHES[name]
-    given = flags(Launch.of(model, backend="te", extra=extra))
+    words = flags(Launch.of(model, backend="te", extra=extra))
     if name == "super by means":
         two = Flag("--micro-batch-size", ("2",))
-        given = [two if f.name == two.name else f for f in given if f.name != PER_TOKEN]
-    given = tuple(given)
+        words = [two if flag.name == two.name else flag for flag in words if flag.name != PER_TOKEN]
+    given = tuple(words)
     bench = Bench(twin=twin.make(given, 8), flags=given, folder=folder, fault=fault)
     return {finding.name: finding for finding in definition(bench)}
 
