@@ -65,6 +65,15 @@ def read_with_notes(text: str, given: Mapping[str, str] | None = None) -> tuple[
     return [Flag(name, values) for name, values in found.items()], notes
 
 
+def world_size(text: str, given: Mapping[str, str] | None = None) -> int | None:
+    """Return the number of ranks that a launch starts, by the options of torchrun or Slurm; None if unknown.
+
+    Raises:
+        ValueError: as `read_with_notes`.
+    """
+    return None if yaml_launch.is_yaml(text) else follow(text, given).world_size
+
+
 def _renamed(options: Collection[str]) -> list[str]:
     """Return a remark for each option that has another name in megatron-core 0.19."""
     old = {_OLD_PATTERN: _PATTERN, _OLD_MTP: f"the part of {_PATTERN} after the first /"}

@@ -26,16 +26,14 @@ def violations(
     config: Nemotron3Config,
     pasted: Sequence[Flag],
     emulate: Emulation | None,
-    layout: ParallelLayout | None = None,
 ) -> list[Violation]:
-    """Return the rules on layout and options that a command line violates. A schedule is not checked.
+    """Return the rules on layout and options that a command line violates. A schedule is not checked."""
+    launch = launch_of(config, pasted, emulate)
+    return [] if launch is None else violated(launch)
 
-    Args:
-        layout: as for `launch_of`.
-    """
-    launch = launch_of(config, pasted, emulate, layout=layout)
-    if launch is None:
-        return []
+
+def violated(launch: Launch) -> list[Violation]:
+    """Return the rules that a launch violates which was read from a command line."""
     return [violation for violation in check(launch) if violation.rule != "reserved-option"]
 
 
@@ -45,17 +43,19 @@ def launch_of(
     emulate: Emulation | None,
     schedule: TrainingSchedule | None = None,
     layout: ParallelLayout | None = None,
+    whole: bool = False,
 ) -> Launch | None:
     """Return the launch that a command line describes; None if a size of its layout is no number.
 
     Args:
         layout: None: that of the options, with the smallest data parallelism that the experts allow.
+        whole: with the options that were published, too; otherwise they are only compared.
     """
     options = {flag.name: flag.values for flag in pasted}
     layout = layout or command_line.layout_of(options)
     if layout is None:
         return None
-    ours = {*reference(config), *sections(config), EMULATE_OPTION}
+    ours = {*sections(config), EMULATE_OPTION} | (set() if whole else reference(config).keys())
     ours -= {"--moe-token-dispatcher-type"}  # it decides which other options have an effect
     others = [flag for flag in pasted if flag.name not in ours and command_line.is_known(flag.values)]
     backend = "torch" if options.get("--spec") == (MODULE, spec_name(config, "torch")) else "te"

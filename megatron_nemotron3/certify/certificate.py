@@ -16,8 +16,8 @@ from typing import Any
 import megatron_nemotron3
 from megatron_nemotron3.args import parser_table
 from megatron_nemotron3.args.flag import Flag
+from megatron_nemotron3.certify import options as table
 from megatron_nemotron3.certify.finding import Finding, State
-from megatron_nemotron3.certify.options import OUTSIDE
 from megatron_nemotron3.certify.twin import Twin
 from megatron_nemotron3.checkpoint.files import atomic_group, read_outside, write_bytes, write_text
 
@@ -44,7 +44,7 @@ def normalised(
     kinds = parser_table.options("0.19")
     found: dict[str, list[str]] = {}
     for flag in flags:
-        if OUTSIDE.fullmatch(flag.name):
+        if table.row(flag.name).fate is table.Fate.DROPPED:
             continue
         if flag.name in FILES:
             found[flag.name] = [_content(word) for word in flag.values]
@@ -118,7 +118,7 @@ def make(
     seconds: float,
 ) -> dict[str, Any]:
     """Return a certificate as data for `json.dumps`."""
-    model, small = twin.model, twin.config
+    model, small, batch = twin.model, twin.config, twin.batch
     failures = [one for one in findings if one.state is State.FAIL]
     return {
         "schema": SCHEMA,
@@ -137,10 +137,10 @@ def make(
             "hidden_size": small.hidden_size,
             "experts": small.num_moe_experts,
             "layouts": [str(sizes) for sizes in twin.sizes],
-            "sequence": twin.batch.seq_length,
-            "documents": twin.batch.documents and list(twin.batch.documents),
-            "kept": list(twin.meaning) + list(twin.mechanism),
-            "replaced": [[one.what, one.instead] for one in twin.remarks],
+            "sequence": batch.seq_length,
+            "documents": batch.documents and list(batch.documents),
+            "options": {name: fate.value for name, fate in twin.fates.items()},
+            "remarks": [[one.fate.value, one.what, one.instead, *one.options] for one in twin.remarks],
         },
         "findings": [
             {

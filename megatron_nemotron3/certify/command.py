@@ -19,10 +19,9 @@ from megatron_nemotron3.args.command import add_launch, add_published
 from megatron_nemotron3.args.script_options import add_set
 from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.certify import certificate
-from megatron_nemotron3.certify import options as table
 from megatron_nemotron3.certify import twin as twins
-from megatron_nemotron3.certify.finding import Finding, State
-from megatron_nemotron3.certify.proof import STAGES, Bench, Stage, prove
+from megatron_nemotron3.certify.finding import Finding, State, failed
+from megatron_nemotron3.certify.proof import STAGES, Bench, Stage, last_line, prove
 from megatron_nemotron3.certify.reading import Asked, checkout, read
 from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.models.command import add_model
@@ -146,17 +145,8 @@ def _check(options: argparse.Namespace, command: dict[str, list[str]]) -> int:
 def _introduction(asked: Asked, twin: twins.Twin) -> Iterator[str]:
     """Yield what is proven, and on what."""
     yield f"{asked.title}: {twin.large}"
-    small = twin.config
-    yield f"twin: {small.full_pattern}, hidden size {small.hidden_size}, experts {small.num_moe_experts or 0}"
-    for sizes in twin.sizes:
-        yield f"  {sizes}, {sizes.layout.world_size} ranks"
-    kept = [flag.name for flag in asked.flags if table.MECHANISM.fullmatch(flag.name)]
-    features = sorted({feature for sizes in twin.sizes for feature in sizes.features})
-    yield f"kept: {', '.join(features) or 'one rank'}; {' '.join(kept) or 'no option of the mechanism'}"
-    for note in asked.notes:
-        yield f"note: {note}"
-    for remark in twin.remarks:
-        yield f"{'not testable here' if remark.untested else 'replaced'}: {remark.what}: {remark.instead}"
+    yield from (f"note: {note}" for note in asked.notes)
+    yield from twin.describe()
     yield ""
 
 
@@ -165,11 +155,20 @@ def _shown(bench: Bench) -> Iterator[Finding]:
     with _Progress(STAGES, bench) as progress:
         for stage in STAGES:
             progress.begin(stage)
-            found = list(prove(bench, (stage,)))
+            found = list(_finished(stage, bench))
             with progress.paused():
                 for line in _lines(found):
                     say(line)
             yield from found
+
+
+def _finished(stage: Stage, bench: Bench) -> Iterator[Finding]:
+    """Yield what a stage finds; if it breaks, that is a failure, and the other stages go on."""
+    try:
+        yield from prove(bench, (stage,))
+    except Exception as problem:
+        said = f"not finished, a defect of this command: {type(problem).__name__}: {last_line(problem)}"
+        yield failed(stage.title, detail=said)
 
 
 def _lines(findings: Sequence[Finding]) -> Iterator[str]:
@@ -182,16 +181,18 @@ def _lines(findings: Sequence[Finding]) -> Iterator[str]:
         if failures:
             yield from (_line(one) for one in failures)
             continue
-        tried = [one for one in found if one.state is State.PASS] or found
-        worst = max(tried, key=lambda one: one.difference or 0.0)
-        more = f" (and {len(tried) - 1} more)" if len(tried) > 1 else ""
-        yield _line(worst) + more
+        warned = [one for one in found if one.detail.startswith("warning:")]
+        tried = [one for one in found if one.state is State.PASS and one not in warned]
+        if tried:
+            worst = max(tried, key=lambda one: one.difference or 0.0)
+            yield _line(worst) + (f" (and {len(tried) - 1} more)" if len(tried) > 1 else "")
+        yield from (_line(one) for one in found if one in warned or one.state is State.UNTESTED)
 
 
 def _line(one: Finding) -> str:
-    numbers = "" if one.difference is None else f"{one.difference:.2g} of {one.tolerance:.4g} "
+    numbers = f"{one.difference:.2g} of {one.tolerance:.4g}  " if one.difference and one.tolerance else ""
     detail = ": ".join(part for part in (one.where, one.detail) if part)
-    return f"{_WORD[one.state]:<5} {one.name:<30} {numbers}{detail}".rstrip()
+    return f"{_WORD[one.state]:<5} {one.name:<30}  {numbers}{detail}".rstrip()
 
 
 def _verdict(findings: Sequence[Finding]) -> str:
@@ -208,7 +209,8 @@ class _Progress:
         self._seconds = {id(stage): stage.seconds(bench) for stage in stages}
         self._total = sum(self._seconds.values())
         self._before = self._current = 0.0
-        self._begun, self._title = time.monotonic(), ""
+        self._started = self._begun = time.monotonic()
+        self._title = ""
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._bar = Bar("certify", "%", 100)
 
@@ -236,7 +238,9 @@ class _Progress:
             yield
 
     def _show(self) -> None:
-        inside = min(time.monotonic() - self._begun, 0.95 * self._current)
+        # A busy machine takes as much longer for this stage as it took for those before it.
+        slow = (self._begun - self._started) / self._before if self._before else 1.0
+        inside = min((time.monotonic() - self._begun) / max(slow, 1e-6), 0.95 * self._current)
         self._bar.to(int(100 * (self._before + inside) / self._total), note=self._title)
 
     def _tick(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.args.flag import Flag
-from megatron_nemotron3.certify import static
+from megatron_nemotron3.certify import built, static
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.finding import Finding, State, failed
 from megatron_nemotron3.certify.layouts import Sizes
@@ -52,6 +52,7 @@ class Bench:
             "micro_batch_size": batch.micro_batch_size,
             "sequences": batch.sequences,
             "documents": batch.documents,
+            "cut_whole": batch.cut_whole,
             "mask": "random" if batch.masked else "none",
             "steps": 2,
             "fault": self.fault,
@@ -101,6 +102,11 @@ def one_process(bench: Bench) -> Iterator[Finding]:
     yield from definition(bench)
 
 
+def last_line(problem: BaseException) -> str:
+    """Return what an exception says; of a traceback the last line."""
+    return (str(problem).strip() or type(problem).__name__).splitlines()[-1]
+
+
 def script(bench: Bench) -> Iterator[Finding]:
     """Yield what the launch's own script computes, saves and loads."""
     from megatron_nemotron3.certify import script_stage
@@ -108,9 +114,11 @@ def script(bench: Bench) -> Iterator[Finding]:
     yield from script_stage.script(bench)
 
 
-def last_line(problem: BaseException) -> str:
-    """Return what an exception says; of a traceback the last line."""
-    return (str(problem).strip() or type(problem).__name__).splitlines()[-1]
+def monitors(bench: Bench) -> Iterator[Finding]:
+    """Yield whether the monitors saw the same in the script's runs."""
+    from megatron_nemotron3.certify import monitored
+
+    yield from monitored.monitors(bench)
 
 
 STAGES: tuple[Stage, ...] = (
@@ -119,8 +127,10 @@ STAGES: tuple[Stage, ...] = (
     Stage("number formats of the model", static.formats, lambda bench: 0.5),
     Stage("memory of a GPU", static.memory, lambda bench: 0.5),
     Stage("one process against its definition", one_process, lambda bench: 8),
-    Stage("layouts against one process", layouts, lambda bench: 10 + 0.7 * bench.ranks),
+    Stage("number formats of the built model", built.census, lambda bench: 10),
+    Stage("layouts against one process", layouts, lambda bench: 10 + bench.ranks),
     Stage("the script itself", script, lambda bench: 25 + 2.5 * bench.twin.sizes[0].layout.world_size),
+    Stage("monitors", monitors, lambda bench: 0.5),
     Stage("what needs a GPU", static.beyond, lambda bench: 0.1),
 )
 

@@ -17,8 +17,6 @@ from megatron_nemotron3.args.command import chosen_launch
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.args.flags import flags
 from megatron_nemotron3.args.script_options import text_of, told, variables
-from megatron_nemotron3.args.stored_model import taken
-from megatron_nemotron3.certify.options import LAYOUT, SIZES
 from megatron_nemotron3.models import names
 from megatron_nemotron3.precision.settings import Emulation
 
@@ -64,18 +62,14 @@ def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> Asked
     if target is not None and words:
         raise ValueError(f"{target} is certified as it is: drop -- {shlex.join(words)}")
     text = shlex.join(words) if target is None else text_of(target, target)
-    found, notes = command_line.read_with_notes(text, variables(options.set))
-    model = taken(found)
-    if not model.read:
-        raise ValueError(f"the model is in a checkpoint: {model.note}")
-    found = list(model.flags)
-    _require_model(found)
+    given = variables(options.set)
+    found, notes = command_line.read_with_notes(text, given)
     return Asked(
         title="command" if target is None else "standard input" if target == "-" else target,
         flags=tuple(found),
         notes=tuple(notes),
         emulate=command_line.emulation(text),
-        world_size=options.gpus,
+        world_size=options.gpus or command_line.world_size(text, given),
     )
 
 
@@ -93,15 +87,6 @@ def _named(options: argparse.Namespace) -> Asked:
         world_size=world,
         vocab_size=launch.config.vocab_size,
     )
-
-
-def _require_model(flags: list[Flag]) -> None:
-    """Raise if there is no hybrid model, or a size of model or layout is an unresolved shell variable."""
-    if not any(flag.name == "--hybrid-layer-pattern" for flag in flags):
-        raise ValueError("no --hybrid-layer-pattern: the command trains a model of another family")
-    for flag in flags:
-        if flag.name in SIZES | LAYOUT and not command_line.is_known(flag.values):
-            raise ValueError(f"{flag}: the script does not say what it is: give --set VARIABLE=VALUE")
 
 
 def checkout(environment: Mapping[str, str] = os.environ) -> Path | None:

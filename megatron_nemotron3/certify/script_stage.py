@@ -167,7 +167,7 @@ def script(bench: Bench) -> Iterator[Finding]:
     scripts.write_starts()
     try:
         bases = [
-            scripts.run(f"one-{n}", None, *scripts.fresh(n), watched=not n) for n in range(1 + noise.NUDGES)
+            scripts.run(f"one-{n}", None, *scripts.fresh(n), watched=True) for n in range(1 + noise.NUDGES)
         ]
     except _FAILURES as problem:
         yield failed("training", "one process", last_line(problem))

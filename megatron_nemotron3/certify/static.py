@@ -13,6 +13,7 @@ from megatron_nemotron3.args.command_line import is_known
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.parser_check import misused, unknown
 from megatron_nemotron3.certify.finding import Finding, State, failed, passed, untested
+from megatron_nemotron3.certify.options import Fate
 from megatron_nemotron3.plan.hardware import GIB, GPUS, RESERVE
 from megatron_nemotron3.precision import deviations, yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
@@ -38,7 +39,8 @@ def launch_of(bench: Bench) -> Launch | None:
         global_batch_size=number("--global-batch-size"),
     )
     twin = bench.twin
-    return pasted.launch_of(twin.model, bench.flags, bench.emulate, schedule, twin.large.layout)
+    layout = twin.large.layout
+    return pasted.launch_of(twin.model, bench.flags, bench.emulate, schedule, layout, whole=True)
 
 
 def version_of(checkout: Path | None) -> str:
@@ -72,7 +74,12 @@ def parser(bench: Bench) -> Iterator[Finding]:
 
 def rules(bench: Bench) -> Iterator[Finding]:
     """Yield the rules that the launch violates; a warning passes and says so."""
-    found = pasted.violations(bench.twin.model, bench.flags, bench.emulate, bench.twin.large.layout)
+    launch = launch_of(bench)
+    if launch is None:
+        yield untested(RULES, "the layout's sizes are unresolved shell variables")
+        return
+    # The schedule is the launch's own, complete or not.
+    found = [one for one in pasted.violated(launch) if one.rule != "schedule-unknown"]
     errors = [one for one in found if one.severity == "error"]
     for one in found:
         state = State.FAIL if one.severity == "error" else State.PASS
@@ -145,5 +152,6 @@ def memory(bench: Bench) -> Iterator[Finding]:
 def beyond(bench: Bench) -> Iterator[Finding]:
     """Yield what of the launch nothing here can try."""
     for remark in bench.twin.remarks:
-        if remark.untested:
-            yield untested(remark.what, f"instead: {remark.instead}")
+        if remark.fate is Fate.UNTESTED:
+            names = f" ({', '.join(remark.options)})" if remark.options else ""
+            yield untested(remark.what, f"{remark.instead}{names}")

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,7 +89,7 @@ def test_content_of_the_precision_file_counts_and_not_its_name(launch: list[Flag
     assert hash_of(changed(launch, "--te-precision-config-file", str(copy))) != before
 
 
-def make(launch: list[Flag], findings: list[Finding]) -> dict[str, object]:
+def make(launch: list[Flag], findings: list[Finding]) -> dict[str, Any]:
     return certificate.make(
         title="launch.sh",
         command=certificate.normalised(launch, 16),
@@ -158,7 +159,7 @@ def test_differences_name_the_options(launch: list[Flag]) -> None:
 
 def test_findings_are_all_in_the_certificate(launch: list[Flag]) -> None:
     one = Finding("gradients", State.PASS, "TP2", 0.25, 1.0, "decoder.weight")
-    (row,) = make(launch, [one])["findings"]  # type: ignore[misc]
+    (row,) = make(launch, [one])["findings"]
     names = {"name": "property"}
     expected = {
         names.get(field.name, field.name): getattr(one, field.name) for field in dataclasses.fields(one)

@@ -14,7 +14,7 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.args import Launch, flags
 from megatron_nemotron3.args.flag import render
 from megatron_nemotron3.certify import certificate, command, ranks
-from megatron_nemotron3.certify.finding import Finding, failed, passed
+from megatron_nemotron3.certify.finding import Finding, State, failed, passed, untested
 from megatron_nemotron3.certify.proof import STAGES, Bench, Stage
 
 NO_TRAINING = (
@@ -59,7 +59,7 @@ def test_a_script(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "passed: 3 properties",
     ):
         assert text in printed
-    assert "not testable here: the number formats" in printed
+    assert "not testable here:\n" in printed and "number formats: FP32" in printed
     assert written(script.parent) == ["certificate.json", "certificate.md"]
     data = certificate.read(script.parent / "certificate.json")
     assert data["passed"] and data["title"] == "launch.sh" and data["layout"].startswith("TP2 PP2 EP4")
@@ -173,6 +173,7 @@ def test_bad_input(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "mine" / "certificate.json").write_text('{"mine": 1}')
     for name, words, said in refusals(tmp_path):
         before = sorted(tmp_path.rglob("*"))
+        status: object
         try:
             status = cli.main(["certify", *words])
         except SystemExit as end:  # argparse
@@ -225,6 +226,39 @@ def test_an_interrupt_leaves_nothing(
     monkeypatch.setattr(command, "STAGES", (Stage("interrupted", interrupted),))
     assert cli.main(["certify", "launch.sh"]) == 130
     assert written(script.parent) == [] and not folders[0].exists()
+
+
+def test_what_was_not_tried_everywhere_is_said(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def partly(bench: Bench) -> Iterator[Finding]:
+        yield Finding("gradients", State.PASS, "TP2", 0.25, 1.0, "one.weight")
+        yield Finding("gradients", State.PASS, "PP2", 0.5, 1.0, "two.weight")
+        yield untested("gradients", "too many ranks", "EP2")
+        yield Finding("rules", State.PASS, "a-rule", detail="warning: slow")
+
+    monkeypatch.setattr(command, "STAGES", (Stage("partly", partly),))
+    assert cli.main(["certify", "launch.sh"]) == 0
+    found = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["pass", "gradients", *["0.5", "of", "1", "PP2:", "two.weight", "(and", "1", "more)"]] in found
+    assert ["-", "gradients", *["EP2:", "too", "many", "ranks"]] in found
+    assert ["pass", "rules", *["a-rule:", "warning:", "slow"]] in found
+
+
+def test_a_stage_that_breaks_fails_and_the_others_go_on(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(bench: Bench) -> Iterator[Finding]:
+        yield passed("gradients")
+        raise KeyError("router")
+
+    def fine(bench: Bench) -> Iterator[Finding]:
+        yield passed("weights")
+
+    monkeypatch.setattr(command, "STAGES", (Stage("first", broken), Stage("second", fine)))
+    assert cli.main(["certify", "launch.sh"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL  first" in printed and "KeyError: 'router'" in printed and "pass  weights" in printed
 
 
 def test_failures_are_all_printed(
