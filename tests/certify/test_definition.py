@@ -35,8 +35,9 @@ LAUNCHES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "dense": ("nemotron-h-8b", ()),
 }
-PROPERTIES = {"logits", "losses", "losses of MTP", "gradients", "gradient norms", "optimizer"}
-PROPERTIES_MOE = PROPERTIES | {"router choices", "expert biases"}
+PROPERTIES = {"logits", "losses", "gradients", "gradient norms", "optimizer"}
+#: Those of models with experts, and of Super's MTP.
+OF_EXPERTS, OF_MTP = {"router choices", "expert biases"}, {"losses of MTP"}
 
 
 def found(name: str, folder: Path, fault: Callable[[], None] | None = None) -> dict[str, Finding]:
@@ -57,7 +58,8 @@ def found(name: str, folder: Path, fault: Callable[[], None] | None = None) -> d
 )
 def test_one_process_is_what_is_defined(name: str, tmp_path: Path) -> None:
     findings = found(name, tmp_path)
-    assert findings.keys() == (PROPERTIES if name == "dense" else PROPERTIES_MOE)
+    more = {"super": OF_EXPERTS | OF_MTP, "nano": OF_EXPERTS}.get(LAUNCHES[name][0], set())
+    assert findings.keys() == PROPERTIES | more
     assert [finding for finding in findings.values() if finding.state is not State.PASS] == []
 
 
