@@ -15,10 +15,12 @@ from megatron_nemotron3.args import yaml_launch
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.script import follow, is_known
+from megatron_nemotron3.lora import VARIABLE as ADAPTERS
 from megatron_nemotron3.precision.settings import OPTION, VARIABLE, Emulation
 from megatron_nemotron3.precision.settings import parse as parse_emulation
 
 _EMULATION = re.compile(rf"(?<!\S)(?:export\s+)?(?:{OPTION}[=\s]\s*|{VARIABLE}=)([^\s\\]+)")
+_ADAPTERS = re.compile(rf"(?<!\S)(?:export\s+)?{ADAPTERS}=([^\s\\]+)")
 _SIZES = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
@@ -102,6 +104,13 @@ def emulation(text: str) -> Emulation | None:
     """
     given = _EMULATION.findall(text)
     return parse_emulation(given[-1].strip("\"'")) if given and is_known(given[-1:]) else None
+
+
+def adapters(text: str) -> str | None:
+    """Return what NEMOTRON3_LORA is set to in a script, or before a command; None for no adapters."""
+    given = _ADAPTERS.findall(text)
+    words = given[-1].strip("\"'") if given else ""
+    return None if words in ("", "0") or not is_known([words]) else "" if words == "1" else words
 
 
 def layout_of(options: dict[str, tuple[str, ...]]) -> ParallelLayout | None:

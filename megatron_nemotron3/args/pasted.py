@@ -57,6 +57,8 @@ def launch_of(
         return None
     ours = {*sections(config), EMULATE_OPTION} | (set() if whole else reference(config).keys())
     ours -= {"--moe-token-dispatcher-type"}  # it decides which other options have an effect
+    # Old launches give it beside --hybrid-override-pattern, and YAML always does.
+    ours |= {"--num-layers"}
     others = [flag for flag in pasted if flag.name not in ours and command_line.is_known(flag.values)]
     backend = "torch" if options.get("--spec") == (MODULE, spec_name(config, "torch")) else "te"
     precision = emulate.format if emulate else _precision_of(options)

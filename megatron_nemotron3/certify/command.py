@@ -76,7 +76,13 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
     )
     if options.check is not None:
         return _check(options, normalised)
-    twin = twins.make(asked.flags, options.ranks, world_size=asked.world_size, vocab_size=asked.vocab_size)
+    twin = twins.make(
+        asked.flags,
+        options.ranks,
+        world_size=asked.world_size,
+        vocab_size=asked.vocab_size,
+        lora=asked.lora,
+    )
     source, folder = checkout(), options.output
     _require_memory(max(sizes.layout.world_size for sizes in twin.sizes))
     _require_folder(folder)

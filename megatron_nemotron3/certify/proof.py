@@ -54,6 +54,7 @@ class Bench:
             "documents": batch.documents,
             "cut_whole": batch.cut_whole,
             "mask": "random" if batch.masked else "none",
+            "lora": self.twin.lora,
             "steps": 2,
             "fault": self.fault,
         }

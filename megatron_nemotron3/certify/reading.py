@@ -39,6 +39,8 @@ class Asked:
     flags: tuple[Flag, ...]
     notes: tuple[str, ...] = ()
     emulate: Emulation | None = None
+    #: Adapters that it trains, as `LoRA.parse` reads them.
+    lora: str | None = None
     #: GPUs of the launch; None: the text does not say.
     world_size: int | None = None
     #: Tokens of the tokenizer, where no option says.
@@ -69,6 +71,7 @@ def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> Asked
         flags=tuple(found),
         notes=tuple(notes),
         emulate=command_line.emulation(text),
+        lora=command_line.adapters(text),
         world_size=options.gpus or command_line.world_size(text, given),
     )
 

@@ -22,6 +22,9 @@ from megatron_nemotron3.precision.table import Structure
 if TYPE_CHECKING:
     from megatron_nemotron3.certify.proof import Bench
 
+#: Rules on `--seq-length`, which in reinforcement learning is no length of a training batch.
+_OF_LENGTH = ("token-alignment", "sequence-sp", "sequence-cp")
+_ROLLOUTS = ("--perform-rl-step", "--rl-", "--grpo-")
 ACCEPTED, RULES, FORMATS, MEMORY = "accepted by Megatron", "rules", "number formats", "memory of a GPU"
 
 
@@ -81,7 +84,11 @@ def rules(bench: Bench) -> Iterator[Finding]:
     # The schedule is the launch's own, complete or not.
     found = [one for one in pasted.violated(launch) if one.rule != "schedule-unknown"]
     errors = [one for one in found if one.severity == "error"]
+    rollouts = any(flag.name.startswith(_ROLLOUTS) for flag in bench.flags)
     for one in found:
+        if rollouts and one.rule in _OF_LENGTH:
+            yield untested(RULES, f"{one.message}; what is trained on has the lengths of rollouts", one.rule)
+            continue
         state = State.FAIL if one.severity == "error" else State.PASS
         yield Finding(RULES, state, one.rule, detail=f"{one.severity}: {one.message} [{one.source}]")
     if not errors:

@@ -21,6 +21,7 @@ from megatron_nemotron3.certify.batch_shape import Batch, batch_of
 from megatron_nemotron3.certify.large import Large, large_of
 from megatron_nemotron3.certify.layouts import Sizes, cover
 from megatron_nemotron3.certify.options import Fate
+from megatron_nemotron3.lora import LoRA
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.stack_specs import MODULE, spec_name
@@ -36,6 +37,8 @@ _NEEDS = {
 }
 #: `--recompute-modules` that need Transformer Engine or its grouped matrix products.
 _MODULES = frozenset(("layernorm", "moe_act"))
+
+_SCRIPT = "they are compared where the twin is trained without the script, which trains all weights"
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Twin:
     large: Sizes
     sizes: tuple[Sizes, ...]
     batch: Batch
+    #: Adapters on frozen weights, as `LoRA.parse` reads them; None: all weights are trained.
+    lora: str | None
     #: Words without layout, batch and schedule: what is computed, and by which mechanism.
     meaning: tuple[str, ...]
     mechanism: tuple[Flag, ...]
@@ -151,6 +156,7 @@ def make(
     *,
     world_size: int | None = None,
     vocab_size: int | None = None,
+    lora: str | None = None,
     version: str | None = None,
 ) -> Twin:
     """Return the twin of a command line.
@@ -160,11 +166,14 @@ def make(
         ranks: largest world of the twin.
         world_size: ranks of the launch; None: at least two data-parallel copies are assumed.
         vocab_size: tokens of the launch's tokenizer, where the command line does not say.
+        lora: its adapters, as `LoRA.parse` reads them.
         version: of megatron-core; None: the installed one.
 
     Raises:
         ValueError: the command line describes no model of this family, or sizes that do not fit together.
     """
+    if lora is not None:
+        LoRA.parse(lora)
     merged = taken(flags)
     launch = large_of(merged, world_size, vocab_size)
     remarks = [Remark(what, instead) for what, instead in launch.assumed]
@@ -178,6 +187,8 @@ def make(
         remarks.append(
             Remark(f"options that megatron-core {known} does not have", "", Fate.KEPT, tuple(lacking))
         )
+    if lora is not None:
+        remarks.append(Remark(f"adapters in the script: NEMOTRON3_LORA={lora}", _SCRIPT, Fate.UNTESTED))
     config, sized = _small(launch, sizes, remarks)
     meaning, mechanism, fates = list(sized), list[Flag](), dict[str, Fate]()
     grouped: dict[table.Row, list[str]] = {}
@@ -203,6 +214,7 @@ def make(
         large=launch.sizes,
         sizes=tuple(sizes),
         batch=batch_of(launch, sizes),
+        lora=lora,
         meaning=tuple(meaning),
         mechanism=tuple(mechanism),
         fates=fates,

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3 import cpu_mode
-from megatron_nemotron3.args import ParallelLayout, command_line, parser_table, versions
+from megatron_nemotron3.args import Launch, ParallelLayout, command_line, parser_table, versions
+from megatron_nemotron3.args import flags as flags_of
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.build import megatron_args
 from megatron_nemotron3.certify import options, stages
@@ -225,13 +226,33 @@ def test_packed_documents_fill_the_row() -> None:
 
 def test_experts_that_differ_by_layer() -> None:
     """Puzzle: every E layer of the twin has a row, and not all are alike."""
-    from megatron_nemotron3.args import Launch, flags
-
-    launch = flags(Launch.of("puzzle", ParallelLayout(tp=2, dp=4, ep=4), precision="bf16"))
+    launch = flags_of(Launch.of("puzzle", ParallelLayout(tp=2, dp=4, ep=4), precision="bf16"))
     twin = make(launch, 8)
     rows = twin.config.moe_layers
     assert rows and len(rows) == twin.config.pattern.count("E") and len(set(rows)) > 1
     assert twin.stack and option(twin.words(None), "--spec") == "nemotron3_twin_stack"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"NEMOTRON3_LORA=dim=4,alpha=8 {SUPER.strip()}", "dim=4,alpha=8"),
+        (f"export NEMOTRON3_LORA=1\n{SUPER}", ""),
+        (f"NEMOTRON3_LORA=0 {SUPER.strip()}", None),
+        (SUPER, None),
+    ],
+)
+def test_adapters(text: str, expected: str | None, tmp_path: Path) -> None:
+    lora = command_line.adapters(text)
+    assert lora == expected
+    flags = command_line.read(text)
+    bench = Bench(twin=make(flags, 8, lora=lora), flags=tuple(flags), folder=tmp_path)
+    assert bench.case(None).lora == expected
+
+
+def test_adapters_that_are_none() -> None:
+    with pytest.raises(ValueError, match="rank"):
+        make(command_line.read(SUPER), 8, lora="rank=x")
 
 
 def test_padded_vocabulary() -> None:
