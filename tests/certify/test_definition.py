@@ -34,6 +34,7 @@ LAUNCHES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "dense": ("nemotron-h-8b", ()),
+    "super with z-loss": ("super", ("--moe-z-loss-coeff", "0.001")),
 }
 PROPERTIES = {"logits", "losses", "gradients", "gradient norms", "optimizer"}
 #: Those of models with experts, and of Super's MTP.
@@ -54,13 +55,25 @@ def found(name: str, folder: Path, fault: Callable[[], None] | None = None) -> d
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "super packed" else pytest.param(name, marks=pytest.mark.full) for name in LAUNCHES],
+    [
+        name if name == "super packed" else pytest.param(name, marks=pytest.mark.full)
+        for name in LAUNCHES
+        if name != "super with z-loss"
+    ],
 )
 def test_one_process_is_what_is_defined(name: str, tmp_path: Path) -> None:
     findings = found(name, tmp_path)
     more = {"super": OF_EXPERTS | OF_MTP, "nano": OF_EXPERTS}.get(LAUNCHES[name][0], set())
     assert findings.keys() == PROPERTIES | more
     assert [finding for finding in findings.values() if finding.state is not State.PASS] == []
+
+
+@pytest.mark.full
+def test_megatron_counts_the_z_loss_once_per_depth(tmp_path: Path) -> None:
+    """It means to divide that of a repeated MTP block by the depths, but divides only what it logs (0.19)."""
+    findings = found("super with z-loss", tmp_path)
+    wrong = {finding.name: finding.detail for finding in findings.values() if finding.state is State.FAIL}
+    assert wrong == {"gradients": "mtp.layers.0.mtp_model_layer.layers.1.mlp.router.weight"}
 
 
 #: Fault -> the launch in which it is seeded, the property that names it, whether every run tries it.
