@@ -6,14 +6,16 @@ Combinations that Megatron refuses while it reads the arguments or builds the co
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.performance_table import HARDWARE, USED_OF_NVL72
-from megatron_nemotron3.args.rule import Rule
+from megatron_nemotron3.args.rule import Rule, divisors
 
 _CONFIG = "megatron/core/transformer/transformer_config.py"
 _OPTIMIZER = "megatron/core/optimizer/optimizer_config.py"
 _IMPL = "--cuda-graph-impl"
+_INSTANCES = "--num-distributed-optimizer-instances"
 _PRECISION_AWARE = "--use-precision-aware-optimizer"
 
 #: Option -> the one without which Megatron ignores it, and the values that it needs; (): a switch.
@@ -80,6 +82,17 @@ def _recomputes_weights(c: Launch) -> bool:
 def _types(c: Launch) -> list[str]:
     """Options that ask for another type than FP32."""
     return [f"{name} {c.option(name, '')}" for name in _TYPES if c.option(name, "fp32") != "fp32"]
+
+
+def _instances(c: Launch) -> int:
+    """Return the instances of the distributed optimizer."""
+    return int(c.option(_INSTANCES, "1"))
+
+
+def _copies(c: Launch) -> dict[str, int]:
+    """Return the ranks that hold the same weights, for weights outside and inside of experts."""
+    experts = {"EDP": c.layout.edp} if c.config.is_moe else {}
+    return {"DP*CP": c.layout.dp * c.layout.cp, **experts}
 
 
 PERFORMANCE_RULES: tuple[Rule, ...] = (
@@ -200,15 +213,24 @@ PERFORMANCE_RULES: tuple[Rule, ...] = (
         "hsdp-overlap",
         lambda c: (
             _FSDP in c.options
-            and int(c.option("--num-distributed-optimizer-instances", "1")) > 1
+            and _instances(c) > 1
             and "--overlap-grad-reduce" not in c.options
             and not (c.backend != "torch" and c.distributed_optimizer)  # emits it
         ),
         lambda c: (
-            f"{_FSDP} with --num-distributed-optimizer-instances "
-            f"{c.option('--num-distributed-optimizer-instances', '')}: without --overlap-grad-reduce the "
-            "instances never sum their gradients, and train apart: add it"
+            f"{_FSDP} with {_INSTANCES} {_instances(c)}: without --overlap-grad-reduce the instances never "
+            "sum their gradients, and train apart: add it"
         ),
         f"{_FSDP_SOURCE}megatron_fsdp.py",
+    ),
+    Rule(
+        "optimizer-instances",
+        lambda c: any(copies % max(1, _instances(c)) for copies in _copies(c).values()),
+        lambda c: (
+            f"{_INSTANCES} {_instances(c)} divides not all of "
+            f"{', '.join(f'{name}={copies}' for name, copies in _copies(c).items())}: use "
+            f"{_INSTANCES} {divisors(gcd(*_copies(c).values()))}"
+        ),
+        "megatron/core/parallel_state.py",
     ),
 )

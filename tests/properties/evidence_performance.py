@@ -78,4 +78,9 @@ PERFORMANCE: dict[str, Evidence] = {
         case=case(None, *_FSDP, "optim_grads", "--num-distributed-optimizer-instances", "2", dp=4),
         why=_BY_TRAINING,
     ),
+    "optimizer-instances": Refused(
+        case=case(None, "--num-distributed-optimizer-instances", "2", dp=2, ep=2),
+        stage="groups",
+        message="Expert data parallel size should be divisible by partial DistOpt shard factor",
+    ),
 }

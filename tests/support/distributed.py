@@ -7,10 +7,10 @@ import os
 import pickle
 import socket
 from contextlib import redirect_stdout
-from typing import Any
 from unittest import mock
 
 from megatron_nemotron3.certify.ranks import start_ranks
+from megatron_nemotron3.cpu.async_save import forked_results
 
 
 def run_launcher(argv: list[str], world_size: int, timeout: float = 120) -> str:
@@ -40,17 +40,6 @@ def launch(argv: list[str]) -> str:
     return output.getvalue()
 
 
-def forked_writer() -> Any:
-    """A block in which the queue of Megatron's checkpoint writer is in a forked process.
-
-    Megatron spawns it, which imports torch and Megatron once more: four seconds for each rank that saves. A
-    rank that is to be killed must do without: a forked process would keep the rank's pipe open.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    return mock.patch.object(filesystem_async.get_write_results_queue, "__defaults__", ("fork",))
-
-
 def _launch_and_save_quickly(argv: list[str]) -> str:
-    with forked_writer():
+    with forked_results():
         return launch(argv)
