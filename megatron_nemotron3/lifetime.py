@@ -76,14 +76,15 @@ def agent() -> None:
         _start(_watch, 0, None, False)
 
 
-def child_of(parent: int, started_by: int | None = None) -> None:
+def child_of(parent: int, started_by: int | None = None, *, protected: bool = True) -> None:
     """Make this process end when process `parent`, its parent, has ended, and ignore others' signals.
 
     Args:
         started_by: process that had the parent, multiprocessing's fork server, start this one. Then its end
             counts: a fork server lives as long as what it has started, or ends by a signal to the group.
+        protected: ignore others' signals.
     """
-    protected = hasattr(signal, "sigtimedwait")
+    protected = protected and hasattr(signal, "sigtimedwait")
     if protected:
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     _start(_until_parent_ends, parent, started_by or parent, protected)

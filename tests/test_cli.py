@@ -35,6 +35,11 @@ COMMANDS = {
         "--gpu", "--without",
     }
     | RUN,
+    "certify": {
+        "--model", "--tiny", "--set", "--ranks", "--gpus", "--output", "--check", "--json",
+        "--te-precision-config-file", "--schedule", "--emulate", "--gpu", "--without",
+    }
+    | RUN,
     "run": {"--device", "--monitor", "--nemotron3-emulate", "--change"},
     "finetune": {
         "--conversations", "--held-out", "--output", "--tokenizer", "--chat-template", "--lora",

@@ -26,7 +26,7 @@ from megatron_nemotron3.args.phases import BF16_END, PHASES, Phase, phase, requi
 from megatron_nemotron3.args.precision_file import check as check_precision_file
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
-from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.args.script_options import add_set, text_of, told, variables
 from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model, names_model
@@ -51,8 +51,6 @@ SCHEDULE: dict[str, tuple[type, str]] = {
     "lr": (float, "peak learning rate"),
 }
 
-#: Longest script that is read, in bytes.
-_SCRIPT_LIMIT = 16 << 20
 #: Options of `explain` that go with --argv.
 _BESIDE_ARGV = (
     "argv",
@@ -77,19 +75,7 @@ def register(commands: Any) -> None:
     for command in (emit, why):
         add_model(command)
         add_launch(command, precision="bf16")
-        phases = ["none", *PHASES, BF16_END]
-        tuned = command.add_argument_group("published options")
-        tuned.add_argument(
-            "--schedule", choices=phases, default="none", help="add batch size and rates of a phase"
-        )
-        tuned.add_argument("--gpu", choices=GPUS, help="type of GPU: add the options published for it")
-        tuned.add_argument(
-            "--without",
-            metavar="OPTION",
-            action="append",
-            default=[],
-            help="leave out this option of --gpu (without its dashes); may be repeated",
-        )
+        add_published(command)
         add_json(command)
     form = emit.add_argument_group("form of the output")
     form.add_argument("--shell", action="store_true", help="quote for eval in a shell script")
@@ -100,13 +86,7 @@ def register(commands: Any) -> None:
     emit.set_defaults(run=flags_command)
     what = why.add_argument_group("what is explained")
     what.add_argument("--argv", metavar="FILE", help="explain this script, command or YAML; -: stdin")
-    what.add_argument(
-        "--set",
-        metavar="VARIABLE=VALUE",
-        action="append",
-        default=[],
-        help="value of a variable of the script of --argv; may be repeated",
-    )
+    add_set(what, "--argv")
     what.add_argument("--full", action="store_true", help="everything: all options, not only what differs")
     what.add_argument("--all", action="store_true", help="--full, with defaults of the installed Megatron")
     why.set_defaults(run=lambda options: explain_launch(options, why))
@@ -146,6 +126,23 @@ def add_launch(command: argparse.ArgumentParser, *, precision: str | None) -> No
     )
     command.epilog = "More Megatron options may follow a lone --; each replaces the option of the same name."
     command.set_defaults(extra=())
+
+
+def add_published(command: argparse.ArgumentParser) -> None:
+    """Add --schedule, --gpu and --without: what was published for a phase and a GPU."""
+    phases = ["none", *PHASES, BF16_END]
+    tuned = command.add_argument_group("published options")
+    tuned.add_argument(
+        "--schedule", choices=phases, default="none", help="add batch size and rates of a phase"
+    )
+    tuned.add_argument("--gpu", choices=GPUS, help="type of GPU: add the options published for it")
+    tuned.add_argument(
+        "--without",
+        metavar="OPTION",
+        action="append",
+        default=[],
+        help="leave out this option of --gpu (without its dashes); may be repeated",
+    )
 
 
 def chosen_layout(options: argparse.Namespace) -> ParallelLayout:
@@ -281,19 +278,14 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
         found = explain(launch, name)
         remarks = _remarks(launch)
     else:
-        defaults = {
-            key: value for key, value in vars(command.parse_args([])).items() if key not in _BESIDE_ARGV
-        }
-        told = [key for key, value in defaults.items() if getattr(options, key) != value]
-        if told or options.extra:
-            words = [*(f"--{key.replace('_', '-')}" for key in told), *options.extra]
+        if words := [*told(options, command, _BESIDE_ARGV), *options.extra]:
             raise ValueError(
                 f"--argv explains an existing launch, which options cannot change: drop {' '.join(words)}"
             )
-        given = dict(_variable(word) for word in options.set)
+        given = variables(options.set)
         # Read the model first: of two mistakes the one in the command line is named.
         config = chosen_model(options) if names_model(options) or options.tiny else None
-        script = _text_of(options.argv)
+        script = text_of(options.argv, f"--argv {options.argv}")
         if config is None:
             found = explain_nearest(script, name, given)
         else:
@@ -309,20 +301,6 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
     for remark in remarks:
         print(remark, file=sys.stderr)
     return 0
-
-
-def _variable(word: str) -> tuple[str, str]:
-    name, equals, value = word.partition("=")
-    if not equals or not name.isidentifier() and not name.isdecimal():
-        raise ValueError(f"--set {word}: give VARIABLE=VALUE")
-    return name, value
-
-
-def _text_of(file: str) -> str:
-    try:
-        return sys.stdin.read() if file == "-" else read_outside(file, limit=_SCRIPT_LIMIT).decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"--argv {file} is not a text file: give a script or a command") from None
 
 
 def print_warnings(launch: Launch, words: Sequence[str], known: Collection[str] = ()) -> None:

@@ -15,10 +15,12 @@ from megatron_nemotron3.args import yaml_launch
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.script import follow, is_known
+from megatron_nemotron3.lora import VARIABLE as ADAPTERS
 from megatron_nemotron3.precision.settings import OPTION, VARIABLE, Emulation
 from megatron_nemotron3.precision.settings import parse as parse_emulation
 
 _EMULATION = re.compile(rf"(?<!\S)(?:export\s+)?(?:{OPTION}[=\s]\s*|{VARIABLE}=)([^\s\\]+)")
+_ADAPTERS = re.compile(rf"(?<!\S)(?:export\s+)?{ADAPTERS}=([^\s\\]+)")
 _SIZES = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
@@ -65,6 +67,15 @@ def read_with_notes(text: str, given: Mapping[str, str] | None = None) -> tuple[
     return [Flag(name, values) for name, values in found.items()], notes
 
 
+def world_size(text: str, given: Mapping[str, str] | None = None) -> int | None:
+    """Return the number of ranks that a launch starts, by the options of torchrun or Slurm; None if unknown.
+
+    Raises:
+        ValueError: as `read_with_notes`.
+    """
+    return None if yaml_launch.is_yaml(text) else follow(text, given).world_size
+
+
 def _renamed(options: Collection[str]) -> list[str]:
     """Return a remark for each option that has another name in megatron-core 0.19."""
     old = {_OLD_PATTERN: _PATTERN, _OLD_MTP: f"the part of {_PATTERN} after the first /"}
@@ -93,6 +104,13 @@ def emulation(text: str) -> Emulation | None:
     """
     given = _EMULATION.findall(text)
     return parse_emulation(given[-1].strip("\"'")) if given and is_known(given[-1:]) else None
+
+
+def adapters(text: str) -> str | None:
+    """Return what NEMOTRON3_LORA is set to in a script, or before a command; None for no adapters."""
+    given = _ADAPTERS.findall(text)
+    words = given[-1].strip("\"'") if given else ""
+    return None if words in ("", "0") or not is_known([words]) else "" if words == "1" else words
 
 
 def layout_of(options: dict[str, tuple[str, ...]]) -> ParallelLayout | None:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_nemotron3.args import command_line
 from megatron_nemotron3.args.continued import refused
 from megatron_nemotron3.args.flag import SECTIONS, Flag, parse, text, to_argv
 from megatron_nemotron3.args.flags import flags
-from megatron_nemotron3.args.launch import Launch, TrainingData
+from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.megatron_defaults import default, installed
+from megatron_nemotron3.args.pasted import sections, violations
 from megatron_nemotron3.args.phases import phase
 from megatron_nemotron3.args.reference import (
     LAUNCHES,
     NOT_PASSED,
     SCRIPT,
-    VERSION,
     WHY,
     Reference,
     environment,
@@ -32,10 +32,7 @@ from megatron_nemotron3.args.stored_model import Taken, taken
 from megatron_nemotron3.args.yaml_launch import is_partial
 from megatron_nemotron3.models import Nemotron3Config, get, names
 from megatron_nemotron3.models.pattern import without_layout
-from megatron_nemotron3.models.stack_specs import MODULE, spec_name, stored_experts
-from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
-from megatron_nemotron3.precision.settings import OPTION as EMULATE_OPTION
-from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.models.stack_specs import stored_experts
 
 #: Every origin a setting can have.
 ORIGINS = (
@@ -122,7 +119,7 @@ def explain(launch: Launch, name: str = "published") -> Explanation:
         ValueError: the model has no such phase.
     """
     config, layout, emitted = launch.config, launch.layout, flags(launch)
-    known, place, chosen = reference(config, name), _sections(config), phase(config, name)
+    known, place, chosen = reference(config, name), sections(config), phase(config, name)
     of_phase = to_argv(parse(chosen.options))
     settings = [
         _setting(flag, known, place, _setting_origin(flag, launch.schedule, of_phase)) for flag in emitted
@@ -205,7 +202,7 @@ def _pasted_settings(
     config: Nemotron3Config, pasted: _Pasted, known: Mapping[str, Reference]
 ) -> list[Setting]:
     """Return the settings of a text, and what was published and is missing in it."""
-    place, model, settings = _sections(config), pasted.model, []
+    place, model, settings = sections(config), pasted.model, []
     for flag in model.flags:
         setting, found = _setting(flag, known, place, "user"), known.get(flag.name)
         if flag.name in model.names:
@@ -228,7 +225,7 @@ def _explain_pasted(config: Nemotron3Config, pasted: _Pasted, name: str) -> Expl
         notes.append(f"not compared, because a shell variable is unresolved: {', '.join(unknown)}")
     if command_line.is_known(value for flag in flags for value in flag.values if flag.name == "--load"):
         notes += [note] if (note := refused(to_argv(flags))) else []
-    rules = _pasted_violations(config, flags, known, command_line.emulation(pasted.text))
+    rules = violations(config, flags, command_line.emulation(pasted.text))
     return _explanation(config, name, settings, rules, notes)
 
 
@@ -321,49 +318,6 @@ def _with_published(setting: Setting, found: Reference | None) -> Setting:
         return setting
     why = WHY.get(setting.name, "")
     return replace(setting, published=found.value, source=found.source, of_model=found.of_model, why=why)
-
-
-def _pasted_violations(
-    config: Nemotron3Config, pasted: list[Flag], known: Mapping[str, Reference], emulate: Emulation | None
-) -> list[Violation]:
-    """Apply the rules on layout and options. A schedule is compared, not checked."""
-    options = {flag.name: flag.values for flag in pasted}
-    layout = command_line.layout_of(options)
-    if layout is None:
-        return []
-    ours = {*known, *_sections(config), EMULATE_OPTION}
-    others = [flag for flag in pasted if flag.name not in ours and command_line.is_known(flag.values)]
-    backend = "torch" if options.get("--spec") == (MODULE, spec_name(config, "torch")) else "te"
-    precision = emulate.format if emulate else _precision_of(options)
-    words = [word for flag in others for word in (flag.name, *flag.values)]
-    launch = Launch(
-        config=config,
-        layout=layout,
-        precision=precision,
-        backend=backend,
-        extra=words,
-        te_precision_config_file=(options.get(_FILE) or (None,))[0],
-        emulate=emulate,
-        megatron_core=VERSION,
-    )
-    return [violation for violation in check(launch) if violation.rule != "reserved-option"]
-
-
-def _precision_of(options: Mapping[str, tuple[str, ...]]) -> str:
-    """Return the precision that a command line asks for; BF16 for recipes of the user's own ("custom")."""
-    for kind in ("fp4", "fp8"):
-        if f"--{kind}-format" in options:
-            fallback = DEFAULT_RECIPES[kind]
-            name = name_of((options.get(f"--{kind}-recipe") or (fallback,))[0])
-            return name if name in FORMATS else "bf16"
-    return "bf16"
-
-
-def _sections(config: Nemotron3Config) -> dict[str, str]:
-    """Return option -> section for every option that `flags` can emit."""
-    everything: dict[str, Any] = dict.fromkeys((field.name for field in fields(TrainingData)), "x")
-    launch = Launch(config=config, backend="te", data=TrainingData(**everything), megatron_core=VERSION)
-    return {flag.name: flag.section for flag in flags(launch)}
 
 
 def _same_words(value: str, published: str) -> bool:

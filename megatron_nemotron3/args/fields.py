@@ -53,6 +53,8 @@ def options_of(fields: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
                 found[option] = ()
         elif isinstance(value, (str, int, float, list, tuple)) and not isinstance(value, bool):
             values = value if isinstance(value, (list, tuple)) else (value,)
+            if kind.startswith("int"):  # a whole number may be stored as a float
+                values = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
             if words := tuple(map(text, values)):
                 found[option] = words
     if "squared_relu" in str(fields.get("activation_func")):

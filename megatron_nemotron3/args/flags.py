@@ -165,6 +165,11 @@ def _backend_values(config: Nemotron3Config, backend: str) -> _Options:
     return [(name, tuple(values)) for name, *values in (line.split() for line in lines)]
 
 
+def backend_words(backend: str) -> list[str]:
+    """Return the words that a backend needs for any model."""
+    return [word for line in _FLAGS[backend] + _EVERYWHERE for word in line.split()]
+
+
 def _optimization_items(launch: Launch, schedule: TrainingSchedule) -> _Items:
     unit = schedule.unit
     for field in ("micro_batch_size", "global_batch_size"):

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 
 from megatron_nemotron3.args import shell
 from megatron_nemotron3.args.flag import Flag, parse
+from megatron_nemotron3.args.script_ranks import launcher_options, ranks_of, sbatch_options, slurm_variables
 from megatron_nemotron3.args.shell_test import evaluate, is_known
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
@@ -31,7 +32,7 @@ _ASKS = ("grep", "command", "which", "type", "diff", "cmp", "pgrep", "hash", "((
 #: Options of torchrun, which scripts often keep in an array of their own.
 _LAUNCHER = re.compile(
     r"--(nproc[-_]per[-_]node|nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_]\w+|standalone|max[-_]restarts"
-    r"|log[-_]dir|redirects|tee|monitor[-_]interval)$"
+    r"|log[-_]dir|no[-_]python|local[-_]addr|role|redirects|tee|monitor[-_]interval)$"
 )
 #: Functions that call each other deeper than this are refused.
 _DEEPEST = 20
@@ -45,6 +46,8 @@ class Script:
     options: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: Which branches were followed, and what was not read.
     notes: list[str] = field(default_factory=list)
+    #: Ranks that torchrun or srun starts; None if the script does not say.
+    world_size: int | None = None
 
 
 class _Ended(Exception):
@@ -64,13 +67,17 @@ def follow(text: str, given: Mapping[str, str] | None = None) -> Script:
     for name in given or {}:
         if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text):
             raise ValueError(f"--set {name}: the script has no such variable")
+    job = sbatch_options(text)
     walk = _Walk(dict(given or {}))
+    walk.variables = slurm_variables(job) | walk.variables
     try:
         with contextlib.suppress(_Ended):
             walk.run(shell.parse(text))
     except RecursionError:
         raise ValueError("the script is nested too deep to be read") from None
-    return walk.result()
+    found = walk.result()
+    found.world_size = ranks_of(job | walk.launcher, walk.variables.get("WORLD_SIZE", ""))
+    return found
 
 
 class _Walk:
@@ -86,11 +93,14 @@ class _Walk:
         self.collections: set[str] = set()
         self.functions: dict[str, shell.Function] = {}
         self.words: list[str] = []
+        #: Options of torchrun and srun.
+        self.launcher: dict[str, tuple[str, ...]] = {}
         self.notes: list[str] = []
         self.calls = 0
 
     def result(self) -> Script:
         found: dict[str, tuple[str, ...]] = {}
+        self.launcher |= launcher_options(self.words)
         for flag in _without_launcher(self.words):
             found.pop(flag.name, None)
             found[flag.name] = flag.values
@@ -303,6 +313,7 @@ class _Walk:
         if program is None:
             program = max((i + 1 for i, (word, _) in enumerate(kept) if word == "-m"), default=-1)
         values = [word for _, word in kept[program + 1 :]]
+        self.launcher |= launcher_options([word for _, word in kept[: program + 1]])
         if program >= 0:
             first = next((i for i, word in enumerate(values) if word.startswith("--")), len(values))
             values = values[first:]

@@ -7,8 +7,10 @@ was run on each.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 from importlib import metadata
+from pathlib import Path
 
 #: Supported minor versions, oldest first; the last one is upstream's main.
 KNOWN = ("0.19", "0.20")
@@ -63,3 +65,30 @@ def require_supported() -> None:
     except ModuleNotFoundError:
         return
     minor(version)
+
+
+def require_imported(checkout: Path) -> None:
+    """Check that the megatron-core that Python would import is of the version of a checkout of Megatron-LM.
+
+    Raises:
+        ValueError: it is of another one: the checkout's script would run with the wrong library.
+    """
+    found = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
+    if found is None or found.origin is None:
+        return
+    theirs, ours = (_minor_in(core) for core in (checkout / "megatron/core", Path(found.origin).parent))
+    if theirs != ours:
+        raise ValueError(
+            f"{checkout} is megatron-core {theirs or '?'}, and Python would import {ours or '?'}: put the "
+            f"checkout in front, PYTHONPATH={checkout}"
+        )
+
+
+def _minor_in(core: Path) -> str | None:
+    """The minor version of the megatron-core in a folder."""
+    try:
+        text = (core / "package_info.py").read_text()
+    except OSError:
+        return None
+    found = dict(re.findall(r"^(MAJOR|MINOR) = (\d+)$", text, re.MULTILINE))
+    return f"{found['MAJOR']}.{found['MINOR']}" if len(found) == 2 else None

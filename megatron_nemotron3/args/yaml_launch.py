@@ -81,6 +81,12 @@ def _bridge(sections: object) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     every = options_of(fields)
     found = {name: values for name, values in every.items() if not is_default(name, every)}
     notes = ["Megatron-Bridge's configuration: fields that no option of Megatron expresses are not compared"]
+    data = sections.get("dataset")
+    if isinstance(data, dict) and isinstance(packing := _packing(data), dict):
+        size = packing.get("packed_sequence_size", "?")
+        notes.append(f"its data set packs sequences to {size} tokens, which no option says")
+    if sections.get("peft"):
+        notes.append("it trains adapters (peft), which no option says")
     precision = sections.get("mixed_precision")
     if isinstance(precision, str):
         notes.append(f"mixed_precision {precision} is a recipe of Bridge and is not compared")
@@ -88,6 +94,11 @@ def _bridge(sections: object) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     if half or (isinstance(precision, str) and precision.startswith("bf16")):
         found[f"--{half or 'bf16'}"] = ()
     return found, notes
+
+
+def _packing(data: Mapping[str, Any]) -> Any:
+    """Return what a data set says about packing, by the present or the older name."""
+    return data.get("offline_packing_specs") or data.get("packed_sequence_specs")
 
 
 def is_partial(options: Mapping[str, object], text: str) -> bool:

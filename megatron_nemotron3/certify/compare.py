@@ -71,10 +71,10 @@ def against(one: Case, base: Result, found: Result) -> tuple[Distance, Distance]
 def compared(one: Case, base: Result, found: Result) -> Iterator[Distance]:
     """Yield how far each property of a run is from that of one process."""
     gradient_tolerance, weight_tolerance = tolerances(one)
-    yield _numbers("losses", base.losses, found.losses)
-    yield _numbers("gradient norms", base.norms, found.norms)
+    yield numbers("losses", base.losses, found.losses)
+    yield numbers("gradient norms", base.norms, found.norms)
     if not one.separate:  # a mean over micro-batches
-        yield _numbers("losses of MTP", sum(base.mtp, []), sum(found.mtp, []))
+        yield numbers("losses of MTP", sum(base.mtp, []), sum(found.mtp, []))
     yield farthest("gradients", base.gradients, found.gradients, gradient_tolerance)
     biases = {key for key in base.weights if key.endswith("expert_bias")}
     # Counts of tokens are whole numbers: any difference is one too many.
@@ -83,7 +83,8 @@ def compared(one: Case, base: Result, found: Result) -> Iterator[Distance]:
     yield farthest("weights", base.weights, found.weights, weight_tolerance)
 
 
-def _numbers(what: str, expected: Sequence[float], found: Iterable[float]) -> Distance:
+def numbers(what: str, expected: Sequence[float], found: Iterable[float]) -> Distance:
+    """Compare numbers of the whole model."""
     relative = [abs(a - b) / max(abs(a), 1e-300) for a, b in zip(expected, found, strict=True)]
     worst = max(relative, default=0.0, key=lambda r: (r != r, r))
     return Distance(what, "", worst / _LOSS, worst)

@@ -81,7 +81,7 @@ def cover(large: Sizes, ranks: int, most: int = 3) -> tuple[list[Sizes], list[tu
 def _candidates(large: Sizes, ranks: int) -> Iterator[Sizes]:
     layout = large.layout
     for tp, cp, dp, pp in itertools.product(
-        _small(layout.tp), _small(layout.cp), _small(layout.dp, 4), _small(layout.pp, 4)
+        _small(layout.tp), _small(layout.cp), _small(layout.dp, 4), _small(layout.pp, 3, 4)
     ):
         if tp * cp * dp * pp > ranks:
             continue

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -55,16 +56,26 @@ def nudged(tensors: Tensors, seed: int) -> Tensors:
 def tolerances(case: Case) -> tuple[Tensors, Tensors]:
     """Largest difference allowed in each tensor: of gradients, and of weights after the last step."""
     base = reference(case)
-    terms = case.sequences * case.seq_length
     runs = [train(case, nudged(weights(case), seed)) for seed in range(NUDGES)]
 
     def of(kind: str) -> Tensors:
-        result: Tensors = {}
-        for key, value in getattr(base, kind).items():
-            moved = torch.stack([(getattr(run, kind)[key] - value).abs().max() for run in runs]).max()
-            # At least one rounding of the largest element, where the nudges happened to cancel.
-            floor = UNIT * value.abs().max()
-            result[key] = 2 * math.sqrt(terms) * torch.maximum(moved, floor)
-        return result
+        moved = [getattr(run, kind) for run in runs]
+        return spread(getattr(base, kind), moved, case.sequences * case.seq_length)
 
     return of("gradients"), of("weights")
+
+
+def spread(base: Tensors, runs: Sequence[Tensors], terms: int, least: float = 0.0) -> Tensors:
+    """Largest difference allowed in each tensor of a run, from those of runs with nudged weights.
+
+    Args:
+        terms: length of the longest sum.
+        least: rounding of numbers that were printed.
+    """
+    result: Tensors = {}
+    for key, value in base.items():
+        moved = torch.stack([(run[key] - value).abs().max() for run in runs]).max()
+        # At least one rounding of the largest element, where the nudges happened to cancel.
+        floor = UNIT * value.abs().max()
+        result[key] = (2 * math.sqrt(terms) * torch.maximum(moved, floor)).clamp(min=least)
+    return result

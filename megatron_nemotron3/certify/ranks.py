@@ -16,15 +16,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import IO, Any
 
 #: Imported once by the server that workers are forked from; together they cost seconds. Our own package
 #: is not among them: the server's module path need not be this process's.
@@ -86,6 +88,25 @@ def run_fresh(function: Callable[..., Any], *args: Any, timeout: float = 120) ->
     return start_ranks(pickle.dumps((function, args, dict(os.environ))), 1, None, timeout, daemon=False)[0]
 
 
+def start_server(output: IO[str]) -> None:
+    """Start the server now, so that whatever it and the ranks print goes to a file.
+
+    Its imports go on while this process does other things. Without effect if it runs already.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before = [os.dup(descriptor) for descriptor in (1, 2)]
+    try:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+        forkserver.ensure_running()
+    finally:
+        for descriptor, saved in zip((1, 2), before, strict=True):
+            os.dup2(saved, descriptor)
+            os.close(saved)
+
+
 def start_ranks(call: bytes, world_size: int, store: str | None, timeout: float, daemon: bool) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -98,7 +119,7 @@ def start_ranks(call: bytes, world_size: int, store: str | None, timeout: float,
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_worker,
-                args=(sender, call, rank, world_size, store, timeout),
+                args=(sender, call, rank, world_size, store, timeout, os.getpid()),
                 daemon=daemon,
             )
             process.start()
@@ -152,9 +173,19 @@ def _reap(processes: list[BaseProcess], patience: float) -> None:
 
 
 def _worker(
-    sender: Connection, call: bytes, rank: int, world_size: int, store: str | None, timeout: float
+    sender: Connection,
+    call: bytes,
+    rank: int,
+    world_size: int,
+    store: str | None,
+    timeout: float,
+    started_by: int,
 ) -> None:
     try:
+        from megatron_nemotron3 import lifetime
+
+        # A killed caller cannot end it, and the server outlives the caller as long as it has children.
+        lifetime.child_of(os.getppid(), started_by, protected=False)
         import torch
 
         torch.set_num_threads(1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, pieces, unwrap
+from megatron_nemotron3.certify.tensors import load as copy_into
 from megatron_nemotron3.certify.world import Run
 
 
@@ -69,6 +71,29 @@ def save(case: Case, weights: Tensors, folder: Path, steps: int) -> tuple[Pieces
         content_metadata=_clean_metadata_for_serialization(metadata),
     )
     return pieces(run.chunks), optimizer_pieces(run)
+
+
+def write_initial(case: Case, starts: Sequence[Tensors], folder: Path) -> None:
+    """Write weights as checkpoints to start from (`--finetune`): FOLDER/0, FOLDER/1, …
+
+    Args:
+        case: one process.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.training.checkpointing import _clean_metadata_for_serialization
+
+    run = Run(case, None)
+    metadata = metadata_of(run)
+    for number, weights in enumerate(starts):
+        copy_into(run.chunks, weights)
+        state = state_of(run, metadata, loading=False)
+        del state["optimizer"]
+        place = folder / str(number) / "release"
+        place.mkdir(parents=True)
+        dist_checkpointing.save(
+            state, str(place), content_metadata=_clean_metadata_for_serialization(metadata)
+        )
+        (place.parent / "latest_checkpointed_iteration.txt").write_text("release")
 
 
 def load(case: Case, folder: Path, steps: int, optimizer: bool) -> tuple[Pieces, ...]:

@@ -19,7 +19,10 @@ Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 
 
 def gather(ranks: Sequence[Pieces]) -> Tensors:
-    """Whole tensors of the ranks' pieces. Copies must be equal to the bit, and nothing may be missing."""
+    """Whole tensors of the ranks' pieces. Copies must be equal to the bit, and nothing may be missing.
+
+    A rank holds nothing of an element where its piece is NaN.
+    """
     whole: Tensors = {}
     seen: dict[str, Tensor] = {}
     for pieces in ranks:
@@ -29,13 +32,13 @@ def gather(ranks: Sequence[Pieces]) -> Tensors:
                 seen[key] = torch.zeros(shape, dtype=torch.bool)
             assert tuple(whole[key].shape) == shape, f"{key}: {tuple(whole[key].shape)} and {shape}"
             place = tuple(slice(o, o + n) for o, n in zip(offset, part.shape))
-            old, known = whole[key][place], seen[key][place]
-            difference = torch.where(known, (old - part).abs(), 0.0)
+            old, known, here = whole[key][place], seen[key][place], ~part.isnan()
+            difference = torch.where(known & here, (old - part).abs(), 0.0)
             assert not difference.any(), f"{key}: ranks differ by {difference.max():.3g} in a shared part"
-            whole[key][place] = part
-            seen[key][place] = True
+            whole[key][place] = torch.where(here, part, old)
+            seen[key][place] = known | here
     missing = [key for key, mask in seen.items() if not mask.all()]
-    assert not missing, f"no rank holds all of {missing}"
+    assert not missing, f"no rank holds a number in all of {missing}"
     return whole
 
 

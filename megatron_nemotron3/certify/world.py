@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify import fsdp
+from megatron_nemotron3.certify import fsdp, own_stack
 from megatron_nemotron3.certify.batch import Batch, batches
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.ranks import initialize, run_distributed
@@ -92,6 +92,8 @@ def build(case: Case, weights: Tensors | None = None) -> tuple[list[Any], Any, A
 
     if case.fault is not None:
         case.fault()
+    if own_stack.WORDS[0] in case.words:
+        own_stack.define(case.config)
     args = megatron_args(case.argv(), case.layout.world_size)
     initialize_layout(case.layout, args.num_distributed_optimizer_instances)
     if args.vocab_size is None:
@@ -149,6 +151,7 @@ class Run:
         self.case = case
         self.chunks, configs, self.args = build(case, weights)
         self.optimizer = get_megatron_optimizer(configs.optimizer, self.chunks)
+        _schedule(self.optimizer, self.args)
         config = get_model_config(self.chunks[0])
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
@@ -223,6 +226,29 @@ class Run:
                 chunk.disable_forward_pre_hook(param_sync=True)
 
 
+def _schedule(optimizer: Any, args: Any) -> None:
+    """Give each group of parameters its rate and its weight decay, none to biases and vectors.
+
+    Megatron's scheduler does, when it is made and after every step; here rate and decay are constant.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=0,
+        lr_decay_steps=1,
+        lr_decay_style="constant",
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+    )
+
+
 def _train(case: Case, weights: Tensors | None) -> dict[str, Any]:
     """A run on this rank."""
     run = Run(case, weights)
@@ -232,7 +258,7 @@ def _train(case: Case, weights: Tensors | None) -> dict[str, Any]:
         result["losses"].append(run.forward_backward(step, whole_gradients=step == 0))
         if step == 0:
             result["gradients"] = run.gradients()
-        result["mtp"].append([loss / run.microbatches for loss in _mtp_losses()])
+        result["mtp"].append([loss / run.microbatches for loss in mtp_losses()])
         result["norms"].append(run.step())
     run.finish()
     result["weights"] = run.weights()
@@ -270,7 +296,7 @@ def _mean_loss(reported: list[dict[str, Tensor]]) -> float:
     return float(total[0] / total[1])
 
 
-def _mtp_losses() -> list[float]:
+def mtp_losses() -> list[float]:
     """Loss of each MTP depth as Megatron logs it but for the micro-batches, on ranks of the last stage."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 

@@ -53,6 +53,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "nemotron3 plan nano --gpus 16 --gpu h100",
         ),
         Command(
+            "certify",
+            "certify.command",
+            "prove on a CPU that a launch computes what one process computes",
+            "nemotron3 certify super --tp 2 --pp 4 --ep 8 --dp 4",
+        ),
+        Command(
             "boundary",
             "boundary.command",
             "show which rows travel between the layouts of two modules",

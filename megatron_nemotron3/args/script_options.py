@@ -1,0 +1,67 @@
+"""Options of a command that reads the script of an existing launch. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Sequence
+
+from megatron_nemotron3.checkpoint.files import read_outside
+
+#: Longest script that is read, in bytes.
+_LIMIT = 16 << 20
+
+
+def add_set(command: argparse._ActionsContainer, script: str) -> None:
+    """Add --set, for a command that reads a script; `variables` reads it.
+
+    Args:
+        script: what names the script.
+    """
+    command.add_argument(
+        "--set",
+        metavar="VARIABLE=VALUE",
+        action="append",
+        default=[],
+        help=f"value of a variable of the script ({script}); may be repeated",
+    )
+
+
+def told(options: argparse.Namespace, command: argparse.ArgumentParser, beside: Collection[str]) -> list[str]:
+    """Return the options that were given, but for those named in `beside`."""
+    defaults = {key: value for key, value in vars(command.parse_args([])).items() if key not in beside}
+    given = [key for key, value in defaults.items() if getattr(options, key) != value]
+    return [f"--{key.replace('_', '-')}" for key in given]
+
+
+def variables(words: Sequence[str]) -> dict[str, str]:
+    """Return what --set says.
+
+    Raises:
+        ValueError: a word is not VARIABLE=VALUE.
+    """
+    return dict(_variable(word) for word in words)
+
+
+def _variable(word: str) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
+    if not equals or not name.isidentifier() and not name.isdecimal():
+        raise ValueError(f"--set {word}: give VARIABLE=VALUE")
+    return name, value
+
+
+def text_of(file: str, said: str) -> str:
+    """Return the text of a launch.
+
+    Args:
+        file: "-" for stdin.
+        said: how an error names it.
+
+    Raises:
+        ValueError: it is no text.
+        OSError: it cannot be read.
+    """
+    try:
+        return sys.stdin.read() if file == "-" else read_outside(file, limit=_LIMIT).decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{said} is not a text file: give a script or a command") from None

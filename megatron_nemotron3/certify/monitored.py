@@ -1,0 +1,53 @@
+"""What the monitors see in the first step: the same in a layout as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron_nemotron3.certify.finding import Finding, State, failed, untested
+from megatron_nemotron3.monitor import events
+from megatron_nemotron3.monitor.series import AGGREGATES, KINDS
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.certify.proof import Bench
+    from megatron_nemotron3.certify.tensors import Tensors
+
+MONITORS = "monitors of the first step"
+
+
+def monitors(bench: Bench) -> Iterator[Finding]:
+    """Yield whether routers, residuals and gradients look the same in a layout, by the runs of `script`."""
+    from megatron_nemotron3.certify import noise
+    from megatron_nemotron3.certify.compare import farthest
+    from megatron_nemotron3.certify.script_stage import events as folder
+
+    names = [f"one-{number}" for number in range(1 + noise.NUDGES)]
+    if not all(folder(bench, name).is_dir() for name in (*names, "layout")):
+        yield untested(MONITORS, "the script's runs did not come to their end")
+        return
+    base, *nudged = (_first(events.read(events.find(folder(bench, name)))) for name in names)
+    found = _first(events.read(events.find(folder(bench, "layout"))))
+    where = str(bench.twin.sizes[0])
+    if odd := sorted(base.keys() ^ found.keys()):
+        yield failed(MONITORS, where, f"{odd[0]} is {'missing' if odd[0] in base else 'new'}")
+        return
+    if not base:
+        yield untested(MONITORS, "the monitors have written nothing")
+        return
+    terms = bench.twin.batch.sequences * bench.twin.batch.seq_length
+    distance = farthest(MONITORS, base, found, noise.spread(base, nudged, terms))
+    state = State.PASS if distance.share <= 1 else State.FAIL
+    detail = distance.key or f"{len(base)} series"
+    yield Finding(MONITORS, state, where, distance.share, 1.0, detail)
+
+
+def _first(history: events.History) -> Tensors:
+    """Return the monitors' values of the first step."""
+    import torch
+
+    return {
+        tag: torch.tensor(points[0][1], dtype=torch.float64)
+        for tag, points in history.items()
+        if tag.partition("/")[0] in (*KINDS, AGGREGATES) and points
+    }

@@ -1,0 +1,45 @@
+"""The launches of others in tests/golden/launches, and what certify says of each.
+
+    python -m tests.certify.launches
+
+writes the texts beside them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_nemotron3.args import command_line
+from megatron_nemotron3.args.flag import Flag
+from megatron_nemotron3.certify.twin import Twin, make
+
+FOLDER = Path(__file__).parent.parent / "golden" / "launches"
+FILES = {file.stem: file for file in sorted((*FOLDER.glob("*.sh"), *FOLDER.glob("*.yaml")))}
+#: Version of megatron-core that the texts are about.
+VERSION = "0.19"
+
+
+def flags_of(name: str) -> list[Flag]:
+    """Options of a launch."""
+    return command_line.read(FILES[name].read_text())
+
+
+def twin_of(name: str) -> Twin:
+    """Its twin on up to eight ranks."""
+    text = FILES[name].read_text()
+    return make(command_line.read(text), 8, world_size=command_line.world_size(text), version=VERSION)
+
+
+def text_of(name: str) -> str:
+    """What certify prints of a launch before any work."""
+    try:
+        lines = twin_of(name).describe()
+    except ValueError as problem:
+        lines = [f"refused: {problem}"]
+    notes = command_line.read_with_notes(FILES[name].read_text())[1]
+    return "\n".join((*(f"note: {note}" for note in notes), *lines, ""))
+
+
+if __name__ == "__main__":
+    for known in FILES:
+        (FOLDER / f"{known}.txt").write_text(text_of(known))

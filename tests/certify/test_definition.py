@@ -1,0 +1,93 @@
+"""One process is what the definition says, and a fault of every layout is named by its property."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3.args import Launch, flags
+from megatron_nemotron3.args.flag import Flag
+from megatron_nemotron3.certify import twin
+from megatron_nemotron3.certify.definition import definition
+from megatron_nemotron3.certify.finding import Finding, State
+from megatron_nemotron3.certify.proof import Bench
+from tests.certify import definition_faults as faults
+
+PER_TOKEN = "--calculate-per-token-loss"
+#: Launches by model. The largest gradients are clipped; the balance weighs enough to be noticed.
+LAUNCHES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "super": ("super", ("--clip-grad", "0.1", "--moe-aux-loss-coeff", "0.01")),
+    "super packed": ("super", ("--sft", "--moe-aux-loss-coeff", "0.01")),
+    "super by means": ("super", ("--moe-aux-loss-coeff", "0.01")),
+    "nano": ("nano", ("--moe-aux-loss-coeff", "0.01")),
+    "nano with the balance of a micro-batch": (
+        "nano",
+        ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01", PER_TOKEN),
+    ),
+    "nano with the balance of a global batch": (
+        "nano",
+        (
+            *("--moe-router-load-balancing-type", "global_aux_loss", "--moe-aux-loss-coeff", "0.01"),
+            *("--moe-z-loss-coeff", "0.001", PER_TOKEN),
+        ),
+    ),
+    "dense": ("nemotron-h-8b", ()),
+}
+PROPERTIES = {"logits", "losses", "losses of MTP", "gradients", "gradient norms", "optimizer"}
+PROPERTIES_MOE = PROPERTIES | {"router choices", "expert biases"}
+
+
+def found(name: str, folder: Path, fault: Callable[[], None] | None = None) -> dict[str, Finding]:
+    """Findings of a launch by property."""
+    model, extra = LAUNCHES[name]
+    given = flags(Launch.of(model, backend="te", extra=extra))
+    if name == "super by means":
+        two = Flag("--micro-batch-size", ("2",))
+        given = [two if f.name == two.name else f for f in given if f.name != PER_TOKEN]
+    given = tuple(given)
+    bench = Bench(twin=twin.make(given, 8), flags=given, folder=folder, fault=fault)
+    return {finding.name: finding for finding in definition(bench)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "super packed" else pytest.param(name, marks=pytest.mark.full) for name in LAUNCHES],
+)
+def test_one_process_is_what_is_defined(name: str, tmp_path: Path) -> None:
+    findings = found(name, tmp_path)
+    assert findings.keys() == (PROPERTIES if name == "dense" else PROPERTIES_MOE)
+    assert [finding for finding in findings.values() if finding.state is not State.PASS] == []
+
+
+#: Fault -> the launch in which it is seeded, the property that names it, whether every run tries it.
+FAULTS: dict[Callable[[], None], tuple[str, str, bool]] = {
+    faults.shared_expert_twice: ("nano", "logits", False),
+    faults.bias_weighs: ("super", "logits", False),
+    faults.bias_does_not_choose: ("nano", "router choices", False),
+    faults.bias_moves_the_wrong_way: ("nano", "expert biases", False),
+    faults.mtp_weighs_twice: ("super", "gradients", False),
+    faults.balance_weighs_twice: ("super", "gradients", False),
+    faults.mtp_is_no_mtp: ("super", "gradients", False),
+    faults.tokens_of_two_microbatches: ("super", "gradients", False),
+    faults.everything_decays: ("dense", "optimizer", True),
+    faults.norm_counts_twice: ("super", "gradient norms", False),
+    faults.mamba_ignores_borders: ("super packed", "logits", False),
+    faults.mtp_ignores_borders: ("super packed", "losses of MTP", False),
+}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=fault.__name__, marks=() if short else pytest.mark.full)
+        for fault, (*_, short) in FAULTS.items()
+    ],
+)
+def test_a_fault_of_every_layout_is_named(fault: Callable[[], None], tmp_path: Path) -> None:
+    name, what, _ = FAULTS[fault]
+    findings = found(name, tmp_path, fault)
+    assert findings[what].state is State.FAIL
+    difference = findings[what].difference
+    assert difference is not None and difference > 10

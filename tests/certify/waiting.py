@@ -1,0 +1,35 @@
+"""`nemotron3 certify` with one stage, whose two ranks wait: `python -m tests.certify.waiting WORDS…`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+from collections.abc import Iterator
+
+from megatron_nemotron3 import cli
+from megatron_nemotron3.certify import command, ranks
+from megatron_nemotron3.certify.finding import Finding
+from megatron_nemotron3.certify.proof import Bench, Stage
+
+
+def waiting(bench: Bench) -> Iterator[Finding]:
+    """Start two ranks. Nothing is found."""
+    ranks.start_ranks(pickle.dumps((_told, (os.environ["FIFO"],), dict(os.environ))), 2, None, 60, False)
+    yield from ()
+
+
+def _told(fifo: str) -> None:
+    with open(fifo, "w") as file:
+        print("noise of a rank", flush=True)
+        file.write("ready\n")
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    from tests.certify import waiting as module
+
+    ranks.PRELOAD[:] = ["torch"]
+    command.STAGES = (Stage("waiting", module.waiting),)
+    sys.exit(cli.main(sys.argv[1:]))

@@ -1,0 +1,112 @@
+# NVIDIA/Megatron-LM, main of 2026-08-22: tests/functional_tests/test_cases/nemotron/nemotron3_5_lightning_nightly_tp1_pp1_cp1_ep8_dgx_gb200/model_config.yaml
+# Options only; make.py writes this file.
+--tensor-model-parallel-size 1 \
+--pipeline-model-parallel-size 1 \
+--context-parallel-size 1 \
+--expert-model-parallel-size 8 \
+--expert-tensor-parallel-size 1 \
+--data-parallel-sharding-strategy optim_grads_params \
+--use-distributed-optimizer \
+--overlap-grad-reduce \
+--overlap-param-gather \
+--check-for-large-grads \
+--micro-batch-size 2 \
+--global-batch-size 512 \
+--train-iters 20 \
+--manual-gc \
+--manual-gc-interval 100 \
+--cross-entropy-loss-fusion \
+--cross-entropy-fusion-impl native \
+--attention-backend fused \
+--te-rng-tracker \
+--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec \
+--hybrid-layer-pattern 'MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME/*E/*E' \
+--num-layers 52 \
+--hidden-size 2688 \
+--ffn-hidden-size 1856 \
+--moe-ffn-hidden-size 1856 \
+--num-attention-heads 32 \
+--group-query-attention \
+--num-query-groups 2 \
+--kv-channels 128 \
+--mamba-num-heads 64 \
+--mamba-head-dim 64 \
+--mamba-state-dim 128 \
+--mamba-num-groups 8 \
+--position-embedding-type none \
+--normalization RMSNorm \
+--norm-epsilon 1.0e-5 \
+--untie-embeddings-and-output-weights \
+--disable-bias-linear \
+--squared-relu \
+--use-fused-weighted-squared-relu \
+--init-method-std 0.0173 \
+--make-vocab-size-divisible-by 128 \
+--first-last-layers-bf16 \
+--transformer-impl transformer_engine \
+--num-experts 128 \
+--moe-router-topk 6 \
+--moe-router-topk-scaling-factor 2.5 \
+--moe-router-num-groups 1 \
+--moe-router-group-topk 1 \
+--moe-router-score-function sigmoid \
+--moe-router-enable-expert-bias \
+--moe-router-dtype fp32 \
+--moe-router-load-balancing-type seq_aux_loss \
+--moe-aux-loss-coeff 1.0e-4 \
+--moe-shared-expert-intermediate-size 3712 \
+--moe-token-dispatcher-type flex \
+--moe-flex-dispatcher-backend hybridep \
+--moe-flex-dispatcher-num-sms 16 \
+--moe-grouped-gemm \
+--moe-permute-fusion \
+--mtp-num-layers 2 \
+--mtp-use-repeated-layer \
+--mtp-loss-scaling-factor 0.3 \
+--seq-length 8192 \
+--max-position-embeddings 8192 \
+--data-path '${DATA_PATH}/text/the_pile/shard00/my-gpt3_00_text_document' \
+--vocab-file '${DATA_PATH}/text/the_pile/shard00/bpe/vocab.json' \
+--merge-file '${DATA_PATH}/text/the_pile/shard00/bpe/merges.txt' \
+--data-cache-path '${DATA_CACHE_PATH}' \
+--split 949,50,1 \
+--dataloader-type single \
+--num-workers 8 \
+--no-create-attention-mask-in-dataloader \
+--bf16 \
+--grad-reduce-in-bf16 \
+--main-grads-dtype fp32 \
+--main-params-dtype fp32 \
+--exp-avg-dtype fp32 \
+--exp-avg-sq-dtype fp32 \
+--optimizer adam \
+--lr 1.6e-3 \
+--min-lr 1.6e-5 \
+--lr-decay-style cosine \
+--lr-decay-iters 39735 \
+--lr-warmup-iters 333 \
+--lr-warmup-init 0.0 \
+--lr-wsd-decay-style minus_sqrt \
+--adam-beta1 0.9 \
+--adam-beta2 0.95 \
+--adam-eps 1.0e-8 \
+--weight-decay 0.1 \
+--clip-grad 1.0 \
+--override-opt-param-scheduler \
+--attention-dropout 0.0 \
+--hidden-dropout 0.0 \
+--save '${CHECKPOINT_SAVE_PATH}' \
+--load '${CHECKPOINT_LOAD_PATH}' \
+--save-interval 50 \
+--ckpt-format torch_dist \
+--ckpt-assume-constant-structure \
+--dist-ckpt-strictness log_all \
+--eval-interval 500 \
+--eval-iters 32 \
+--log-interval 1 \
+--log-num-zeros-in-grad \
+--log-timers-to-tensorboard \
+--log-memory-to-tensorboard \
+--tensorboard-dir '${TENSORBOARD_PATH}' \
+--timing-log-level 0 \
+--seed 1234

@@ -1,0 +1,74 @@
+# NVIDIA/Megatron-LM, tag core_v0.19.0: examples/rl/model_configs/nemotron6_3b_moe.sh
+# Options only; make.py writes this file.
+--micro-batch-size 1 \
+--global-batch-size 32 \
+--grpo-group-size 2 \
+--grpo-prompts-per-step 16 \
+--grpo-iterations 1 \
+--grpo-clamp-eps-lower 0.2 \
+--grpo-clamp-eps-upper 0.28 \
+--grpo-kl-beta 0.0 \
+--langrl-env-config x.yaml \
+--no-use-tokenizer-model-from-checkpoint-args \
+--rl-skip-bos-token \
+--no-rl-use-sequence-packing \
+--rl-partial-rollouts \
+--moe-pad-experts-for-cuda-graph-inference \
+--inference-dynamic-batching-max-tokens 8192 \
+--inference-dynamic-batching-max-requests 128 \
+--inference-dynamic-batching-num-cuda-graphs 2 \
+--decode-only-cuda-graphs \
+--cuda-graph-impl local \
+--use-checkpoint-args \
+--enable-experimental \
+--cross-entropy-loss-fusion \
+--cross-entropy-fusion-impl native \
+--moe-aux-loss-coeff 0.0 \
+--moe-router-dtype fp64 \
+--moe-router-load-balancing-type aux_loss \
+--moe-router-score-function sigmoid \
+--moe-token-dispatcher-type alltoall \
+--moe-router-enable-expert-bias \
+--moe-router-topk-scaling-factor 2.5 \
+--disable-gloo-process-groups \
+--rl-default-top-k -1 \
+--rl-default-temperature 1.0 \
+--rl-default-top-p 1.0 \
+--rl-inference-logprobs-is-correction \
+--rl-importance-sampling-truncation-coef 10.0 \
+--seq-length 1024 \
+--inference-max-seq-length 1024 \
+--inference-max-requests 64 \
+--pretrained-checkpoint '$CHECKPOINT' \
+--distributed-timeout-minutes 60 \
+--use-mcore-models \
+--no-mmap-bin-files \
+--disable-bias-linear \
+--norm-epsilon 1e-5 \
+--init-method-std 0.014 \
+--exit-duration-in-mins 5750 \
+--max-position-embeddings 1024 \
+--tensor-model-parallel-size 2 \
+--pipeline-model-parallel-size 1 \
+--expert-model-parallel-size 32 \
+--expert-tensor-parallel-size 1 \
+--weight-decay 0.01 \
+--clip-grad 1.0 \
+--tiktoken-pattern v2 \
+--tokenizer-type HuggingFaceTokenizer \
+--tokenizer-model '${TOKENIZER_MODEL}' \
+--dist-ckpt-strictness log_unexpected \
+--ckpt-format torch_dist \
+--ckpt-fully-parallel-save \
+--ckpt-fully-parallel-load \
+--use-distributed-optimizer \
+--overlap-grad-reduce \
+--overlap-param-gather \
+--no-create-attention-mask-in-dataloader \
+--lr 3e-6 \
+--min-lr 3e-6 \
+--lr-decay-style constant \
+--lr-warmup-samples 640 \
+--lr-warmup-init 0.3e-7 \
+--no-load-optim \
+--no-load-rng

@@ -1,0 +1,84 @@
+# NVIDIA/Megatron-LM, main of 2026-08-22: examples/rl/model_configs/nemotron5p5_12b_H.sh
+# Options only; make.py writes this file.
+--micro-batch-size 1 \
+--global-batch-size 512 \
+--grpo-group-size 16 \
+--grpo-prompts-per-step 32 \
+--grpo-iterations 1 \
+--grpo-clamp-eps-lower 0.2 \
+--grpo-clamp-eps-upper 0.28 \
+--grpo-kl-beta 0.0 \
+--langrl-env-config x.yaml \
+--calculate-per-token-loss \
+--inference-max-seq-length 12000 \
+--inference-max-requests 64 \
+--pretrained-checkpoint '$CHECKPOINT' \
+--fp8-recipe blockwise \
+--fp8-format e4m3 \
+--first-last-layers-bf16 \
+--num-layers-at-start-in-bf16 2 \
+--num-layers-at-end-in-bf16 2 \
+--fp8-param-gather \
+--disable-gloo-process-groups \
+--mamba-head-dim 80 \
+--hybrid-layer-pattern 'M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-' \
+--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec \
+--tiktoken-pattern v2 \
+--distributed-timeout-minutes 10 \
+--use-mcore-models \
+--no-mmap-bin-files \
+--untie-embeddings-and-output-weights \
+--disable-bias-linear \
+--norm-epsilon 1e-5 \
+--init-method-std 0.0125 \
+--position-embedding-type none \
+--squared-relu \
+--hidden-size 5120 \
+--num-attention-heads 40 \
+--group-query-attention \
+--num-query-groups 8 \
+--ffn-hidden-size 20480 \
+--kv-channels 128 \
+--normalization RMSNorm \
+--attention-dropout 0.0 \
+--hidden-dropout 0.0 \
+--exit-duration-in-mins 5750 \
+--seq-length 8191 \
+--max-position-embeddings 8192 \
+--tensor-model-parallel-size 4 \
+--pipeline-model-parallel-size 1 \
+--no-masked-softmax-fusion \
+--attention-softmax-in-fp32 \
+--lr 4.5e-6 \
+--min-lr 4.5e-7 \
+--weight-decay 0.1 \
+--clip-grad 1.0 \
+--tokenizer-type TikTokenizer \
+--tokenizer-model '${TOKENIZER_MODEL}' \
+--save-interval 2000 \
+--ckpt-format torch_dist \
+--ckpt-fully-parallel-save \
+--ckpt-fully-parallel-load \
+--ckpt-assume-constant-structure \
+--log-progress \
+--timing-log-option minmax \
+--log-params-norm \
+--log-num-zeros-in-grad \
+--log-throughput \
+--bf16 \
+--adam-beta1 0.9 \
+--adam-beta2 0.95 \
+--use-distributed-optimizer \
+--ddp-num-buckets 5 \
+--overlap-grad-reduce \
+--overlap-param-gather \
+--no-create-attention-mask-in-dataloader \
+--manual-gc \
+--num-workers 1 \
+--log-straggler \
+--disable-straggler-on-startup \
+--straggler-minmax-count 16 \
+--check-weight-hash-across-dp-replicas-interval 20000 \
+--rerun-mode disabled \
+--rl-default-temperature 0.9 \
+--rl-default-top-p 0.95

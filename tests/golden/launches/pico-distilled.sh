@@ -1,0 +1,93 @@
+# NVIDIA/Megatron-LM, tag core_v0.19.0: tests/functional_tests/test_cases/hybrid/hybrid_nemotron_v3_pico_7b_a1b_tp1_ep8_QAD_dgx_h100_1N8G/model_config.yaml
+# Options only; make.py writes this file.
+--export-te-mcore-model \
+--export-kd-teacher-load '${MODEL_BF16_CKPT}' \
+--auto-detect-ckpt-format \
+--finetune \
+--hidden-size 1216 \
+--num-attention-heads 32 \
+--group-query-attention \
+--num-query-groups 2 \
+--ffn-hidden-size 896 \
+--kv-channels 128 \
+--squared-relu \
+--normalization RMSNorm \
+--disable-bias-linear \
+--attention-dropout 0.0 \
+--hidden-dropout 0.0 \
+--position-embedding-type none \
+--untie-embeddings-and-output-weights \
+--init-method-std 0.0256 \
+--hybrid-layer-pattern 'MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME' \
+--mamba-num-heads 64 \
+--export-model-type MambaModel \
+--num-experts 128 \
+--moe-router-topk 6 \
+--moe-aux-loss-coeff 1e-4 \
+--moe-router-topk-scaling-factor 2.5 \
+--moe-router-enable-expert-bias \
+--moe-router-dtype fp32 \
+--moe-router-score-function sigmoid \
+--moe-router-load-balancing-type seq_aux_loss \
+--moe-shared-expert-intermediate-size 3712 \
+--moe-token-dispatcher-type alltoall \
+--moe-grouped-gemm \
+--use-fused-weighted-squared-relu \
+--tokenizer-type SFTTokenizer \
+--tokenizer-model '${TOKENIZER}' \
+--sft \
+--sft-tokenizer-prompt-format identity \
+--bf16 \
+--tensor-model-parallel-size 1 \
+--expert-model-parallel-size 4 \
+--expert-tensor-parallel-size 1 \
+--pipeline-model-parallel-size 1 \
+--context-parallel-size 2 \
+--sequence-parallel \
+--attention-backend fused \
+--disable-gloo-process-groups \
+--no-create-attention-mask-in-dataloader \
+--ddp-num-buckets 8 \
+--override-opt_param-scheduler \
+--num-workers 1 \
+--ckpt-format torch_dist \
+--ckpt-fully-parallel-save \
+--ckpt-fully-parallel-load \
+--ckpt-assume-constant-structure \
+--micro-batch-size 1 \
+--global-batch-size 8 \
+--seq-length 2048 \
+--max-position-embeddings 2048 \
+--train-iters 10 \
+--lr 0.00015 \
+--lr-decay-style cosine \
+--lr-decay-iters 320000 \
+--min-lr 1.0e-5 \
+--weight-decay 1e-2 \
+--clip-grad 1.0 \
+--lr-warmup-fraction .01 \
+--use-distributed-optimizer \
+--overlap-param-gather \
+--overlap-grad-reduce \
+--save '${CHECKPOINT_SAVE_PATH}' \
+--load '${PTQ_QUANTIZED_CKPT}' \
+--data-path '${DATA_PATH}/text/nemotron-3-super-sft_train-sample.jsonl' \
+--split 949,50,1 \
+--distributed-backend nccl \
+--transformer-impl transformer_engine \
+--data-cache-path '${DATA_CACHE_PATH}' \
+--log-interval 1 \
+--save-interval 10 \
+--eval-interval 10 \
+--eval-iters 2 \
+--log-params-norm \
+--log-num-zeros-in-grad \
+--log-validation-ppl-to-tensorboard \
+--log-timers-to-tensorboard \
+--tensorboard-dir '${TENSORBOARD_PATH}' \
+--log-memory-to-tensorboard \
+--timing-log-level 0 \
+--no-gradient-accumulation-fusion \
+--distributed-timeout-minutes 30 \
+--deterministic-mode \
+--exit-interval 10

@@ -1,0 +1,128 @@
+# NVIDIA/Megatron-LM, tag core_v0.19.0: tests/functional_tests/test_cases/nemotron/nemotron3_super_release_gb200/model_config.yaml
+# Options only; make.py writes this file.
+--tensor-model-parallel-size 2 \
+--pipeline-model-parallel-size 1 \
+--expert-model-parallel-size 64 \
+--expert-tensor-parallel-size 1 \
+--use-distributed-optimizer \
+--overlap-grad-reduce \
+--overlap-param-gather \
+--sequence-parallel \
+--ddp-num-buckets 10 \
+--ddp-pad-buckets-for-high-nccl-busbw \
+--high-priority-stream-groups ep \
+--distributed-timeout-minutes 10 \
+--disable-gloo-process-groups \
+--micro-batch-size 1 \
+--global-batch-size 512 \
+--train-samples 12207031 \
+--cross-entropy-loss-fusion \
+--cross-entropy-fusion-impl native \
+--attention-backend fused \
+--transformer-impl transformer_engine \
+--cuda-graph-impl transformer_engine \
+--cuda-graph-modules attn mamba moe_router moe_preprocess \
+--cuda-graph-warmup-steps 3 \
+--te-rng-tracker \
+--manual-gc \
+--manual-gc-interval 100 \
+--no-create-attention-mask-in-dataloader \
+--num-workers 1 \
+--exit-interval 23840 \
+--override-opt_param-scheduler \
+--use-mcore-models \
+--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec \
+--is-hybrid-model \
+--mamba-num-heads 128 \
+--num-layers 88 \
+--hidden-size 4096 \
+--ffn-hidden-size 2688 \
+--num-attention-heads 32 \
+--group-query-attention \
+--num-query-groups 2 \
+--kv-channels 128 \
+--hybrid-layer-pattern 'MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME/*E/*E' \
+--position-embedding-type none \
+--normalization RMSNorm \
+--untie-embeddings-and-output-weights \
+--init-method-std 0.014 \
+--disable-bias-linear \
+--squared-relu \
+--use-fused-weighted-squared-relu \
+--seq-length 8192 \
+--max-position-embeddings 8192 \
+--data-path '${DATA_BLEND}' \
+--data-cache-path '${DATA_CACHE_PATH}' \
+--tiktoken-pattern v2 \
+--tokenizer-type '${TOKENIZER_TYPE}' \
+--tokenizer-model '${TOKENIZER_MODEL_PATH}' \
+--no-mmap-bin-files \
+--num-experts 512 \
+--moe-router-topk 22 \
+--moe-router-topk-scaling-factor 5.0 \
+--moe-router-score-function sigmoid \
+--moe-router-enable-expert-bias \
+--moe-router-dtype fp32 \
+--moe-router-load-balancing-type seq_aux_loss \
+--moe-aux-loss-coeff 1e-4 \
+--moe-router-padding-for-quantization \
+--moe-token-dispatcher-type flex \
+--moe-flex-dispatcher-backend hybridep \
+--moe-hybridep-num-sms 32 \
+--moe-grouped-gemm \
+--moe-permute-fusion \
+--moe-latent-size 1024 \
+--moe-shared-expert-intermediate-size 5376 \
+--mtp-num-layers 2 \
+--calculate-per-token-loss \
+--mtp-loss-scaling-factor 0.3 \
+--bf16 \
+--grad-reduce-in-bf16 \
+--first-last-layers-bf16 \
+--num-layers-at-start-in-bf16 0 \
+--num-layers-at-end-in-bf16 14 \
+--fp8-format e4m3 \
+--fp8-recipe mxfp8 \
+--fp8-param-gather \
+--reuse-grad-buf-for-mxfp8-param-ag \
+--attention-dropout 0.0 \
+--hidden-dropout 0.0 \
+--clip-grad 1.0 \
+--weight-decay 0.1 \
+--lr 4.5e-4 \
+--min-lr 4.5e-6 \
+--lr-decay-style WSD \
+--lr-warmup-samples 24414063 \
+--lr-decay-samples 3048706055 \
+--lr-wsd-decay-style minus_sqrt \
+--lr-wsd-decay-samples 610351563 \
+--adam-beta1 0.9 \
+--adam-beta2 0.95 \
+--save '${CHECKPOINT_SAVE_PATH}' \
+--load '${CHECKPOINT_LOAD_PATH}' \
+--ckpt-format torch_dist \
+--ckpt-fully-parallel-save \
+--ckpt-fully-parallel-load \
+--ckpt-assume-constant-structure \
+--dist-ckpt-strictness log_all \
+--save-interval 200 \
+--save-retain-interval 2000 \
+--eval-interval 100 \
+--eval-iters 14 \
+--log-interval 10 \
+--log-params-norm \
+--log-num-zeros-in-grad \
+--log-timers-to-tensorboard \
+--log-memory-to-tensorboard \
+--log-throughput \
+--log-progress \
+--log-energy \
+--log-memory-interval 50 \
+--logging-level 20 \
+--timing-log-option minmax \
+--check-weight-hash-across-dp-replicas-interval 2000 \
+--tensorboard-dir '${TENSORBOARD_PATH}' \
+--wandb-project megatron-core-release-runs \
+--wandb-entity adlr \
+--wandb-exp-name '${WANDB_EXPERIMENT}' \
+--wandb-save-dir '${WANDB_SAVE_PATH}'

@@ -1,0 +1,71 @@
+"""Defects of saving and loading. Each is called on a rank before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def forget_steps() -> None:
+    """A loaded optimizer begins to count its steps again, so Adam's bias correction is that of step 1."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    load = DistributedOptimizer.load_state_dict
+
+    def forgetful(self: Any, state: Any) -> None:
+        load(self, state)
+        for group in state["optimizer"]["param_groups"]:
+            group["step"] = 0
+
+    DistributedOptimizer.load_state_dict = forgetful
+
+
+def forget_expert_biases() -> None:
+    """A loaded model has expert biases of zero."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    load = HybridModel.load_state_dict
+
+    def forgetful(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, *args, **kwargs)
+        for name, buffer in self.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.zero_()
+        return result
+
+    HybridModel.load_state_dict = forgetful
+
+
+def skip_last_ranks_weight() -> None:
+    """The last rank writes zeros in place of a matrix."""
+    import torch
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    save = dist_checkpointing.save
+
+    def skipping(state: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            tensors = [v for v in nested_values(state["model"]) if isinstance(v, ShardedTensor)]
+            one = next(t for t in tensors if t.key.endswith("linear_proj.weight"))
+            one.data = torch.zeros_like(one.data)
+        return save(state, *args, **kwargs)
+
+    dist_checkpointing.save = skipping
+
+
+def hang_in_the_last_rank() -> None:
+    """The last rank never begins."""
+    import os
+    import time
+
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        time.sleep(1000)
+
+
+def die_in_the_last_rank() -> None:
+    """The last rank fails when training begins."""
+    import os
+
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        raise OSError("no space left on a device")
