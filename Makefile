@@ -5,7 +5,7 @@ RUN = $(VENV)/bin/python -m
 # A file's tests stay in one process: they share what they built. Long files start first (tests/conftest.py).
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo quick test test-full test-te test-bridge test-rl test-upstream test-matrix test-main lint docs docs-look bench gpu gpu-pack \
+.PHONY: demo certificates quick test test-full test-te test-bridge test-rl test-upstream test-matrix test-main lint docs docs-look bench gpu gpu-pack \
 	fuzz environment clean
 
 environment:
@@ -34,6 +34,10 @@ test: environment
 
 test-full: environment
 	$(PYTEST) $(TESTS)
+
+# Certificates of the recipes (megatron_nemotron3/recipes/*/*.certificate.json) that are missing or of another command.
+certificates: environment
+	$(RUN) tests.recipes.certificates
 
 # TE_PYTHON names an interpreter with TransformerEngine; a GPU is not needed.
 test-te: environment

@@ -6,15 +6,17 @@ Combinations that Megatron refuses while it reads the arguments or builds the co
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.megatron_defaults import DEFAULTS
 from megatron_nemotron3.args.performance_table import HARDWARE, USED_OF_NVL72
-from megatron_nemotron3.args.rule import Rule
+from megatron_nemotron3.args.rule import Rule, divisors
 
 _CONFIG = "megatron/core/transformer/transformer_config.py"
 _OPTIMIZER = "megatron/core/optimizer/optimizer_config.py"
 _IMPL = "--cuda-graph-impl"
+_INSTANCES = "--num-distributed-optimizer-instances"
 _PRECISION_AWARE = "--use-precision-aware-optimizer"
 
 #: Option -> the one without which Megatron ignores it, and the values that it needs; (): a switch.
@@ -75,14 +77,20 @@ def _recomputes_weights(c: Launch) -> bool:
     return how == "full" or (how == "selective" and not _WITH_WEIGHTS.isdisjoint(parts))
 
 
-def _instances(c: Launch) -> int:
-    """Copies of the model under Megatron-FSDP; 1 without it."""
-    return int(c.option("--num-distributed-optimizer-instances", "1")) if _FSDP in c.options else 1
-
-
 def _types(c: Launch) -> list[str]:
     """Options that ask for another type than FP32."""
     return [f"{name} {c.option(name, '')}" for name in _TYPES if c.option(name, "fp32") != "fp32"]
+
+
+def _instances(c: Launch) -> int:
+    """Return the instances of the distributed optimizer."""
+    return int(c.option(_INSTANCES, "1"))
+
+
+def _copies(c: Launch) -> dict[str, int]:
+    """Return the ranks that hold the same weights, for weights outside and inside of experts."""
+    experts = {"EDP": c.layout.edp} if c.config.is_moe else {}
+    return {"DP*CP": c.layout.dp * c.layout.cp, **experts}
 
 
 PERFORMANCE_RULES: tuple[Rule, ...] = (
@@ -211,30 +219,42 @@ PERFORMANCE_RULES: tuple[Rule, ...] = (
     Rule(
         "hsdp-overlap",
         lambda c: (
-            _instances(c) > 1
+            _FSDP in c.options
+            and _instances(c) > 1
             and "--overlap-grad-reduce" not in c.options
             and not (c.backend != "torch" and c.distributed_optimizer)  # emits it
         ),
         lambda c: (
-            f"{_FSDP} with --num-distributed-optimizer-instances {_instances(c)}: without "
-            "--overlap-grad-reduce the instances never sum their gradients, and train apart: add it"
+            f"{_FSDP} with {_INSTANCES} {_instances(c)}: without --overlap-grad-reduce the instances never "
+            "sum their gradients, and train apart: add it"
         ),
         f"{_FSDP_SOURCE}megatron_fsdp.py",
     ),
     Rule(
         "hsdp-outer-norm",
         lambda c: (
-            _instances(c) > 1
+            _FSDP in c.options
+            and _instances(c) > 1
             and c.option(_OUTER, "no_shard") != "no_shard"
             and float(c.option("--clip-grad", DEFAULTS["--clip-grad"])) > 0
         ),
         lambda c: (
-            f"{_FSDP} with --num-distributed-optimizer-instances {_instances(c)} and {_OUTER} "
+            f"{_FSDP} with {_INSTANCES} {_instances(c)} and {_OUTER} "
             f"{c.option(_OUTER, '')}: Megatron sums the gradient norm within an instance, which holds 1 part "
             f"of {_instances(c)} of the gradients. So the norm is too small, and --clip-grad scales each "
             f"part by its own: use {_OUTER} no_shard, or --clip-grad 0"
         ),
         "megatron/core/optimizer/__init__.py",
         "warning",  # NVIDIA's launches have it, and gradients that need no clipping are right
+    ),
+    Rule(
+        "optimizer-instances",
+        lambda c: any(copies % max(1, _instances(c)) for copies in _copies(c).values()),
+        lambda c: (
+            f"{_INSTANCES} {_instances(c)} divides not all of "
+            f"{', '.join(f'{name}={copies}' for name, copies in _copies(c).items())}: use "
+            f"{_INSTANCES} {divisors(gcd(*_copies(c).values()))}"
+        ),
+        "megatron/core/parallel_state.py",
     ),
 )

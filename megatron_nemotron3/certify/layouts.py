@@ -92,6 +92,8 @@ def _candidates(large: Sizes, ranks: int) -> Iterator[Sizes]:
         ):
             if (tp * cp * dp) % (ep * etp) or (cp * dp) % (2 * instances if instances > 1 else 1):
                 continue
+            if (tp * cp * dp) // (ep * etp) % instances:  # copies of the experts
+                continue
             sp = layout.sequence_parallel and tp > 1
             small = ParallelLayout(tp=tp, cp=cp, dp=dp, pp=pp, vpp=vpp, ep=ep, etp=etp, sp=sp)
             yield Sizes(layout=small, instances=instances)

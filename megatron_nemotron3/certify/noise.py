@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.tensors import Tensors
-from megatron_nemotron3.certify.world import Result, initial_weights, train
+from megatron_nemotron3.certify.world import Result, initial_weights, train_each
 
 #: Repetitions of the nudged run; a tensor's noise is the largest seen.
 NUDGES = 2
@@ -34,11 +34,18 @@ def weights(case: Case) -> Tensors:
     return initial_weights(case)
 
 
-@functools.cache
 def reference(case: Case) -> Result:
     """One process. `case` must have the layout of one rank."""
-    assert case.layout.world_size == 1
-    return train(case, weights(case))
+    return _runs(case)[0]
+
+
+@functools.cache
+def _runs(case: Case) -> list[Result]:
+    """One process from the weights, and from those nudged."""
+    if case.layout.world_size != 1:
+        raise ValueError(f"{case.layout} is not the layout of one process")
+    start = weights(case)
+    return train_each(case, [start, *(nudged(start, seed) for seed in range(NUDGES))])
 
 
 def nudged(tensors: Tensors, seed: int) -> Tensors:
@@ -55,8 +62,7 @@ def nudged(tensors: Tensors, seed: int) -> Tensors:
 @functools.cache
 def tolerances(case: Case) -> tuple[Tensors, Tensors]:
     """Largest difference allowed in each tensor: of gradients, and of weights after the last step."""
-    base = reference(case)
-    runs = [train(case, nudged(weights(case), seed)) for seed in range(NUDGES)]
+    base, *runs = _runs(case)
 
     def of(kind: str) -> Tensors:
         moved = [getattr(run, kind) for run in runs]

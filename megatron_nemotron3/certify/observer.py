@@ -30,7 +30,7 @@ def read(folder: Path, ranks: int) -> Seen:
     """Put together what the ranks have seen.
 
     Raises:
-        AssertionError: two ranks hold different values of the same element, or no rank holds it.
+        RanksDiffer: two ranks hold different values of the same element, or no rank holds it.
     """
     files = [torch.load(_file(folder, rank), weights_only=True) for rank in range(ranks)]
     return {what: gather([held[what] for held in files]) for what in files[0]}

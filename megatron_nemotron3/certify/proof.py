@@ -80,15 +80,23 @@ class Stage:
 def layouts(bench: Bench) -> Iterator[Finding]:
     """Yield how each small layout compares with one process, from the same weights."""
     from megatron_nemotron3.certify import compare, noise, world
+    from megatron_nemotron3.certify.tensors import RanksDiffer
 
     one = bench.case(None)
-    base, start = noise.reference(one), noise.weights(one)
+    try:
+        base, start = noise.reference(one), noise.weights(one)
+    except (RuntimeError, TimeoutError) as problem:
+        yield failed("training", "one process", last_line(problem))
+        return
     for sizes in bench.twin.sizes:
         where = str(sizes)
         try:
             found = world.train(bench.case(sizes), start, bench.timeout)
             distances = list(compare.compared(one, base, found))
-        except (AssertionError, RuntimeError, TimeoutError) as problem:
+        except RanksDiffer as problem:
+            yield failed("copies on several ranks", where, str(problem))
+            continue
+        except (RuntimeError, TimeoutError) as problem:
             yield failed("training", where, last_line(problem))
             continue
         for distance in distances:

@@ -11,6 +11,7 @@ from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, pieces, unwrap
 from megatron_nemotron3.certify.tensors import load as copy_into
 from megatron_nemotron3.certify.world import Run
+from megatron_nemotron3.cpu.async_save import forked_results
 
 
 def on_ranks(function: Any, case: Case, *args: Any) -> list[Tensors]:
@@ -90,9 +91,10 @@ def write_initial(case: Case, starts: Sequence[Tensors], folder: Path) -> None:
         del state["optimizer"]
         place = folder / str(number) / "release"
         place.mkdir(parents=True)
-        dist_checkpointing.save(
-            state, str(place), content_metadata=_clean_metadata_for_serialization(metadata)
-        )
+        with forked_results():
+            dist_checkpointing.save(
+                state, str(place), content_metadata=_clean_metadata_for_serialization(metadata)
+            )
         (place.parent / "latest_checkpointed_iteration.txt").write_text("release")
 
 

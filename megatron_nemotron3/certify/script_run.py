@@ -7,6 +7,7 @@ import pickle
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -136,6 +137,7 @@ def _on_rank(
     own: Nemotron3Config | None,
 ) -> None:
     from megatron_nemotron3.certify.observer import Observer
+    from megatron_nemotron3.cpu.async_save import forked_results
     from megatron_nemotron3.run import main
 
     if own is not None:
@@ -155,10 +157,14 @@ def _on_rank(
     if killed_in is not None and rank == 0:
         _kill_all_in_the_second_save(killed_in, folder)
     try:
-        main(list(argv))
+        with forked_results():
+            main(list(argv))
     except SystemExit as end:  # a script may leave by it
         if end.code:
             raise
+    except BaseException:
+        traceback.print_exc()  # into the log, where it stands behind what led to it
+        raise
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.args.flag import to_argv
-from megatron_nemotron3.certify import noise, observer, resume, stored
+from megatron_nemotron3.certify import noise, observer, resume, script_data, stored
 from megatron_nemotron3.certify.compare import farthest
 from megatron_nemotron3.certify.finding import Finding, State, failed, passed, untested
 from megatron_nemotron3.certify.layouts import Sizes
 from megatron_nemotron3.certify.proof import Bench, last_line
 from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.certify.reading import CHECKOUT
 from megatron_nemotron3.certify.script_run import ScriptRun, script_of
 from megatron_nemotron3.certify.tensors import Tensors
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
-from megatron_nemotron3.train.data.indexed import write_dataset
-from megatron_nemotron3.train.data.tokenizer import TokenizerInfo
 from megatron_nemotron3.train.log import Curve
 
 #: Options of the launch that say how checkpoints are written. The twin's other words do without.
 _CHECKPOINTS = re.compile(
-    r"--(ckpt-.*|async-.*|no-async-save|use-persistent-ckpt-worker|dist-ckpt-.*|use-dist-ckpt.*)"
+    r"--(ckpt-(format|fully-parallel-.*|assume-constant-structure|drop-redundant-extra-state)"
+    r"|async-(save|strategy|ckpt-.*)|use-persistent-ckpt-worker|dist-ckpt-.*|use-dist-ckpt)"
 )
 _RESHARDABLE, _DISTRIBUTED = "--dist-ckpt-optim-fully-reshardable", "--use-distributed-optimizer"
+_TUNING = "--sft"
+_BLENDS = {"--train-data-path", "--per-split-data-args-path", "--data-args-path"}
+#: The format of checkpoints of Megatron-FSDP, which the twin does without.
+_OF_FSDP = "fsdp_dtensor"
+_STOCK_ONLY = {"--dataloader-inter-document-masking", "--hybrid-context-parallel"}
 #: Gradient norms are printed with three decimals.
 _NORM = 1e-3
 #: What a run that fails raises.
-_FAILURES = (AssertionError, RuntimeError, TimeoutError)
+_FAILURES = (RuntimeError, TimeoutError)
 
 
 def folder(bench: Bench) -> Path:
@@ -90,28 +93,32 @@ class Scripts:
     def __init__(self, bench: Bench) -> None:
         self.bench, self.folder, self.script = bench, folder(bench), script_of(bench.checkout)
         self.given = {flag.name: flag for flag in bench.flags}
-        self.saved, self.first = self.folder / "checkpoints", self.folder / "first"
+        self.saved = self.folder / "checkpoints"
         own = [flag for name, flag in self.given.items() if _CHECKPOINTS.fullmatch(name)]
-        #: Words to save after each step, as the launch saves.
+        own = [flag for flag in own if flag.values != (_OF_FSDP,)]
+        self.format = next((flag.values[0] for flag in own if flag.name == "--ckpt-format"), "torch_dist")
+        #: Words to save after each step, as the launch saves, and to load that.
         self.saving = ("--save", str(self.saved), "--save-interval", "1", *to_argv(own))
-        tokens = bench.twin.config.vocab_size
-        self.tokenizer = TokenizerInfo("NullTokenizer", None, vocab_size=tokens, eod=tokens - 1)
-        self._words = (
-            *("--data-path", "1.0", str(self.folder / "text"), "--split", "100,0,0"),
+        ours = [flag for flag in own if "async" not in flag.name and "persistent" not in flag.name]
+        self.loading = ("--load", str(self.saved), *to_argv(ours))
+        #: Of data and log.
+        self.words: tuple[str, ...] = ()
+
+    def write_data(self) -> None:
+        """Write what is trained on."""
+        self.folder.mkdir()
+        tokens, longest = self.bench.twin.config.vocab_size, self.bench.twin.batch.seq_length
+        if _TUNING in self.given:
+            data = script_data.write_conversations(self.folder, tokens, longest)
+        else:
+            texts = self.given.get("--data-path")
+            blended = bool(texts and len(texts.values) > 1) or bool(_BLENDS.intersection(self.given))
+            data = script_data.write_text(self.folder, tokens, longest, blended)
+        self.words = (
+            *data,
             *("--data-cache-path", str(self.folder / "cache")),
-            *self.tokenizer.flags,
             *("--eval-iters", "0", "--eval-interval", "100", "--log-interval", "1"),
         )
-
-    def write_text(self) -> None:
-        """Write random documents, most of them shorter than a sequence."""
-        self.folder.mkdir()
-        random, longest = Random(0), self.bench.twin.batch.seq_length
-        documents = (
-            "".join(chr(random.randrange(self.tokenizer.eod)) for _ in range(random.randint(1, longest)))
-            for _ in range(200)
-        )
-        write_dataset(documents, self.tokenizer, self.folder / "text")
 
     def write_starts(self) -> None:
         """Write initial checkpoints: one, and the same with nudged weights."""
@@ -132,7 +139,7 @@ class Scripts:
             watched: by the monitors.
 
         Raises:
-            AssertionError: ranks hold different values of the same weight or gradient.
+            RanksDiffer: ranks hold different values of the same weight or gradient.
             RuntimeError: it failed; the message is one line.
             TimeoutError: it hung.
         """
@@ -141,7 +148,7 @@ class Scripts:
         run = ScriptRun(
             script=self.script,
             case=self.bench.case(sizes),
-            words=(*self._words, *log, *words),
+            words=(*self.words, *log, *words),
             folder=place,
             timeout=self.bench.timeout,
             monitor=int(watched),
@@ -150,20 +157,17 @@ class Scripts:
         run.start()
         return Ran(observer.read(run.folder, run.ranks), run.curve())
 
-    def keep_first(self) -> None:
-        """Keep the first checkpoint from a run that is going to write to the same folder."""
-        kept = self.first / "iter_0000001"
-        kept.mkdir(parents=True)
-        for file in (self.saved / kept.name).iterdir():
-            os.link(file, kept / file.name)
-        (self.first / "latest_checkpointed_iteration.txt").write_text("1")
-
 
 def script(bench: Bench) -> Iterator[Finding]:
     """Yield what the launch's own script shows."""
     scripts = Scripts(bench)
+    if reason := _reason_against(bench, scripts.given):
+        yield untested("script", reason)
+        return
     yield passed("script", detail=str(scripts.script))
-    scripts.write_text()
+    if _OF_FSDP in (word for flag in bench.flags for word in flag.values):
+        yield untested("checkpoint format", f"{_OF_FSDP}: the twin writes torch_dist")
+    scripts.write_data()
     scripts.write_starts()
     try:
         bases = [
@@ -182,10 +186,19 @@ def script(bench: Bench) -> Iterator[Finding]:
         return
     spread = partial(_compared, bases, bench.twin.batch.sequences * bench.twin.batch.seq_length)
     yield from against(spread, bases[0], killed, where)
-    scripts.keep_first()
+    yield from written(scripts, killed, where)
     yield from resumed(scripts, first, killed)
     for other in _others(bench.twin.sizes):
         yield from elsewhere(scripts, spread, other, bases[0], killed)
+
+
+def _reason_against(bench: Bench, given: Mapping[str, object]) -> str | None:
+    """Why the script of a launch cannot run here."""
+    if bench.checkout is not None and _TUNING in given:
+        return f"{_TUNING}: the stock script needs Hugging Face's datasets and Transformer Engine"
+    if bench.checkout is None and (stock := _STOCK_ONLY.intersection(given)):
+        return f"{min(stock)}: only the stock script has it: name a checkout of Megatron-LM, {CHECKOUT}"
+    return None
 
 
 def against(compared: Callable[..., Finding], base: Ran, found: Ran, where: str) -> Iterator[Finding]:
@@ -219,10 +232,10 @@ def _compared(
 
 
 def resumed(scripts: Scripts, sizes: Sizes, killed: Ran) -> Iterator[Finding]:
-    """Resume what was killed: the second step and its checkpoint are those of the run that was killed."""
+    """Resume what was killed: the second step is that of the run that was killed."""
     where, what = str(sizes), "resuming after a kill"
     try:
-        again = scripts.run("resumed", sizes, "--load", str(scripts.saved), *scripts.saving)
+        again = scripts.run("resumed", sizes, *scripts.loading)
     except _FAILURES as problem:
         yield failed(what, where, last_line(problem))
         return
@@ -234,14 +247,6 @@ def resumed(scripts: Scripts, sizes: Sizes, killed: Ran) -> Iterator[Finding]:
     before, after = killed.seen[2, observer.WEIGHTS], again.seen[1, observer.WEIGHTS]
     yield stored.equal("weights after resuming", before, after, where)
     yield _same_state("optimizer state after resuming", killed.state(2), again.state(1), where)
-    try:
-        written = stored.read(scripts.saved / "iter_0000002")
-    except CheckpointError as problem:
-        yield failed("checkpoint", where, str(problem))
-        return
-    yield from _written(written, again, where)
-    rows = written["embedding.word_embeddings.weight"].shape[0]
-    yield from stored.round_trip(scripts.saved, rows, scripts.folder / "export")
 
 
 def loaded(found: Ran, saved: Ran, where: str, optimizer: bool = True) -> Iterator[Finding]:
@@ -260,21 +265,30 @@ def _flat(state: dict[str, Tensors]) -> Tensors:
     return {f"{kind} of {key}": t for kind, part in state.items() for key, t in part.items()}
 
 
-def _written(written: Tensors, run: Ran, where: str) -> Iterator[Finding]:
-    """What a checkpoint holds, against what the process had that wrote it."""
+def written(scripts: Scripts, run: Ran, where: str) -> Iterator[Finding]:
+    """What the first checkpoint holds, against the run that wrote it; and its way to Hugging Face."""
+    if scripts.format != "torch_dist":
+        yield untested("weights in the checkpoint", f"--ckpt-format {scripts.format} is not read here", where)
+        return
+    try:
+        found = stored.read(scripts.saved / "iter_0000001")
+    except CheckpointError as problem:
+        yield failed("weights in the checkpoint", where, str(problem))
+        return
     weights = run.seen[1, observer.WEIGHTS]
-    found = {key: t for key, t in written.items() if key in weights}
-    yield stored.equal("weights in the checkpoint", weights, found, where)
+    kept = {key: t for key, t in found.items() if key in weights}
+    yield stored.equal("weights in the checkpoint", weights, kept, where)
     state = {
         f"optimizer.state.{kind}.{key}": t
-        for kind, part in (*run.state(1).items(), ("param", run.weights(1)))
+        for kind, part in run.state(1).items()
         for key, t in part.items()
         if kind != "step"
     }
-    found = {key: t for key, t in written.items() if key in state}
-    if found:  # kept by parameter; otherwise by positions in the buffers of one layout
-        state = {key: t for key, t in state.items() if key in found or ".param." not in key}
-        yield stored.equal("optimizer state in the checkpoint", state, found, where)
+    # Megatron keeps it by parameter, or else by positions in the buffers of one layout.
+    if kept := {key: t for key, t in found.items() if key in state}:
+        yield stored.equal("optimizer state in the checkpoint", state, kept, where)
+    rows = found["embedding.word_embeddings.weight"].shape[0]
+    yield from stored.round_trip(scripts.saved, rows, scripts.folder / "export")
 
 
 def _others(sizes: Sequence[Sizes]) -> list[Sizes | None]:
@@ -305,7 +319,7 @@ def elsewhere(
     elif _expert_optimizer(other) != _expert_optimizer(scripts.bench.twin.sizes[0]):
         optimizer = False
         yield untested("optimizer state loaded", "Megatron does not load two optimizers as one", where)
-    words = ("--load", str(scripts.first), *(() if optimizer else ("--no-load-optim", "--no-load-rng")))
+    words = (*scripts.loading, *(() if optimizer else ("--no-load-optim", "--no-load-rng")))
     name = "elsewhere" if other else "elsewhere-one"
     try:
         found = scripts.run(name, other, *words)

@@ -18,10 +18,15 @@ Tensors = dict[str, Tensor]
 Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 
 
-def gather(ranks: Sequence[Pieces]) -> Tensors:
-    """Whole tensors of the ranks' pieces. Copies must be equal to the bit, and nothing may be missing.
+class RanksDiffer(RuntimeError):
+    """Ranks that must hold one model, or report one number, do not."""
 
-    A rank holds nothing of an element where its piece is NaN.
+
+def gather(ranks: Sequence[Pieces]) -> Tensors:
+    """Put the ranks' pieces together. A rank holds nothing of an element where its piece is NaN.
+
+    Raises:
+        RanksDiffer: copies are not equal to the bit, or a part is missing.
     """
     whole: Tensors = {}
     seen: dict[str, Tensor] = {}
@@ -30,15 +35,17 @@ def gather(ranks: Sequence[Pieces]) -> Tensors:
             if key not in whole:
                 whole[key] = torch.zeros(shape, dtype=part.dtype)
                 seen[key] = torch.zeros(shape, dtype=torch.bool)
-            assert tuple(whole[key].shape) == shape, f"{key}: {tuple(whole[key].shape)} and {shape}"
+            if tuple(whole[key].shape) != shape:
+                raise RanksDiffer(f"{key}: ranks differ in its shape, {tuple(whole[key].shape)} and {shape}")
             place = tuple(slice(o, o + n) for o, n in zip(offset, part.shape))
             old, known, here = whole[key][place], seen[key][place], ~part.isnan()
             difference = torch.where(known & here, (old - part).abs(), 0.0)
-            assert not difference.any(), f"{key}: ranks differ by {difference.max():.3g} in a shared part"
+            if difference.any():
+                raise RanksDiffer(f"{key}: ranks differ by {difference.max():.3g} in a shared part")
             whole[key][place] = torch.where(here, part, old)
             seen[key][place] = known | here
-    missing = [key for key, mask in seen.items() if not mask.all()]
-    assert not missing, f"no rank holds a number in all of {missing}"
+    if missing := [key for key, mask in seen.items() if not mask.all()]:
+        raise RanksDiffer(f"no rank holds a number in all of {', '.join(missing)}")
     return whole
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_nemotron3.certify import fsdp, own_stack
 from megatron_nemotron3.certify.batch import Batch, batches
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.ranks import initialize, run_distributed
-from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, gradients, load, pieces
+from megatron_nemotron3.certify.tensors import Pieces, RanksDiffer, Tensors, gather, gradients, load, pieces
 from megatron_nemotron3.lora import LoRA, training
 
 
@@ -34,18 +34,36 @@ class Result:
 
 
 def train(case: Case, weights: Tensors | None = None, timeout: float = 300) -> Result:
-    """Train `case` on its world, from the whole model's `weights` (None: as Megatron initializes them)."""
-    ranks = run_distributed(_train, case.layout.world_size, case, weights, timeout=timeout, apart=True)
-    first = ranks[0]
-    assert all(r["losses"] == first["losses"] and r["norms"] == first["norms"] for r in ranks), (
-        "ranks report different numbers"
+    """Train `case` on its world, from the whole model's `weights` (None: as Megatron initializes them).
+
+    Raises:
+        RanksDiffer: what the ranks end with is not one model.
+        RuntimeError: a rank failed.
+        TimeoutError: a rank did not end.
+    """
+    return train_each(case, [weights], timeout)[0]
+
+
+def train_each(case: Case, starts: Sequence[Tensors | None], timeout: float = 300) -> list[Result]:
+    """As `train` from each of the `starts`, one after the other on the same ranks."""
+    ranks = run_distributed(
+        _train_each, case.layout.world_size, case, starts, timeout=timeout * len(starts), apart=True
     )
+    return [_together(results) for results in zip(*ranks, strict=True)]
+
+
+def _together(ranks: Sequence[dict[str, Any]]) -> Result:
+    """The result that the ranks computed together."""
+    first = ranks[0]
+    for what in ("losses", "norms"):
+        if any(rank[what] != first[what] for rank in ranks):
+            raise RanksDiffer(f"ranks report different {what}: {[rank[what] for rank in ranks]}")
     return Result(
         losses=first["losses"],
         norms=first["norms"],
         mtp=ranks[-1]["mtp"],
-        gradients=gather([r["gradients"] for r in ranks]),
-        weights=gather([r["weights"] for r in ranks]),
+        gradients=gather([rank["gradients"] for rank in ranks]),
+        weights=gather([rank["weights"] for rank in ranks]),
     )
 
 
@@ -80,14 +98,8 @@ def initialize_layout(layout: ParallelLayout, optimizer_instances: int = 1) -> N
     )  # fmt: skip
 
 
-def build(case: Case, weights: Tensors | None = None) -> tuple[list[Any], Any, Any]:
-    """Groups, this rank's chunks wrapped as the stock training loop wraps them, its arguments and configs.
-
-    `weights` are loaded before Megatron-FSDP divides them, otherwise behind the wrappers.
-    """
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
-
+def build(case: Case, weights: Tensors | None = None) -> tuple[list[Any], Any]:
+    """Groups, this rank's chunks wrapped as the stock training loop wraps them, and its arguments."""
     from megatron_nemotron3.build import megatron_args
 
     if case.fault is not None:
@@ -98,22 +110,33 @@ def build(case: Case, weights: Tensors | None = None) -> tuple[list[Any], Any, A
     initialize_layout(case.layout, args.num_distributed_optimizer_instances)
     if args.vocab_size is None:
         args.vocab_size = case.config.vocab_size
+    return wrapped(case, args, weights), args
+
+
+def wrapped(case: Case, args: Any, weights: Tensors | None = None) -> list[Any]:
+    """This rank's chunks, in groups that exist.
+
+    `weights` are loaded before Megatron-FSDP divides them, otherwise behind the wrappers.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import hybrid_config_from_args
+    from megatron.training.training import get_megatron_ddp_config
+
     model_config = hybrid_config_from_args(args)
     early = weights if args.use_megatron_fsdp else None
     model_config.pre_wrap_hooks = [] if early is None else [partial(load, weights=early)]
     if case.sabotage is not None:
         model_config.pre_wrap_hooks.append(case.sabotage)
-    configs = pretrain_cfg_container_from_args(args, model_config)
     with training(LoRA.parse(case.lora) if case.lora is not None else None):
         chunks = model_config.get_builder_cls()(model_config).build_distributed_models(
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-            ddp_config=configs.ddp,
+            ddp_config=get_megatron_ddp_config(args),
             use_megatron_fsdp=args.use_megatron_fsdp,
             use_torch_fsdp2=args.use_torch_fsdp2,
         )
     if weights is not None and early is None:
         load(chunks, weights)
-    return chunks, configs, args
+    return chunks
 
 
 def _built(case: Case) -> Pieces:
@@ -143,14 +166,19 @@ def _forward_step(labels: bool, iterator: Iterator[Batch], model: Any) -> tuple[
 class Run:
     """A model in training on this rank, driven as the stock training loop drives it."""
 
-    def __init__(self, case: Case, weights: Tensors | None) -> None:
+    def __init__(
+        self, case: Case, weights: Tensors | None, built: tuple[list[Any], Any] | None = None
+    ) -> None:
+        """Build the model of `case`, or take what `build` returned."""
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.utils import get_model_config
+        from megatron.training.training import get_megatron_optimizer_config
 
         self.case = case
-        self.chunks, configs, self.args = build(case, weights)
-        self.optimizer = get_megatron_optimizer(configs.optimizer, self.chunks)
+        self.chunks, self.args = built or build(case, weights)
+        optimizer, overrides = get_megatron_optimizer_config(self.args)
+        self.optimizer = get_megatron_optimizer(optimizer, self.chunks, config_overrides=overrides)
         _schedule(self.optimizer, self.args)
         config = get_model_config(self.chunks[0])
         config.finalize_model_grads_func = finalize_model_grads
@@ -247,6 +275,17 @@ def _schedule(optimizer: Any, args: Any) -> None:
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
     )
+
+
+def _train_each(case: Case, starts: Sequence[Tensors | None]) -> list[dict[str, Any]]:
+    """Runs on this rank, each with groups of its own."""
+    from megatron.core import parallel_state
+
+    results = [_train(case, starts[0])]
+    for weights in starts[1:]:
+        parallel_state.destroy_model_parallel()
+        results.append(_train(replace(case, fault=None), weights))  # which lasts as long as the process
+    return results
 
 
 def _train(case: Case, weights: Tensors | None) -> dict[str, Any]:

@@ -8,6 +8,8 @@ step would change what is being written.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_nemotron3.cpu import torch_names
@@ -36,3 +38,19 @@ def table() -> list[tuple[Any, str, Any]]:
     """(object, attribute, replacement) in the training process."""
     caller = importlib.import_module(f"{_STRATEGIES}.async_utils").PersistentAsyncCaller
     return [(caller, "async_loop", write_saves)]
+
+
+@contextmanager
+def forked_results() -> Iterator[None]:
+    """Inside the block the queue of Megatron's checkpoint writer is in a forked process.
+
+    Megatron spawns it, which imports torch and Megatron once more: four seconds for each rank that saves. A
+    rank that others wait for by the end of a pipe must do without: a forked process keeps the pipe open.
+    """
+    make = importlib.import_module(f"{_STRATEGIES}.filesystem_async").get_write_results_queue
+    before = make.__defaults__
+    make.__defaults__ = ("fork",)
+    try:
+        yield
+    finally:
+        make.__defaults__ = before

@@ -62,7 +62,8 @@ def _drawn_batch(data_iterator: Iterator[_Batch], mtp_here: bool) -> _Batch:
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     batch: _Batch = {}
     if tp_rank == 0:
-        drawn = next(data_iterator)
+        drawn = next(data_iterator)  # a blend of several texts adds the number of the text, which has no s
+        drawn = {key: drawn[key] for key in BATCH if key in drawn}
         batch = {k: v.cuda(non_blocking=True) if v is not None else None for k, v in drawn.items()}
     no_documents, no_hybrid_cp = False, False  # by position: the first is renamed in each version
     batch = get_batch_on_this_tp_rank(

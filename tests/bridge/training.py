@@ -28,6 +28,7 @@ from megatron.bridge.training.pretrain import pretrain
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.cpu.async_save import forked_results
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import log, processes
 from tests.bridge.ranks import set_layout
@@ -69,7 +70,7 @@ def bridges(hf: Path, save: Path, load: Path, builder: bool, sizes: dict[str, in
     divisor = words[words.index(option) + 1] if option in words else "128"  # Megatron's default
     provider.make_vocab_size_divisible_by = int(divisor)
     model: Any = megatron_nemotron3.bridge.model_config(provider) if builder else provider
-    with redirect_stdout(io.StringIO()) as output, distributed.forked_writer():
+    with redirect_stdout(io.StringIO()) as output, forked_results():
         pretrain(_configuration(model, save, load), forward_step)
     return steps_of(output.getvalue())
 

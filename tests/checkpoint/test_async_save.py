@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.checkpoint import folders
 from tests.support import checkpoint_runs as runs
-from tests.support.distributed import run_distributed
 
 ASYNC = ("--async-save", "--use-persistent-ckpt-worker")
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify.compare import check
 from megatron_nemotron3.layers.linear import LayerNormColumnParallelLinear
 from megatron_nemotron3.layers.norm import LayerNorm, Norm, RMSNorm
 from megatron_nemotron3.models import get
 from tests.parallel.case import Case
+from tests.parallel.compare import check
 from tests.parallel.layouts import small
 from tests.support.model_mapping import transformer_config
 from tests.support.world import world_of_one

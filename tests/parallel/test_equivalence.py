@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_nemotron3.certify.compare import check
+from tests.parallel.compare import check
 from tests.parallel.layouts import LAYOUTS, cases
 
 ROWS = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify.compare import check
 from tests.parallel.case import Case
+from tests.parallel.compare import check
 from tests.parallel.layouts import LAYOUTS
 from tests.support.own_stack import WORDS, config
 

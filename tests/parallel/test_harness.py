@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify.compare import against
+from megatron_nemotron3.certify.compare import farthest
 from megatron_nemotron3.certify.noise import nudged, reference, tolerances, weights
-from megatron_nemotron3.certify.tensors import gather
-from megatron_nemotron3.certify.world import train
+from megatron_nemotron3.certify.tensors import RanksDiffer, gather
+from megatron_nemotron3.certify.world import train, train_each
+from tests.parallel.compare import against
 from tests.parallel.layouts import CASES
 
 
@@ -41,16 +42,24 @@ def sum_experts_over_all(chunks: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "layout", "message"),
+    ("sabotage", "layout", "error", "message"),
     [
-        (forget_sequence_parallel_norms, ParallelLayout(tp=2), "ranks differ"),
-        pytest.param(forget_latent_projections, ParallelLayout(tp=2), "ranks differ", marks=pytest.mark.full),
-        (sum_experts_over_all, ParallelLayout(dp=2, ep=2), "gradients differ"),
+        (forget_sequence_parallel_norms, ParallelLayout(tp=2), RanksDiffer, "ranks differ"),
+        pytest.param(
+            forget_latent_projections,
+            ParallelLayout(tp=2),
+            RanksDiffer,
+            "ranks differ",
+            marks=pytest.mark.full,
+        ),
+        (sum_experts_over_all, ParallelLayout(dp=2, ep=2), AssertionError, "gradients differ"),
     ],
 )
-def test_broken_marks_are_noticed(sabotage: Any, layout: ParallelLayout, message: str) -> None:
+def test_broken_marks_are_noticed(
+    sabotage: Any, layout: ParallelLayout, error: type[Exception], message: str
+) -> None:
     case = CASES["super"]
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(error, match=message):
         against(case, reference(case), train(case.at(layout, sabotage=sabotage), weights(case)))
 
 
@@ -64,11 +73,28 @@ def test_tolerance_is_rounding() -> None:
     against(case, base, train(case, nudged(weights(case), seed=99)))
 
 
+def test_runs_of_one_process_are_those_of_several() -> None:
+    """The second run in a process is what it is alone, so no state of the first is left."""
+    case = CASES["super"]
+    other = nudged(weights(case), seed=0)
+    _, second = train_each(case, [weights(case), other])
+    alone = train(case, other)
+    assert second.losses == alone.losses and second.norms == alone.norms
+    assert all(second.weights[key].equal(value) for key, value in alone.weights.items())
+
+
+def test_a_tensor_of_one_model_only_is_a_difference() -> None:
+    one, both = {"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(2)}
+    for expected, found in ((one, both), (both, one)):
+        distance = farthest("weights", expected, found, expected)
+        assert distance.share == float("inf") and distance.key == "b"
+
+
 def test_gather_puts_pieces_together() -> None:
     whole = torch.arange(6.0).reshape(2, 3)
     left, right = ("w", (2, 3), (0, 0), whole[:, :2]), ("w", (2, 3), (0, 2), whole[:, 2:])
     assert gather([[left], [right]])["w"].equal(whole)
-    with pytest.raises(AssertionError, match="no rank holds"):
+    with pytest.raises(RanksDiffer, match="no rank holds"):
         gather([[left]])
-    with pytest.raises(AssertionError, match="ranks differ by 1"):
+    with pytest.raises(RanksDiffer, match="ranks differ by 1"):
         gather([[left, right], [("w", (2, 3), (0, 0), whole[:, :2] + 1)]])

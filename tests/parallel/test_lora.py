@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify.compare import check
 from megatron_nemotron3.certify.noise import reference, weights
 from megatron_nemotron3.certify.world import train
 from tests.parallel.case import Case
+from tests.parallel.compare import check
 from tests.parallel.layouts import CASES, LAYOUTS
 
 #: Every linear that can have an adapter.

@@ -93,4 +93,9 @@ PERFORMANCE: dict[str, Evidence] = {
         why="tests/parallel/test_options.py trains three steps, on a CPU: the norms of the two instances are "
         "those of their parts, and without clipping all other numbers are those of one rank",
     ),
+    "optimizer-instances": Refused(
+        case=case(None, "--num-distributed-optimizer-instances", "2", dp=2, ep=2),
+        stage="groups",
+        message="Expert data parallel size should be divisible by partial DistOpt shard factor",
+    ),
 }

@@ -1,7 +1,7 @@
 """One whole training step of any model in any layout, from flags to the optimizer, on this rank.
 
-The way is upstream's: its parser, `get_model` (DDP included), `get_megatron_optimizer`, its schedule; the
-forward step is our entry's. Weights and tokens are a function of their global place, so the same model in
+The way is that of `certify.world`, with Megatron's globals around it, which its learning rate wants, and one
+world for many cases. Weights and tokens are a function of their global place, so the same model in
 another layout must give the same loss, the same MTP losses and the same gradient norm.
 """
 
@@ -20,26 +20,22 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from megatron.core.num_microbatches_calculator import (
     destroy_num_microbatches_calculator,
-    get_num_microbatches,
     init_num_microbatches_calculator,
 )
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import arguments, global_vars
 from megatron.training import training as loop
 
 from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, flags, rules, to_argv
-from megatron_nemotron3.build import megatron_args, model_provider
+from megatron_nemotron3.build import megatron_args
+from megatron_nemotron3.certify import case as certify
+from megatron_nemotron3.certify import ranks, tensors, world
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.train import pretrain_script as pretrain
 
 #: Standard deviation of the tokens' embeddings and of every matrix; others by the end of their name.
 STD = 0.1
@@ -87,9 +83,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step left behind, equal on all ranks but for `loss` and `mtp` (last stage, else None)."""
+    """What a step left behind, equal on all ranks but for `mtp` (last stage, else None)."""
 
-    loss: float | None
+    loss: float
     mtp: tuple[float, ...] | None
     grad_norm: float
     #: Elements of all trainable tensors of the model, from the global shapes of its checkpoint.
@@ -164,16 +160,16 @@ def megatron(argv: list[str], world_size: int, reached: list[str]) -> Iterator[A
                 False,
             )
         reached.append("groups")
-        parallel_state.initialize_model_parallel(
-            args.tensor_model_parallel_size,
-            args.pipeline_model_parallel_size,
-            args.virtual_pipeline_model_parallel_size,
-            context_parallel_size=args.context_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        ranks.initialize(
+            tp=args.tensor_model_parallel_size,
+            pp=args.pipeline_model_parallel_size,
+            vpp=args.virtual_pipeline_model_parallel_size,
+            cp=args.context_parallel_size,
+            ep=args.expert_model_parallel_size,
+            etp=args.expert_tensor_parallel_size,
+            optimizer_instances=args.num_distributed_optimizer_instances,
+            seed=args.seed,
         )
-        torch.manual_seed(args.seed)
-        tensor_parallel.random.model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
         yield args
     finally:
         destroy_moe_metrics_tracker()
@@ -224,13 +220,30 @@ def train_step(
         stack.enter_context(mock.patch.dict(os.environ))  # Megatron writes its attention backend there
         args = stack.enter_context(megatron(argv, case.layout.world_size, reached))
         reached.append("model")
-        model = _together(lambda: loop.get_model(model_provider))
-        parameters = _set_weights(model)
+        training = _training(case, args)
+        chunks = _together(lambda: world.wrapped(training, args))
+        parameters = _set_weights(chunks)
         reached.append("step")
         outcome = Outcome(
-            parameters=parameters, vocabulary=args.padded_vocab_size, **_step(case, args, model)
+            parameters=parameters,
+            vocabulary=args.padded_vocab_size,
+            **_step(world.Run(training, None, (chunks, args))),
         )
-        return outcome if look is None else look(model, args)
+        return outcome if look is None else look(chunks, args)
+
+
+def _training(case: Case, args: Any) -> certify.Case:
+    """What a run of `certify` needs beside the arguments. Their sizes count: options may change them."""
+    # Tokens below every vocabulary drawn: a padded one must see the same ones.
+    vocabulary = min(20, case.config.vocab_size)
+    return certify.Case(
+        config=case.config.but(vocab_size=vocabulary),
+        layout=case.layout,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        sequences=args.global_batch_size,
+        mask="none",
+    )
 
 
 def _together(build: Callable[[], Any]) -> Any:
@@ -248,99 +261,31 @@ def _together(build: Callable[[], Any]) -> Any:
     return result
 
 
-def _step(case: Case, args: Any, model: list[Any]) -> dict[str, Any]:
-    config, overrides = loop.get_megatron_optimizer_config(args)
-    optimizer = get_megatron_optimizer(config, model, config_overrides=overrides)
-    scheduler = loop.get_optimizer_param_scheduler(optimizer)
-    # The optimizer's master weights are copies of what the parameters held before `_set_weights`.
-    optimizer.reload_model_params()
-    for chunk in model:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    loop_config = loop.get_model_config(model[0])
-    loop_config.grad_scale_func = optimizer.scale_loss
-    if config.overlap_param_gather:
-        loop_config.param_sync_func = [chunk.start_param_sync for chunk in model]
-    loop_config.finalize_model_grads_func = loop.finalize_model_grads
-    data = [_batches(case, args) for _ in model]
-    losses = get_forward_backward_func()(
-        forward_step_func=pretrain.forward_step,
-        data_iterator=data if len(model) > 1 else data[0],
-        model=model if len(model) > 1 else model[0],
-        num_microbatches=get_num_microbatches(),
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        forward_only=False,
-    )
-    done, grad_norm, _ = optimizer.step()
-    scheduler.step(args.global_batch_size)
-    assert done, "the optimizer skipped its step"
-    for parameter in (p for chunk in model for p in chunk.parameters()):
+def _step(run: world.Run) -> dict[str, Any]:
+    scheduler = loop.get_optimizer_param_scheduler(run.optimizer)
+    loss = run.forward_backward(0)
+    mtp = tuple(total / run.microbatches for total in world.mtp_losses())
+    grad_norm = run.step()
+    scheduler.step(run.args.global_batch_size)
+    for parameter in (p for chunk in run.chunks for p in chunk.parameters()):
         assert torch.isfinite(parameter).all(), "a weight is not finite after the step"
-    return {"grad_norm": float(grad_norm), **_losses(losses)}
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return {"grad_norm": grad_norm, "loss": loss, "mtp": mtp if last else None}
 
 
-def _losses(losses: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    if not losses:
-        return {"loss": None, "mtp": None}
-    total = torch.vstack([entry["lm loss"] for entry in losses]).sum(0)
-    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(True))
-    mtp: tuple[float, ...] = ()
-    if "loss_values" in MTPLossLoggingHelper.tracker:
-        MTPLossLoggingHelper.reduce_metrics_in_tracker()
-        mtp = tuple(float(v) / len(losses) for v in MTPLossLoggingHelper.tracker["loss_values"])
-    return {"loss": float(total[0] / total[1]), "mtp": mtp}
-
-
-def _batches(case: Case, args: Any) -> Iterator[dict[str, torch.Tensor | None]]:
-    """This data-parallel rank's microbatches: sequences i * dp + rank of a fixed stream."""
-    length, rank = args.seq_length, parallel_state.get_data_parallel_rank()
-    generator = torch.Generator().manual_seed(7)
-    size = (args.global_batch_size, length + 1)
-    # Below every vocabulary drawn: a padded one must see the same tokens.
-    stream = torch.randint(min(20, case.config.vocab_size), size, generator=generator)
-    for begin in range(0, args.global_batch_size, args.micro_batch_size * args.data_parallel_size):
-        first = begin + rank * args.micro_batch_size
-        rows = stream[first : first + args.micro_batch_size]
-        yield {
-            "tokens": rows[:, :-1].contiguous(),
-            "labels": rows[:, 1:].contiguous(),
-            "loss_mask": torch.ones(args.micro_batch_size, length),
-            "position_ids": torch.arange(length).expand(args.micro_batch_size, -1).contiguous(),
-            "attention_mask": None,
-        }
-
-
-def _set_weights(model: list[Any]) -> int:
+def _set_weights(chunks: list[Any]) -> int:
     """Give every tensor the values its checkpoint key and place say; return the model's elements.
 
     Upstream's own check before a save proves that the ranks' shards cover every tensor exactly once.
     """
-    states = []
-    for index, chunk in enumerate(model):
-        inner = loop.unwrap_model(chunk)
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        states.append(inner.sharded_state_dict(metadata={"dp_cp_group": group}))
-        apply_factories(states[index])
-    validate_sharding_integrity(determine_global_metadata(states)[1])
-    sizes: dict[str, int] = {}
-    for value in nested_values(states):
-        if isinstance(value, ShardedTensor) and isinstance(value.data, torch.Tensor):
-            sizes[value.key] = torch.Size(value.global_shape).numel()
-            if "expert_bias" not in value.key:
-                whole = _tensor(value.key, tuple(value.global_shape))
-                axes = value.prepend_axis_num
-                offset, shape = value.global_offset[axes:], value.local_shape
-                place = (
-                    *value.global_offset[:axes],
-                    *(slice(o, o + n) for o, n in zip(offset, shape, strict=True)),
-                )
-                with torch.no_grad():
-                    value.data.copy_(whole[place])
+    held = tensors.sharded(chunks)
+    validate_sharding_integrity(determine_global_metadata(held)[1])
+    shapes = {t.key: tuple(t.global_shape) for t in held}
+    tensors.load(chunks, {key: _tensor(key, shape) for key, shape in shapes.items()})
     everywhere: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everywhere, sizes)
-    merged = {key: size for part in everywhere for key, size in part.items() if "expert_bias" not in key}
-    return sum(merged.values())
+    torch.distributed.all_gather_object(everywhere, shapes)
+    merged = {key: shape for part in everywhere for key, shape in part.items() if "expert_bias" not in key}
+    return sum(torch.Size(shape).numel() for shape in merged.values())
 
 
 @cache
@@ -348,6 +293,8 @@ def _tensor(key: str, shape: tuple[int, ...]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     draw = torch.randn(shape, generator=generator)
     name = key.rsplit(".", 1)[-1]
+    if name == "expert_bias":
+        return torch.zeros(shape)
     if name == "A_log":
         return draw.sigmoid().mul(15).add(1).log()
     if name == "dt_bias":

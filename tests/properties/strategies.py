@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, check
@@ -28,16 +28,20 @@ RECOMPUTE: tuple[tuple[str, ...], ...] = (
 )
 
 
-def draw_many(strategy: st.SearchStrategy[Any], number: int) -> list[Any]:
+def draw_many(strategy: st.SearchStrategy[Any], number: int, draw: int | None = None) -> list[Any]:
     """The same `number` examples every time. For runs too dear to be shrunk.
 
     Hypothesis likes to change an example a little and try again; of six one is taken.
+
+    Args:
+        draw: seed of the draw; None: Hypothesis's own, of the strategy.
     """
     found: list[Any] = []
 
+    @(seed(draw) if draw is not None else lambda function: function)
     @settings(
         max_examples=6 * number,
-        derandomize=True,
+        derandomize=draw is None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),

@@ -47,9 +47,7 @@ def differences(case: Case, made: tuple[Outcome, ...], one: Outcome) -> list[str
     for rank in made:
         if weighed:
             found.append(("grad_norm", rank.grad_norm, one.grad_norm, norm))
-        if rank.loss is not None:
-            assert one.loss is not None
-            found.append(("loss", rank.loss, one.loss, loss))
+        found.append(("loss", rank.loss, one.loss, loss))
         if rank.mtp and weighed:
             assert one.mtp is not None
             found += [("mtp", a, b, loss) for a, b in zip(rank.mtp, one.mtp, strict=True)]
@@ -96,7 +94,7 @@ def any_model(number: int) -> None:
         (made,) = steps([case])
         assert made.vocabulary == case.config.vocab_size
         assert made.parameters == count(case.config).trainable
-        assert made.loss is not None and 0 < made.loss < 50
+        assert 0 < made.loss < 50
         assert made.mtp is not None and len(made.mtp) == case.config.mtp_num_layers
 
     one_step()

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_nemotron3.certify.ranks import start_ranks
+from megatron_nemotron3.cpu.async_save import forked_results
 
 
 def run_launcher(argv: list[str], world_size: int, timeout: float = 120, *, inside: Any = nullcontext) -> str:
@@ -41,17 +42,6 @@ def launch(argv: list[str]) -> str:
     return output.getvalue()
 
 
-def forked_writer() -> Any:
-    """A block in which the queue of Megatron's checkpoint writer is in a forked process.
-
-    Megatron spawns it, which imports torch and Megatron once more: four seconds for each rank that saves. A
-    rank that is to be killed must do without: a forked process would keep the rank's pipe open.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    return mock.patch.object(filesystem_async.get_write_results_queue, "__defaults__", ("fork",))
-
-
 def _launch_and_save_quickly(argv: list[str], inside: Any) -> str:
-    with forked_writer(), inside():
+    with forked_results(), inside():
         return launch(argv)

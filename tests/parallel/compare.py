@@ -1,0 +1,25 @@
+"""A layout held against one process."""
+
+from __future__ import annotations
+
+from megatron_nemotron3.certify.case import Case
+from megatron_nemotron3.certify.compare import Distance, compared
+from megatron_nemotron3.certify.noise import reference, weights
+from megatron_nemotron3.certify.world import Result, train
+
+
+def check(one: Case, other: Case) -> tuple[Distance, Distance]:
+    """Run `other` and hold it against `one`, a case of one rank. Returns distances of gradients, weights.
+
+    Raises:
+        AssertionError: they differ by more than rounding explains.
+    """
+    return against(one, reference(one), train(other, weights(one)))
+
+
+def against(one: Case, base: Result, found: Result) -> tuple[Distance, Distance]:
+    """The comparison itself."""
+    distances = {distance.what: distance for distance in compared(one, base, found)}
+    too_far = [distance.problem for distance in distances.values() if not distance.share <= 1]
+    assert not too_far, "; ".join(too_far)
+    return distances["gradients"], distances["weights"]
