@@ -56,23 +56,6 @@ def mtp_not_loaded() -> None:
     wrap(HybridModel, "load_state_dict", make)
 
 
-def moments_exchanged() -> None:
-    """The two moments of Adam take each other's place when they are loaded."""
-
-    def make(load: Any) -> Any:
-        def exchanged(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = load(self, *args, **kwargs)
-            for state in self.optimizer.state.values():
-                if "exp_avg" in state:
-                    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
-            return result
-
-        return exchanged
-
-    for kind in (DistributedOptimizer, FP32Optimizer):
-        wrap(kind, "load_state_dict", make)
-
-
 def moments_forgotten() -> None:
     """The moments of Adam begin at zero after a checkpoint is loaded."""
 
