@@ -72,7 +72,7 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
     """
     asked = read(options, command)
     normalised = certificate.normalised(
-        asked.flags, asked.world_size, asked.emulate.text() if asked.emulate else ""
+        asked.flags, asked.world_size, asked.emulate.text() if asked.emulate else "", asked.lora
     )
     if options.check is not None:
         return _check(options, normalised)
