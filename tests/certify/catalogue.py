@@ -217,8 +217,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "moments forgotten": Fault(checkpoints.moments_forgotten, "TP2", _STATE, stage="resuming"),
     "layers exchanged": Fault(checkpoints.layers_exchanged, "TP2", _LOADED, stage="resuming"),
-    "MTP not loaded": Fault(checkpoints.mtp_not_loaded, "TP2", _LOADED, stage="resuming"),
-    "expert biases reset": Fault(checkpoints.biases_reset, "TP2", _LOADED, stage="resuming"),
+    "expert biases reset": Fault(
+        checkpoints.biases_reset, "TP2", ("weights after resuming",), stage="resuming"
+    ),
     "part of a matrix not saved": Fault(
         checkpoints.part_not_saved, "TP2", ("weights in the checkpoint",), stage="resuming"
     ),

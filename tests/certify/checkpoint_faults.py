@@ -38,24 +38,6 @@ def layers_exchanged() -> None:
     wrap(HybridModel, "load_state_dict", make)
 
 
-def mtp_not_loaded() -> None:
-    """The layers of MTP keep their initial weights."""
-
-    def make(load: Any) -> Any:
-        def without(self: Any, *args: Any, **kwargs: Any) -> Any:
-            mtp = [p for name, p in self.named_parameters() if name.startswith("mtp.")]
-            kept = [p.detach().clone() for p in mtp]
-            result = load(self, *args, **kwargs)
-            with torch.no_grad():
-                for parameter, value in zip(mtp, kept):
-                    parameter.copy_(value)
-            return result
-
-        return without
-
-    wrap(HybridModel, "load_state_dict", make)
-
-
 def moments_forgotten() -> None:
     """The moments of Adam begin at zero after a checkpoint is loaded."""
 
