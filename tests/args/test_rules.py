@@ -284,6 +284,10 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
         {"layout": layout(dp=4), "extra": (*FSDP, "optim_grads", *INSTANCES), "backend": "torch"},
         "2: without --overlap-grad-reduce.*add it",
     ),
+    "optimizer-instances": (
+        {"layout": layout(dp=2, ep=2), "extra": INSTANCES},
+        "--num-distributed-optimizer-instances 2 divides not all of .*: use .* 1$",
+    ),
     "hsdp-outer-norm": (
         {"layout": layout(dp=4), "extra": (*FSDP, "optim_grads_params", *INSTANCES, *OUTER), "backend": "te"},
         "2 and --outer-dp-sharding-strategy optim: .*use --outer-dp-sharding-strategy no_shard, or --clip",
