@@ -57,7 +57,9 @@ def round_trip(checkpoint: Path, padded_vocab_size: int, folder: Path) -> Iterat
             convert_to_hf(checkpoint, exported, ToHfOptions())
             options = FromHfOptions(make_vocab_size_divisible_by=padded_vocab_size)
             convert_from_hf(exported, back, options)
-            before, after = (_tensors(open_checkpoint(one).weights) for one in (checkpoint, back))
+            opened, other = open_checkpoint(checkpoint), open_checkpoint(back)
+            tokens = opened.config.vocab_size
+            before, after = (_without_padding(_tensors(one.weights), tokens) for one in (opened, other))
     except (ValueError, OSError) as problem:
         yield failed(_EXPORT, detail=str(problem).splitlines()[0])
         return
