@@ -7,6 +7,7 @@ side runs in a process of its own; they take turns, and the medians are compared
 of resident memory over the idle model during one step (activations and gradients, without weights).
 transformers runs with SDPA attention and the fastest of its expert implementations at the first length. Our
 side is Megatron's stock HybridModel in training mode, with the load-balancing loss that transformers lacks.
+Where our layers compute dense products by oneDNN (`cpu/products.py`), transformers takes torch's library.
 
 `--packed` times our model with two MTP depths alone, on rows of four documents: borders as stock Megatron
 takes them against the same tokens with padded borders, which our MTP layer handles. CPU seconds, in turn.

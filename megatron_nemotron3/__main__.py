@@ -7,8 +7,6 @@ import signal
 import sys
 from types import FrameType
 
-from megatron_nemotron3 import lifetime
-
 INTERRUPTED = 130
 #: Seconds that an interrupted import has to end; some packages swallow KeyboardInterrupt.
 PATIENCE = 1.0
@@ -36,6 +34,10 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 def main() -> int:
     """Run the command line in `sys.argv`; return its exit status."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background of a shell script
+    if not ignored:
+        signal.signal(signal.SIGINT, _leave)
+    from megatron_nemotron3 import lifetime
+
     with lifetime.leaving_at_interrupt("nemotron3"):
         from megatron_nemotron3 import cli
 

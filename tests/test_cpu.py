@@ -5,15 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core import parallel_state
 
 from megatron_nemotron3 import cpu
+from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.cpu import megatron, products, torch_names
+from megatron_nemotron3.cpu import optimizer as cpu_optimizer
+from megatron_nemotron3.models import get
+from megatron_nemotron3.train import log, processes
+from tests.support.distributed import run_launcher
+from tests.support.short_run import mock_argv, short_schedule
 
 
 def _attributes() -> dict[tuple[int, str], object]:
@@ -226,3 +236,45 @@ def test_norm_and_scale_are_those_of_megatrons_loops(dtype: torch.dtype) -> None
     for gradient, half, quarter in zip(gradients, scaled, targets, strict=True):
         torch.testing.assert_close(half, gradient * 0.5)
         torch.testing.assert_close(quarter, gradient.float() * 0.25)
+
+
+def _plain_adam(params: Any, adam_w_mode: bool = True, **options: Any) -> torch.optim.Optimizer:
+    return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(params, **options)
+
+
+@contextmanager
+def with_plain_adam() -> Iterator[None]:
+    with mock.patch.object(cpu_optimizer, "adam", _plain_adam):
+        yield
+
+
+@contextmanager
+def without_plain_steps() -> Iterator[None]:
+    """torch's Adam in a loop over parameters ends the run."""
+    from torch.optim import adam
+
+    with mock.patch.object(adam, "_single_tensor_adam", side_effect=AssertionError("not fused")):
+        yield
+
+
+def test_a_checkpoint_of_a_plain_adam_goes_on_with_the_fused_one(tmp_path: Path) -> None:
+    """The groups come from the checkpoint; losses are those of a run that was never interrupted."""
+    config = get("super-tiny").but(pattern="M*", hidden_size=32, mtp_num_layers=0, mtp_pattern=None)
+    schedule = short_schedule(4, seq_length=32, global_batch_size=2)
+
+    def losses(inside: Any, *extra: str, **folders: str) -> dict[int, float]:
+        words = ["--device", "cpu", str(processes.ENTRY)]
+        words += mock_argv(config, ParallelLayout(), schedule, extra, **folders)
+        curve = log.Curve()
+        for line in run_launcher(words, 1, 240, inside=inside).splitlines():
+            curve.add(line)
+        return {step: values.loss for step, values in curve.steps.items()}
+
+    place = {"save": str(tmp_path), "load": str(tmp_path)}
+    whole = losses(without_plain_steps)
+    first = losses(with_plain_adam, "--exit-interval", "2", **place)
+    resumed = losses(without_plain_steps, **place)
+    assert sorted(first) == [1, 2] and sorted(resumed) == [3, 4]
+    # After a start Megatron logs the mean since then.
+    mean = {1: whole[1], 2: whole[2], 3: whole[3], 4: (whole[3] + whole[4]) / 2}
+    assert first | resumed == pytest.approx(mean, abs=2e-6)

@@ -18,7 +18,7 @@ from megatron_nemotron3.train import processes
 from tests.support.engines import agreeing_tensors
 from tests.support.hf_folders import write_hf
 from tests.support.programs import follow_forked
-from tests.train.data.test_conversations import say, write_lines, write_tokenizer
+from tests.train.data.test_conversations import CHAT, THINKING, say, write_lines, write_tokenizer
 
 LINES = [{"messages": [say("user", f"{i} apples?"), say("assistant", f"yes, {i} pears")]} for i in range(40)]
 
@@ -84,7 +84,12 @@ def test_the_steps_and_a_start_after_an_interrupt(
         (lambda at: (at / "hf/model.safetensors").unlink(), "hf"),
         (lambda at: shutil.rmtree(at / "hf"), "does not exist"),
         (lambda at: (at / "chat/tokenizer.json").unlink(), "holds no tokenizer"),
-        (lambda at: write_tokenizer(at / "chat", None), "has no chat template"),
+        (lambda at: write_tokenizer(at / "chat", None), "/chat has no chat template"),
+        (
+            lambda at: write_tokenizer(at / "chat", THINKING)
+            and write_lines(at / "chats.jsonl", [*LINES, {"messages": CHAT}]),
+            "chats.jsonl:41: message 2 reads differently",
+        ),
         (lambda at: write_lines(at / "chats.jsonl", [{"text": "a"}]), 'chats.jsonl:1: give an object'),
         (lambda at: write_lines(at / "chats.jsonl", LINES[:1]), "too few to hold one in 8 out"),
         (lambda at: write_lines(at / "chats.jsonl", []), "it has no conversations"),

@@ -63,7 +63,7 @@ ALLOWED = {
         "run",
         "words",
     },
-    "recipes": {"boundary", "checkpoint"},
+    "recipes": {"boundary", "checkpoint", "words"},
     "finetune": {
         *("bars", "checkpoint", "convert", "cpu", "generate", "lora", "models", "run", "train"),
         "words",

@@ -237,7 +237,7 @@ def flags_command(options: argparse.Namespace) -> int:
         emitted.append(Flag(OPTION, (launch.emulate.text(),), origin="emulate"))
     environment = {} if launch.tuned is None else launch.tuned.environment
     if options.json:
-        print_json({"flags": [_as_data(flag) for flag in emitted], "environment": environment})
+        print_json({"flags": [vars(flag) for flag in emitted], "environment": environment})
     else:
         print(render(emitted, shell=options.shell))
     if environment and not (options.shell or options.json):
@@ -255,15 +255,6 @@ def flags_command(options: argparse.Namespace) -> int:
     for remark in remarks:
         print(remark, file=sys.stderr)
     return 0
-
-
-def _as_data(flag: Flag) -> dict[str, Any]:
-    return {
-        "name": flag.name,
-        "values": list(flag.values),
-        "section": flag.section,
-        "origin": flag.origin,
-    }
 
 
 def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser) -> int:

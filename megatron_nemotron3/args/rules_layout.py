@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import gcd
 
 from megatron_nemotron3.args.launch import Launch
@@ -67,10 +66,6 @@ def _expert_widths(c: Launch) -> list[int]:
     """Return the FFN widths of routed experts, MTP's included, which layers may have of their own."""
     own = [c.config.moe_ffn_hidden_size or 0] if "E" in (c.config.mtp_pattern or "") else []
     return sorted({*own, *(width for width, _ in c.config.expert_sizes)})
-
-
-def _layout_size(attribute: str) -> Callable[[Launch], int]:
-    return lambda c: getattr(c.layout, attribute)
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (

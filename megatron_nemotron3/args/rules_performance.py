@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.args.megatron_defaults import DEFAULTS
 from megatron_nemotron3.args.performance_table import HARDWARE, USED_OF_NVL72
 from megatron_nemotron3.args.rule import Rule, divisors
 
@@ -30,6 +31,7 @@ _PACKING = ("--sft", "--dataloader-inter-document-masking", "--rl-use-sequence-p
 #: Recomputed parts that hold weights.
 _WITH_WEIGHTS = {"moe", "mlp", "shared_experts"}
 _FSDP, _SHARDING = "--use-megatron-fsdp", "--data-parallel-sharding-strategy"
+_OUTER = "--outer-dp-sharding-strategy"
 _FSDP_SOURCE = "megatron/core/distributed/fsdp/src/megatron_fsdp/"
 #: Options that store the optimizer's state in other types than FP32.
 _TYPES = ("--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
@@ -49,10 +51,6 @@ def _graphed_attention(c: Launch) -> bool:
     return c.option(_IMPL, "none") == "transformer_engine" and (not modules or "attn" in modules)
 
 
-def _expert_ranks(c: Launch) -> int:
-    return c.layout.ep * c.layout.etp
-
-
 def _nvlink_ranks(c: Launch) -> int:
     """Ranks of an NVLink domain that jobs use."""
     assert c.gpu is not None
@@ -63,7 +61,7 @@ def _uneven(c: Launch) -> bool:
     """Whether expert groups of HybridEP begin and end within NVLink domains."""
     if c.gpu is None or c.option("--moe-flex-dispatcher-backend", "") != "hybridep":
         return False
-    small, large = sorted((_expert_ranks(c), _nvlink_ranks(c)))
+    small, large = sorted((c.layout.expert_ranks, _nvlink_ranks(c)))
     return large % small != 0
 
 
@@ -130,11 +128,20 @@ PERFORMANCE_RULES: tuple[Rule, ...] = (
         "hybridep-domain",
         _uneven,
         lambda c: (
-            f"HybridEP with EP*ETP={_expert_ranks(c)}: an expert group is as many ranks in a row, and NVLink "
-            f"on {c.gpu} connects {_nvlink_ranks(c)}, so some groups would count ranks of two domains as "
-            "one: one number must divide the other"
+            f"HybridEP with EP*ETP={c.layout.expert_ranks}: an expert group is as many ranks in a row, and "
+            f"NVLink on {c.gpu} connects {_nvlink_ranks(c)}, so some groups would count ranks of two "
+            "domains as one: one number must divide the other"
         ),
         "HybridEP's buffer (DeepEP, hybrid-ep); megatron/core/parallel_state.py; NeMo-RL #3436",
+    ),
+    Rule(
+        "activation-offloading",
+        lambda c: c.backend == "torch" and "--fine-grained-activation-offloading" in c.options,
+        lambda c: (
+            "--fine-grained-activation-offloading needs the modules of Transformer Engine, and the backend "
+            "is torch: drop it and recompute (--recompute-granularity selective), or use backend te"
+        ),
+        "megatron/training/arguments.py",
     ),
     Rule(
         "optimizer-types",
@@ -185,12 +192,12 @@ PERFORMANCE_RULES: tuple[Rule, ...] = (
             and not c.config.has_mtp  # emits --calculate-per-token-loss
             and "--calculate-per-token-loss" not in c.options
             and c.microbatches > 1
-            and c.layout.dp * c.layout.cp * c.layout.tp == c.layout.ep * c.layout.etp
+            and c.layout.edp == 1
         ),
         lambda c: (
             f"{_FSDP} {_SHARDING} {c.option(_SHARDING, '')} with experts on one data-parallel rank each "
-            f"(EP*ETP={_expert_ranks(c)}) and {c.microbatches} micro-batches: the gradients of experts are "
-            "divided by the number of ranks again in every micro-batch: add --calculate-per-token-loss"
+            f"(EP*ETP={c.layout.expert_ranks}) and {c.microbatches} micro-batches: the gradients of experts "
+            "are divided by the number of ranks again in every micro-batch: add --calculate-per-token-loss"
         ),
         f"{_FSDP_SOURCE}param_and_grad_buffer.py",
     ),
@@ -222,6 +229,23 @@ PERFORMANCE_RULES: tuple[Rule, ...] = (
             "sum their gradients, and train apart: add it"
         ),
         f"{_FSDP_SOURCE}megatron_fsdp.py",
+    ),
+    Rule(
+        "hsdp-outer-norm",
+        lambda c: (
+            _FSDP in c.options
+            and _instances(c) > 1
+            and c.option(_OUTER, "no_shard") != "no_shard"
+            and float(c.option("--clip-grad", DEFAULTS["--clip-grad"])) > 0
+        ),
+        lambda c: (
+            f"{_FSDP} with {_INSTANCES} {_instances(c)} and {_OUTER} "
+            f"{c.option(_OUTER, '')}: Megatron sums the gradient norm within an instance, which holds 1 part "
+            f"of {_instances(c)} of the gradients. So the norm is too small, and --clip-grad scales each "
+            f"part by its own: use {_OUTER} no_shard, or --clip-grad 0"
+        ),
+        "megatron/core/optimizer/__init__.py",
+        "warning",  # NVIDIA's launches have it, and gradients that need no clipping are right
     ),
     Rule(
         "optimizer-instances",

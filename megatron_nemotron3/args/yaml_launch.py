@@ -15,8 +15,8 @@ from typing import Any
 from megatron_nemotron3.args.fields import options_of
 from megatron_nemotron3.args.megatron_defaults import is_default
 
-_MODEL_ARGS, _MODEL = "MODEL_ARGS", "model"
-_HEAD = re.compile(rf"^(?:{_MODEL_ARGS}|{_MODEL}):\s*(?:#.*)?$", re.MULTILINE)
+_MODEL_ARGS, _MODEL, _RECIPE = "MODEL_ARGS", "model", "recipe"
+_HEAD = re.compile(rf"^(?:{_MODEL_ARGS}|{_MODEL}|{_RECIPE}):\s*(?:#.*)?$", re.MULTILINE)
 #: Sections of Bridge's configuration whose fields are options; of the same field in several, the last counts.
 _SECTIONS = (_MODEL, "ddp", "train", "validation", "optimizer", "scheduler", "mixed_precision")
 
@@ -67,6 +67,12 @@ def _model_args(sections: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]]
 
 def _bridge(sections: object) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Return the options that the sections of a Bridge configuration stand for."""
+    named = sections.get(_RECIPE) if isinstance(sections, dict) and _MODEL not in sections else None
+    if isinstance(named, dict) and "_target_" in named:
+        raise ValueError(
+            f"the model is in Megatron-Bridge's recipe {named['_target_']}: give the run_config.yaml that "
+            "Bridge writes beside its checkpoints"
+        )
     if not isinstance(sections, dict) or not isinstance(sections.get(_MODEL), dict):
         raise ValueError(f"the YAML has neither {_MODEL_ARGS} nor a section {_MODEL} of fields")
     fields: dict[str, Any] = {}
@@ -84,9 +90,11 @@ def _bridge(sections: object) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     data = sections.get("dataset")
     if isinstance(data, dict) and isinstance(packing := _packing(data), dict):
         size = packing.get("packed_sequence_size", "?")
-        notes.append(f"its data set packs sequences to {size} tokens, which no option says")
+        notes.append(
+            f"its data set packs sequences to {size} tokens, which no option says and nothing here checks"
+        )
     if sections.get("peft"):
-        notes.append("it trains adapters (peft), which no option says")
+        notes.append("it trains adapters (peft), which no option says and nothing here checks")
     precision = sections.get("mixed_precision")
     if isinstance(precision, str):
         notes.append(f"mixed_precision {precision} is a recipe of Bridge and is not compared")

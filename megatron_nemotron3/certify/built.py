@@ -5,18 +5,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.args.flag import Flag, to_argv
-from megatron_nemotron3.args.flags import backend_words
+from megatron_nemotron3.args.flag import to_argv
 from megatron_nemotron3.args.launch import Launch
-from megatron_nemotron3.certify import options as table
 from megatron_nemotron3.certify.finding import Finding, failed, passed, untested
 from megatron_nemotron3.certify.static import launch_of
-from megatron_nemotron3.models.pattern import join_stages
-from megatron_nemotron3.models.stack_specs import MODULE, spec_name
 from megatron_nemotron3.precision import deviations
 from megatron_nemotron3.precision.census import Ambient
 from megatron_nemotron3.precision.formats import EMULATED
@@ -27,16 +24,8 @@ if TYPE_CHECKING:
     from megatron_nemotron3.certify.proof import Bench
 
 WHOLE, TWIN = "number formats of the built model", "number formats that the twin computes in"
-#: Options of a format that Megatron checks on any machine; those that name it need Transformer Engine.
+#: Options of formats that Megatron takes on any machine; those that name one need Transformer Engine.
 _KEPT = ("--te-precision-config-file", "--bf16", "--fp16")
-#: Replaced, or decided by the tokenizer or by the machine.
-_DROPPED = frozenset(
-    (
-        *("--spec", "--hybrid-layer-pattern", "--hybrid-override-pattern", "--mtp-hybrid-override-pattern"),
-        *("--vocab-size", "--padded-vocab-size", "--make-vocab-size-divisible-by", "--num-layers"),
-        *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
-    )
-)
 
 
 def census(bench: Bench) -> Iterator[Finding]:
@@ -57,14 +46,13 @@ def _whole(bench: Bench, launch: Launch) -> Iterator[Finding]:
     from megatron_nemotron3.certify.ranks import run_distributed
 
     model = launch.config
-    words = to_argv(flag for flag in bench.flags if _decides(flag))
-    words += ["--spec", MODULE, spec_name(model, "torch")]
-    words += [
-        "--hybrid-layer-pattern",
-        join_stages([model.pattern], (model.mtp_pattern or "",) * model.mtp_num_layers),
-    ]
-    words += ["--vocab-size", str(model.vocab_size), "--make-vocab-size-divisible-by", "1"]
-    words += [*backend_words("torch"), "--micro-batch-size", "1"]
+    if model.moe_layers is not None:
+        yield untested(WHOLE, "its experts differ by layer")
+        return
+    # Megatron's words for one process, as the twin has them, with the sizes of the real model.
+    words = replace(bench.twin, config=model.but(source=None)).words(None)
+    words += to_argv(flag for flag in bench.flags if flag.name in _KEPT)
+    words += ["--vocab-size", str(model.vocab_size), "--micro-batch-size", "1"]
     words += ["--no-initialization", "--use-cpu-initialization", "--train-iters", "1", "--lr", "1e-4"]
     ambient = Ambient(launch.precision, model.num_layers, launch.bf16_at_start, launch.bf16_at_end)
     try:
@@ -82,15 +70,6 @@ def _whole(bench: Bench, launch: Launch) -> Iterator[Finding]:
     yield from (failed(WHOLE, detail=f"not the published recipe: {text}") for text in wrong)
     if not wrong:
         yield passed(WHOLE, detail=f"linears: {said}")
-
-
-def _decides(flag: Flag) -> bool:
-    """Whether the real model is built with an option: not with those of layout, batch, paths and kernels."""
-    if flag.name in _KEPT:
-        return True
-    row = table.row(flag.name)
-    sized = row is table.MODEL_SIZES and flag.name not in _DROPPED
-    return sized or (row.fate is table.Fate.KEPT and not row.mechanism)
 
 
 def build_whole(words: Sequence[str], ambient: Ambient) -> tuple[Counter[str], list[str]]:

@@ -28,8 +28,8 @@ from megatron_nemotron3.models.command import add_model
 
 #: Worlds that `--ranks` may name.
 RANKS = (2, 4, 8, 16, 32)
-#: Memory of one rank and of this process, in GiB; measured (docs/certify.md).
-RANK_GIB, OWN_GIB = 0.4, 1.0
+#: GiB of one rank, and of this process with the server that ranks are forked from (docs/certify.md).
+RANK_GIB, OWN_GIB = 0.3, 1.2
 _GIB = 2**30
 _WORD = {State.PASS: "pass", State.FAIL: "FAIL", State.UNTESTED: "-"}
 
@@ -72,7 +72,7 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
     """
     asked = read(options, command)
     normalised = certificate.normalised(
-        asked.flags, asked.world_size, asked.emulate.text() if asked.emulate else ""
+        asked.flags, asked.world_size, asked.emulate.text() if asked.emulate else "", asked.lora
     )
     if options.check is not None:
         return _check(options, normalised)

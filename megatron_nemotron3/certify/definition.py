@@ -54,24 +54,33 @@ class Seen:
     logits_noise: list[Tensor]
 
 
-#: Megatron's arguments -> the value for which the definition is written, where it is one.
-_WRITTEN: dict[str, Any] = {
-    "optimizer": "adam",
-    "decoupled_weight_decay": True,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "use_mup": False,
-    "mtp_detach_heads": False,
+#: Megatron's arguments -> the values for which the model and its loss are written, where they are some.
+_MODEL: dict[str, tuple[Any, ...]] = {
+    "attention_dropout": (0.0,),
+    "hidden_dropout": (0.0,),
+    "use_mup": (False,),
+    "mtp_detach_heads": (False,),
+    "qk_layernorm": (False,),
+    "qk_clip": (False,),
+    "softmax_type": ("vanilla",),
+    "attention_output_gate": (False,),
+    "window_size": (None,),
 }
-_WRITTEN_MOE: dict[str, Any] = {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_num_groups": None,
-    "moe_router_group_topk": None,
-    "moe_expert_capacity_factor": None,
-    "moe_input_jitter_eps": None,
-    "moe_router_force_load_balancing": False,
-    "moe_router_force_biased": None,
+_MOE: dict[str, tuple[Any, ...]] = {
+    "moe_router_score_function": ("sigmoid",),
+    "moe_router_num_groups": (None, 1),
+    "moe_router_group_topk": (None, 1),
+    "moe_router_load_balancing_type": (
+        *("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+        *(["none"], ["aux_loss"], ["seq_aux_loss"], ["global_aux_loss"]),
+    ),
+    "moe_apply_probs_on_input": (False,),
+    "moe_expert_capacity_factor": (None,),
+    "moe_input_jitter_eps": (None,),
+    "moe_router_force_load_balancing": (False,),
+    "moe_router_force_biased": (None,),
 }
+_OPTIMIZER: dict[str, tuple[Any, ...]] = {"optimizer": ("adam",), "decoupled_weight_decay": (True,)}
 
 
 def definition(bench: Bench) -> Iterator[Finding]:
@@ -91,21 +100,29 @@ def definition(bench: Bench) -> Iterator[Finding]:
     except (RuntimeError, TimeoutError) as problem:
         yield failed("training", where, str(problem).strip().splitlines()[-1])
         return
-    written = _WRITTEN | (_WRITTEN_MOE if case.config.is_moe else {})
-    for name, value in written.items():
-        if (given := getattr(args, name, value)) != value:
-            yield untested(
-                "definition", f"--{name.replace('_', '-')} {given}: only {value} is defined", where
-            )
-            return
+    if unwritten := _unwritten(args, _MODEL | (_MOE if case.config.is_moe else {})):
+        yield untested("definition", unwritten, where)
+        return
+    if unwritten := _unwritten(args, _OPTIMIZER):
+        yield untested("optimizer", unwritten, where)
     found: dict[str, Distance] = {}
     for distance in _compared(case, Objective.of(args), steps):
         worst = found.setdefault(distance.what, distance)
         if not distance.share <= worst.share:
             found[distance.what] = distance
     for what, distance in found.items():
+        if what == "optimizer" and unwritten:
+            continue
         state = State.PASS if distance.share <= 1 else State.FAIL
         yield Finding(what, state, where, distance.share, 1.0, distance.key)
+
+
+def _unwritten(args: Any, values: dict[str, tuple[Any, ...]]) -> str:
+    """Say which of Megatron's arguments has a value for which nothing is written; "" for none."""
+    for name, written in values.items():
+        if (given := getattr(args, name, written[0])) not in written:
+            return f"--{name.replace('_', '-')} {given} is not part of the definition"
+    return ""
 
 
 def _compared(case: Case, objective: Objective, steps: Sequence[Seen]) -> Iterator[Distance]:
@@ -122,7 +139,8 @@ def _compared(case: Case, objective: Objective, steps: Sequence[Seen]) -> Iterat
         )
         yield farthest("logits", expected, found, dict(zip(expected, seen.logits_noise)))
         yield numbers("losses", [defined.loss], [seen.loss])
-        yield numbers("losses of MTP", defined.mtp, seen.mtp)
+        if defined.mtp:
+            yield numbers("losses of MTP", defined.mtp, seen.mtp)
         yield farthest("gradients", defined.gradients, seen.gradients, seen.gradient_noise)
         yield from _biases(objective, seen)
         after, norm = optimizer.step(seen.before, seen.gradients)

@@ -100,6 +100,10 @@ def large_of(merged: Taken, world_size: int | None, vocab_size: int | None) -> L
             "that certify knows. pretrain_gpt.py and Llama commands describe transformers; of a recipe of "
             "Megatron-Bridge give the run_config.yaml that Bridge writes beside its checkpoints"
         )
+    for name, words in given.items():
+        if table.row(name) is not table.SCHEDULE and not is_known(words):
+            said = " ".join((name, *words))
+            raise ValueError(f"{said}: the script does not say what it is: give --set NAME=VALUE")
     model, notes = _model(given, vocab_size)
     sizes, more = _sizes(given, model, world_size)
     first, last = (
@@ -132,8 +136,7 @@ def _number(name: str, words: tuple[str, ...], read: type[int] | type[float]) ->
     try:
         value = [read(word) for word in words]
     except ValueError:
-        cure = "" if is_known(words) else ": the script does not say it, give --set NAME=VALUE"
-        raise ValueError(f"{name} {' '.join(words)} is no number{cure}") from None
+        raise ValueError(f"{name} {' '.join(words)} is no number") from None
     return value[0] if len(value) == 1 else value
 
 
@@ -143,9 +146,9 @@ def _model(
     """Return the model that the options describe, with Megatron's defaults for those that are missing."""
     values, assumed = dict(_DEFAULTS), list[tuple[str, str]]()
     for name, words in given.items():
-        if name in _OFF or name in _GROUPS:
-            if name in _OFF:
-                values[_OFF[name]] = False
+        if name in _OFF:
+            values[_OFF[name]] = False
+        if name in _OFF or name in _GROUPS or table.row(name) is table.SCHEDULE:
             continue
         kind = _kinds().get(name.removeprefix("--"), "text").partition(" ")[0]
         if kind in ("int", "float"):

@@ -179,9 +179,8 @@ class PlainModel:
         scores = logits.sigmoid()
         bias = self.hf.get(below + "gate.e_score_correction_bias")
         ranked = (scores if bias is None else scores + bias).detach()
-        if layer.megatron in self.choices:
-            chosen = next(self.choices[layer.megatron])
-        else:
+        chosen = next(self.choices.get(layer.megatron, iter(())), None)
+        if chosen is None:
             best = ranked.topk(c.moe_router_topk).indices
             chosen = torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best, True)
         result.routings.append(Routing(layer.megatron, logits, ranked, chosen, c.moe_router_topk))

@@ -1,9 +1,8 @@
 """One step of training written out in FP64: the loss that a command line defines, and AdamW.
 
 The formulas are those that Megatron documents: of the load-balancing losses in
-`switch_load_balancing_loss_func` (arXiv 2101.03961, 2501.11873), of the z-loss arXiv 2202.08906,
-of the weights of MTP arXiv 2412.19437, of the
-expert bias arXiv 2408.15664, of AdamW arXiv 1711.05101.
+`switch_load_balancing_loss_func` (arXiv 2101.03961, 2501.11873), of the z-loss arXiv 2202.08906, of the
+weights of MTP arXiv 2412.19437, of the expert bias arXiv 2408.15664, of AdamW arXiv 1711.05101.
 """
 
 from __future__ import annotations

@@ -288,7 +288,8 @@ def written(scripts: Scripts, run: Ran, where: str) -> Iterator[Finding]:
     if kept := {key: t for key, t in found.items() if key in state}:
         yield stored.equal("optimizer state in the checkpoint", state, kept, where)
     rows = found["embedding.word_embeddings.weight"].shape[0]
-    yield from stored.round_trip(scripts.saved, rows, scripts.folder / "export")
+    tokens = scripts.bench.twin.config.vocab_size
+    yield from stored.round_trip(scripts.saved, rows, scripts.folder / "export", tokens)
 
 
 def _others(sizes: Sequence[Sizes]) -> list[Sizes | None]:

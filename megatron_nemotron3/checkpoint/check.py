@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,12 @@ from megatron_nemotron3.checkpoint.folders import (
 )
 from megatron_nemotron3.checkpoint.integrity import check_integrity
 from megatron_nemotron3.checkpoint.lock import holder
-from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex
+from megatron_nemotron3.checkpoint.metadata import (
+    CheckpointError,
+    CheckpointIndex,
+    count_elements,
+    elements_text,
+)
 from megatron_nemotron3.checkpoint.output import say
 from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.remote import shown
@@ -209,15 +213,12 @@ def describe(index: CheckpointIndex) -> tuple[dict[str, Any], list[str]]:
         if (written := layout_of(state)) is not None:
             facts["written_with"] = written
             lines.append(f"written with {written}; the weights load into any other layout")
-    elements: Counter[str] = Counter()
-    for tensor in index.tensors.values():
-        elements[tensor.dtype] += tensor.numel
-    kinds = ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.most_common())
+    elements = count_elements(index.tensors.values())
     facts |= {
         "tensors": len(index.tensors),
         "chunks": sum(len(tensor.chunks) for tensor in index.tensors.values()),
-        "elements": dict(elements.most_common()),
-        "tensor_bytes": sum(count * ITEM_SIZE[dtype] for dtype, count in elements.items()),
+        "elements": elements,
+        "tensor_bytes": sum(tensor.nbytes for tensor in index.tensors.values()),
         "model_elements": sum(
             math.prod(tensor.shape)
             for name, tensor in index.tensors.items()
@@ -228,8 +229,8 @@ def describe(index: CheckpointIndex) -> tuple[dict[str, Any], list[str]]:
         "bytes": sum(index.files.values()),
     }
     lines += [
-        f"tensors      {facts['tensors']:,} in {facts['chunks']:,} chunks; elements {kinds}: "
-        f"{facts['tensor_bytes']:,} bytes",
+        f"tensors      {facts['tensors']:,} in {facts['chunks']:,} chunks; "
+        f"elements {elements_text(elements)}: {facts['tensor_bytes']:,} bytes",
         f"of these     {facts['model_elements']:,} elements are the model's, the rest is optimizer state",
         f"objects      {facts['objects']:,}",
         f"files        {facts['files']:,} with {facts['bytes']:,} bytes",

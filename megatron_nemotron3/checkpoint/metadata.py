@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_nemotron3.checkpoint.files import read_outside
 from megatron_nemotron3.checkpoint.unpickle import Inert, Refused, arguments, inert, loads
@@ -118,6 +120,28 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Size of the elements in bytes."""
         return self.numel * ITEM_SIZE[self.dtype]
+
+
+class Sized(Protocol):
+    """A tensor with the name of its dtype and the size of its elements in bytes."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def count_elements(tensors: Iterable[Sized]) -> dict[str, int]:
+    """Return the number of elements of each dtype, the most frequent first."""
+    elements: Counter[str] = Counter()
+    for tensor in tensors:
+        elements[tensor.dtype] += tensor.nbytes // ITEM_SIZE[tensor.dtype]
+    return dict(elements.most_common())
+
+
+def elements_text(elements: Mapping[str, int]) -> str:
+    """Return "1,024 in bfloat16, 16 in float32" for what `count_elements` returned."""
+    return ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.items())
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint import check as megatron
 from megatron_nemotron3.checkpoint.folders import locate
-from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
+from megatron_nemotron3.checkpoint.metadata import count_elements, elements_text
 from megatron_nemotron3.checkpoint.output import add_json, part, result, say
 from megatron_nemotron3.checkpoint.remote import local, place, shown
 
@@ -71,14 +70,11 @@ def check_hugging_face(folder: Path, *, full: bool = False, workers: int = 4) ->
     stored = open_hf(folder)
     opened = open_hugging_face(folder, dequantize=QUANTIZATION in read_config(folder))
     say(checkpoint_line(opened), **checkpoint_facts(opened))
-    elements: Counter[str] = Counter()
-    for tensor in stored.tensors.values():
-        elements[tensor.dtype] += tensor.nbytes // ITEM_SIZE[tensor.dtype]
-    kinds = ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.most_common())
+    elements = count_elements(stored.tensors.values())
     say(
-        f"  tensors      {len(stored.tensors):,}; elements {kinds}",
+        f"  tensors      {len(stored.tensors):,}; elements {elements_text(elements)}",
         tensors=len(stored.tensors),
-        elements=dict(elements.most_common()),
+        elements=elements,
     )
     say(
         f"  files        {len(stored.files):,} with {sum(stored.files.values()):,} bytes",

@@ -40,13 +40,13 @@ def compare(
     b: TensorSource,
     *,
     workers: int = 1,
-    report: Callable[[int, float], None] = lambda done, seconds: None,
+    report: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Difference | Same]:
     """Compare all tensors. Yields tensors that exist on one side only first, then the results of the others.
 
     Args:
         a, b: views with the same names for the same tensors.
-        report: called with (compared bytes of one side, seconds).
+        report: called with the compared bytes of one side.
 
     Raises:
         CheckpointError: a file cannot be read, or a record of a source has another CRC32 than the stored one.

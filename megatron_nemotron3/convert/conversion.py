@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_nemotron3.bars import BYTES, Bar, size_text
 from megatron_nemotron3.checkpoint.folders import TOKENIZER, free_bytes, locate
-from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
+from megatron_nemotron3.checkpoint.metadata import count_elements, elements_text
 from megatron_nemotron3.checkpoint.output import say
 from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.convert import from_hf, inventory, to_hf
@@ -240,7 +240,7 @@ def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options, notes
         source=checkpoint_facts(opened),
         target=options.url or str(target),
         tensors=len(job.source.tensors),
-        elements=dict(_elements(job.source).most_common()),
+        elements=count_elements(job.source.tensors.values()),
         vocabulary_guessed=opened.vocabulary_guessed,
         padded_vocab_size=opened.padded_vocab_size,
         left_out=dict(opened.left_out),
@@ -360,16 +360,8 @@ def _job(
     )
 
 
-def _elements(source: TensorSource) -> Counter[str]:
-    """Return the number of elements of each type."""
-    elements: Counter[str] = Counter()
-    for tensor in source.tensors.values():
-        elements[tensor.dtype] += tensor.nbytes // ITEM_SIZE[tensor.dtype]
-    return elements
-
-
 def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
-    kinds = ", ".join(f"{count:,} in {dtype}" for dtype, count in _elements(job.source).most_common())
+    kinds = elements_text(count_elements(job.source.tensors.values()))
     lines = [
         f"source       {checkpoint_line(opened)}",
         f"weights      {len(job.source.tensors):,} tensors; elements {kinds}",

@@ -297,7 +297,7 @@ def _write_files(
         rest = job.source.reads.take()
         return plan.name, {**entry, "read": rest} if rest else entry
 
-    def tell(done: int, seconds: float) -> None:
+    def tell(done: int) -> None:
         report(Progress(before + done, total, before))
 
     yield from parallel_map(write_one, range(len(todo)), workers=workers, report=tell)

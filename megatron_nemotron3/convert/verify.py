@@ -52,7 +52,7 @@ def verify(
     problems, equal, elements = 0, 0, 0
     say(differences=[])
     with Bar("verify", BYTES, total) as bar:
-        for one in compare(*views, workers=options.workers, report=lambda done, _: bar.to(done)):
+        for one in compare(*views, workers=options.workers, report=bar.to):
             if isinstance(one, Difference):
                 problems += 1
                 line = f"differs      {one.name}: {one.what}" if problems <= _SHOWN else None
@@ -114,7 +114,7 @@ def verify_manifest(folder: Path, workers: int) -> int:
 
     sizes = [entry.get("bytes") for entry in entries.values() if isinstance(entry, dict)]
     with Bar("verify", BYTES, sum(size for size in sizes if type(size) is int), lines=False) as bar:
-        results = parallel_map(work, sorted(entries), workers=workers, report=lambda done, _: bar.to(done))
+        results = parallel_map(work, sorted(entries), workers=workers, report=bar.to)
         problems = [found for found in results if found]
     for number, problem in enumerate(problems):
         say(shown(problem) if number < _SHOWN else None, problems=[shown(problem)])

@@ -24,7 +24,7 @@ def parallel_map(
     items: Sequence[Any],
     *,
     workers: int,
-    report: Callable[[int, float], None] = lambda done, seconds: None,
+    report: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Any]:
     """Yield the results of `work(item, count)` for every item, in the order in which they finish.
 
@@ -32,13 +32,13 @@ def parallel_map(
         work: any function, since processes are forked. It calls `count` with the bytes of each step. Items
             and results are pickled.
         workers: number of processes; 1: this process does the work.
-        report: called with (bytes counted by all, seconds since the start) every second and at the end.
+        report: called with the bytes counted by all, every second and at the end.
 
     Raises:
         ValueError: a worker was killed.
     """
     global _work
-    started = last = time.monotonic()
+    last = time.monotonic()
     if workers == 1 or len(items) <= 1:
         done = 0
 
@@ -47,11 +47,11 @@ def parallel_map(
             done += length
             if time.monotonic() - last > INTERVAL:
                 last = time.monotonic()
-                report(done, last - started)
+                report(done)
 
         for item in items:
             yield work(item, count)
-        report(done, time.monotonic() - started)
+        report(done)
         return
     context = multiprocessing.get_context("fork")
     counter = context.Value("q", 0)
@@ -67,7 +67,7 @@ def parallel_map(
             now = time.monotonic()
             if now - last > INTERVAL or not pending:
                 last = now
-                report(counter.value, now - started)
+                report(counter.value)
     except BrokenProcessPool:
         raise ValueError("a worker was killed (out of memory?): try again with fewer --workers") from None
     except BaseException:

@@ -23,9 +23,14 @@ def adam(params: Any, adam_w_mode: bool = True, **options: Any) -> torch.optim.O
     import torch
     from torch.distributed.tensor import DTensor
 
+    def choose(optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["fused"] = not any(isinstance(parameter, DTensor) for parameter in group["params"])
+
     optimizer = (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(params, **options)
-    for group in optimizer.param_groups:
-        group["fused"] = not any(isinstance(parameter, DTensor) for parameter in group["params"])
+    choose(optimizer)
+    # A checkpoint replaces the groups, by those of another device or an earlier version.
+    optimizer.register_load_state_dict_post_hook(choose)
     return optimizer
 
 

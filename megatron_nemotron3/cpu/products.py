@@ -14,6 +14,7 @@ off.
 from __future__ import annotations
 
 import importlib
+import inspect
 import platform
 import sys
 from functools import cache
@@ -38,7 +39,7 @@ active = False
 def prefers_onednn(vendor: str, capability: str) -> bool:
     """Whether oneDNN computes FP32 products faster than MKL.
 
-    With AVX2 both are equally fast, and on Intel's CPUs MKL uses AVX-512, too.
+    With AVX2 the gain is small, and on Intel's CPUs MKL uses AVX-512, too.
 
     Args:
         vendor: `vendor_id` of the CPU, as "AuthenticAMD".
@@ -71,24 +72,40 @@ def table() -> list[tuple[Any, str, Any]]:
     if not prefers_onednn(cpu_vendor(), torch.backends.cpu.get_cpu_capability()) or not is_available():
         return []
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
-    trained, frozen = layers.LinearWithGradAccumulationAndAsyncCommunication, layers.LinearWithFrozenWeight
+    functions = ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight")
+    switch = (sys.modules[__name__], "active", True)
+    return [switch, *((layers, name, _plain_by_onednn(getattr(layers, name))) for name in functions)]
 
-    def apply_trained(x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Any:
-        # rest: three switches of fused accumulation and communication, a buffer and its limit, the group, and
-        # in later versions the number of parts of the weight. With any of them it is not a plain product.
-        *switches, buffer, _, _ = rest[:6]
-        plain = bias is None and buffer is None and not any(switches) and rest[6:] in ((), (1,))
-        return linear(x, weight) if plain and takes(x, weight) else trained.apply(x, weight, bias, *rest)
 
-    def apply_frozen(x: Tensor, weight: Tensor, bias: Any, allreduce: bool, *rest: Any) -> Any:
-        plain = bias is None and not allreduce and takes(x, weight)
-        return linear(x, weight) if plain else frozen.apply(x, weight, bias, allreduce, *rest)
+#: Arguments of Megatron's linear functions -> values with which they are plain products on one rank.
+_PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
+    "bias": (None,),
+    "gradient_accumulation_fusion": (False, None),
+    "allreduce_dgrad": (False, None),
+    "sequence_parallel": (False, None),
+    "grad_output_buffer": (None,),
+    "gtp_remat_size": (1,),
+    "output_dtype": (None, torch.float32),
+}
+#: Arguments that change nothing in a plain product.
+_UNUSED = {"wgrad_deferral_limit", "tp_group"}
 
-    return [
-        (sys.modules[__name__], "active", True),
-        (layers, trained.__name__, SimpleNamespace(apply=apply_trained)),
-        (layers, frozen.__name__, SimpleNamespace(apply=apply_frozen)),
-    ]
+
+def _plain_by_onednn(function: Any) -> SimpleNamespace:
+    """Stand-in for an autograd function of Megatron (x, weight, …), whose plain products are `linear`."""
+    _, _, _, *names = inspect.signature(function.forward).parameters  # after ctx, x and weight
+    checked = [(i, _PLAIN_VALUES[name]) for i, name in enumerate(names) if name in _PLAIN_VALUES]
+    known = set(names) <= _PLAIN_VALUES.keys() | _UNUSED
+
+    def apply(x: Tensor, weight: Tensor, *rest: Any) -> Any:
+        plain = (
+            known
+            and len(rest) == len(names)
+            and all(any(rest[i] is value for value in values) for i, values in checked)
+        )
+        return linear(x, weight) if plain and takes(x, weight) else function.apply(x, weight, *rest)
+
+    return SimpleNamespace(apply=apply)
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -139,11 +156,20 @@ class _Linear(torch.autograd.Function):
 
 def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """dy^T x: [t, out] and [t, in] -> [out, in]."""
-    step = max(1, COPIED_ELEMENTS // dy.shape[1])
-    result = _by_onednn(dy[:step].t(), x[:step])
-    for first in range(step, len(x), step):
+    tokens, out, width = len(x), dy.shape[1], x.shape[1]
+    # The transposed one is copied: the wide dy, or x and the result.
+    if tokens * out > tokens * width + out * width:
+        return _product_over_rows(x, dy).t().contiguous()
+    return _product_over_rows(dy, x)
+
+
+def _product_over_rows(a: Tensor, b: Tensor) -> Tensor:
+    """a^T b: [t, m] and [t, n] -> [m, n]."""
+    step = max(1, COPIED_ELEMENTS // a.shape[1])
+    result = _by_onednn(a[:step].t(), b[:step])
+    for first in range(step, len(a), step):
         rows = slice(first, first + step)
-        result += _by_onednn(dy[rows].t(), x[rows])
+        result += _by_onednn(a[rows].t(), b[rows])
     return result
 
 

@@ -99,16 +99,14 @@ class Zeros(dict):
         return 0
 
 
-def _names_cuda(device: Any) -> bool:
-    import torch
-
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
-
-
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with any CUDA device among its arguments replaced by the CPU."""
+    import torch
+
+    kinds = (str, torch.device)
+
+    def _names_cuda(device: Any) -> bool:
+        return isinstance(device, kinds) and str(device).startswith("cuda")
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs and _names_cuda(kwargs["device"]):

@@ -16,7 +16,7 @@ from megatron_nemotron3.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.convert.from_hf import pad_vocab_size
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.show import describe
-from megatron_nemotron3.train.data.conversations import Encoded, Encoder, read_conversations
+from megatron_nemotron3.train.data.conversations import Encoded, Encoder, parse_line
 from megatron_nemotron3.train.inputs import require_tokenizer
 
 #: Written first: what the folder is the work of.
@@ -52,9 +52,9 @@ class Inputs:
 
     config: Nemotron3Config
     request: Request
-    #: Lines to train on, and those to measure on.
-    train: bytes
-    held_out: bytes
+    #: Place -> line: those to train on, and those to measure on.
+    train: dict[str, bytes]
+    held_out: dict[str, bytes]
     tokenizer: Path
     template: str | None
 
@@ -85,27 +85,24 @@ def check(
         )
     opened = open_hugging_face(source)
     require_tokenizer(tokenizer)
-    lines, measured = _lines(conversations), b""
+    lines = _lines(conversations)
     if held_out is not None:
-        measured = b"".join(_lines(held_out))
+        train, measured = lines, _lines(held_out)
     else:
-        chosen = [zlib.crc32(line.strip()) % HELD_OUT == 0 for line in lines]
-        measured = b"".join(line for line, out in zip(lines, chosen) if out)
-        lines = [line for line, out in zip(lines, chosen) if not out]
-        if not lines or not measured:
+        measured = {at: line for at, line in lines.items() if zlib.crc32(line.strip()) % HELD_OUT == 0}
+        train = {at: line for at, line in lines.items() if at not in measured}
+        if not train or not measured:
             raise ValueError(
-                f"{conversations}: {len(chosen)} lines are too few to hold one in {HELD_OUT} out: give more, "
+                f"{conversations}: {len(lines)} lines are too few to hold one in {HELD_OUT} out: give more, "
                 "or --held-out FILE"
             )
     words = None if template is None else read_outside(template, limit=_LIMIT).decode("utf-8")
-    train = b"".join(lines)
-    files = [f for f in sorted(tokenizer.iterdir()) if f.suffix in (".json", ".model", ".jinja", ".txt")]
-    names = [f for f in files if f.name.startswith(("tokenizer", "vocab", "merges", "special", "chat"))]
+    names = ("tokenizer", "vocab", "merges", "special", "chat")
     request = Request(
         model=str(source.resolve()),
-        conversations=_digest(train),
-        held_out=_digest(measured),
-        tokenizer=_digest(*(file.read_bytes() for file in names)),
+        conversations=_digest(b"".join(train.values())),
+        held_out=_digest(b"".join(measured.values())),
+        tokenizer=_digest(*(f.read_bytes() for f in _tokenizer_files(tokenizer) if f.name.startswith(names))),
         chat_template=_digest(words.encode()) if words is not None else "",
         **how,  # type: ignore[arg-type]
     )
@@ -132,37 +129,33 @@ def prepare(inputs: Inputs, output: Path) -> list[Encoded]:
                 f"{output} holds a fine-tuning with another {', '.join(different)}: give another --output, "
                 "or remove it"
             )
-    elif output.exists() and (not output.is_dir() or any(output.iterdir())):
+        return _encoded(inputs, output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is no fine-tuning: give a new --output")
     temporary = output.with_name(f".{output.name}.part")
-    place = output if record.exists() else temporary
-    if not record.exists():
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        _write(inputs, temporary)
+        encoded = _encoded(inputs, temporary)
+        write_text(temporary / RECORD, json.dumps(known, indent=1) + "\n")
+        if output.exists():
+            output.rmdir()
+        temporary.rename(output)
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            _write(inputs, temporary)
-            encoded = _encoded(inputs, temporary)
-            write_text(temporary / RECORD, json.dumps(known, indent=1) + "\n")
-            if output.exists():
-                output.rmdir()
-            temporary.rename(output)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        return encoded
-    return _encoded(inputs, place)
+    return encoded
 
 
 def _write(inputs: Inputs, folder: Path) -> None:
     """Write what the steps read."""
     folder.mkdir(parents=True)
-    (folder / "train.jsonl").write_bytes(inputs.train)
-    (folder / "held_out.jsonl").write_bytes(inputs.held_out)
+    (folder / "train.jsonl").write_bytes(b"".join(inputs.train.values()))
+    (folder / "held_out.jsonl").write_bytes(b"".join(inputs.held_out.values()))
     write_text(folder / "model.json", json.dumps(describe(inputs.config), indent=1) + "\n")
     chat = folder / "tokenizer"
     chat.mkdir()
-    for file in inputs.tokenizer.iterdir():
-        small = file.suffix in (".json", ".model", ".jinja", ".txt") and file.name != "config.json"
-        if file.is_file() and small and not file.name.endswith(("index.json", "manifest.json")):
-            shutil.copyfile(file, chat / file.name)
+    for file in _tokenizer_files(inputs.tokenizer):
+        shutil.copyfile(file, chat / file.name)
     if inputs.template is not None:
         path = chat / "tokenizer_config.json"
         config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -172,39 +165,59 @@ def _write(inputs: Inputs, folder: Path) -> None:
 
 def _encoded(inputs: Inputs, folder: Path) -> list[Encoded]:
     """Encode all conversations, so that a wrong one ends here; return those that are held out."""
-    encoder = Encoder(folder / "tokenizer")
+    encoder = Encoder(folder / "tokenizer", called=inputs.tokenizer)
     tokens, rows = len(encoder.tokenizer), inputs.config.vocab_size
     if (padded := pad_vocab_size(tokens, _MULTIPLE)) < rows:
         raise ValueError(
             f"{inputs.tokenizer}: its {tokens:,} tokens fill {padded:,} rows of an embedding, and the model "
             f"has {rows:,}: training would drop the rest; give the model's own tokenizer"
         )
-    lines = inputs.train.count(b"\n") + inputs.held_out.count(b"\n")
     result: list[Encoded] = []
-    with Bar("read conversations", "lines", lines, lines=False) as bar:
-        for name in ("train.jsonl", "held_out.jsonl"):
+    count = len(inputs.train) + len(inputs.held_out)
+    with Bar("read conversations", "lines", count, lines=False) as bar:
+        for lines in (inputs.train, inputs.held_out):
             result = []
-            for one in read_conversations(folder / name):
-                encoded = encoder.encode(one)
-                if max(encoded.ids, default=0) >= inputs.config.vocab_size:
-                    raise ValueError(
-                        f"{one.place}: token {max(encoded.ids)} is outside the model's vocabulary of "
-                        f"{inputs.config.vocab_size:,}: it is another model's tokenizer"
-                    )
-                result.append(encoded)
+            for place, line in lines.items():
+                for one in parse_line(line, place):
+                    encoded = encoder.encode(one)
+                    if max(encoded.ids, default=0) >= rows:
+                        raise ValueError(
+                            f"{place}: token {max(encoded.ids)} is outside the model's vocabulary of "
+                            f"{rows:,}: it is another model's tokenizer"
+                        )
+                    result.append(encoded)
                 bar.add(1)
     if not any(any(one.trained) for one in result):
         raise ValueError("no held-out conversation has a message of the assistant: give --held-out FILE")
     return result
 
 
-def _lines(path: Path) -> list[bytes]:
-    """Lines of a file that are not empty, each with its end; their form is checked."""
-    count = sum(1 for _ in read_conversations(path))
-    if not count:
+def _tokenizer_files(folder: Path) -> list[Path]:
+    """Small files that may belong to a tokenizer, in order; config.json says what model it is, which the
+    tokenizer is loaded without."""
+    return [
+        file
+        for file in sorted(folder.iterdir())
+        if file.suffix in (".json", ".model", ".jinja", ".txt")
+        and file.is_file()
+        and file.name != "config.json"
+        and not file.name.endswith(("index.json", "manifest.json"))
+    ]
+
+
+def _lines(path: Path) -> dict[str, bytes]:
+    """Place -> line of a file that is not empty, with its end; the form is checked."""
+    lines = {
+        f"{path}:{number}": line.rstrip(b"\r") + b"\n"
+        for number, line in enumerate(read_outside(path, limit=_LIMIT).split(b"\n"), 1)
+        if line.strip()
+    }
+    if not lines:
         raise ValueError(f"{path}: it has no conversations")
-    data = read_outside(path, limit=_LIMIT)
-    return [line.rstrip(b"\r\n") + b"\n" for line in data.splitlines() if line.strip()]
+    for place, line in lines.items():
+        for _ in parse_line(line, place):
+            pass
+    return lines
 
 
 def _digest(*parts: bytes) -> str:

@@ -36,7 +36,7 @@ def conversation_losses(
     """Measure the loss of each conversation alone, and average.
 
     Args:
-        report: called with the number of tokens of each conversation.
+        report: called with the number of tokens of each conversation that is done.
 
     Raises:
         ValueError: no conversation has a token of the assistant; or one is longer than the model's context,
@@ -44,9 +44,9 @@ def conversation_losses(
     """
     sums: list[tuple[float, int]] = []
     for one in encoded:
-        report(len(one.ids))
         labels_at = [i for i, mine in enumerate(one.trained[1:]) if mine]
         if not labels_at:
+            report(len(one.ids))
             continue
         engine.check_prompts([one.ids[:-1]], more=0)
         ids = torch.tensor([one.ids], device=engine.device)
@@ -57,6 +57,7 @@ def conversation_losses(
             parts.append(cross_entropy(logits, ids[0, at + 1 : end + 1], reduction="none"))
         losses = torch.cat(parts)[torch.tensor(labels_at, device=engine.device)].double()
         sums.append((float(losses.sum()), len(labels_at)))
+        report(len(one.ids))
     if not sums:
         raise ValueError(f"none of {len(encoded)} conversations has a token of the assistant")
     tokens = sum(n for _, n in sums)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from argparse import SUPPRESS
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def precision_command(options: argparse.Namespace) -> int:
             rows = report_file.read(options.report)
             now = report_file.last(rows)
             say(
-                report(options.report),
+                report(rows, options.report),
                 folder=options.report,
                 plot=options.report / report_file.PICTURE,
                 iteration=now[0].iteration,
@@ -77,7 +77,7 @@ def precision_command(options: argparse.Namespace) -> int:
         raise ValueError("give the NAME of a model, or --report DIR alone")
     if options.te_precision_config_file is not None:
         if options.output is not None or options.format != NVFP4:
-            raise ValueError(f"{yaml_file.FLAG} compares a file for {NVFP4}: drop --output and --format")
+            raise ValueError(f"{yaml_file.FLAG} compares a file for {NVFP4}: drop --output and --precision")
         with result(options.json):
             config = chosen_model(options)
             text = compare(config, options.te_precision_config_file)
@@ -150,7 +150,7 @@ def markdown(config: Nemotron3Config, precision: str = NVFP4) -> str:
 
 
 def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None = None) -> str:
-    """Print the table, or write the precision file; returns the text for stdout.
+    """Write the precision file, if there is a path for it; return the text for stdout, the table without.
 
     Raises:
         ValueError: a file is asked for, and the format is not nvfp4. Other formats need no file.
@@ -182,17 +182,16 @@ def compare(config: Nemotron3Config, path: str | Path) -> str:
     return "\n".join(recipe_in_force(structure, file, ambient))
 
 
-def report(folder: str | Path, title: str = "") -> str:
+def report(rows: Sequence[report_file.Row], folder: str | Path, title: str = "") -> str:
     """Draw `precision.png` next to the report in a run's folder; returns the summary for stdout.
 
     Args:
+        rows: of the report, as `report.read` returns them.
         title: of the plot; "" for the folder.
 
     Raises:
-        ReportError: the report is missing or malformed.
         ModuleNotFoundError: matplotlib is not installed.
     """
-    rows = report_file.read(folder)
     picture = Path(folder) / report_file.PICTURE
     report_file.plot(rows, picture, title or str(folder))
     return "\n".join((*report_file.summary(rows), f"precision plot   {picture}"))

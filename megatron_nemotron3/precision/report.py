@@ -136,10 +136,9 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     """Yield lines of text: the median and worst layer of each module and tensor at the last measurement."""
     iterations = sorted({row.iteration for row in rows})
     now = last(rows)
-    what = "as computed" if now[0].used else "as NVFP4 would compute"
     yield (
         f"precision at iteration {iterations[-1]} ({len(iterations)} measured from {iterations[0]} on), "
-        f"{what}: median layer, worst layer"
+        f"{_computed(now)}: median layer, worst layer"
     )
     head = ("module", "format", "tensor", "flushed to zero", "", "SQNR, dB", "", "largest |x|")
     table: list[tuple[str, ...]] = [head]
@@ -148,6 +147,10 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     for line in table:
         yield "  " + "  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip()
     yield from _gradient_summary(now)
+
+
+def _computed(rows: Sequence[Row]) -> str:
+    return "as computed" if rows[0].used else "as NVFP4 would compute"
 
 
 def _rows_by_tensor(rows: Sequence[Row]) -> list[list[Row]]:
@@ -254,8 +257,7 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     kinds = list(dict.fromkeys((row.module, row.format) for row in now))
     pairs = _heat_maps(now)
     size = (15.0, 1.0 + len(pairs) * (0.75 + 0.2 * max(3, len(kinds))))
-    what = "as computed" if now[0].used else "as NVFP4 would compute"
-    head = f"{title}, step {now[0].iteration}, {what}"
+    head = f"{title}, step {now[0].iteration}, {_computed(now)}"
     with plots.picture(path, len(pairs), 2, size=size, title=head) as (_, grid):
         for axes_of_pair, pair in zip(grid, pairs, strict=True):
             for side, (axes, panel) in enumerate(zip(axes_of_pair, pair, strict=True)):

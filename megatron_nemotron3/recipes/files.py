@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_nemotron3.checkpoint.files import write_bytes
+from megatron_nemotron3.words import hint
 
 HERE = Path(__file__).resolve().parent
 #: Starts any recipe on the nodes of a Slurm job; every copy has it.
@@ -53,12 +54,14 @@ def chosen(model: str | None, name: str | None) -> list[Recipe]:
         models = list(dict.fromkeys(recipe.model for recipe in found))
         found = [recipe for recipe in found if recipe.model == model.lower()]
         if not found:
-            raise ValueError(f"no recipe of {model!r}: give one of {', '.join(models)}")
+            raise ValueError(f"no recipe of {model!r}: give one of {', '.join(models)}{hint(model, models)}")
     if name is not None:
         names = [recipe.name for recipe in found]
         found = [recipe for recipe in found if recipe.name == name.lower().replace("-", "_")]
         if not found:
-            raise ValueError(f"{model} has no recipe {name!r}: give one of {', '.join(names)}")
+            raise ValueError(
+                f"{model} has no recipe {name!r}: give one of {', '.join(names)}{hint(name, names)}"
+            )
     return found
 
 

@@ -44,22 +44,14 @@ def report_command(options: argparse.Namespace) -> int:
     require_plot(output, "--output")
     sample = None if options.prompt is None else _sample(folder, options.prompt)
     text = page.render(
-        title=facts.title,
-        state=facts.state,
+        facts=facts,
         written=time.strftime("%Y-%m-%d %H:%M"),
-        notes=facts.notes,
-        warnings=facts.warnings,
-        model=facts.model_rows(),
-        losses=facts.loss_rows(),
-        run=facts.run_rows(),
         training=list(figures.training(facts)),
         monitors=list(figures.monitors(facts)),
         precision="\n".join(summary(facts.precision)) if facts.precision else "",
         quantization=figures.quantization(facts),
         prompt=options.prompt,
         sample=sample,
-        checkpoints=list(facts.checkpoint_rows()),
-        options=facts.options(),
     )
     write_text(output, text)
     with result(options.json):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from megatron_nemotron3.args.manifest import NAME, Manifest
+from megatron_nemotron3.args.manifest import NAME, Manifest, Part
 from megatron_nemotron3.bars import size_text
 from megatron_nemotron3.checkpoint import folders, lock
 from megatron_nemotron3.checkpoint.structure import check_structure
@@ -18,8 +18,8 @@ from megatron_nemotron3.precision import report as precision
 from megatron_nemotron3.train import log
 
 #: Series of the log line, and the tags that Megatron gives them in event files.
-RATE, NORM, TIME = "learning rate", "grad norm", "elapsed time per iteration (ms)"
-_TAGS = {"learning-rate": RATE, "grad-norm": NORM}
+RATE, NORM, TIME = "learning rate", "grad norm", log.MILLISECONDS
+_TAGS = {RATE: "learning-rate", NORM: "grad-norm"}
 _SEQUENCE = "--seq-length"
 Points = list[tuple[int, float]]
 Rows = list[tuple[str, str]]
@@ -40,14 +40,19 @@ class Facts:
     def config(self) -> Nemotron3Config | None:
         """The model, if the catalog has it."""
         with contextlib.suppress(ValueError):
-            return get(self.manifest.parts.get("model", {}).get("name", ""))
+            return get(self._model.get("name", ""))
         return None
+
+    @property
+    def _model(self) -> Part:
+        return self.manifest.parts.get("model", {})
 
     @property
     def title(self) -> str:
         """The model's title, or what the folder calls it."""
-        name = self.manifest.parts.get("model", {}).get("name", "")
-        return self.config.title if self.config is not None else name or self.folder.resolve().name
+        if self.config is not None:
+            return self.config.title
+        return self._model.get("name") or self.folder.resolve().name
 
     @property
     def checkpoints(self) -> Path:
@@ -73,7 +78,7 @@ class Facts:
         if self.curve.steps:
             found = ((i, step.values.get(name)) for i, step in sorted(self.curve.steps.items()))
             return [(i, value) for i, value in found if value is not None]
-        return self.history.get({v: k for k, v in _TAGS.items()}.get(name, name), [])
+        return self.history.get(_TAGS.get(name, name), [])
 
     @property
     def tokens_per_second(self) -> Points:
@@ -93,8 +98,7 @@ class Facts:
 
     def model_rows(self) -> Rows:
         """Sizes of the model."""
-        part = self.manifest.parts.get("model", {})
-        rows = [("name", part["name"])] if "name" in part else []
+        rows = [("name", self._model["name"])] if "name" in self._model else []
         if self.config is not None:
             size = count(self.config)
             rows += [
@@ -104,7 +108,7 @@ class Facts:
             ]
             if self.config.has_mtp:
                 rows.append(("MTP depths", str(self.config.mtp_num_layers)))
-        elif (pattern := part.get("--hybrid-layer-pattern")) is not None:
+        elif (pattern := self._model.get("--hybrid-layer-pattern")) is not None:
             rows.append(("layers", pattern))
         return rows
 

@@ -26,7 +26,7 @@ def training(facts: Facts) -> Iterator[Picture]:
     """Losses, learning rate, norm of the gradient, time and tokens."""
     if facts.curve.steps:
         yield _picture("Losses", lambda axes: losses.draw(axes, facts.curve, None))
-    elif any(map(facts.points, ("lm loss",))):
+    elif facts.points("lm loss"):
         yield _picture("Losses", lambda axes: watch.draw_losses(axes, facts.history))
     seconds = [(i, ms / 1e3) for i, ms in facts.points(TIME)]
     for title, unit, points in (

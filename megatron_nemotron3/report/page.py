@@ -10,7 +10,7 @@ TEMPLATE = """\
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
+<title>{{ facts.title }}</title>
 <style>
 body { margin: 0 auto; max-width: 1280px; padding: 1rem; color: #1c1c1c; background: #fff;
   font: 15px/1.5 system-ui, sans-serif; }
@@ -43,18 +43,19 @@ summary { cursor: pointer; }
 <figure><figcaption>{{ one.title }}</figcaption><img alt="{{ one.title }}" src="{{ one.source }}"></figure>
 {%- endfor %}
 </div>{% endmacro %}
-<h1>{{ title }}</h1>
-<p class="state">{{ state }}; report of {{ written }}</p>
-{% if notes or warnings %}
+<h1>{{ facts.title }}</h1>
+<p class="state">{{ facts.state }}; report of {{ written }}</p>
+{% set warnings = facts.notes + facts.warnings %}
+{% if warnings %}
 <h2>Warnings</h2>
-<ul class="warnings">{% for text in notes + warnings %}<li>{{ text }}</li>{% endfor %}</ul>
+<ul class="warnings">{% for text in warnings %}<li>{{ text }}</li>{% endfor %}</ul>
 {% endif %}
 <div class="columns">
-<section><h2>Model</h2>{{ rows(model) }}</section>
-<section><h2>Result</h2>{{ rows(losses) }}</section>
+<section><h2>Model</h2>{{ rows(facts.model_rows()) }}</section>
+<section><h2>Result</h2>{{ rows(facts.loss_rows()) }}</section>
 </div>
 <h2>Run</h2>
-{{ rows(run) }}
+{{ rows(facts.run_rows()) }}
 <h2>Training</h2>
 {% if training %}{{ pictures(training) }}{% else %}<p>No step was logged yet.</p>{% endif %}
 <h2>Monitors</h2>
@@ -70,11 +71,12 @@ summary { cursor: pointer; }
 <pre class="text"><b>{{ prompt }}</b>{{ sample }}</pre>
 {% endif %}
 <h2>Checkpoints</h2>
+{% set checkpoints = facts.checkpoint_rows() | list %}
 {% if checkpoints %}<table>{% for name, state, size in checkpoints %}
 <tr><th>{{ name }}</th><td>{{ state }}</td><td>{{ size }}</td></tr>{% endfor %}
 </table>{% else %}<p>None was saved yet.</p>{% endif %}
 <h2>Options</h2>
-{% for part, pairs in options.items() %}
+{% for part, pairs in facts.options().items() %}
 <details><summary>{{ part }}: {{ pairs | length }}</summary>{{ rows(pairs) }}</details>
 {% endfor %}
 </body>
@@ -83,7 +85,7 @@ summary { cursor: pointer; }
 
 
 def render(**values: Any) -> str:
-    """Fill the template in.
+    """Fill the template in; `values` are the names in it, `facts` among them.
 
     Raises:
         ModuleNotFoundError: jinja2 is not installed.

@@ -138,6 +138,11 @@ def train_command(options: argparse.Namespace) -> int:
         te_precision_config_file=file,
         emulate=emulated,
     )
+    if device == "cpu" and "--optimizer-cpu-offload" in launch.options:
+        raise ValueError(
+            "--optimizer-cpu-offload: the optimizer is on a CPU already, where its copies of the parameters "
+            "would be no leaves, which torch's Adam refuses: drop it"
+        )
     print_warnings(launch, options.extra, ("schedule-unknown",))
     if device == "cpu" and not any(rule.severity == "error" for rule in check(launch)):
         for shortage in shortages(launch):

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from megatron_nemotron3.checkpoint.files import open_outside
 
+#: Name of the time of a step in a log line.
+MILLISECONDS = "elapsed time per iteration (ms)"
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")
 _ITEM = re.compile(r"\| ([^|:]+?): *([-+0-9.eE]+|nan|inf) ")
 # In the training loop the line names no set: it is the validation set.
@@ -36,7 +38,7 @@ class Step:
     @property
     def seconds(self) -> float:
         """Time per step."""
-        return self.values.get("elapsed time per iteration (ms)", 0.0) / 1e3
+        return self.values.get(MILLISECONDS, 0.0) / 1e3
 
 
 @dataclass(frozen=True)

@@ -150,10 +150,6 @@ class Progress:
     def _step(self, step: log.Step) -> None:
         # A terminal shows a bar; a file gets about twenty lines.
         mtp = " ".join(f"{loss:.3f}" for loss in step.mtp)
-        text = f"step {step.iteration:5d}/{step.total}  loss {step.loss:.3f}" + (
-            f"  MTP {mtp}" if mtp else ""
-        )
-        text += f"  {step.seconds:.2f} s/step"
         last = step.iteration == step.total
         if self._bar is not None:
             tokens = step.values.get("global batch size", 0) * self._seq_length
@@ -162,7 +158,8 @@ class Progress:
             self._bar.to(step.iteration, step.total, note=note)
         elif last or step.iteration >= self._printed + step.total / 20 or step.iteration == 1:
             self._printed = step.iteration
-            print(text, flush=True)
+            losses = f"loss {step.loss:.3f}" + (f"  MTP {mtp}" if mtp else "")
+            print(f"step {step.iteration:5d}/{step.total}  {losses}  {step.seconds:.2f} s/step", flush=True)
 
     def _validation(self, item: log.Validation) -> None:
         if item.again and item.iteration == self._evaluated:

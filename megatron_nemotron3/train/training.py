@@ -362,7 +362,8 @@ def _print_report(request: Request, curve: log.Curve, baseline: float | None, st
         print(f"loss plot        {picture}")
     if request.log_precision is not None:
         try:
-            print(precision.report(request.output, request.title))
+            rows = precision_report.read(request.output)
+            print(precision.report(rows, request.output, request.title))
         except precision_report.ReportError as problem:  # nothing was measured yet, or in this run
             print(f"no precision report: {problem}")
     if (saved := folders.latest_iteration(request.checkpoints)) is not None:

@@ -34,6 +34,7 @@ FILE = "precision.yaml"
 SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules")
 FSDP = ("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--data-parallel-sharding-strategy")
 INSTANCES = ("--num-distributed-optimizer-instances", "2")
+OUTER = ("--outer-dp-sharding-strategy", "optim")
 FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method")
 
 
@@ -252,6 +253,13 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
         },
         r"EP\*ETP=6.*NVLink on h100 connects 8",
     ),
+    "activation-offloading": (
+        {
+            "extra": ("--fine-grained-activation-offloading", "--offload-modules", "moe_act"),
+            "backend": "torch",
+        },
+        "the backend is torch.*or use backend te",
+    ),
     "optimizer-types": ({"extra": ("--exp-avg-dtype", "bf16")}, "add it"),
     "precision-aware-optimizer": (
         {"extra": ("--use-precision-aware-optimizer",), "backend": "torch"},
@@ -276,6 +284,14 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
         {"layout": layout(dp=4), "extra": (*FSDP, "optim_grads", *INSTANCES), "backend": "torch"},
         "2: without --overlap-grad-reduce.*add it",
     ),
+    "optimizer-instances": (
+        {"layout": layout(dp=2, ep=2), "extra": INSTANCES},
+        "--num-distributed-optimizer-instances 2 divides not all of .*: use .* 1$",
+    ),
+    "hsdp-outer-norm": (
+        {"layout": layout(dp=4), "extra": (*FSDP, "optim_grads_params", *INSTANCES, *OUTER), "backend": "te"},
+        "2 and --outer-dp-sharding-strategy optim: .*use --outer-dp-sharding-strategy no_shard, or --clip",
+    ),
 }
 
 #: Options that are harmless without what makes them harmful.
@@ -294,6 +310,12 @@ HARMLESS: list[dict[str, Any]] = [
     },
     {"extra": (*FSDP, "optim", *FULL_RECOMPUTE, "uniform", "--recompute-num-layers", "1")},
     {"layout": layout(dp=4), "extra": (*FSDP, "optim_grads", *INSTANCES), "backend": "te"},
+    {
+        "layout": layout(dp=4),
+        "extra": (*FSDP, "optim_grads_params", *INSTANCES, *OUTER, "--clip-grad", "0"),
+        "backend": "te",
+    },
+    {"layout": layout(dp=4), "extra": (*FSDP, "optim_grads_params", *OUTER), "backend": "te"},
     {"config": models.get("nano"), "extra": ("--moe-shared-expert-overlap",)},
     {"config": models.get("nano"), "extra": ("--grad-reduce-in-bf16",)},
     {"config": NANO_4B.but(pattern="-")},

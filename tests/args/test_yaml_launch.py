@@ -135,6 +135,7 @@ mixed_precision: bf16_mixed
         ("model:\n  x: !!python/object:os.system {}\n", "cannot be read"),
         ("model:\n  nothing: 1\n", "no Megatron option in the text"),
         ("model:\n  a: " + "[" * 5000, "cannot be read"),
+        ("recipe:\n  _target_: a.super_config\n", "recipe a.super_config: give the run_config.yaml"),
     ],
 )
 def test_bad_yaml(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,11 +32,12 @@ def twin_of(name: str) -> Twin:
 
 def text_of(name: str) -> str:
     """What certify prints of a launch before any work."""
+    notes: list[str] = []
     try:
+        notes = command_line.read_with_notes(FILES[name].read_text())[1]
         lines = twin_of(name).describe()
     except ValueError as problem:
         lines = [f"refused: {problem}"]
-    notes = command_line.read_with_notes(FILES[name].read_text())[1]
     return "\n".join((*(f"note: {note}" for note in notes), *lines, ""))
 
 

@@ -75,6 +75,7 @@ def test_what_decides_numbers_changes_it(launch: list[Flag], tmp_path: Path) -> 
     assert hash_of([flag for flag in launch if flag.name != "--sequence-parallel"]) != before
     assert certificate.hash_of(certificate.normalised(launch, 32)) != before
     assert certificate.hash_of(certificate.normalised(launch, 16, "nvfp4")) != before
+    assert certificate.hash_of(certificate.normalised(launch, 16, "", "rank=8")) != before
 
 
 def test_content_of_the_precision_file_counts_and_not_its_name(launch: list[Flag], tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.certify import proof
 from megatron_nemotron3.certify.finding import State
+from megatron_nemotron3.certify.layouts import Sizes, cover
 from tests.certify.drawn import RandomLaunch, launches
 from tests.certify.random_launches import findings, twin_of
 from tests.properties.strategies import draw_many
@@ -54,3 +56,10 @@ def test_a_draw_has_every_kind_of_launch() -> None:
     layouts = [twin_of(launch).large.layout for launch in drawn]
     for name in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp"):
         assert sum(getattr(layout, name) > 1 for layout in layouts) >= 5, name
+
+
+def test_optimizer_instances_divide_the_copies_of_experts() -> None:
+    """Also where the launch does not say how many ranks it has, and the number assumed is too small."""
+    chosen, missing = cover(Sizes(layout=ParallelLayout(dp=4, ep=4), instances=2), 8)
+    assert all(sizes.layout.edp % sizes.instances == 0 for sizes in chosen), chosen
+    assert ("optimizer instances", "optimizer instances") in missing

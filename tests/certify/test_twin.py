@@ -209,6 +209,11 @@ def test_a_schedule_of_the_pipeline_has_the_shape_of_the_launch() -> None:
     assert relation(64, SUPER.replace("size 4 --expert-model", "size 2 --expert-model")) == {1}
 
 
+def test_a_batch_that_the_script_does_not_say() -> None:
+    twin = twin_of(SUPER.replace("--global-batch-size 64", "--global-batch-size $BATCH"), world_size=64)
+    assert twin.batch == twin_of(SUPER, world_size=64).batch
+
+
 def test_dropout_by_default_is_said() -> None:
     twin = twin_of(SUPER.replace("--attention-dropout 0.0 --hidden-dropout 0.0", "--hidden-dropout 0.3"))
     assert option(twin.words(None), "--hidden-dropout") == option(twin.words(None), "--attention-dropout")
@@ -282,6 +287,8 @@ def test_router_groups() -> None:
         (SUPER.replace("--squared-relu", "--swiglu"), "not a Nemotron-H model"),
         (SUPER.replace("--hidden-size 4096", ""), "no hidden_size"),
         (SUPER.replace("-parallel-size 4", "-parallel-size $PP"), "--set"),
+        (f"{SUPER} --norm-epsilon $EPSILON", "norm-epsilon .*--set"),
+        (SUPER.replace("-parallel-size 4", "-parallel-size four"), "four is no number"),
         (SUPER.replace("-parallel-size 4", "-parallel-size 0"), "1 or more"),
         (f"{SUPER} --use-checkpoint-args --load /none".replace("--hidden-size 4096", ""), "cannot be read"),
     ],

@@ -53,6 +53,13 @@ def verification() -> str:
     return markdown(cards(TABLE.read_text(encoding="utf-8")))
 
 
+def certified_faults() -> str:
+    """Every seeded fault with the property that finds it."""
+    from tests.certify.faults_page import markdown
+
+    return markdown()
+
+
 def formats() -> str:
     """The NVFP4 recipe of every model that has a published one."""
     from megatron_nemotron3.models import get, names
@@ -138,6 +145,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/rules.md": rules,
     "reference/verification.md": verification,
     "reference/formats.md": formats,
+    "reference/certified_faults.md": certified_faults,
     "reference/commands.md": commands,
     "reference/upstream_tests.md": upstream_tests,
     **{f"pictures/{name}.svg": draw for name, draw in PICTURES.items()},

@@ -22,8 +22,6 @@ from tests.support.model_mapping import randomize
 from tests.support.models import VOCABULARY, build_hybrid
 from tests.support.world import world_of_one
 
-#: Bound before `cpu_mode` replaces it.
-original = layers.LinearWithGradAccumulationAndAsyncCommunication
 AMD, INTEL = "AuthenticAMD", "GenuineIntel"
 needs_onednn = pytest.mark.skipif(not products.is_available(), reason="this torch has no oneDNN for FP32")
 
@@ -89,14 +87,17 @@ def test_the_vendor_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_onednn
 @pytest.mark.parametrize("shape", [(512,), (256, 2), (3, 171), (1, 2500)])
+@pytest.mark.parametrize("k, n", [(96, 600), (600, 96)])
 @pytest.mark.parametrize("strided", [False, True])
-def test_equals_the_plain_product(active: list, shape: tuple[int, ...], strided: bool) -> None:
-    """As exact as F.linear, judged in FP64; 2,500 rows are more than one copy of a weight gradient.
+def test_equals_the_plain_product(
+    active: list, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], k: int, n: int, strided: bool
+) -> None:
+    """As exact as F.linear, judged in FP64; 2,500 rows are more than one copy for the weight gradient.
 
     Strided: transposed parts of wider matrices, for which oneDNN itself would take a second a product.
     """
     torch.manual_seed(0)
-    k, n = 96, 600
+    monkeypatch.setattr(products, "COPIED_ELEMENTS", 2**17)
 
     def draw(*size: int) -> Tensor:
         if not strided:
@@ -108,7 +109,7 @@ def test_equals_the_plain_product(active: list, shape: tuple[int, ...], strided:
     plain = _values_and_gradients(F.linear, x, w, dy)
     ours = _values_and_gradients(products.linear, x, w, dy)
     rows = x.numel() // k
-    copies = -(-rows // (products.COPIED_ELEMENTS // n))
+    copies = -(-rows // (2**17 // 96))  # of the narrow operand of the weight gradient, in parts
     assert len(active) == 2 + copies and (copies > 1) == (rows == 2500)
     for result, reference, other in zip(ours, exact, plain, strict=True):
         assert result.shape == reference.shape and result.is_contiguous()
@@ -209,11 +210,10 @@ def test_other_machines_keep_their_products(monkeypatch: pytest.MonkeyPatch) -> 
 
 @needs_onednn
 def test_everything_is_put_back(on_amd: None) -> None:
-    names = ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight")
-    before = [getattr(layers, name) for name in names]
+    before = _functions()
     with cpu.cpu_mode():
-        assert all(getattr(layers, n) is not b for n, b in zip(names, before, strict=True))
-    assert [getattr(layers, name) for name in names] == before
+        assert all(now is not then for now, then in zip(_functions(), before, strict=True))
+    assert _functions() == before
 
 
 def _step(frozen: bool) -> tuple[float, dict[str, Tensor]]:
@@ -249,27 +249,60 @@ def test_a_step_of_a_model(
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def _functions() -> list[Any]:
+    return [layers.LinearWithGradAccumulationAndAsyncCommunication, layers.LinearWithFrozenWeight]
+
+
+class _Later(torch.autograd.Function):
+    """Megatron's function in a version with an argument that this package does not know."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, novelty: bool) -> Tensor:
+        return torch.matmul(x, weight.t())
+
+
 @needs_onednn
-def test_communication_stays_with_megatron(active: list) -> None:
-    """A linear with a bias, fused accumulation, communication or a deferred gradient is Megatron's own."""
+def test_communication_stays_with_megatron(
+    monkeypatch: pytest.MonkeyPatch, on_amd: None, calls: list
+) -> None:
+    """A linear with a bias, fused accumulation, communication or a deferred gradient is Megatron's own.
+
+    So is any linear of a version that has further arguments.
+    """
+    other = {
+        "bias": torch.zeros(600),
+        "gradient_accumulation_fusion": True,
+        "allreduce_dgrad": True,
+        "sequence_parallel": True,
+        "grad_output_buffer": [],
+        "gtp_remat_size": 2,
+        "output_dtype": torch.bfloat16,
+    }
+    plain = {
+        "bias": None,
+        "grad_output_buffer": None,
+        "tp_group": None,
+        "gtp_remat_size": 1,
+        "output_dtype": None,
+    }
+    originals = _functions()
     x, w = torch.randn(512, 96), torch.randn(600, 96)
-    trained = layers.LinearWithGradAccumulationAndAsyncCommunication.apply
-    frozen = layers.LinearWithFrozenWeight.apply
-    bias, later = torch.zeros(600), (1,) * (len(inspect.signature(original.forward).parameters) - 10)
-    # bias, fused accumulation, all-reduce, sequence parallelism, buffer, its limit, group
-    plain = (None, False, False, False, None, 0, None)
-    deferred = (None, False, False, False, [], 0, None)
-    with torch.no_grad():
-        kinds = [
-            *(
-                trained(x, w, *plain[:i], value, *plain[i + 1 :], *later)
-                for i, value in ((0, bias), (1, True), (2, True))
-            ),
-            trained(x, w, *deferred, *later),
-            frozen(x, w, bias, False, None),
-            frozen(x, w, None, True, None),
-        ]
-    assert not active and all(torch.equal(kind, x @ w.t()) for kind in kinds)
-    trained(x, w, *plain, *later)
-    frozen(x, w, None, False, None)
-    assert len(active) == 2
+    for original in originals:
+        called: list[Any] = []
+        monkeypatch.setattr(original, "apply", lambda *arguments, c=called: c.append(arguments))
+        _, _, _, *names = inspect.signature(original.forward).parameters
+        for name in (None, *names):
+            values = [other.get(n) if n == name else plain.get(n, False) for n in names]
+            called.clear()
+            with cpu.cpu_mode(), torch.no_grad():
+                replaced = next(f for f, o in zip(_functions(), originals, strict=True) if o is original)
+                result = replaced.apply(x, w, *values)
+            if name in other:
+                assert called == [(x, w, *values)] and not calls, name
+            else:
+                assert not called and result.shape == (512, 600) and len(calls) == 1, name
+            calls.clear()
+    monkeypatch.setattr(layers, "LinearWithFrozenWeight", _Later)
+    with cpu.cpu_mode():
+        layers.LinearWithFrozenWeight.apply(x, w, None, False)
+    assert not calls

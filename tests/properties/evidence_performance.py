@@ -40,6 +40,11 @@ PERFORMANCE: dict[str, Evidence] = {
         measured=measure.hybridep_groups,
         shown="ranks 6 to 11 are an expert group, on NVLink domains 0 and 1",
     ),
+    "activation-offloading": Refused(
+        case=case(None, "--fine-grained-activation-offloading", "--offload-modules", "moe_act"),
+        stage="arguments",
+        message="Fine-grained activation offloading is only supported with transformer_engine implementation",
+    ),
     "optimizer-types": Refused(
         case=case(None, "--exp-avg-dtype", "bf16"),
         stage="step",
@@ -77,6 +82,16 @@ PERFORMANCE: dict[str, Evidence] = {
     "hsdp-overlap": NotShown(
         case=case(None, *_FSDP, "optim_grads", "--num-distributed-optimizer-instances", "2", dp=4),
         why=_BY_TRAINING,
+    ),
+    "hsdp-outer-norm": NotShown(
+        case=case(
+            None,
+            *(*_FSDP, "optim_grads_params", "--num-distributed-optimizer-instances", "2"),
+            *("--overlap-grad-reduce", "--outer-dp-sharding-strategy", "optim"),
+            dp=4,
+        ),
+        why="tests/parallel/test_options.py trains three steps, on a CPU: the norms of the two instances are "
+        "those of their parts, and without clipping all other numbers are those of one rank",
     ),
     "optimizer-instances": Refused(
         case=case(None, "--num-distributed-optimizer-instances", "2", dp=2, ep=2),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3 import models
-from megatron_nemotron3.cli import main as cli
+from megatron_nemotron3.cli import main as main_command
 from megatron_nemotron3.precision import yaml_file
 from tests.recipes.cases import CASES, GOLDEN, RECIPES, ROOT, Case
 
@@ -59,7 +59,7 @@ def check(case: Case) -> dict[str, Any]:
     """Return what `nemotron3 certify --check` says of the certificate of a case."""
     output = io.StringIO()
     with started(case), contextlib.redirect_stdout(output):
-        cli.main(["certify", "--check", str(place(case)), "--json", "--", *words(case)])
+        main_command(["certify", "--check", str(place(case)), "--json", *options(case), "--", *words(case)])
     found: dict[str, Any] = json.loads(output.getvalue())
     return found
 
@@ -75,7 +75,7 @@ def write(case: Case) -> bool:
         data = json.loads((folder / "made" / "certificate.json").read_text())
     del data["host"], data["seconds"]  # of the machine that certified it
     data["title"] = " ".join(("recipe", case.model, case.recipe, *filter(None, (case.variant,))))
-    place(case).write_text(json.dumps(data, indent=1) + "\n")
+    place(case).write_text(json.dumps(data, indent=1).replace(f"{ROOT}/", "") + "\n")
     return bool(data["passed"])
 
 

@@ -120,8 +120,9 @@ def test_all_are_copied_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["supr"], "no recipe of 'supr': give one of cpu, nano, omni, super, ultra"),
+        (["supr"], "no recipe of 'supr': give one of cpu, nano, omni, super, ultra; did you mean 'super'?"),
         (["super", "pretrian"], "super has no recipe 'pretrian': give one of debug_cpu, "),
+        (["super", "pretrian"], "; did you mean 'pretrain'?"),
         (["super", "--output", "FILE"], "FILE is not a folder"),
     ],
 )

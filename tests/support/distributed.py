@@ -6,23 +6,25 @@ import io
 import os
 import pickle
 import socket
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
+from typing import Any
 from unittest import mock
 
 from megatron_nemotron3.certify.ranks import start_ranks
 from megatron_nemotron3.cpu.async_save import forked_results
 
 
-def run_launcher(argv: list[str], world_size: int, timeout: float = 120) -> str:
+def run_launcher(argv: list[str], world_size: int, timeout: float = 120, *, inside: Any = nullcontext) -> str:
     """What `torchrun --nproc-per-node WORLD_SIZE -m megatron_nemotron3.run ARGV…` prints, ranks in order.
 
-    The processes are forked with Megatron imported, which saves the ten seconds a start costs.
+    The processes are forked with Megatron imported, which saves the ten seconds a start costs. `inside` is an
+    importable function whose block they run in.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}):
-        call = pickle.dumps((_launch_and_save_quickly, (argv,), dict(os.environ)))
+        call = pickle.dumps((_launch_and_save_quickly, (argv, inside), dict(os.environ)))
     # Its checkpoint writer is a child of its own.
     return "".join(start_ranks(call, world_size, None, timeout, daemon=False))
 
@@ -40,6 +42,6 @@ def launch(argv: list[str]) -> str:
     return output.getvalue()
 
 
-def _launch_and_save_quickly(argv: list[str]) -> str:
-    with forked_results():
+def _launch_and_save_quickly(argv: list[str], inside: Any) -> str:
+    with forked_results(), inside():
         return launch(argv)

@@ -127,6 +127,10 @@ def test_a_full_disk_leaves_nothing_half_written(text: Path, tmp_path: Path) -> 
     assert list((output / "checkpoints").glob("iter_*")) == []
 
 
+OPTIMIZER_ON_CPU = ("--", "--use-precision-aware-optimizer", "--optimizer-cpu-offload")
+OFFLOADING = ("--", "--fine-grained-activation-offloading", "--offload-modules", "moe_act")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -138,6 +142,8 @@ def test_a_full_disk_leaves_nothing_half_written(text: Path, tmp_path: Path) -> 
         (["nano-4b"], "--steps"),
         (["super", "--tiny", "--precision", "int3"], "int3"),
         (["super", "--tiny", "--device", "cuda"], "torch sees no GPU"),
+        (["super", "--tiny", "--device", "cpu", *OPTIMIZER_ON_CPU], "the optimizer is on a CPU already"),
+        (["super", "--tiny", "--device", "cpu", *OFFLOADING], "needs the modules of Transformer Engine"),
     ],
 )
 def test_bad_input(
@@ -147,7 +153,7 @@ def test_bad_input(
         pytest.skip("a GPU is here")
     output = tmp_path / "run"
     try:
-        status = cli.main(["train", *words, "--output", str(output)])
+        status = cli.main(["train", "--output", str(output), *words])
     except SystemExit as end:  # what argparse refuses
         status = end.code  # type: ignore[assignment]
     said = capsys.readouterr().err

@@ -52,10 +52,15 @@ def read_conversations(path: str | os.PathLike[str]) -> Iterator[Conversation]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 place = f"{os.fspath(path)}:{number}"
-                yield from _conversations(line, place)
+                yield from parse_line(line, place)
 
 
-def _conversations(line: bytes, place: str) -> Iterator[Conversation]:
+def parse_line(line: bytes, place: str) -> Iterator[Conversation]:
+    """Read the conversations of one line; `place` is what messages call it.
+
+    Raises:
+        ValueError: it is no object with messages.
+    """
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as problem:
@@ -77,20 +82,24 @@ class Encoder:
     If the template marks it with `{% generation %}`, the marks are used. Otherwise an assistant's turn begins
     where the prompt for it ends (`add_generation_prompt`), and ends with the template's text for the message.
 
+    Args:
+        folder: of the tokenizer.
+        called: what messages call it; default: `folder`.
+
     Raises:
         ValueError: the folder's tokenizer has no chat template, or cannot say where a token lies in the text.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], called: str | os.PathLike[str] | None = None) -> None:
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(os.fspath(folder))
-        template = self.tokenizer.chat_template
+        template, where = self.tokenizer.chat_template, folder if called is None else called
         if not isinstance(template, str):
             what = "no chat template" if template is None else "several chat templates"
-            raise ValueError(f"the tokenizer in {folder} has {what}: conversations need one")
+            raise ValueError(f"the tokenizer in {where} has {what}: conversations need one")
         if not self.tokenizer.is_fast:
-            raise ValueError(f"the tokenizer in {folder} has no tokenizer.json, which gives tokens a place")
+            raise ValueError(f"the tokenizer in {where} has no tokenizer.json, which gives tokens a place")
         self.marked = bool(_GENERATION.search(template))
 
     def encode(self, conversation: Conversation) -> Encoded:

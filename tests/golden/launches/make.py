@@ -2,8 +2,8 @@
 
     python tests/golden/launches/make.py NAME=CHECKOUT…
 
-CHECKOUT is a checkout of the repository at the version that `SOURCES` names under NAME: megatron-0.19,
-megatron-main. What `bridge` names is made by an interpreter with megatron-bridge 0.6.2, and no network:
+CHECKOUT is a checkout of a repository of `REPOSITORIES` at the version given there, NAME its key. The files
+of `BRIDGE` are made by an interpreter with megatron-bridge 0.6.2, without network:
 
     BRIDGE_PYTHON tests/golden/launches/make.py bridge
 """
@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 REPOSITORIES = {
     "megatron-0.19": "NVIDIA/Megatron-LM, tag core_v0.19.0",
     "megatron-main": "NVIDIA/Megatron-LM, main of 2026-08-22",
+    "nemotron": "NVIDIA-NeMo/Nemotron, main of 2026-08-21",
 }
 _CASES = "tests/functional_tests/test_cases"
 _MODELOPT = "examples/post_training/modelopt/conf/nvidia"
@@ -46,6 +47,14 @@ SOURCES = {
     "super-release-main": (
         "megatron-main",
         f"{_CASES}/nemotron/nemotron3_super_release_gb200/model_config.yaml",
+    ),
+}
+#: The same for YAML that names a recipe of Megatron-Bridge.
+RECIPES = {
+    "nemotron-super-sft": ("nemotron", "src/nemotron/recipes/super3/stage1_sft/config/default.yaml"),
+    "nemotron-lightning": (
+        "nemotron",
+        "src/nemotron/recipes/lightning35/stage0_pretrain/config/default.yaml",
     ),
 }
 #: Variables that the scripts of reinforcement learning set by a file's name; these are of any other file.
@@ -86,6 +95,18 @@ def write_words(checkouts: dict[str, Path]) -> None:
             (HERE / f"{name}.sh").write_text("\n".join((*head, options, "")))
 
 
+def write_recipes(checkouts: dict[str, Path]) -> None:
+    """Write the sections of these files that say something about the training."""
+    import yaml
+
+    for name, (repository, path) in RECIPES.items():
+        if repository in checkouts:
+            sections = yaml.safe_load((checkouts[repository] / path).read_text())
+            kept = {key: sections[key] for key in ("recipe", *SECTIONS) if sections.get(key)}
+            head = f"# {REPOSITORIES[repository]}: {path}\n"
+            (HERE / f"{name}.yaml").write_text(head + yaml.safe_dump(kept, sort_keys=True))
+
+
 def write_bridge() -> None:
     """Write run_config.yaml of Bridge's recipes, without fields that are empty."""
     import yaml
@@ -121,4 +142,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["bridge"]:
         write_bridge()
     else:
-        write_words({name: Path(path) for name, path in (word.split("=", 1) for word in sys.argv[1:])})
+        given = {name: Path(path) for name, path in (word.split("=", 1) for word in sys.argv[1:])}
+        write_words(given)
+        write_recipes(given)

@@ -1,0 +1,198 @@
+"""The catalogue of seeded faults: what a proof must find, where, and by which property.
+
+Each fault is a patch of Megatron or of this package, active on the ranks of a test alone.
+
+python -m tests.certify.faults            # run every fault and write the figures of the table
+python -m tests.certify.faults NAME …     # run some of them
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megatron_nemotron3.args import command_line
+from megatron_nemotron3.args.flag import Flag
+from megatron_nemotron3.certify import proof, static, twin
+from megatron_nemotron3.certify.case import Case
+from megatron_nemotron3.certify.finding import Finding, State
+from megatron_nemotron3.certify.layouts import Sizes
+from tests.certify.catalogue import FAULTS, LAUNCHES, Fault
+
+#: What was found when the table was last written.
+GOLDEN = Path(__file__).parents[1] / "golden" / "certified_faults.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultyBench(proof.Bench):
+    """A bench whose single process is healthy, unless the fault is one there, too.
+
+    A fault of ranks between them changes nothing in one process, so that all faults of a launch share one.
+    """
+
+    everywhere: bool = False
+    #: What the training has beside what follows from the launch.
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def case(self, sizes: Sizes | None, **changes: Any) -> Case:
+        """Return the training in a layout, with the fault, or in one process."""
+        healthy = {"fault": None} if sizes is None and not self.everywhere else {}
+        return super().case(sizes, **(healthy | dict(self.changes) | changes))
+
+
+def _definition(bench: proof.Bench) -> Iterator[Finding]:
+    from megatron_nemotron3.certify.definition import definition
+
+    yield from definition(bench)
+
+
+def _resuming(bench: proof.Bench) -> Iterator[Finding]:
+    """Resume in the same layout what a healthy run saved."""
+    from megatron_nemotron3.certify import script_stage
+
+    whole, killed = _killed(bench.flags, bench.twin.sizes[0].layout.world_size)
+    shutil.copytree(script_stage.folder(whole), script_stage.folder(bench))
+    yield from script_stage.resumed(script_stage.Scripts(bench), bench.twin.sizes[0], killed)
+
+
+def _export(bench: proof.Bench) -> Iterator[Finding]:
+    """Export what a healthy run saved, and read it back, in this process."""
+    from megatron_nemotron3.certify import script_stage, stored
+
+    whole, _ = _killed(bench.flags, bench.twin.sizes[0].layout.world_size)
+    if bench.fault is not None:
+        bench.fault()
+    try:
+        first = script_stage.Scripts(whole).first
+        rows = stored.read(first / "iter_0000001")["embedding.word_embeddings.weight"].shape[0]
+        yield from stored.round_trip(first, rows, bench.folder / "export")
+    finally:
+        mock.patch.stopall()
+
+
+@cache
+def _killed(flags: tuple[Flag, ...], ranks: int) -> tuple[proof.Bench, Any]:
+    """A healthy run that was killed in its second save, in a folder that stays until the process ends."""
+    from megatron_nemotron3.certify import script_stage
+
+    made, folder = _twin(flags, ranks), tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    bench = proof.Bench(twin=made, flags=flags, folder=Path(folder.name))
+    scripts = script_stage.Scripts(bench)
+    scripts.write_text()
+    killed = scripts.run("layout", made.sizes[0], *scripts.saving, killed_in=scripts.saved)
+    scripts.keep_first()
+    return bench, killed
+
+
+#: Stages of the proof, or parts of them, by the names that the catalogue has.
+STAGES: dict[str, Callable[[Any], Iterator[Finding]]] = {
+    "layouts": proof.layouts,
+    "definition": _definition,
+    "resuming": _resuming,
+    "export": _export,
+    "formats": static.formats,
+    "memory": static.memory,
+    "rules": static.rules,
+}
+#: Stages of which the launch is damaged, and no function.
+STATIC = ("formats", "memory", "rules")
+
+
+def run(launch: str, stage: str, fault: Fault | None) -> list[Finding]:
+    """Return what a stage of the proof says of a launch."""
+    given = LAUNCHES[launch]
+    damaged = fault is not None and stage in STATIC
+    with tempfile.TemporaryDirectory() as folder:
+        text = given.text(Path(folder))
+        if damaged:
+            text += " " + fault.patch(Path(folder))
+        flags = tuple(command_line.read(text))
+        bench = FaultyBench(
+            twin=_twin(flags, given.ranks),
+            flags=flags,
+            folder=Path(folder),
+            gpu=given.gpu,
+            fault=None if damaged or fault is None else fault.patch,
+            everywhere=fault is not None and fault.everywhere,
+            changes={} if given.padded is None else {"documents": given.documents, "padded": given.padded},
+        )
+        return list(STAGES[stage](bench))
+
+
+@cache
+def _twin(flags: tuple[Flag, ...], ranks: int) -> twin.Twin:
+    return twin.make(flags, ranks or 8, world_size=ranks or None)
+
+
+@cache
+def healthy(launch: str, stage: str) -> list[Finding]:
+    """Return what a stage says without a fault."""
+    return run(launch, stage, None)
+
+
+def failures(found: list[Finding]) -> dict[str, Finding]:
+    """Return the properties that failed, each where it is farthest."""
+    worst: dict[str, Finding] = {}
+    for finding in found:
+        if finding.state is State.FAIL:
+            old = worst.get(finding.name)
+            if old is None or (finding.difference or 0) > (old.difference or 0):
+                worst[finding.name] = finding
+    return worst
+
+
+def measured() -> dict[str, dict[str, str]]:
+    """Return what was found when the table was last written."""
+    rows: dict[str, dict[str, str]] = json.loads(GOLDEN.read_text())
+    return rows
+
+
+def _row(fault: Fault, found: dict[str, Finding]) -> dict[str, str]:
+    finding = next(found[name] for name in fault.found_by if name in found)
+    share = "" if finding.difference is None else f"{finding.difference:.2g}"
+    return {"found by": finding.name, "where": finding.where, "share": share}
+
+
+def main(names: list[str]) -> None:
+    """Run faults, print what finds them, and write it to the file of figures."""
+    if unknown := [name for name in names if name not in FAULTS]:
+        raise SystemExit(f"no such fault: {unknown[0]}; there are: {', '.join(FAULTS)}")
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Megatron prints a great deal on every rank
+    say = functools.partial(print, file=out, flush=True)
+    rows = {name: row for name, row in measured().items() if name in FAULTS}
+    for name in names or FAULTS:
+        fault, begin = FAULTS[name], time.monotonic()
+        try:
+            alarms = failures(healthy(fault.launch, fault.stage))
+            found = failures(run(fault.launch, fault.stage, fault))
+        except Exception as problem:  # a defect of the proof
+            say(f"ERROR {name}: {str(problem).strip().splitlines()[-1]}")
+            continue
+        right = not alarms and set(fault.found_by) <= found.keys() and "training" not in found
+        say(f"{'ok' if right else 'MISS'} {name} [{fault.launch}] {time.monotonic() - begin:.1f} s")
+        for finding in alarms.values():
+            say(f"      FALSE ALARM {finding}"[:200])
+        for finding in found.values():
+            say(f"      {finding.name}: {finding.difference} {finding.detail}"[:200])
+        if right:
+            rows[name] = _row(fault, found)
+            ordered = {name: rows[name] for name in FAULTS if name in rows}
+            GOLDEN.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
