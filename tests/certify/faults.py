@@ -162,7 +162,8 @@ def measured() -> dict[str, dict[str, str]]:
 
 def _row(fault: Fault, found: dict[str, Finding]) -> dict[str, str]:
     finding = next(found[name] for name in fault.found_by if name in found)
-    share = f"{finding.difference:.2g}" if finding.difference is not None and finding.tolerance else ""
+    known = finding.difference is not None and finding.tolerance
+    share = f"{finding.difference / finding.tolerance:.2g}" if known else ""
     return {"found by": finding.name, "where": finding.where, "share": share}
 
 
