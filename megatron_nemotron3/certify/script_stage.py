@@ -317,6 +317,9 @@ def elsewhere(
         yield untested(
             "optimizer state loaded", f"it loads in its own layout only without {_RESHARDABLE}", where
         )
+    elif other is None and _DISTRIBUTED in scripts.given:
+        optimizer = False
+        yield untested("optimizer state loaded", "one process has no distributed optimizer here", where)
     elif _expert_optimizer(other) != _expert_optimizer(scripts.bench.twin.sizes[0]):
         optimizer = False
         yield untested("optimizer state loaded", "Megatron does not load two optimizers as one", where)

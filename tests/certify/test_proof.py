@@ -36,4 +36,4 @@ def test_a_whole_proof(tmp_path: Path) -> None:
         "weights after two steps (script)", "weights after resuming", "optimizer state after resuming",
         "gradients after loading", "Hugging Face export", "monitors of the first step",
     }  # fmt: skip
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["made"]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("nemotron3-certify")]

@@ -35,25 +35,6 @@ def forget_expert_biases() -> None:
     HybridModel.load_state_dict = forgetful
 
 
-def skip_last_ranks_weight() -> None:
-    """The last rank writes zeros in place of a matrix."""
-    import torch
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    save = dist_checkpointing.save
-
-    def skipping(state: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-            tensors = [v for v in nested_values(state["model"]) if isinstance(v, ShardedTensor)]
-            one = next(t for t in tensors if t.key.endswith("linear_proj.weight"))
-            one.data = torch.zeros_like(one.data)
-        return save(state, *args, **kwargs)
-
-    dist_checkpointing.save = skipping
-
-
 def hang_in_the_last_rank() -> None:
     """The last rank never begins."""
     import os
