@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.certify import checkpoint_faults as checkpoints
+from tests.certify import definition_faults as everywhere
 from tests.certify import expert_faults as experts
 from tests.certify import gradient_faults as gradients
 from tests.certify import launch_faults as launches
@@ -110,6 +112,14 @@ _GRADIENTS, _NORM, _LOSS, _WEIGHTS = ("gradients",), ("gradient norms",), ("loss
 _BIAS, _MTP, _FORMATS = ("expert biases",), ("losses of MTP",), ("number formats",)
 _LOADED, _STATE = ("weights loaded",), ("optimizer state loaded",)
 
+
+def _defined(
+    patch: Callable[[], None], found_by: tuple[str, ...], source: str = "seeded", launch: str = "TP2"
+) -> Fault:
+    """Return a fault that every layout has: the definition finds it in one process."""
+    return Fault(patch, launch, found_by, source, stage="definition", everywhere=True)
+
+
 FAULTS: dict[str, Fault] = {
     "norm gains under SP": Fault(gradients.norms_not_reduced, "TP2", _COPIES),
     "latent projections under SP": Fault(gradients.latent_not_reduced, "TP2", _COPIES),
@@ -120,6 +130,7 @@ FAULTS: dict[str, Fault] = {
     "experts times EP": Fault(gradients.experts_scaled_by_ep, "EP2", _GRADIENTS),
     "experts summed as dense": Fault(gradients.experts_summed_as_dense, "EP2", _GRADIENTS),
     "mean over DP": Fault(gradients.averaged_over_dp, "DP2", _GRADIENTS),
+    "tokens of one rank": Fault(gradients.tokens_of_one_rank, "DP2", _COPIES),
     "tokens of the last stage": Fault(gradients.tokens_not_sent_to_stages, "PP2", _COPIES),
     "loss scale with accumulation": Fault(
         gradients.divided_by_microbatches, "DP2", _GRADIENTS, everywhere=True
@@ -135,10 +146,18 @@ FAULTS: dict[str, Fault] = {
         gradients.head_vectors_missing_in_norm, "TP2", _NORM, "Megatron-LM #7452, finding 8"
     ),
     "experts in the norm": Fault(gradients.experts_missing_in_norm, "TP2 EP2", _NORM, "Megatron-LM #5916"),
+    "experts not clipped": Fault(gradients.experts_not_clipped, "EP2", _WEIGHTS),
     "norm of one stage": Fault(gradients.norm_of_one_stage, "PP2", _COPIES),
     "counts of one rank": Fault(experts.counts_of_one_rank, "DP2", _COPIES),
     "counts without CP": Fault(experts.counts_without_cp, "CP2", _COPIES),
     "counts of one micro-batch": Fault(experts.counts_of_last_microbatch, "DP2", _BIAS, everywhere=True),
+    "counts in BF16": Fault(
+        experts.counts_in_bf16,
+        "DP4, 2 optimizers",
+        _BIAS,
+        "prime-rl #2338, Megatron-LM #1482",
+        everywhere=True,
+    ),
     "balance times TP": Fault(experts.balance_times_tp, "TP2", _GRADIENTS),
     "balance of local tokens": Fault(experts.balance_of_local_tokens, "TP2", _GRADIENTS),
     "balance per micro-batch": Fault(
@@ -163,6 +182,24 @@ FAULTS: dict[str, Fault] = {
     "last layer of a stage": Fault(sequence.stage_drops_last_layer, "PP2", _LOSS),
     "key and value swapped": Fault(sequence.key_and_value_swapped, "TP2", _LOSS),
     "logits gathered": Fault(sequence.logits_gathered, "TP2", _LOSS, "Megatron-LM #7452"),
+    "shared expert twice": _defined(everywhere.shared_expert_twice, ("logits",)),
+    "expert bias weighs": _defined(everywhere.bias_weighs, ("logits",)),
+    "expert bias ignored": _defined(everywhere.bias_does_not_choose, ("router choices",)),
+    "expert bias in the wrong direction": _defined(everywhere.bias_moves_the_wrong_way, _BIAS),
+    "MTP weighs twice": _defined(everywhere.mtp_weighs_twice, _GRADIENTS, "Megatron-LM #1532"),
+    "balance weighs twice": _defined(everywhere.balance_weighs_twice, _GRADIENTS),
+    "MTP's balance per depth": _defined(everywhere.mtp_is_no_mtp, _GRADIENTS, "Megatron-LM #6748"),
+    "tokens of some micro-batches": _defined(everywhere.tokens_of_two_microbatches, _GRADIENTS),
+    "norm gains decay": _defined(everywhere.everything_decays, ("optimizer",)),
+    "norm counts twice": _defined(everywhere.norm_counts_twice, _NORM),
+    "MTP without the loss mask": _defined(sequence.mtp_without_mask, _MTP, "Megatron-Bridge #6103, #6105"),
+    "documents without index": _defined(
+        everywhere.mamba_ignores_borders, ("logits",), "SkyRL #2056", "CP2 packed"
+    ),
+    "Mamba's state leaks": _defined(sequence.mamba_state_leaks, ("logits",), launch="CP2 packed"),
+    "convolution leaks": _defined(sequence.convolution_leaks, ("logits",), launch="CP2 packed"),
+    "attention leaks": _defined(sequence.attention_leaks, ("logits",), launch="CP2 packed"),
+    "MTP labels of the next document": _defined(everywhere.mtp_ignores_borders, _MTP, launch="CP2 packed"),
     "matcher not enabled": Fault(launches.enabled_dropped, "Super, NVFP4", _FORMATS, stage="formats"),
     "glob that matches nothing": Fault(
         launches.glob_matches_nothing, "Super, NVFP4", _FORMATS, stage="formats"
@@ -177,5 +214,19 @@ FAULTS: dict[str, Fault] = {
     "memory exceeded": Fault(launches.memory_exceeded, "Super", ("memory of a GPU",), stage="memory"),
     "optimizer state between buckets": Fault(
         launches.buckets_shifted, "PP2", ("rules",), "Megatron-LM #5077", stage="rules"
+    ),
+    "moments forgotten": Fault(checkpoints.moments_forgotten, "TP2", _STATE, stage="resuming"),
+    "layers exchanged": Fault(checkpoints.layers_exchanged, "TP2", _LOADED, stage="resuming"),
+    "expert biases reset": Fault(
+        checkpoints.biases_reset, "TP2", ("weights after resuming",), stage="resuming"
+    ),
+    "part of a matrix not saved": Fault(
+        checkpoints.part_not_saved, "TP2", ("weights in the checkpoint",), stage="resuming"
+    ),
+    "experts exchanged in the export": Fault(
+        checkpoints.experts_exchanged_in_export, "TP2", ("Hugging Face export",), stage="export"
+    ),
+    "A exported for its logarithm": Fault(
+        checkpoints.decay_exported_as_rate, "TP2", ("Hugging Face export",), stage="export"
     ),
 }

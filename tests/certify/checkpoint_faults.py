@@ -38,41 +38,6 @@ def layers_exchanged() -> None:
     wrap(HybridModel, "load_state_dict", make)
 
 
-def mtp_not_loaded() -> None:
-    """The layers of MTP keep their initial weights."""
-
-    def make(load: Any) -> Any:
-        def without(self: Any, *args: Any, **kwargs: Any) -> Any:
-            mtp = [p for name, p in self.named_parameters() if name.startswith("mtp.")]
-            kept = [p.detach().clone() for p in mtp]
-            result = load(self, *args, **kwargs)
-            with torch.no_grad():
-                for parameter, value in zip(mtp, kept):
-                    parameter.copy_(value)
-            return result
-
-        return without
-
-    wrap(HybridModel, "load_state_dict", make)
-
-
-def moments_exchanged() -> None:
-    """The two moments of Adam take each other's place when they are loaded."""
-
-    def make(load: Any) -> Any:
-        def exchanged(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = load(self, *args, **kwargs)
-            for state in self.optimizer.state.values():
-                if "exp_avg" in state:
-                    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
-            return result
-
-        return exchanged
-
-    for kind in (DistributedOptimizer, FP32Optimizer):
-        wrap(kind, "load_state_dict", make)
-
-
 def moments_forgotten() -> None:
     """The moments of Adam begin at zero after a checkpoint is loaded."""
 

@@ -162,7 +162,7 @@ def measured() -> dict[str, dict[str, str]]:
 
 def _row(fault: Fault, found: dict[str, Finding]) -> dict[str, str]:
     finding = next(found[name] for name in fault.found_by if name in found)
-    share = "" if finding.difference is None else f"{finding.difference:.2g}"
+    share = f"{finding.difference:.2g}" if finding.difference is not None and finding.tolerance else ""
     return {"found by": finding.name, "where": finding.where, "share": share}
 
 
