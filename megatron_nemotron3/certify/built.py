@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.args.flag import to_argv
 from megatron_nemotron3.args.launch import Launch
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import Finding, failed, passed, untested
 from megatron_nemotron3.certify.static import launch_of
 from megatron_nemotron3.precision import deviations
@@ -19,9 +20,6 @@ from megatron_nemotron3.precision.census import Ambient
 from megatron_nemotron3.precision.formats import EMULATED
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.table import Structure
-
-if TYPE_CHECKING:
-    from megatron_nemotron3.certify.proof import Bench
 
 WHOLE, TWIN = "number formats of the built model", "number formats that the twin computes in"
 #: Options of formats that Megatron takes on any machine; those that name one need Transformer Engine.

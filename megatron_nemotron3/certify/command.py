@@ -20,8 +20,9 @@ from megatron_nemotron3.args.script_options import add_set
 from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.certify import certificate
 from megatron_nemotron3.certify import twin as twins
+from megatron_nemotron3.certify.bench import Bench, last_line
 from megatron_nemotron3.certify.finding import Finding, State, failed
-from megatron_nemotron3.certify.proof import STAGES, Bench, Stage, last_line, prove
+from megatron_nemotron3.certify.proof import STAGES, Stage, prove
 from megatron_nemotron3.certify.reading import Asked, checkout, read
 from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.models.command import add_model

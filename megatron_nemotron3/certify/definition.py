@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_nemotron3.certify.batch import global_batch
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.compare import Distance, farthest, numbers
 from megatron_nemotron3.certify.finding import Finding, State, failed, untested
@@ -25,9 +26,6 @@ from megatron_nemotron3.certify.plain_step import AdamW, Objective, define, move
 from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.certify.tensors import Tensors, gather, load, unwrap
 from megatron_nemotron3.certify.world import Run, mtp_losses
-
-if TYPE_CHECKING:
-    from megatron_nemotron3.certify.proof import Bench
 
 #: Micro-batches of a step: more than one, and not all with the same number of counting tokens.
 _MICROBATCHES = 3

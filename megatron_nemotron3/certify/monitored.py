@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import Finding, State, failed, untested
+from megatron_nemotron3.certify.tensors import Tensors
 from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.series import AGGREGATES, KINDS
-
-if TYPE_CHECKING:
-    from megatron_nemotron3.certify.proof import Bench
-    from megatron_nemotron3.certify.tensors import Tensors
 
 MONITORS = "monitors of the first step"
 

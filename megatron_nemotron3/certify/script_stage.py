@@ -12,10 +12,10 @@ from typing import Any
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.args.flag import to_argv
 from megatron_nemotron3.certify import noise, observer, resume, script_data, stored
+from megatron_nemotron3.certify.bench import Bench, last_line
 from megatron_nemotron3.certify.compare import farthest
 from megatron_nemotron3.certify.finding import Finding, State, failed, passed, untested
 from megatron_nemotron3.certify.layouts import Sizes
-from megatron_nemotron3.certify.proof import Bench, last_line
 from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.certify.reading import CHECKOUT
 from megatron_nemotron3.certify.script_run import ScriptRun, script_of

@@ -6,21 +6,18 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_nemotron3.args import TrainingSchedule, pasted, versions
 from megatron_nemotron3.args.command_line import is_known
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.parser_check import misused, unknown
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import Finding, State, failed, passed, untested
 from megatron_nemotron3.certify.options import Fate
 from megatron_nemotron3.plan.hardware import GIB, GPUS, RESERVE
 from megatron_nemotron3.precision import deviations, yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
 from megatron_nemotron3.precision.table import Structure
-
-if TYPE_CHECKING:
-    from megatron_nemotron3.certify.proof import Bench
 
 #: Rules on `--seq-length`, which in reinforcement learning is no length of a training batch.
 _OF_LENGTH = ("token-alignment", "sequence-sp", "sequence-cp")

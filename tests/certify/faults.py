@@ -26,6 +26,7 @@ from unittest import mock
 from megatron_nemotron3.args import command_line
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.certify import proof, static, twin
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.finding import Finding, State
 from megatron_nemotron3.certify.layouts import Sizes
@@ -36,7 +37,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "certified_faults.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultyBench(proof.Bench):
+class FaultyBench(Bench):
     """A bench whose single process is healthy, unless the fault is one there, too.
 
     A fault of ranks between them changes nothing in one process, so that all faults of a launch share one.
@@ -52,13 +53,13 @@ class FaultyBench(proof.Bench):
         return super().case(sizes, **(healthy | dict(self.changes) | changes))
 
 
-def _definition(bench: proof.Bench) -> Iterator[Finding]:
+def _definition(bench: Bench) -> Iterator[Finding]:
     from megatron_nemotron3.certify.definition import definition
 
     yield from definition(bench)
 
 
-def _resuming(bench: proof.Bench) -> Iterator[Finding]:
+def _resuming(bench: Bench) -> Iterator[Finding]:
     """Resume in the same layout what a healthy run saved."""
     from megatron_nemotron3.certify import script_stage
 
@@ -67,7 +68,7 @@ def _resuming(bench: proof.Bench) -> Iterator[Finding]:
     yield from script_stage.resumed(script_stage.Scripts(bench), bench.twin.sizes[0], killed)
 
 
-def _export(bench: proof.Bench) -> Iterator[Finding]:
+def _export(bench: Bench) -> Iterator[Finding]:
     """Export what a healthy run saved, and read it back, in this process."""
     from megatron_nemotron3.certify import script_stage, stored
 
@@ -83,13 +84,13 @@ def _export(bench: proof.Bench) -> Iterator[Finding]:
 
 
 @cache
-def _killed(flags: tuple[Flag, ...], ranks: int) -> tuple[proof.Bench, Any]:
+def _killed(flags: tuple[Flag, ...], ranks: int) -> tuple[Bench, Any]:
     """A healthy run that was killed in its second save, in a folder that stays until the process ends."""
     from megatron_nemotron3.certify import script_stage
 
     made, folder = _twin(flags, ranks), tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
-    bench = proof.Bench(twin=made, flags=flags, folder=Path(folder.name))
+    bench = Bench(twin=made, flags=flags, folder=Path(folder.name))
     scripts = script_stage.Scripts(bench)
     scripts.write_text()
     killed = scripts.run("layout", made.sizes[0], *scripts.saving, killed_in=scripts.saved)

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.args.flag import parse
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import Finding, State, failed
-from megatron_nemotron3.certify.proof import STAGES, Bench, Stage, prove
+from megatron_nemotron3.certify.proof import STAGES, Stage, prove
 from megatron_nemotron3.certify.twin import Twin, make
 from tests.certify.drawn import RandomLaunch, launches
 from tests.properties.strategies import draw_many

@@ -9,8 +9,8 @@ import pytest
 from megatron_nemotron3 import models
 from megatron_nemotron3.args import Launch, flags
 from megatron_nemotron3.certify import built, twin
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import State
-from megatron_nemotron3.certify.proof import Bench
 from megatron_nemotron3.precision import yaml_file
 
 

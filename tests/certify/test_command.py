@@ -14,8 +14,9 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.args import Launch, flags
 from megatron_nemotron3.args.flag import render
 from megatron_nemotron3.certify import certificate, command, ranks
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import Finding, State, failed, passed, untested
-from megatron_nemotron3.certify.proof import STAGES, Bench, Stage
+from megatron_nemotron3.certify.proof import STAGES, Stage
 
 NO_TRAINING = (
     "Megatron's parser",

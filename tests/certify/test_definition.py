@@ -10,9 +10,9 @@ import pytest
 from megatron_nemotron3.args import Launch, flags
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.certify import twin
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.definition import definition
 from megatron_nemotron3.certify.finding import Finding, State
-from megatron_nemotron3.certify.proof import Bench
 from tests.certify import definition_faults as faults
 
 PER_TOKEN = "--calculate-per-token-loss"

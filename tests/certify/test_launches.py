@@ -13,8 +13,9 @@ from megatron_nemotron3.args import parser_check
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.build import megatron_args
 from megatron_nemotron3.certify import static
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import State
-from megatron_nemotron3.certify.proof import Bench, layouts
+from megatron_nemotron3.certify.proof import layouts
 from megatron_nemotron3.certify.twin import make
 from tests.certify.launches import FILES, FOLDER, VERSION, flags_of, text_of, twin_of
 

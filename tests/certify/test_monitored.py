@@ -8,8 +8,8 @@ import pytest
 
 from megatron_nemotron3.args import Launch, flags
 from megatron_nemotron3.certify import monitored, twin
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import State
-from megatron_nemotron3.certify.proof import Bench
 from megatron_nemotron3.certify.script_stage import events
 
 SERIES = {"max_vio/layer_002": 1.5, "residual_rms/layer_001": 0.02, "monitor/dead_experts": 0.0}

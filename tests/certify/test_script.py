@@ -11,8 +11,8 @@ import pytest
 
 from megatron_nemotron3.args import ParallelLayout, command_line, versions
 from megatron_nemotron3.certify import script_run, script_stage
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import Finding, State
-from megatron_nemotron3.certify.proof import Bench
 from megatron_nemotron3.certify.reading import checkout
 from megatron_nemotron3.certify.twin import make
 from megatron_nemotron3.models import get, tiny

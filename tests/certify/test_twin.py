@@ -16,9 +16,9 @@ from megatron_nemotron3.args import flags as flags_of
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.build import megatron_args
 from megatron_nemotron3.certify import options, stages
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.layouts import Sizes, cover
 from megatron_nemotron3.certify.options import Fate
-from megatron_nemotron3.certify.proof import Bench
 from megatron_nemotron3.certify.twin import Twin, make, stages_of
 from megatron_nemotron3.models import pattern as patterns
 from tests.properties.strategies import layouts

@@ -9,8 +9,8 @@ import pytest
 from megatron_nemotron3.args import Launch, ParallelLayout, command_line
 from megatron_nemotron3.args import flags as flags_of
 from megatron_nemotron3.certify import proof
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import State
-from megatron_nemotron3.certify.proof import Bench
 from megatron_nemotron3.certify.twin import make
 from tests.certify.test_twin import SUPER
 

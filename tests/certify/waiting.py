@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.certify import command, ranks
+from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import Finding
-from megatron_nemotron3.certify.proof import Bench, Stage
+from megatron_nemotron3.certify.proof import Stage
 
 
 def waiting(bench: Bench) -> Iterator[Finding]:
