@@ -66,7 +66,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     manifest.add_change(parser)
     parser.add_argument("script", metavar="SCRIPT", help="a training script of Megatron")
-    parser.add_argument("arguments", metavar="ARGS…", nargs=argparse.REMAINDER, help="the script's own")
+    own = parser.add_argument("arguments", metavar="ARGS…", nargs=argparse.REMAINDER, help="the script's own")
+    own.required = False  # argparse would name it beside a missing SCRIPT
 
 
 def fail(message: str) -> NoReturn:

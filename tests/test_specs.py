@@ -24,10 +24,10 @@ OPTIONAL = ("transformer_engine", "mamba_ssm", "causal_conv1d", "apex", "flash_a
 
 #: Command lines of megatron_nemotron3.run that must end in exit code 2, and what the message must name.
 REFUSED_EARLY: dict[str, tuple[list[str], tuple[str, ...]]] = {
-    "no script": ([], ("no SCRIPT given", "usage:")),
+    "no script": ([], ("required: SCRIPT",)),
     "missing script": (["nowhere.py", "--seed", "1"], ("nowhere.py", "does not exist")),
-    "unknown device": (["--device", "tpu", "script.py"], ("tpu", "auto, cpu or cuda")),
-    "unknown option": (["--fast", "script.py"], ("--fast", "usage:")),
+    "unknown device": (["--device", "tpu", "script.py"], ("tpu", "choose from auto, cpu, cuda")),
+    "unknown option": (["--fast", "script.py"], ("unknown option --fast",)),
 }
 #: The same, refused when Megatron has been imported.
 REFUSED_LATE: dict[str, tuple[list[str], tuple[str, ...]]] = {

@@ -56,6 +56,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "convert": [("to-hf missing b", "does not exist")],
     "verify": [("missing b", "does not exist")],
     "generate": [("--checkpoint missing", "package torch is not installed: pip install")],
+    "certify": [("super --tiny", "package torch is not installed: pip install")],
     "evaluate": [("--checkpoint missing --text missing", "package torch is not installed: pip install")],
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import logging
 import signal
 import tempfile
@@ -69,6 +70,7 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
     Raises:
         ValueError: no launch of this family, sizes that do not go together, too little memory, a checkout
             that is none, or as `read`.
+        ModuleNotFoundError: torch or Megatron is not installed.
         OSError: a file cannot be read or written.
     """
     asked = read(options, command)
@@ -77,6 +79,7 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
     )
     if options.check is not None:
         return _check(options, normalised)
+    _require_packages()
     twin = twins.make(
         asked.flags,
         options.ranks,
@@ -294,6 +297,17 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def _require_packages() -> None:
+    """Raise unless what the ranks compute with is installed.
+
+    Raises:
+        ModuleNotFoundError: with the name of the first that is not.
+    """
+    for package in ("torch", "megatron"):
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
 
 
 def _require_folder(folder: Path) -> None:

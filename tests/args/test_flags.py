@@ -159,8 +159,10 @@ def test_standard_library_only() -> None:
             )
             for module in modules:
                 top, *rest = module.split(".")
+                if not rest and isinstance(node, ast.ImportFrom):
+                    rest = [alias.name for alias in node.names]
                 inside = top == "megatron_nemotron3" and (
-                    rest[0] in ("args", "checkpoint", "lora", "models")
+                    rest[0] in ("args", "checkpoint", "lora", "models", "words")
                     or rest == ["precision"]
                     or rest in [["precision", name] for name in LIGHT_PRECISION]
                 )

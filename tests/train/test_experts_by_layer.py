@@ -9,6 +9,7 @@ import pytest
 
 from megatron_nemotron3.args import Launch, ParallelLayout, flags
 from megatron_nemotron3.args.script_folders import settle_manifest
+from megatron_nemotron3.certify import ranks
 from megatron_nemotron3.checkpoint.state import loaded_state
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.stack_specs import ARGUMENT, experts_text
@@ -74,7 +75,7 @@ def test_another_table_does_not_load(
     words = _argv(ParallelLayout(), *WORDS, load=str(folder))
     at = words.index(WORDS[0])
     words[at + 1 : at + 3] = spec
-    code, _, err = distributed.run_fresh(_main, words)
+    code, _, err = ranks.run_fresh(_main, words)
     assert code == 2 and len(err.splitlines()) == 1
     assert f"--spec {' '.join(spec)} builds" in err and said in err
     assert "iter_0000002 of --load was trained with layers of experts (width:top-k) 32:2 96:5 64:3" in err
@@ -107,7 +108,7 @@ def _load(folder: str, spec: str) -> str:
 @pytest.mark.parametrize("spec", ["own", "stock"])
 def test_widths_of_another_table_do_not_fit(spec: str, folder: Path) -> None:
     """Megatron refuses them by itself, for whoever loads without our launcher."""
-    (said,) = distributed.run_distributed(_load, 1, str(folder), spec)
+    (said,) = ranks.run_distributed(_load, 1, str(folder), spec)
     assert bool(said) == (spec == "stock") and ("shape" in said or spec == "own")
 
 
