@@ -126,8 +126,8 @@ def define(
     trained = {key: t for key, t in parameters.items() if t.requires_grad}
     gradients = torch.autograd.grad(total, list(trained.values()))
     return Defined(
-        loss=float((losses[0] * masks[0]).sum() / counted),
-        mtp=[float(sum(depth)) / len(parts) for depth in means[1:]],
+        loss=((losses[0] * masks[0]).sum() / counted).item(),
+        mtp=[torch.stack(depth).mean().item() for depth in means[1:]],
         logits=[t.detach() for t in passed.logits],
         gradients=dict(zip(trained, gradients)),
         routings=passed.routings,

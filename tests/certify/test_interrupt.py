@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -30,6 +31,19 @@ def session(number: int) -> list[str]:
     return found
 
 
+def wait_for_both(fifo: Path, program: subprocess.Popen[str]) -> None:
+    """Wait until two ranks have written to a pipe, which stays open between them."""
+    ready, end = b"", time.monotonic() + 120
+    pipe = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        while ready.count(b"ready") < 2:
+            assert program.poll() is None and time.monotonic() < end, ready
+            if select.select([pipe], [], [], 1)[0]:
+                ready += os.read(pipe, 100)
+    finally:
+        os.close(pipe)
+
+
 @pytest.mark.parametrize(
     ("how", "status"),
     [
@@ -51,10 +65,7 @@ def test_nothing_is_left(how: str, status: int, tmp_path: Path) -> None:
         start_new_session=True,
     )  # fmt: skip
     try:
-        ready = ""
-        while ready.count("ready") < 2:
-            with fifo.open() as file:
-                ready += file.read()
+        wait_for_both(fifo, program)
         assert len(session(program.pid)) > 2
         if how == "group":
             os.killpg(program.pid, signal.SIGINT)
