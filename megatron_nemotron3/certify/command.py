@@ -265,7 +265,12 @@ def _start_server(log: Path) -> None:
     from megatron_nemotron3.certify.ranks import start_server
 
     with log.open("w") as file:
-        start_server(file)
+        try:
+            start_server(file)
+        except OSError as problem:  # its socket lies there, and a socket's path has at most 107 characters
+            raise ValueError(
+                f"no process can be started in {tempfile.gettempdir()} (TMPDIR): {problem}"
+            ) from None
 
 
 @contextlib.contextmanager
