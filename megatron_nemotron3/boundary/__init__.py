@@ -11,7 +11,7 @@ Data, without torch:
 Communication:
 
     feed                  row counts that come with the batch
-    groups                process groups, and failing together
+    groups, grids         process groups, and failing together; those of a module in its own layout
     stages                checks of a topology, pipeline stage of each rank
     agreement             the header where row counts are not known
     exchange, all_to_all  execute plans point to point, or on shared ranks

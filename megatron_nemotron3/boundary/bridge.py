@@ -29,13 +29,14 @@ class Bridge(BridgeCommunicator):
     Args:
         src_grid, dest_grid, dim_mapping, comm_dtype, src_module_name, dest_module_name, tensor_ndim: as
             upstream. CP of the destination may be above 1.
+        source_share: how the source's context ranks share its rows (`Layout.share`); needs a feed.
         edge, coordinator: given by `BoundaryCommunicator`, where all edges into a module share one
             coordinator; then only its methods exchange.
         timeout: of every wait; None: that of the default process group.
 
     Raises:
         BoundaryError: ranks construct it with different arguments.
-        ValueError: the source has CP above 1, or another argument is invalid.
+        ValueError: as `Edge`, or another argument is invalid.
     """
 
     #: Bridges with process groups of their own, for `destroy_bridge_pgs`.
@@ -51,6 +52,7 @@ class Bridge(BridgeCommunicator):
         dest_module_name: str | None = None,
         tensor_ndim: int = 3,
         *,
+        source_share: str = "",
         edge: Edge | None = None,
         coordinator: Coordinator | None = None,
         timeout: timedelta | None = None,
@@ -66,17 +68,12 @@ class Bridge(BridgeCommunicator):
         self.edge = edge or Edge(
             src_module_name or "source",
             dest_module_name or "destination",
-            Layout.from_grid(src_grid),
+            Layout.from_grid(src_grid, share=source_share),
             Layout.from_grid(dest_grid),
             tensor_ndim,
             self._batch_dim,
             comm_dtype,
         )
-        if self.edge.source.cp > 1:
-            raise ValueError(
-                f"{self.edge.name}: the source has CP={self.edge.source.cp}, whose rows have no order: "
-                "use CP 1 in modules that send"
-            )
         self.coordinator = coordinator or Coordinator([self.edge], timeout=timeout)
         if coordinator is None:
             Bridge._alive.add(self)

@@ -48,12 +48,14 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             `Microbatch` are looked up under `src_module_name`.
         sequence_parallel: whether the destination uses `--sequence-parallel`.
         source_sequence_parallel: whether the source's rows are split over its TP; needs a feed.
+        source_share: how the source's context ranks share its rows (`Layout.share`); needs a feed.
         kind: dtype and shape of a row that every rank sends; None: agreed upon in the first exchange.
         groups_from: another communicator of the same ranks, whose process group is used; None: a new one.
         timeout: of every wait; None: that of the default group.
 
     Raises:
-        ValueError: the grids have different ranks, lack tp or dp, or the source has PP or CP above 1.
+        ValueError: the grids have different ranks, lack tp or dp, or the source has PP above 1; or as
+            `Layout.check_sender`.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         *,
         sequence_parallel: bool = False,
         source_sequence_parallel: bool = False,
+        source_share: str = "",
         kind: RowKind | None = None,
         groups_from: ColocatedBridge | None = None,
         timeout: timedelta | None = None,
@@ -74,7 +77,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         self.src_module_name, self.dest_module_name = src_module_name, dest_module_name
         self.dim_mapping = dim_mapping or {"b": 0, "s": 1, "h": 2}
         self.current_rank = dist.get_rank()
-        self.source = Layout.from_grid(src_grid, source_sequence_parallel)
+        self.source = Layout.from_grid(src_grid, source_sequence_parallel, source_share)
         self.destination = Layout.from_grid(dest_grid, sequence_parallel)
         self._validate_grids()
         self._extract_parallelism_info()
@@ -141,13 +144,14 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         name, sizes = self.src_module_name, getattr(modality.tensor, SPLIT_SIZES, None)
         total_shares = math.lcm(self.source.dp, self.destination.dp)
         source_shares, shares = total_shares // self.source.dp, total_shares // self.destination.dp
-        sharded = self.source.sequence_parallel and self.source.tp > 1
+        sharded = self.source.sliced
         described = None
         if microbatch is not None:
             described = dict(microbatch.rows).get(name, ()), microbatch
         elif sharded:
             raise RowsError(
-                f"rows of {name} are split over TP={self.source.tp}: give the row counts (RowFeed)"
+                f"rows of {name} are split over TP={self.source.tp} or CP={self.source.cp}: give the row "
+                "counts (RowFeed)"
             )
         if sizes is not None and sum(sizes) != len(rows):
             sizes = None
@@ -195,7 +199,13 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             )
         slices = microbatch.slices_of(name, self.destination)
         return make_plan(
-            self.source, self.destination, known[name], row_bytes=row_bytes, slices=slices, mode="copies"
+            self.source,
+            self.destination,
+            known[name],
+            row_bytes=row_bytes,
+            slices=slices,
+            media=microbatch.media_of(name),
+            mode="copies",
         )
 
     def _validate_grids(self) -> None:
@@ -208,9 +218,14 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             for required in ("tp", "dp"):
                 if required not in grid.dim_names:
                     raise ValueError(f"{side} grid must have '{required}' dimension, got {grid.dim_names}")
-        for name, size in (("PP", self.source.pp), ("CP", self.source.cp)):
-            if size != 1:
-                raise ValueError(f"src {name} must be 1 for modules that share ranks, got {size}")
+        if self.source.pp != 1:
+            raise ValueError(f"src PP must be 1 for modules that share ranks, got {self.source.pp}")
+        try:
+            self.source.check_sender()
+        except ValueError as error:  # in upstream's words
+            raise ValueError(
+                f"src CP must be 1, or it must be said how its ranks share rows: {error}"
+            ) from None
 
     def _set_direction(self) -> None:
         """Set upstream's attributes, which other code and upstream's tests read; nothing here uses them."""

@@ -29,16 +29,27 @@ def register(commands: Any) -> None:
     """Add `nemotron3 boundary`."""
     command = commands.add_parser("boundary")
     layout = "tp=,cp=,pp=,dp=,offset= and sp, separated by commas"
-    command.add_argument("--from", dest="source", required=True, metavar="LAYOUT", help=f"encoder: {layout}")
+    command.add_argument(
+        "--from",
+        dest="source",
+        required=True,
+        metavar="LAYOUT",
+        help=f"layout of the sender (the encoder): {layout}; with cp= also share=media, zigzag or contiguous",
+    )
     command.add_argument(
         "--to",
         dest="destination",
         required=True,
         metavar="LAYOUT",
-        help="language model, in the same form; without offset= its ranks follow those of the encoder",
+        help="layout of the receiver (the language model), in the same form; "
+        "without offset= its ranks follow those of the encoder",
     )
     rows = command.add_argument_group("rows of a microbatch")
-    rows.add_argument("--rows", metavar="N,N,…", help="rows of each sample of a microbatch, over all lanes")
+    rows.add_argument(
+        "--rows",
+        metavar="N,N,…",
+        help="rows of each sample of a microbatch, over all lanes; N+N for several media of a sample",
+    )
     rows.add_argument(
         "--samples", type=int, metavar="N", help="number of samples (default: the least possible)"
     )
@@ -76,8 +87,9 @@ def boundary(options: argparse.Namespace) -> int:
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give 1 or more")
     source, destination = _parsed_layouts(options)
-    rows = _sample_rows(options, source, destination)
-    plan, length = _forward_plan(options, source, destination, rows)
+    media = _sample_media(options, source, destination)
+    rows = [sum(sample) for sample in media]
+    plan, length = _forward_plan(options, source, destination, media)
     if options.backward:
         plan = plan.backward
     way = "backward" if options.backward else "forward"
@@ -124,7 +136,8 @@ def _parsed_layouts(options: argparse.Namespace) -> tuple[Layout, Layout]:
     return source, destination
 
 
-def _sample_rows(options: argparse.Namespace, source: Layout, destination: Layout) -> list[int]:
+def _sample_media(options: argparse.Namespace, source: Layout, destination: Layout) -> list[list[int]]:
+    """Rows of each medium of each sample."""
     if options.rows is None:
         samples = options.samples or math.lcm(source.dp, destination.dp)
         each = ROWS_PER_SAMPLE if options.rows_per_sample is None else options.rows_per_sample
@@ -134,21 +147,22 @@ def _sample_rows(options: argparse.Namespace, source: Layout, destination: Layou
             raise ValueError(
                 f"{samples:,} samples (DP={source.dp} and DP={destination.dp}): use {MOST_SAMPLES:,} at most"
             )
-        return [each] * samples
+        return [[each]] * samples
     if options.samples is not None or options.rows_per_sample is not None:
         raise ValueError("--rows gives all row counts: leave out --samples and --rows-per-sample")
-    words = [word.strip() for word in options.rows.split(",")]
-    if wrong := [word for word in words if not (word.isascii() and word.isdecimal())]:
+    given = [[word.strip() for word in sample.split("+")] for sample in options.rows.split(",")]
+    if wrong := [word for words in given for word in words if not (word.isascii() and word.isdecimal())]:
         raise ValueError(
             f"--rows: {wrong[0]!r} is not a number of rows: use integers from 0, separated by commas"
         )
-    return [int(word) for word in words]
+    return [[int(word) for word in words] for words in given]
 
 
 def _forward_plan(
-    options: argparse.Namespace, source: Layout, destination: Layout, rows: list[int]
+    options: argparse.Namespace, source: Layout, destination: Layout, media: list[list[int]]
 ) -> tuple[Plan, int | None]:
     """The forward plan, and the sequence length if the destination cuts sequences."""
+    rows = [sum(sample) for sample in media]
     row_bytes = options.hidden * DTYPES[options.dtype]
     if not destination.sliced:
         if options.seq_length is not None:
@@ -156,11 +170,11 @@ def _forward_plan(
                 f"--seq-length {options.seq_length}: {destination} does not cut sequences: leave it out, or "
                 "give cp= or sp"
             )
-        return make_plan(source, destination, rows, row_bytes=row_bytes), None
+        return make_plan(source, destination, rows, row_bytes=row_bytes, media=media), None
     multiple = 2 * destination.cp * destination.tp
     length = options.seq_length or max(-(-max(rows) // multiple), 1) * multiple
     slices = slices_of(destination, [((0, n),) if n else () for n in rows], [length] * len(rows))
-    return make_plan(source, destination, rows, row_bytes=row_bytes, slices=slices), length
+    return make_plan(source, destination, rows, row_bytes=row_bytes, slices=slices, media=media), length
 
 
 def plot(plan: Plan, path: Path, title: str) -> None:

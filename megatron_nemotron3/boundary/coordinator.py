@@ -207,7 +207,7 @@ class Coordinator:
                     shares,
                     rows.get(edge),
                     self._share_counts(edge, rows.get(edge), shares, sizes, uneven=described is not None),
-                    edge.source.sequence_parallel,
+                    edge.source.sliced,
                     described,
                 )
         for edge, answer in self._agree(announcements).items():
@@ -276,7 +276,7 @@ class Coordinator:
         """Rows of each share of the samples that this rank announces; None if it sends none."""
         if rows is None:
             return None
-        uneven = uneven or edge.shares in (edge.source.dp, edge.destination.dp)
+        uneven = uneven or edge.source.cp > 1 or edge.shares in (edge.source.dp, edge.destination.dp)
         try:
             return share_counts(rows.shape[0], shares, sizes, uneven)
         except ValueError as error:

@@ -27,6 +27,9 @@ class Edge:
     dtype: of the rows; None: that of the first exchange.
     hidden: width of a 2-D row; None: that of the first exchange.
     frozen: whether no module before this edge is trained, so that no gradient goes back.
+
+    Raises:
+        ValueError: as `Layout.check_sender`.
     """
 
     source_name: str
@@ -38,6 +41,9 @@ class Edge:
     dtype: torch.dtype | None = None
     hidden: int | None = None
     frozen: bool = False
+
+    def __post_init__(self) -> None:
+        self.source.check_sender()
 
     @property
     def name(self) -> str:
@@ -67,14 +73,8 @@ class Edge:
     @property
     def gathers(self) -> set[tuple[int, ...]]:
         """Groups of ranks that may gather rows: the ranks of a lane that have the same rows."""
-        found: set[tuple[int, ...]] = set()
-        if not self.source.sequence_parallel:
-            found |= set(self.senders)
-        if not self.destination.sliced:
-            found |= set(self.receivers)
-        elif not self.destination.sequence_parallel:
-            tp = self.destination.tp
-            found |= {lane[i : i + tp] for lane in self.receivers for i in range(0, len(lane), tp)}
+        sides = ((self.source, self.senders), (self.destination, self.receivers))
+        found = {ranks for layout, lanes in sides for lane in lanes for ranks in layout.same_rows(lane)}
         return {ranks for ranks in found if len(ranks) > 1}
 
     def to_rows(self, tensor: Tensor) -> Tensor:
@@ -94,10 +94,17 @@ class Edge:
             microbatch: its description, if there is one.
 
         Raises:
-            ValueError: as `make_plan`; or the destination takes slices and positions are not known.
+            ValueError: as `make_plan`; or the destination takes slices and positions are not known; or the
+                source has context parallelism and media are not known.
         """
+        if self.source.cp > 1 and microbatch is None:
+            raise ValueError(
+                f"{self.source_name} ({self.source}) shares its rows by context parallelism, and its media "
+                "are not known: set communicator.feed to a RowFeed"
+            )
         if not self.destination.sliced:
-            microbatch = None  # plans of equal counts are equal
+            if self.source.cp == 1:
+                microbatch = None  # plans of equal counts are equal
         elif microbatch is None or not microbatch.lengths or microbatch.runs_of(self.source_name) is None:
             raise ValueError(
                 f"{self.destination_name} ({self.destination}) receives the rows of its own positions, which "
@@ -108,5 +115,10 @@ class Edge:
 
 @functools.lru_cache(maxsize=128)
 def _cached_plan(edge: Edge, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None) -> Plan:
-    slices = None if microbatch is None else microbatch.slices_of(edge.source_name, edge.destination)
-    return make_plan(edge.source, edge.destination, counts, row_bytes=row_bytes, slices=slices, mode="once")
+    slices = media = None
+    if microbatch is not None:
+        slices = microbatch.slices_of(edge.source_name, edge.destination)
+        media = microbatch.media_of(edge.source_name)
+    return make_plan(
+        edge.source, edge.destination, counts, row_bytes=row_bytes, slices=slices, media=media, mode="once"
+    )

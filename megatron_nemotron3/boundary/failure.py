@@ -37,6 +37,7 @@ PATIENCE = 0.5
 _CONNECT = 1.0
 #: Number of mailboxes, of the lowest living ranks, in which ranks agree on one reason.
 _KEEPERS = 3
+CURE = "cure: give both sides the same batches; if a rank ended, its own log has the cause"
 #: Number of transfers whose digests are kept; larger than any pipeline depth.
 _REMEMBERED = 256
 _numbers: dict[str, itertools.count[int]] = defaultdict(itertools.count)
@@ -119,12 +120,14 @@ class Failure:
     Args:
         ranks: ranks of the communicator.
         abort: destroys this rank's process groups (`Groups.abort`).
+        cure: last line of what is said where ranks do not know the reason.
     """
 
-    def __init__(self, ranks: Iterable[int], abort: Callable[[], None]) -> None:
+    def __init__(self, ranks: Iterable[int], abort: Callable[[], None], cure: str = CURE) -> None:
         self.rank = dist.get_rank()
         self.ranks = tuple(ranks)
         self._abort = abort
+        self._cure = cure
         name = ",".join(map(str, self.ranks))
         self._key = f"megatron_nemotron3/boundary/{name}/{next(_numbers[name])}"
         self._reason: str | None = None
@@ -165,6 +168,18 @@ class Failure:
         self._reason = self._first_reason(f"rank {self.rank}: {reason}")
         self._abort()
         raise BoundaryError(self._reason) from cause
+
+    def raise_written(self, error: BaseException) -> None:
+        """Raise the reason that another rank wrote, if any, in place of an error that its end caused here.
+
+        Raises:
+            BoundaryError: a rank has failed before.
+        """
+        if (reason := self._written_reason()) is not None:
+            traceback.clear_frames(error.__traceback__)
+            self._reason = reason
+            self._abort()
+            raise BoundaryError(reason) from error
 
     @contextmanager
     def guarded(self, doing: Callable[[], str]) -> Iterator[None]:
@@ -216,7 +231,7 @@ class Failure:
             lines.append(f"{_ranks(running)} did not come to this exchange in time, but the process runs")
         lines.append(f"rank {self.rank}: {text}")
         lines += [f"rank {rank}: {entries[rank][0]}" for rank in sorted(entries) if rank != self.rank][:8]
-        lines.append("cure: give both sides the same batches; if a rank ended, its own log has the cause")
+        lines.append(self._cure)
         return self._first_reason("\n".join(lines))
 
     def _written_reason(self) -> str | None:

@@ -23,7 +23,7 @@ import torch
 
 from megatron_nemotron3.boundary.intervals import Intervals
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.partition import Runs, rows_of
+from megatron_nemotron3.boundary.partition import Runs, media_shares, rows_of, sample_shares
 from megatron_nemotron3.boundary.planner import slices_of
 
 
@@ -35,12 +35,15 @@ class Microbatch:
     runs: encoder -> positions of each sample's rows; needed if the language model uses CP or SP.
     lengths: length of each sample's sequence, padding included; given with runs.
     documents: for each sample, `cu_seqlens_padded` if it is packed, else (); empty, or given with runs.
+    media: encoder -> for each sample, the rows of each medium (picture, clip), in order; needed of an encoder
+        with CP above 1 if a sample has several media.
     """
 
     rows: tuple[tuple[str, tuple[int, ...]], ...]
     runs: tuple[tuple[str, tuple[Runs, ...]], ...] = ()
     lengths: tuple[int, ...] = ()
     documents: tuple[tuple[int, ...], ...] = ()
+    media: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
 
     @classmethod
     def of(
@@ -50,14 +53,32 @@ class Microbatch:
         runs: Mapping[str, Sequence[Runs]] | None = None,
         lengths: Sequence[int] = (),
         documents: Sequence[Sequence[int]] = (),
+        media: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ) -> Microbatch:
-        """Make a description from mappings; `rows` of an encoder with runs may be left out."""
-        counted = {name: [rows_of(sample) for sample in samples] for name, samples in (runs or {}).items()}
+        """Make a description from mappings; `rows` of an encoder with runs or media may be left out.
+
+        Raises:
+            ValueError: the media of a sample have more or fewer rows than the sample.
+        """
+        counted = {name: [sum(sample) for sample in samples] for name, samples in (media or {}).items()}
+        counted |= {name: [rows_of(sample) for sample in samples] for name, samples in (runs or {}).items()}
+        for name, samples in (media or {}).items():
+            has = list({**counted, **(rows or {})}[name])
+            if has != [sum(sample) for sample in samples]:
+                raise ValueError(
+                    f"{name}: media of {[sum(sample) for sample in samples][:20]} rows for samples with "
+                    f"{has[:20]} positions: give the rows of every medium"
+                )
         return cls(
             tuple(sorted((name, tuple(map(int, n))) for name, n in {**counted, **(rows or {})}.items())),
             tuple(sorted((name, tuple(samples)) for name, samples in (runs or {}).items())),
             tuple(map(int, lengths)),
             tuple(tuple(map(int, cuts)) for cuts in documents),
+            tuple(
+                sorted(
+                    (n, tuple(tuple(map(int, s)) for s in samples)) for n, samples in (media or {}).items()
+                )
+            ),
         )
 
     def rows_of(self, name: str) -> tuple[int, ...]:
@@ -71,6 +92,29 @@ class Microbatch:
     def runs_of(self, name: str) -> tuple[Runs, ...] | None:
         """Positions of each sample's rows from one encoder, or None if not known."""
         return dict(self.runs).get(name)
+
+    def media_of(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Rows of each medium of each sample; if not known, the rows of a sample are one medium.
+
+        Raises:
+            KeyError: the description does not have this encoder.
+        """
+        known = dict(self.media).get(name)
+        return tuple((n,) if n else () for n in self.rows_of(name)) if known is None else known
+
+    def media_on(self, name: str, layout: Layout, rank: int) -> range:
+        """The media of the whole microbatch that a rank of an encoder with share "media" encodes.
+
+        Raises:
+            ValueError: as `partition.sample_shares`, `Layout.coordinates`.
+        """
+        at, media = layout.coordinates(rank), self.media_of(name)
+        lane = next(i for i, ranks in enumerate(layout.lanes(at.get("pp", 0))) if rank in ranks)
+        samples = sample_shares(len(media), layout.dp)[lane]
+        before = sum(len(sample) for sample in media[: samples.start])
+        mine = [n for sample in media[samples.start : samples.stop] for n in sample]
+        own = media_shares(mine, layout.cp)[at.get("cp", 0)]
+        return range(before + own.start, before + own.stop)
 
     def slices_of(self, name: str, layout: Layout) -> tuple[tuple[Intervals, ...], ...] | None:
         """Rows from one encoder that each rank of a module wants, by lane (`planner.slices_of`).
@@ -161,27 +205,35 @@ class Stream:
         return None if self.feed is None else self.feed.at(self.exchanged - 1)
 
 
-def tokens(key: str, special: Mapping[str, int], documents: str | None = None) -> Describe:
+def tokens(
+    key: str, special: Mapping[str, int], documents: str | None = None, media: str | None = None
+) -> Describe:
     """Make a `describe` for batches that are mappings with the global microbatch's token ids.
 
     Args:
         key: key of the ids [samples, length] (int tensor on the CPU, or an array).
         special: encoder -> token id that marks the positions of its rows (`special_token_ids` of MIMO).
         documents: key of every sample's `cu_seqlens_padded`, for packed sequences.
+        media: key of `Microbatch.media` as a mapping, for encoders with CP above 1.
     """
 
     def describe(batch: Mapping[str, Any]) -> Microbatch:
         cuts = batch[documents] if documents is not None else ()
-        return describe_ids(batch[key], special, cuts)
+        return describe_ids(batch[key], special, cuts, batch[media] if media is not None else None)
 
     return describe
 
 
-def describe_ids(ids: Any, special: Mapping[str, int], documents: Sequence[Sequence[int]] = ()) -> Microbatch:
+def describe_ids(
+    ids: Any,
+    special: Mapping[str, int],
+    documents: Sequence[Sequence[int]] = (),
+    media: Mapping[str, Sequence[Sequence[int]]] | None = None,
+) -> Microbatch:
     """Describe a global microbatch by its token ids [samples, length]."""
     array = ids.numpy() if isinstance(ids, torch.Tensor) else ids
     runs = {name: [_runs_of_mask(sample == token) for sample in array] for name, token in special.items()}
-    return Microbatch.of(runs=runs, lengths=[array.shape[1]] * len(array), documents=documents)
+    return Microbatch.of(runs=runs, lengths=[array.shape[1]] * len(array), documents=documents, media=media)
 
 
 def _runs_of_mask(mask: Any) -> Runs:

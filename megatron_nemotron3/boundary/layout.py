@@ -17,6 +17,8 @@ from typing import Protocol
 MODEL_DIMENSIONS = ("tp", "cp", "pp")
 #: Megatron's default order of dimensions; the first varies fastest over ranks.
 ORDER = ("tp", "cp", "pp", "dp")
+#: How the context ranks of a sending module share the rows of a lane (`partition.rows_held`).
+SHARES = ("media", "zigzag", "contiguous")
 
 
 class Grid(Protocol):
@@ -34,14 +36,17 @@ class Layout:
     dimensions: (name, size); the first varies fastest over ranks (Megatron's `order`).
     sequence_parallel: whether rows at the boundary are split over tp: the sequence of a receiving language
         model (`--sequence-parallel`), or the output rows of a sending encoder.
+    share: how the context ranks of a sending module share its rows, one of `SHARES`; "" with CP 1.
 
     Raises:
-        ValueError: a size is below 1, the offset is negative, or a dimension is given twice.
+        ValueError: a size is below 1, the offset is negative, a dimension is given twice, or `share` is
+            unknown.
     """
 
     dimensions: tuple[tuple[str, int], ...]
     offset: int = 0
     sequence_parallel: bool = False
+    share: str = ""
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.dimensions]
@@ -52,6 +57,8 @@ class Layout:
                 raise ValueError(f"layout {self}: {name}={size}: use sizes from 1")
         if self.offset < 0:
             raise ValueError(f"layout {self}: offset={self.offset}: use an offset from 0")
+        if self.share and self.share not in SHARES:
+            raise ValueError(f"layout {self}: share={self.share}: use one of {', '.join(SHARES)}")
 
     @classmethod
     def of(
@@ -63,18 +70,20 @@ class Layout:
         dp: int = 1,
         offset: int = 0,
         sp: bool = False,
+        share: str = "",
     ) -> Layout:
         """A layout of the usual four dimensions in Megatron's order; sp: `sequence_parallel`."""
-        return cls((("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp)), offset, sp)
+        return cls((("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp)), offset, sp, share)
 
     @classmethod
-    def from_grid(cls, grid: Grid, sequence_parallel: bool = False) -> Layout:
+    def from_grid(cls, grid: Grid, sequence_parallel: bool = False, share: str = "") -> Layout:
         """The layout of the base view of upstream's grid."""
-        return cls(tuple(zip(grid.dim_names, grid.shape, strict=True)), grid.rank_offset, sequence_parallel)
+        dimensions = tuple(zip(grid.dim_names, grid.shape, strict=True))
+        return cls(dimensions, grid.rank_offset, sequence_parallel, share)
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Parse text such as "tp=2,dp=4,offset=8,sp"; `str` is the inverse.
+        """Parse text such as "tp=2,dp=4,offset=8,sp" or "cp=2,share=media"; `str` is the inverse.
 
         "order=dp-tp" gives an order of dimensions other than tp-cp-pp-dp, the first fastest. Only with it
         may other dimensions be named (order=tp-gtp_remat-dp); dimensions that it leaves out have size 1.
@@ -91,25 +100,28 @@ class Layout:
             given[name] = value if "=" in word else "yes"
         order = given.pop("order", "-".join(ORDER)).split("-")
         words = {"sp": given.pop("sp", ""), "offset": given.pop("offset", "0")}
+        share = given.pop("share", "")
         for name, value in {**given, "offset": words["offset"]}.items():
             if name not in (*order, "offset") or not (value.isascii() and value.isdecimal()):
                 raise ValueError(
                     f"layout {text!r}: {name if value == 'yes' else f'{name}={value}'!r} has no meaning: use "
-                    f"{', '.join(f'{d}=' for d in order)}, offset= and sp, separated by commas"
+                    f"{', '.join(f'{d}=' for d in order)}, offset= and sp, separated by commas; an encoder "
+                    "with cp= also needs share="
                 )
         if words["sp"] not in ("", "yes"):
             raise ValueError(f"layout {text!r}: sp={words['sp']}: use sp alone, or leave it out")
         sizes = {name: int(given.get(name, 1)) for name in order}
         if len(sizes) < len(order):
             raise ValueError(f"layout {text!r}: order names a dimension twice")
-        return cls(tuple(sizes.items()), int(words["offset"]), bool(words["sp"]))
+        return cls(tuple(sizes.items()), int(words["offset"]), bool(words["sp"]), share)
 
     def __str__(self) -> str:
         some = {name: size for name, size in self.dimensions if size != 1}
         words = [f"{name}={size}" for name, size in some.items()] or ["tp=1"]
         if list(some) != [name for name in ORDER if name in some]:
             words.append("order=" + "-".join(some))
-        words += [f"offset={self.offset}"] * (self.offset != 0) + ["sp"] * self.sequence_parallel
+        words += [f"offset={self.offset}"] * (self.offset != 0)
+        words += [f"share={self.share}"] * bool(self.share) + ["sp"] * self.sequence_parallel
         return ",".join(words)
 
     def size_of(self, name: str) -> int:
@@ -148,8 +160,25 @@ class Layout:
 
     @property
     def sliced(self) -> bool:
-        """Whether the ranks of a lane own different positions, and so need different rows."""
+        """Whether the ranks of a lane have different rows: those of their positions, or their share."""
         return self.cp > 1 or (self.sequence_parallel and self.tp > 1)
+
+    def check_sender(self) -> None:
+        """Check that the rows of a sending module have an order.
+
+        Raises:
+            ValueError: context ranks share the rows, and it is not said how.
+        """
+        if self.cp > 1 and not self.share:
+            raise ValueError(
+                f"the source layout {self} has CP={self.cp}: say how its context ranks share the rows of a "
+                f"lane (share: {', '.join(SHARES)}), or use CP 1 in modules that send"
+            )
+
+    def same_rows(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Cut the ranks of a lane into groups that have the same rows."""
+        size = len(ranks) if not self.sliced else 1 if self.sequence_parallel else self.tp
+        return tuple(ranks[i : i + size] for i in range(0, len(ranks), size))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Map each dimension to the index of the rank in it.

@@ -8,12 +8,16 @@ only its own part of the decoder input, [s / (cp * tp), b, h].
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.mimo.config import MimoModelConfig
 from megatron.core.models.mimo.config.role import (
     MIMO_LANGUAGE_MODULE_KEY,
@@ -22,11 +26,15 @@ from megatron.core.models.mimo.config.role import (
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 
 from megatron_nemotron3.boundary.colocated import ColocatedBridge, ModalityRows, communicate
 from megatron_nemotron3.boundary.decoder_input import build_decoder_input, place_rows
+from megatron_nemotron3.boundary.failure import BoundaryError, Failure
 from megatron_nemotron3.boundary.feed import Microbatch, RowFeed
 from megatron_nemotron3.boundary.layout import Layout
+from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
 from megatron_nemotron3.boundary.placement import RankShard
 
 Rows = dict[str, Tensor]
@@ -43,10 +51,12 @@ class BoundaryMimoModel(MimoModel):
             encoders of its descriptions have the names of the modalities; runs are given for all or none of
             them. Without grids it describes only this rank's samples.
         sequence_parallel: encoders on the language model's ranks whose output rows are split over their TP.
+        share: encoder on these ranks with CP above 1 -> how its context ranks share its rows
+            (`Layout.share`).
         timeout: of exchanges between modules that share ranks; None: that of the default group.
 
     Raises:
-        ValueError: as `ColocatedBridge`.
+        ValueError: as `ColocatedBridge`; or an encoder and the language model share some of their ranks.
     """
 
     def __init__(
@@ -57,12 +67,26 @@ class BoundaryMimoModel(MimoModel):
         *,
         feed: RowFeed | None = None,
         sequence_parallel: Collection[str] = (),
+        share: Mapping[str, str] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self._timeout, self._split = timeout, frozenset(sequence_parallel)
+        grids = mimo_config.module_to_grid_map or {}
+        ranks = {name: range(g.rank_offset, g.rank_offset + g.size) for name, g in grids.items()}
+        language = ranks.get(MIMO_LANGUAGE_MODULE_KEY, range(0))
+        for name, own in ranks.items():
+            if own != language and set(own) & set(language):
+                raise ValueError(
+                    f"{name} is on ranks {own.start}-{own.stop - 1}, the language model on {language.start}-"
+                    f"{language.stop - 1}: give them the same ranks or none in common"
+                )
+        self._timeout, self._split, self._share = timeout, frozenset(sequence_parallel), dict(share or {})
         super().__init__(mimo_config, cp_group=cp_group, tp_group=tp_group)
         self.feed = feed
         self._microbatch: Microbatch | None = None
+        #: The communicator of encoders on other ranks: an error of this rank's input is then raised on all of
+        #: their ranks, too. Without it they only see that this rank has ended.
+        self.communicator: BoundaryCommunicator | None = None
+        self._checked = False
         #: Microbatches whose rows were exchanged before their forward step (`training.py`).
         self.exchanged: deque[tuple[Microbatch | None, Rows]] = deque()
         config = mimo_config.language_model_spec.params["config"]
@@ -70,6 +94,24 @@ class BoundaryMimoModel(MimoModel):
         grid = (mimo_config.module_to_grid_map or {}).get(MIMO_LANGUAGE_MODULE_KEY)
         layout = Layout.from_grid(grid, config.sequence_parallel) if grid is not None else None
         self._shard = RankShard.of(partition, layout)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Describe this rank's tensors; arguments as upstream.
+
+        Upstream has every tensor rank of an encoder without tensor parallelism of its own store the whole of
+        it, and then refuses to save what is stored twice: only the first stores it here.
+        """
+        state: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
+        for name, wrapped in self.modality_submodules.items():
+            tp = getattr(unwrap_model(wrapped).pg_collection, "tp", None)
+            rank = 0 if tp is None else tp.rank()
+            for key, tensor in state.items():
+                if f"modality_submodules.{name}." not in key or not isinstance(tensor, ShardedTensor):
+                    continue
+                stage, number, copy = tensor.replica_id
+                if number == 0 and tensor.local_shape == tensor.global_shape:
+                    tensor.replica_id = (stage, rank, copy)
+        return state
 
     def _build_colocated_communicators(self) -> None:
         grids = self.mimo_config.module_to_grid_map
@@ -87,6 +129,7 @@ class BoundaryMimoModel(MimoModel):
                 {"b": 0, "h": 1},
                 sequence_parallel=config.sequence_parallel,
                 source_sequence_parallel=name in self._split,
+                source_share=self._share.get(name, ""),
                 groups_from=first,
                 timeout=self._timeout,
             )
@@ -106,15 +149,28 @@ class BoundaryMimoModel(MimoModel):
             microbatch: description of this microbatch; None: that of the batch that the feed returned last.
 
         Raises:
-            BoundaryError: rows are not what was agreed; the same on every rank.
-            ValueError: positions and rows do not match.
+            BoundaryError: rows are not what was agreed, positions and rows do not match, or a module is in
+                FSDP; the same on every rank.
+            ValueError: the same without communicators.
         """
+        with self._raised_everywhere():
+            self._refuse_fsdp()
         self._microbatch = microbatch
         if microbatch is None and self.exchanged:
             self._microbatch = self.exchanged[0][0]
         elif microbatch is None and self.feed is not None:
             self._microbatch = self.feed.current
-        return super().forward(*args, **kwargs)
+        try:
+            return super().forward(*args, **kwargs)
+        except RuntimeError as error:  # a collective of the language model whose peer failed at the boundary
+            for failure in [] if isinstance(error, BoundaryError) else self._failures():
+                failure.raise_written(error)
+            raise
+
+    def _failures(self) -> list[Failure]:
+        """The shared failures of this rank's communicators."""
+        shared = {id(comm.failure): comm.failure for comm in self.colocated_comms.values()}
+        return [*shared.values(), *([self.communicator.failure] if self.communicator is not None else [])]
 
     def exchange_rows(
         self,
@@ -126,10 +182,13 @@ class BoundaryMimoModel(MimoModel):
 
         Returns: modality -> rows of this rank's positions, or of its language model lane.
         """
+        with self._raised_everywhere():
+            self._refuse_fsdp()
         rows: Rows = {}
         for name, submodule in self.modality_submodules.items():
             inputs = (modality_inputs or {}).get(name)
-            output = submodule.forward(encoder_inputs=inputs) if inputs is not None else None
+            with self._raised_everywhere():
+                output = submodule.forward(encoder_inputs=inputs) if inputs is not None else None
             rows[name] = self._empty_encoder_output(name) if output is None else output
         if not self.colocated_comms:
             return rows
@@ -165,13 +224,43 @@ class BoundaryMimoModel(MimoModel):
         """
         embedding = unwrap_model(self.language_model).embedding
         known = self._shard.of_lane(self._microbatch)
-        try:
+        with self._raised_everywhere():  # other lanes raise it in the next exchange
             placement = place_rows(self._shard, self.special_token_ids, input_ids, known, documents)
             return build_decoder_input(embedding, self._shard, placement, input_ids, position_ids, rows)
+
+    @contextmanager
+    def _raised_everywhere(self) -> Iterator[None]:
+        """Make other ranks raise an error in this rank's input, too, where there are communicators."""
+        try:
+            yield
         except ValueError as error:
-            for comm in self.colocated_comms.values():
-                comm.failure.fail(str(error), error)  # other lanes raise it in the next exchange
+            for failure in self._failures():
+                failure.fail(str(error), error)
             raise
+
+    def _forward_encoders(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with self._raised_everywhere():
+            outputs: dict[str, Any] = super()._forward_encoders(*args, **kwargs)
+        return outputs
+
+    def _refuse_fsdp(self) -> None:
+        """Check once, before the first rows, that no module's parameters are sharded over its ranks.
+
+        Raises:
+            ValueError: a module is in an FSDP wrapper, or has such modules inside.
+        """
+        if self._checked:
+            return
+        modules = {MIMO_LANGUAGE_MODULE_KEY: self.language_model, **self.modality_submodules}
+        for name, module in modules.items():
+            parts = module.modules() if module is not None else ()
+            if kinds := {type(part).__name__ for part in parts if _shards_parameters(part)}:
+                raise ValueError(
+                    f"module {name!r} is in {', '.join(sorted(kinds))}: a rank without input would not take "
+                    "part in its parameter gathers; use megatron.core's DistributedDataParallel, with the "
+                    "distributed optimizer to shard optimizer states"
+                )
+        self._checked = True
 
     def _forward_all_modules(
         self,
@@ -230,6 +319,7 @@ class BoundaryMimoModel(MimoModel):
             position_ids=position_ids,
             decoder_input=decoder_input,
             labels=labels,
+            loss_mask=loss_mask,
             attention_mask=attention_mask,
             packed_seq_params=packed,
         )
@@ -285,3 +375,12 @@ class _EmptyOutput(torch.autograd.Function):
                 for (shape, dtype, device), need in zip(ctx.like, needed, strict=True)
             ),
         )
+
+
+def _shards_parameters(module: torch.nn.Module) -> bool:
+    """Whether a module is an FSDP of torch or of Megatron.
+
+    All of Megatron's data-parallel wrappers share a base; main has two classes of FSDP behind a function.
+    """
+    megatron = isinstance(module, _BaseDataParallel) and not isinstance(module, DistributedDataParallel)
+    return megatron or isinstance(module, (FSDPModule, TorchFSDP1))

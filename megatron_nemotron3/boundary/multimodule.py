@@ -42,6 +42,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         sequence_parallel: modules whose rows at the boundary are split over TP. Each rank of a sending module
             sends its part of the rows; each rank of a receiving module receives the rows of its own
             positions, which needs a feed. With CP above 1 it does so in any case.
+        share: sending module with CP above 1 -> how its context ranks share its rows (`Layout.share`).
         frozen: source modules without trained parameters; no gradient goes back to them.
         hidden_size: expected width of rows; None: not checked.
         timeout: of every wait at a boundary; None: that of the default process group.
@@ -61,12 +62,13 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         module_output_ndim: dict[str, int] | None = None,
         *,
         sequence_parallel: Collection[str] = (),
+        share: Mapping[str, str] | None = None,
         frozen: Collection[str] = (),
         hidden_size: int | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self._layouts = {
-            name: Layout.from_grid(grid, name in sequence_parallel)
+            name: Layout.from_grid(grid, name in sequence_parallel, (share or {}).get(name, ""))
             for name, grid in module_to_grid_map.items()
         }
         check_modules(self._layouts, topology, dist.get_world_size(), frozen)
@@ -74,7 +76,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         self._frozen = frozenset(frozen)
         self._hidden_size, self._timeout = hidden_size, timeout
         self._coordinators: dict[str, Coordinator] = {}
-        self._failure = Failure(in_modules, self._abort)
+        self.failure = Failure(in_modules, self._abort)
         super().__init__(module_to_grid_map, topology, config, dim_mapping, module_output_ndim)
 
     def _build_bridge_comms(self) -> None:
@@ -83,13 +85,13 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
             self._edge(name, after) for name in names for after in dict.fromkeys(self.topology[name])
         ]
         # On all ranks of the world, including those without a boundary.
-        require_same_edges(everywhere, range(dist.get_world_size()), self._failure)
+        require_same_edges(everywhere, range(dist.get_world_size()), self.failure)
         for destination in names:
             edges = [edge for edge in everywhere if edge.destination_name == destination]
             if not edges:
                 continue
             coordinator = self._coordinators[destination] = Coordinator(
-                edges, failure=self._failure, timeout=self._timeout
+                edges, failure=self.failure, timeout=self._timeout
             )
             self.bridge_comms += [
                 Bridge(
@@ -194,7 +196,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
 
     def _at_input(self, gradients: Mapping[str, Any] | None, shape: Any, *, forward: bool) -> dict[str, Any]:
         """Communicate at the stage's input: send gradients unless None, receive inputs if `forward`."""
-        self._failure.check()
+        self.failure.check()
         found: dict[str, Any] = {}
         for name, module in self.rank_module_map.items():
             if module.pp_rank > 0:
@@ -215,7 +217,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
 
     def _at_output(self, outputs: Any, shape: Any, *, backward: bool) -> dict[str, Any]:
         """Communicate at the stage's output: send outputs unless None, receive gradients if `backward`."""
-        self._failure.check()
+        self.failure.check()
         found: dict[str, Any] = {}
         last = set()
         if isinstance(outputs, Tensor):  # the loss, which is not sent
@@ -246,11 +248,11 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         if name in self._frozen and isinstance(output, Tensor) and output.requires_grad:
             # Later stages require one because the schedule makes their input require a gradient.
             if module.pp_rank == 0 and not module.bridge_comms_as_dest_module:
-                self._failure.fail(
+                self.failure.fail(
                     f"{name} is frozen, but its output requires a gradient: take it out of frozen=, or run "
                     "the module under torch.no_grad()"
                 )
-            with self._failure.guarded(lambda: f"detached the output of {name}, which must not be a view"):
+            with self.failure.guarded(lambda: f"detached the output of {name}, which must not be a view"):
                 output.detach_()
         return output
 
@@ -275,7 +277,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         ahead = method in ("send_forward", "recv_backward", "send_forward_recv_backward")
         arguments["is_last_stage" if ahead else "is_first_stage"] = False
         call = getattr(self.rank_module_map[name].p2p_communicator, method)
-        with self._failure.guarded(lambda: f"{name}: waited for the next stage ({sends}, {receives})"):
+        with self.failure.guarded(lambda: f"{name}: waited for the next stage ({sends}, {receives})"):
             tensors = (stock._prepare_tensor_for_comm(tensor),) if sends else ()
             received = call(*tensors, **arguments)
             return stock._restore_tensor_from_comm(received) if receives else None

@@ -8,11 +8,15 @@ Context parallelism cuts a sequence into 2 * cp chunks; context rank c has chunk
 this order, which balances causal attention. Sequence parallelism then cuts the rest into tp parts. Packed
 sequences (THD) are cut document by document, so that every rank has a part of each.
 Source: Megatron's `get_batch_on_this_cp_rank`, TransformerEngine's `thd_get_partitioned_indices`.
+
+A sending module with context parallelism shares the rows of a lane among its context ranks in one of three
+ways (`rows_held`). A medium is what the encoder attends over: a picture, a clip.
 """
 
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -66,6 +70,63 @@ def positions(
             f"{length // cp} positions of a context rank do not divide among TP={tp} for sequence "
             f"parallelism: pad the sequence to a multiple of {cp * tp * (2 if cp > 1 else 1)}"
         )
+    return tuple(part for rows in of_context for part in intervals.parts(rows, tp))
+
+
+def media_shares(media: Sequence[int], ranks: int) -> tuple[range, ...]:
+    """Consecutive media for each context rank: the rank in whose equal part of the rows its middle lies.
+
+    Args:
+        media: rows of each medium of a lane, in order.
+        ranks: number of context ranks.
+    """
+    total, before = max(sum(media), 1), 0
+    owners: list[int] = []
+    for rows in media:
+        owners.append(min((2 * before + rows) * ranks // (2 * total), ranks - 1))
+        before += rows
+    starts = [bisect_left(owners, rank) for rank in range(ranks + 1)]
+    return tuple(range(a, b) for a, b in zip(starts, starts[1:], strict=False))
+
+
+def rows_held(
+    media: Sequence[int], cp: int, tp: int, *, share: str, sequence_parallel: bool
+) -> tuple[Intervals, ...]:
+    """Rows of a lane that each rank of a sending module holds, at index context_rank * tp + tensor_rank.
+
+    Args:
+        media: rows of each medium of the lane, in order.
+        cp, tp: context- and tensor-parallel size.
+        share: with CP above 1: "media", whole media for each context rank (`media_shares`); "zigzag", chunks
+            of each medium as in `positions`; "contiguous", equal parts of the lane's rows.
+        sequence_parallel: whether the rows of a context rank are divided among its tensor ranks.
+
+    Raises:
+        ValueError: rows do not divide.
+    """
+    bounds = tuple(accumulate(media, initial=0))
+    total = bounds[-1]
+    of_context: Sequence[Intervals] = [intervals.whole(total)]
+    if cp > 1 and share == "media":
+        shares = media_shares(media, cp)
+        of_context = [intervals.union([(bounds[mine.start], bounds[mine.stop])]) for mine in shares]
+    elif cp > 1 and share == "zigzag":
+        of_context = positions(total, cp, 1, sequence_parallel=False, documents=bounds)
+    elif cp > 1:
+        if total % cp:
+            raise ValueError(
+                f"{total} rows of a source lane do not divide among CP={cp}: pad the rows, or share whole "
+                "media"
+            )
+        of_context = intervals.parts(intervals.whole(total), cp)
+    if not sequence_parallel:
+        return tuple(rows for rows in of_context for _ in range(tp))
+    for n in map(intervals.count, of_context):
+        if n % tp:
+            raise ValueError(
+                f"{n} rows of a source lane do not divide among TP={tp} for sequence parallelism: pad the "
+                "rows, or gather the output"
+            )
     return tuple(part for rows in of_context for part in intervals.parts(rows, tp))
 
 

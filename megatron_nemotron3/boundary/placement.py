@@ -237,6 +237,7 @@ class RankShard:
             tuple((name, runs[cut]) for name, runs in microbatch.runs),
             microbatch.lengths[cut],
             microbatch.documents[cut],
+            tuple((name, media[cut]) for name, media in microbatch.media),
         )
 
     def owned(self, length: int, documents: Sequence[tuple[int, ...]]) -> tuple[list[list[Intervals]], int]:

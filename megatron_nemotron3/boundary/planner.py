@@ -7,35 +7,37 @@ from collections.abc import Sequence
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.intervals import Intervals
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.partition import Runs, lane_rows, positions, rows_at, sample_shares, segments
+from megatron_nemotron3.boundary.partition import (
+    Runs,
+    lane_rows,
+    positions,
+    rows_at,
+    rows_held,
+    sample_shares,
+    segments,
+)
 from megatron_nemotron3.boundary.plan import Group, Mode, Plan, Side
 
 
-def sender_groups(layout: Layout, rows: Sequence[int]) -> Side:
+def sender_groups(layout: Layout, rows: Sequence[int], media: Sequence[Sequence[int]] | None = None) -> Side:
     """Groups of ranks of a module's last pipeline stage, with the rows that they hold, by lane.
 
     Args:
         rows: number of rows of each lane.
+        media: for each lane, the rows of each medium in order; None: a lane's rows are one medium.
 
     Raises:
-        ValueError: the module has context parallelism, so its rows have no order; or the rows of a lane do
-            not divide among sequence-parallel ranks.
+        ValueError: as `Layout.check_sender` and `partition.rows_held`.
     """
-    if layout.cp > 1:
-        raise ValueError(f"the source layout {layout} has CP={layout.cp}: use CP 1 in modules that send")
-    groups: list[tuple[Group, ...]] = []
-    for ranks, n in zip(layout.lanes(layout.pp - 1), rows, strict=True):
-        if not layout.sequence_parallel:
-            groups.append((Group(ranks, intervals.whole(n)),))
-            continue
-        if n % layout.tp:
-            raise ValueError(
-                f"{n} rows of a source lane do not divide among TP={layout.tp} for sequence parallelism: pad "
-                "the rows, or gather the output"
-            )
-        parts = intervals.parts(intervals.whole(n), layout.tp)
-        groups.append(tuple(Group((rank,), part) for rank, part in zip(ranks, parts, strict=True)))
-    return tuple(groups)
+    layout.check_sender()
+    held = None
+    if layout.sliced:
+        sp = layout.sequence_parallel
+        held = [
+            rows_held(mine, layout.cp, layout.tp, share=layout.share, sequence_parallel=sp)
+            for mine in media or [[n] for n in rows]
+        ]
+    return _groups(layout, layout.pp - 1, rows, held)
 
 
 def receiver_groups(
@@ -47,13 +49,17 @@ def receiver_groups(
         rows: number of rows of each lane.
         slices: for each lane, the rows of each rank (`slices_of`); None: every rank wants all rows.
     """
-    lanes = layout.lanes(0)
+    return _groups(layout, 0, rows, slices)
+
+
+def _groups(
+    layout: Layout, stage: int, rows: Sequence[int], slices: Sequence[Sequence[Intervals]] | None
+) -> Side:
+    lanes = layout.lanes(stage)
     if slices is None:
         return tuple((Group(ranks, intervals.whole(n)),) for ranks, n in zip(lanes, rows, strict=True))
-    # Without sequence parallelism the tensor ranks of a context rank want the same rows.
-    share = 1 if layout.sequence_parallel else layout.tp
     return tuple(
-        tuple(Group(ranks[i : i + share], mine[i]) for i in range(0, len(ranks), share))
+        tuple(Group(same, mine[ranks.index(same[0])]) for same in layout.same_rows(ranks))
         for ranks, mine in zip(lanes, slices, strict=True)
     )
 
@@ -65,6 +71,7 @@ def make_plan(
     *,
     row_bytes: int,
     slices: Sequence[Sequence[Intervals]] | None = None,
+    media: Sequence[Sequence[int]] | None = None,
     mode: Mode | None = None,
 ) -> Plan:
     """The forward plan of one microbatch and one modality.
@@ -74,6 +81,8 @@ def make_plan(
         rows: number of rows of each sample of the microbatch, over all lanes.
         row_bytes: bytes of a row.
         slices: rows that each rank wants, from `slices_of`; None: all rows of its lane.
+        media: for each sample, the rows of each medium, if the source has context parallelism; None: the
+            rows of a sample are one medium.
         mode: None: "copies" if the layouts share ranks, else "once".
 
     Raises:
@@ -91,7 +100,9 @@ def make_plan(
             f"the destination layout {destination} has CP={destination.cp}, so the rows of a context rank "
             "depend on their positions: give them (RowFeed)"
         )
-    senders = sender_groups(source, lane_rows(rows, sent))
+    by_sample = media or [(n,) if n else () for n in rows]
+    by_lane = [[n for sample in mine for n in by_sample[sample]] for mine in sent]
+    senders = sender_groups(source, lane_rows(rows, sent), by_lane)
     return Plan(senders, receivers, segments(rows, sent, received), row_bytes, mode)
 
 

@@ -6,7 +6,7 @@ Tables and plans, without files:
   inventory                    every tensor of a model, and the mappings between both sides
   keys                         what a checkpoint key means; keys of the optimizer's FP32 masters
   plan, transforms             copy plans as data; the conversion rules and the tensor-parallel split
-  config_json, megatron_args   config.json and Megatron's stored arguments <-> Nemotron3Config
+  config_json, omni_config, megatron_args   config.json and stored arguments <-> models
 
 Reading:
   sources                      lazy access to tensor slices in files

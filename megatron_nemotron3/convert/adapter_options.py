@@ -12,8 +12,8 @@ from megatron_nemotron3.checkpoint.files import read_outside
 from megatron_nemotron3.checkpoint.output import say
 from megatron_nemotron3.convert import peft
 from megatron_nemotron3.convert.adapters import Adapter, check_fits, to_megatron
-from megatron_nemotron3.convert.checkpoints import Checkpoint
 from megatron_nemotron3.convert.inventory import TensorMapping
+from megatron_nemotron3.convert.opened import Checkpoint
 from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import FilePlan
 from megatron_nemotron3.lora import LINEARS, LoRA

@@ -173,19 +173,6 @@ def _check_one_a(adapter: Adapter, stems: list[str]) -> None:
             )
 
 
-class Together(TensorSource):
-    """The tensors of two sources with different names."""
-
-    def __init__(self, first: TensorSource, second: TensorSource) -> None:
-        self.folder, self.files, self.reads = first.folder, first.files, first.reads
-        self._parts = (first, second)
-        self.tensors = {**first.tensors, **second.tensors}
-
-    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
-        first, second = self._parts
-        return (first if name in first.tensors else second).read(name, slices)
-
-
 class Merged(TensorSource):
     """Weights under Hugging Face's names, W + scale * B A where there is an adapter.
 

@@ -57,18 +57,15 @@ def check_hugging_face(folder: Path, *, full: bool = False, workers: int = 4) ->
     Raises:
         ValueError: there is no checkpoint, it is damaged, or its tensors are not those of its config.json.
     """
-    from megatron_nemotron3.convert.checkpoints import (
-        QUANTIZATION,
-        checkpoint_facts,
-        checkpoint_line,
-        open_hugging_face,
-    )
+    from megatron_nemotron3.convert.checkpoints import QUANTIZATION, open_hugging_face
     from megatron_nemotron3.convert.hf_folder import open_hf, read_config
     from megatron_nemotron3.convert.job import MANIFEST
+    from megatron_nemotron3.convert.opened import checkpoint_facts, checkpoint_line
     from megatron_nemotron3.convert.verify import verify_manifest
 
     stored = open_hf(folder)
-    opened = open_hugging_face(folder, dequantize=QUANTIZATION in read_config(folder))
+    packed = QUANTIZATION in read_config(folder, omni=True)
+    opened = open_hugging_face(folder, dequantize=packed, omni=True)
     say(checkpoint_line(opened), **checkpoint_facts(opened))
     elements = count_elements(stored.tensors.values())
     say(

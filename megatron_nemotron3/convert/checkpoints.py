@@ -9,7 +9,6 @@ import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,13 @@ from typing import Any
 from megatron_nemotron3.checkpoint.folders import CHECKPOINTS, locate, locate_one
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
 from megatron_nemotron3.checkpoint.read import common_state
-from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.checkpoint.state import stored_arguments
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
-from megatron_nemotron3.convert import adapters, config_json, inventory, mp_rank
-from megatron_nemotron3.convert.adapters import Adapter, Merged
+from megatron_nemotron3.convert import adapters, config_json, inventory, mp_rank, omni_checkpoint
 from megatron_nemotron3.convert.config_keys import OWN
-from megatron_nemotron3.convert.hf_folder import open_hf, read_config
-from megatron_nemotron3.convert.inventory import TensorMapping
+from megatron_nemotron3.convert.hf_folder import TAKEN_OUT, open_hf, read_config
 from megatron_nemotron3.convert.keys import (
     ADAPTER,
     master_keys,
@@ -35,58 +31,28 @@ from megatron_nemotron3.convert.keys import (
     plain_name,
 )
 from megatron_nemotron3.convert.megatron_args import config_of, require_experts, stored_pattern
+from megatron_nemotron3.convert.omni_checkpoint import stored_omni
+from megatron_nemotron3.convert.omni_config import is_omni
+from megatron_nemotron3.convert.omni_inventory import ENCODERS, LANGUAGE
+from megatron_nemotron3.convert.opened import EMBEDDING, Checkpoint
 from megatron_nemotron3.convert.quantized_views import Dequantized
 from megatron_nemotron3.convert.sources import FileSource, TensorSource
 from megatron_nemotron3.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
-from megatron_nemotron3.convert.views import Converted, Selected
+from megatron_nemotron3.convert.views import Selected
 from megatron_nemotron3.lora import ARGUMENT, LoRA
 from megatron_nemotron3.models import Nemotron3Config, identify, named
+from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.pattern import HybridPattern
 
 QUANTIZATION = "quantization_config"
 #: What a training writes beside its checkpoints, and the names of models that are taken from it.
 _RUN, _NAME = "run.json", re.compile(r"[\w.-]{1,100}")
-_EMBEDDING = "embedding.word_embeddings.weight"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """An opened checkpoint."""
-
-    #: "torch_dist", "fsdp_dtensor", "mp_rank" or "hugging face".
-    kind: str
-    folder: Path
-    config: Nemotron3Config
-    #: Weights only; Megatron's by plain name.
-    weights: TensorSource
-    mappings: tuple[TensorMapping, ...]
-    #: Kind of tensors that are left out -> their number.
-    left_out: Counter[str] = field(default_factory=Counter)
-    iteration: int | None = None
-    #: What says how many depths MTP has.
-    mtp_source: str = ""
-    #: The vocabulary size is unknown, and the padded size is used instead.
-    vocabulary_guessed: bool = False
-    #: The checkpoint's own LoRA adapter, or another's.
-    adapter: Adapter | None = None
-
-    @property
-    def padded_vocab_size(self) -> int | None:
-        """Rows of Megatron's embedding; None for a Hugging Face checkpoint."""
-        return self.weights.tensors[_EMBEDDING].shape[0] if self.kind != "hugging face" else None
-
-    def hf_view(self) -> TensorSource:
-        """Return the weights under their Hugging Face names, the adapter merged into them."""
-        view = self.weights
-        if self.kind != "hugging face":
-            view = Converted(view, self.mappings, to_hf=True)
-        return view if self.adapter is None else Merged(view, self.adapter)
 
 
 def open_checkpoint(folder: Path, **options: Any) -> Checkpoint:
     """Open a checkpoint of any kind. Options and errors are those of the two functions below."""
     if locate(folder).kind == "hugging face":
-        options = {k: v for k, v in options.items() if k in ("model", "allow_unused", "dequantize")}
+        options = {k: v for k, v in options.items() if k in ("model", "allow_unused", "dequantize", "omni")}
         return open_hugging_face(folder, **options)
     options.pop("dequantize", None)
     return open_megatron(folder, **options)
@@ -95,12 +61,13 @@ def open_checkpoint(folder: Path, **options: Any) -> Checkpoint:
 def open_megatron(
     folder: Path,
     *,
-    model: Nemotron3Config | None = None,
+    model: Nemotron3Config | OmniConfig | None = None,
     iteration: int | None = None,
     vocab_size: int | None = None,
     from_masters: bool = False,
     allow_unused: Sequence[str] = (),
     alpha: float | None = None,
+    omni: bool = False,
 ) -> Checkpoint:
     """Open a Megatron checkpoint: that of a run, of the folder with the tracker, or of one iteration.
 
@@ -110,10 +77,12 @@ def open_megatron(
         from_masters: read the optimizer's FP32 masters instead of the weights.
         allow_unused: patterns of keys that may be left out.
         alpha: of LoRA adapters in it; default: from the stored arguments.
+        omni: it may be a model with encoders, whose tensors have other names (`Checkpoint.omni`).
 
     Raises:
         ValueError: there is no Megatron checkpoint, it is damaged, or its tensors are not those of the model.
     """
+    given, model = (model, model.language) if isinstance(model, OmniConfig) else (None, model)
     located = locate_one(folder, iteration)
     if located.kind == "hugging face":
         raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
@@ -142,17 +111,29 @@ def open_megatron(
             names = numbered_by_layer(source.tensors, pattern)
             source = FileSource(place, {names[k]: t for k, t in source.tensors.items()}, source.files)
     keys, left_out = _weight_keys(source.tensors, allow_unused)
+    encoders = stored_omni(place, config, stored_arguments(state), keys, given)
+    if encoders is not None and not omni:
+        raise CheckpointError(f"{place}: it is a model with encoders: {TAKEN_OUT}")
+    if encoders is not None and kind != "torch_dist":
+        raise CheckpointError(f"{place}: it is a model with encoders in {kind}: only torch_dist is read")
     if from_masters:
-        masters = master_keys(source.tensors)
+        # Frozen encoders have no masters, and statistics of norms never have.
+        masters = master_keys(source.tensors, optional=ENCODERS)
         # The expert bias is not a parameter: it has no master, and is stored in FP32.
         keys = {name: masters.get(name, key) for name, key in keys.items()}
         left_out["optimizer"] -= sum(name in masters for name in keys)
-    padded = source.tensors[keys[_EMBEDDING]].shape[0] if _EMBEDDING in keys else None
-    mappings = tuple(inventory.mappings_of(config, keys, padded_vocab_size=padded))
-    inventory.check_types(place, {name: source.tensors[key].dtype for name, key in keys.items()})
+    first, weights = EMBEDDING if encoders is None else LANGUAGE + EMBEDDING, Selected(source, keys)
+    padded = weights.tensors[first].shape[0] if first in keys else None
+    if encoders is not None:
+        mappings = omni_checkpoint.mappings_of(encoders, weights, padded)
+    else:
+        mappings = tuple(inventory.mappings_of(config, keys, padded_vocab_size=padded))
+        inventory.check_types(place, {name: tensor.dtype for name, tensor in weights.tensors.items()})
     iteration = state.get("iteration") if type(state.get("iteration")) is int else None
     adapter = None
     if left_out.pop(ADAPTER, 0):
+        if encoders is not None:
+            raise ValueError(f"{place}: it has LoRA adapters and encoders: not supported together")
         found = {plain_name(key): key for key in source.tensors if non_weight_kind(key) == ADAPTER}
         alpha = _stored_alpha(place, state) if alpha is None else alpha
         adapter = adapters.from_megatron(Selected(source, found), mappings, alpha)
@@ -161,23 +142,25 @@ def open_megatron(
         kind,
         place,
         config,
-        Selected(source, keys),
+        weights,
         mappings,
         +left_out,
         iteration,
         mtp_source="" if not config.has_mtp else f"--model {model.name}" if model else "the stored arguments",
         vocabulary_guessed=guessed,
         adapter=adapter,
+        omni=encoders,
     )
 
 
 def open_hugging_face(
     folder: Path,
     *,
-    model: Nemotron3Config | None = None,
+    model: Nemotron3Config | OmniConfig | None = None,
     allow_unused: Sequence[str] = (),
     dequantize: bool = False,
     mtp_num_layers: int | None = None,
+    omni: bool = False,
 ) -> Checkpoint:
     """Open a Hugging Face checkpoint.
 
@@ -187,6 +170,7 @@ def open_hugging_face(
         dequantize: read packed NVFP4 and FP8 weights as BF16.
         mtp_num_layers: depths of MTP. By default `model` says it, then config.json in a key of our own, then
             the catalog; otherwise there are as many as MTP blocks.
+        omni: it may be a model with encoders, whose tensors have other names (`Checkpoint.omni`).
 
     Raises:
         ValueError: there is no Hugging Face checkpoint, it is damaged, or its tensors are not those of its
@@ -195,7 +179,16 @@ def open_hugging_face(
     if locate(folder).kind != "hugging face":
         raise ValueError(f"{folder}: it is a Megatron checkpoint, not a Hugging Face folder")
     source: TensorSource = open_hf(folder)
-    data = read_config(folder)
+    data = read_config(folder, omni=omni)
+    if is_omni(data):
+        if dequantize:
+            raise ValueError(
+                f"{folder}: --dequantize: quantized weights of a model with encoders are not read"
+            )
+        unused = [name for name in source.tensors if _matches_any(name, allow_unused)]
+        return omni_checkpoint.open_omni(folder, source, data, model, unused)
+    if isinstance(model, OmniConfig):
+        raise ValueError(f"{folder}: it is a language model, and --model {model.name} has encoders")
     left_out: Counter[str] = Counter()
     if QUANTIZATION in data:
         packed = Dequantized(source)
@@ -248,36 +241,6 @@ def hf_model(
         taken = config.but(mtp_num_layers=depths, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=factor)
         return taken, f"the catalog, for {config.name}; config.json does not say"
     return config, "the stored blocks; config.json does not say (--mtp-num-layers N)"
-
-
-def checkpoint_line(opened: Checkpoint) -> str:
-    """Describe a checkpoint: folder, format, model, layers."""
-    c = opened.config
-    at = "" if opened.iteration is None else f", iteration {opened.iteration}"
-    depths = f", {c.mtp_num_layers} depths" if c.mtp_num_layers != c.mtp_num_blocks else ""
-    mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}{depths}" if c.has_mtp else ""
-    lora = f", with a LoRA adapter of {len(opened.adapter.stems):,} matrices" if opened.adapter else ""
-    return (
-        f"{shown(opened.folder)} ({opened.kind}{at}): {c.name}, layers {c.pattern}{mtp}, "
-        f"hidden size {c.hidden_size}{lora}"
-    )
-
-
-def checkpoint_facts(opened: Checkpoint) -> dict[str, Any]:
-    """What `checkpoint_line` says, for a JSON document."""
-    c = opened.config
-    return {
-        "checkpoint": shown(opened.folder),
-        "kind": opened.kind,
-        "iteration": opened.iteration,
-        "model": c.name,
-        "pattern": c.pattern,
-        "hidden_size": c.hidden_size,
-        "vocab_size": c.vocab_size,
-        "mtp_num_layers": c.mtp_num_layers,
-        "mtp_blocks": c.mtp_num_blocks if c.has_mtp else 0,
-        "adapter_matrices": len(opened.adapter.stems) if opened.adapter else 0,
-    }
 
 
 def _stored_alpha(folder: Path, state: dict[str, Any]) -> float:

@@ -10,6 +10,7 @@ safetensors files have no checksums: whatever their bytes are is converted.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -52,11 +53,15 @@ class Reads:
 
     def crc32(self, array: numpy.ndarray[Any, Any]) -> int:
         """Return the CRC32 of a contiguous array. It is known if the array is what was read last."""
-        if self._last is not None:
-            last, crc = self._last
-            if array.ctypes.data == last.ctypes.data and array.nbytes == last.nbytes:
-                return crc
-        return zlib.crc32(array.reshape(-1).view("u1"))
+        known = self.known(array)
+        return zlib.crc32(array.reshape(-1).view("u1")) if known is None else known
+
+    def known(self, array: numpy.ndarray[Any, Any]) -> int | None:
+        """Return the CRC32 of an array if it is what was read last."""
+        if self._last is None:
+            return None
+        last, crc = self._last
+        return crc if array.ctypes.data == last.ctypes.data and array.nbytes == last.nbytes else None
 
     def take(self) -> Unfinished:
         """Compare the records that were read whole, and forget all. Returns the others, for `merge`.
@@ -122,6 +127,41 @@ class Reads:
                 f"{self.folder / name}: {crc_mismatch(record, crc)}: the file has changed since it was "
                 "written, so weights are wrong: take them from another copy or checkpoint"
             )
+
+
+class JoinedReads(Reads):
+    """What was read of two sources; files of the second are named by their absolute paths."""
+
+    def __init__(self, first: Reads, second: Reads) -> None:
+        super().__init__(first.folder)
+        self._parts = (first, second)
+
+    def crc32(self, array: numpy.ndarray[Any, Any]) -> int:
+        first, second = self._parts
+        known = second.known(array)
+        return first.crc32(array) if known is None else known
+
+    def known(self, array: numpy.ndarray[Any, Any]) -> int | None:
+        first, second = self._parts
+        known = first.known(array)
+        return second.known(array) if known is None else known
+
+    def take(self) -> Unfinished:
+        first, second = self._parts
+        rest = [[os.path.join(second.folder.absolute(), name), *one] for name, *one in second.take()]
+        return first.take() + rest
+
+    def merge(self, rest: Unfinished, files: Sequence[str] | None = None) -> None:
+        first, second = self._parts
+        start = os.path.join(second.folder.absolute(), "")
+        beside = [one for one in rest if isinstance(one[0], str) and one[0].startswith(start)]
+        first.merge([one for one in rest if one not in beside], files)
+        within = None if files is None else [os.path.relpath(name, start) for name in files]
+        second.merge([[os.path.relpath(name, start), *one] for name, *one in beside], within)
+
+    def finish(self) -> None:
+        for one in self._parts:
+            one.finish()
 
 
 def _chain(pieces: _Pieces, size: int) -> Iterator[tuple[int, int, int | None]]:

@@ -13,9 +13,11 @@ from typing import Any
 
 from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.checkpoint.remote import local, place, target
-from megatron_nemotron3.convert.quantized_recipes import RECIPES
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_stored_model, stored_model
+from megatron_nemotron3.models.omni import OmniConfig, get_omni
+from megatron_nemotron3.models.tiny import TINY_SUFFIX
+from megatron_nemotron3.precision.serving import RECIPES
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 DTYPES = ("bfloat16", "float16", "float32")
@@ -124,6 +126,17 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
             action="store_true",
             help="add the adapter, W + alpha / r * B A, to the weights",
         )
+        encoders = way.add_argument_group("models with encoders")
+        encoders.add_argument(
+            "--only", choices=("language",), help="convert the language model alone, without the encoders"
+        )
+        encoders.add_argument(
+            "--into",
+            type=Path,
+            metavar="DIR",
+            help="with --only language: write DIR, a checkpoint with encoders of the kind that is written, "
+            "with this language model in the place of its own",
+        )
         way.add_argument(
             "--dtype", choices=DTYPES, help="type of the numbers (of the weights; default: as stored)"
         )
@@ -198,7 +211,7 @@ def _convert(options: argparse.Namespace) -> int:
     from megatron_nemotron3.convert import conversion
 
     common: dict[str, Any] = {
-        "model": stored_model(options),
+        "model": _model(options),
         "dtype": options.dtype,
         "allow_unused": tuple(options.allow_unused),
         "workers": _workers(options),
@@ -208,6 +221,8 @@ def _convert(options: argparse.Namespace) -> int:
         "adapter": options.adapter,
         "merge_adapter": options.merge_adapter,
         "lora_alpha": options.lora_alpha,
+        "only": options.only,
+        "into": options.into,
     }
     if options.check_logits is not None:
         common["compare_logits"] = partial(_compare_logits, options.check_logits)
@@ -267,7 +282,7 @@ def verify(options: argparse.Namespace) -> int:
     from megatron_nemotron3.convert import verify as comparison
 
     common = conversion.Options(
-        model=stored_model(options),
+        model=_model(options),
         allow_unused=tuple(options.allow_unused),
         workers=_workers(options),
         lora_alpha=options.lora_alpha,
@@ -289,6 +304,12 @@ def size(text: str) -> int:
     if match is None or unit is None or (found := int(float(match[1]) * unit)) < 1:
         raise ValueError(f"--shard-size {text}: give a size like 5GB or 512MiB")
     return found
+
+
+def _model(options: argparse.Namespace) -> Nemotron3Config | OmniConfig | None:
+    """Return the model of --model and --tiny, which may have encoders. Errors as `stored_model`."""
+    encoders = get_omni(f"{options.model or ''}{TINY_SUFFIX if options.tiny else ''}")
+    return encoders or stored_model(options)
 
 
 def _workers(options: argparse.Namespace) -> int:

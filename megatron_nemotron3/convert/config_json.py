@@ -42,6 +42,7 @@ from megatron_nemotron3.convert.config_keys import (
     IGNORED,
     INFINITE,
     LAYERS,
+    LIMITS,
     MOE,
     MTP_BLOCKS,
     MTP_LAYERS,
@@ -106,7 +107,7 @@ def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | Non
     title = base.title if base else name
     config = Nemotron3Config(name=name, title=title, pattern=pattern, mtp_pattern=mtp, **values, **training)
     if base is not None:
-        _check_same_model(config, base)
+        check_same_model(config, base)
     return config
 
 
@@ -149,7 +150,7 @@ def write(
         result |= {"model_type": MODEL_TYPE, **blocks_of(config)}
         del result[WIDTH], result[TOPK]  # readers would take them for those of all layers
     if reference is not None:
-        _check_same_model(read(reference, name=f"{config.name}, reference"), config)
+        check_same_model(read(reference, name=f"{config.name}, reference"), config)
         ours = (
             set(result)
             - {*LAYERS[1], *MTP_LAYERS[1]}
@@ -161,7 +162,7 @@ def write(
         merged = {
             key: result[key] if key in ours else value
             for key, value in reference.items()
-            if key not in ("time_step_limit", "mamba_dt_limit")
+            if key not in LIMITS
         }
         result = merged | {key: value for key, value in result.items() if key not in merged}
     return result
@@ -342,8 +343,12 @@ def _own_fields(name: str, stated: Any, blocks: int) -> dict[str, Any]:
     return found
 
 
-def _check_same_model(config: Nemotron3Config, base: Nemotron3Config) -> None:
-    """Check that `config` describes the model `base`."""
+def check_same_model(config: Nemotron3Config, base: Nemotron3Config) -> None:
+    """Check that `config` describes the model `base`.
+
+    Raises:
+        ValueError: it does not; the message has the sizes of both.
+    """
     fields = ["pattern", "mtp_pattern", "mtp_num_blocks", "moe_layers", *_fields_of(config.full_pattern)]
     free = FREE | (unbuilt_fields(config) & unbuilt_fields(base))
     differ = [f for f in fields if f not in free and getattr(config, f) != getattr(base, f)]

@@ -89,6 +89,8 @@ FIXED: dict[str, Any] = {
     "use_conv_bias": True,
 }
 INFINITE = 1e30
+#: Keys of the limits of time steps, of which the upper one is infinite.
+LIMITS = ("time_step_limit", "mamba_dt_limit")
 WRITTEN = (
     *("model_type", "attention_bias", "attention_dropout", "hidden_dropout", "mamba_hidden_act"),
     *("mamba_proj_bias", "mlp_bias", "mlp_hidden_act", "residual_in_fp32", "tie_word_embeddings"),

@@ -6,44 +6,38 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from megatron_nemotron3.bars import BYTES, Bar, size_text
-from megatron_nemotron3.checkpoint.folders import TOKENIZER, free_bytes, locate
-from megatron_nemotron3.checkpoint.metadata import count_elements, elements_text
+from megatron_nemotron3.checkpoint.folders import TOKENIZER, locate
+from megatron_nemotron3.checkpoint.metadata import count_elements
 from megatron_nemotron3.checkpoint.output import say
 from megatron_nemotron3.checkpoint.remote import shown
-from megatron_nemotron3.convert import from_hf, inventory, to_hf
+from megatron_nemotron3.convert import config_json, from_hf, inventory, omni_parts, to_hf
 from megatron_nemotron3.convert.adapter_options import (
     adapter_folder,
     adapter_state,
     megatron_adapter,
     with_adapter,
 )
-from megatron_nemotron3.convert.adapters import Together
-from megatron_nemotron3.convert.checkpoints import (
-    Checkpoint,
-    checkpoint_facts,
-    checkpoint_line,
-    open_hugging_face,
-    open_megatron,
-)
-from megatron_nemotron3.convert.config_json import clamp_note
+from megatron_nemotron3.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.convert.hf_folder import CONFIG, read_config
-from megatron_nemotron3.convert.inventory import mappings
-from megatron_nemotron3.convert.job import MANIFEST, Job, Progress, check_target, partial_of, run
+from megatron_nemotron3.convert.job import MANIFEST, Job, Progress, check_target, run
+from megatron_nemotron3.convert.omni_config import TEXT, is_omni, part
+from megatron_nemotron3.convert.opened import Checkpoint, checkpoint_facts
 from megatron_nemotron3.convert.peft import Packed
+from megatron_nemotron3.convert.plan_lines import config_lines, into_lines, plan_lines, quantized_lines
 from megatron_nemotron3.convert.quantized_config import read_scales
-from megatron_nemotron3.convert.quantized_recipes import Quantization, quantization
+from megatron_nemotron3.convert.quantized_recipes import quantization
 from megatron_nemotron3.convert.quantized_views import Quantized
 from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import FilePlan
 from megatron_nemotron3.convert.upload import check_url, upload
-from megatron_nemotron3.convert.views import Cast, Converted
+from megatron_nemotron3.convert.views import Cast, Converted, Together
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.omni import OmniConfig
 
 #: Options that do not change what is written.
 _NO_EFFECT = ("workers", "dry_run", "compare_logits", "url")
@@ -54,7 +48,7 @@ class Options:
     """Options of both directions; names and meaning are those of the command line."""
 
     #: Default: the model is read from the checkpoint.
-    model: Nemotron3Config | None = None
+    model: Nemotron3Config | OmniConfig | None = None
     #: Default: types are kept.
     dtype: str | None = None
     allow_unused: Sequence[str] = ()
@@ -68,6 +62,10 @@ class Options:
     merge_adapter: bool = False
     #: Default: as the Megatron checkpoint says.
     lora_alpha: float | None = None
+    #: "language": convert the language model of a model with encoders alone.
+    only: str | None = None
+    #: A checkpoint with encoders, of the kind that is written: put the language model into it.
+    into: Path | None = None
     #: Write there; the target is then only a name.
     url: str | None = None
     #: Called with Megatron's weights, Hugging Face's and the model after the conversion; returns the exit
@@ -109,12 +107,12 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     """
     _check_target(target, options)
     _require_torch(options.dtype or options.quantize)
-    vocab_size, reference = options.vocab_size, options.reference
+    base = omni_parts.open_into(options.into, megatron=False)
+    vocab_size, reference = options.vocab_size, options.reference or options.into
     if locate(source).kind == "hugging face":
         raise ValueError(f"{source}: it is a Hugging Face folder: use `nemotron3 convert from-hf`")
-    if vocab_size is None and reference is not None and (reference / CONFIG).exists():
-        stated = read_config(reference).get("vocab_size")
-        vocab_size = stated if type(stated) is int else None
+    if vocab_size is None and reference is not None:
+        vocab_size = _stated_vocabulary(reference)
     opened = open_megatron(
         source,
         model=options.model,
@@ -123,7 +121,9 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         from_masters=options.from_masters,
         allow_unused=options.allow_unused,
         alpha=options.lora_alpha,
+        omni=True,
     )
+    opened = omni_parts.check_options(opened, options)
     _check_alike(opened, options)
     opened = with_adapter(opened, options)
     if options.adapter_only:
@@ -144,6 +144,8 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         view = Quantized(view, plan)
     elif options.input_scales is not None:
         raise ValueError("--input-scales: it needs --quantize")
+    view, lines = omni_parts.with_other_tensors(view, opened, reference, options.dtype or dtype)
+    view, written, _ = omni_parts.in_place(view, opened, base)
     small = to_hf.small_files(
         opened.config,
         view.tensors,
@@ -152,14 +154,17 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         tokenizer=stored if (stored := opened.folder / TOKENIZER).is_dir() else None,
         dtype=options.dtype or dtype,
         quantization=plan,
+        omni=written,
     )
     files = to_hf.files(view.tensors, options.shard_bytes)
-    notes = [*_quantized_lines(plan), *_clamp_lines(opened, json.loads(small[CONFIG]))]
+    lines += [*into_lines(base), *config_lines(opened, json.loads(small[CONFIG]))]
+    notes = [*quantized_lines(plan), *lines]
     job = _job(opened, target, view, (files, small), options, scales)
     if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
         return 0
+    opened = _language(opened)
     megatron = _cast(opened.weights, options.dtype, opened, hf=False)
-    hf = open_hugging_face(target, model=options.model).weights
+    hf = _language(open_hugging_face(target, model=opened.config, omni=True)).weights
     return options.compare_logits(megatron, hf, opened.config)
 
 
@@ -182,21 +187,27 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         )
     if locate(source).kind != "hugging face":
         raise ValueError(f"{source}: it is a Megatron checkpoint: use `nemotron3 convert to-hf`")
+    base = omni_parts.open_into(options.into, megatron=True)
     opened = open_hugging_face(
         source,
         model=options.model,
         allow_unused=options.allow_unused,
         dequantize=options.dequantize,
         mtp_num_layers=options.mtp_num_layers,
+        omni=True,
     )
+    opened = omni_parts.check_options(opened, options)
     _check_alike(opened, options)
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisor)
+    if base is not None:
+        config_json.check_same_model(opened.config, base.config)
+        rows = base.padded_vocab_size or rows
     dtype = options.dtype or _main_dtype(opened.weights)
     opened = with_adapter(opened, options)
     weights = _cast(
         opened.hf_view() if options.merge_adapter else opened.weights, options.dtype, opened, hf=True
     )
-    made_of, found = weights, list(mappings(opened.config, padded_vocab_size=rows))
+    made_of, found = weights, opened.to_megatron(rows)
     lora = None
     if opened.adapter is not None and not options.merge_adapter:
         lora, beside = megatron_adapter(opened.adapter, found)
@@ -204,21 +215,49 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
             Together(weights, _cast(opened.adapter.tensors, options.dtype, opened, hf=True)),
             found + beside,
         )
-    view = Converted(made_of, found, to_hf=False)
+    converted = Converted(made_of, found, to_hf=False)
+    view, written, table = omni_parts.in_place(converted, opened, base)
     plan = from_hf.plan(
-        view, opened.config, padded_vocab_size=rows, dtype=dtype, limit=options.shard_bytes, lora=lora
+        view,
+        opened.config,
+        padded_vocab_size=rows,
+        dtype=dtype,
+        limit=options.shard_bytes,
+        lora=lora,
+        rows=table,
+        omni=written,
     )
     job = _job(opened, target, view, plan, options)
-    notes = _clamp_lines(opened, read_config(opened.folder))
+    notes = [*into_lines(base), *config_lines(opened, read_config(opened.folder, omni=True))]
     if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
         return 0
-    made = open_megatron(target, model=opened.config)
+    made = _language(open_megatron(target, model=opened.omni or opened.config, omni=True))
+    opened = _language(opened)
+    weights = _cast(opened.weights, options.dtype, opened, hf=True)
     return options.compare_logits(made.weights, weights, opened.config)
+
+
+def _language(opened: Checkpoint) -> Checkpoint:
+    """Return the language model of a checkpoint, which --check-logits compares."""
+    return opened.language_part() if opened.omni is not None else opened
+
+
+def _stated_vocabulary(reference: Path) -> int | None:
+    """Return the vocabulary size of a folder's config.json, if it has one."""
+    if not (reference / CONFIG).exists():
+        return None
+    data = read_config(reference, omni=True)
+    stated = ((part(data, TEXT) if is_omni(data) else None) or data).get("vocab_size")
+    return stated if type(stated) is int else None
 
 
 def _check_alike(opened: Checkpoint, options: Options) -> None:
     if options.dtype is None:
-        types = {name: tensor.dtype for name, tensor in opened.weights.tensors.items()}
+        types = {
+            name: tensor.dtype
+            for name, tensor in opened.weights.tensors.items()
+            if opened.omni is None or tensor.dtype in inventory.WEIGHT_TYPES
+        }
         inventory.check_types(opened.folder, types, alike=True)
 
 
@@ -234,7 +273,7 @@ def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options, notes
     """Print the notes and the plan, and write the folder. Returns whether it was written."""
     for line in notes:
         say(line, notes=[" ".join(line.split())])
-    for line in _plan_lines(opened, target, job):
+    for line in plan_lines(opened, target, job):
         say(line)
     say(
         source=checkpoint_facts(opened),
@@ -270,7 +309,8 @@ def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options, notes
         seconds=seconds,
         manifest=shown(target / MANIFEST),
     )
-    if options.compare_logits is None and not isinstance(job.source, (Quantized, Packed)):
+    same = options.only is None and not isinstance(job.source, (Quantized, Packed))
+    if options.compare_logits is None and same:
         say(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}")
     return True
 
@@ -279,25 +319,6 @@ def _require_torch(arithmetic: object) -> None:
     """Import torch now if it will be needed. Copying needs only numpy; casts and quantization need torch."""
     if arithmetic:
         import torch  # noqa: F401
-
-
-def _clamp_lines(opened: Checkpoint, data: Mapping[str, Any]) -> list[str]:
-    note = clamp_note(data) if "M" in opened.config.full_pattern else None
-    return [] if note is None else [f"time steps   {note}"]
-
-
-def _quantized_lines(plan: Quantization | None) -> Iterator[str]:
-    if plan is None:
-        return
-    kinds = Counter(weight.algorithm for weight in plan.weights if weight.algorithm)
-    yield f"quantized    by {plan.recipe}: " + ", ".join(f"{n:,} weights {kind}" for kind, n in kinds.items())
-    if plan.kept:
-        yield (
-            f"kept         {len(plan.kept):,} weights stay as they are: FP8 in the recipe, but no "
-            f"--input-scales were given; first {plan.kept[0]}"
-        )
-    if plan.unused:
-        yield f"unused       {len(plan.unused):,} of the given scales, first {plan.unused[0]}"
 
 
 def _main_dtype(view: TensorSource) -> str:
@@ -314,8 +335,8 @@ def _cast(view: TensorSource, dtype: str | None, opened: Checkpoint, *, hf: bool
     kept = {
         t.name
         for mapping in opened.mappings
-        if mapping.row.float32
         for t in (mapping.hf if hf else mapping.megatron)
+        if mapping.row.float32 or t.dtype not in inventory.WEIGHT_TYPES
     }
     return Cast(view, dtype, keep=kept.__contains__)
 
@@ -344,9 +365,11 @@ def _job(
     origin: dict[str, object] = {
         "source": shown(opened.folder.absolute()),
         "source_kind": opened.kind,
-        "model": opened.config.name,
+        "model": opened.name,
         "dtype": options.dtype,
     }
+    if options.into is not None:
+        origin["into"] = shown(options.into.absolute())
     if options.adapter is not None:
         origin["adapter"] = adapter_state(options.adapter)
     return Job(
@@ -358,34 +381,3 @@ def _job(
         _job_options(options, scales),
         finite=not options.allow_nonfinite,
     )
-
-
-def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
-    kinds = elements_text(count_elements(job.source.tensors.values()))
-    lines = [
-        f"source       {checkpoint_line(opened)}",
-        f"weights      {len(job.source.tensors):,} tensors; elements {kinds}",
-    ]
-    if opened.config.has_mtp:
-        depths, blocks = opened.config.mtp_num_layers, opened.config.mtp_num_blocks
-        lines.append(f"mtp          depths: {depths}, stored blocks: {blocks}; by {opened.mtp_source}")
-    padding = (opened.padded_vocab_size or 0) - opened.config.vocab_size
-    if opened.vocabulary_guessed:
-        lines.append(
-            f"vocabulary   {opened.config.vocab_size:,} rows, all of them kept: how many are padding is not "
-            "stored (--vocab-size N)"
-        )
-    elif padding > 0:
-        lines.append(
-            f"vocabulary   {padding:,} padded rows behind {opened.config.vocab_size:,} tokens are left out"
-        )
-    if opened.left_out:
-        lines.append(
-            "left out     " + ", ".join(f"{n:,} {what} tensors" for what, n in opened.left_out.items())
-        )
-    free = "" if shown(target) != str(target) else f"; {size_text(free_bytes(target))} are free"
-    files = len(job.files) + len(job.small)
-    lines.append(f"target       {shown(target)}: {files:,} files, {size_text(job.length)}{free}")
-    if partial_of(target).exists():
-        lines.append(f"continues    {partial_of(target)}")
-    return lines

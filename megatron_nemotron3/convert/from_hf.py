@@ -17,7 +17,7 @@ convolution and its gated norm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megatron_nemotron3.checkpoint.folders import RELEASE, TRACKER
@@ -32,12 +32,16 @@ from megatron_nemotron3.checkpoint.write import (
 )
 from megatron_nemotron3.convert.keys import prefixes
 from megatron_nemotron3.convert.megatron_args import args_of, common_state
+from megatron_nemotron3.convert.omni_inventory import LANGUAGE
 from megatron_nemotron3.convert.plan import Slices, band, extent, whole
-from megatron_nemotron3.convert.sources import SourceTensor
+from megatron_nemotron3.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.convert.streams import FilePlan, Part
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.lora import ARGUMENT
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
+from megatron_nemotron3.models.omni import OmniConfig
+from megatron_nemotron3.models.tensors import Row
 
 #: Largest size of a file in bytes, unless a single chunk is larger.
 FILE_BYTES = 5 * 10**9
@@ -99,13 +103,15 @@ class FolderPlan:
 
 
 def plan(
-    view: Converted,
+    view: TensorSource,
     config: Nemotron3Config,
     *,
     padded_vocab_size: int,
     dtype: str,
     limit: int = FILE_BYTES,
     lora: str | None = None,
+    rows: Mapping[str, Row] | None = None,
+    omni: OmniConfig | None = None,
 ) -> tuple[list[FilePlan], dict[str, bytes]]:
     """Plan a folder with these weights. Returns the data files, and the small files in the order of writing.
 
@@ -115,15 +121,22 @@ def plan(
         dtype: type of the weights, for the stored arguments.
         limit: largest size of a file in bytes, unless a single chunk is larger.
         lora: settings of the LoRA adapters among the tensors (`LoRA.text`).
+        rows: what says how a tensor is split over ranks, by name, for a view that does not. Other tensors are
+            stored in one chunk.
+        omni: the model with encoders, of which `config` is the language model.
     """
     folder = FolderPlan(limit)
+    if rows is None:
+        rows = view.rows if isinstance(view, Converted) else {}
     for name, tensor in view.tensors.items():
-        folder.add(name, tensor, list(_chunk_slices(view, name, tensor)))
+        folder.add(name, tensor, list(_chunk_slices(rows.get(name), tensor)))
     for key in extra_state_keys(config):
-        folder.add_object(key, EXTRA_STATE)
+        folder.add_object(LANGUAGE + key if omni else key, EXTRA_STATE)
     args = args_of(config, padded_vocab_size=padded_vocab_size, dtype=dtype)
     if lora is not None:
         setattr(args, ARGUMENT, lora)
+    if omni is not None:
+        setattr(args, ENCODERS, omni.encoders_json())
     state = common_state(args)
     folder.add_object(COMMON_OBJECT, object_archive([state]))
     folder.close()
@@ -136,9 +149,11 @@ def plan(
     return folder.files, small
 
 
-def _chunk_slices(view: Converted, name: str, tensor: SourceTensor) -> Iterator[Slices]:
-    row, shape = view.mapping(name).row, tensor.shape
-    if row.routed and len(shape) == 3:
+def _chunk_slices(row: Row | None, tensor: SourceTensor) -> Iterator[Slices]:
+    shape = tensor.shape
+    if row is None:
+        yield whole(shape)
+    elif row.routed and len(shape) == 3:
         for expert in range(shape[0]):
             yield band(shape, expert, expert + 1)
     elif row.tp in ("column", "parts") and tensor.nbytes > _LARGE and shape[0] % _PARTS == 0:

@@ -27,9 +27,12 @@ from megatron_nemotron3.checkpoint.folders import HF_CONFIG as CONFIG
 from megatron_nemotron3.checkpoint.folders import HF_INDEX as INDEX
 from megatron_nemotron3.checkpoint.folders import HF_SINGLE as SINGLE
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, read_json
+from megatron_nemotron3.convert.omni_config import is_omni
 from megatron_nemotron3.convert.sources import Block, FileSource, Location, SourceTensor, row_major
 
 _MULTIMODAL = "model of text and other inputs, of which only the language model is of this family"
+#: What to do where only a language model will do.
+TAKEN_OUT = "not supported here (`nemotron3 convert … --only language` takes the language model out)"
 #: Pattern of an architecture or a model_type -> what it is.
 _OTHER_KINDS = (
     (r"(?i)DeciLM", "Puzzle model of DeciLM's form, whose blocks are attention with an MLP"),
@@ -43,15 +46,21 @@ _PARTS = (
 )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, *, omni: bool = False) -> dict[str, Any]:
     """Read config.json.
+
+    Args:
+        omni: it may be that of an Omni model, which `omni_config` reads.
 
     Raises:
         CheckpointError: it is missing, not a JSON object, or describes a DeciLM, Omni or VL model.
     """
     data = read_json(folder / CONFIG)
+    if omni and is_omni(data):
+        return data
     if kind := _other_kind(data):
-        raise CheckpointError(f"{folder / CONFIG}: it is a {kind}: not supported")
+        cure = TAKEN_OUT if is_omni(data) else "not supported"
+        raise CheckpointError(f"{folder / CONFIG}: it is a {kind}: {cure}")
     return data
 
 

@@ -192,22 +192,37 @@ def check_hf(config: Nemotron3Config, shapes: Mapping[str, Shape]) -> None:
     """
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
     missing = [name for name in expected if name not in shapes]
-    unknown = [name for name in shapes if name not in expected]
-    differ = [name for name in expected if name in shapes and tuple(shapes[name]) != expected[name]]
+    check_shapes(config.name, expected, shapes, _mtp_hint(config, missing) if missing else "")
+
+
+def check_shapes(
+    name: str, expected: Mapping[str, Shape], shapes: Mapping[str, Shape], hint: str = ""
+) -> None:
+    """Check that tensors are exactly the expected ones.
+
+    Args:
+        name: of the model.
+        hint: appended to what is said of missing tensors.
+
+    Raises:
+        ValueError: as `check_hf`.
+    """
+    missing = [one for one in expected if one not in shapes]
+    unknown = [one for one in shapes if one not in expected]
+    differ = [one for one in expected if one in shapes and tuple(shapes[one]) != expected[one]]
     problems = []
     if missing:
-        hint = _mtp_hint(config, missing)
         problems.append(f"{len(missing)} of {len(expected)} tensors are missing, first {missing[0]!r}{hint}")
     if unknown:
         problems.append(f"{len(unknown)} tensors do not belong to the model, first {unknown[0]!r}")
     if differ:
-        name = differ[0]
+        first = differ[0]
         problems.append(
-            f"{len(differ)} tensors have another shape, first {name!r}: {list(shapes[name])} instead of "
-            f"{list(expected[name])}"
+            f"{len(differ)} tensors have another shape, first {first!r}: {list(shapes[first])} instead of "
+            f"{list(expected[first])}"
         )
     if problems:
-        raise ValueError(f"{config.name}: " + "; ".join(problems))
+        raise ValueError(f"{name}: " + "; ".join(problems))
 
 
 def _mtp_hint(config: Nemotron3Config, missing: list[str]) -> str:

@@ -19,9 +19,10 @@ How a torch_dist folder names the optimizer's FP32 master weights depends on the
     distributed, fully_sharded_model_space (old)       optimizer.state.fp32_param.<key>
     distributed, default (dp_reshardable)              optimizer.distributed.….bucket_idx_0.param (no names)
 
-If the experts have an optimizer of their own, some of these begin with `chained_0.`. The keys after the
-prefix are those of the weights, with in_proj and conv1d in parts and experts stacked. Weights stored as
-float32 (FP32 runs, Megatron-FSDP, the expert bias) have no master.
+If the experts have an optimizer of their own, some of these begin with `chained_0.`; in a MIMO model all
+begin with the name of a module, `mimo.language.`. The keys after the prefix are those of the weights, with
+in_proj and conv1d in parts and experts stacked. Weights stored as float32 (FP32 runs, Megatron-FSDP, the
+expert bias) have no master.
 """
 
 from __future__ import annotations
@@ -102,14 +103,18 @@ def prefixes(config: Nemotron3Config) -> Iterator[Prefix]:
 
 #: Prefixes that wrappers add to a key (fsdp_dtensor checkpoints, DDP, Float16Module).
 _WRAPPERS = re.compile(r"^(?:(?:model|module)\.)+")
+#: The same within the names of a MIMO model, each of whose modules is wrapped by itself.
+_MIMO_WRAPPERS = re.compile(r"^(language_model\.|modality_submodules\.\w+\.)(?:module\.)+")
 #: Older name of the layer stack in an MTP block.
 _OLD_MTP = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.(?=layers\.)")
 
 ADAPTER = "adapter"
+#: Beginnings of the keys of an optimizer that is one of several: a MIMO model has one for each module.
+_OWNER = r"(?:mimo\.\w+\.)?(?:chained_\d+\.)?"
 #: Keys of a checkpoint folder that are not weights of the model.
 NON_WEIGHTS = {
     "extra state": re.compile(r".*\._extra_state(?:/.*)?"),
-    "optimizer": re.compile(r"(?:chained_\d+\.)?optimizer\..*"),
+    "optimizer": re.compile(rf"{_OWNER}optimizer\..*"),
     "quantizer": re.compile(r".*_quantizer\..*"),
     # Followed by "/" in torch_dist folders, by "." in torch_dcp and fsdp_dtensor folders.
     "training state": re.compile(
@@ -119,7 +124,7 @@ NON_WEIGHTS = {
     # Of LoRA. Last, because the optimizer's state has the same ends.
     ADAPTER: re.compile(r".*\.adapter\.linear_(?:in|out)\.weight(?:\.\w+)?"),
 }
-_MASTER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
+_MASTER = re.compile(rf"{_OWNER}optimizer\.state\.(?:fp32_)?param\.(.+)")
 
 
 def non_weight_kind(key: str) -> str | None:
@@ -135,7 +140,7 @@ def weight_of_master(key: str) -> str | None:
 
 def plain_name(key: str) -> str:
     """Return a key without the prefixes of wrappers, and with the present name of MTP's layer stack."""
-    return _OLD_MTP.sub(r"\1mtp_model_layer.", _WRAPPERS.sub("", key))
+    return _OLD_MTP.sub(r"\1mtp_model_layer.", _MIMO_WRAPPERS.sub(r"\1", _WRAPPERS.sub("", key)))
 
 
 _DECODER_LAYER = re.compile(r"(.*\bdecoder\.layers\.)(\d+)\.(.+)")
@@ -238,20 +243,21 @@ def _rows_by_name(entries: Iterable[_RowEntry]) -> _RowsByName:
     return table
 
 
-_BUCKET = re.compile(
-    r"(?:chained_\d+\.)?optimizer\.distributed\..*\.(?:param|fp32_param|param_state)(?:/.*)?"
-)
+_BUCKET = re.compile(rf"{_OWNER}optimizer\.distributed\..*\.(?:param|fp32_param|param_state)(?:/.*)?")
 _RESHARD = (
     "load the checkpoint in Megatron with the layout that wrote it and save again with "
     "--dist-ckpt-optim-fully-reshardable"
 )
 
 
-def master_keys(tensors: Mapping[str, StoredTensor | SourceTensor]) -> dict[str, str]:
+def master_keys(
+    tensors: Mapping[str, StoredTensor | SourceTensor], *, optional: str | None = None
+) -> dict[str, str]:
     """Map the plain name of each weight to the key of its FP32 master. Float32 weights may be absent.
 
     Args:
         tensors: all tensors of a checkpoint, by key.
+        optional: beginning of the plain names of weights that may have no master.
 
     Raises:
         ValueError: a weight has no master, or a master has no weight or another shape. The message gives
@@ -270,7 +276,13 @@ def master_keys(tensors: Mapping[str, StoredTensor | SourceTensor]) -> dict[str,
             f"{len(stray)} of {len(found)} FP32 masters belong to no weight of the checkpoint, the first is "
             f"{found[stray[0]]!r}"
         )
-    if missing := [n for n, key in weights.items() if n not in found and tensors[key].dtype != "float32"]:
+    if missing := [
+        name
+        for name, key in weights.items()
+        if name not in found
+        and tensors[key].dtype != "float32"
+        and (optional is None or not name.startswith(optional))
+    ]:
         raise ValueError(_missing_masters_message(len(missing), len(weights), missing[0], tensors))
     for name, key in found.items():
         if tensors[key].shape != tensors[weights[name]].shape or tensors[key].dtype != "float32":

@@ -16,8 +16,9 @@ from typing import Any
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
 from megatron_nemotron3.convert.hf_folder import header_tensor, open_hf, read_safetensors_header
-from megatron_nemotron3.convert.quantized_recipes import BLOCK, RECIPES, SCALES, Quantization
+from megatron_nemotron3.convert.quantized_recipes import BLOCK, SCALES, Quantization
 from megatron_nemotron3.convert.sources import FileSource, TensorSource
+from megatron_nemotron3.precision.serving import RECIPES
 
 #: The file that ModelOpt's exporter writes beside config.json.
 HF_QUANT_CONFIG = "hf_quant_config.json"

@@ -1,7 +1,4 @@
-"""Recipes of released inference checkpoints, and the quantization plan of a model.
-
-A recipe says which weights of a trained model are quantized for serving, and to which format. (The precision
-of training is another table.) Only published choices are listed.
+"""The quantization plan of a model's inference checkpoint, by a recipe of `precision.serving`.
 
 A quantized weight X is stored as several tensors, in this order:
 
@@ -31,90 +28,11 @@ from megatron_nemotron3.convert.inventory import Tensor
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import hf_root
 from megatron_nemotron3.precision.numerics import NVFP4_BLOCK as BLOCK
+from megatron_nemotron3.precision.serving import BF16, CLASSES, FP8, NVFP4, recipe_of, spared
 
-NVFP4, FP8, BF16 = "nvfp4", "fp8", "bf16"
 #: Suffixes after "X." of the scales of activations and of the KV cache.
 SCALES = ("input_scale", "k_scale", "v_scale")
-#: Classes of weights in recipes. All other weights, and all of MTP, stay as they are in every recipe.
-CLASSES: dict[str, tuple[str, ...]] = {
-    "routed experts": ("mixer.experts.{e}.up_proj.weight", "mixer.experts.{e}.down_proj.weight"),
-    "shared experts": ("mixer.shared_experts.up_proj.weight", "mixer.shared_experts.down_proj.weight"),
-    "Mamba projections": ("mixer.in_proj.weight", "mixer.out_proj.weight"),
-    "output head": ("lm_head.weight",),
-}
 _CLASS_OF = {name: title for title, names in CLASSES.items() for name in names}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The formats of the weights of a released inference checkpoint."""
-
-    formats: Mapping[str, str]
-    source: str
-    #: The Mamba layer before each attention layer stays BF16.
-    spare_before_attention: bool = False
-    #: NVFP4 weights with BF16 activations, even if activation scales are given.
-    weight_only: bool = False
-    #: Layers are listed individually (MIXED_PRECISION), even if all have one format.
-    listed: bool = False
-
-
-_LATENT_NVFP4 = {"routed experts": NVFP4, "shared experts": FP8, "Mamba projections": FP8}
-_ALL_NVFP4 = dict.fromkeys(("routed experts", "shared experts", "Mamba projections"), NVFP4)
-_ALL_FP8 = dict.fromkeys(_ALL_NVFP4, FP8)
-#: Recipes by model and format. Models without a published recipe can use another model's by its full name.
-RECIPES: dict[str, Recipe] = {
-    "super-nvfp4": Recipe(
-        _LATENT_NVFP4,
-        "ModelOpt 0.47, NVIDIA-Nemotron-3-Super-120B-A12B-BF16/ptq/nvfp4-max-calib. The released file came "
-        "from a search layer by layer: some of these FP8 layers are BF16 there, and a few others FP8",
-        listed=True,
-    ),
-    "ultra-nvfp4": Recipe(
-        _LATENT_NVFP4,
-        "ModelOpt 0.47, NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16/ptq/nvfp4-4o6. Its weight scales were chosen "
-        "for least error, not by the largest magnitude",
-        listed=True,
-    ),
-    "nano-nvfp4": Recipe(
-        _ALL_NVFP4,
-        "exclude_modules of the released NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4",
-        spare_before_attention=True,
-    ),
-    "lightning-nvfp4": Recipe(
-        {
-            "routed experts": NVFP4,
-            "shared experts": NVFP4,
-            "output head": NVFP4,
-            "Mamba projections": FP8,
-        },
-        "ModelOpt 0.47, NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16/ptq/w4a16_nvfp4_4o6. Its weight scales "
-        "were chosen for least error",
-        weight_only=True,
-        listed=True,
-    ),
-    "super-fp8": Recipe(_ALL_FP8, "NVIDIA's documentation of Nemotron 3 Super, quantization, FP8 checkpoint"),
-    "nano-fp8": Recipe(
-        _ALL_FP8,
-        "the cards of checkpoints made like the released Nano FP8, after the Nano report, section 4",
-        spare_before_attention=True,
-    ),
-}
-
-
-def recipe_of(config: Nemotron3Config, name: str) -> tuple[str, Recipe]:
-    """Return the full name and the recipe "nvfp4" or "fp8" of a model or its tiny form, or one by full name.
-
-    Raises:
-        ValueError: it does not exist. The message lists all recipes.
-    """
-    full = name if name in RECIPES else f"{config.name.removesuffix('-tiny')}-{name}"
-    if full not in RECIPES:
-        raise ValueError(
-            f"no published recipe {name!r} of {config.name} is known: use the full name of one of "
-            + ", ".join(RECIPES)
-        )
-    return full, RECIPES[full]
 
 
 def formats(config: Nemotron3Config, recipe: str) -> dict[str, str]:
@@ -126,17 +44,12 @@ def formats(config: Nemotron3Config, recipe: str) -> dict[str, str]:
     Raises:
         ValueError: the recipe does not exist, or a weight's columns are not a multiple of the NVFP4 block.
     """
-    rules = recipe_of(config, recipe)[1]
+    full, rules = recipe_of(config, recipe)
     result = {}
-    root, previous, feeding = hf_root(config), "", set()
-    for layer, kind in enumerate(config.pattern):
-        if kind == "*" and previous == "M":
-            feeding.add(f"{root}.layers.{layer - 1}.")
-        previous = kind
+    unchanged = {f"{hf_root(config)}.layers.{layer}." for layer in spared(full, config.pattern)}
     for mapping in inventory.mappings(config):
         title = _CLASS_OF.get(mapping.row.hf[0].name) if not mapping.prefix.hf.startswith("mtp.") else None
-        spared = rules.spare_before_attention and mapping.prefix.hf in feeding
-        kind = rules.formats.get(title or "", BF16) if not spared else BF16
+        kind = BF16 if mapping.prefix.hf in unchanged else rules.formats.get(title or "", BF16)
         for tensor in mapping.hf:
             if kind == NVFP4 and tensor.shape[-1] % BLOCK:
                 raise ValueError(

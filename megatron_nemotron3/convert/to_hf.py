@@ -16,12 +16,14 @@ from megatron_nemotron3.convert.hf_folder import (
     regular_file_size,
     safetensors_header,
 )
+from megatron_nemotron3.convert.omni_config import omni_json
 from megatron_nemotron3.convert.plan import whole
 from megatron_nemotron3.convert.quantized_config import HF_QUANT_CONFIG, hf_quant_config, quantization_config
 from megatron_nemotron3.convert.quantized_recipes import Quantization
 from megatron_nemotron3.convert.sources import SourceTensor
 from megatron_nemotron3.convert.streams import FilePlan, Part
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.omni import OmniConfig
 
 #: 5GB as Hugging Face counts it.
 SHARD_BYTES = 5 * 10**9
@@ -30,6 +32,7 @@ _METADATA = {"format": "pt"}
 _COPIED = (
     *("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
 )
 #: Longest file that is copied, in bytes; the tokenizer has 17 MB.
 _COPIED_LIMIT = 256 << 20
@@ -84,12 +87,14 @@ def small_files(
     tokenizer: Path | None = None,
     dtype: str = "bfloat16",
     quantization: Quantization | None = None,
+    omni: OmniConfig | None = None,
 ) -> dict[str, bytes]:
     """Return the other files of an HF folder: the index, config.json, and copied files.
 
     Args:
         reference: HF folder whose tokenizer and generation files are copied.
         tokenizer: folder of a tokenizer, for files that the reference does not have.
+        omni: the model with encoders, of which `config` is the language model.
 
     Raises:
         CheckpointError: a file of the reference cannot be read.
@@ -100,11 +105,15 @@ def small_files(
         result[INDEX] = text
     base = None
     if tokenizer is not None:
-        result.update(_copied_files(tokenizer))
+        result.update(copied_files(tokenizer))
     if reference is not None:
-        result.update(_copied_files(reference))
-        base = read_config(reference) if (reference / CONFIG).exists() else None
-    data = config_json.write(config, reference=base, dtype=dtype)
+        result.update(copied_files(reference))
+        there = (reference / CONFIG).exists()
+        base = read_config(reference, omni=omni is not None) if there else None
+    if omni is None:
+        data = config_json.write(config, reference=base, dtype=dtype)
+    else:
+        data = omni_json(omni, reference=base, dtype=dtype)
     if quantization is not None:
         stated = hf_quant_config(quantization, "megatron-nemotron3")
         data["quantization_config"] = quantization_config(stated)
@@ -113,7 +122,13 @@ def small_files(
     return result
 
 
-def _copied_files(reference: Path) -> dict[str, bytes]:
+def copied_files(reference: Path) -> dict[str, bytes]:
+    """Return the tokenizer, generation and code files of a folder, by name.
+
+    Raises:
+        ValueError: it is no folder.
+        CheckpointError: a file cannot be read.
+    """
     if not reference.is_dir():
         raise ValueError(f"{reference}: --reference must be a folder")
     result = {}

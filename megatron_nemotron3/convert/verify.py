@@ -15,10 +15,11 @@ from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
 from megatron_nemotron3.checkpoint.output import say
 from megatron_nemotron3.checkpoint.remote import shown
-from megatron_nemotron3.convert.checkpoints import checkpoint_facts, checkpoint_line, open_checkpoint
+from megatron_nemotron3.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.convert.compare import Difference, compare
 from megatron_nemotron3.convert.conversion import Options
 from megatron_nemotron3.convert.job import MANIFEST
+from megatron_nemotron3.convert.opened import checkpoint_facts, checkpoint_line
 from megatron_nemotron3.convert.streams import BAND
 from megatron_nemotron3.convert.workers import parallel_map
 
@@ -42,6 +43,7 @@ def verify(
         "dequantize": dequantize,
         "vocab_size": vocab_size,
         "alpha": options.lora_alpha,
+        "omni": True,
     }
     sides = [open_checkpoint(p, **wanted) for p in (a, b)]
     for name, side in zip("ab", sides):

@@ -6,15 +6,19 @@ slice. A conversion writes `Converted(Cast(FileSource))` in bands of rows.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
+from megatron_nemotron3.convert.checksums import JoinedReads, Reads
 from megatron_nemotron3.convert.inventory import TensorMapping
 from megatron_nemotron3.convert.plan import Piece, Slices, extent
 from megatron_nemotron3.convert.sources import SourceTensor, TensorSource, bits
+from megatron_nemotron3.models.tensors import Row
 
 if TYPE_CHECKING:
     import numpy
@@ -57,9 +61,10 @@ class Converted(TensorSource):
         self.tensors = tensors
         self._cached: tuple[TensorMapping | None, dict[str, list[Piece]]] = (None, {})
 
-    def mapping(self, name: str) -> TensorMapping:
-        """Return the mapping that makes a tensor."""
-        return self._mappings[name]
+    @property
+    def rows(self) -> dict[str, Row]:
+        """The row of each tensor."""
+        return {name: mapping.row for name, mapping in self._mappings.items()}
 
     def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
         import numpy
@@ -136,6 +141,42 @@ class Selected(TensorSource):
 
     def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
         return self._source.read(self._names[name], slices)
+
+
+class Together(TensorSource):
+    """The tensors of two sources with different names.
+
+    Files of the second are named by their absolute paths, so that a job watches and verifies them, too.
+    """
+
+    def __init__(self, first: TensorSource, second: TensorSource) -> None:
+        self.folder = first.folder
+        beside = {os.path.join(second.folder.absolute(), name): size for name, size in second.files.items()}
+        self.files = {**first.files, **beside}
+        self.reads = JoinedReads(first.reads, second.reads)
+        self._parts = (first, second)
+        self.tensors = {**first.tensors, **second.tensors}
+
+    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+        first, second = self._parts
+        return (first if name in first.tensors else second).read(name, slices)
+
+
+class Arrays(TensorSource):
+    """Small tensors in memory."""
+
+    def __init__(self, folder: Path, arrays: Mapping[str, tuple[str, numpy.ndarray[Any, Any]]]) -> None:
+        """
+        Args:
+            folder: for messages.
+            arrays: type and raw bits by name.
+        """
+        self.folder, self.files, self.reads = folder, {}, Reads(folder)
+        self.tensors = {name: SourceTensor(dtype, array.shape) for name, (dtype, array) in arrays.items()}
+        self._arrays = {name: array for name, (_, array) in arrays.items()}
+
+    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+        return self._arrays[name][tuple(slice(*s) for s in slices)].copy()
 
 
 def cast(array: numpy.ndarray[Any, Any], before: str, after: str) -> numpy.ndarray[Any, Any]:

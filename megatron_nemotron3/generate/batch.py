@@ -12,6 +12,7 @@ identity, and the other layers treat each token by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ MAX_ROLLBACK = 128
 #: Elements of the largest attention mask that is built. Beyond it a CPU processes one row at a time with its
 #: `ForwardBatch.reversed_mask`; a GPU, whose kernels need aligned mask rows, processes tiles of queries.
 MASK_ELEMENTS = 2**22
+#: Elements of the largest mask that is kept for later passes.
+KEPT_MASK_ELEMENTS = 2**19
 
 
 def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
@@ -126,13 +129,32 @@ class ForwardBatch:
         if self.start is not None and self.n == 1:
             return None
         if self._mask is None or self._mask[0] != tile:
-            self._mask = tile, self._build_mask(*tile, end).repeat(1, 1, queries, 1).to(dtype)
+            count = tile[1] - tile[0]
+            # Kept: the end of a mask that is twice as long at most. A GPU's kernels need aligned rows.
+            room = max(256, 1 << (end - 1).bit_length())
+            kept = self.positions is None and self.device.type == "cpu" and room >= count
+            if kept and queries * count * room <= KEPT_MASK_ELEMENTS:
+                self._mask = tile, _causal_mask(queries, count, room, dtype)[..., room - end :]
+            else:
+                self._mask = tile, self._build_mask(*tile, end).repeat(1, 1, queries, 1).to(dtype)
         return self._mask[1]
 
     def _build_mask(self, first: int, stop: int, end: int) -> Tensor:
         """[1 or b, 1, stop - first, end]."""
         if self.positions is None:
-            mask = torch.full((stop - first, end), -torch.inf, device=self.device)
-            return mask.triu_(end - (stop - first) + 1)[None, None]
+            return _last_positions_mask(stop - first, end, self.device)
         hidden = torch.arange(end, device=self.device) > self.positions[:, first:stop].unsqueeze(-1)
         return torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
+
+
+def _last_positions_mask(count: int, end: int, device: torch.device) -> Tensor:
+    """[1, 1, count, end]: each of the last `count` of `end` positions sees itself and those before it."""
+    mask = torch.full((count, end), -torch.inf, device=device)
+    return mask.triu_(end - count + 1)[None, None]
+
+
+@lru_cache(maxsize=8)
+def _causal_mask(queries: int, count: int, end: int, dtype: torch.dtype) -> Tensor:
+    """`_last_positions_mask` on the CPU for `queries` heads that share a key."""
+    with torch.inference_mode(False):
+        return _last_positions_mask(count, end, torch.device("cpu")).repeat(1, 1, queries, 1).to(dtype)

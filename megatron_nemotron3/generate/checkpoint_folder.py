@@ -20,8 +20,9 @@ from megatron_nemotron3.checkpoint.state import stored_arguments
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoint.structure import check_structure
 from megatron_nemotron3.convert import mp_rank
-from megatron_nemotron3.convert.checkpoints import QUANTIZATION, Checkpoint, open_checkpoint
+from megatron_nemotron3.convert.checkpoints import QUANTIZATION, open_checkpoint
 from megatron_nemotron3.convert.hf_folder import read_config
+from megatron_nemotron3.convert.opened import Checkpoint
 from megatron_nemotron3.convert.torch_dist import open_torch_dist, read_dcp_state
 from megatron_nemotron3.generate.text import TOKENIZER, Tokenizer, read_json_object
 from megatron_nemotron3.models import Nemotron3Config
@@ -107,8 +108,11 @@ class CheckpointFolder:
         Raises:
             ValueError: it is damaged, or is of another model.
         """
-        packed = is_hugging_face(self.checkpoint) and QUANTIZATION in read_config(self.checkpoint)
-        return open_checkpoint(self.checkpoint, model=model, vocab_size=vocab_size, dequantize=packed)
+        config = read_config(self.checkpoint, omni=True) if is_hugging_face(self.checkpoint) else {}
+        packed = QUANTIZATION in config
+        return open_checkpoint(
+            self.checkpoint, model=model, vocab_size=vocab_size, dequantize=packed, omni=True
+        )
 
 
 def find_checkpoint(folder: Path) -> CheckpointFolder:

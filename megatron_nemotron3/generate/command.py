@@ -14,6 +14,7 @@ from megatron_nemotron3.checkpoint.files import read_outside
 from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, place, shown
 from megatron_nemotron3.convert.command import DTYPES
+from megatron_nemotron3.generate.media import InOrder, Prompt, PromptReader, ReadPrompt, add_media, prompts_of
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_stored_model, stored_model
 from megatron_nemotron3.train.inputs import require_tokenizer
@@ -21,9 +22,10 @@ from megatron_nemotron3.train.processes import NARROW, THREADS
 from megatron_nemotron3.words import add_device
 
 if TYPE_CHECKING:
-    from megatron_nemotron3.convert.checkpoints import Checkpoint
+    from megatron_nemotron3.convert.opened import Checkpoint
     from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder
-    from megatron_nemotron3.generate.engine import Engine
+    from megatron_nemotron3.generate.encoders import Encoders
+    from megatron_nemotron3.generate.engine import Engine, Rows
     from megatron_nemotron3.generate.generate import Generation, Speculation
     from megatron_nemotron3.generate.text import OutputText, Tokenizer
 
@@ -39,12 +41,11 @@ def register(commands: Any) -> None:
     command = commands.add_parser("generate")
     command.set_defaults(run=generate_command)
     add_checkpoint(command)
-    command.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="text to continue; may be repeated"
-    )
+    command.add_argument("--prompt", action=InOrder, metavar="TEXT", help="text to continue; may be repeated")
     command.add_argument(
         "--prompt-file", type=Path, metavar="FILE", help="one prompt: the text of a file; - reads stdin"
     )
+    add_media(command)
     sampling = add_sampling(command, "prompt", seed="; prompt i has N + i")
     command.add_argument(
         "--cuda-graphs", action="store_true", help="launch all kernels of a step at once; needs a GPU"
@@ -174,7 +175,20 @@ def load_engine(opened: Checkpoint, options: argparse.Namespace, mtp: bool) -> E
     if options.device == "cpu" and opened.config.hidden_size <= NARROW and THREADS not in os.environ:
         torch.set_num_threads(1)  # as in training: threads of a narrow model wait for each other
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    return Engine(read_weights(opened.hf_view(), opened.config, device=options.device, dtype=dtype, mtp=mtp))
+    language = opened.language_part() if opened.omni else opened
+    weights = read_weights(language.hf_view(), opened.config, device=options.device, dtype=dtype, mtp=mtp)
+    return Engine(weights, media=opened.omni.media_ids if opened.omni else ())
+
+
+def load_encoders(opened: Checkpoint, options: argparse.Namespace) -> Encoders:
+    """Load the encoders of a model that has some onto `options.device`."""
+    import torch
+
+    from megatron_nemotron3.generate.encoders import Encoders
+
+    assert opened.omni is not None
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    return Encoders(opened.hf_view(), opened.omni, device=options.device, dtype=dtype)
 
 
 def generate_command(options: argparse.Namespace) -> int:
@@ -186,7 +200,7 @@ def generate_command(options: argparse.Namespace) -> int:
     Raises:
         ValueError: there is no prompt, or it is empty; an option is out of range; prompt and new tokens
             exceed the model's context; there is no checkpoint or tokenizer, or they do not match; --draft
-            without MTP.
+            without MTP; media that the model or the prompt has no place for, or that cannot be decoded.
         OSError: the file of --prompt-file cannot be read.
     """
     if options.tokenizer is not None:
@@ -220,17 +234,21 @@ def _generate(options: argparse.Namespace) -> int:
     tokenizer = found.tokenizer(options.tokenizer)
     opened = open_for_tokenizer(found, tokenizer, stored_model(options))
     check_draft(opened, options.draft)
-    ids = [tokenizer.encode(prompt) for prompt in prompts]
-    _check_lengths(ids, options.max_new_tokens, opened.config)
+    reader = PromptReader(tokenizer, opened.omni, f"{opened.name}, {shown(found.checkpoint)},", options.chat)
+    read = [reader.read(prompt) for prompt in prompts]
+    ids = [one.ids for one in read]
+    _check_lengths(read, options.max_new_tokens, opened.config)
+    rows = _encode_media(opened, options, reader, prompts, read)
     engine = load_engine(opened, options, mtp=options.draft > 0)
-    stream = OutputStream(prompts, tokenizer, options.stop, live=not (options.no_stream or options.json))
+    texts = [prompt.text for prompt in prompts]
+    stream = OutputStream(texts, tokenizer, options.stop, live=not (options.no_stream or options.json))
     how = GenerationOptions(
         options.max_new_tokens, sampling, options.draft, tokenizer.stop, graphs=options.cuda_graphs
     )
-    result = generate(engine, ids, how, stream.push)
+    result = generate(engine, ids, how, stream.push, rows=rows)
     stream.end()
     if options.json:
-        about: dict[str, Any] = {"checkpoint": shown(found.checkpoint), "model": opened.config.name}
+        about: dict[str, Any] = {"checkpoint": shown(found.checkpoint), "model": opened.name}
         about |= {"mtp_num_layers": opened.config.mtp_num_layers, "mtp_source": opened.mtp_source}
         print_json({**about, **_generation_as_json(result, stream.outputs, ids)})
     else:
@@ -239,8 +257,25 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read_prompts(options: argparse.Namespace) -> list[str]:
-    prompts = list(options.prompt)
+def _encode_media(
+    opened: Checkpoint,
+    options: argparse.Namespace,
+    reader: PromptReader,
+    prompts: Sequence[Prompt],
+    read: Sequence[ReadPrompt],
+) -> Sequence[Rows | None]:
+    """The rows that stand for the media of each prompt; the encoders are in memory only here."""
+    if not any(one.media for one in read):
+        return ()
+    if options.draft:
+        raise ValueError(f"--draft {options.draft}: MTP does not see media: leave it out")
+    inputs = [reader.inputs(one, prompt.place) for prompt, one in zip(prompts, read)]
+    encoders = load_encoders(opened, options)
+    return [encoders.rows(one.ids, given) if given else None for one, given in zip(read, inputs)]
+
+
+def _read_prompts(options: argparse.Namespace) -> list[Prompt]:
+    last = None
     if options.prompt_file is not None:
         from_stdin = str(options.prompt_file) == "-"
         data = (
@@ -248,16 +283,15 @@ def _read_prompts(options: argparse.Namespace) -> list[str]:
         )
         try:
             # Editors add a newline at the end of a file.
-            prompts.append(data.decode("utf-8").removesuffix("\n"))
+            last = data.decode("utf-8").removesuffix("\n")
         except UnicodeDecodeError as problem:
             raise ValueError(f"--prompt-file {options.prompt_file}: not UTF-8: {problem}") from None
-    if not prompts:
-        raise ValueError("no prompt: give --prompt TEXT or --prompt-file F")
+    prompts = prompts_of(options.given, last)
     for number, prompt in enumerate(prompts, 1):
-        if not prompt:
+        if not prompt.text:
             raise ValueError(f"prompt {number} is empty: give at least one character")
         try:
-            prompt.encode("utf-8")
+            prompt.text.encode("utf-8")
         except UnicodeEncodeError:
             raise ValueError(f"prompt {number} is not UTF-8") from None
     if options.max_new_tokens < 1:
@@ -265,17 +299,19 @@ def _read_prompts(options: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _check_lengths(ids: Sequence[Sequence[int]], new: int, config: Nemotron3Config) -> None:
+def _check_lengths(read: Sequence[ReadPrompt], new: int, config: Nemotron3Config) -> None:
     most = config.max_position_embeddings
-    for number, prompt in enumerate(ids, 1):
-        if not prompt:
+    for number, prompt in enumerate(read, 1):
+        if not prompt.ids:
             raise ValueError(f"prompt {number} is empty: the tokenizer makes no token of it")
-        if len(prompt) + new > most:
-            left = most - len(prompt)
+        if (length := len(prompt.ids)) + new > most:
+            left = most - length
             cure = f"use --max-new-tokens {left} or less" if left > 0 else "shorten it"
+            media = sum(one.rows for one in prompt.media)
+            of_media = f" ({media:,} of media)" if media else ""
             raise ValueError(
-                f"prompt {number} and {new:,} new tokens are {len(prompt):,} + {new:,} tokens, more than the "
-                f"{most:,} of the model (max_position_embeddings): {cure}"
+                f"prompt {number} and {new:,} new tokens are {length:,}{of_media} + {new:,} tokens, more "
+                f"than the {most:,} of the model (max_position_embeddings): {cure}"
             )
 
 

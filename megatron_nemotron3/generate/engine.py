@@ -9,7 +9,7 @@ state.truncate(m, out.rollback)  # keeps only the first m of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +28,19 @@ CAPACITY = 256
 
 #: Called with tokens [b, n], hidden [b, n, d] and each row's number of tokens after a pass.
 OnChunk = Callable[[Tensor, Tensor, Sequence[int]], None]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that stand in a prompt in place of the embeddings of its tokens: those of encoders.
+
+    Attributes:
+        positions: in the prompt, one for each row.
+        values: [rows, d].
+    """
+
+    positions: Sequence[int]
+    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -56,12 +69,16 @@ class Engine:
         weights: from `load`.
         max_context: tokens a sequence may have; default: the model's `max_position_embeddings`. No layer
             encodes positions, so longer contexts compute; their quality depends on the training.
+        media: ids that stand for rows of encoders; a prompt without the rows is refused.
     """
 
-    def __init__(self, weights: Weights, *, max_context: int | None = None) -> None:
+    def __init__(
+        self, weights: Weights, *, max_context: int | None = None, media: Collection[int] = ()
+    ) -> None:
         self.weights, self.config = weights, weights.config
         self.device, self.dtype = weights.device, weights.dtype
         self.max_context = weights.config.max_position_embeddings if max_context is None else max_context
+        self.media = frozenset(media)
 
     def new_state(
         self, batch: int = 1, capacity: int = CAPACITY, layers: Sequence[Layer] | None = None
@@ -83,6 +100,7 @@ class Engine:
         *,
         counts: Sequence[int] | None = None,
         rollback: bool = False,
+        embeddings: Tensor | None = None,
     ) -> Output:
         """Run n tokens per row after those the state has seen, and advance the state.
 
@@ -91,13 +109,14 @@ class Engine:
             counts: tokens of each row, where some have fewer than n. The rest is padding and may be any valid
                 ids. A row's result is the same as in a batch of its own; outputs at padding are undefined.
             rollback: also return what `State.truncate` needs.
+            embeddings: of the tokens, [b, n, d]; default: the model's.
 
         Raises:
             ValueError: tokens that are not [b, n] with the state's b and n > 0, counts that do not fit, or
                 a context beyond `max_context`.
         """
         batch = self.new_batch(tokens, state, counts, rollback)
-        x = self.weights.embedding.index_select(0, tokens.reshape(-1))
+        x = self.embed(tokens) if embeddings is None else embeddings.flatten(0, 1)
         return self.run_layers(self.weights.layers, self.weights.final_norm, x, state, batch)
 
     @torch.inference_mode()
@@ -108,6 +127,7 @@ class Engine:
         *,
         chunk: int = CHUNK,
         on_chunk: OnChunk | None = None,
+        rows: Sequence[Rows | None] = (),
     ) -> Output:
         """Read prompts chunk by chunk, so that activation memory does not grow with their length.
 
@@ -115,36 +135,43 @@ class Engine:
             prompts: one per row of the state, of any lengths; or [b, n] ids.
             chunk: tokens per pass, > 0.
             on_chunk: called after each pass; `MTP.append` runs the MTP block over the prompts.
+            rows: of encoders, for each prompt; default: none.
 
         Returns:
             Logits [b, vocabulary] and hidden [b, d] at the last token of each prompt.
 
         Raises:
-            ValueError: another number of prompts than rows, an empty prompt, an id outside the vocabulary,
-                a context beyond `max_context`.
+            ValueError: another number of prompts than rows of the state, an empty prompt, an id outside the
+                vocabulary, one of `media` without its row or the reverse, a context beyond `max_context`.
         """
-        rows = prompts.tolist() if isinstance(prompts, Tensor) else [list(prompt) for prompt in prompts]
-        if len(rows) != state.batch:
-            raise ValueError(f"{len(rows)} prompts for a state of {state.batch} rows: give one per row")
-        self.check_prompts(rows, state.lengths)
+        texts = prompts.tolist() if isinstance(prompts, Tensor) else [list(prompt) for prompt in prompts]
+        if len(texts) != state.batch:
+            raise ValueError(f"{len(texts)} prompts for a state of {state.batch} rows: give one per row")
+        self.check_prompts(texts, state.lengths, rows=rows)
         if chunk < 1:
             raise ValueError(f"chunk={chunk} tokens: use 1 or more")
-        longest = max(map(len, rows))
-        padded = on_device([row + [0] * (longest - len(row)) for row in rows], self.device)
-        last = self.weights.embedding.new_zeros(len(rows), self.config.hidden_size)
+        longest = max(map(len, texts))
+        padded = on_device([text + [0] * (longest - len(text)) for text in texts], self.device)
+        given = _GivenRows(rows, longest, self.weights.embedding) if any(rows) else None
+        last = self.weights.embedding.new_zeros(len(texts), self.config.hidden_size)
         for start in range(0, longest, chunk):
             tokens = padded[:, start : start + chunk]
-            counts = [min(max(len(row) - start, 0), tokens.shape[1]) for row in rows]
-            hidden = self.forward(tokens, state, counts=counts).hidden
+            counts = [min(max(len(text) - start, 0), tokens.shape[1]) for text in texts]
+            embeddings = None if given is None else given.put(self.embed(tokens), start)
+            hidden = self.forward(tokens, state, counts=counts, embeddings=embeddings).hidden
             if on_chunk is not None:
                 on_chunk(tokens, hidden, counts)
             some = on_device([count > 0 for count in counts], self.device).unsqueeze(1)
             last = torch.where(some, last_of_rows(hidden, counts), last)
         return Output(self, last)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Ids [b, n] to their embeddings [b * n, d]."""
+        return self.weights.embedding.index_select(0, tokens.reshape(-1))
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., d] after a final norm -> [..., vocabulary], in the dtype of the weights."""
-        return hidden @ self.weights.output
+        """hidden [..., d] after a final norm -> [..., vocabulary], as `Weights.logits`."""
+        return self.weights.logits(hidden)
 
     def run_layers(
         self, layers: Sequence[Layer], final_norm: Norm, x: Tensor, state: State, batch: ForwardBatch
@@ -173,9 +200,15 @@ class Engine:
         return batch
 
     def check_prompts(
-        self, prompts: Sequence[Sequence[int]], lengths: Sequence[int] = (), more: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        lengths: Sequence[int] = (),
+        more: int = 0,
+        rows: Sequence[Rows | None] = (),
     ) -> None:
         """Refuse prompts that cannot follow `lengths` tokens and precede `more`. Errors as for `prefill`."""
+        if len(rows) not in (0, len(prompts)):
+            raise ValueError(f"rows for {len(rows)} of {len(prompts)} prompts: give an entry for each")
         vocabulary = self.config.vocab_size
         for row, prompt in enumerate(prompts):
             if len(prompt) == 0:
@@ -186,7 +219,25 @@ class Engine:
                     f"prompt {row} has token id {wrong}; {self.config.name} has the ids 0 to "
                     f"{vocabulary - 1}: is it another model's tokenizer?"
                 )
+            self._check_rows(row, prompt, rows[row] if rows else None)
             self._check_context(row, (lengths[row] if lengths else 0) + len(prompt) + more)
+
+    def _check_rows(self, row: int, prompt: Sequence[int], rows: Rows | None) -> None:
+        """Refuse ids of media without rows, and rows without a position."""
+        positions = () if rows is None else rows.positions
+        if rows is not None and (
+            len(positions) != len(rows.values) or not all(0 <= at < len(prompt) for at in positions)
+        ):
+            raise ValueError(
+                f"prompt {row} has {len(rows.values)} rows for {len(positions)} positions in its "
+                f"{len(prompt)} tokens: give one row for each position"
+            )
+        known = set(positions)
+        bare = (t for at, t in enumerate(prompt) if t in self.media and at not in known)
+        if (token := next(bare, None)) is not None:
+            raise ValueError(
+                f"prompt {row} has token id {token}, which stands for a row of an encoder, without the row"
+            )
 
     def _check_context(self, row: int, context: int) -> None:
         if context > self.max_context:
@@ -195,6 +246,28 @@ class Engine:
                 "shorten it, or raise max_context (no layer encodes positions; the default is the model's "
                 "max_position_embeddings)"
             )
+
+
+class _GivenRows:
+    """Rows of several prompts, found by position; `like` says their device and type."""
+
+    def __init__(self, rows: Sequence[Rows | None], longest: int, like: Tensor) -> None:
+        self.values = torch.cat([one.values for one in rows if one is not None]).to(like)
+        #: [b, longest]: number of the row in `values`, or -1.
+        where = torch.full((len(rows), longest), -1)
+        taken = 0
+        for number, one in enumerate(rows):
+            if one is not None:
+                end = taken + len(one.positions)
+                where[number, list(one.positions)] = torch.arange(taken, end)
+                taken = end
+        self.where = where.to(like.device, non_blocking=True)
+
+    def put(self, embedded: Tensor, start: int) -> Tensor:
+        """Embeddings [b * n, d] of the tokens from `start` on, with the rows: [b, n, d]."""
+        where = self.where[:, start : start + len(embedded) // len(self.where)]
+        plain = embedded.view(*where.shape, -1)
+        return torch.where((where < 0).unsqueeze(-1), plain, self.values[where.clamp_min(0)])
 
 
 def last_of_rows(hidden: Tensor, counts: Sequence[int]) -> Tensor:

@@ -1,6 +1,7 @@
 """How well a model and each of its MTP depths predict a text, and how many drafts that gets accepted.
 
     loss        of the next token, and at MTP depth k of the token k further on: mean -log p in nats
+    agreement   of MTP depth k with the model's own distribution of the same token: what acceptance depends on
     acceptance  mean tokens per verification when k tokens are drafted (`Speculation.acceptance_length`)
 
 The loss is Megatron's: consecutive windows of `seq_length` tokens that ignore document boundaries, every
@@ -23,8 +24,29 @@ from megatron_nemotron3.generate.engine import CHUNK, Engine
 from megatron_nemotron3.generate.generate import GenerationOptions, Speculation, generate
 from megatron_nemotron3.generate.mtp import MTP
 
-#: Rows of logits that exist at once.
-LOGIT_ROWS = 1024
+#: Rows of logits that exist at once, and those of two distributions that are compared.
+LOGIT_ROWS, COMPARED_ROWS = 1024, 256
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near one MTP depth is to the distribution that the model itself has for the same token.
+
+    Attributes:
+        kl: KL(model || MTP), mean nats per token.
+        overlap: mean sum of min(p, q): how probably a sampled draft is accepted if all before it were.
+        top1: share of tokens where both have the same most likely token: the same of a greedy draft.
+        greedy: for each window, the expected tokens per verification with as many drafts as this depth's
+            number: 1 and, for each draft, how probably it and all before it are accepted. The drafts follow
+            the text, not the model's own continuation.
+        sampled: the same at temperature 1.
+    """
+
+    kl: float
+    overlap: float
+    top1: float
+    greedy: tuple[float, ...]
+    sampled: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -35,11 +57,13 @@ class Losses:
         next_token: of the model.
         depths: of MTP depth 1, 2, …
         tokens: labels of the next token; depth k has k fewer in each window.
+        agreement: of MTP depth 1, 2, …
     """
 
     next_token: float
     depths: tuple[float, ...]
     tokens: int
+    agreement: tuple[Agreement, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,24 +119,30 @@ def losses(
     if s <= depths:
         raise ValueError(f"windows of {s} tokens have no label at MTP depth {depths}: use longer ones")
     engine.check_prompts([[int(text.min()), int(text.max())]], more=s - 2)
-    sums = [0.0] * (depths + 1)
     chunk = min(chunk, s)
+    groups = []
     for rows in text.to(engine.device).split(max(1, LOGIT_ROWS // chunk)):
-        sums = [a + b for a, b in zip(sums, _loss_sums(engine, rows, depths, chunk))]
+        groups.append(_measure(engine, rows, depths, chunk))
         report(len(rows) * s)
-    means = [total / (len(text) * (s - depth)) for depth, total in enumerate(sums)]
-    return Losses(means[0], tuple(means[1:]), len(text) * s)
+    means = [sum(group[0][k] for group in groups) / (len(text) * (s - k)) for k in range(depths + 1)]
+    agreement = [_agreement([group[1][k] for group in groups]) for k in range(depths)]
+    return Losses(means[0], tuple(means[1:]), len(text) * s, tuple(agreement))
 
 
-def _loss_sums(engine: Engine, rows: Tensor, depths: int, chunk: int) -> list[float]:
-    """Summed losses of the model and of each depth over rows [b, s + 1]."""
+def _measure(
+    engine: Engine, rows: Tensor, depths: int, chunk: int
+) -> tuple[list[float], list[tuple[Tensor, Tensor]]]:
+    """Summed losses of the model and of each depth over rows [b, s + 1]; and of each depth, for each row, the
+    means of `_compare` [b, 3] and the expected tokens per verification [b, 2]."""
     b, s = rows.shape[0], rows.shape[1] - 1
     state = engine.new_state(b, capacity=s)
     mtp = MTP(engine, b, depths, capacity=s) if depths else None
-    sums = [0.0] * (depths + 1)
-    hidden = engine.weights.embedding.new_empty(0)  # of the depth before, at all positions
+    sums, compared = [0.0] * (depths + 1), []
+    trunk = hidden = engine.weights.embedding.new_empty(0)  # of the depth before, at all positions
+    accepted = torch.ones(b, s, 2, device=rows.device)  # probability that all drafts so far are
+    expected = torch.ones(b, 2, device=rows.device, dtype=torch.float64)
     for depth in range(depths + 1):
-        parts = []
+        parts, agreed = [], []
         for at in range(0, s - depth, chunk):
             end = min(at + chunk, s - depth)
             tokens = rows[:, at + depth : end + depth]
@@ -120,12 +150,39 @@ def _loss_sums(engine: Engine, rows: Tensor, depths: int, chunk: int) -> list[fl
                 out = engine.forward(tokens, state)
             else:
                 out = mtp.forward(depth, hidden[:, at:end], tokens)
+                own = trunk[:, at + depth : end + depth]
+                agreed.append(_compare(engine, own.flatten(0, 1), out.logits.flatten(0, 1)).view(b, -1, 3))
             labels = rows[:, at + depth + 1 : end + depth + 1].flatten()
             found = cross_entropy(out.logits.flatten(0, 1).float(), labels, reduction="none")
             sums[depth] += float(found.double().sum())
             parts.append(out.hidden)
         hidden = torch.cat(parts, 1)
-    return sums
+        if depth == 0:
+            trunk = hidden
+        else:
+            here = torch.cat(agreed, 1)
+            accepted = accepted[:, : s - depth] * here[..., 1:].flip(-1)
+            expected = expected + accepted.double().mean(1)
+            compared.append((here.double().mean(1), expected))
+    return sums, compared
+
+
+def _compare(engine: Engine, hidden: Tensor, drafted: Tensor) -> Tensor:
+    """The model after hidden [n, d] against drafted logits [n, v]: KL, overlap, same top token [n, 3]."""
+    rows = []
+    for own, logits in zip(hidden.split(COMPARED_ROWS), drafted.split(COMPARED_ROWS)):
+        p = engine.logits(own).float().log_softmax(-1)
+        q = logits.float().log_softmax(-1)
+        kl = (p.exp() * (p - q)).sum(-1)
+        overlap = torch.minimum(p, q).exp().sum(-1)
+        rows.append(torch.stack((kl, overlap, (p.argmax(-1) == q.argmax(-1)).float()), -1))
+    return torch.cat(rows)
+
+
+def _agreement(groups: Sequence[tuple[Tensor, Tensor]]) -> Agreement:
+    kl, overlap, top1 = torch.cat([means for means, _ in groups]).mean(0).tolist()
+    greedy, sampled = torch.cat([expected for _, expected in groups]).T.tolist()
+    return Agreement(kl, overlap, top1, tuple(greedy), tuple(sampled))
 
 
 def acceptance(
@@ -153,7 +210,7 @@ def acceptance(
 
 
 def plot(losses: Losses, accepted: Sequence[Acceptance], trained: int, path: Path, title: str) -> None:
-    """Write losses by depth and acceptance by number of drafts as a PNG.
+    """Write losses and agreement by depth and acceptance by number of drafts as a PNG.
 
     Args:
         trained: MTP depths that the checkpoint states; deeper ones are hatched.
@@ -162,8 +219,8 @@ def plot(losses: Losses, accepted: Sequence[Acceptance], trained: int, path: Pat
         OSError: it cannot be written.
         ModuleNotFoundError: matplotlib is not installed.
     """
-    with plots.picture(path, 1, 2, size=(10, 4), title=title) as (_, grid):
-        left, right = grid[0]
+    with plots.picture(path, 1, 3, size=(14, 4), title=title) as (_, grid):
+        left, middle, right = grid[0]
         values = [losses.next_token, *losses.depths]
         bars = left.bar(range(len(values)), values, color=["C0", *["C1"] * len(losses.depths)])
         for depth, bar in enumerate(bars):
@@ -175,6 +232,16 @@ def plot(losses: Losses, accepted: Sequence[Acceptance], trained: int, path: Pat
         left.set(ylabel="loss (nats per token)", title=f"Held-out loss{beyond}")
         if losses.depths:
             left.set_xlabel("MTP depth")
+        if losses.agreement:
+            depths = range(1, len(losses.agreement) + 1)
+            middle.plot(depths, [one.top1 for one in losses.agreement], "o-", label="same top token")
+            middle.plot(depths, [one.overlap for one in losses.agreement], "s-", label="overlap")
+            middle.set(xlabel="MTP depth", ylabel="share", ylim=(0, 1))
+            middle.set_title("Agreement with the model's own distribution")
+            middle.set_xticks(depths)
+            middle.legend()
+        else:
+            middle.set_axis_off()
         if accepted:
             drafts = [a.speculation.draft for a in accepted]
             lengths = [a.speculation.acceptance_length for a in accepted]

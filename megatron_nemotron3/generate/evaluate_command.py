@@ -124,7 +124,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         measured = losses(engine, text, depths, report=bar.add)
     accepted: list[Acceptance] = []
     new = min(NEW_TOKENS, config.max_position_embeddings // 2)
-    prompts = _spread_prompts(ids, min(PROMPT_TOKENS, config.max_position_embeddings - new))
+    prompts = spread_prompts(ids, min(PROMPT_TOKENS, config.max_position_embeddings - new))
     if draft:
         with Bar("drafts", "tokens", len(prompts) * new * (draft + 1), lines=False) as bar:
             accepted = acceptance(engine, prompts, new, range(draft + 1), bar.add)
@@ -141,7 +141,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     )
     if config.has_mtp:
         print(f"mtp          depths: {config.mtp_num_layers}; by {opened.mtp_source}")
-    for line in _loss_lines(measured, config.mtp_num_layers):
+    for line in (*_loss_lines(measured, config.mtp_num_layers), *_agreement_lines(measured)):
         print(line)
     if accepted:
         print(
@@ -247,7 +247,7 @@ def _chosen_seq_length(given: int | None, config: Nemotron3Config) -> int:
     return given
 
 
-def _spread_prompts(ids: list[int], length: int) -> list[list[int]]:
+def spread_prompts(ids: list[int], length: int) -> list[list[int]]:
     """Up to `PROMPTS` excerpts, spread over the text."""
     length = min(length, len(ids))
     count = min(PROMPTS, len(ids) // length)
@@ -261,6 +261,25 @@ def _loss_lines(measured: Losses, stated: int) -> list[str]:
         note = "" if depth <= stated else f"   (beyond mtp_num_layers={stated})"
         lines.append(f"  MTP depth {depth:<8}{loss:14.4f}{note}")
     return [*lines, ""]
+
+
+def _agreement_lines(measured: Losses) -> list[str]:
+    """MTP against the model's own distribution; nothing without MTP."""
+    if not measured.agreement:
+        return []
+    from megatron_nemotron3.paired import interval
+
+    lines = [
+        "drafts against the model's own next-token distribution, along the text",
+        "  MTP depth        KL   overlap   top-1   expected tokens per verification, greedy and sampled",
+    ]
+    for depth, one in enumerate(measured.agreement, 1):
+        expected = "   ".join(f"{interval(values):.3f}" for values in (one.greedy, one.sampled))
+        lines.append(f"  {depth:>9}{one.kl:>10.4f}{one.overlap:>10.4f}{one.top1:>8.4f}   {expected}")
+    note = "KL(model || MTP) in nats; overlap is 1 - total variation"
+    if len(measured.agreement[0].greedy) > 1:
+        note += "; ±: 95 % interval by Student's t over the windows"
+    return [*lines, note, ""]
 
 
 def _acceptance_lines(accepted: list[Acceptance]) -> list[str]:
@@ -280,6 +299,7 @@ def _evaluation_as_json(
         "tokens": measured.tokens,
         "loss": measured.next_token,
         "mtp_loss": list(measured.depths),
+        "mtp_agreement": [asdict(one) for one in measured.agreement],
         "mtp_num_layers": config.mtp_num_layers,
         "acceptance": [
             {**speculation_as_json(one.speculation), "tokens_per_second": one.tokens_per_second}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.generate.batch import on_device
-from megatron_nemotron3.generate.engine import CHUNK, Engine
+from megatron_nemotron3.generate.engine import CHUNK, Engine, Rows
 from megatron_nemotron3.generate.graphed_drafts import GraphedDrafts
 from megatron_nemotron3.generate.graphs import GraphedStep, check_rows
 from megatron_nemotron3.generate.mtp import MTP
@@ -31,7 +31,6 @@ from megatron_nemotron3.generate.sampling import (
     Sampler,
     Sampling,
     accept,
-    accept_greedy,
     draw,
     probabilities,
 )
@@ -185,6 +184,7 @@ class Decoder:
     Args:
         prompts: token ids of each row; they are read here.
         memory: of what is in front of the prompts.
+        rows: of encoders in each prompt.
 
     Raises:
         ValueError: drafts are asked for and the model has no MTP block, or too few where each depth has its
@@ -197,6 +197,7 @@ class Decoder:
         prompts: Sequence[Sequence[int]],
         options: GenerationOptions,
         memory: Memory | None = None,
+        rows: Sequence[Rows | None] = (),
     ) -> None:
         self.engine, self.draft = engine, options.draft
         if options.graphs:
@@ -210,7 +211,7 @@ class Decoder:
         if memory is not None:
             memory.state, memory.mtp = self.state, self.mtp
         on_chunk = None if self.mtp is None else self.mtp.append
-        read = engine.prefill(prompts, self.state, chunk=options.chunk, on_chunk=on_chunk)
+        read = engine.prefill(prompts, self.state, chunk=options.chunk, on_chunk=on_chunk, rows=rows)
         self.sampler = Sampler(options.sampling, range(len(prompts)))
         #: [b], not yet seen by the states.
         self.newest: Tensor = self.sampler(read.logits)
@@ -269,23 +270,27 @@ class Decoder:
         tokens = torch.cat((self.newest.unsqueeze(1), drafted), 1)
         counts = [limit + 1 for limit in limits]
         out = self.engine.forward(tokens, self.state, counts=counts, rollback=k > 0)
-        allowed = on_device(limits, self.engine.device)
         if numbers is None:
-            accepted, own = accept_greedy(out.logits, drafted, allowed)
+            best = out.logits.argmax(-1)
+            rows = torch.cat((drafted, best), 1).tolist()
+            new = [_accepted(row[:k], row[k:], limit) for row, limit in zip(rows, limits)]
+            own = on_device([tokens[-1] for tokens in new], self.engine.device)
         else:
             p = probabilities(out.logits, self.sampler.sampling)
             to_accept = numbers[:, self.draft : self.draft + k]
+            allowed = on_device(limits, self.engine.device)
             accepted, own = accept(
                 p, torch.stack(q, 1) if k else p[:, :0], drafted, allowed, to_accept, numbers[:, -1]
             )
-        rows = torch.cat((drafted, own.unsqueeze(1), accepted.unsqueeze(1)), 1).tolist()
-        kept = [row[-1] + 1 for row in rows]
+            rows = torch.cat((drafted, own.unsqueeze(1), accepted.unsqueeze(1)), 1).tolist()
+            new = [[*row[: row[-1]], row[-2]] for row in rows]
+        kept = [len(tokens) for tokens in new]
         if out.rollback is not None:
             self.state.truncate(kept, out.rollback)
         n = max(kept)
         self.mtp.append(tokens[:, :n], out.hidden[:, :n], kept)
         self.newest = own
-        return [[*row[: row[-1]], row[-2]] for row in rows]
+        return new
 
     def _draft_tokens(self, mtp: MTP, k: int, numbers: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Drafts [b, k], and with random numbers the distributions [b, vocabulary] they are drawn from."""
@@ -307,6 +312,7 @@ def generate(
     options: GenerationOptions,
     on_token: OnToken | None = None,
     memory: Memory | None = None,
+    rows: Sequence[Rows | None] = (),
 ) -> Generation:
     """Continue prompts in one batch; a row that has ended leaves the batch.
 
@@ -319,6 +325,7 @@ def generate(
         on_token: called for each token as it appears; a row for which it returns True ends.
         memory: of one row and without graphs: the prompt follows what it has seen. Then it has seen the
             prompt and all new tokens but the last; with drafts also those behind a token that ended the row.
+        rows: of encoders, for each prompt, in place of the embeddings of some of its tokens; without drafts.
 
     Raises:
         ValueError: no prompts or an empty one, an id outside the vocabulary, prompt and new tokens together
@@ -328,11 +335,14 @@ def generate(
         raise ValueError("no prompts: give at least one")
     if memory is not None and (options.graphs or len(prompts) > 1):
         raise ValueError("memory goes with one prompt and graphs=False")
-    engine.check_prompts(prompts, memory.lengths if memory is not None else (), options.max_new_tokens)
+    if any(rows) and options.draft:
+        raise ValueError(f"draft={options.draft}: MTP does not see the rows of encoders: use 0")
+    lengths = memory.lengths if memory is not None else ()
+    engine.check_prompts(prompts, lengths, options.max_new_tokens, rows)
     result = Generation([Continuation() for _ in prompts], sum(map(len, prompts)), Speculation(options.draft))
     with torch.inference_mode():
         began = time.perf_counter()
-        decoder = Decoder(engine, prompts, options, memory)
+        decoder = Decoder(engine, prompts, options, memory, rows)
         new = [[token] for token in decoder.newest.tolist()]
         result.prefill_seconds = time.perf_counter() - began
         began = time.perf_counter()
@@ -361,6 +371,14 @@ def generate(
             result.passes += 1
         result.decode_seconds = time.perf_counter() - began
     return result
+
+
+def _accepted(drafted: list[int], best: list[int], limit: int) -> list[int]:
+    """The new tokens of a row as `accept_greedy` finds them, on the host, which needs them anyway."""
+    n = 0
+    while n < limit and drafted[n] == best[n]:
+        n += 1
+    return best[: n + 1]
 
 
 def _extend_row(

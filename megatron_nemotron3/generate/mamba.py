@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_nemotron3.generate.batch import ForwardBatch, on_device
-from megatron_nemotron3.generate.layers import Norm, ReadTensor, read_norm, transposed
+from megatron_nemotron3.generate.layers import Norm, ReadTensor, read_norm
+from megatron_nemotron3.generate.linear import Linear
 from megatron_nemotron3.generate.state import LayerState, MambaPass, MambaState, window_after
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.ssd import ssd_chunked
@@ -38,7 +39,7 @@ class Mamba:
         self.in_parts = (self.inner, self.channels, self.heads)
         self.conv_parts = (self.inner, bc, bc)
         self.norm = read_norm(read, config)
-        self.in_proj = transposed(read("mixer.in_proj.weight", sum(self.in_parts), d))
+        self.in_proj = Linear(read("mixer.in_proj.weight", sum(self.in_parts), d))
         taps = read("mixer.conv1d.weight", self.channels, 1, self.kernel, float32=True)
         self.taps = taps.squeeze(1).t().contiguous()  # [kernel, channels]
         self.bias = read("mixer.conv1d.bias", self.channels, float32=True)
@@ -47,23 +48,23 @@ class Mamba:
         self.dt_bias = read("mixer.dt_bias", self.heads, float32=True)
         gain = read("mixer.norm.weight", self.inner, float32=True)
         self.gated_norm = Norm(gain, GATED_NORM_EPSILON, self.groups)
-        self.out = transposed(read("mixer.out_proj.weight", d, self.inner))
+        self.out = Linear(read("mixer.out_proj.weight", d, self.inner))
 
     def new_state(self, batch: int, capacity: int) -> MambaState:
         """Return a state of zeros."""
-        window = self.in_proj.new_zeros(batch, self.kernel - 1, self.channels)
+        window = self.norm.zeros(batch, self.kernel - 1, self.channels)
         ssm = self.A.new_zeros(batch, self.heads, self.head_dim, self.state_dim)
         return MambaState(window, ssm)
 
     def __call__(self, x: Tensor, state: LayerState, batch: ForwardBatch) -> tuple[Tensor, MambaPass | None]:
         assert isinstance(state, MambaState)
-        z, xbc, dt = torch.mm(self.norm(x), self.in_proj).split_with_sizes(self.in_parts, 1)
+        z, xbc, dt = self.in_proj(self.norm(x)).split_with_sizes(self.in_parts, 1)
         if batch.single_token:
             y, record = self._step(xbc, dt, state), None
         else:
             y, record = self._scan(xbc, dt, state, batch)
         y = self.gated_norm(F.silu(z.float()).mul_(y))
-        return torch.addmm(x, y.to(x.dtype), self.out), record
+        return self.out(y.to(x.dtype), add=x), record
 
     def _step(self, xbc: Tensor, dt: Tensor, state: MambaState) -> Tensor:
         """One token a row: xbc [b, channels], dt [b, heads] -> [b, inner]; changes the state in place."""
@@ -138,17 +139,21 @@ def short_scan(scan: MambaPass, C: Tensor, D: Tensor) -> Tensor:
     """
     b, n, h, p = scan.x.shape
     g, k = C.shape[2:]
-    C_ = C.permute(0, 2, 3, 1).reshape(b * g, k, n)
-    scores = torch.bmm(scan.B.transpose(1, 2).reshape(b * g, n, k), C_)  # [b * g, earlier token, token]
-    # [b, h, earlier token, token]
-    mixing = scan.decay[:, :, 1:, 1:].transpose(2, 3) * scan.dt.transpose(1, 2).unsqueeze(-1)
-    mixing.view(b * g, h // g, n, n).mul_(scores.unsqueeze(1))
-    x_ = scan.x.permute(0, 2, 3, 1).reshape(b * h, p, n)
-    y = torch.bmm(x_, mixing.view(b * h, n, n)).view(b, h, p, n)
-    from_initial = torch.bmm(scan.ssm.view(b * g, -1, k), C_).view(b, h, p, n)
-    y.addcmul_(from_initial, scan.decay[:, :, 1:, 0].unsqueeze(2))
-    y.addcmul_(x_.view(b, h, p, n), D.view(h, 1, 1))
-    return y.permute(0, 3, 1, 2)
+    # With one row of a batch each of these is a view.
+    C_ = C.transpose(1, 2).reshape(b * g, n, k)
+    B_ = scan.B.permute(0, 2, 3, 1).reshape(b * g, k, n)
+    x_ = scan.x.transpose(1, 2).reshape(b * h, n, p)
+    # [b, h, token, earlier token]
+    scores = torch.bmm(C_, B_).view(b, g, 1, n, n)
+    mixing = torch.mul(scan.weight[:, :, 1:].view(b, g, -1, n, n), scores).view(b, h, n, n)
+    mixing.diagonal(dim1=2, dim2=3).add_(D.unsqueeze(-1))
+    mixed = torch.bmm(mixing.view(b * h, n, n), x_).view(b, h, n, p)
+    from_initial = torch.bmm(C_, scan.ssm.view(b * g, -1, k).transpose(1, 2)).view(b, g, n, -1, p)
+    y = mixed.new_empty(b, n, h, p)
+    by_group = mixed.transpose(1, 2).view(b, n, g, -1, p)
+    decay = scan.decay[:, :, 1:, :1].transpose(1, 2).view(b, n, g, -1, 1)
+    torch.addcmul(by_group, from_initial.transpose(1, 2), decay, out=y.view(b, n, g, -1, p))
+    return y
 
 
 @cache

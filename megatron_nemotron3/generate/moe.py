@@ -4,8 +4,8 @@
 
 Three implementations of the same sum; the number of tokens decides which is fastest:
 
-    gathered   gathers the matrices of the selected experts into one product, without a host synchronization
-    dense      applies every expert to every token, with zero weights: for few small experts and some tokens
+    in place   reads the matrices of the selected experts where they are, row by row: few tokens on a CPU
+    gathered   copies them into one product, without a host synchronization: few tokens on a GPU
     sorted     sorts tokens by expert, as in training; on a GPU with torch's grouped product the numbers of
                tokens stay on the device
 """
@@ -13,23 +13,27 @@ Three implementations of the same sum; the number of tokens decides which is fas
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from megatron_nemotron3.generate.batch import ForwardBatch
-from megatron_nemotron3.generate.layers import ReadTensor, read_norm, transposed
+from megatron_nemotron3.generate.layers import ReadTensor, read_norm
+from megatron_nemotron3.generate.linear import Linear, packs
 from megatron_nemotron3.generate.state import LayerState
 from megatron_nemotron3.layers.functional import weighted_values
 from megatron_nemotron3.layers.grouped import squared_relu_experts
 from megatron_nemotron3.layers.grouped_gpu import grouped_mm, grouped_mm_problem
 from megatron_nemotron3.models import Nemotron3Config
 
-#: Elements of gathered matrices up to which gathering is faster than one product per expert, by device type.
-#: Measured on one AVX-512 core; on a GPU, gathering reads memory three times but saves many launches.
-GATHERED_ELEMENTS = {"cpu": 2**18, "cuda": 2**28}
-#: The dense product is faster up to these: elements of one of the two stacked weights, and times tokens.
-DENSE_ELEMENTS, DENSE_PRODUCTS = 2**18, 2**23
+#: Elements of gathered matrices up to which a GPU gathers: memory is read three times, with few launches.
+GATHERED_ELEMENTS = 2**28
+#: A CPU reads matrices in place up to either: mean uses of an expert, or elements of the selected matrices.
+#: Measured on one AVX-512 core.
+IN_PLACE_USES, IN_PLACE_ELEMENTS = 3, 2**22
+#: Rows of matrices that one operation reads in place, at most: each has an index of 8 bytes.
+INDEX_ELEMENTS = 2**21
 #: Added to the sum of the selected scores.
 EPS = 1e-20
 
@@ -47,7 +51,7 @@ class MixtureOfExperts:
         inner = c.expert_input_size
         self.latent, self.inner, self.width = c.moe_latent_size, inner, width
         self.norm = read_norm(read, config)
-        self.router = transposed(read("mixer.gate.weight", experts, d, float32=True))
+        self.router = read("mixer.gate.weight", experts, d, float32=True).t().contiguous()
         self.bias = read("mixer.gate.e_score_correction_bias", experts, float32=True)
         # Tensors, because an operation with a Python number would first create one.
         self.scale = torch.tensor(c.moe_router_topk_scaling_factor, device=self.bias.device)
@@ -56,22 +60,23 @@ class MixtureOfExperts:
         if self.latent:
             # One product for the latent input and the shared expert: both see the same u.
             up = torch.cat([read("mixer.fc1_latent_proj.weight", inner, d), up])
-            self.out = transposed(read("mixer.fc2_latent_proj.weight", d, inner))
-        self.up = transposed(up)
-        self.shared_down = transposed(read("mixer.shared_experts.down_proj.weight", d, shared))
+            self.out = Linear(read("mixer.fc2_latent_proj.weight", d, inner))
+        self.up = Linear(up)
+        self.shared_down = Linear(read("mixer.shared_experts.down_proj.weight", d, shared))
+        # [experts, inner, ffn] and [experts, ffn, inner]: a product is a weighted sum of rows.
         self.fc1 = self._stack_experts(read, "up_proj", width, inner)
-        # [experts, ffn, inner] like fc1, so that one product also sums over a token's experts.
-        self.fc2 = self._stack_experts(read, "down_proj", inner, width, transpose=True)
+        self.fc2 = self._stack_experts(read, "down_proj", inner, width)
+        self._rows1, self._rows2 = self.fc1.view(-1, width), self.fc2.view(-1, inner)
+        self._inputs = torch.arange(inner, device=self.fc1.device)
+        self._outputs = torch.arange(width, device=self.fc1.device)
         self._grouped = grouped_mm_problem(self.fc1[0], [self.fc1[0]], experts) is None
-        self.each = list(self.fc1.unbind()), [weight.t() for weight in self.fc2.unbind()]
+        self.each = [w.t() for w in self.fc1.unbind()], [w.t() for w in self.fc2.unbind()]
 
-    def _stack_experts(
-        self, read: ReadTensor, name: str, rows: int, columns: int, transpose: bool = False
-    ) -> Tensor:
+    def _stack_experts(self, read: ReadTensor, name: str, rows: int, columns: int) -> Tensor:
+        """[experts, columns, rows]."""
         stack = None
         for e in range(self.experts):
-            weight = read(f"mixer.experts.{e}.{name}.weight", rows, columns)
-            weight = weight.t() if transpose else weight
+            weight = read(f"mixer.experts.{e}.{name}.weight", rows, columns).t()
             if stack is None:
                 stack = weight.new_empty(self.experts, *weight.shape)
             stack[e] = weight
@@ -89,15 +94,15 @@ class MixtureOfExperts:
         if self.topk > 1:  # Megatron leaves a single expert its score
             weight = weight.div_(weight.sum(-1, True).add_(self.eps))
         weight = weight.mul_(self.scale)
-        up = torch.mm(u, self.up)
+        up = self.up(u)
         if self.latent:
             z, hidden = up.split_with_sizes((self.inner, up.shape[1] - self.inner), 1)
         else:
             z, hidden = u, up
         hidden = hidden.relu()
-        x = torch.addmm(x, hidden.mul_(hidden), self.shared_down)
+        x = self.shared_down(hidden.mul_(hidden), add=x)
         y = self._implementation(len(x), x.device.type)(z, chosen, weight)
-        return (torch.addmm(x, y, self.out) if self.latent else x.add_(y)), None
+        return (self.out(y, add=x) if self.latent else x.add_(y)), None
 
     def needs_counts(self, tokens: int, device: str) -> bool:
         """Whether a pass over so many tokens reads the tokens per expert on the host."""
@@ -106,25 +111,34 @@ class MixtureOfExperts:
 
     def _implementation(self, tokens: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         matrix, pairs = self.inner * self.width, tokens * self.topk
-        total = self.experts * matrix
-        if 2 * pairs >= self.experts and total <= DENSE_ELEMENTS and tokens * total <= DENSE_PRODUCTS:
-            return self._dense
-        return self._gathered if pairs * matrix <= GATHERED_ELEMENTS.get(device, 0) else self._sorted
+        if device == "cpu":
+            # 16-bit products by expert take several times as long where the CPU has no instructions for them.
+            slow = self.fc1.dtype.itemsize == 2 and not packs(self.fc1.dtype)
+            few = slow or pairs <= IN_PLACE_USES * self.experts or pairs * matrix <= IN_PLACE_ELEMENTS
+            return self._in_place if few else self._sorted
+        return self._gathered if pairs * matrix <= GATHERED_ELEMENTS else self._sorted
+
+    def _in_place(self, z: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        t, k, expert = len(z), self.topk, chosen.view(-1, 1)
+        if t > 1 and t * k * max(self.inner, self.width) > INDEX_ELEMENTS:
+            halves = zip(*(part.split(-(-t // 2)) for part in (z, chosen, weight)))
+            return torch.cat([self._in_place(*half) for half in halves])
+        # Both products are sums of weighted rows of the stacked matrices, so no matrix is copied.
+        rows = torch.add(self._inputs, expert, alpha=self.inner)
+        each = z.unsqueeze(1).expand(t, k, self.inner).reshape(-1)
+        hidden = _weighted_sums(self._rows1, rows, each).view(t, k, self.width)
+        hidden = hidden.relu_().mul_(hidden).mul_(weight.unsqueeze(-1))
+        rows = torch.add(self._outputs, expert, alpha=self.width)
+        return _weighted_sums(self._rows2, rows.view(t, -1), hidden.view(-1))
 
     def _gathered(self, z: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        t, index = len(z), chosen.view(-1)
-        fc1 = self.fc1.index_select(0, index).view(t, -1, self.inner)  # [t, topk * ffn, inner]
+        t, k, index = len(z), self.topk, chosen.view(-1)
+        fc1 = self.fc1.index_select(0, index)  # [t * topk, inner, ffn]
         fc2 = self.fc2.index_select(0, index).view(t, -1, self.inner)
-        hidden = torch.bmm(fc1, z.unsqueeze(-1)).view(t, self.topk, self.width)
+        each = z.unsqueeze(1).expand(t, k, self.inner).reshape(t * k, 1, -1)
+        hidden = torch.bmm(each, fc1).view(t, k, self.width)
         hidden = hidden.relu_().mul_(hidden).mul_(weight.unsqueeze(-1))
         return torch.bmm(hidden.view(t, 1, -1), fc2).squeeze(1)
-
-    def _dense(self, z: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        t = len(z)
-        weights = z.new_zeros(t, self.experts).scatter_(1, chosen, weight.to(z.dtype))
-        hidden = torch.mm(z, self.fc1.view(-1, self.inner).t()).relu_()
-        hidden = hidden.mul_(hidden).view(t, self.experts, -1).mul_(weights.unsqueeze(-1))
-        return torch.mm(hidden.view(t, -1), self.fc2.view(-1, self.inner))
 
     def _sorted(self, z: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         expert = chosen.view(-1)
@@ -145,6 +159,30 @@ class MixtureOfExperts:
         counts = torch.zeros(self.experts, dtype=torch.int32, device=expert.device)
         ends = counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32)).cumsum(0)
         ends = ends.to(torch.int32)
-        hidden = grouped_mm(rows, self.fc1.transpose(1, 2), offs=ends)
+        hidden = grouped_mm(rows, self.fc1, offs=ends)
         result: Tensor = grouped_mm(weighted_values(hidden, weight), self.fc2, offs=ends)
         return result
+
+
+def _weighted_sums(table: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """Sums of weighted rows of a table.
+
+    Args:
+        table: [m, d].
+        rows: [sums, r].
+        weight: [sums * r].
+
+    Returns:
+        [sums, d].
+    """
+    result: Tensor = torch.embedding_bag(table, rows.view(-1), _starts(*rows.shape), False, 0, False, weight)[
+        0
+    ]
+    return result
+
+
+@lru_cache(maxsize=64)
+def _starts(sums: int, r: int) -> Tensor:
+    """Where each of the sums begins."""
+    with torch.inference_mode(False):
+        return torch.arange(0, sums * r, r)

@@ -11,18 +11,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_nemotron3.generate.batch import on_device
+from megatron_nemotron3.generate.batch import MAX_ROLLBACK, on_device
 from megatron_nemotron3.generate.engine import CAPACITY, Engine, Output, last_of_rows
+from megatron_nemotron3.generate.state import Rollback, State
 from megatron_nemotron3.generate.weights import MTPBlock
+
+#: Most tokens of a row that `MTP.append` leaves to the next draft.
+KEPT_TOKENS = 8
 
 
 class MTP:
     """The MTP block of an engine's model over b sequences, at depths 1 to `depths`.
+
+    A step of decoding appends a few tokens and drafts after them. Both run the same depths, so `append` only
+    keeps few tokens, and `draft` runs them with its own: one pass per depth. What depth 1 computes for the
+    newest token stays on a CPU, if the next `append` begins with that token. Reading `depths` or `pending`
+    finishes what is kept.
 
     Args:
         depths: default: as many as in training.
@@ -30,8 +40,6 @@ class MTP:
 
     Attributes:
         blocks: the block of each depth; with `mtp_use_repeated_layer` the same one.
-        depths: `State` of its layers at each depth.
-        pending: for each depth k, h_{k-1} [b, d] of position s - k; undefined in rows with s < k.
         lengths: s, the tokens that each row has seen.
 
     Raises:
@@ -42,16 +50,38 @@ class MTP:
         self, engine: Engine, batch: int = 1, depths: int | None = None, capacity: int = CAPACITY
     ) -> None:
         self.engine, self.blocks = engine, _blocks_by_depth(engine, depths)
-        self.depths = [engine.new_state(batch, capacity, block.layers) for block in self.blocks]
+        self._depths = [engine.new_state(batch, capacity, block.layers) for block in self.blocks]
         hidden_size = engine.config.hidden_size
-        self.pending = [engine.weights.embedding.new_zeros(batch, hidden_size) for _ in self.blocks]
+        self._pending = [engine.weights.embedding.new_zeros(batch, hidden_size) for _ in self.blocks]
         self.lengths = [0] * batch
+        self._kept: _Tokens | None = None
+        self._drafted: _Draft | None = None
+        #: Whether depth 1 has seen the first of the kept tokens: then all depths are one position ahead.
+        self._ahead = False
+
+    @property
+    def depths(self) -> list[State]:
+        """The states of the block's layers at each depth."""
+        self._finish()
+        return self._depths
+
+    @property
+    def pending(self) -> list[Tensor]:
+        """For each depth k, h_{k-1} [b, d] of position s - k; undefined in rows with s < k."""
+        self._finish()
+        return self._pending
+
+    @pending.setter
+    def pending(self, values: list[Tensor]) -> None:
+        self._finish()
+        self._pending = values
 
     def select(self, rows: Sequence[int]) -> MTP:
         """Return a copy of some rows."""
+        self._finish()
         result = copy.copy(self)
-        result.depths = [depth.select(rows) for depth in self.depths]
-        result.pending = [h[list(rows)] for h in self.pending]
+        result._depths = [depth.select(rows) for depth in self._depths]
+        result._pending = [h[list(rows)] for h in self._pending]
         result.lengths = [self.lengths[row] for row in rows]
         return result
 
@@ -83,15 +113,12 @@ class MTP:
         Raises:
             ValueError: there is no such depth; otherwise as `Engine.forward`.
         """
-        if not 1 <= depth <= len(self.depths):
+        if not 1 <= depth <= len(self._depths):
             raise ValueError(
-                f"depth {depth}: there are depths 1 to {len(self.depths)}: MTP(depths=...) makes more"
+                f"depth {depth}: there are depths 1 to {len(self._depths)}: MTP(depths=...) makes more"
             )
-        block, state = self.blocks[depth - 1], self.depths[depth - 1]
-        batch = self.engine.new_batch(next_tokens, state, counts, rollback)
-        embedded = self.engine.weights.embedding.index_select(0, next_tokens.reshape(-1))
-        x = block.project(embedded, hidden.flatten(0, 1))
-        return self.engine.run_layers(block.layers, block.final_norm, x, state, batch)
+        self._finish()
+        return self._run(depth, hidden, next_tokens, counts, rollback)
 
     @torch.inference_mode()
     def append(self, tokens: Tensor, hidden: Tensor, counts: Sequence[int] | None = None) -> None:
@@ -104,17 +131,13 @@ class MTP:
         """
         b, n = tokens.shape
         found = [n] * b if counts is None else list(counts)
-        sizes = found
-        for depth in range(1, len(self.depths) + 1):
-            hidden, sizes = self._after_pending(depth, hidden, sizes)
-            self.pending[depth - 1] = last_of_rows(hidden, sizes).clone()
-            # The last one of each row waits for a token that is not known yet.
-            sizes = [max(size - 1, 0) for size in sizes]
-            hidden = hidden[:, : max(sizes)]
-            if max(sizes):
-                known = _last_tokens(tokens, found, sizes)
-                hidden = self.forward(depth, hidden, known, counts=sizes).hidden
+        if self._goes_on(tokens, found):
+            self._end_draft(more=1)
+        self._finish()
+        self._kept = _Tokens(tokens, hidden, found)
         self.lengths = [a + c for a, c in zip(self.lengths, found)]
+        if n > KEPT_TOKENS:
+            self._finish()
 
     @torch.inference_mode()
     def draft(self, tokens: Tensor, choose: Callable[[Tensor], Tensor], count: int | None = None) -> Tensor:
@@ -132,35 +155,101 @@ class MTP:
         Raises:
             ValueError: more tokens than depths, or a row without tokens.
         """
-        count = len(self.depths) if count is None else count
-        if not 1 <= count <= len(self.depths) or min(self.lengths) < 1:
+        count = len(self._depths) if count is None else count
+        if not 1 <= count <= len(self._depths) or min(self.lengths) < 1:
             raise ValueError(
-                f"cannot draft {count} tokens after {self.lengths} with {len(self.depths)} depths: append "
+                f"cannot draft {count} tokens after {self.lengths} with {len(self._depths)} depths: append "
                 "the prompt first, and use MTP(depths=...) for more"
             )
-        b = len(self.lengths)
-        drafted, rollbacks = [tokens], []
-        hidden, sizes = self.pending[0].unsqueeze(1), [1] * b
+        if self._drafted is not None or count < len(self._depths) or count > MAX_ROLLBACK - KEPT_TOKENS:
+            self._finish()
+        kept, seen = self._kept or self._no_tokens(), self._seen()
+        known, hidden, sizes = _Known(kept, tokens, count), kept.hidden, kept.counts
+        passes, drafted = [], []
         for depth in range(1, count + 1):
-            if depth > 1:
-                hidden, sizes = self._after_pending(depth, hidden, sizes)
-            known = _last_tokens(torch.stack(drafted, 1), [depth] * b, sizes)
-            out = self.forward(depth, hidden, known, counts=sizes, rollback=True)
+            hidden, sizes = self._after_pending(depth, hidden, sizes, seen)
+            hidden = hidden[:, : max(sizes)]
+            out = self._run(depth, hidden, known.last(depth, sizes), sizes, rollback=True)
             assert out.rollback is not None
-            rollbacks.append(out.rollback)
+            passes.append(_Pass(hidden, out.rollback))
             hidden = out.hidden
             drafted.append(choose(self.engine.logits(last_of_rows(hidden, sizes))))
-        for state, rollback in zip(self.depths, rollbacks):
-            state.truncate(0, rollback)
-        return torch.stack(drafted[1:], 1)
+            if depth < count:
+                known.add(depth, drafted[-1])
+        self._kept, self._drafted = None, _Draft(tokens, passes)
+        return torch.stack(drafted, 1)
 
-    def _after_pending(self, depth: int, hidden: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+    def _run(
+        self, depth: int, hidden: Tensor, tokens: Tensor, counts: Sequence[int] | None, rollback: bool = False
+    ) -> Output:
+        block, state = self.blocks[depth - 1], self._depths[depth - 1]
+        batch = self.engine.new_batch(tokens, state, counts, rollback)
+        embedded = self.engine.weights.embedding.index_select(0, tokens.reshape(-1))
+        x = block.project(embedded, hidden.flatten(0, 1))
+        return self.engine.run_layers(block.layers, block.final_norm, x, state, batch)
+
+    @torch.inference_mode()
+    def _finish(self) -> None:
+        """Undo a draft and run the kept tokens: then the states are those of `lengths` tokens."""
+        if self._drafted is not None:
+            self._end_draft(more=0)
+        if self._kept is None:
+            return
+        seen, kept = self._seen(), self._kept
+        hidden, sizes = kept.hidden, kept.counts
+        for depth in range(1, len(self._depths) + 1):
+            hidden, sizes = self._after_pending(depth, hidden, sizes, seen)
+            self._pending[depth - 1] = last_of_rows(hidden, sizes).clone()
+            # The last one of each row waits for a token that is not known yet.
+            sizes = [max(size - 1, 0) for size in sizes]
+            hidden = hidden[:, : max(sizes)]
+            if max(sizes):
+                known = _last_tokens(kept.tokens, kept.counts, sizes)
+                hidden = self._run(depth, hidden, known, sizes).hidden
+        self._kept, self._ahead = None, False
+
+    def _end_draft(self, more: int) -> None:
+        """Keep of a draft what its kept tokens give, and `more` = 1: what the newest token gives."""
+        assert self._drafted is not None
+        for depth, one in enumerate(self._drafted.passes, 1):
+            # All depths reached the position before the newest token; without drafts depth k is k behind.
+            keep = [max(count - depth + more, 0) for count in one.rollback.counts]
+            self._depths[depth - 1].truncate(keep, one.rollback)
+            # What waits is the first input behind the kept ones; with the newest token depth 1 has none.
+            if depth > more:
+                self._pending[depth - 1] = last_of_rows(one.hidden, [k + 1 for k in keep])
+        self._drafted, self._ahead = None, more == 1
+
+    def _goes_on(self, tokens: Tensor, counts: Sequence[int]) -> bool:
+        """Whether tokens [b, n] begin with those that were drafted after, at every depth."""
+        drafted = self._drafted
+        if drafted is None or len(drafted.passes) < len(self._depths) or min(counts) == 0:
+            return False
+        # On another device the host would wait for the comparison.
+        return tokens.device.type == "cpu" and torch.equal(tokens[:, 0], drafted.newest)
+
+    def _seen(self) -> list[int]:
+        """The tokens of each row without the kept ones."""
+        return (
+            self.lengths if self._kept is None else [a - c for a, c in zip(self.lengths, self._kept.counts)]
+        )
+
+    def _no_tokens(self) -> _Tokens:
+        b = len(self.lengths)
+        like = self.engine.weights.embedding
+        hidden = like.new_empty(b, 0, like.shape[1])
+        return _Tokens(torch.empty(b, 0, dtype=torch.long, device=like.device), hidden, [0] * b)
+
+    def _after_pending(
+        self, depth: int, hidden: Tensor, sizes: Sequence[int], seen: Sequence[int]
+    ) -> tuple[Tensor, list[int]]:
         """Put the pending hidden state of a depth, in the rows that have one, before hidden [b, n, d].
 
         Returns:
             The rows, left-aligned, and their sizes.
         """
-        pending, waiting = self.pending[depth - 1], [length >= depth for length in self.lengths]
+        pending, first = self._pending[depth - 1], depth - self._ahead
+        waiting = [length >= first > 0 for length in seen]
         if all(waiting):
             return torch.cat((pending.unsqueeze(1), hidden), 1), [size + 1 for size in sizes]
         if not any(waiting):
@@ -171,6 +260,52 @@ class MTP:
             for row, waits in enumerate(waiting)
         ]
         return pad_sequence(rows, batch_first=True), [size + waits for size, waits in zip(sizes, waiting)]
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens [b, n] with the decoder's hidden states [b, n, d]; a row has `counts` of them."""
+
+    tokens: Tensor
+    hidden: Tensor
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One depth of a draft, with its inputs [b, n, d]."""
+
+    hidden: Tensor
+    rollback: Rollback
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What was drafted after the newest tokens [b]. The states still contain it."""
+
+    newest: Tensor
+    passes: list[_Pass]
+
+
+class _Known:
+    """Kept tokens, the newest token and the drafts, left-aligned in each row."""
+
+    def __init__(self, kept: _Tokens, newest: Tensor, count: int) -> None:
+        self._counts = kept.counts
+        self._tokens = torch.cat((kept.tokens, kept.tokens.new_zeros(len(newest), count)), 1)
+        self.add(0, newest)
+
+    def add(self, number: int, tokens: Tensor) -> None:
+        """Put tokens [b] behind the kept ones and `number` others."""
+        if len(set(self._counts)) == 1:
+            self._tokens[:, self._counts[0] + number] = tokens
+        else:
+            index = on_device([count + number for count in self._counts], tokens.device)
+            self._tokens.scatter_(1, index.unsqueeze(1), tokens.unsqueeze(1))
+
+    def last(self, number: int, sizes: Sequence[int]) -> Tensor:
+        """The last `sizes` of each row's kept tokens and `number` others."""
+        return _last_tokens(self._tokens, [count + number for count in self._counts], sizes)
 
 
 def _blocks_by_depth(engine: Engine, depths: int | None) -> list[MTPBlock]:

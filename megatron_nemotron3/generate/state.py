@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -71,22 +72,29 @@ class MambaPass:
         if min(kept) != max(kept):
             return self.after_counts(torch.tensor(list(kept)).to(self.x.device, non_blocking=True))
         window = self.window[:, m : m + width]
-        return (window, self._state(self.decay[:, :, m])) if m else (window, self.ssm)
+        if m == 0:
+            return window, self.ssm
+        return window, self._state(self.decay[:, :, m, 0], self.weight[:, :, m])
 
     def after_counts(self, kept: Tensor) -> tuple[Tensor, Tensor]:
         """As `after`, with counts [b] that only the device knows."""
         width = self.window.shape[1] - self.x.shape[1]
         rows = torch.arange(len(kept), device=kept.device)
-        return window_after(self.window, kept.unsqueeze(1), width), self._state(self.decay[rows, :, kept])
+        window = window_after(self.window, kept.unsqueeze(1), width)
+        return window, self._state(self.decay[rows, :, kept, 0], self.weight[rows, :, kept])
 
-    def _state(self, decay: Tensor) -> Tensor:
-        """The state [b, h, p, k] after as many tokens as the rows `decay` [b, h, n + 1] are of."""
+    @cached_property
+    def weight(self) -> Tensor:
+        """[b, h, n + 1, n]: what token i (column) adds to the state after j tokens (row), times x and B."""
+        return self.decay[:, :, :, 1:] * self.dt.transpose(1, 2).unsqueeze(2)
+
+    def _state(self, decay: Tensor, weight: Tensor) -> Tensor:
+        """The state [b, h, p, k], from `decay` [b, h] of the initial one and `weight` [b, h, n] of tokens."""
         b, n, h, p = self.x.shape
         g, k = self.B.shape[2:]
-        weight = decay[:, :, 1:] * self.dt.transpose(1, 2)  # [b, h, n]
         u = (self.x.permute(0, 2, 3, 1) * weight.unsqueeze(2)).reshape(b * g, -1, n)
         added = torch.bmm(u, self.B.transpose(1, 2).reshape(b * g, n, k)).view(b, h, p, k)
-        return added.addcmul_(self.ssm, decay[:, :, :1].unsqueeze(-1))
+        return added.addcmul_(self.ssm, decay.view(b, h, 1, 1))
 
 
 def window_after(window: Tensor, counts: Tensor, width: int) -> Tensor:

@@ -18,7 +18,8 @@ from megatron_nemotron3.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.convert.keys import prefixes
 from megatron_nemotron3.convert.logits.reader import TensorReader
 from megatron_nemotron3.convert.sources import TensorSource
-from megatron_nemotron3.generate.layers import MLP, Attention, Layer, Norm, ReadTensor, read_norm, transposed
+from megatron_nemotron3.generate.layers import MLP, Attention, Layer, Norm, ReadTensor, read_norm
+from megatron_nemotron3.generate.linear import Linear
 from megatron_nemotron3.generate.mamba import Mamba
 from megatron_nemotron3.generate.moe import MixtureOfExperts
 from megatron_nemotron3.models import Nemotron3Config
@@ -38,14 +39,14 @@ class MTPBlock:
 
     enorm: Norm
     hnorm: Norm
-    #: [2 d, d]: transposed.
-    eh_proj: Tensor
+    #: From 2 d to d.
+    eh_proj: Linear
     layers: list[Layer]
     final_norm: Norm
 
     def project(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Embeddings and h_{k-1}, both [tokens, d], to the input of the block's layers."""
-        return torch.mm(torch.cat((self.enorm(embedded), self.hnorm(hidden)), 1), self.eh_proj)
+        return self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), 1))
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Weights:
     embedding: Tensor
     layers: list[Layer]
     final_norm: Norm
-    #: [d, vocabulary]: transposed.
-    output: Tensor
+    #: From d to the vocabulary; FP32 on a CPU (`logits`).
+    output: Linear
     #: One block for all depths, or one per depth; empty without MTP.
     mtp: list[MTPBlock]
 
@@ -71,6 +72,14 @@ class Weights:
     def dtype(self) -> torch.dtype:
         """Dtype of activations, keys and values, and most weights."""
         return self.embedding.dtype
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., d] after a final norm -> [..., vocabulary]: FP32 on a CPU, else in the weights' dtype.
+
+        In BF16 the two best logits of every fortieth step are equal, and the token is an accident.
+        """
+        rows = hidden.to(self.output.dtype).flatten(0, -2)
+        return self.output(rows).view(*hidden.shape[:-1], -1)
 
 
 def load(
@@ -145,15 +154,16 @@ def assemble(below: Callable[[str], ReadTensor], config: Nemotron3Config, *, mtp
         elif mtp:
             enorm = read_norm(read_input, config, "enorm.weight")
             hnorm = read_norm(read_input, config, "hnorm.weight")
-            eh_proj = transposed(read_input("eh_proj.weight", d, 2 * d))
+            eh_proj = Linear(read_input("eh_proj.weight", d, 2 * d))
             final_norm = read_norm(read, config, "final_layernorm.weight")
             blocks.append(MTPBlock(enorm, hnorm, eh_proj, stack, final_norm))
     read = below("")
+    head = read("lm_head.weight", config.vocab_size, d)
     return Weights(
         config,
         embedding=read(f"{root}.embeddings.weight", config.vocab_size, d),
         layers=layers,
         final_norm=read_norm(read, config, f"{root}.norm_f.weight"),
-        output=transposed(read("lm_head.weight", config.vocab_size, d)),
+        output=Linear(head.float() if head.device.type == "cpu" else head),
         mtp=blocks,
     )

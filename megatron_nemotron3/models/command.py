@@ -8,7 +8,8 @@ from typing import Any
 from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.models.catalog import names
 from megatron_nemotron3.models.config import Nemotron3Config
-from megatron_nemotron3.models.tiny import tiny
+from megatron_nemotron3.models.omni import OmniConfig, get_omni
+from megatron_nemotron3.models.tiny import TINY_SUFFIX, tiny
 
 _MODEL = "a name of the catalog, or FILE.json or FILE.py with a model of your own"
 
@@ -45,6 +46,13 @@ def chosen_model(options: argparse.Namespace) -> Nemotron3Config:
     if not names_model(options):
         raise ValueError(f"give the NAME of a model ({', '.join(names())}), or --model FILE")
     return _sized(options.model or options.name, options.tiny)
+
+
+def chosen_omni(options: argparse.Namespace) -> OmniConfig | None:
+    """Return the model with encoders that NAME and --tiny mean; None if NAME is none of them."""
+    if options.name is None or options.model is not None:
+        return None
+    return get_omni(options.name + (TINY_SUFFIX if options.tiny else ""))
 
 
 def add_stored_model(command: argparse._ActionsContainer) -> None:
@@ -84,8 +92,12 @@ def show_command(options: argparse.Namespace) -> int:
     Raises:
         ValueError: there is no model of that name.
     """
-    from megatron_nemotron3.models.show import describe, render
+    from megatron_nemotron3.models.show import describe, describe_omni, render, render_omni
 
+    omni = chosen_omni(options)
+    if omni is not None:
+        print_json(describe_omni(omni)) if options.json else print(render_omni(omni))
+        return 0
     config = chosen_model(options)
     if options.json:
         print_json(describe(config))

@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.config import Nemotron3Config
+from megatron_nemotron3.models.omni import OmniConfig, sizes, sources
+from megatron_nemotron3.models.omni_tensors import count_parts, released_tensors, tensors_by_part
 from megatron_nemotron3.models.parameters import (
     ParameterCount,
     count,
@@ -160,6 +162,53 @@ def describe(config: Nemotron3Config) -> dict[str, Any]:
     return read
 
 
+def describe_omni(model: OmniConfig) -> dict[str, Any]:
+    """Everything `render_omni` shows, ready for `json.dumps`; the language model as `describe` has it."""
+    parts = count_parts(model)
+    return {
+        "name": model.name,
+        "title": model.title,
+        "parameters": parts,
+        "total": sum(parts.values()),
+        "tensors": released_tensors(model),
+        "tensors_by_part": tensors_by_part(model),
+        **sizes(model),
+        "sources": sources(model),
+        "published": {"total": model.published_total},
+        "source": model.source,
+        "language": describe(model.language),
+    }
+
+
+def render_omni(model: OmniConfig) -> str:
+    """A model with encoders as a plain-text table of at most `WIDTH` columns."""
+    facts = describe_omni(model)
+    tensors = facts["tensors_by_part"]
+    lines = [model.title, "=" * len(model.title), "", f"{'part':<24}{'parameters':>20}{'stored tensors':>18}"]
+    for part in tensors:
+        lines.append(f"  {part:<22}{facts['parameters'].get(part, 0):>20,}{tensors[part]:>18,}")
+    lines.append(f"  {'sum':<22}{facts['total']:>20,}{facts['tensors']:>18,}")
+    headings = {
+        "vision": "vision encoder (RADIO)",
+        "sound": "sound encoder (Parakeet)",
+        "token_ids": "token ids",
+    }
+    for part, heading in headings.items():
+        for number, (name, value) in enumerate(facts.get(part, {}).items()):
+            if number == 0:
+                lines += ["", heading]
+            label, source = name.replace("_", " "), facts["sources"][part][name]
+            lines.append(f"  {label:<22}{_number(value):>12}  {source}")
+    lines += ["", f"language model: {model.language.title}: nemotron3 show {model.language.name}", ""]
+    lines += _labeled_text("published", model.published_total or "UNKNOWN")
+    lines += _labeled_text("source", model.source or "UNKNOWN")
+    return "\n".join(lines)
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
 def _sizes_lines(config: Nemotron3Config, rows: tuple[tuple[str, str], ...]) -> list[str]:
     lines = []
     for field, label in rows:
@@ -176,8 +225,7 @@ def _sizes_lines(config: Nemotron3Config, rows: tuple[tuple[str, str], ...]) -> 
 
 
 def _labeled_number(label: str, value: Any) -> str:
-    text = f"{value:,}" if isinstance(value, int) else str(value)
-    return f"  {label:<{_LABEL}}{text:>24}"
+    return f"  {label:<{_LABEL}}{_number(value):>24}"
 
 
 def _labeled_text(label: str, text: str) -> list[str]:

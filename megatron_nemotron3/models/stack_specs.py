@@ -1,12 +1,17 @@
 """Names of the stacks in `megatron_nemotron3.specs`, for `--spec`: one per backend, for most models the same.
 
 A model whose E layers differ (`moe_layers`) has its own, because Megatron has one option for all layers.
+Those of the catalog are there from the start. The name of any other holds its table: the pattern of the
+decoder, then width and top-k of each E layer. `specs.named` makes the stack of such a name:
+
+    nemotron3_torch_stack_spec@ME*E@64:4,96:8
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from megatron_nemotron3.models.catalog import get, names
@@ -20,6 +25,8 @@ MODULE = "megatron_nemotron3.specs"
 #: Where a checkpoint's stored arguments keep `experts_text`.
 ARGUMENT = "nemotron3_moe_layers"
 _EXPERTS = re.compile(r"(?:[1-9]\d{0,11}:[1-9]\d{0,11}(?: |\Z))*")
+#: Between the parts of a name that holds a table.
+TABLE = "@"
 
 
 def spec_name(config: Nemotron3Config | None, backend: str) -> str:
@@ -28,22 +35,55 @@ def spec_name(config: Nemotron3Config | None, backend: str) -> str:
     Args:
         config: the model; None for one whose E layers are alike.
     """
-    own = "" if config is None or config.moe_layers is None else config.name.replace("-", "_") + "_"
-    return f"nemotron3_{own}{BACKENDS[backend]}stack_spec"
+    alike = f"nemotron3_{BACKENDS[backend]}stack_spec"
+    if config is None or config.moe_layers is None:
+        return alike
+    if has_spec(config):
+        return _catalog_name(config, backend)
+    return TABLE.join((alike, config.pattern, experts_text(config).replace(" ", ",")))
+
+
+def _catalog_name(config: Nemotron3Config, backend: str) -> str:
+    return f"nemotron3_{config.name.replace('-', '_')}_{BACKENDS[backend]}stack_spec"
 
 
 def has_spec(config: Nemotron3Config) -> bool:
-    """Whether `MODULE` has a stack for this model; one of one's own with `moe_layers` has none there."""
+    """Whether `MODULE` has a stack for this model from the start, so that its name holds no table."""
     if config.moe_layers is None:
         return True
-    _, known = models_by_spec().get(spec_name(config, "auto"), ("", None))
+    _, known = models_by_spec().get(_catalog_name(config, "auto"), ("", None))
     return known is not None and (known.pattern, known.moe_layers) == (config.pattern, config.moe_layers)
 
 
+@lru_cache(maxsize=1)
 def models_by_spec() -> dict[str, tuple[str, Nemotron3Config]]:
     """Name of a stack -> its backend and the catalog model, or tiny form, whose E layers it builds."""
     forms = [form for name in names() for form in (get(name), get(name + TINY_SUFFIX))]
-    return {spec_name(form, b): (b, form) for form in forms if form.moe_layers for b in BACKENDS}
+    return {_catalog_name(form, b): (b, form) for form in forms if form.moe_layers for b in BACKENDS}
+
+
+def named_table(name: str) -> tuple[str, Nemotron3Config] | None:
+    """Return backend and E layers of a name that holds a table; None for another name.
+
+    The config has the pattern and the `moe_layers` of the name; its other sizes mean nothing.
+
+    Raises:
+        ValueError: the table is malformed, or has another number of rows than the pattern has E layers.
+    """
+    alike, mark, table = name.partition(TABLE)
+    backends = {spec_name(None, backend): backend for backend in BACKENDS}
+    if not mark or alike not in backends:
+        return None
+    pattern, _, text = table.partition(TABLE)
+    rows = read_experts(text.replace(",", " "))
+    if rows is None:
+        raise ValueError(f"{name!r:.60} names no experts: end it with width:top-k of each E layer")
+    most = max(topk for _, topk in rows)
+    start = get("super").but(name="the model in its name", mtp_pattern=None, mtp_num_layers=0)
+    dense = {"dense_ffn_hidden_size": start.hidden_size} if "-" in pattern else {}
+    return backends[alike], start.but(
+        pattern=pattern, moe_layers=rows, num_moe_experts=most, moe_router_topk=most, **dense
+    )
 
 
 def experts_text(config: Nemotron3Config | None) -> str:
@@ -72,5 +112,9 @@ def stored_experts(args: Mapping[str, Any]) -> str | None:
     if not isinstance(words, (list, tuple)) or len(words) != 2 or not all(isinstance(w, str) for w in words):
         return None
     if words[0] == MODULE:
-        return experts_text(models_by_spec().get(words[1], ("", None))[1])
+        try:
+            found = named_table(words[1]) or models_by_spec().get(words[1])
+        except ValueError:
+            return None
+        return experts_text(found[1] if found else None)
     return "" if words[0].split(".")[0] == "megatron" else None

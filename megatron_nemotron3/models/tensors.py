@@ -93,7 +93,7 @@ class Row:
         return next((s for s in self.spellings if s.dialect == dialect), default or self.spellings[0])
 
 
-def _table_row(part: str, hf: str, *spellings: str, **fields: object) -> Row:
+def table_row(part: str, hf: str, *spellings: str, **fields: object) -> Row:
     """A row from "name [shape]" texts; a spelling is "dialect: rule: name [shape], …"."""
     parsed = []
     for spelling in spellings:
@@ -108,20 +108,20 @@ def _named_shapes(text: str) -> tuple[NamedShape, ...]:
 
 
 ROWS: tuple[Row, ...] = (
-    _table_row(
+    table_row(
         "model",
         "backbone.embeddings.weight [vocab d]",
         "torch_dist: vocabulary: embedding.word_embeddings.weight [padded_vocab d]",
         tp="column",
         linear="embedding",
     ),
-    _table_row(
+    table_row(
         "model",
         "backbone.norm_f.weight [d]",
         "torch_dist: copy: decoder.final_norm.weight [d]",
         "GPT norm: copy: decoder.final_layernorm.weight [d]",
     ),
-    _table_row(
+    table_row(
         "model",
         "lm_head.weight [vocab d]",
         "torch_dist: vocabulary: output_layer.weight [padded_vocab d]",
@@ -129,14 +129,14 @@ ROWS: tuple[Row, ...] = (
         linear="output_layer",
     ),
     # Mamba-2
-    _table_row(
+    table_row(
         "M",
         "norm.weight [d]",
         "torch_dist: copy: mixer.in_proj.layer_norm_weight [d]",
         "separate norm: copy: norm.weight [d]",
         registered=6,
     ),
-    _table_row(
+    table_row(
         "M",
         "mixer.in_proj.weight [in_proj d]",
         "torch_dist: concat: mixer.in_proj.weight.z [inner d], mixer.in_proj.weight.x [inner d], "
@@ -146,7 +146,7 @@ ROWS: tuple[Row, ...] = (
         linear="mamba_in",
         registered=7,
     ),
-    _table_row(
+    table_row(
         "M",
         "mixer.conv1d.weight [conv 1 kernel]",
         "torch_dist: concat: mixer.conv1d.weight.x [inner 1 kernel], mixer.conv1d.weight.B [bc 1 kernel], "
@@ -157,7 +157,7 @@ ROWS: tuple[Row, ...] = (
         linear="convolution",
         registered=1,
     ),
-    _table_row(
+    table_row(
         "M",
         "mixer.conv1d.bias [conv]",
         "torch_dist: concat: mixer.conv1d.bias.x [inner], mixer.conv1d.bias.B [bc], mixer.conv1d.bias.C [bc]",
@@ -166,29 +166,29 @@ ROWS: tuple[Row, ...] = (
         tp="parts",
         registered=2,
     ),
-    _table_row(
+    table_row(
         "M",
         "mixer.A_log [heads]",
         "torch_dist: copy: mixer.A_log [heads]",
         tp="column",
         registered=4,
     ),
-    _table_row(
+    table_row(
         "M",
         "mixer.D [heads]",
         "torch_dist: copy: mixer.D [heads]",
         tp="column",
         registered=5,
     ),
-    _table_row(
+    table_row(
         "M",
         "mixer.dt_bias [heads]",
         "torch_dist: copy: mixer.dt_bias [heads]",
         tp="column",
         registered=3,
     ),
-    _table_row("M", "mixer.norm.weight [inner]", "torch_dist: copy: mixer.norm.weight [inner]", tp="column"),
-    _table_row(
+    table_row("M", "mixer.norm.weight [inner]", "torch_dist: copy: mixer.norm.weight [inner]", tp="column"),
+    table_row(
         "M",
         "mixer.out_proj.weight [d inner]",
         "torch_dist: copy: mixer.out_proj.weight [d inner]",
@@ -196,21 +196,21 @@ ROWS: tuple[Row, ...] = (
         linear="mamba_out",
     ),
     # Attention
-    _table_row(
+    table_row(
         "*",
         "norm.weight [d]",
         "torch_dist: copy: self_attention.linear_qkv.layer_norm_weight [d]",
         "separate norm: copy: input_layernorm.weight [d]",
         registered=2,
     ),
-    _table_row(
+    table_row(
         "*",
         "mixer.q_proj.weight [q d], mixer.k_proj.weight [kv d], mixer.v_proj.weight [kv d]",
         "torch_dist: qkv: self_attention.linear_qkv.weight [qkv d]",
         tp="column",
         linear="attention",
     ),
-    _table_row(
+    table_row(
         "*",
         "mixer.o_proj.weight [d q]",
         "torch_dist: copy: self_attention.linear_proj.weight [d q]",
@@ -219,35 +219,35 @@ ROWS: tuple[Row, ...] = (
         registered=1,
     ),
     # Mixture of experts
-    _table_row("E", "norm.weight [d]", "torch_dist: copy: pre_mlp_layernorm.weight [d]"),
-    _table_row(
+    table_row("E", "norm.weight [d]", "torch_dist: copy: pre_mlp_layernorm.weight [d]"),
+    table_row(
         "E",
         "mixer.gate.weight [experts d]",
         "torch_dist: copy: mlp.router.weight [experts d]",
         linear="router",
     ),
-    _table_row(
+    table_row(
         "E",
         "mixer.gate.e_score_correction_bias [experts]",
         "torch_dist: copy: mlp.router.expert_bias [experts]",
         float32=True,
         trainable=False,
     ),
-    _table_row(
+    table_row(
         "E",
         "mixer.fc1_latent_proj.weight [latent d]",
         "torch_dist: copy: mlp.fc1_latent_proj.weight [latent d]",
         needs="moe_latent_size",
         linear="latent",
     ),
-    _table_row(
+    table_row(
         "E",
         "mixer.fc2_latent_proj.weight [d latent]",
         "torch_dist: copy: mlp.fc2_latent_proj.weight [d latent]",
         needs="moe_latent_size",
         linear="latent",
     ),
-    _table_row(
+    table_row(
         "E",
         "mixer.experts.{e}.up_proj.weight [ffn latent]",
         "torch_dist: stack: mlp.experts.experts.linear_fc1.weight [experts ffn latent]",
@@ -257,7 +257,7 @@ ROWS: tuple[Row, ...] = (
         tp="column",
         linear="experts",
     ),
-    _table_row(
+    table_row(
         "E",
         "mixer.experts.{e}.down_proj.weight [latent ffn]",
         "torch_dist: stack: mlp.experts.experts.linear_fc2.weight [experts latent ffn]",
@@ -267,14 +267,14 @@ ROWS: tuple[Row, ...] = (
         tp="row",
         linear="experts",
     ),
-    _table_row(
+    table_row(
         "E",
         "mixer.shared_experts.up_proj.weight [shared d]",
         "torch_dist: copy: mlp.shared_experts.linear_fc1.weight [shared d]",
         tp="column",
         linear="shared_experts",
     ),
-    _table_row(
+    table_row(
         "E",
         "mixer.shared_experts.down_proj.weight [d shared]",
         "torch_dist: copy: mlp.shared_experts.linear_fc2.weight [d shared]",
@@ -282,20 +282,20 @@ ROWS: tuple[Row, ...] = (
         linear="shared_experts",
     ),
     # Dense MLP
-    _table_row(
+    table_row(
         "-",
         "norm.weight [d]",
         "torch_dist: copy: mlp.linear_fc1.layer_norm_weight [d]",
         "separate norm: copy: pre_mlp_layernorm.weight [d]",
     ),
-    _table_row(
+    table_row(
         "-",
         "mixer.up_proj.weight [dense d]",
         "torch_dist: copy: mlp.linear_fc1.weight [dense d]",
         tp="column",
         linear="mlp",
     ),
-    _table_row(
+    table_row(
         "-",
         "mixer.down_proj.weight [d dense]",
         "torch_dist: copy: mlp.linear_fc2.weight [d dense]",
@@ -303,16 +303,16 @@ ROWS: tuple[Row, ...] = (
         linear="mlp",
     ),
     # Multi-token prediction, besides its layers
-    _table_row("mtp_in", "enorm.weight [d]", "torch_dist: copy: enorm.weight [d]"),
-    _table_row("mtp_in", "hnorm.weight [d]", "torch_dist: copy: hnorm.weight [d]"),
-    _table_row(
+    table_row("mtp_in", "enorm.weight [d]", "torch_dist: copy: enorm.weight [d]"),
+    table_row("mtp_in", "hnorm.weight [d]", "torch_dist: copy: hnorm.weight [d]"),
+    table_row(
         "mtp_in",
         "eh_proj.weight [d 2d]",
         "torch_dist: copy: eh_proj.weight [d 2d]",
         tp="column",
         linear="mtp",
     ),
-    _table_row("mtp_out", "final_layernorm.weight [d]", "torch_dist: copy: final_layernorm.weight [d]"),
+    table_row("mtp_out", "final_layernorm.weight [d]", "torch_dist: copy: final_layernorm.weight [d]"),
 )
 
 #: All sets of spellings, the default first.

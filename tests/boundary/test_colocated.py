@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_nemotron3.certify.ranks import run_distributed
 from tests.boundary.test_plan import expected
+from tests.support.boundary_reference import media_of, of_context, unit
 
 HIDDEN = 5
 #: (source, destination) as `Layout.parse` reads them; six ranks.
@@ -34,6 +35,10 @@ PAIRS = [
     ("tp=3,dp=2,sp", "tp=6"),
     ("tp=3,dp=2,sp", "tp=3,cp=2,sp"),
     ("gtp_remat=2,dp=3", "tp=3,dp=2"),
+    ("cp=3,dp=2,share=zigzag", "tp=6,sp"),
+    ("tp=2,cp=3,share=contiguous", "tp=3,cp=2,sp"),
+    ("cp=2,dp=3,share=media", "dp=6"),
+    ("cp=6,share=media", "tp=3,cp=2,sp"),
 ]
 
 
@@ -65,6 +70,7 @@ def communicator(source: str, destination: str, **options: Any) -> Any:
 
     a, b = layout_of(source), layout_of(destination)
     options.setdefault("source_sequence_parallel", a.sequence_parallel)
+    options.setdefault("source_share", a.share)
     options.setdefault("dim_mapping", {"b": 0, "h": 1})
     return ColocatedBridge(
         grid(a), grid(b), "vision", "language", sequence_parallel=b.sequence_parallel, **options
@@ -79,7 +85,12 @@ def images(samples: int, length: int, seed: int) -> np.ndarray:
     return image
 
 
-def described(image: np.ndarray, **kinds: np.ndarray) -> Any:
+def media(comm: Any, image: np.ndarray) -> list[list[int]]:
+    """Rows of each medium of each sample."""
+    return [media_of(comm.source, int(n)) for n in image.sum(1)]
+
+
+def described(image: np.ndarray, media: Any = None, **kinds: np.ndarray) -> Any:
     from megatron_nemotron3.boundary.feed import Microbatch
     from megatron_nemotron3.boundary.partition import runs_of
 
@@ -87,7 +98,8 @@ def described(image: np.ndarray, **kinds: np.ndarray) -> Any:
         name: [runs_of(np.flatnonzero(s).tolist()) for s in at]
         for name, at in {"vision": image, **kinds}.items()
     }
-    return Microbatch.of(runs=runs, lengths=[image.shape[1]] * len(image))
+    known = {"vision": media} if media is not None else None
+    return Microbatch.of(runs=runs, lengths=[image.shape[1]] * len(image), media=known)
 
 
 def values(rows: list[int], salt: int = 0) -> torch.Tensor:
@@ -102,7 +114,9 @@ def sides(comm: Any, image: np.ndarray) -> tuple[list[int], list[int]]:
     share = len(image) // comm.source.dp
     lane, at = comm.rank_to_src_pos[dist.get_rank()]
     mine = slice(lane * share, (lane + 1) * share)
-    given = number[mine][image[mine]].tolist()
+    context = comm.source.coordinates(dist.get_rank()).get("cp", 0)
+    held = of_context(comm.source, sum(media(comm, image)[mine], []), context)
+    given = number[mine][image[mine]][held].tolist()
     if comm.source.sequence_parallel:
         part = len(given) // comm.source.tp
         given = given[at * part : (at + 1) * part]
@@ -119,12 +133,11 @@ def check_pairs(pairs: list[tuple[str, str]]) -> int:
             length = 4 * comm.destination.cp * comm.destination.tp
             image = images(samples, length, seed)
             image &= seed != 3  # a microbatch of text
-            if comm.source.sequence_parallel:  # its lanes' rows divide among tensor ranks
-                image = np.pad(np.repeat(image[:, :1], comm.source.tp, 1), ((0, 0), (1, 4)))
-                image = np.pad(image, ((0, 0), (0, length - image.shape[1])))
+            image &= image.cumsum(1) <= (image.sum(1) // unit(comm.source) * unit(comm.source))[:, None]
+            batch = described(image, media(comm, image))
             given, taken = sides(comm, image)
             tensor = values(given).requires_grad_()
-            out = comm.communicate(tensor, described(image))
+            out = comm.communicate(tensor, batch)
             assert torch.equal(out, values(taken)), (source, destination, seed)
             out.backward(values(taken, salt=7))
             assert tensor.grad is not None
@@ -337,7 +350,7 @@ def test_what_is_wrong_on_one_rank_is_the_same_error_on_all(kind: str, words: st
 
 REFUSED = [
     ("pp=2", "tp=2", "src PP must be 1"),
-    ("cp=2", "tp=2", "src CP must be 1"),
+    ("cp=2", "tp=2", "src CP must be 1, or it must be said how its ranks share rows"),
     ("dp=1", "tp=2", "same number of ranks"),
 ]
 

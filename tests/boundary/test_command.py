@@ -69,7 +69,8 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("words", "message"),
     [
         (["--from", "tp=x", "--to", "dp=2"], "'tp=x' has no meaning: use tp=, cp=, pp=, dp=, offset= and sp"),
-        (["--from", "cp=2", "--to", "dp=2"], "CP=2: use CP 1 in modules that send"),
+        (["--from", "cp=2", "--to", "dp=2"], "CP=2: say how its context ranks share the rows"),
+        (["--from", "cp=2,share=half", "--to", "dp=2"], "share=half: use one of media, zigzag, contiguous"),
         (["--from", "dp=2", "--to", "dp=3", "--samples", "5"], "5 samples of a microbatch do not divide"),
         (["--from", "dp=2", "--to", "dp=2", "--rows", "1,,2"], "'' is not a number"),
         (["--from", "dp=2", "--to", "dp=2", "--rows", "1,-2"], "'-2' is not a number"),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.hyper_comm_grid import HyperCommGrid
 
-from megatron_nemotron3.boundary.layout import MODEL_DIMENSIONS, Layout
+from megatron_nemotron3.boundary.layout import MODEL_DIMENSIONS, SHARES, Layout
 
 DIMENSIONS = ("tp", "cp", "pp", "dp", "gtp_remat")
 
@@ -16,7 +16,8 @@ DIMENSIONS = ("tp", "cp", "pp", "dp", "gtp_remat")
 def layouts(draw, dimensions=DIMENSIONS) -> Layout:
     names = draw(st.permutations(dimensions))
     sizes = [draw(st.sampled_from([1, 1, 2, 3])) for _ in names]
-    return Layout(tuple(zip(names, sizes)), draw(st.sampled_from([0, 0, 5])), draw(st.booleans()))
+    share = draw(st.sampled_from(["", *SHARES]))
+    return Layout(tuple(zip(names, sizes)), draw(st.sampled_from([0, 0, 5])), draw(st.booleans()), share)
 
 
 @settings(max_examples=80)
@@ -26,7 +27,7 @@ def test_lanes_are_those_of_upstreams_grid(layout: Layout) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", str(layout.offset + layout.size))
         grid = HyperCommGrid([size for _, size in layout.dimensions], names, layout.offset)
-        assert Layout.from_grid(grid, layout.sequence_parallel) == layout
+        assert Layout.from_grid(grid, layout.sequence_parallel, layout.share) == layout
         lanes = [set(ranks) for ranks in grid.get_rank_enum([n for n in names if n in MODEL_DIMENSIONS])]
         stages = [set(ranks) for ranks in grid.get_rank_enum([n for n in names if n != "pp"])]
         contexts = [set(ranks) for ranks in grid.get_rank_enum(["cp"])]
@@ -49,6 +50,7 @@ def test_text_there_and_back(layout: Layout) -> None:
     assert [again.lanes(stage) for stage in range(again.pp)] == [layout.lanes(s) for s in range(layout.pp)]
     assert str(again) == str(layout)
     assert (again.offset, again.sequence_parallel) == (layout.offset, layout.sequence_parallel)
+    assert again.share == layout.share
 
 
 @pytest.mark.parametrize(

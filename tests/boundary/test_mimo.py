@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_nemotron3.certify.ranks import run_distributed
-from tests.boundary.test_plan import zigzag
+from tests.support.boundary_reference import zigzag
 
 LENGTH = 16
 
@@ -238,6 +238,31 @@ def failing(kind: str) -> str:
 def test_a_missing_input_is_the_same_error_everywhere(kind: str) -> None:
     first, second = run_distributed(failing, 2, kind)
     assert first == second and "same samples" in first
+
+
+def refused_fsdp() -> str:
+    """The error of an encoder in torch's FSDP, before any exchange."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from megatron_nemotron3.boundary.failure import BoundaryError
+    from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
+    from tests.support import boundary_batches as batches
+    from tests.support import boundary_omni as omni
+
+    own = omni.grid(dp=2)
+    model = omni.build(BoundaryMimoModel, dict.fromkeys(("vision", "audio", "language"), own))
+    fully_shard(model.modality_submodules["vision"].encoders["tiny"], mesh=init_device_mesh("cpu", (2,)))
+    ids = batches.tokens(4, LENGTH, seed=0)
+    with pytest.raises(BoundaryError) as error:
+        model(batches.share(ids, dist.get_rank(), 2), modality_inputs=batches.inputs(ids, dist.get_rank(), 2))
+    return str(error.value)
+
+
+def test_fsdp_is_refused_before_any_exchange() -> None:
+    first, second = run_distributed(refused_fsdp, 2)
+    assert first == second and "module 'vision' is in FSDP" in first, first
+    assert "distributed optimizer" in first
 
 
 def check_overlap() -> float:

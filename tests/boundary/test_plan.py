@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3.boundary import intervals
-from megatron_nemotron3.boundary.layout import Layout
+from megatron_nemotron3.boundary.layout import SHARES, Layout
 from megatron_nemotron3.boundary.partition import lane_rows, runs_of, sample_shares, segments
 from megatron_nemotron3.boundary.plan import Plan
 from megatron_nemotron3.boundary.planner import make_plan, receiver_groups, sender_groups, slices_of
+from tests.support.boundary_reference import media_of, of_context, unit, zigzag
 from tests.support.boundary_simulation import deliver
 
 SIZES = st.sampled_from([1, 2, 3, 4])
@@ -24,7 +25,9 @@ SIZES = st.sampled_from([1, 2, 3, 4])
 def cases(draw):
     """(source, destination, ids [samples, length], plan, destination slices or None)."""
     tp, dp = draw(SIZES), draw(st.sampled_from([1, 2, 3, 4, 6]))
-    source = Layout.of(tp=tp, dp=dp, pp=draw(st.sampled_from([1, 2])), sp=draw(st.booleans()))
+    cp, share = draw(st.sampled_from([(1, ""), (1, ""), *((n, way) for n in (2, 3) for way in SHARES)]))
+    pp, sp = draw(st.sampled_from([1, 2])), draw(st.booleans())
+    source = Layout.of(tp=tp, cp=cp, dp=dp, pp=pp, sp=sp, share=share)
     colocated = draw(st.booleans())
     destination = Layout.of(
         tp=draw(SIZES),
@@ -40,25 +43,16 @@ def cases(draw):
     seed = draw(st.integers(0, 2**31))
     random = np.random.default_rng(seed)
     image = random.random((samples, length)) < random.choice([0.0, 0.3, 0.9], size=(samples, 1))
-    if source.sequence_parallel:  # its lanes' rows divide among tensor ranks
-        image[:] = random.random(length) < 0.5
-        image = image if image[0].sum() * (samples // source.dp) % source.tp == 0 else np.zeros_like(image)
+    image &= image.cumsum(1) <= (image.sum(1) // unit(source) * unit(source))[:, None]
+    media = [media_of(source, int(n)) for n in image.sum(1)]
     rows = [int(n) for n in image.sum(1)]
     slices = None
     if destination.sliced:
         runs = [runs_of(np.flatnonzero(sample).tolist()) for sample in image]
         slices = slices_of(destination, runs, [length] * samples)
     leader = draw(st.sampled_from([0, 64, 10**9]))
-    plan = replace(make_plan(source, destination, rows, row_bytes=8, slices=slices), leader_bytes=leader)
-    return source, destination, image, plan
-
-
-def zigzag(length: int, cp: int, rank: int) -> list[int]:
-    """Positions of a context rank, by a second implementation."""
-    if cp == 1:
-        return list(range(length))
-    chunks = np.arange(length).reshape(2 * cp, -1)
-    return [*chunks[rank], *chunks[2 * cp - 1 - rank]]
+    plan = make_plan(source, destination, rows, row_bytes=8, slices=slices, media=media)
+    return source, destination, image, replace(plan, leader_bytes=leader)
 
 
 def expected(layout: Layout, image: np.ndarray, number: np.ndarray) -> dict[int, list[int]]:
@@ -81,13 +75,7 @@ def expected(layout: Layout, image: np.ndarray, number: np.ndarray) -> dict[int,
 def test_every_row_reaches_exactly_its_owners_and_gradients_come_back(case) -> None:
     source, destination, image, plan = case
     number = np.where(image, image.cumsum().reshape(image.shape) - 1, -1)  # sample-major, position order
-    held = {}
-    samples = sample_shares(len(image), source.dp)
-    for lane, ranks in enumerate(source.lanes(source.pp - 1)):
-        rows = number[list(samples[lane])][image[list(samples[lane])]]
-        for t, rank in enumerate(ranks):
-            share = len(rows) // len(ranks)
-            held[rank] = rows[t * share : (t + 1) * share] if source.sequence_parallel else rows
+    held = places_held(source, image)
     arrived = deliver(plan, held)
     want = expected(destination, image, number)
     assert {rank: rows.tolist() for rank, rows in arrived.items()} == want
@@ -170,8 +158,11 @@ def places_held(source: Layout, image: np.ndarray) -> dict[int, np.ndarray]:
     found = {}
     for mine, ranks in zip(sample_shares(len(image), source.dp), source.lanes(source.pp - 1), strict=True):
         rows = np.arange(ends[mine[0]], ends[mine[-1] + 1])
-        parts = np.split(rows, len(ranks)) if source.sequence_parallel else [rows] * len(ranks)
-        found |= dict(zip(ranks, parts, strict=True))
+        media = [n for sample in mine for n in media_of(source, int(image[sample].sum()))]
+        for c in range(source.cp):
+            part = rows[of_context(source, media, c)]
+            parts = np.split(part, source.tp) if source.sequence_parallel else [part] * source.tp
+            found |= dict(zip(ranks[c * source.tp : (c + 1) * source.tp], parts, strict=True))
     return found
 
 
@@ -222,6 +213,13 @@ RAGGED = {
         [(0, 2, 0, 0, 2), (1, 2, 0, 2, 1), (1, 3, 1, 0, 1)],
     ),
     "one receiver: leaders send": ("tp=2,dp=2", "offset=4,tp=1", [5, 3], [(0, 4, 0, 0, 5), (2, 4, 0, 5, 3)]),
+    "context ranks with chunks of each medium": (
+        *("cp=2,share=zigzag", "tp=2,offset=2", [8, 4]),
+        [
+            *[(0, 2, 0, 0, 2), (0, 3, 2, 6, 3), (0, 3, 5, 11, 1)],
+            *[(1, 2, 0, 2, 4), (1, 3, 4, 9, 2)],
+        ],
+    ),
     "from the last stage to the first": ("pp=2", "pp=2,offset=2", [3], [(1, 2, 0, 0, 3)]),
     "shared ranks: what a rank has, it keeps": (
         *("tp=2,dp=2", "tp=4", [2, 1]),
@@ -268,7 +266,15 @@ def test_sides_that_disagree_are_refused() -> None:
 @pytest.mark.parametrize(
     ("source", "destination", "rows", "message"),
     [
-        ("cp=2", "offset=2,dp=1", [1], "CP=2: use CP 1 in modules that send"),
+        ("cp=2", "offset=2,dp=1", [1], "has CP=2: say how its context ranks share the rows"),
+        ("cp=2,share=contiguous", "offset=2,dp=1", [3], "3 rows of a source lane do not divide among CP=2"),
+        ("cp=2,share=zigzag", "offset=2,dp=1", [6], "a sequence of 6 does not divide into 2 . CP = 4 chunks"),
+        (
+            "tp=2,cp=2,share=media,sp",
+            "offset=4,dp=1",
+            [3],
+            "3 rows of a source lane do not divide among TP=2",
+        ),
         ("dp=2", "offset=2,cp=2", [1, 1], "depend on their positions"),
         ("dp=2", "offset=2,dp=3", [1] * 4, "4 samples of a microbatch do not divide among 3 data lanes"),
         ("tp=2,sp", "offset=2,dp=1", [3], "3 rows of a source lane do not divide among TP=2"),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.certify.ranks import run_distributed
-from megatron_nemotron3.compression import minitron
 from megatron_nemotron3.convert import inventory
 from megatron_nemotron3.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.convert.config_json import write
@@ -231,8 +230,3 @@ def test_legacy_folders(tmp_path: Path, sizes: dict[str, int]) -> None:
     source = open_mp_rank(tmp_path / "iter_0000003", config, check_replicas=True)
     test_mp_rank.same(test_mp_rank.hf(config, source), test_mp_rank.expected(config))
     source.close()
-
-
-def test_pruning_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"puzzle-tiny has experts of its own in each layer \(moe_layers\)"):
-        minitron.check(ALONE, {"hidden_size": 96})

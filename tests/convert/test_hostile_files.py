@@ -293,7 +293,7 @@ CONTENT: dict[str, tuple[Callable[[Path], None], str]] = {
     "Puzzle without blocks": (_config(model_type="nemotron_h_puzzle"), "without block_configs"),
     "Puzzle's blocks alone": (_config(block_configs=[{"block_type": "moe"}]), "such layers are of"),
     "Omni": (_config(architectures=["NemotronH_Nano_Omni_Reasoning_V3"]), "a Nemotron Omni model"),
-    "Omni of transformers": (_config(model_type="nemotron_h_omni"), "a Nemotron Omni model"),
+    "Omni of transformers": (_config(model_type="nemotron_h_omni"), "no text_config"),
     "VL": (_config(architectures=["NemotronH_Nano_VL_V2"]), "a Nemotron VL model"),
     "VL by its parts": (_config(vision_config={}, llm_config={}), "model of text and other inputs"),
     "audio": (_config(sound_config={}), "model of text and other inputs"),

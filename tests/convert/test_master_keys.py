@@ -11,6 +11,7 @@ from megatron_nemotron3.args import Launch, ParallelLayout, TrainingData, flags,
 from megatron_nemotron3.checkpoint.metadata import CheckpointIndex, StoredTensor, read_metadata
 from megatron_nemotron3.convert.keys import master_keys, non_weight_kind, plain_name
 from megatron_nemotron3.train import processes
+from tests.support import distributed
 from tests.support.checkpoint_reading import read_rows
 from tests.support.checkpoint_runs import CONFIG
 from tests.support.short_run import short_schedule
@@ -26,7 +27,7 @@ RUNS = {
 }
 
 
-def saved(folder: Path, layout: ParallelLayout, distributed: bool, *extra: str) -> CheckpointIndex:
+def saved(folder: Path, layout: ParallelLayout, sharded: bool, *extra: str) -> CheckpointIndex:
     """The checkpoint of a BF16 run of two steps."""
     schedule = short_schedule(2, seq_length=32, global_batch_size=2, save_interval=2)
     data = TrainingData(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=255, save=str(folder))
@@ -39,7 +40,7 @@ def saved(folder: Path, layout: ParallelLayout, distributed: bool, *extra: str) 
             schedule=schedule,
             data=data,
             extra=extra,
-            distributed_optimizer=distributed,
+            distributed_optimizer=sharded,
         )
     )
     argv = ["--device", "cpu", str(processes.ENTRY), *to_argv(chosen)]
@@ -51,8 +52,8 @@ def saved(folder: Path, layout: ParallelLayout, distributed: bool, *extra: str) 
 @pytest.mark.parametrize("run", RUNS)
 def test_runs(run: str, tmp_path: Path) -> None:
     """Every weight except the expert bias has a master and equals the rounded master."""
-    layout, distributed, extra, prefix = RUNS[run]
-    index = saved(tmp_path, layout, distributed, *extra)
+    layout, sharded, extra, prefix = RUNS[run]
+    index = saved(tmp_path, layout, sharded, *extra)
     found = master_keys(index.tensors)
     keys = [key for key in index.tensors if non_weight_kind(key) is None]
     assert set(found) == {plain_name(key) for key in keys if not key.endswith("expert_bias")}
@@ -86,6 +87,19 @@ def test_prefixes() -> None:
         "a.weight": "chained_0.optimizer.state.fp32_param.a.weight",
         "b.weight": "optimizer.state.param.module.b.weight",
     }
+
+
+def test_modules_of_a_mimo_model() -> None:
+    """Each module has an optimizer of its own; a frozen one has none, and its weights are read."""
+    language, frozen = "language_model.a.weight", "modality_submodules.vision.b.weight"
+    tensors = {language: BF16, frozen: BF16}
+    tensors |= {f"mimo.language.chained_0.optimizer.state.{k}.{language}": FP32 for k in ("param", "exp_avg")}
+    expected = {language: f"mimo.language.chained_0.optimizer.state.param.{language}"}
+    assert master_keys(tensors, optional="modality_submodules.") == expected
+    with pytest.raises(ValueError, match=f"1 of 2 weights .*first '{frozen}'"):
+        master_keys(tensors)
+    wrapped = "modality_submodules.vision.module.module.b.weight"
+    assert plain_name(wrapped) == frozen and non_weight_kind(f"mimo.vision.optimizer.state.step.{frozen}")
 
 
 @pytest.mark.parametrize(

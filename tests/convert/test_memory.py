@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from benchmarks.process_tree import Usage, idle, watch
 from megatron_nemotron3.convert import inventory
 from megatron_nemotron3.models import Nemotron3Config, get
+from megatron_nemotron3.models.omni import NANO_OMNI
 from tests.support import sparse_checkpoints as sparse
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +67,32 @@ def test_every_kind_of_layer_of_ultra(tmp_path: Path, workers: int) -> None:
     assert "0 differ" in same.output
     found.append(same.rss - idle().rss)
     assert max(found) < GIB // 2, found
+
+
+@pytest.mark.parametrize("layers", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_omni(tmp_path: Path, layers: int) -> None:
+    """Encoders of one layer or all, and projectors, of the width of Nano Omni (0.9 and 3.3 GB)."""
+    language = NANO_OMNI.language.but(pattern="*E", num_moe_experts=8, vocab_size=16384)
+    config = NANO_OMNI.but(language=language)
+    assert config.sound is not None
+    if layers:
+        vision, sound = (replace(one, num_layers=layers) for one in (config.vision, config.sound))
+        config = config.but(vision=vision, sound=sound)
+    sparse.write_omni(tmp_path / "hf", config)
+    own, count = idle().rss, ("--workers", 1)
+    used = [
+        nemotron3("convert", "from-hf", tmp_path / "hf", tmp_path / "megatron", *count),
+        nemotron3("convert", "to-hf", tmp_path / "megatron", tmp_path / "back", *count),
+    ]
+    assert f"behind encoders radio {layers or 32} x 1280, parakeet {layers or 24} x 1024" in used[0].output
+    assert max(one.rss - own for one in used) < 160 << 20
+
+
+def test_plan_of_the_whole_nano_omni(tmp_path: Path) -> None:
+    sparse.write_omni(tmp_path / "hf", NANO_OMNI)
+    used = nemotron3("convert", "from-hf", tmp_path / "hf", tmp_path / "out", "--dry-run")
+    assert "nano-omni, layers" in used.output and "nothing was written" in used.output
+    assert not (tmp_path / "out").exists()
 
 
 #: Counts of the inventories, as the released checkpoints have them.

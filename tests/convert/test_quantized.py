@@ -25,11 +25,12 @@ from megatron_nemotron3.convert.quantized_config import (
     quantization_config,
     read_scales,
 )
-from megatron_nemotron3.convert.quantized_recipes import RECIPES, Quantization, formats, quantization
+from megatron_nemotron3.convert.quantized_recipes import Quantization, formats, quantization
 from megatron_nemotron3.convert.quantized_views import Dequantized, Quantized
 from megatron_nemotron3.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision.numerics import fp8, nvfp4
+from megatron_nemotron3.precision.serving import RECIPES
 from tests.support.quantized_models import TINY, Memory, all_scales, random_model, read_whole, written
 
 # -- which weights -----------------------------------------------------------------------------------

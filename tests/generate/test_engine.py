@@ -10,8 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_nemotron3.generate.engine import Engine
+from megatron_nemotron3.generate import moe
+from megatron_nemotron3.generate.batch import ForwardBatch
+from megatron_nemotron3.generate.engine import Engine, Rows
+from megatron_nemotron3.generate.generate import GenerationOptions, generate
 from megatron_nemotron3.generate.mamba import decay_table, short_scan
 from megatron_nemotron3.generate.moe import MixtureOfExperts
 from megatron_nemotron3.generate.mtp import MTP
@@ -80,6 +84,24 @@ def test_a_batch_is_its_rows(name: str, lengths: list[int], chunk: int) -> None:
             if n:
                 close(out.hidden[row, :n], engine.forward(more[row : row + 1, :n], single).hidden[0])
         assert_states_equal(state.select([row]), single)
+
+
+@repeatable(6)
+@given(st.integers(1, TOKENS), st.lists(st.integers(0, TOKENS - 1), min_size=1, max_size=30, unique=True))
+def test_rows_replace_embeddings(chunk: int, positions: list[int]) -> None:
+    """Rows that are other tokens' embeddings give what those tokens give, in any order and in any chunks."""
+    engine, ids = tiny("nano")
+    # Of three rows the second has only tokens, and the third is a shorter text.
+    texts = [ids[0].tolist(), ids[1].tolist(), ids[1, : max(positions) + 1].tolist()]
+    others = [(7 * at + 3) % engine.config.vocab_size for at in positions]
+    rows = Rows(positions, engine.weights.embedding[others])
+    meant = [list(text) for text in texts]
+    for at, other in zip(positions, others, strict=True):
+        meant[0][at] = meant[2][at] = other
+    state, expected = engine.new_state(3), engine.new_state(3)
+    found = engine.prefill(texts, state, chunk=chunk, rows=[rows, None, rows])
+    assert torch.equal(found.logits, engine.prefill(meant, expected, chunk=chunk).logits)
+    assert_states_equal(state, expected)
 
 
 def test_padding_has_no_effect() -> None:
@@ -183,7 +205,7 @@ def test_the_short_scan_is_the_recurrence(n: int, seed: int) -> None:
     torch.testing.assert_close(after.double(), expected[1], rtol=1e-4, atol=1e-4)
 
 
-WAYS = ("_gathered", "_dense", "_sorted")
+WAYS = ("_in_place", "_gathered", "_sorted")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -197,7 +219,68 @@ def test_implementations_of_experts_agree(way: str, monkeypatch: pytest.MonkeyPa
 def test_the_implementation_depends_on_the_tokens() -> None:
     """Tokens of plain decoding, of a verification, and of a prefill."""
     layer = next(x for x in tiny("super")[0].weights.layers if isinstance(x, MixtureOfExperts))
-    assert tuple(layer._implementation(n, "cpu").__name__ for n in (1, 4, 512)) == WAYS
+    found = {
+        device: [layer._implementation(n, device).__name__ for n in (1, 4, 2**17)]
+        for device in ("cpu", "cuda")
+    }
+    assert found == {
+        "cpu": ["_in_place", "_in_place", "_sorted"],
+        "cuda": ["_gathered", "_gathered", "_sorted"],
+    }
+
+
+class _Made(TorchDispatchMode):
+    """Names of operations that make tensors, and the most elements of one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.names.add(func.name().removeprefix("aten::").partition(".")[0])
+            made = result if isinstance(result, (tuple, list)) else [result]
+            self.largest = max([self.largest, *(t.numel() for t in made if isinstance(t, Tensor))])
+        return result
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_few_tokens_copy_no_weights_and_build_no_mask(n: int) -> None:
+    """A pass over drafts: the experts' matrices are read where they are, and the mask is there already."""
+    engine, ids = tiny("super")
+    state = engine.new_state(1)
+    engine.prefill(ids[:1, :30], state)
+    for _ in range(2):
+        with _Made() as made:
+            out = engine.forward(ids[:1, 30 : 30 + n], state, rollback=True)
+            assert out.logits.shape == (1, n, engine.config.vocab_size) and out.rollback is not None
+        state.truncate(n - 1, out.rollback)
+    layer = next(x for x in engine.weights.layers if isinstance(x, MixtureOfExperts))
+    matrices = n * layer.topk * layer.inner * layer.width
+    assert made.largest == out.logits.numel() < matrices
+    assert not made.names & {"full", "triu_", "repeat", "where", "masked_fill_"}
+
+
+@repeatable(30)
+@given(st.integers(1, 9), st.integers(0, 700), st.integers(1, 4))
+def test_kept_masks_are_those_that_are_built(n: int, before: int, queries: int) -> None:
+    one = ForwardBatch([before], n, None, torch.device("cpu"))
+    built = one._build_mask(0, n, one.end).repeat(1, 1, queries, 1)
+    kept = one.mask((0, n), one.end, queries, torch.float32)
+    assert kept is None if n == 1 else kept is not None and torch.equal(kept, built)
+
+
+def test_many_tokens_in_place_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = next(x for x in tiny("super")[0].weights.layers if isinstance(x, MixtureOfExperts))
+    made = torch.Generator().manual_seed(0)
+    z, weight = torch.randn(37, layer.inner, generator=made), torch.rand(37, layer.topk, generator=made)
+    chosen = torch.rand(37, layer.experts, generator=made).topk(layer.topk).indices
+    whole = layer._in_place(z, chosen, weight)
+    close(whole, layer._sorted(z, chosen, weight))
+    monkeypatch.setattr(moe, "INDEX_ELEMENTS", 5 * layer.topk * layer.width)
+    assert torch.equal(layer._in_place(z, chosen, weight), whole)
 
 
 def test_attention_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +335,21 @@ ERRORS: dict[str, Callable[[Engine], Any]] = {
     ),
     r"rollback=True with 129 tokens: a pass that can be rolled back has at most 128": lambda e: e.forward(
         torch.zeros(2, 129, dtype=torch.long), _empty(e), rollback=True
+    ),
+    r"rows for 1 of 2 prompts: give an entry for each": lambda e: e.prefill(
+        [[1], [1]], _empty(e), rows=[Rows([0], torch.zeros(1, 128))]
+    ),
+    r"prompt 1 has 1 rows for 2 positions in its 2 tokens": lambda e: e.prefill(
+        [[1], [1, 1]], _empty(e), rows=[None, Rows([0, 1], torch.zeros(1, 128))]
+    ),
+    r"prompt 0 has 1 rows for 1 positions in its 1 tokens": lambda e: e.prefill(
+        [[1], [1]], _empty(e), rows=[Rows([1], torch.zeros(1, 128)), None]
+    ),
+    r"prompt 1 has token id 5, which stands for a row of an encoder, without the row": lambda e: Engine(
+        e.weights, media=[5]
+    ).prefill([[5], [1, 5]], _empty(e), rows=[Rows([0], torch.zeros(1, 128)), None]),
+    r"draft=1: MTP does not see the rows of encoders": lambda e: generate(
+        e, [[1]], GenerationOptions(1, draft=1), rows=[Rows([0], torch.zeros(1, 128))]
     ),
     r"depths=0": lambda e: MTP(e, depths=0),
 }

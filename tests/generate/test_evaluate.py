@@ -18,12 +18,13 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.evaluate import acceptance, losses, windows
 from megatron_nemotron3.generate.evaluate_command import data_tokens
+from megatron_nemotron3.generate.mtp import MTP
 from megatron_nemotron3.generate.text import Tokenizer
 from megatron_nemotron3.generate.weights import load, read_weights
 from megatron_nemotron3.models import get
 from megatron_nemotron3.train.data import split_documents
 from tests.support.checkpoint_pair import pair
-from tests.support.engines import agreeing, agreeing_tensors
+from tests.support.engines import agreeing, agreeing_tensors, tiny
 from tests.support.engines import text as random_text
 from tests.support.generation_folders import TEXT, VOCABULARY, Folders, small_config
 from tests.support.hf_folders import write_hf
@@ -40,14 +41,14 @@ def test_losses_are_those_of_the_hybrid_model(world: None, tmp_path: Path) -> No
     made = pair(config, tmp_path, seed=5)
     engine = Engine(read_weights(made.hf, config))
     ids = random_text(engine, 3, 97)
-    MTPLossLoggingHelper.clean_metrics_in_tracker()
+    MTPLossLoggingHelper.tracker.clear()  # it keeps the number of depths of an earlier model
     made.model.train()  # only then it notes
     try:
         with torch.no_grad():
             per_token = forward(made.model, ids[:, :-1], ids[:, 1:])
         noted = MTPLossLoggingHelper.tracker["loss_values"].tolist()
     finally:
-        MTPLossLoggingHelper.clean_metrics_in_tracker()
+        MTPLossLoggingHelper.tracker.clear()
     assert len(noted) == 2
     for chunk in (7, 96, 512):
         found = losses(engine, ids, 2, chunk=chunk)
@@ -57,6 +58,40 @@ def test_losses_are_those_of_the_hybrid_model(world: None, tmp_path: Path) -> No
     # Deeper depths use the same block; each has one label fewer.
     deeper = losses(engine, ids, 4)
     assert deeper.depths[:2] == pytest.approx(noted, abs=2e-5) and len(deeper.depths) == 4
+
+
+def test_agreement_is_its_definition() -> None:
+    """Position by position in FP64: KL, overlap, the same top token, and the chains of accepted drafts."""
+    engine, _ = tiny("super")
+    ids, depths = random_text(engine, 3, 33), 3
+    hidden = engine.forward(ids[:, :-1], engine.new_state(3)).hidden
+    p = engine.logits(hidden).double().softmax(-1)
+    mtp, s = MTP(engine, 3, depths), 32
+    chains = {"greedy": torch.ones(3, s).double(), "sampled": torch.ones(3, s).double()}
+    expected = {name: torch.ones(3).double() for name in chains}
+    for chunk in (5, 512):
+        found = losses(engine, ids, depths, chunk=chunk).agreement
+        assert len(found) == depths
+    for depth, one in enumerate(found, 1):
+        hidden = mtp.forward(depth, hidden[:, : s - depth], ids[:, depth:s]).hidden
+        q = engine.logits(hidden).double().softmax(-1)
+        own = p[:, depth:]
+        overlap, top = torch.minimum(own, q).sum(-1), (own.argmax(-1) == q.argmax(-1)).double()
+        assert one.kl == pytest.approx(float((own * (own / q).log()).sum(-1).mean()), abs=1e-5)
+        assert one.overlap == pytest.approx(float(overlap.mean()), abs=1e-5)
+        assert one.top1 == pytest.approx(float(top.mean()), abs=1e-9)
+        for name, accepted in (("greedy", top), ("sampled", overlap)):
+            chains[name] = chains[name][:, : s - depth] * accepted
+            expected[name] = expected[name] + chains[name].mean(1)
+            assert getattr(one, name) == pytest.approx(expected[name].tolist(), abs=1e-5)
+
+
+def test_mtp_that_is_the_model_agrees_with_it() -> None:
+    engine = agreeing(0.0)
+    found = losses(engine, random_text(engine, 2, 40), 4).agreement
+    for depth, one in enumerate(found, 1):
+        assert (one.overlap, one.top1) == (pytest.approx(1, abs=1e-4), 1.0)
+        assert one.greedy == pytest.approx([depth + 1.0] * 2) and one.kl == pytest.approx(0, abs=1e-4)
 
 
 def test_windows() -> None:
@@ -125,6 +160,9 @@ def test_json_on_held_out_data(folders_with_text: Folders, capsys: Capture) -> N
     assert found["loss"] == pytest.approx(expected.next_token, abs=1e-6)
     assert found["mtp_loss"] == pytest.approx(list(expected.depths), abs=1e-6)
     assert found["mtp_num_layers"] == 2
+    for one, other in zip(found["mtp_agreement"], expected.agreement, strict=True):
+        assert one["kl"] == pytest.approx(other.kl, abs=1e-6)
+        assert one["greedy"] == pytest.approx(other.greedy) and len(one["sampled"]) == 6
     assert [a["draft"] for a in found["acceptance"]] == [0, 1, 2, 3]
     lengths = [a["acceptance_length"] for a in found["acceptance"]]
     assert lengths[0] == 1.0 and lengths[3] > 1.0
@@ -146,6 +184,9 @@ def test_table_and_picture_of_a_text(folders_with_text: Folders, capsys: Capture
     ):
         assert re.search(rf"^  {name} +{loss:.4f}$", out, re.M)
     assert f"{expected.tokens:,} tokens in {len(text)} windows of 256" in out
+    assert "drafts against the model's own next-token distribution" in out
+    for depth, one in enumerate(expected.agreement, 1):
+        assert re.search(rf"^ +{depth} +{one.kl:.4f} +{one.overlap:.4f} +{one.top1:.4f} ", out, re.M)
     assert re.search(r"^ +1 +[12]\.\d\d +[\d.,]+ +[01]\.\d\d$", out, re.M)
     assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG") and f"plot         {tmp_path}" in out
 

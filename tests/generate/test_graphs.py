@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton  # noqa: F401  (imports of Triton's modules make tensors)
 
-from megatron_nemotron3.generate import batch, graphed_drafts, graphs, moe
+from megatron_nemotron3.generate import batch, graphed_drafts, graphs, linear, moe
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.generate import GenerationOptions, Speculation, generate
 from megatron_nemotron3.generate.graphed_drafts import GraphedDrafts
@@ -167,7 +167,9 @@ def test_grouped_products_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {name: t.bfloat16() for name, t in tensors(config).items()}
     weights = read_weights(InMemory(made, Path()), config)
     layer = next(x for x in weights.layers if isinstance(x, MixtureOfExperts))
-    assert layer.needs_counts(10**6, "cpu") and not layer.needs_counts(10**6, "cuda")
+    assert layer.needs_counts(10**6, "cpu") == linear.packs(torch.bfloat16) and not layer.needs_counts(
+        10**6, "cuda"
+    )
     generator = torch.Generator().manual_seed(0)
     expert = torch.randint(layer.experts, (60,), generator=generator)
     expert[expert == 1] = 0  # one expert without tokens
@@ -185,8 +187,7 @@ def test_the_host_waits_once_a_step(
     sampling: Sampling, gathered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CUDA device that is not there, in BF16: only for the new tokens, not in the graph."""
-    monkeypatch.setitem(moe.GATHERED_ELEMENTS, "cuda", 2**28 if gathered else 0)
-    monkeypatch.setattr(moe, "DENSE_ELEMENTS", 0)
+    monkeypatch.setattr(moe, "GATHERED_ELEMENTS", 2**28 if gathered else 0)
     for module in (graphs, graphed_drafts):
         monkeypatch.setattr(module, "replayed", lambda run, *_: run)
     monkeypatch.setattr(graphed_drafts, "_upload", lambda target, values: None)
@@ -208,8 +209,7 @@ def test_the_host_waits_once_a_step(
 
 def test_passes_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for no pass either, with rows of different lengths: prefill, drafts, rollback."""
-    monkeypatch.setitem(moe.GATHERED_ELEMENTS, "cuda", 0)
-    monkeypatch.setattr(moe, "DENSE_ELEMENTS", 0)
+    monkeypatch.setattr(moe, "GATHERED_ELEMENTS", 0)
     with on_fake_device() as (engine, device):
         with device.unwatched():
             state, mtp = engine.new_state(2), MTP(engine, 2, 3)
@@ -229,7 +229,9 @@ def test_passes_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_fake_device() -> Iterator[tuple[Engine, Device]]:
     """An engine in BF16 on a CUDA device that is not there."""
     made = {name: t.bfloat16() for name, t in tensors(get("super-tiny")).items()}
-    weights = read_weights(InMemory(made, Path()), get("super-tiny"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "packs", lambda dtype: False)
+        weights = read_weights(InMemory(made, Path()), get("super-tiny"))
     _token_ranges.cache_clear()  # copied to the device once a process
     try:
         with torch.inference_mode(), fake_cuda(torch.nn.Module) as (_, device):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,9 +11,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_nemotron3.generate.engine import Engine
+from megatron_nemotron3.generate.generate import Decoder, GenerationOptions
 from megatron_nemotron3.generate.mtp import MTP
+from megatron_nemotron3.generate.weights import MTPBlock
 from megatron_nemotron3.models import get
-from tests.support.engines import ROWS, TOKENS, assert_mtp_equal, close, engine_of, repeatable, text, tiny
+from tests.support.engines import (
+    ROWS,
+    TOKENS,
+    agreeing,
+    assert_mtp_equal,
+    close,
+    engine_of,
+    repeatable,
+    text,
+    tiny,
+)
 
 DEPTHS = 4
 
@@ -97,6 +111,92 @@ def test_drafts_are_those_of_the_whole_text(pattern: str) -> None:
         more = engine.forward(ids, engine.new_state(1)).hidden[:, :3]
         one.append(ids[:, :3], more)
     assert_mtp_equal(state, before)
+
+
+#: What happens to a text, with numbers: tokens are appended, drafted after, or the states are read.
+ACTIONS = st.one_of(
+    st.tuples(st.just("append"), st.integers(1, 12), st.integers(0, 12)),
+    st.tuples(st.just("draft and append"), st.integers(1, DEPTHS), st.integers(1, 12)),
+    st.tuples(st.just("draft and append others"), st.integers(1, DEPTHS), st.integers(1, 12)),
+    st.tuples(st.just("draft"), st.integers(1, DEPTHS), st.just(0)),
+    st.tuples(st.just("read"), st.just(0), st.just(0)),
+    st.tuples(st.just("select"), st.just(0), st.just(0)),
+)
+
+
+@repeatable(20)
+@given(st.sampled_from(["*E", "*EM-"]), st.lists(ACTIONS, min_size=1, max_size=8))
+def test_what_is_put_off_changes_nothing(pattern: str, actions: list[tuple[str, int, int]]) -> None:
+    """Tokens left to the next draft, and drafts that go on, against states that are finished every time."""
+    engine, ids, hidden = _text_and_hidden(pattern)
+    lazy, eager, at = MTP(engine, ROWS, DEPTHS), MTP(engine, ROWS, DEPTHS), [0] * ROWS
+
+    def rows(counts: list[int]) -> tuple[Tensor, Tensor]:
+        picked = [list(range(a, a + max(counts))) for a in at]
+        tokens, states = ([x[row, p] for row, p in enumerate(picked)] for x in (ids, hidden))
+        return torch.stack(tokens), torch.stack(states)
+
+    def both(counts: list[int], shift: int = 0) -> None:
+        if max(map(sum, zip(at, counts, strict=True))) + 12 <= TOKENS:
+            tokens, states = rows(counts)
+            tokens = (tokens + shift) % engine.config.vocab_size
+            for one in (lazy, eager):
+                one.append(tokens, states, counts)
+            assert_mtp_equal(eager, eager)  # reads it
+            at[:] = [a + c for a, c in zip(at, counts, strict=True)]
+
+    def draft(count: int) -> None:
+        if min(at):
+            newest = torch.stack([ids[row, a] for row, a in enumerate(at)])
+            found = [one.draft(newest, lambda x: x.argmax(-1), count).tolist() for one in (lazy, eager)]
+            assert found[0] == found[1]
+            assert_mtp_equal(eager, eager)
+
+    for what, first, second in actions:
+        if what.startswith("draft"):
+            draft(first)
+        if what == "append":
+            both([first, second])
+        elif what.startswith("draft and"):
+            both([second, max(1, second - first)], shift=1 if what.endswith("others") else 0)
+        elif what == "read":
+            assert_mtp_equal(lazy, eager)
+        elif what == "select":
+            lazy = lazy.copy()
+    assert lazy.lengths == eager.lengths == at
+    assert_mtp_equal(lazy, eager)
+    for depth, (mine, other) in enumerate(zip(lazy.pending, eager.pending, strict=True), 1):
+        known = [row for row, length in enumerate(at) if length >= depth]
+        close(mine[known], other[known])
+
+
+@functools.cache
+def _text_and_hidden(pattern: str) -> tuple[Engine, Tensor, Tensor]:
+    config = get("super-tiny").but(mtp_pattern=pattern, dense_ffn_hidden_size=64)
+    engine = engine_of(config, seed=1)
+    ids = text(engine, ROWS, TOKENS)
+    return engine, ids, engine.forward(ids, engine.new_state(ROWS)).hidden
+
+
+@pytest.mark.parametrize("draft", [1, 3])
+def test_a_step_passes_each_depth_once(draft: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every draft is accepted, depth k passes over the new tokens and its k - 1 earlier drafts."""
+    rows: list[int] = []
+    project = MTPBlock.project
+
+    def counted(self: MTPBlock, embedded: Tensor, hidden: Tensor) -> Tensor:
+        rows.append(len(embedded))
+        return project(self, embedded, hidden)
+
+    monkeypatch.setattr(MTPBlock, "project", counted)
+    decoder = Decoder(agreeing(0.0), [[1, 2, 3, 4, 5]], GenerationOptions(40, draft=draft))
+    for _ in range(2):
+        decoder.step([draft])
+    rows.clear()
+    for _ in range(3):
+        assert len(decoder.step([draft])[0]) == draft + 1
+    # Of n = draft + 1 new tokens depth 1 has the newest one from the draft before.
+    assert rows == [draft + depth for depth in range(1, draft + 1)] * 3
 
 
 def test_drafting_needs_a_text_and_depths() -> None:

@@ -25,9 +25,11 @@ from torch import Tensor
 from megatron_nemotron3.checkpoint.metadata import read_json
 from megatron_nemotron3.convert import config_json
 from megatron_nemotron3.convert.block_configs import KEY, MTP_KEY, flattened
+from megatron_nemotron3.convert.config_keys import LIMITS
 from megatron_nemotron3.convert.keys import Prefix
 from megatron_nemotron3.convert.logits.reader import TensorReader
 from megatron_nemotron3.convert.logits.routing import Selection
+from megatron_nemotron3.convert.omni_config import TEXT, is_omni, part
 from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import hf_root
@@ -88,13 +90,17 @@ class HuggingFace:
         if not path.exists():
             raise ValueError(f"{path} is missing: transformers builds its layers from it")
         data = read_json(path)
+        if is_omni(data):
+            data = part(data, TEXT, str(path)) or {}
         config_json.read(data, name=str(path), base=config)
         #: What this side leaves out of transformers' computation, in words; None if nothing.
         self.note = config_json.clamp_note(data) if "M" in config.full_pattern else None
         #: Of each layer: what config.json states for it alone.
         self._stated = {"": data.get(KEY) or [], "mtp.": data.get(MTP_KEY) or []}
+        # Infinite, as `config_json.read` has checked; libraries write that in several ways.
+        stated = {key: value for key, value in data.items() if key not in LIMITS}
         try:
-            self.config = config_class.from_dict(flattened(str(path), data)[0])
+            self.config = config_class.from_dict(flattened(str(path), stated)[0])
         except Exception as problem:  # its validators raise exceptions of their own
             raise ValueError(f"{path}: transformers cannot read it: {problem}") from None
         self.config._attn_implementation = self.config._experts_implementation = "eager"

@@ -1,47 +1,66 @@
 # shellcheck shell=bash
-# Sourced by disjoint.sh and colocated.sh: prints the command, runs it. They set GPUS, NNODES, PLACEMENT, LLM_DP,
-# MICRO_BATCH_SIZE. From the environment, too: MODEL TINY STEPS GLOBAL_BATCH_SIZE SEQ_LENGTH PRECISION BACKEND
-# DEVICE LR VOCABULARY OUTPUT NODE_RANK MASTER_ADDR MASTER_PORT MEGATRON_LM_DIR DRY_RUN EXTRA, and NUMA of ../node.sh.
+# Sourced by the recipes of this folder: prints the command, runs it. See docs/omni.md.
+#
+# model        TINY=1: the small form of the model.
+# parallelism  TP PP CP EP ETP: the language model. VISION SOUND: layouts of the encoders, "tp=1,dp=4"; they come
+#              first, the language model has the other ranks. Unset: each on the language model's ranks.
+# training     FREEZE: parts that are not trained (language vision vision-projector sound sound-projector).
+#              RECOMPUTE: full, or modules of Megatron's selective recompute, in the language model.
+# precision    PRECISION BACKEND
+# schedule     STEPS SEQ (tokens) GBS and MBS (sequences) LR
+# data         DATA_PATH (.jsonl of conversations with media) and PROCESSOR (a folder with transformers' processor);
+#              without DATA_PATH random tokens and media. WORKERS of each rank.
+# checkpoints  OUTPUT (holds checkpoints/ and tensorboard/) SAVE_INTERVAL (steps).
+#              LOAD: the checkpoints folder of another run to start from, if OUTPUT has none.
+# nodes        GPUS NNODES NODE_RANK MASTER_ADDR MASTER_PORT DEVICE NUMA
+# other        MEGATRON_LM_DIR, EXTRA: further words for Megatron's command line, DRY_RUN=1: print and stop.
 
-: "${MEGATRON_LM_DIR:?set MEGATRON_LM_DIR to a Megatron-LM checkout (tag core_v0.19.0)}"
-[ -f "$MEGATRON_LM_DIR/examples/mimo/pretrain_mimo.py" ] || {
-    echo "MEGATRON_LM_DIR=$MEGATRON_LM_DIR has no examples/mimo/pretrain_mimo.py: use tag core_v0.19.0" >&2
-    exit 2
-}
+RECIPE=${0#./}
+fail() { echo "$RECIPE: $*" >&2; exit 2; }
+[ -n "${MEGATRON_LM_DIR:-}" ] || fail "set MEGATRON_LM_DIR to a Megatron-LM checkout (tag core_v0.19.0)"
+[ -f "$MEGATRON_LM_DIR/examples/mimo/pretrain_mimo.py" ] \
+    || fail "MEGATRON_LM_DIR=$MEGATRON_LM_DIR has no examples/mimo/pretrain_mimo.py: use tag core_v0.19.0"
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+GPUS=${GPUS:-8} NNODES=${NNODES:-1} TP=${TP:-1} PP=${PP:-1} CP=${CP:-1} EP=${EP:-1} ETP=${ETP:-1} MBS=${MBS:-1}
+DATA=(--mock-data) CHECKPOINTS=()
 
-# architecture: language model from the catalog; RADIO ViT-H and a linear projector from the checkout
-MODEL=${MODEL:-nano}
-SIZE=(--seq-length "${SEQ_LENGTH:-8192}")
-VISION=(--model-provider nemotron-moe-vlm --disable-vision-class-token --pixel-shuffle --patch-dim 16)
-if [ -n "${TINY:-}" ]; then # a trial: tiny language model, one vision layer, pictures of one size
-    SIZE=(--tiny)
-    VISION+=(--vision-num-layers 1 --img-h 64 --img-w 64)
-else
-    VISION+=(--dynamic-resolution)
-fi
+conversations() { # the data of DATA_PATH
+    [ -n "${PROCESSOR:-}" ] || fail "set PROCESSOR: a folder with transformers' processor, such as the model's HF folder"
+    DATA=(--data-path "$DATA_PATH" --omni-processor "$PROCESSOR")
+}
+[ -z "${DATA_PATH:-}" ] || conversations
 
-# precision
-PRECISION=${PRECISION:-bf16}
-BACKEND=${BACKEND:-te}
+checkpoints() { # resume from OUTPUT, or start from LOAD with a new optimizer if OUTPUT has nothing
+    local tracker=latest_checkpointed_iteration.txt
+    # Reshardable: the optimizer's state loads into other layouts of the modules, too.
+    CHECKPOINTS=(--save "$OUTPUT/checkpoints" --load "$OUTPUT/checkpoints" --save-interval "${SAVE_INTERVAL:-200}"
+        --dist-ckpt-optim-fully-reshardable --tensorboard-dir "$OUTPUT/tensorboard" --exit-signal-handler)
+    [ -n "${LOAD:-}" ] || return 0
+    [ -n "${DRY_RUN:-}" ] || [ -e "$OUTPUT/checkpoints/$tracker" ] || [ -e "$LOAD/$tracker" ] \
+        || fail "LOAD=$LOAD has no $tracker: give a folder with a checkpoint"
+    CHECKPOINTS+=(--pretrained-checkpoint "$LOAD")
+}
+[ -z "${OUTPUT:-}" ] || checkpoints
 
-# data: the checkout's entry has random tokens and empty pictures, nothing else
-VOCABULARY=${VOCABULARY:-131072}
-DATA=(--dataset-provider mock --vocab-size "$VOCABULARY" --image-token-id 511)
-
-# logging: every step
-LOGGING=(--rerun-mode disabled)
-[ -z "${OUTPUT:-}" ] || LOGGING+=(--tensorboard-dir "$OUTPUT/tensorboard")
-
-# parallelism: Megatron's own sizes stay 1, those of the modules are in PLACEMENT
 launch() {
-    local flags command python=()
+    local flags command dp layouts given=() python=()
+    layouts=(${VISION:+--vision-layout "$VISION"} ${SOUND:+--sound-layout "$SOUND"})
+    dp=$(python3 -m megatron_nemotron3.omni.layouts --world $(( GPUS * NNODES )) --tp "$TP" --pp "$PP" --cp "$CP" \
+        --ep "$EP" --etp "$ETP" --micro-batch-size "$MBS" "${layouts[@]}") || exit 2
+    # shellcheck disable=SC2206 # words
+    given=(${FREEZE:+--freeze $FREEZE} ${EXTRA:-})
+    if [ "${RECOMPUTE:-}" = full ]; then
+        given+=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
+    elif [ -n "${RECOMPUTE:-}" ]; then
+        # shellcheck disable=SC2206
+        given+=(--recompute-granularity selective --recompute-modules $RECOMPUTE)
+    fi
     # On a line of its own: refused flags stop the recipe here.
-    # shellcheck disable=SC2086
-    flags=$(python3 -m megatron_nemotron3 flags "$MODEL" "${SIZE[@]}" --precision "$PRECISION" --backend "$BACKEND" \
-        --dp "$LLM_DP" --micro-batch-size "$MICRO_BATCH_SIZE" \
-        --global-batch-size "${GLOBAL_BATCH_SIZE:-$(( 8 * MICRO_BATCH_SIZE * LLM_DP ))}" --steps "${STEPS:-20}" --lr "${LR:-2e-4}" \
-        --shell -- --calculate-per-token-loss --log-interval 1 --eval-iters 0 ${EXTRA:-}) || exit 2
+    flags=$(python3 -m megatron_nemotron3 flags nano-omni ${TINY:+--tiny} --tp "$TP" --pp "$PP" --cp "$CP" --ep "$EP" \
+        --etp "$ETP" --dp "$dp" --precision "${PRECISION:-bf16}" --backend "${BACKEND:-te}" --micro-batch-size "$MBS" \
+        --global-batch-size "${GBS:-$(( 8 * MBS * dp ))}" --steps "${STEPS:-20}" --lr "${LR:-2e-4}" \
+        ${SEQ:+--seq-length "$SEQ"} --shell -- --log-interval 1 --eval-iters 0 --rerun-mode disabled \
+        --num-workers "${WORKERS:-2}" "${layouts[@]}" "${DATA[@]}" "${CHECKPOINTS[@]}" "${given[@]}") || exit 2
     eval "ARGS=( $flags )"
     # The checkout's examples are imported; they must not meet those of this repository.
     export PYTHONPATH=$MEGATRON_LM_DIR${PYTHONPATH:+:$PYTHONPATH}
@@ -49,8 +68,7 @@ launch() {
     [ "${DEVICE:-auto}" = cpu ] || [ "${NUMA:-1}" = 0 ] || python=(--no-python bash "$HERE/../bind.sh" python3 -u)
     command=(python3 -m torch.distributed.run --nproc-per-node "$GPUS" --nnodes "$NNODES"
         --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}"
-        "${python[@]}" -m megatron_nemotron3.run --device "${DEVICE:-auto}" "$HERE/pretrain_omni.py"
-        "${ARGS[@]}" "${PLACEMENT[@]}" "${VISION[@]}" "${DATA[@]}" "${LOGGING[@]}")
+        "${python[@]}" -m megatron_nemotron3.run --device "${DEVICE:-auto}" "$HERE/pretrain_omni.py" "${ARGS[@]}")
     printf 'PYTHONPATH=%q ' "$PYTHONPATH"
     printf '%q ' "${command[@]}"
     echo

@@ -1,0 +1,327 @@
+"""Nemotron 3 Nano Omni: a language model with a vision and a sound encoder. Standard library only.
+
+    picture, frames --> RADIO (a ViT) --> 2 x 2 patches in one --> projector --+
+                                                                               +--> language model
+    sound --> mel spectrogram --> Parakeet (a Conformer) --------> projector --+
+
+Encoders are data like the language model: their sizes are here, their tensors in `models.omni_tensors`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_nemotron3.models.catalog import NANO
+from megatron_nemotron3.models.config import Nemotron3Config
+from megatron_nemotron3.models.tiny import TINY_SUFFIX
+from megatron_nemotron3.models.tiny import tiny as tiny_language
+
+#: Name among Megatron's arguments of what `OmniConfig.encoders_json` writes; flag `--omni-encoders`.
+ARGUMENT = "omni_encoders"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision:
+    """Sizes of a RADIO encoder. Its names are those of transformers' `RadioConfig` in Megatron's words."""
+
+    hidden_size: int = 1280
+    num_layers: int = 32
+    num_attention_heads: int = 16
+    ffn_hidden_size: int = 5120
+    #: Pixels of a side of a patch.
+    patch_size: int = 16
+    #: Pixels of the longest side for which positions are stored; others are interpolated.
+    max_image_size: int = 2048
+    #: Learned tokens before the patches: class tokens and registers.
+    class_tokens: int = 3
+    registers: int = 7
+    #: Frames of a video in one patch.
+    temporal_patch_size: int = 2
+    #: Patches of a side that the pixel shuffle joins into one position of the language model.
+    merged_patches: int = 2
+    layernorm_epsilon: float = 1e-6
+
+    @property
+    def merged_size(self) -> int:
+        """Width of the projector's input."""
+        return self.hidden_size * self.merged_patches**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sound:
+    """Sizes of a Parakeet encoder. Its names are those of transformers' `ParakeetEncoderConfig`."""
+
+    hidden_size: int = 1024
+    num_layers: int = 24
+    num_attention_heads: int = 8
+    ffn_hidden_size: int = 4096
+    #: Bands of the mel spectrogram.
+    mel_bins: int = 128
+    #: Frames of the spectrogram in one position of the language model: a power of 2.
+    subsampling_factor: int = 8
+    subsampling_channels: int = 256
+    conv_kernel_size: int = 9
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OmniConfig:
+    """A language model with encoders.
+
+    Raises:
+        ValueError: a size is not positive, or sizes do not fit each other; the message has the numbers.
+    """
+
+    name: str
+    title: str
+    language: Nemotron3Config
+    vision: Vision
+    #: None: a model without sound.
+    sound: Sound | None
+    #: Width inside the projectors.
+    vision_projector_size: int
+    sound_projector_size: int
+    #: Ids that stand for one row of an encoder each; pictures and videos share one.
+    image_token_id: int
+    sound_token_id: int | None
+    published_total: str | None = None
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        for part in (self.vision, *((self.sound,) if self.sound else ())):
+            name = type(part).__name__.lower()
+            for field, size in vars(part).items():
+                if field != "layernorm_epsilon" and (not _is_count(size) or size < 1):
+                    raise ValueError(f"{self.name}: {field}={size!r} of {name}: give a number from 1")
+            if part.hidden_size % part.num_attention_heads:
+                raise ValueError(
+                    f"{self.name}: the width {part.hidden_size} of the {name} encoder is no multiple of its "
+                    f"{part.num_attention_heads} heads"
+                )
+        self._check_vision(self.vision)
+        if self.sound:
+            self._check_sound(self.sound)
+        for field in ("vision_projector_size", *(("sound_projector_size",) if self.sound else ())):
+            if not _is_count(size := getattr(self, field)) or size < 1:
+                raise ValueError(f"{self.name}: {field}={size!r}: give a number from 1")
+        ids = {"image_token_id": self.image_token_id}
+        if (self.sound is None) != (self.sound_token_id is None):
+            raise ValueError(
+                f"{self.name}: sound={'a Sound' if self.sound else None} and "
+                f"sound_token_id={self.sound_token_id}: give both, or None twice"
+            )
+        if self.sound_token_id is not None:
+            ids["sound_token_id"] = self.sound_token_id
+        for field, token in ids.items():
+            if not _is_count(token) or not 0 <= token < self.language.vocab_size:
+                raise ValueError(
+                    f"{self.name}: {field}={token!r}: give one of the {self.language.vocab_size:,} ids of "
+                    "the vocabulary"
+                )
+        if len(set(ids.values())) < len(ids):
+            raise ValueError(
+                f"{self.name}: image_token_id and sound_token_id are both {self.image_token_id}: give two ids"
+            )
+
+    def _check_vision(self, vision: Vision) -> None:
+        if vision.max_image_size % vision.patch_size:
+            raise ValueError(
+                f"{self.name}: max_image_size={vision.max_image_size} is no multiple of "
+                f"patch_size={vision.patch_size}"
+            )
+        if vision.temporal_patch_size < 2:
+            raise ValueError(f"{self.name}: temporal_patch_size={vision.temporal_patch_size}: give 2 or more")
+        # transformers' configuration has the ratio, and rounds the product down.
+        if int(vision.hidden_size * (vision.ffn_hidden_size / vision.hidden_size)) != vision.ffn_hidden_size:
+            raise ValueError(
+                f"{self.name}: ffn_hidden_size={vision.ffn_hidden_size} of vision is no ratio of its width "
+                f"{vision.hidden_size} that transformers' mlp_ratio can state: give a multiple"
+            )
+
+    def _check_sound(self, sound: Sound) -> None:
+        factor = sound.subsampling_factor
+        if factor < 2 or factor & (factor - 1):
+            raise ValueError(f"{self.name}: subsampling_factor={factor}: give a power of 2")
+        if sound.mel_bins % factor:
+            raise ValueError(
+                f"{self.name}: mel_bins={sound.mel_bins} is no multiple of subsampling_factor={factor}"
+            )
+        if sound.conv_kernel_size % 2 == 0:
+            raise ValueError(f"{self.name}: conv_kernel_size={sound.conv_kernel_size}: give an odd number")
+
+    @property
+    def media_ids(self) -> tuple[int, ...]:
+        """Ids that stand for rows of the encoders."""
+        return tuple(i for i in (self.image_token_id, self.sound_token_id) if i is not None)
+
+    def but(self, **changes: Any) -> OmniConfig:
+        """Return the model with other fields."""
+        return replace(self, **changes)
+
+    def special_ids(self) -> dict[str, int]:
+        """Return encoder -> the id that stands for one of its rows, "vision" first."""
+        sound = {} if self.sound is None or self.sound_token_id is None else {"sound": self.sound_token_id}
+        return {"vision": self.image_token_id} | sound
+
+    def encoders_json(self) -> str:
+        """Return everything but the language model as one line of JSON, for arguments and checkpoints."""
+        fields = asdict(self)
+        for name in ("name", "title", "language", "published_total", "source"):
+            del fields[name]
+        return json.dumps(fields)
+
+
+def with_encoders(language: Nemotron3Config, encoders: str) -> OmniConfig:
+    """Return the model of `language` and of what `OmniConfig.encoders_json` wrote.
+
+    Raises:
+        ValueError: the text is not such JSON.
+    """
+    try:
+        fields = json.loads(encoders)
+        sound = fields.pop("sound")
+        return OmniConfig(
+            name=f"{language.name}-omni",
+            title=f"{language.title} with encoders",
+            language=language,
+            vision=Vision(**fields.pop("vision")),
+            sound=sound and Sound(**sound),
+            **fields,
+        )
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as problem:
+        raise ValueError(f"encoders {encoders[:60]!r}: not what encoders_json wrote ({problem})") from problem
+
+
+_RADIO = "default of RadioConfig"
+_RADIO_BRIDGE = "default of RadioConfig; Bridge's provider"
+_PARAKEET = "default of ParakeetEncoderConfig"
+_OMNI = "default of NemotronH_Omni's config"
+#: Where each size of NANO_OMNI is from. The configuration of the released folder was not at hand. The sizes
+#: give the published total to the element, which confirms those that count.
+SOURCES: dict[str, dict[str, str]] = {
+    "vision": {
+        "hidden_size": _RADIO_BRIDGE,
+        "num_layers": _RADIO_BRIDGE,
+        "num_attention_heads": _RADIO_BRIDGE,
+        "ffn_hidden_size": _RADIO_BRIDGE,
+        "patch_size": "default of RadioConfig; Bridge's recipe",
+        "max_image_size": _RADIO,
+        "class_tokens": "default of RadioConfig; with registers: 10 in Bridge",
+        "registers": "default of RadioConfig; with class tokens: 10 in Bridge",
+        "temporal_patch_size": f"{_OMNI}; Bridge's recipe",
+        "merged_patches": f"{_OMNI} (downsample_ratio 0.5)",
+        "layernorm_epsilon": _RADIO_BRIDGE,
+        "projector_size": "Bridge's provider",
+    },
+    "sound": {
+        "hidden_size": "default of ParakeetEncoderConfig; Bridge's provider",
+        "num_layers": _PARAKEET,
+        "num_attention_heads": _PARAKEET,
+        "ffn_hidden_size": _PARAKEET,
+        "mel_bins": "Bridge's recipe",
+        "subsampling_factor": _PARAKEET,
+        "subsampling_channels": _PARAKEET,
+        "conv_kernel_size": "default of ParakeetEncoderConfig; Bridge's provider",
+        "projector_size": "Bridge's provider",
+    },
+    "token_ids": {"image": "Bridge's conversion", "sound": "Bridge's tests of its conversion"},
+}
+
+
+def sizes(model: OmniConfig) -> dict[str, dict[str, Any]]:
+    """Return the sizes of the encoders and the token ids, by the keys of `SOURCES`; no "sound" without it."""
+    found = {
+        "vision": vars(model.vision) | {"projector_size": model.vision_projector_size},
+        "token_ids": {"image": model.image_token_id},
+    }
+    if model.sound:
+        found["sound"] = vars(model.sound) | {"projector_size": model.sound_projector_size}
+        found["token_ids"]["sound"] = model.sound_token_id
+    return found
+
+
+def sources(model: OmniConfig) -> dict[str, dict[str, str]]:
+    """Return where each of `sizes` is from: "UNKNOWN" for what no source states, "shrunk" in a tiny form."""
+    base = get_omni(model.name.removesuffix(TINY_SUFFIX))
+    published = sizes(base) if base is not None else {}
+    other = "shrunk" if base is not None and model.name.endswith(TINY_SUFFIX) else "UNKNOWN"
+    return {
+        part: {
+            name: SOURCES[part][name] if published.get(part, {}).get(name) == value else other
+            for name, value in fields.items()
+        }
+        for part, fields in sizes(model).items()
+    }
+
+
+# Biases: none in Parakeet, as NemotronH_Omni's config takes it.
+NANO_OMNI = OmniConfig(
+    name="nano-omni",
+    title="Nemotron 3 Nano Omni 30B-A3B",
+    language=NANO,
+    vision=Vision(),
+    sound=Sound(),
+    vision_projector_size=20480,
+    sound_projector_size=4096,
+    image_token_id=18,
+    sound_token_id=27,
+    published_total="33,015,546,816 parameters without expert biases; 7,349 tensors",
+    source=(
+        "transformers 5.23 models/nemotron_h_omni, radio, parakeet; Megatron-Bridge 2026-08-22 "
+        "models/nemotron_omni, recipes/nemotron_omni and its verification card of "
+        "nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16 (total, tensors)"
+    ),
+)
+
+_ALL = {NANO_OMNI.name: NANO_OMNI}
+
+
+def omni_names() -> tuple[str, ...]:
+    """Return the names of the models with encoders."""
+    return tuple(_ALL)
+
+
+def get_omni(name: str) -> OmniConfig | None:
+    """Return the model with encoders of that name, its tiny form for "<name>-tiny", or None."""
+    base = name.strip().lower()
+    model = _ALL.get(base.removesuffix(TINY_SUFFIX))
+    return tiny(model) if model and base.endswith(TINY_SUFFIX) else model
+
+
+def tiny(config: OmniConfig) -> OmniConfig:
+    """Return `config` shrunk for two CPU cores: two layers an encoder, pictures of 128 pixels.
+
+    The sound encoder keeps its subsampling, the vision encoder its patches, pixel shuffle and video.
+    """
+    return config.but(
+        name=config.name + TINY_SUFFIX,
+        title=f"{config.title}, tiny",
+        language=tiny_language(config.language),
+        vision=replace(
+            config.vision,
+            hidden_size=64,
+            num_layers=2,
+            num_attention_heads=4,
+            ffn_hidden_size=256,
+            max_image_size=128,
+        ),
+        sound=config.sound
+        and replace(
+            config.sound,
+            hidden_size=64,
+            num_layers=2,
+            num_attention_heads=4,
+            ffn_hidden_size=256,
+            mel_bins=32,
+            subsampling_channels=16,
+        ),
+        vision_projector_size=512,
+        sound_projector_size=256,
+        published_total=None,
+        source=f"{config.name}, shrunk by megatron_nemotron3.models.omni",
+    )
