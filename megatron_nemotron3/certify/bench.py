@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.args import ParallelLayout, TrainingSchedule, pasted
 from megatron_nemotron3.args.flag import Flag
+from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.layouts import Sizes
 from megatron_nemotron3.certify.twin import Twin
@@ -53,6 +55,23 @@ class Bench:
             "fault": self.fault,
         }
         return Case(**(values | changes))
+
+    @cached_property
+    def launch(self) -> Launch | None:
+        """The real launch; None if a size of its layout is no number."""
+        given = {flag.name: flag.values for flag in self.flags}
+
+        def number(name: str) -> int | None:
+            word = (given.get(name) or ("",))[0]
+            return int(word) if word.isdecimal() else None
+
+        schedule = TrainingSchedule(
+            seq_length=number("--seq-length"),
+            micro_batch_size=number("--micro-batch-size") or 1,
+            global_batch_size=number("--global-batch-size"),
+        )
+        model, layout = self.twin.model, self.twin.large.layout
+        return pasted.launch_of(model, self.flags, self.emulate, schedule, layout, whole=True)
 
     @property
     def ranks(self) -> int:

@@ -12,12 +12,11 @@ from typing import Any
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.args.flag import to_argv
 from megatron_nemotron3.args.launch import Launch
-from megatron_nemotron3.certify.bench import Bench
+from megatron_nemotron3.certify.bench import Bench, last_line
 from megatron_nemotron3.certify.finding import Finding, failed, passed, untested
-from megatron_nemotron3.certify.static import launch_of
 from megatron_nemotron3.precision import deviations
 from megatron_nemotron3.precision.census import Ambient
-from megatron_nemotron3.precision.formats import EMULATED
+from megatron_nemotron3.precision.formats import EMULATED, counted
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.table import Structure
 
@@ -28,10 +27,13 @@ _KEPT = ("--te-precision-config-file", "--bf16", "--fp16")
 
 def census(bench: Bench) -> Iterator[Finding]:
     """Yield the format of every linear of the real model and of the twin, as Megatron builds them."""
-    launch = launch_of(bench)
+    launch = bench.launch
     path = None if launch is None else launch.precision_file
     if launch is None or (path is not None and not Path(path).exists()):
         yield untested(WHOLE, f"{path or 'the layout'} is not known on this machine")
+        return
+    if launch.emulate is not None and launch.emulate.packed:
+        yield untested(TWIN, f"{launch.emulate.packed} packs weights of a plain run")
         return
     yield from _whole(bench, launch)
     if launch.precision in EMULATED:
@@ -56,9 +58,8 @@ def _whole(bench: Bench, launch: Launch) -> Iterator[Finding]:
     try:
         ((found, wrong),) = run_distributed(build_whole, 1, words, ambient, timeout=bench.timeout, apart=True)
     except (RuntimeError, TimeoutError) as problem:
-        yield failed(WHOLE, detail=str(problem).strip().splitlines()[-1])
+        yield failed(WHOLE, detail=last_line(problem))
         return
-    said = ", ".join(f"{number} {fmt}" for fmt, number in sorted(found.items()))
     expected = Counter(linear.kind.name for linear in Structure.of(model).linears())
     if sum(found.values()) != sum(expected.values()):
         count = sum(expected.values())
@@ -67,7 +68,7 @@ def _whole(bench: Bench, launch: Launch) -> Iterator[Finding]:
         )
     yield from (failed(WHOLE, detail=f"not the published recipe: {text}") for text in wrong)
     if not wrong:
-        yield passed(WHOLE, detail=f"linears: {said}")
+        yield passed(WHOLE, detail=f"linears: {counted(found)}")
 
 
 def build_whole(words: Sequence[str], ambient: Ambient) -> tuple[Counter[str], list[str]]:
@@ -130,7 +131,7 @@ def _twin(bench: Bench, launch: Launch) -> Iterator[Finding]:
     try:
         (entries,) = run_distributed(emulated, 1, small, timeout=bench.timeout, apart=True)
     except (RuntimeError, TimeoutError) as problem:
-        yield failed(TWIN, detail=str(problem).strip().splitlines()[-1])
+        yield failed(TWIN, detail=last_line(problem))
         return
     other = [entry for entry in entries if entry[1] != entry[2]]
     count = Counter(entry[2] for entry in entries)
@@ -142,8 +143,7 @@ def _twin(bench: Bench, launch: Launch) -> Iterator[Finding]:
     elif not count[launch.precision]:
         yield failed(TWIN, detail=f"none of {len(entries)} linears computes in {launch.precision}")
     else:
-        said = ", ".join(f"{number} {fmt}" for fmt, number in sorted(count.items()))
-        yield passed(TWIN, detail=f"linears after a step: {said}")
+        yield passed(TWIN, detail=f"linears after a step: {counted(count)}")
 
 
 def emulated(launch: Launch) -> list[tuple[str, str, str]]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
@@ -15,6 +14,7 @@ from typing import Any
 
 import megatron_nemotron3
 from megatron_nemotron3.args import parser_table
+from megatron_nemotron3.args import versions as core
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.certify import options as table
 from megatron_nemotron3.certify.finding import Finding, State
@@ -97,8 +97,7 @@ def versions(checkout: Path | None) -> dict[str, str]:
 
 def _revision(checkout: Path) -> str:
     """Return the version of a checkout and its commit, read without git."""
-    text = (checkout / "megatron/core/package_info.py").read_text()
-    version = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH)\s*=\s*(\d+)", text, re.M))
+    version = core.version_in(checkout / "megatron/core")
     try:
         git = checkout / ".git"
         if git.is_file():

@@ -19,19 +19,21 @@ from typing import Any
 from megatron_nemotron3.args.command import add_launch, add_published
 from megatron_nemotron3.args.script_options import add_set
 from megatron_nemotron3.bars import Bar
-from megatron_nemotron3.certify import certificate
+from megatron_nemotron3.certify import certificate, twin_text
 from megatron_nemotron3.certify import twin as twins
 from megatron_nemotron3.certify.bench import Bench, last_line
 from megatron_nemotron3.certify.finding import Finding, State, failed
 from megatron_nemotron3.certify.proof import STAGES, Stage, prove
 from megatron_nemotron3.certify.reading import Asked, checkout, read
+from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.models.command import add_model
 
 #: Worlds that `--ranks` may name.
 RANKS = (2, 4, 8, 16, 32)
-#: GiB of one rank, and of this process with the server that ranks are forked from (docs/certify.md).
-RANK_GIB, OWN_GIB = 0.3, 1.2
+#: GiB of one rank with the process that it forks to save, and of this process with the server of the ranks
+#: (docs/measurements.md).
+RANK_GIB, OWN_GIB = 0.5, 0.8
 _GIB = 2**30
 _WORD = {State.PASS: "pass", State.FAIL: "FAIL", State.UNTESTED: "-"}
 
@@ -69,7 +71,7 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
 
     Raises:
         ValueError: no launch of this family, sizes that do not go together, too little memory, a checkout
-            that is none, or as `read`.
+            that is none, another run that is going to write to the same folder, or as `read`.
         ModuleNotFoundError: torch or Megatron is not installed.
         OSError: a file cannot be read or written.
     """
@@ -94,6 +96,7 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
     with (
         result(options.json),
         _ended_by_signals(),
+        lock.held(folder, say=say),
         _quiet(),
         tempfile.TemporaryDirectory(prefix="nemotron3-certify-") as work,
     ):
@@ -156,7 +159,7 @@ def _introduction(asked: Asked, twin: twins.Twin) -> Iterator[str]:
     """Yield what is proven, and on what."""
     yield f"{asked.title}: {twin.large}"
     yield from (f"note: {note}" for note in asked.notes)
-    yield from twin.describe()
+    yield from twin_text.lines(twin)
     yield ""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_nemotron3.certify.case import Case
+from megatron_nemotron3.certify.finding import Finding, State
 from megatron_nemotron3.certify.noise import tolerances
 from megatron_nemotron3.certify.tensors import Tensors
 from megatron_nemotron3.certify.world import Result
@@ -32,6 +33,16 @@ class Distance:
         """The distance as a sentence."""
         where = self.key and f" ({self.key})"
         return f"{self.what} differ{where}: by {self.relative:.2g}, {self.share:.2g} of the tolerance"
+
+
+def verdict(distance: Distance, where: str, detail: str = "") -> Finding:
+    """Return the finding of a distance: it passes up to its tolerance.
+
+    Args:
+        detail: what to say where no tensor is farthest.
+    """
+    state = State.PASS if distance.share <= 1 else State.FAIL
+    return Finding(distance.what, state, where, distance.share, 1.0, distance.key or detail)
 
 
 def farthest(what: str, expected: Tensors, found: Tensors, allowed: Tensors) -> Distance:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.certify.batch import global_batch
-from megatron_nemotron3.certify.bench import Bench
+from megatron_nemotron3.certify.bench import Bench, last_line
 from megatron_nemotron3.certify.case import Case
-from megatron_nemotron3.certify.compare import Distance, farthest, numbers
-from megatron_nemotron3.certify.finding import Finding, State, failed, untested
+from megatron_nemotron3.certify.compare import Distance, farthest, numbers, verdict
+from megatron_nemotron3.certify.finding import Finding, failed, untested
 from megatron_nemotron3.certify.noise import NUDGES, UNIT, nudged, weights
 from megatron_nemotron3.certify.plain_model import near_ties
 from megatron_nemotron3.certify.plain_step import AdamW, Objective, define, moved_bias
@@ -96,7 +96,7 @@ def definition(bench: Bench) -> Iterator[Finding]:
             _observe, 1, case, weights(bench.case(None)), timeout=bench.timeout, apart=True
         )
     except (RuntimeError, TimeoutError) as problem:
-        yield failed("training", where, str(problem).strip().splitlines()[-1])
+        yield failed("training", where, last_line(problem))
         return
     if unwritten := _unwritten(args, _MODEL | (_MOE if case.config.is_moe else {})):
         yield untested("definition", unwritten, where)
@@ -111,8 +111,7 @@ def definition(bench: Bench) -> Iterator[Finding]:
     for what, distance in found.items():
         if what == "optimizer" and unwritten:
             continue
-        state = State.PASS if distance.share <= 1 else State.FAIL
-        yield Finding(what, state, where, distance.share, 1.0, distance.key)
+        yield verdict(distance, where)
 
 
 def _unwritten(args: Any, values: dict[str, tuple[Any, ...]]) -> str:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from megatron_nemotron3.args import ParallelLayout, parser_table, versions
+from megatron_nemotron3.args.megatron_defaults import DEFAULTS
 from megatron_nemotron3.args.script import is_known
 from megatron_nemotron3.args.stored_model import Taken
 from megatron_nemotron3.certify import options as table
@@ -18,28 +19,27 @@ from megatron_nemotron3.certify.layouts import Sizes
 from megatron_nemotron3.certify.options import Fate
 from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.stack_specs import MODULE
 
 _PATTERN = "--hybrid-layer-pattern"
 #: The family's vocabulary.
 _VOCABULARY = 131072
-#: Values of arguments that a command line does not give, where the family has others.
-_DEFAULTS: dict[str, Any] = {
+#: Arguments that are off, or on, where a command line does not give their switch.
+_SWITCHES: dict[str, bool] = {
     "squared_relu": False,
     "swiglu": False,
     "group_query_attention": False,
-    "normalization": "LayerNorm",
     "add_bias_linear": True,
     "add_qkv_bias": False,
     "untie_embeddings_and_output_weights": False,
-    "position_embedding_type": "learned_absolute",
-    "moe_router_score_function": "softmax",
     "moe_router_enable_expert_bias": False,
-    "moe_router_topk": 2,
-    "mamba_head_dim": 64,
-    "mamba_state_dim": 128,
-    "mamba_num_groups": 8,
 }
+#: Options that Megatron's parser gives a value where a command line does not.
+_GIVEN_BY_MEGATRON = (
+    *("--normalization", "--position-embedding-type", "--moe-router-score-function", "--moe-router-topk"),
+    *("--mamba-head-dim", "--mamba-state-dim", "--mamba-num-groups"),
+)
 #: Switch -> the argument that it turns off.
 _OFF = {
     "--disable-bias-linear": "add_bias_linear",
@@ -144,8 +144,9 @@ def _model(
     given: Mapping[str, tuple[str, ...]], vocab_size: int | None
 ) -> tuple[Nemotron3Config, list[tuple[str, str]]]:
     """Return the model that the options describe, with Megatron's defaults for those that are missing."""
-    values, assumed = dict(_DEFAULTS), list[tuple[str, str]]()
-    for name, words in given.items():
+    values, assumed = dict[str, Any](_SWITCHES), list[tuple[str, str]]()
+    defaults = {name: (DEFAULTS[name],) for name in _GIVEN_BY_MEGATRON}
+    for name, words in (defaults | dict(given)).items():
         if name in _OFF:
             values[_OFF[name]] = False
         if name in _OFF or name in _GROUPS or table.row(name) is table.SCHEDULE:
@@ -208,7 +209,7 @@ def _sizes(
                 f"{world_size} ranks are no multiple of TP{tp} x CP{cp} x PP{pp}"
                 + (f" and of EP{ep} x ETP{etp} x PP{pp}" if experts > 1 else "")
             )
-    cuts_given = given[_PATTERN][0].count("|") + 1
+    cuts_given = given[_PATTERN][0].count(patterns.PIPE) + 1
     layout = ParallelLayout(
         tp=tp,
         pp=pp,

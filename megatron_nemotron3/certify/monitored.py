@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_nemotron3.certify.bench import Bench
-from megatron_nemotron3.certify.finding import Finding, State, failed, untested
-from megatron_nemotron3.certify.tensors import Tensors
+from megatron_nemotron3.certify.finding import Finding, failed, untested
+from megatron_nemotron3.certify.tensors import Tensors, unmatched
 from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.series import AGGREGATES, KINDS
 
@@ -16,7 +16,7 @@ MONITORS = "monitors of the first step"
 def monitors(bench: Bench) -> Iterator[Finding]:
     """Yield whether routers, residuals and gradients look the same in a layout, by the runs of `script`."""
     from megatron_nemotron3.certify import noise
-    from megatron_nemotron3.certify.compare import farthest
+    from megatron_nemotron3.certify.compare import farthest, verdict
     from megatron_nemotron3.certify.script_stage import events as folder
 
     names = [f"one-{number}" for number in range(1 + noise.NUDGES)]
@@ -26,17 +26,15 @@ def monitors(bench: Bench) -> Iterator[Finding]:
     base, *nudged = (_first(events.read(events.find(folder(bench, name)))) for name in names)
     found = _first(events.read(events.find(folder(bench, "layout"))))
     where = str(bench.twin.sizes[0])
-    if odd := sorted(base.keys() ^ found.keys()):
-        yield failed(MONITORS, where, f"{odd[0]} is {'missing' if odd[0] in base else 'new'}")
+    if odd := unmatched(base, found):
+        yield failed(MONITORS, where, odd)
         return
     if not base:
         yield untested(MONITORS, "the monitors have written nothing")
         return
     terms = bench.twin.batch.sequences * bench.twin.batch.seq_length
     distance = farthest(MONITORS, base, found, noise.spread(base, nudged, terms))
-    state = State.PASS if distance.share <= 1 else State.FAIL
-    detail = distance.key or f"{len(base)} series"
-    yield Finding(MONITORS, state, where, distance.share, 1.0, detail)
+    yield verdict(distance, where, f"{len(base)} series")
 
 
 def _first(history: events.History) -> Tensors:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron_nemotron3.certify import built, static
 from megatron_nemotron3.certify.bench import Bench, last_line
-from megatron_nemotron3.certify.finding import Finding, State, failed
+from megatron_nemotron3.certify.finding import Finding, failed
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ def layouts(bench: Bench) -> Iterator[Finding]:
         except (RuntimeError, TimeoutError) as problem:
             yield failed("training", where, last_line(problem))
             continue
-        for distance in distances:
-            state = State.PASS if distance.share <= 1 else State.FAIL
-            yield Finding(distance.what, state, where, distance.share, 1.0, distance.key)
+        yield from (compare.verdict(distance, where) for distance in distances)
 
 
 def one_process(bench: Bench) -> Iterator[Finding]:

@@ -65,14 +65,14 @@ def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> Asked
         raise ValueError(f"{target} is certified as it is: drop -- {shlex.join(words)}")
     text = shlex.join(words) if target is None else text_of(target, target)
     given = variables(options.set)
-    found, notes = command_line.read_with_notes(text, given)
+    found = command_line.read_launch(text, given)
     return Asked(
         title="command" if target is None else "standard input" if target == "-" else target,
-        flags=tuple(found),
-        notes=tuple(notes),
+        flags=tuple(found.flags),
+        notes=tuple(found.notes),
         emulate=command_line.emulation(text),
         lora=command_line.adapters(text),
-        world_size=options.gpus or command_line.world_size(text, given),
+        world_size=options.gpus or found.world_size,
     )
 
 

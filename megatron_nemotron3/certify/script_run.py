@@ -13,10 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_nemotron3.certify import own_stack
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.ranks import start_ranks
-from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.train import log
 from megatron_nemotron3.train.processes import ENTRY
 
@@ -74,8 +72,7 @@ class ScriptRun:
             *self.case.argv(),
             *self.words,
         ]
-        own = self.case.config if own_stack.WORDS[0] in argv else None
-        arguments = (argv, self.folder, self.case.fault, self.killed_in, own)
+        arguments = (argv, self.folder, self.case.fault, self.killed_in)
         call = pickle.dumps((_on_rank, arguments, environment))
         try:
             start_ranks(call, self.ranks, None, self.timeout, daemon=False)
@@ -134,14 +131,11 @@ def _on_rank(
     folder: Path,
     fault: Callable[[], None] | None,
     killed_in: Path | None,
-    own: Nemotron3Config | None,
 ) -> None:
     from megatron_nemotron3.certify.observer import Observer
     from megatron_nemotron3.cpu.async_save import forked_results
     from megatron_nemotron3.run import main
 
-    if own is not None:
-        own_stack.define(own)
     rank = int(os.environ["RANK"])
     os.setsid()
     (folder / f"{_SESSION}.{os.getpid()}").touch()

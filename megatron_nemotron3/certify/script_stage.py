@@ -11,15 +11,15 @@ from typing import Any
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.args.flag import to_argv
-from megatron_nemotron3.certify import noise, observer, resume, script_data, stored
+from megatron_nemotron3.certify import initial, noise, observer, script_data, stored
 from megatron_nemotron3.certify.bench import Bench, last_line
-from megatron_nemotron3.certify.compare import farthest
-from megatron_nemotron3.certify.finding import Finding, State, failed, passed, untested
+from megatron_nemotron3.certify.compare import farthest, verdict
+from megatron_nemotron3.certify.finding import Finding, failed, passed, untested
 from megatron_nemotron3.certify.layouts import Sizes
 from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.certify.reading import CHECKOUT
 from megatron_nemotron3.certify.script_run import ScriptRun, script_of
-from megatron_nemotron3.certify.tensors import Tensors
+from megatron_nemotron3.certify.tensors import Tensors, unmatched
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.train.log import Curve
 
@@ -126,7 +126,7 @@ class Scripts:
         start = noise.weights(one)
         starts = [start, *(noise.nudged(start, seed) for seed in range(noise.NUDGES))]
         place = self.folder / "start"
-        run_distributed(resume.write_initial, 1, one, starts, place, apart=True, children=True)
+        run_distributed(initial.write_initial, 1, one, starts, place, apart=True, children=True)
 
     def fresh(self, number: int = 0) -> tuple[str, ...]:
         """Words that start from an initial checkpoint."""
@@ -224,11 +224,9 @@ def _compared(
 ) -> Finding:
     """Compare tensors of a run with those of one process, by the noise of the nudged ones."""
     expected, *moved = map(of, bases)
-    if odd := sorted(expected.keys() ^ of(found).keys()):
-        return failed(what, where, f"{odd[0]} is {'missing' if odd[0] in expected else 'new'}")
-    distance = farthest(what, expected, of(found), noise.spread(expected, moved, terms, least))
-    state = State.PASS if distance.share <= 1 else State.FAIL
-    return Finding(what, state, where, distance.share, 1.0, distance.key)
+    if odd := unmatched(expected, of(found)):
+        return failed(what, where, odd)
+    return verdict(farthest(what, expected, of(found), noise.spread(expected, moved, terms, least)), where)
 
 
 def resumed(scripts: Scripts, sizes: Sizes, killed: Ran) -> Iterator[Finding]:

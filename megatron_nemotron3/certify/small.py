@@ -8,6 +8,7 @@ from typing import Any
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.certify.layouts import Sizes
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models import pattern as patterns
 
 #: Tokens of a sequence.
 SEQUENCE = 64
@@ -33,7 +34,7 @@ def small_model(
         name="twin",
         title=f"twin of {model.title}",
         pattern="".join(stages),
-        source="|".join(stages),
+        source=patterns.PIPE.join(stages),
         mtp_pattern=mtp or None,
         hidden_size=_HIDDEN,
         seq_length=SEQUENCE,

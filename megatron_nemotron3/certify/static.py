@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_nemotron3.args import TrainingSchedule, pasted, versions
+from megatron_nemotron3.args import pasted, versions
 from megatron_nemotron3.args.command_line import is_known
-from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.parser_check import misused, unknown
 from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import Finding, State, failed, passed, untested
@@ -17,6 +14,7 @@ from megatron_nemotron3.certify.options import Fate
 from megatron_nemotron3.plan.hardware import GIB, GPUS, RESERVE
 from megatron_nemotron3.precision import deviations, yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
+from megatron_nemotron3.precision.formats import counted
 from megatron_nemotron3.precision.table import Structure
 
 #: Rules on `--seq-length`, which in reinforcement learning is no length of a training batch.
@@ -25,32 +23,10 @@ _ROLLOUTS = ("--perform-rl-step", "--rl-", "--grpo-")
 ACCEPTED, RULES, FORMATS, MEMORY = "accepted by Megatron", "rules", "number formats", "memory of a GPU"
 
 
-def launch_of(bench: Bench) -> Launch | None:
-    """Return the real launch; None if a size of its layout is no number."""
-    given = {flag.name: flag.values for flag in bench.flags}
-
-    def number(name: str) -> int | None:
-        word = (given.get(name) or ("",))[0]
-        return int(word) if word.isdecimal() else None
-
-    schedule = TrainingSchedule(
-        seq_length=number("--seq-length"),
-        micro_batch_size=number("--micro-batch-size") or 1,
-        global_batch_size=number("--global-batch-size"),
-    )
-    twin = bench.twin
-    layout = twin.large.layout
-    return pasted.launch_of(twin.model, bench.flags, bench.emulate, schedule, layout, whole=True)
-
-
 def version_of(checkout: Path | None) -> str:
     """Return the minor version of megatron-core in a checkout, or of the installed one."""
-    if checkout is not None:
-        text = (checkout / "megatron/core/package_info.py").read_text()
-        found = dict(re.findall(r"^(MAJOR|MINOR)\s*=\s*(\d+)", text, re.M))
-        if len(found) == 2:
-            return f"{found['MAJOR']}.{found['MINOR']}"
-    return versions.chosen()
+    found = versions.version_in(checkout / "megatron/core", 2) if checkout is not None else ""
+    return found or versions.chosen()
 
 
 def parser(bench: Bench) -> Iterator[Finding]:
@@ -74,7 +50,7 @@ def parser(bench: Bench) -> Iterator[Finding]:
 
 def rules(bench: Bench) -> Iterator[Finding]:
     """Yield the rules that the launch violates; a warning passes and says so."""
-    launch = launch_of(bench)
+    launch = bench.launch
     if launch is None:
         yield untested(RULES, "the layout's sizes are unresolved shell variables")
         return
@@ -94,7 +70,7 @@ def rules(bench: Bench) -> Iterator[Finding]:
 
 def formats(bench: Bench) -> Iterator[Finding]:
     """Yield the format of each kind of linear of the real model, as options and precision file decide it."""
-    launch, model = launch_of(bench), bench.twin.model
+    launch, model = bench.launch, bench.twin.model
     if launch is None:
         yield untested(FORMATS, "the layout's sizes are unresolved shell variables")
         return
@@ -115,8 +91,7 @@ def formats(bench: Bench) -> Iterator[Finding]:
         except CensusError as problem:
             yield failed(FORMATS, detail=str(problem))
             return
-    counted: Counter[str] = deviations.formats(structure, file, ambient)
-    said = ", ".join(f"{number} {fmt}" for fmt, number in sorted(counted.items()))
+    said = counted(deviations.formats(structure, file, ambient))
     wrong = deviations.deviations(structure, file, ambient)
     for one in wrong:
         # What a matcher asks for is meant; what no matcher names took the format of its layer in silence.
@@ -130,7 +105,7 @@ def memory(bench: Bench) -> Iterator[Finding]:
     """Yield the bytes that the fullest GPU of the real launch holds, beside its capacity."""
     from megatron_nemotron3.plan.search import worst_memory
 
-    launch = launch_of(bench)
+    launch = bench.launch
     if launch is None:
         yield untested(MEMORY, "the layout's sizes are unresolved shell variables")
         return

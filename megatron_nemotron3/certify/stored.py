@@ -7,7 +7,7 @@ from contextlib import closing, redirect_stdout
 from pathlib import Path
 
 from megatron_nemotron3.certify.finding import Finding, State, failed
-from megatron_nemotron3.certify.tensors import Tensors
+from megatron_nemotron3.certify.tensors import Tensors, unmatched
 from megatron_nemotron3.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.convert.conversion import (
     FromHfOptions,
@@ -76,8 +76,8 @@ def equal(
     what: str, expected: Tensors, found: Tensors, where: str = "", detail: str = "to the bit"
 ) -> Finding:
     """Return a finding of tensors that must be equal to the bit."""
-    if odd := sorted(expected.keys() ^ found.keys()):
-        return failed(what, where, f"{odd[0]} is {'missing' if odd[0] in expected else 'new'}")
+    if odd := unmatched(expected, found):
+        return failed(what, where, odd)
     for key, value in expected.items():
         other = found[key]
         if value.shape != other.shape:

@@ -22,6 +22,12 @@ class RanksDiffer(RuntimeError):
     """Ranks that must hold one model, or report one number, do not."""
 
 
+def unmatched(expected: Tensors, found: Tensors) -> str:
+    """Say which is the first key that only one of two sets has; "" if none is."""
+    odd = sorted(expected.keys() ^ found.keys())
+    return f"{odd[0]} is {'missing' if odd[0] in expected else 'new'}" if odd else ""
+
+
 def gather(ranks: Sequence[Pieces]) -> Tensors:
     """Put the ranks' pieces together. A rank holds nothing of an element where its piece is NaN.
 

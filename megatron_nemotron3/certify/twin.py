@@ -15,7 +15,7 @@ from megatron_nemotron3.args.flag import Flag, to_argv
 from megatron_nemotron3.args.flags import backend_words
 from megatron_nemotron3.args.stored_model import taken
 from megatron_nemotron3.certify import options as table
-from megatron_nemotron3.certify import own_stack, small
+from megatron_nemotron3.certify import small
 from megatron_nemotron3.certify import stages as cuts
 from megatron_nemotron3.certify.batch_shape import Batch, batch_of
 from megatron_nemotron3.certify.large import Large, large_of
@@ -79,18 +79,12 @@ class Twin:
     fates: Mapping[str, Fate]
     remarks: tuple[Remark, ...]
 
-    @property
-    def stack(self) -> str | None:
-        """Text of the module `own_stack.WORDS` that a script needs on its path; None for most models."""
-        return own_stack.source(self.config) if self.config.moe_layers else None
-
     def words(self, sizes: Sizes | None) -> list[str]:
         """Return Megatron's command line in a layout or in one process (None), without batch and schedule."""
         layout = sizes.layout if sizes else ParallelLayout()
         pattern = stages_of(self.config, layout)
-        own = self.config.moe_layers is not None
         head = [
-            Flag("--spec", own_stack.WORDS if own else (MODULE, spec_name(None, "torch"))),
+            Flag("--spec", (MODULE, spec_name(self.config, "torch"))),
             Flag("--hybrid-layer-pattern", (pattern,)),
         ]
         rows = MODEL + (MOE if self.config.is_moe else ()) + (MTP if self.config.has_mtp else ())
@@ -135,12 +129,6 @@ class Twin:
         if "--overlap-grad-reduce" in names and not names & {"--ddp-num-buckets", "--use-megatron-fsdp"}:
             kept.append(Flag("--ddp-bucket-size", (str(_BUCKET),)))
         return [*to_argv(kept), *(word for name in kept for word in table.FSDP.get(name.name, ()))]
-
-    def describe(self) -> list[str]:
-        """Return lines for a reader: what was kept, made small, replaced, left out, and is not tested."""
-        from megatron_nemotron3.certify.twin_text import lines
-
-        return lines(self)
 
 
 def stages_of(config: Nemotron3Config, layout: ParallelLayout) -> str:

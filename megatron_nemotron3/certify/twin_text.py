@@ -5,15 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.certify import options as table
 from megatron_nemotron3.certify.options import Fate
+from megatron_nemotron3.certify.twin import Twin
 from megatron_nemotron3.models import Nemotron3Config
-
-if TYPE_CHECKING:
-    from megatron_nemotron3.certify.twin import Twin
 
 _WIDTH = 110
 _SIZES = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify import fsdp, own_stack
+from megatron_nemotron3.certify import fsdp
 from megatron_nemotron3.certify.batch import Batch, batches
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.ranks import initialize, run_distributed
@@ -104,8 +104,6 @@ def build(case: Case, weights: Tensors | None = None) -> tuple[list[Any], Any]:
 
     if case.fault is not None:
         case.fault()
-    if own_stack.WORDS[0] in case.words:
-        own_stack.define(case.config)
     args = megatron_args(case.argv(), case.layout.world_size)
     initialize_layout(case.layout, args.num_distributed_optimizer_instances)
     if args.vocab_size is None:

@@ -221,7 +221,7 @@ FAULTS: dict[str, Fault] = {
         checkpoints.biases_reset, "TP2", ("weights after resuming",), stage="resuming"
     ),
     "part of a matrix not saved": Fault(
-        checkpoints.part_not_saved, "TP2", ("weights in the checkpoint",), stage="resuming"
+        checkpoints.part_not_saved, "TP2", ("weights in the checkpoint",), stage="saving"
     ),
     "experts exchanged in the export": Fault(
         checkpoints.experts_exchanged_in_export, "TP2", ("Hugging Face export",), stage="export"

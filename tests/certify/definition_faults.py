@@ -49,6 +49,11 @@ def mtp_weighs_twice() -> None:
     _larger(MTPLossAutoScaler, 2.0)
 
 
+def megatrons_z_loss() -> None:
+    """The z-loss of a repeated MTP block counts once per depth, as Megatron 0.19 and main have it."""
+    in_place_of("megatron_nemotron3.layers.mtp", "_count_z_loss_once", lambda router: None)
+
+
 def balance_weighs_twice() -> None:
     """The gradient of the load-balancing loss counts every call of MTP's block."""
     _larger(MoEAuxLossAutoScaler, 2.0)

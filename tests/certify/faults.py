@@ -26,7 +26,7 @@ from unittest import mock
 from megatron_nemotron3.args import command_line
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.certify import proof, static, twin
-from megatron_nemotron3.certify.bench import Bench
+from megatron_nemotron3.certify.bench import Bench, last_line
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.finding import Finding, State
 from megatron_nemotron3.certify.layouts import Sizes
@@ -59,49 +59,62 @@ def _definition(bench: Bench) -> Iterator[Finding]:
     yield from definition(bench)
 
 
+def _saving(bench: Bench) -> Iterator[Finding]:
+    """Save after each step of two, all ranks killed in the second save, and read what was saved first."""
+    from megatron_nemotron3.certify import script_stage
+
+    scripts, killed = _killed(bench)
+    yield from script_stage.written(scripts, killed, str(bench.twin.sizes[0]))
+
+
 def _resuming(bench: Bench) -> Iterator[Finding]:
     """Resume in the same layout what a healthy run saved."""
     from megatron_nemotron3.certify import script_stage
 
-    whole, killed = _killed(bench.flags, bench.twin.sizes[0].layout.world_size)
-    shutil.copytree(script_stage.folder(whole), script_stage.folder(bench))
-    yield from script_stage.resumed(script_stage.Scripts(bench), bench.twin.sizes[0], killed)
+    healthy, killed = _healthy_save(bench.flags, bench.twin.sizes[0].layout.world_size)
+    scripts = script_stage.Scripts(bench)
+    scripts.write_data()
+    shutil.copytree(healthy.saved, scripts.saved)
+    yield from script_stage.resumed(scripts, bench.twin.sizes[0], killed)
 
 
 def _export(bench: Bench) -> Iterator[Finding]:
     """Export what a healthy run saved, and read it back, in this process."""
-    from megatron_nemotron3.certify import script_stage, stored
+    from megatron_nemotron3.certify import script_stage
 
-    whole, _ = _killed(bench.flags, bench.twin.sizes[0].layout.world_size)
+    healthy, killed = _healthy_save(bench.flags, bench.twin.sizes[0].layout.world_size)
+    scripts = script_stage.Scripts(bench)
+    shutil.copytree(healthy.saved, scripts.saved)
     if bench.fault is not None:
         bench.fault()
     try:
-        first = script_stage.Scripts(whole).first
-        rows = stored.read(first / "iter_0000001")["embedding.word_embeddings.weight"].shape[0]
-        yield from stored.round_trip(first, rows, bench.folder / "export")
+        yield from script_stage.written(scripts, killed, str(bench.twin.sizes[0]))
     finally:
         mock.patch.stopall()
 
 
-@cache
-def _killed(flags: tuple[Flag, ...], ranks: int) -> tuple[Bench, Any]:
-    """A healthy run that was killed in its second save, in a folder that stays until the process ends."""
+def _killed(bench: Bench) -> tuple[Any, Any]:
+    """The scripts of a launch, and their run of two steps that was killed in its second save."""
     from megatron_nemotron3.certify import script_stage
 
-    made, folder = _twin(flags, ranks), tempfile.TemporaryDirectory()
-    atexit.register(folder.cleanup)
-    bench = Bench(twin=made, flags=flags, folder=Path(folder.name))
     scripts = script_stage.Scripts(bench)
-    scripts.write_text()
-    killed = scripts.run("layout", made.sizes[0], *scripts.saving, killed_in=scripts.saved)
-    scripts.keep_first()
-    return bench, killed
+    scripts.write_data()
+    return scripts, scripts.run("layout", bench.twin.sizes[0], *scripts.saving, killed_in=scripts.saved)
+
+
+@cache
+def _healthy_save(flags: tuple[Flag, ...], ranks: int) -> tuple[Any, Any]:
+    """`_killed` without a fault, in a folder that stays until the process ends."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return _killed(Bench(twin=_twin(flags, ranks), flags=flags, folder=Path(folder.name)))
 
 
 #: Stages of the proof, or parts of them, by the names that the catalogue has.
 STAGES: dict[str, Callable[[Any], Iterator[Finding]]] = {
     "layouts": proof.layouts,
     "definition": _definition,
+    "saving": _saving,
     "resuming": _resuming,
     "export": _export,
     "formats": static.formats,
@@ -165,24 +178,32 @@ def _row(fault: Fault, found: dict[str, Finding]) -> dict[str, str]:
     finding = next(found[name] for name in fault.found_by if name in found)
     known = finding.difference is not None and finding.tolerance
     share = f"{finding.difference / finding.tolerance:.2g}" if known else ""
-    return {"found by": finding.name, "where": finding.where, "share": share}
+    # A precision file lies in a temporary folder.
+    where = Path(finding.where).name if finding.where.startswith("/") else finding.where
+    return {"found by": finding.name, "where": where, "share": share}
 
 
 def main(names: list[str]) -> None:
-    """Run faults, print what finds them, and write it to the file of figures."""
+    """Run faults, print what finds them, and write it to the file of figures.
+
+    Raises:
+        SystemExit: there is no such fault, or one of them was not found as the catalogue says.
+    """
     if unknown := [name for name in names if name not in FAULTS]:
         raise SystemExit(f"no such fault: {unknown[0]}; there are: {', '.join(FAULTS)}")
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Megatron prints a great deal on every rank
     say = functools.partial(print, file=out, flush=True)
     rows = {name: row for name, row in measured().items() if name in FAULTS}
+    missed = []
     for name in names or FAULTS:
         fault, begin = FAULTS[name], time.monotonic()
         try:
             alarms = failures(healthy(fault.launch, fault.stage))
             found = failures(run(fault.launch, fault.stage, fault))
         except Exception as problem:  # a defect of the proof
-            say(f"ERROR {name}: {str(problem).strip().splitlines()[-1]}")
+            say(f"ERROR {name}: {last_line(problem)}")
+            missed.append(name)
             continue
         right = not alarms and set(fault.found_by) <= found.keys() and "training" not in found
         say(f"{'ok' if right else 'MISS'} {name} [{fault.launch}] {time.monotonic() - begin:.1f} s")
@@ -194,6 +215,10 @@ def main(names: list[str]) -> None:
             rows[name] = _row(fault, found)
             ordered = {name: rows[name] for name in FAULTS if name in rows}
             GOLDEN.write_text(json.dumps(ordered, indent=1) + "\n")
+        else:
+            missed.append(name)
+    if missed:
+        raise SystemExit(f"not as the catalogue says: {', '.join(missed)}")
 
 
 if __name__ == "__main__":

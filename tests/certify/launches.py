@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_nemotron3.args import command_line
 from megatron_nemotron3.args.flag import Flag
+from megatron_nemotron3.certify import twin_text
 from megatron_nemotron3.certify.twin import Twin, make
 
 FOLDER = Path(__file__).parent.parent / "golden" / "launches"
@@ -26,16 +27,16 @@ def flags_of(name: str) -> list[Flag]:
 
 def twin_of(name: str) -> Twin:
     """Its twin on up to eight ranks."""
-    text = FILES[name].read_text()
-    return make(command_line.read(text), 8, world_size=command_line.world_size(text), version=VERSION)
+    found = command_line.read_launch(FILES[name].read_text())
+    return make(found.flags, 8, world_size=found.world_size, version=VERSION)
 
 
 def text_of(name: str) -> str:
     """What certify prints of a launch before any work."""
     notes: list[str] = []
     try:
-        notes = command_line.read_with_notes(FILES[name].read_text())[1]
-        lines = twin_of(name).describe()
+        notes = command_line.read_launch(FILES[name].read_text()).notes
+        lines = twin_text.lines(twin_of(name))
     except ValueError as problem:
         lines = [f"refused: {problem}"]
     return "\n".join((*(f"note: {note}" for note in notes), *lines, ""))

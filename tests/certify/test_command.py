@@ -17,6 +17,7 @@ from megatron_nemotron3.certify import certificate, command, ranks
 from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import Finding, State, failed, passed, untested
 from megatron_nemotron3.certify.proof import STAGES, Stage
+from megatron_nemotron3.checkpoint import lock
 
 NO_TRAINING = (
     "Megatron's parser",
@@ -200,7 +201,10 @@ def test_more_ranks_than_memory(
 ) -> None:
     monkeypatch.setattr(command, "available", lambda: 1.5)
     assert cli.main(["certify", "launch.sh"]) == 2
-    assert "8 ranks take about" in (said := capsys.readouterr().err) and "1.5 GiB are free" in said
+    assert (
+        "8 ranks take about 4.8 GiB (0.5 each)" in (said := capsys.readouterr().err)
+        and "1.5 GiB are free" in said
+    )
     assert written(script.parent) == []
 
 
@@ -227,6 +231,33 @@ def test_an_interrupt_leaves_nothing(
     monkeypatch.setattr(command, "STAGES", (Stage("interrupted", interrupted),))
     assert cli.main(["certify", "launch.sh"]) == 130
     assert written(script.parent) == [] and not folders[0].exists()
+
+
+def test_two_at_once_in_one_folder(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second is refused before any work, so that page and JSON are of one run; elsewhere it may run."""
+    other = script.with_name("other.sh")
+    other.write_text(script.read_text().replace("--hidden-size 4096", "--hidden-size 8192"))
+    status: list[int] = []
+
+    def second(bench: Bench) -> Iterator[Finding]:
+        monkeypatch.setattr(command, "STAGES", ())
+        for words in (["other.sh"], ["other.sh", "--json"], ["other.sh", "--output", "else/where"]):
+            status.append(cli.main(["certify", *words]))
+        yield passed("one")
+
+    monkeypatch.setattr(command, "STAGES", (Stage("second", second),))
+    assert cli.main(["certify", "launch.sh"]) == 0
+    assert status == [2, 2, 0]
+    said = capsys.readouterr().err.strip().splitlines()
+    refused = [line for line in said if " is in use by " in line]
+    assert len(refused) == 2 and all(line.endswith("choose another --output)") for line in refused)
+    for folder, title in ((script.parent, "launch.sh"), (script.parent / "else/where", "other.sh")):
+        assert sorted(p.name for p in folder.iterdir() if "certificate" in p.name) == written(folder)
+        assert certificate.read(folder / "certificate.json")["title"] == title
+        assert (folder / "certificate.md").read_text().startswith(f"# Certificate: {title}\n")
+        assert not (folder / lock.NAME).exists()
 
 
 def test_what_was_not_tried_everywhere_is_said(

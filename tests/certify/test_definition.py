@@ -13,7 +13,8 @@ from megatron_nemotron3.certify import twin
 from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.definition import definition
 from megatron_nemotron3.certify.finding import Finding, State
-from tests.certify import definition_faults as faults
+from tests.certify.catalogue import FAULTS
+from tests.certify.definition_faults import megatrons_z_loss
 
 PER_TOKEN = "--calculate-per-token-loss"
 #: Launches by model. The largest gradients are clipped; the balance weighs enough to be noticed.
@@ -55,11 +56,7 @@ def found(name: str, folder: Path, fault: Callable[[], None] | None = None) -> d
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name == "super packed" else pytest.param(name, marks=pytest.mark.full)
-        for name in LAUNCHES
-        if name != "super with z-loss"
-    ],
+    [name if name == "super packed" else pytest.param(name, marks=pytest.mark.full) for name in LAUNCHES],
 )
 def test_one_process_is_what_is_defined(name: str, tmp_path: Path) -> None:
     findings = found(name, tmp_path)
@@ -70,39 +67,35 @@ def test_one_process_is_what_is_defined(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_megatron_counts_the_z_loss_once_per_depth(tmp_path: Path) -> None:
-    """It means to divide that of a repeated MTP block by the depths, but divides only what it logs (0.19)."""
-    findings = found("super with z-loss", tmp_path)
+    """It means to divide that of a repeated MTP block by the depths, but divides only what it logs."""
+    findings = found("super with z-loss", tmp_path, megatrons_z_loss)
     wrong = {finding.name: finding.detail for finding in findings.values() if finding.state is State.FAIL}
     assert wrong == {"gradients": "mtp.layers.0.mtp_model_layer.layers.1.mlp.router.weight"}
 
 
-#: Fault -> the launch in which it is seeded, the property that names it, whether every run tries it.
-FAULTS: dict[Callable[[], None], tuple[str, str, bool]] = {
-    faults.shared_expert_twice: ("nano", "logits", False),
-    faults.bias_weighs: ("super", "logits", False),
-    faults.bias_does_not_choose: ("nano", "router choices", False),
-    faults.bias_moves_the_wrong_way: ("nano", "expert biases", False),
-    faults.mtp_weighs_twice: ("super", "gradients", False),
-    faults.balance_weighs_twice: ("super", "gradients", False),
-    faults.mtp_is_no_mtp: ("super", "gradients", False),
-    faults.tokens_of_two_microbatches: ("super", "gradients", False),
-    faults.everything_decays: ("dense", "optimizer", True),
-    faults.norm_counts_twice: ("super", "gradient norms", False),
-    faults.mamba_ignores_borders: ("super packed", "logits", False),
-    faults.mtp_ignores_borders: ("super packed", "losses of MTP", False),
+#: Launch -> faults of the catalogue that are seeded in it, too: other models than those of the catalogue.
+SEEDED = {
+    "nano": ("shared expert twice", "expert bias ignored", "expert bias in the wrong direction"),
+    "super": (
+        *("expert bias weighs", "MTP weighs twice", "balance weighs twice", "MTP's balance per depth"),
+        *("tokens of some micro-batches", "norm counts twice"),
+    ),
+    "super packed": ("documents without index", "MTP labels of the next document"),
+    "dense": ("norm gains decay",),
 }
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("launch", "fault"),
     [
-        pytest.param(fault, id=fault.__name__, marks=() if short else pytest.mark.full)
-        for fault, (*_, short) in FAULTS.items()
+        pytest.param(launch, fault, marks=() if launch == "dense" else pytest.mark.full)
+        for launch, faults in SEEDED.items()
+        for fault in faults
     ],
 )
-def test_a_fault_of_every_layout_is_named(fault: Callable[[], None], tmp_path: Path) -> None:
-    name, what, _ = FAULTS[fault]
-    findings = found(name, tmp_path, fault)
+def test_a_fault_of_every_layout_is_named(launch: str, fault: str, tmp_path: Path) -> None:
+    (what,) = FAULTS[fault].found_by
+    findings = found(launch, tmp_path, FAULTS[fault].patch)
     assert findings[what].state is State.FAIL
     difference = findings[what].difference
     assert difference is not None and difference > 10

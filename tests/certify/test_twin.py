@@ -15,12 +15,13 @@ from megatron_nemotron3.args import Launch, ParallelLayout, command_line, parser
 from megatron_nemotron3.args import flags as flags_of
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.build import megatron_args
-from megatron_nemotron3.certify import options, stages
+from megatron_nemotron3.certify import options, stages, twin_text
 from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.layouts import Sizes, cover
 from megatron_nemotron3.certify.options import Fate
 from megatron_nemotron3.certify.twin import Twin, make, stages_of
 from megatron_nemotron3.models import pattern as patterns
+from megatron_nemotron3.models.stack_specs import experts_text, stored_experts
 from tests.properties.strategies import layouts
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -109,7 +110,7 @@ def test_every_option_of_a_recipe_has_a_fate(file: Path) -> None:
         assert (fate in (Fate.REPLACED, Fate.UNTESTED)) == (flag.name in said), flag
         if fate is Fate.KEPT:
             assert flag.name in mechanism or flag.name in twin.meaning, flag
-    assert twin.describe()
+    assert twin_text.lines(twin)
 
 
 @pytest.mark.parametrize("file", RECIPES[:: len(RECIPES) // 4], ids=lambda file: file.stem)
@@ -235,7 +236,8 @@ def test_experts_that_differ_by_layer() -> None:
     twin = make(launch, 8)
     rows = twin.config.moe_layers
     assert rows and len(rows) == twin.config.pattern.count("E") and len(set(rows)) > 1
-    assert twin.stack and option(twin.words(None), "--spec") == "nemotron3_twin_stack"
+    words = twin.words(None)
+    assert stored_experts({"spec": words[words.index("--spec") + 1 :][:2]}) == experts_text(twin.config)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +322,8 @@ def test_ranks_that_do_not_fit() -> None:
     ],
 )
 def test_ranks_of_a_launch(text: str, ranks: int | None) -> None:
-    assert command_line.world_size(text.format("pretrain_hybrid.py --hidden-size 4")) == ranks
+    launch = command_line.read_launch(text.format("pretrain_hybrid.py --hidden-size 4"))
+    assert launch.world_size == ranks
 
 
 @settings(max_examples=60, deadline=None)
