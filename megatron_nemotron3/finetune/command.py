@@ -104,7 +104,7 @@ def finetune_command(options: argparse.Namespace) -> int:
     from megatron_nemotron3.finetune.measure import measure
 
     base, run, tuned, chat = out / "base", out / "run", out / "hf", out / "tokenizer"
-    if not base.exists() and (status := _step(options.main, "convert", "from-hf", source, base)):
+    if not base.exists() and (status := step(options.main, "convert", "from-hf", source, base)):
         return status
     before = measure(base, checked.config, held_out, chat, device, out / "before.json")
     print(f"held-out loss before: {before.per_token:.4f} nats per token", flush=True)
@@ -113,8 +113,8 @@ def finetune_command(options: argparse.Namespace) -> int:
     words += ["--steps", checked.request.steps, "--seq-length", checked.request.seq_length]
     words += ["--lr", checked.request.lr, *(() if lora is not None else ("--pretrained", base))]
     adapters = "" if lora is None else f"base={base},{lora.text()}"
-    with _environment(VARIABLE, adapters):
-        if status := _step(
+    with environment(VARIABLE, adapters):
+        if status := step(
             options.main, "train", *words, prefix=f"{VARIABLE}={shlex.quote(adapters)} " * bool(adapters)
         ):
             return status
@@ -123,7 +123,7 @@ def finetune_command(options: argparse.Namespace) -> int:
         adapter = [] if lora is None else ["--adapter-only" if options.adapter_only else "--merge-adapter"]
         files = [] if options.adapter_only else ["--reference", chat]
         size = ["--vocab-size", checked.config.vocab_size]
-        if status := _step(options.main, "convert", "to-hf", run, tuned, *size, *files, *adapter):
+        if status := step(options.main, "convert", "to-hf", run, tuned, *size, *files, *adapter):
             return status
     print(
         f"\nheld-out loss    {before.per_token:.4f} -> {after.per_token:.4f} nats per token of the assistant"
@@ -137,7 +137,7 @@ def finetune_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _step(main: Callable[[list[str]], int], *words: object, prefix: str = "") -> int:
+def step(main: Callable[[list[str]], int], *words: object, prefix: str = "") -> int:
     """Run a command of the package by its entry point, after printing it as a shell takes it."""
     line = [str(word) for word in words]
     print(f"\n$ {prefix}nemotron3 {shlex.join(line)}", flush=True)
@@ -145,7 +145,7 @@ def _step(main: Callable[[list[str]], int], *words: object, prefix: str = "") ->
 
 
 @contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
+def environment(name: str, value: str) -> Iterator[None]:
     """Set a variable inside the block; "" takes it away."""
     before = os.environ.pop(name, None)
     if value:

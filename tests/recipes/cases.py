@@ -76,6 +76,8 @@ CASES = [
     Case("super", "sft", "2", 8, {"PHASE": "2", "STEPS": "500"}, "sft-2"),
     *_of("ultra", 768, 64, 24),
     Case("ultra", "sft", "2", 24, {"PHASE": "2"}, "sft-2"),
+    Case("super", "boost", nodes=8, variables={"LR": "1e-5"}),
+    Case("ultra", "boost", nodes=24, variables={"LR": "1e-5"}),
     Case("super", "proxy", "gb200", 8, {"GPU": "gb200"}, "published"),
 ]
 

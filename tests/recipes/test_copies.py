@@ -121,7 +121,7 @@ def test_all_are_copied_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("words", "message"),
     [
         (["supr"], "no recipe of 'supr': give one of cpu, nano, omni, super, ultra; did you mean 'super'?"),
-        (["super", "pretrian"], "super has no recipe 'pretrian': give one of debug_cpu, "),
+        (["super", "pretrian"], "super has no recipe 'pretrian': give one of boost, debug_cpu, "),
         (["super", "pretrian"], "; did you mean 'pretrain'?"),
         (["super", "--output", "FILE"], "FILE is not a folder"),
     ],
