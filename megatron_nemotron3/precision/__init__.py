@@ -8,6 +8,7 @@ yaml_file                the file of `--te-precision-config-file`, written and s
 census                   every linear of a built model with the format it gets
 recipe                   how the operands of a linear's three matmuls are quantized
 settings                 what is emulated and logged: environment variables and context managers
+serving                  recipes of inference checkpoints: which weights are packed
 command                  `nemotron3 precision`
 
 Quantization, torch alone:
@@ -19,6 +20,7 @@ quantizer                operands as values and as bytes; in Triton: triton_quan
 Emulated training:
 
 products, linear, experts    matmuls of quantized operands; autograd functions of linears and of experts
+packed                       matmuls with the packed weights of an inference checkpoint
 install                      sets up the linears of a stack while it is built
 
 Precision logging (docs/nvfp4.md):

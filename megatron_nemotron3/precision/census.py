@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR, without_layout
-from megatron_nemotron3.precision.formats import BF16, FORMATS, name_of
+from megatron_nemotron3.precision.formats import BF16, FORMATS, counted, name_of
 from megatron_nemotron3.precision.table import Linear, ModuleKind, Structure, kind_of
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile, parse, require_fit
 
@@ -192,10 +192,9 @@ def require_some(structure: Structure, file: PrecisionFile, ambient: Ambient) ->
         file.format(linear.name, ambient_of_linear(linear, ambient)) for linear in structure.linears()
     )
     if not asked[wanted]:
-        found = ", ".join(f"{number} {fmt}" for fmt, number in sorted(asked.items()))
         raise CensusError(
             f"{wanted} was asked for, but none of the model's {sum(asked.values())} linears is {wanted} "
-            f"({found}): "
+            f"({counted(asked)}): "
             f"{ambient.at_start} layers at the start and {ambient.at_end} at the end of {ambient.num_layers} "
             f"stay BF16 and {len(file.matchers)} matchers of the precision file take the rest"
         )

@@ -20,7 +20,7 @@ from megatron_nemotron3.precision.census import (
     recipe_of,
     structure_of,
 )
-from megatron_nemotron3.precision.formats import BF16, NVFP4
+from megatron_nemotron3.precision.formats import BF16, NVFP4, counted
 from megatron_nemotron3.precision.settings import SWITCHES, VARIABLE, Emulation
 from megatron_nemotron3.precision.table import Structure, tail_of_depth
 from megatron_nemotron3.precision.yaml_file import PrecisionFile
@@ -108,8 +108,7 @@ def of_emulation(chosen: Emulation) -> list[Deviation]:
 def formats_in_force(structure: Structure, file: PrecisionFile, ambient: Ambient) -> Iterator[str]:
     """Lines that count the linears of a whole model by format, and list what is not the published recipe."""
     found = deviations(structure, file, ambient)
-    counted = formats(structure, file, ambient)
-    linears = ", ".join(f"{number} {fmt}" for fmt, number in sorted(counted.items()))
+    linears = counted(formats(structure, file, ambient))
     as_published = ", as published" if ambient.format == NVFP4 and not found else ""
     yield f"linears of the whole model: {linears}{as_published}"
     yield from map(line, found)

@@ -17,7 +17,7 @@ support checks of Transformer Engine (TE) 2.20 (pytorch/quantization.py) and its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_nemotron3.precision.numerics import MXFP8_BLOCK, NVFP4_BLOCK
@@ -117,6 +117,11 @@ def name_of(recipe: object) -> str:
 def runnable(capability: Capability) -> tuple[str, ...]:
     """Precisions that a GPU of this compute capability can train in, best first, BF16 last."""
     return (*(fmt.name for fmt in FORMATS.values() if fmt.runs_on(capability)), BF16)
+
+
+def counted(numbers: Mapping[str, int]) -> str:
+    """`2 bf16, 40 nvfp4`: how many linears have each format."""
+    return ", ".join(f"{number} {fmt}" for fmt, number in sorted(numbers.items()))
 
 
 def either(words: Sequence[str]) -> str:

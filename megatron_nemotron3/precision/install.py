@@ -5,7 +5,8 @@ every module that has `finish_init`. So each linear of the torch backend gets a 
 its format by the rules of `census`: the format of its layer (quantized outside the BF16 layers) unless the
 file says otherwise.
 
-With emulation (NEMOTRON3_EMULATE) the linear computes in this format. With precision logging
+With emulation (NEMOTRON3_EMULATE) the linear computes in this format, or with the packed weights of a recipe
+for inference, which needs neither file nor BF16 layers. With precision logging
 (NEMOTRON3_LOG_PRECISION) it is measured in this format. A plain run is measured in the formats of its
 precision file, or without a file in those of the published recipe.
 """
@@ -27,19 +28,22 @@ from megatron.core.tensor_parallel.random import (
 
 from megatron_nemotron3.monitor.hooks import agree_on_interval, until_first_forward
 from megatron_nemotron3.monitor.series import decoder_layers, decoder_row, mtp_row
-from megatron_nemotron3.precision import settings
+from megatron_nemotron3.precision import settings, yaml_file
 from megatron_nemotron3.precision.census import (
     Ambient,
+    CensusError,
     recipe_of,
     require_format,
     structure_of,
 )
 from megatron_nemotron3.precision.deviations import recipe_in_force
-from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8
+from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4, counted
 from megatron_nemotron3.precision.guard import require_followed, require_well_formed_file
 from megatron_nemotron3.precision.linear import Emulated
 from megatron_nemotron3.precision.observe import Observed, Observer
+from megatron_nemotron3.precision.packed import Packed
 from megatron_nemotron3.precision.recipe import BLOCK, recipe
+from megatron_nemotron3.precision.serving import PACKED_KINDS, spared
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.table import kind_of, tail_of_depth
 from megatron_nemotron3.precision.yaml_file import read_config
@@ -58,6 +62,8 @@ def ambient_of(config: Any, chosen: Emulation) -> Ambient:
             f"{settings.VARIABLE} and fp8={config.fp8!r}, fp4={config.fp4!r}: leave --fp8-format and "
             "--fp4-format out, emulation replaces them"
         )
+    if chosen.packed:  # its kinds of linears; never in MTP
+        return Ambient(BF16, config.num_layers)
     whole_mtp = FORMATS[chosen.format].kind == "fp8"
     if chosen.every_layer:
         return Ambient(chosen.format, config.num_layers, whole_mtp=whole_mtp)
@@ -114,12 +120,15 @@ def emulate_stack(stack: Any) -> None:
         PrecisionFileError: the precision file of a Megatron script is malformed.
     """
     global _latest_observer
-    observer, log = None, settings.current_logging()
+    observer, log, chosen = None, settings.current_logging(), settings.current()
     require_well_formed_file(stack.config)
-    require_followed(stack, emulate=settings.current() is not None, measured=log is not None)
+    require_followed(stack, emulate=chosen is not None, measured=log is not None)
     if torch.distributed.is_initialized():
         interval = 0 if log is None else log.interval
         agree_on_interval(f"the interval of {settings.LOG_VARIABLE}", interval)
+    if chosen is not None and chosen.packed and (log is not None or stack.config.quant_recipe is not None):
+        other = settings.LOG_VARIABLE if log is not None else yaml_file.FLAG
+        raise ValueError(f"{settings.VARIABLE}={chosen.packed} says which weights are packed: drop {other}")
     if log is not None:
         if not any(hasattr(module, "products") for module in stack.modules()) and len(stack.layers):
             raise ValueError(
@@ -178,7 +187,11 @@ def _prepare_linears(
     for name, module in tree.named_modules():
         if hasattr(module, "products"):
             fmt = ambient
-            if plan.by_table:
+            if plan.chosen.packed:
+                kind = kind_of(f"{prefix}layers.0.{name}")
+                packs = kind is not None and kind.name in PACKED_KINDS[plan.chosen.packed]
+                fmt = NVFP4 if packs else BF16
+            elif plan.by_table:
                 kind = kind_of(f"{prefix}layers.0.{name}")
                 fmt = kind.format(ambient) if kind is not None else ambient
             place = _Place(f"{where}, {name}" if name else where, row, name or "eh_proj", fmt)
@@ -219,6 +232,10 @@ def settle(module: Any, where: str, ambient: str, chosen: Emulation, quant_confi
     Raises:
         ValueError: the entry is wrong, its format is not emulated, or the weight does not fill whole blocks.
     """
+    if chosen.packed:
+        _require_whole_blocks(module, where, ambient)
+        module.products = Packed() if ambient == NVFP4 else None
+        return
     formats = _chosen_formats(ambient, chosen, quant_config)
     recipes = [recipe(fmt, chosen) for fmt in formats]
     module.products = None
@@ -268,6 +285,27 @@ def _random_stream(module: Any) -> str:
     return get_data_parallel_rng_tracker_name()
 
 
+def _settle_packed(model: Any, recipe: str) -> None:
+    """Leave the layers alone that a recipe spares, which the pattern of the whole model says; print the rest.
+
+    Raises:
+        CensusError: the model has no weight that the recipe packs.
+    """
+    structure = structure_of(model)
+    if not PACKED_KINDS[recipe] & {
+        linear.kind.name for linear in structure.linears() if linear.layer is not None
+    }:
+        raise CensusError(f"recipe {recipe!r} packs no weight of this model ({structure.pattern})")
+    for layer in decoder_layers(model.decoder):
+        if layer.layer_number - 1 in spared(recipe, structure.pattern):
+            for module in layer.modules():
+                if isinstance(getattr(module, "products", None), Packed):
+                    module.products = None
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        count = sum(isinstance(getattr(module, "products", None), Packed) for module in model.modules())
+        print(f"megatron_nemotron3: {count} linears of this rank have the weights of {recipe}", flush=True)
+
+
 def emulated(model: torch.nn.Module) -> Iterator[tuple[str, Emulated]]:
     """Yield (name, `Emulated`) of the linears that emulate a format."""
     for name, module in model.named_modules():
@@ -287,6 +325,9 @@ def _check_at_first_forward(stack: Any, ambient: Ambient | None, chosen: Emulati
 
     def look(module: torch.nn.Module) -> None:
         if getattr(module, "decoder", None) is wanted():
+            if chosen is not None and chosen.packed:
+                _settle_packed(module, chosen.packed)
+                return
             around = Ambient.of(module.config) if ambient is None else ambient
             if around.format in FORMATS and not (chosen and chosen.every_layer):
                 require_format(module, around.format, around)
@@ -301,8 +342,7 @@ def _announce(model: Any, ambient: Ambient, chosen: Emulation | None) -> None:
     said = []
     if chosen is not None:
         found = Counter(products.formats[0] for _, products in emulated(model))
-        linears = ", ".join(f"{number} {fmt}" for fmt, number in sorted(found.items()))
-        said.append(f"emulating {chosen.text()}: linears of this rank: {linears}")
+        said.append(f"emulating {chosen.text()}: linears of this rank: {counted(found)}")
     said += recipe_in_force(structure_of(model), recipe_of(model.config), ambient, chosen)
     for line in said:
         print(f"megatron_nemotron3: {line}", flush=True)

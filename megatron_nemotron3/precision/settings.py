@@ -7,6 +7,7 @@ Environment variables, each read once by a process:
     NEMOTRON3_EMULATE=nvfp4,every_layer=1    no precision file, no BF16 layers
     NEMOTRON3_EMULATE=nvfp4,4over6=1         weights with four-over-six scales
     NEMOTRON3_EMULATE=mxfp8                  MXFP8 in every linear outside the BF16 layers
+    NEMOTRON3_EMULATE=super-nvfp4            the weights as `convert to-hf --quantize super-nvfp4` packs them
     NEMOTRON3_EMULATE=0, or not set          off
 
     NEMOTRON3_LOG_PRECISION=100:runs/mine    every 100 iterations, into runs/mine/precision.csv
@@ -24,10 +25,12 @@ first two settings when they are built.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_nemotron3.monitor.settings import EnvironmentSetting
 from megatron_nemotron3.precision.formats import EMULATED, NVFP4
+from megatron_nemotron3.precision.serving import PACKED_KINDS, RECIPES
 
 VARIABLE = "NEMOTRON3_EMULATE"
 #: Option of `nemotron3 run` with a value of the variable. It may stand among the script's own options.
@@ -62,9 +65,11 @@ class Emulation:
         every_layer: the format in every linear of every layer, without precision file and BF16 layers.
         four_over_six: scale blocks of weights to 4 where that is closer than to 6 (NVFP4).
         format: "nvfp4" or "mxfp8".
+        packed: a recipe of `serving.PACKED_KINDS`, alone: products take the weights that the converter packs,
+            everything else is as in a plain run.
 
     Raises:
-        ValueError: another format, or no matmul is left to quantize.
+        ValueError: another format or recipe, or no matmul is left to quantize.
     """
 
     hadamard: bool = True
@@ -76,8 +81,14 @@ class Emulation:
     every_layer: bool = False
     four_over_six: bool = False
     format: str = NVFP4
+    packed: str = ""
 
     def __post_init__(self) -> None:
+        if self.packed and self.packed not in PACKED_KINDS:
+            what = "has no NVFP4, or an output head in it" if self.packed in RECIPES else "is unknown"
+            raise ValueError(f"recipe {self.packed!r} {what}: use one of {', '.join(PACKED_KINDS)}")
+        if self.packed and replace(self, packed="") != Emulation():
+            raise ValueError(f"recipe {self.packed!r} has no switches: products are those of a plain run")
         if self.format not in EMULATED:
             raise ValueError(f"{self.format!r} is not emulated: use {' or '.join(EMULATED)}")
         if not (self.fprop or self.dgrad or self.wgrad):
@@ -88,6 +99,8 @@ class Emulation:
 
     def text(self) -> str:
         """The value of NEMOTRON3_EMULATE with this meaning."""
+        if self.packed:
+            return self.packed
         default = Emulation(format=self.format)
         changed = [
             f"{name}={int(getattr(self, field))}"
@@ -107,13 +120,15 @@ def parse(text: str) -> Emulation | None:
     first, *rest = (part.strip() for part in text.split(","))
     if first in ("", "0") and not rest:
         return None
-    if first not in EMULATED:
+    if first not in (*EMULATED, *RECIPES):
         raise ValueError(
-            f"{VARIABLE}={text!r}: {first!r} is not emulated: start with {' or '.join(EMULATED)}, or 0 for "
-            "off"
+            f"{VARIABLE}={text!r}: {first!r} is not emulated: start with {', '.join(EMULATED)}, a recipe of "
+            f"packed weights ({', '.join(PACKED_KINDS)}), or 0 for off"
         )
+    if first in RECIPES and rest:
+        raise ValueError(f"{VARIABLE}={text!r}: {first} takes no switches")
     known = tuple(SWITCHES) if first == NVFP4 else _COMMON
-    chosen: dict[str, bool] = {}
+    chosen: dict[str, Any] = {}
     for part in rest:
         name, _, value = part.partition("=")
         if name not in known:
@@ -124,19 +139,19 @@ def parse(text: str) -> Emulation | None:
             raise ValueError(f"{VARIABLE}={text!r}: {name} is given twice")
         chosen[SWITCHES[name]] = value == "1"
     try:
-        return Emulation(**chosen, format=first)
+        return Emulation(packed=first) if first in RECIPES else Emulation(**chosen, format=first)
     except ValueError as problem:
         raise ValueError(f"{VARIABLE}={text!r}: {problem}") from None
 
 
-def split_option(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Take `OPTION` out of a command line; return the other words, and its last value or None."""
+def split_option(words: Sequence[str], option: str = OPTION) -> tuple[list[str], str | None]:
+    """Take an option out of a command line; return the other words, and its last value or None."""
     kept: list[str] = []
     value = None
     rest = iter(words)
     for word in rest:
         name, equals, given = word.partition("=")
-        if name != OPTION:
+        if name != option:
             kept.append(word)
         else:
             value = given if equals else next(rest, "")

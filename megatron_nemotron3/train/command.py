@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3 import lifetime
-from megatron_nemotron3.args import Launch, check, continued, manifest
+from megatron_nemotron3.args import Launch, check, continued, flags, manifest, to_argv
 from megatron_nemotron3.args.command import (
     add_launch,
     chosen_emulation,
@@ -18,8 +18,11 @@ from megatron_nemotron3.args.command import (
     print_warnings,
 )
 from megatron_nemotron3.args.flag import parse
+from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.checkpoint import folders
 from megatron_nemotron3.cpu import quiet_on_cpu
+from megatron_nemotron3.distill import settings as distillation
+from megatron_nemotron3.distill.data import of_teacher
 from megatron_nemotron3.lora import in_environment
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.monitor import settings as monitor
@@ -88,6 +91,17 @@ def register(commands: Any) -> None:
         default=continued.REPLAN,
         help="on another number of steps: plan the learning rate anew, or hold it (default replan)",
     )
+    taught = train.add_argument_group("distillation")
+    taught.add_argument(
+        "--teacher",
+        metavar="DIR",
+        help="learn from the model of this checkpoint, or from logits of `nemotron3 logits`",
+    )
+    taught.add_argument(
+        "--distill",
+        metavar="HOW",
+        help="as kind=kl,temperature=2,weight=0.9, and the teacher's own tp=, cp=, ep=, etp=",
+    )
     manifest.add_change(start)
     watching.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
     train.set_defaults(run=train_command)
@@ -108,6 +122,8 @@ def train_command(options: argparse.Namespace) -> int:
     if (lora := in_environment()) is not None and lora.base is not None:
         folders.locate_one(Path(lora.base))
     _require_own_options(options.extra)
+    taught = _distillation(options)
+    split = _teachers_data(options, taught)
     require_inputs(options)
     emulated, log_precision = chosen_emulation(options), _log_interval(options)
     if options.backend == "te":
@@ -138,6 +154,8 @@ def train_command(options: argparse.Namespace) -> int:
         te_precision_config_file=file,
         emulate=emulated,
     )
+    if boosting.in_environment() is not None:
+        boosting.asked(to_argv(flags(launch)))
     if device == "cpu" and "--optimizer-cpu-offload" in launch.options:
         raise ValueError(
             "--optimizer-cpu-offload: the optimizer is on a CPU already, where its copies of the parameters "
@@ -163,9 +181,34 @@ def train_command(options: argparse.Namespace) -> int:
         verbose=options.verbose,
         more_steps=options.more_steps,
         changes=tuple(options.change),
+        distill=taught,
+        split=split,
         command=options.command_line,
     )
     return train_interruptibly(request)
+
+
+def _distillation(options: argparse.Namespace) -> distillation.Distillation | None:
+    """What --teacher and --distill say, or else the environment."""
+    if options.teacher is None:
+        if options.distill is not None:
+            raise ValueError("--distill goes with --teacher: give both")
+        return distillation.in_environment()
+    return distillation.read(str(Path(options.teacher).absolute()), options.distill or "")
+
+
+def _teachers_data(options: argparse.Namespace, taught: distillation.Distillation | None) -> str:
+    """Take the teacher's data and tokenizer where no data are given; return the split of data sets."""
+    given = (options.text, options.max_bytes, options.data_path, options.conversations, options.tokenizer)
+    rows = None if taught is None or any(given) else of_teacher(taught.teacher)
+    if rows is None:
+        return "99,1,0"
+    options.tokenizer = rows.tokenizer
+    if rows.conversations:
+        options.conversations = list(rows.paths)
+    else:
+        options.data_path = list(rows.paths)
+    return rows.split
 
 
 def _require_own_options(words: Sequence[str]) -> None:

@@ -29,6 +29,7 @@ from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.monitor.settings import EnvironmentSetting
 from megatron_nemotron3.train.data.packing import PackedConversations, Row, conversation_multiple
 from megatron_nemotron3.train.inputs import MEANS, SFT_MEAN
+from megatron_nemotron3.train.losses import reported
 
 Sample = dict[str, Any]
 
@@ -222,17 +223,17 @@ def forward(model: torch.nn.Module, given: Inputs) -> torch.Tensor:
 
 
 def loss_function(
-    given: Inputs, output: torch.Tensor
+    model: torch.nn.Module, given: Inputs, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Weighted sum of the token losses, its divisor, and what Megatron logs."""
     mask = given.tensors["loss_mask"]
     loss = (output.reshape(-1).float() * mask.reshape(-1)).sum()
     divisor = torch.tensor(given.divisor, dtype=torch.int, device=loss.device)
-    return loss, divisor, {"lm loss": torch.stack([loss.detach(), divisor.to(loss.dtype)])}
+    return loss, divisor, reported(model, output, mask, divisor)
 
 
 def forward_step(data_iterator: Iterator[Sample], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """One row forward; Megatron's schedule calls the returned loss function on the last stage."""
     cp, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
     given = inputs(next(data_iterator), MEAN.current(), cp, rank)
-    return forward(model, given), partial(loss_function, given)
+    return forward(model, given), partial(loss_function, model, given)

@@ -6,7 +6,8 @@
 
 `nemotron3 train` starts this script. PyPI's megatron-core has the loop (`megatron.training`) but not the
 stock script, and this one needs nothing else. It does plain pre-training, and with `--sft` fine-tuning on
-packed conversations (`fine_tuning.py`); ModelOpt and distillation are left to the stock script.
+packed conversations (`fine_tuning.py`); both also from a teacher (`--nemotron3-teacher`). ModelOpt is left to
+the stock script.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron_nemotron3.build import model_provider
 from megatron_nemotron3.train import fine_tuning
+from megatron_nemotron3.train.losses import reported
 
 #: Options whose batches carry document borders or teacher data. Only the stock script supports them.
 UNSUPPORTED = ("dataloader_inter_document_masking", "hybrid_context_parallel", "logits_load_dir")
@@ -89,7 +91,7 @@ def _drawn_batch(data_iterator: Iterator[_Batch], mtp_here: bool) -> _Batch:
 
 
 def loss_function(
-    loss_mask: torch.Tensor, output: torch.Tensor
+    model: torch.nn.Module, loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the token losses [b, s] under the mask, number of tokens, and what Megatron logs."""
     mask = loss_mask.reshape(-1).float()
@@ -104,7 +106,7 @@ def loss_function(
                 tolerance=0.0,
                 fatal=True,
             )
-    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+    return loss, tokens, reported(model, output, mask, tokens)
 
 
 def forward_step(data_iterator: Iterator[_Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -121,7 +123,7 @@ def forward_step(data_iterator: Iterator[_Batch], model: torch.nn.Module) -> tup
         loss_mask=batch["loss_mask"],
     )
     # Middle stages have no mask; Megatron calls the loss function on the last stage only.
-    return output, partial(loss_function, batch["loss_mask"])  # type: ignore[arg-type]
+    return output, partial(loss_function, model, batch["loss_mask"])  # type: ignore[arg-type]
 
 
 def validation_samples(args: Any, asked: int | None) -> int | None:

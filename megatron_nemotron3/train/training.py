@@ -23,6 +23,8 @@ from megatron_nemotron3.args import (
 )
 from megatron_nemotron3.checkpoint import folders, lock, resume
 from megatron_nemotron3.checkpoint.state import stored_state
+from megatron_nemotron3.distill import settings as distillation
+from megatron_nemotron3.distill.check import check as check_teacher
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import command as precision
@@ -49,6 +51,8 @@ class Request:
     #: Prefixes of Megatron data sets. If given, `text` is not used, and `tokenizer` is needed.
     data_path: tuple[str, ...] = ()
     tokenizer: str | None = None
+    #: Of `data_path`.
+    split: str = "99,1,0"
     #: .jsonl files of conversations to fine-tune on, with `tokenizer`; what their loss is a mean over.
     conversations: tuple[str, ...] = ()
     mean: str = MEANS[0]
@@ -63,13 +67,16 @@ class Request:
     more_steps: str = continued.REPLAN
     #: Parts of the run that may differ from the folder's earlier steps; of `manifest.CHANGES`.
     changes: tuple[str, ...] = ()
+    #: What the model is distilled from; None: it is not.
+    distill: distillation.Distillation | None = None
     #: The command line, for run.json.
     command: str = ""
 
     @property
     def precision_file(self) -> str | None:
         """File for `--te-precision-config-file`; for nvfp4 the default is one written to `output`."""
-        own = str(self.output / "precision.yaml") if self.launch.precision == "nvfp4" else None
+        packed = self.launch.emulate is not None and self.launch.emulate.packed
+        own = str(self.output / "precision.yaml") if self.launch.precision == "nvfp4" and not packed else None
         return self.launch.te_precision_config_file or own
 
     @property
@@ -161,7 +168,9 @@ def train(request: Request) -> int:
         # After a signal: finish the step, save, leave.
         extra=("--exit-signal-handler", *_event_files(request), *_starting_options(request), *given.extra),
     )
-    flags(launch)  # rules first: nothing is written for a layout that cannot run
+    words = to_argv(flags(launch))  # rules first: nothing is written for a layout that cannot run
+    if request.distill is not None:
+        check_teacher(request.distill, words, given.layout.world_size)
     precision_file.require_usable_here(given, measured=measured)
     what = f"{size.trainable:,} parameters, {launch.layout}, {launch.precision}"
     what += " emulated" if launch.emulate else ""
@@ -212,6 +221,8 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
         launch = resuming.with_schedule(launch, given.options, request.more_steps, begun, stored)
 
     launch = replace(launch, data=data)
+    if request.distill is not None:  # the tokenizer is known now
+        check_teacher(request.distill, to_argv(flags(launch)), given.layout.world_size)
     identity.record(launch, request.command)
     print(f"training log: {log_file}", flush=True)
     argv = to_argv(flags(launch))
@@ -243,6 +254,8 @@ def _run(
         env[SFT_MEAN] = request.mean
     if request.monitor is not None:
         env[monitor.VARIABLE] = str(request.monitor)
+    if request.distill is not None:
+        env[distillation.VARIABLE] = request.distill.text()
     if launch.emulate:
         env[emulation.VARIABLE] = launch.emulate.text()
     if (measuring := _measurement(request)) is not None:
@@ -292,7 +305,7 @@ def _prepared_data(request: Request) -> tuple[TrainingData, float | None]:
         given = replace(
             folders_only,
             data_path=request.data_path,
-            split="99,1,0",
+            split=request.split,
             tokenizer_type="HuggingFaceTokenizer",
             tokenizer_model=request.tokenizer,
         )

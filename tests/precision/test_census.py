@@ -7,10 +7,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from torch.overrides import TorchFunctionMode
 
 import megatron_nemotron3 as n3
 from megatron_nemotron3 import models
+from megatron_nemotron3.certify import built
 from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.census import (
@@ -29,16 +29,6 @@ GOLDEN: dict[str, Any] = json.loads(golden_file().read_text())
 NAMES = ("nano", "super", "ultra")
 
 
-class OnMeta(TorchFunctionMode):
-    """Whatever is allocated has no memory, also where the caller names a device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if getattr(func, "__name__", "") in ("empty", "zeros", "ones", "full", "arange", "tensor"):
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
-
-
 def content(config: models.Nemotron3Config) -> Any:
     import yaml
 
@@ -54,7 +44,7 @@ def ambient_of(config: models.Nemotron3Config) -> Ambient:
 
 
 def on_meta(name: str) -> Any:
-    with OnMeta():
+    with built.on_meta():
         model = n3.build_model(
             name, backend="torch", extra=["--no-initialization", "--use-cpu-initialization"]
         )

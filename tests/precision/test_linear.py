@@ -73,7 +73,7 @@ def test_settings(text: str, meaning: Emulation | None, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("fp8-tensorwise", "'fp8-tensorwise' is not emulated: start with nvfp4 or mxfp8"),
+        ("fp8-tensorwise", "'fp8-tensorwise' is not emulated: start with nvfp4, mxfp8"),
         ("nvfp4,hadamard=0", "'hadamard' is no switch of nvfp4: use rht, sr"),
         ("mxfp8,rht=0", "'rht' is no switch of mxfp8: use fprop, dgrad, wgrad, every_layer"),
         ("nvfp4,sr", "give sr=0 or sr=1"),

@@ -6,13 +6,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_nemotron3.args import Launch, ParallelLayout, flags
+from megatron_nemotron3 import cli
+from megatron_nemotron3.args import Launch, ParallelLayout, flags, to_argv
 from megatron_nemotron3.args.script_folders import settle_manifest
 from megatron_nemotron3.certify import ranks
 from megatron_nemotron3.checkpoint.state import loaded_state
+from megatron_nemotron3.generate.engine import Engine
+from megatron_nemotron3.generate.generate import GenerationOptions, generate
+from megatron_nemotron3.generate.weights import load
 from megatron_nemotron3.models import get
-from megatron_nemotron3.models.stack_specs import ARGUMENT, experts_text
+from megatron_nemotron3.models.stack_specs import (
+    ARGUMENT,
+    MODULE,
+    experts_text,
+    models_by_spec,
+    stored_experts,
+)
 from megatron_nemotron3.train import log, processes
 from tests.support import distributed
 from tests.support.own_stack import WORDS, config
@@ -29,8 +40,9 @@ def _argv(layout: ParallelLayout, *extra: str, **folders: str) -> list[str]:
 
 
 def _train(layout: ParallelLayout, *extra: str, **folders: str) -> log.Curve:
+    """Train with the model's flags alone; `WORDS` in `extra` name a module of one's own instead."""
     curve = log.Curve()
-    words = _argv(layout, *WORDS, *extra, **folders)
+    words = _argv(layout, *extra, **folders)
     output = distributed.run_launcher(words, layout.world_size, 240)
     for line in output.splitlines():
         curve.add(line)
@@ -52,9 +64,23 @@ def test_a_checkpoint_says_which_experts_its_layers_have(folder: Path) -> None:
     assert found[1].args[ARGUMENT] == experts_text(CONFIG) == "32:2 96:5 64:3 32:4"
 
 
+def test_a_checkpoint_of_ones_own_model_generates_and_converts(folder: Path, tmp_path: Path) -> None:
+    """Nothing names the model: the checkpoint says its table, and so does the folder made from it."""
+    hf = tmp_path / "hf"
+    assert cli.main(["convert", "to-hf", str(folder), str(hf), "--workers", "1"]) == 0
+    texts = []
+    for place in (folder, hf):
+        engine = Engine(load(place, dtype=torch.float32))
+        assert engine.config.moe_layers == CONFIG.moe_layers
+        options = GenerationOptions(max_new_tokens=8)
+        texts.append(generate(engine, [[1, 2, 3, 4]], options).rows[0].tokens)
+    assert len(texts[0]) == 8 and texts[0] == texts[1]
+
+
 @pytest.mark.full
 def test_resumes_like_an_uninterrupted_run(folder: Path) -> None:
-    resumed = _train(ParallelLayout(pp=2), load=str(folder)).steps
+    """A module of one's own continues what the flags' stack began."""
+    resumed = _train(ParallelLayout(pp=2), *WORDS, load=str(folder)).steps
     whole = _train(ParallelLayout(pp=2)).steps
     assert sorted(resumed) == [3]
     assert resumed[3].loss == pytest.approx(whole[3].loss, rel=1e-5)
@@ -124,8 +150,11 @@ def test_a_folder_of_one_model_is_not_continued_as_another(tmp_path: Path) -> No
         settle_manifest(tmp_path, words)
 
 
-def test_a_model_of_ones_own_needs_a_module() -> None:
+def test_the_flags_of_ones_own_model_say_which_experts_its_layers_have() -> None:
     """A table of one's own under a known name, too."""
     for model in (CONFIG, get("puzzle-tiny").but(pattern="MEMEME*EE")):
-        with pytest.raises(ValueError, match=r"my_stack.py.*stack_spec\('torch', config\)"):
-            flags(Launch.of(model, backend="torch"))
+        words = to_argv(flags(Launch.of(model, backend="torch")))
+        at = words.index("--spec")
+        assert words[at + 1] == MODULE and words[at + 2] not in models_by_spec()
+        assert stored_experts({"spec": words[at + 1 : at + 3]}) == experts_text(model)
+    assert words[at + 2].startswith("nemotron3_torch_stack_spec@MEMEME*EE@32:")

@@ -73,9 +73,9 @@ def test_when() -> None:
         (
             "5",
             [],
-            "--spec names another stack: use --spec megatron_nemotron3.specs nemotron3_torch_stack_spec",
+            "--spec names another one: use --spec megatron_nemotron3.specs nemotron3_torch_stack_spec",
         ),
-        ("5", ["--spec", "other.module", "spec"], "--spec names another stack"),
+        ("5", ["--spec", "other.module", "spec"], "--spec names another one"),
         ("5", [*SPEC, "nemotron3_te_stack_spec"], "nemotron3_te_stack_spec"),
     ],
 )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,9 @@ class Conversation:
     tools: list[Any] | None
     #: `file:line`, for messages.
     place: str
+    #: First byte of its line in the file, and its number among the conversations of the line.
+    offset: int = 0
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,14 +53,16 @@ def read_conversations(path: str | os.PathLike[str]) -> Iterator[Conversation]:
         OSError: the file cannot be read.
     """
     with open_outside(os.fspath(path)) as file:
+        offset = 0
         for number, line in enumerate(file, 1):
             if line.strip():
                 place = f"{os.fspath(path)}:{number}"
-                yield from parse_line(line, place)
+                yield from parse_line(line, place, offset)
+            offset += len(line)
 
 
-def parse_line(line: bytes, place: str) -> Iterator[Conversation]:
-    """Read the conversations of one line; `place` is what messages call it.
+def parse_line(line: bytes, place: str, offset: int = 0) -> Iterator[Conversation]:
+    """Read the conversations of one line; `place` is what messages call it, `offset` its first byte.
 
     Raises:
         ValueError: it is no object with messages.
@@ -72,8 +78,8 @@ def parse_line(line: bytes, place: str) -> Iterator[Conversation]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f'{place}: every message is an object with "role" and "content"')
     starts = [i for i, message in enumerate(messages) if i == 0 or message["role"] == "system"]
-    for start, end in zip(starts, [*starts[1:], len(messages)], strict=True):
-        yield Conversation(messages[start:end], found.get("tools"), place)
+    for part, (start, end) in enumerate(zip(starts, [*starts[1:], len(messages)], strict=True)):
+        yield Conversation(messages[start:end], found.get("tools"), place, offset, part)
 
 
 class Encoder:
@@ -83,17 +89,20 @@ class Encoder:
     where the prompt for it ends (`add_generation_prompt`), and ends with the template's text for the message.
 
     Args:
-        folder: of the tokenizer.
+        folder: of the tokenizer, or transformers' tokenizer itself.
         called: what messages call it; default: `folder`.
 
     Raises:
         ValueError: the folder's tokenizer has no chat template, or cannot say where a token lies in the text.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], called: str | os.PathLike[str] | None = None) -> None:
-        from transformers import AutoTokenizer
+    def __init__(self, folder: Any, called: str | os.PathLike[str] | None = None) -> None:
+        if isinstance(folder, (str, os.PathLike)):
+            from transformers import AutoTokenizer
 
-        self.tokenizer = AutoTokenizer.from_pretrained(os.fspath(folder))
+            self.tokenizer = AutoTokenizer.from_pretrained(os.fspath(folder))
+        else:
+            self.tokenizer, folder = folder, folder.name_or_path
         template, where = self.tokenizer.chat_template, folder if called is None else called
         if not isinstance(template, str):
             what = "no chat template" if template is None else "several chat templates"
@@ -109,15 +118,29 @@ class Encoder:
             ValueError: the template refuses it, or writes an assistant's message differently once others
                 follow it, so that its text is not a part of the conversation's.
         """
-        try:
-            if self.marked:
-                found = self._render(conversation, tokenize=True)
-                return Encoded(list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
-            text, spans = self._spans(conversation)
-        except ValueError:
-            raise
-        except Exception as problem:  # a template raises what it likes
-            raise ValueError(f"{conversation.place}: the chat template: {problem}") from None
+        if self.marked:
+            found = self._render(conversation, tokenize=True)
+            return Encoded(list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
+        return self.tokens(*self.text(conversation))
+
+    def text(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation's text, and where in it the assistant's turns begin and end.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        return self._marks(conversation) if self.marked else self._spans(conversation)
+
+    def prompt(self, conversation: Conversation) -> str:
+        """The conversation's text with the beginning of the assistant's next turn.
+
+        Raises:
+            ValueError: the template refuses it.
+        """
+        return str(self._render(conversation, add_generation_prompt=True))
+
+    def tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
+        """Tokens of a text; those that begin in one of the spans are trained."""
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         trained = [any(start <= first < end for start, end in spans) for first, _ in found["offset_mapping"]]
         return Encoded(list(found["input_ids"]), trained)
@@ -143,11 +166,37 @@ class Encoder:
             spans.append((start, len(turn)))
         return text, spans
 
+    def _marks(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """As `_spans`, by the marks of the template."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _refused(conversation):
+            (text,), (spans,) = render_jinja_template(
+                [conversation.messages],
+                conversation.tools,
+                chat_template=self.tokenizer.chat_template,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+        return str(text), [(start, end) for start, end in spans]
+
     def _render(self, conversation: Conversation, messages: int | None = None, **how: Any) -> Any:
         if how.pop("tokenize", False):
             how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         else:
             how["tokenize"] = False
-        return self.tokenizer.apply_chat_template(
-            conversation.messages[:messages], tools=conversation.tools, **how
-        )
+        with _refused(conversation):
+            return self.tokenizer.apply_chat_template(
+                conversation.messages[:messages], tools=conversation.tools, **how
+            )
+
+
+@contextmanager
+def _refused(conversation: Conversation) -> Iterator[None]:
+    """Name the conversation in what its template raises."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as problem:  # a template raises what it likes
+        raise ValueError(f"{conversation.place}: the chat template: {problem}") from None

@@ -13,15 +13,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.checkpoint.files import atomic_group, open_outside
-from megatron_nemotron3.train.data.conversations import Encoder, read_conversations
+from megatron_nemotron3.train.data.conversations import Conversation, Encoded, Encoder, read_conversations
 
 #: Version of the arrays.
-_FORMAT = 1
-_NAMES = ("tokens.npy", "trained.npy", "borders.npy")
+_FORMAT = 2
+_NAMES = ("tokens.npy", "trained.npy", "origins.npy", "borders.npy")
 
 
 def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
@@ -74,35 +74,55 @@ class Row:
     conversations: int
 
 
+class Encodes(Protocol):
+    """What makes tokens of conversations."""
+
+    def encode(self, conversation: Conversation) -> Encoded:
+        """Tokens of a conversation."""
+
+    def key(self) -> bytes:
+        """Changes with what the tokens depend on."""
+
+
 class PackedConversations:
     """The rows of a file.
 
     Args:
         path: .jsonl file.
-        tokenizer: folder of a Hugging Face tokenizer with a chat template.
+        tokenizer: folder of a Hugging Face tokenizer with a chat template, or another maker of tokens.
         length: tokens of a row.
         multiple: conversations are padded to a multiple of it; 2 * CP under context parallelism.
         cache: folder for the arrays; None: `cache` beside the file.
+        pack: several conversations in a row; else each has a row of its own.
 
     Raises:
         ValueError: as `read_conversations` and `Encoder`; or no conversation fits, or none has an assistant.
     """
 
     def __init__(
-        self, path: str, tokenizer: str, length: int, multiple: int = 1, cache: str | None = None
+        self,
+        path: str,
+        tokenizer: str | Encodes,
+        length: int,
+        multiple: int = 1,
+        cache: str | None = None,
+        pack: bool = True,
     ) -> None:
         import numpy as np
 
         self.path, self.length, self.multiple = path, length, multiple
-        folder = (
-            Path(cache or Path(path).absolute().parent / "cache") / f"conversations-{_key(path, tokenizer)}"
+        key = _key(path, _digest(tokenizer) if isinstance(tokenizer, str) else tokenizer.key())
+        self.folder = Path(cache or Path(path).absolute().parent / "cache") / f"conversations-{key}"
+        if not (self.folder / _NAMES[-1]).is_file():
+            _write(path, Encoder(tokenizer) if isinstance(tokenizer, str) else tokenizer, self.folder)
+        self._tokens, self._trained, self._origins, self._starts = (
+            np.load(self.folder / name, mmap_mode="r") for name in _NAMES
         )
-        if not (folder / _NAMES[-1]).is_file():
-            _write(path, tokenizer, folder)
-        self._tokens, self._trained, self._starts = (np.load(folder / n, mmap_mode="r") for n in _NAMES)
         sizes = np.diff(self._starts)
         padded = -(-sizes // multiple) * multiple
         taught = np.add.reduceat(self._labels_trained(), self._starts[:-1]) if len(sizes) else sizes
+        #: Conversations of the file.
+        self.in_file = len(sizes)
         usable = (padded <= length) & (taught > 0)
         self._kept = np.flatnonzero(usable)
         #: Conversations that are left out: longer than a row, or without a token of the assistant.
@@ -112,7 +132,9 @@ class PackedConversations:
                 f"{path}: none of {len(sizes)} conversations can be trained on: {self.too_long} are longer "
                 f"than {length} tokens, {self.untaught} have no message of the assistant"
             )
-        self._rows = first_fit(padded[self._kept].tolist(), length)
+        self._rows = (
+            first_fit(padded[self._kept].tolist(), length) if pack else [[i] for i in range(len(self._kept))]
+        )
         #: Of the conversations that are used.
         self.conversations, self.tokens = len(self._kept), int(sizes[self._kept].sum())
 
@@ -128,6 +150,19 @@ class PackedConversations:
         """Number of rows."""
         return len(self._rows)
 
+    def members(self, index: int) -> list[int]:
+        """Conversations of a row, in order, by their number in the file."""
+        return [int(self._kept[which]) for which in self._rows[index]]
+
+    def tokens_of(self, conversation: int) -> Any:
+        """[n] ids of a conversation, by its number in the file."""
+        return self._tokens[int(self._starts[conversation]) : int(self._starts[conversation + 1])]
+
+    def origin(self, conversation: int) -> tuple[int, int, int]:
+        """Where a conversation is in the file: line from 1, first byte of the line, number in the line."""
+        line, offset, part = map(int, self._origins[conversation])
+        return line, offset, part
+
     def row(self, index: int) -> Row:
         """Return a row."""
         import numpy as np
@@ -136,7 +171,7 @@ class PackedConversations:
         tokens, labels, positions = (np.zeros(length, np.int64) for _ in range(3))
         mask, padding = np.zeros(length, np.float32), np.ones(length, np.bool_)
         borders, at = [0], 0
-        for which in self._kept[self._rows[index]]:
+        for which in self.members(index):
             first, last = int(self._starts[which]), int(self._starts[which + 1])
             n = last - first
             tokens[at : at + n] = self._tokens[first:last]
@@ -164,37 +199,43 @@ class PackedConversations:
         return text
 
 
-def _key(path: str, tokenizer: str) -> str:
-    """Changes with the file, the tokenizer and the format of the arrays."""
+def _key(path: str, encoder: bytes) -> str:
+    """Changes with the file, what makes its tokens and the format of the arrays."""
     found = os.stat(path)
     parts = [str(_FORMAT), os.path.realpath(path), str(found.st_size), str(found.st_mtime_ns)]
-    digest = hashlib.sha256("\n".join(parts).encode())
+    return hashlib.sha256("\n".join(parts).encode() + encoder).hexdigest()[:20]
+
+
+def _digest(tokenizer: str) -> bytes:
+    """Changes with the files of a tokenizer."""
+    digest = hashlib.sha256()
     for file in sorted(Path(tokenizer).iterdir()):
         if file.is_file() and file.suffix in (".json", ".model", ".jinja", ".txt"):
             digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()[:20]
+    return digest.digest()
 
 
-def _write(path: str, tokenizer: str, folder: Path) -> None:
+def _write(path: str, encoder: Encoder | Encodes, folder: Path) -> None:
     """Encode a file; the last array marks the folder as complete."""
     import numpy as np
 
-    encoder = Encoder(tokenizer)
-    tokens, trained, borders = array("i"), array("b"), array("q", [0])
+    tokens, trained, origins, borders = array("i"), array("b"), array("q"), array("q", [0])
     with open_outside(path) as file:
         total = sum(1 for _ in file)
     with Bar("encode conversations", "lines", total, lines=False) as bar:
         for conversation in read_conversations(path):
             encoded = encoder.encode(conversation)
+            line = int(conversation.place.rpartition(":")[2])
             if encoded.ids:
                 tokens.extend(encoded.ids)
                 trained.extend(encoded.trained)
+                origins.extend((line, conversation.offset, conversation.part))
                 borders.append(len(tokens))
-            line = int(conversation.place.rpartition(":")[2])
             bar.to(line, note=f"{len(tokens) / bar.seconds:,.0f} tokens/s")
     arrays: tuple[Any, ...] = (
         np.array(tokens, dtype=np.int32),
         np.array(trained, dtype=np.bool_),
+        np.array(origins, dtype=np.int64).reshape(-1, 3),
         np.array(borders, dtype=np.int64),
     )
     with atomic_group(*(folder / name for name in _NAMES)) as places:

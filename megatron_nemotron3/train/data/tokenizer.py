@@ -85,19 +85,33 @@ def byte_tokenizer() -> TokenizerInfo:
     return TokenizerInfo("NullTokenizer", None, vocab_size=BYTES + 1, eod=BYTES)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str]) -> TokenizerInfo:
+def train_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int,
+    folder: str | os.PathLike[str],
+    *,
+    special: Sequence[str] = (),
+    chat_template: str | None = None,
+    end: str = END_OF_DOCUMENT,
+) -> TokenizerInfo:
     """Train a byte-level BPE on `texts` and save it in `folder` (tokenizer.json, tokenizer_config.json).
 
     Equal texts give equal files, whatever the number of threads. The vocabulary holds the 256 bytes, so any
     text can be encoded, the end of document and a pad token; it is smaller than `vocab_size` if the texts
     offer too few merges. `eod` is 0.
 
-    Raises ValueError if vocab_size < 258, OSError if the disk is full (no incomplete file is left).
+    Args:
+        special: more special tokens, with the ids 2, 3, …
+        chat_template: Jinja, saved with the tokenizer.
+        end: the special token that is saved as `eos_token`, which is Megatron's `eod`.
+
+    Raises ValueError if vocab_size < 258 + len(special), OSError if the disk is full (no incomplete file is
+    left).
     """
-    if vocab_size < SMALLEST_VOCABULARY:
+    if vocab_size < (smallest := SMALLEST_VOCABULARY + len(special)):
         raise ValueError(
-            f"vocab_size={vocab_size} does not hold the {BYTES} bytes and 2 special tokens: "
-            f"use {SMALLEST_VOCABULARY} or more, or byte_tokenizer()"
+            f"vocab_size={vocab_size} does not hold the {BYTES} bytes and {2 + len(special)} special tokens: "
+            f"use {smallest} or more, or byte_tokenizer()"
         )
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -106,7 +120,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | os.Path
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT, PAD],
+        special_tokens=[END_OF_DOCUMENT, PAD, *special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
@@ -115,9 +129,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | os.Path
     # PreTrainedTokenizerFast: whatever tokenizer.json says (run with transformers 5.23; 4 not tried).
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_DOCUMENT,
+        "eos_token": end,
         "pad_token": PAD,
         "clean_up_tokenization_spaces": False,
+        **({} if chat_template is None else {"chat_template": chat_template}),
     }
     folder = Path(folder).absolute()
     with atomic_group(Path(folder, "tokenizer_config.json"), Path(folder, "tokenizer.json")) as (
@@ -126,7 +141,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | os.Path
     ):
         config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8", newline="")
-    eod = tokenizer.token_to_id(END_OF_DOCUMENT)
+    eod = tokenizer.token_to_id(end)
     assert eod is not None
     return TokenizerInfo(
         "HuggingFaceTokenizer", os.path.abspath(folder), vocab_size=tokenizer.get_vocab_size(), eod=eod

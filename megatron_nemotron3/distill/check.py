@@ -1,0 +1,288 @@
+"""The teacher of a command line, checked before anything is imported or started. Needs no torch."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.args import Launch, ParallelLayout
+from megatron_nemotron3.args import check as violations
+from megatron_nemotron3.checkpoint.argv import option_value, option_values
+from megatron_nemotron3.checkpoint.folders import locate_one
+from megatron_nemotron3.checkpoint.state import stored_state
+from megatron_nemotron3.convert.megatron_args import config_of
+from megatron_nemotron3.distill.manifest import Manifest, is_stored, part_path, read_manifest
+from megatron_nemotron3.distill.settings import HOW, SIZES, TEACHER, Distillation, in_environment, read
+from megatron_nemotron3.distill.vocabulary import Vocabulary, of_tokenizer
+from megatron_nemotron3.models import Nemotron3Config
+
+#: Options whose batches, parameters or forward pass the hooks of distillation do not see, and why.
+_REFUSED = {
+    "--use-megatron-fsdp": "it shards the model that the teacher is attached to",
+    "--use-torch-fsdp2": "it shards the model that the teacher is attached to",
+    "--overlap-moe-expert-parallel-comm": "its schedule does not call the model as a whole",
+    "--hybrid-context-parallel": "every micro-batch has context-parallel groups of its own",
+    "--export-kd-teacher-load": "it names another teacher",
+    "--logits-load-dir": "it names another teacher",
+}
+_CURE = "distil from a teacher with the student's tokenizer"
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model of the family in a Megatron checkpoint, without its MTP, and what its ids mean."""
+
+    place: Path
+    config: Nemotron3Config
+    vocabulary: Vocabulary
+    #: The output folder of `nemotron3 train` that it lies in.
+    run: Path | None = None
+    #: Folder of its tokenizer.json.
+    tokenizer: Path | None = None
+
+
+def find(folder: str) -> Teacher:
+    """Read which model the checkpoint of a folder holds.
+
+    Raises:
+        ValueError: there is none, it is no Megatron checkpoint, or of another family.
+    """
+    found = locate_one(Path(folder))
+    if found.kind == "hugging face":
+        raise ValueError(
+            f"teacher {folder} is a Hugging Face folder: convert it (nemotron3 convert from-hf {folder} "
+            "OUTPUT) and give OUTPUT"
+        )
+    state = stored_state(found.folder)
+    if state is None or not state.args:
+        raise ValueError(
+            f"teacher {found.folder} has no Megatron arguments that can be read, which say its model: give a "
+            "checkpoint in torch_dist format"
+        )
+    values: dict[str, Any] = dict(state.args)
+    padded = values.get("padded_vocab_size")
+    entries = values.get("vocab_size")
+    config = config_of(Namespace(**values), name=Path(folder).name, vocab_size=entries or padded)
+    multiple = (values.get("make_vocab_size_divisible_by") or 1) * (
+        values.get("tensor_model_parallel_size") or 1
+    )
+    vocabulary, tokenizer = Vocabulary(entries, padded, multiple), None
+    for place in _tokenizers(found.folder, found.run, values.get("tokenizer_model")):
+        if (known := of_tokenizer(place)) is not None:
+            vocabulary, tokenizer = replace(known, padded=padded, multiple=multiple), place
+            break
+    config = config.but(mtp_pattern=None, mtp_num_layers=0)
+    return Teacher(found.folder, config, vocabulary, found.run, tokenizer)
+
+
+def _tokenizers(checkpoint: Path, run: Path | None, stored: Any) -> list[Path]:
+    places = [Path(stored)] if isinstance(stored, str) and stored else []
+    places += [checkpoint, checkpoint / "tokenizer"]
+    return places + (sorted((run / "data").glob("*/tokenizer")) if run is not None else [])
+
+
+def student_vocabulary(words: Sequence[str]) -> Vocabulary:
+    """What the words of a script say of the student's vocabulary."""
+    model, size = option_value(words, "--tokenizer-model"), option_value(words, "--vocab-size")
+    if model is not None and (known := of_tokenizer(Path(model))) is not None:
+        return known
+    return Vocabulary(int(size) if size and size.isdigit() else None)
+
+
+def chosen(
+    given: tuple[str | None, str | None], words: Sequence[str], world_size: int
+) -> Distillation | None:
+    """What a script's model is distilled from, checked; None: it is not.
+
+    Args:
+        given: values of the options `TEACHER` and `HOW`; without a teacher the environment counts.
+
+    Raises:
+        ValueError: as `check` and `settings.read`.
+    """
+    teacher, how = given
+    if teacher is None and how is not None:
+        raise ValueError(f"{HOW} goes with {TEACHER}: give both")
+    found = in_environment() if teacher is None else read(teacher, how or "")
+    if found is not None:
+        check(found, words, world_size)
+    return found
+
+
+def check(how: Distillation, words: Sequence[str], world_size: int) -> None:
+    """Check the words of a script that shall distil.
+
+    Args:
+        world_size: ranks of the job.
+
+    Raises:
+        ValueError: the teacher cannot be read or has other tokens, or the script does what distillation does
+            not go with. The message says what to change.
+    """
+    require_options(words)
+    if is_stored(Path(how.teacher)):
+        _check_stored(how, read_manifest(Path(how.teacher)), words)
+        return
+    teacher = find(how.teacher)
+    student = student_layout(words, world_size)
+    if how.projection:
+        _check_projection(how, teacher, student, words)
+    else:
+        require_same_vocabulary(teacher.vocabulary, how.teacher, words)
+    layout = layout_of(
+        how,
+        student,
+        packed=option_values(words, "--sft") is not None,
+        contiguous=option_values(words, "--use-tp-pp-dp-mapping") is None,
+    )
+    if len(teacher.config.pattern) < student.stages:
+        raise ValueError(
+            f"teacher {how.teacher} has {len(teacher.config.pattern)} layers for {student.stages} pipeline "
+            "stages, which it shares with the student: use fewer stages"
+        )
+    launch = Launch(config=teacher.config, layout=layout, precision="fp32", backend="torch")
+    if wrong := [rule.message for rule in violations(launch) if rule.severity == "error"]:
+        raise ValueError(f"teacher {how.teacher} at {layout}: {'; '.join(wrong)}")
+
+
+def _check_projection(
+    how: Distillation, teacher: Teacher, student: ParallelLayout, words: Sequence[str]
+) -> None:
+    """Raise ValueError if a projection is for other tokenizers, or does not go with the run."""
+    from megatron_nemotron3.xtoken.projection import Projection, read_for
+    from megatron_nemotron3.xtoken.tokens import Vocabulary as Tokens
+
+    for given, what in (
+        (student.stages > 1, "pipeline parallelism"),
+        (student.cp > 1, "context parallelism"),
+        (option_values(words, "--sft") is not None, "--sft, whose rows are packed,"),
+    ):
+        if given:
+            raise ValueError(f"{what} does not go with projection=: use TP, EP and DP for that student")
+    if teacher.tokenizer is None:
+        raise ValueError(
+            f"teacher {how.teacher} has no tokenizer.json: put its tokenizer into {teacher.place}"
+        )
+    model = option_value(words, "--tokenizer-model")
+    if model is None:  # `nemotron3 train` checks again when the data is prepared
+        Projection.load(Path(how.projection))
+    else:
+        read_for(Path(how.projection), Tokens(Path(model)), Tokens(teacher.tokenizer))
+
+
+def _check_stored(how: Distillation, found: Manifest, words: Sequence[str]) -> None:
+    """Raise ValueError if stored logits are of other tokens, rows or another temperature."""
+    if how.projection:
+        raise ValueError(
+            f"{how.teacher} has stored logits, which projection= does not go with: give a checkpoint"
+        )
+    require_same_vocabulary(found.vocabulary, how.teacher, words)
+    if missing := [part for part in found.parts() if not part_path(Path(how.teacher), part).is_file()]:
+        first = part_path(Path(how.teacher), missing[0]).name
+        raise ValueError(
+            f"{how.teacher}: {len(missing)} of {len(found.parts())} parts are missing, first {first}: run "
+            "nemotron3 logits again, which goes on there"
+        )
+    if how.sizes:
+        said = ", ".join(f"{name}={size}" for name, size in how.sizes)
+        raise ValueError(f"{how.teacher} has stored logits, which have no layout: drop {said}")
+    if how.temperature != found.temperature:
+        raise ValueError(
+            f"temperature={how.temperature:g}: {how.teacher} was stored at {found.temperature:g}, from "
+            "which no other can be computed: give that one, or store the logits again"
+        )
+    length = option_value(words, "--seq-length")
+    if length is not None and length != str(found.length):
+        raise ValueError(
+            f"--seq-length {length}: {how.teacher} has rows of {found.length} tokens: use that length, or "
+            "store the logits again"
+        )
+
+
+def require_options(words: Sequence[str]) -> None:
+    """Raise ValueError at options that do not go with distillation."""
+    for option, why in _REFUSED.items():
+        if option_values(words, option) is not None:
+            raise ValueError(f"{option} does not go with distillation: {why}; leave one of them out")
+    if option_value(words, "--cuda-graph-impl") == "full_iteration":
+        raise ValueError("--cuda-graph-impl full_iteration replays no teacher: use local, or leave it out")
+
+
+def require_same_vocabulary(teacher: Vocabulary, name: str, words: Sequence[str]) -> None:
+    """Raise ValueError if the teacher's ids mean other tokens than the student's."""
+    if (difference := teacher.differs(student_vocabulary(words))) is not None:
+        raise ValueError(
+            f"teacher {name} and the student have different vocabularies ({difference}): {_CURE} "
+            "(--tokenizer-model, --tokenizer of nemotron3 train), or write a projection (nemotron3 xtoken) "
+            "and give --distill projection=FILE"
+        )
+
+
+def layout_of(
+    how: Distillation, student: ParallelLayout, *, packed: bool = False, contiguous: bool = True
+) -> ParallelLayout:
+    """Return the teacher's layout beside a student's.
+
+    Args:
+        packed: whether rows are packed with documents.
+        contiguous: whether the ranks of a pipeline stage lie side by side.
+
+    Raises:
+        ValueError: its sizes do not fit the ranks of a pipeline stage, or the student's batches.
+    """
+    if not how.sizes:
+        return student
+    given = dict(how.sizes)
+    if all(getattr(student, name) == size for name, size in given.items()):
+        return student
+    sizes = {"tp": student.tp, "cp": student.cp, "ep": 1, "etp": 1, **given}
+    ranks = student.world_size // student.pp
+    said = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    dp, rest = divmod(ranks, sizes["tp"] * sizes["cp"])
+    if rest or ranks % (sizes["ep"] * sizes["etp"]):
+        raise ValueError(
+            f"the teacher's layout {said} does not divide the {ranks} ranks of a pipeline stage: use sizes "
+            "whose products tp * cp and ep * etp do"
+        )
+    if student.dp % dp:
+        raise ValueError(
+            f"the teacher's layout {said} makes {dp} data lanes, and the student has {student.dp}: the "
+            "teacher takes whole micro-batches of the student, so give it more tp or cp"
+        )
+    if packed and student.cp % sizes["cp"]:
+        raise ValueError(
+            f"the teacher's cp={sizes['cp']} with packed rows: conversations are padded for the student's "
+            f"CP {student.cp}; give a cp that divides it"
+        )
+    if not contiguous:
+        raise ValueError(
+            "--use-tp-pp-dp-mapping does not put a stage's ranks side by side, as a teacher in a layout of "
+            f"its own needs: leave it out, or {', '.join(name for name, _ in how.sizes)} of the teacher"
+        )
+    tp, cp, ep, etp = (sizes[name] for name in SIZES)
+    return ParallelLayout(tp=tp, cp=cp, ep=ep, etp=etp, pp=student.pp, vpp=student.vpp, dp=dp)
+
+
+def student_layout(words: Sequence[str], world_size: int) -> ParallelLayout:
+    """The layout of a script's words."""
+
+    def size(option: str, default: int = 1) -> int:
+        value = option_value(words, option)
+        return int(value) if value and value.isdigit() and int(value) else default
+
+    tp, cp = size("--tensor-model-parallel-size"), size("--context-parallel-size")
+    pp = size("--pipeline-model-parallel-size")
+    stages = max(pp, (option_value(words, "--hybrid-layer-pattern") or "").count("|") + 1)
+    return ParallelLayout(
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        vpp=stages // pp,
+        ep=size("--expert-model-parallel-size"),
+        etp=size("--expert-tensor-parallel-size", tp),
+        sp=option_values(words, "--sequence-parallel") is not None,
+        dp=max(1, world_size // (tp * cp * pp)),
+    )

@@ -1,0 +1,81 @@
+"""What a folder of stored logits (stored.py) is of. Standard library only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoint.files import Unreadable, read_outside, write_text
+from megatron_nemotron3.distill.vocabulary import Vocabulary
+
+MANIFEST = "manifest.json"
+#: Bytes of a row's key.
+KEY = 32
+_FORMAT = "nemotron3-logits 1"
+_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the rows of a folder are.
+
+    k: tokens stored of each position; temperature: T, which divided the logits.
+    length: tokens of a row; rows: of a part; samples: of the whole folder.
+    source: what makes the rows (data, split, seed), so that a run that goes on writes the same ones.
+    """
+
+    k: int
+    temperature: float
+    length: int
+    rows: int
+    samples: int
+    teacher: str
+    vocabulary: Vocabulary
+    source: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parts but for their headers."""
+        return self.samples * (KEY + 4 * self.length * (2 * self.k + 1))
+
+    def parts(self) -> list[range]:
+        """Samples of each part."""
+        return [
+            range(first, min(first + self.rows, self.samples)) for first in range(0, self.samples, self.rows)
+        ]
+
+    def write(self, folder: Path) -> None:
+        """Write it to a folder, which is created."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / MANIFEST, json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n")
+
+
+def is_stored(folder: Path) -> bool:
+    """Whether a folder holds stored logits."""
+    return (folder / MANIFEST).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a folder.
+
+    Raises:
+        ValueError: it is damaged, or not of this format.
+    """
+    path = folder / MANIFEST
+    try:
+        data = json.loads(read_outside(path, limit=_LIMIT))
+        if data.pop("format") != _FORMAT:
+            raise ValueError("another format")
+        found = Manifest(**{**data, "vocabulary": Vocabulary(**data["vocabulary"])})
+        if not all(type(n) is int and n > 0 for n in (found.k, found.length, found.rows, found.samples)):
+            raise ValueError("impossible sizes")
+    except (OSError, Unreadable, KeyError, TypeError, AttributeError, ValueError) as problem:
+        raise ValueError(f"{path}: not a manifest of {_FORMAT}: {problem}") from None
+    return found
+
+
+def part_path(folder: Path, part: range) -> Path:
+    """File of a part, by its first sample."""
+    return folder / f"part-{part.start:08d}.npy"

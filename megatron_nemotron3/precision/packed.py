@@ -1,0 +1,71 @@
+"""Linears that compute with the weights that `convert to-hf --quantize` packs (quantization-aware training).
+
+The products are those of a plain run. Each takes the weight that an inference engine reads from the packed
+checkpoint, to the bit: quantized along rows in blocks of 16, scaled by the largest magnitude of the whole
+weight, and rounded once to BF16. The gradient goes to the weight itself, as if it had not been quantized
+(straight-through estimator). Activations and gradients are not quantized.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.precision.formats import NVFP4
+from megatron_nemotron3.precision.numerics import nvfp4
+from megatron_nemotron3.precision.scales import MAX
+
+
+class Packed:
+    """`products` of a linear whose weights are packed (`layers.linear.ReplaceableProducts`)."""
+
+    #: In training and evaluation.
+    formats = (NVFP4, NVFP4)
+
+    def recipe(self, module: Any) -> str:
+        """The same in training and evaluation."""
+        return NVFP4
+
+    def linear(self, module: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """x [s, b, in] -> [s, b, out]; arguments are those of Megatron's own function."""
+        (values,) = _StraightThrough.apply(module.tp_group, weight)
+        y: Tensor = module.plain_product(x, values, *args, **kwargs)
+        return y
+
+    def takes_device_counts(self, module: Any) -> bool:
+        """As a plain linear of experts."""
+        return True
+
+    def grouped(self, module: Any, x: Tensor, weights: list[Tensor], counts: list[int] | Tensor) -> Tensor:
+        """x [t, in], rows sorted by expert -> [t, out]."""
+        values = _StraightThrough.apply(module.tp_group, *weights)
+        y: Tensor = module.products_of(x, list(values), counts)
+        return y
+
+
+def packed_values(weights: Tensor, group: Any) -> Tensor:
+    """The values of E packed weights [E, out, in], in their dtype.
+
+    Args:
+        group: the ranks that the weights are split over: their largest magnitude is that of all shards. A
+            NaN or an infinity makes the whole weight NaN; the host does not wait for a GPU to find it.
+    """
+    largest = weights.abs().flatten(1).amax(1).float()
+    if group is not None and group.size() > 1:
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
+    scale = (torch.where(largest == 0, 1.0, largest) / torch.full_like(largest, MAX)).view(-1, 1, 1)
+    return nvfp4.dequantize(*nvfp4.quantize(weights, scale), scale).to(weights.dtype)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """(group, weights) -> their packed values; the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, *weights: Tensor) -> tuple[Tensor, ...]:
+        return packed_values(torch.stack([w.detach() for w in weights]), group).unbind(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, *gradients

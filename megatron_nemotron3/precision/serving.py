@@ -1,0 +1,122 @@
+"""Recipes of released inference checkpoints: which weights of a trained model are quantized, and how.
+
+The precision of training is another table (`table`). Only published choices are listed. Standard library
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.models import Nemotron3Config
+
+NVFP4, FP8, BF16 = "nvfp4", "fp8", "bf16"
+#: Classes of weights in recipes. All other weights, and all of MTP, stay as they are in every recipe.
+CLASSES: dict[str, tuple[str, ...]] = {
+    "routed experts": ("mixer.experts.{e}.up_proj.weight", "mixer.experts.{e}.down_proj.weight"),
+    "shared experts": ("mixer.shared_experts.up_proj.weight", "mixer.shared_experts.down_proj.weight"),
+    "Mamba projections": ("mixer.in_proj.weight", "mixer.out_proj.weight"),
+    "output head": ("lm_head.weight",),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The formats of the weights of a released inference checkpoint."""
+
+    formats: Mapping[str, str]
+    source: str
+    #: The Mamba layer before each attention layer stays BF16.
+    spare_before_attention: bool = False
+    #: NVFP4 weights with BF16 activations, even if activation scales are given.
+    weight_only: bool = False
+    #: Layers are listed individually (MIXED_PRECISION), even if all have one format.
+    listed: bool = False
+
+
+_LATENT_NVFP4 = {"routed experts": NVFP4, "shared experts": FP8, "Mamba projections": FP8}
+_ALL_NVFP4 = dict.fromkeys(("routed experts", "shared experts", "Mamba projections"), NVFP4)
+_ALL_FP8 = dict.fromkeys(_ALL_NVFP4, FP8)
+#: Recipes by model and format. Models without a published recipe can use another model's by its full name.
+RECIPES: dict[str, Recipe] = {
+    "super-nvfp4": Recipe(
+        _LATENT_NVFP4,
+        "ModelOpt 0.47, NVIDIA-Nemotron-3-Super-120B-A12B-BF16/ptq/nvfp4-max-calib. The released file came "
+        "from a search layer by layer: some of these FP8 layers are BF16 there, and a few others FP8",
+        listed=True,
+    ),
+    "ultra-nvfp4": Recipe(
+        _LATENT_NVFP4,
+        "ModelOpt 0.47, NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16/ptq/nvfp4-4o6. Its weight scales were chosen "
+        "for least error, not by the largest magnitude",
+        listed=True,
+    ),
+    "nano-nvfp4": Recipe(
+        _ALL_NVFP4,
+        "exclude_modules of the released NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4",
+        spare_before_attention=True,
+    ),
+    "lightning-nvfp4": Recipe(
+        {
+            "routed experts": NVFP4,
+            "shared experts": NVFP4,
+            "output head": NVFP4,
+            "Mamba projections": FP8,
+        },
+        "ModelOpt 0.47, NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16/ptq/w4a16_nvfp4_4o6. Its weight scales "
+        "were chosen for least error",
+        weight_only=True,
+        listed=True,
+    ),
+    "super-fp8": Recipe(_ALL_FP8, "NVIDIA's documentation of Nemotron 3 Super, quantization, FP8 checkpoint"),
+    "nano-fp8": Recipe(
+        _ALL_FP8,
+        "the cards of checkpoints made like the released Nano FP8, after the Nano report, section 4",
+        spare_before_attention=True,
+    ),
+}
+
+
+def recipe_of(config: Nemotron3Config, name: str) -> tuple[str, Recipe]:
+    """Return the full name and the recipe "nvfp4" or "fp8" of a model or its tiny form, or one by full name.
+
+    Raises:
+        ValueError: it does not exist. The message lists all recipes.
+    """
+    full = name if name in RECIPES else f"{config.name.removesuffix('-tiny')}-{name}"
+    if full not in RECIPES:
+        raise ValueError(
+            f"no published recipe {name!r} of {config.name} is known: use the full name of one of "
+            + ", ".join(RECIPES)
+        )
+    return full, RECIPES[full]
+
+
+#: Class -> kinds of linears (`table.LINEARS`) that can compute with packed weights while they train.
+_KINDS = {
+    "routed experts": {"experts"},
+    "shared experts": {"shared_experts"},
+    "Mamba projections": {"mamba_in", "mamba_out"},
+}
+
+
+def _nvfp4_classes(recipe: Recipe) -> set[str]:
+    return {title for title, kind in recipe.formats.items() if kind == NVFP4}
+
+
+#: Recipe -> kinds of linears whose weights it stores in NVFP4; recipes that training can follow.
+PACKED_KINDS: dict[str, frozenset[str]] = {
+    name: frozenset().union(*(_KINDS[title] for title in titles))
+    for name, recipe in RECIPES.items()
+    if (titles := _nvfp4_classes(recipe)) and titles <= set(_KINDS)
+}
+
+
+def spared(recipe: str, pattern: str) -> set[int]:
+    """Decoder layers, from 0, whose weights stay as they are."""
+    if not RECIPES[recipe].spare_before_attention:
+        return set()
+    return {layer for layer in range(len(pattern)) if pattern[layer : layer + 2] == "M*"}

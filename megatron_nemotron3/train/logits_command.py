@@ -1,0 +1,214 @@
+"""`nemotron3 logits`: store a teacher's most probable tokens. Imports neither torch nor megatron."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.args import Launch, TrainingData, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.args.command import LAYOUT, chosen_layout
+from megatron_nemotron3.checkpoint.folders import free_bytes
+from megatron_nemotron3.distill.check import Teacher, find
+from megatron_nemotron3.distill.data import of_run
+from megatron_nemotron3.distill.manifest import Manifest, is_stored, read_manifest
+from megatron_nemotron3.distill.vocabulary import of_tokenizer
+from megatron_nemotron3.train.inputs import require_tokenizer
+from megatron_nemotron3.words import add_device
+
+#: Bytes of a part, about; a run that is interrupted repeats at most one.
+_PART = 64 << 20
+#: Rows of a part, at most.
+_ROWS = 64
+#: The script, and variables with the folder to write and the teacher's checkpoint.
+SCRIPT = Path(__file__).parent / "logits_script.py"
+FOLDER, TEACHER = "NEMOTRON3_LOGITS_FOLDER", "NEMOTRON3_LOGITS_TEACHER"
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 logits`."""
+    logits = commands.add_parser("logits")
+    logits.add_argument("teacher", metavar="FOLDER", help="a run, or Megatron's checkpoints")
+    logits.add_argument("--output", type=Path, required=True, metavar="DIR", help="where to write, or go on")
+    logits.add_argument(
+        "--samples", type=int, required=True, metavar="N", help="number of samples (rows of the training set)"
+    )
+    logits.add_argument("--topk", type=int, default=64, metavar="K", help="tokens of each position (64)")
+    logits.add_argument(
+        "--logit-temperature", type=float, default=1.0, metavar="T", help="what divides the logits (1)"
+    )
+    data = logits.add_argument_group("data, as in the training that reads it")
+    data.add_argument(
+        "--data-path", nargs="+", metavar="PREFIX", help="Megatron data sets (default: the run's)"
+    )
+    data.add_argument("--split", metavar="99,1,0", help="of the data sets (default: as in nemotron3 train)")
+    data.add_argument("--conversations", nargs="+", metavar="FILE", help=".jsonl conversations, packed")
+    data.add_argument(
+        "--tokenizer", metavar="DIR", help="folder of a Hugging Face tokenizer (default: the run's)"
+    )
+    data.add_argument(
+        "--seq-length", type=int, metavar="N", help="tokens per sequence (default: the model's)"
+    )
+    data.add_argument(
+        "--data-seed", type=int, default=1234, metavar="N", help="of the order of documents (1234)"
+    )
+    layout = logits.add_argument_group("layout")
+    for name, text in LAYOUT.items():
+        if name != "vpp":
+            layout.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (1)")
+    layout.add_argument(
+        "--micro-batch-size", type=int, default=1, metavar="N", help="sequences per rank and microbatch (1)"
+    )
+    add_device(logits)
+    logits.set_defaults(run=logits_command, vpp=None)
+
+
+def logits_command(options: argparse.Namespace) -> int:
+    """Store the logits, or what is missing of them; the exit status of the processes.
+
+    Raises:
+        ValueError: an option is out of range, the data or a tokenizer is missing or is not the teacher's, the
+            disk has not enough room, or the folder holds other logits.
+    """
+    for name in ("samples", "topk", "micro_batch_size"):
+        if (value := getattr(options, name)) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give 1 or more")
+    if not 0 < options.logit_temperature < float("inf"):
+        raise ValueError(f"--logit-temperature {options.logit_temperature:g}: give a positive number")
+    teacher = find(options.teacher)
+    data = _data(options, teacher)
+    length = options.seq_length or teacher.config.seq_length
+    manifest = _manifest(options, teacher, data, length)
+    launch = _launch(options, teacher, data, length)
+    argv = to_argv(flags(launch))
+    if is_stored(options.output):
+        if (before := read_manifest(options.output)) != manifest:
+            raise ValueError(
+                f"{options.output} holds other logits ({_differences(before, manifest)}): go on with the "
+                "same options, or give another --output"
+            )
+    elif (free := free_bytes(options.output)) < manifest.size:
+        raise ValueError(
+            f"{options.output}: {manifest.size / 1e6:,.0f} MB are needed, and {free / 1e6:,.0f} MB are free: "
+            "give a smaller --topk or fewer --samples"
+        )
+    else:
+        manifest.write(options.output)
+    print(
+        f"{manifest.k} tokens of {manifest.samples:,} rows of {manifest.length:,}: "
+        f"{manifest.size / 1e6:,.1f} MB in {len(manifest.parts())} parts",
+        flush=True,
+    )
+    return _run(options, launch, argv, manifest)
+
+
+def _data(options: argparse.Namespace, teacher: Teacher) -> TrainingData:
+    """The data set, its split and its tokenizer: those given, or those of the teacher's run."""
+    if options.data_path and options.conversations:
+        raise ValueError("--data-path and --conversations both say which rows to take: give one")
+    run = of_run(teacher.run)
+    tokenizer = options.tokenizer or (run.tokenizer if run is not None else None)
+    if tokenizer is None:
+        raise ValueError(f"{options.teacher} is no run with a tokenizer: give --tokenizer DIR")
+    require_tokenizer(tokenizer)
+    known = of_tokenizer(Path(tokenizer))
+    if known is not None and (difference := teacher.vocabulary.differs(known)) is not None:
+        raise ValueError(f"tokenizer {tokenizer} is not the teacher's ({difference}): give the teacher's")
+    paths, split = options.data_path or options.conversations, options.split
+    if not paths:
+        if run is None:
+            raise ValueError(f"{options.teacher} has no data: give --data-path or --conversations")
+        paths, split = run.paths, split or run.split
+    for file in options.conversations or ():
+        if not Path(file).is_file():
+            raise ValueError(f"--conversations {file}: there is no such file")
+    for prefix in () if options.conversations else paths:
+        if not prefix.replace(".", "").isdigit() and not Path(f"{prefix}.idx").is_file():
+            raise ValueError(f"--data-path {prefix}: there is no file {prefix}.idx")
+    return TrainingData(
+        data_path=tuple(paths),
+        split=split or ("90,10,0" if options.conversations else "99,1,0"),
+        data_cache_path=str(options.output / "cache"),
+        tokenizer_type="SFTTokenizer" if options.conversations else "HuggingFaceTokenizer",
+        tokenizer_model=tokenizer,
+    )
+
+
+def _differences(before: Manifest, now: Manifest) -> str:
+    then = vars(before)
+    return ", ".join(
+        f"{name} {then[name]}, not {new}" for name, new in vars(now).items() if new != then[name]
+    )
+
+
+def _manifest(options: argparse.Namespace, teacher: Teacher, data: TrainingData, length: int) -> Manifest:
+    source: dict[str, Any] = {
+        "data": [
+            str(Path(path).absolute()) if Path(path).parent.is_dir() else path for path in data.data_path
+        ],
+        "split": data.split,
+        "seed": options.data_seed,
+        "tokenizer": str(Path(str(data.tokenizer_model)).absolute()),
+    }
+    if options.conversations:
+        source["cp"] = options.cp or 1  # what conversations are padded for
+    most = teacher.vocabulary.entries or teacher.config.vocab_size
+    if options.topk > most:
+        raise ValueError(f"--topk {options.topk}: the vocabulary has {most} tokens")
+    row = 4 * length * (2 * options.topk + 1)
+    return Manifest(
+        k=options.topk,
+        temperature=options.logit_temperature,
+        length=length,
+        rows=max(1, min(_ROWS, _PART // row)),
+        samples=options.samples,
+        teacher=str(teacher.place.resolve()),
+        vocabulary=teacher.vocabulary,
+        source=source,
+    )
+
+
+def _launch(options: argparse.Namespace, teacher: Teacher, data: TrainingData, length: int) -> Launch:
+    from megatron_nemotron3.run import resolve_device
+
+    on_cpu = resolve_device(options.device) == "cpu"
+    layout, size = chosen_layout(options), options.micro_batch_size
+    words = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
+    schedule = TrainingSchedule(
+        micro_batch_size=size,
+        global_batch_size=size * layout.dp,
+        seq_length=length,
+        train_samples=options.samples,
+        lr=1e-4,  # Megatron's parser asks for one
+        lr_decay_style="constant",
+        eval_iters=0,
+    )
+    return Launch(
+        config=teacher.config,
+        layout=layout,
+        precision="fp32" if on_cpu else "bf16",
+        backend="torch" if on_cpu else "auto",
+        schedule=schedule,
+        data=data,
+        own_script=True,
+        extra=("--seed", str(options.data_seed), *(words if options.conversations else ())),
+    )
+
+
+def _run(options: argparse.Namespace, launch: Launch, argv: list[str], manifest: Manifest) -> int:
+    from megatron_nemotron3.run import resolve_device
+    from megatron_nemotron3.train import processes
+
+    device = resolve_device(options.device)
+    words = processes.command(argv, launch.layout.world_size, device)
+    words[words.index(str(processes.ENTRY))] = str(SCRIPT)
+    env = processes.environment(launch.layout.world_size, device, launch.config.hidden_size)
+    env |= {FOLDER: str(options.output.resolve()), TEACHER: manifest.teacher}
+    log = options.output / "logits.log"
+    with log.open("a") as file:
+        status = subprocess.run(words, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    if status:
+        raise ValueError(f"the processes ended with {status}; the parts that are written stay (see {log})")
+    print(f"stored           {options.output}")
+    return 0

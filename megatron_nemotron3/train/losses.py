@@ -1,0 +1,32 @@
+"""What Megatron logs of a micro-batch: losses of tokens, as [weighted sum, divisor]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def reported(
+    model: Any, output: torch.Tensor, weights: torch.Tensor, divisor: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The cross-entropy of a micro-batch, and with a teacher its divergence.
+
+    Args:
+        model: the chunk that computed it, in Megatron's wrappers. One that is distilled returns another loss
+            than its cross-entropy, and keeps both parts (`distill/attach.py`).
+        output: [b, s / cp] that it returned.
+        weights: [b, s / cp] of the tokens.
+        divisor: what the sums are divided by after they are added up over ranks.
+    """
+    while hasattr(model, "module"):
+        model = model.module
+    hooks = getattr(model, "distillation", None)
+    entropy, divergence = (output, None) if hooks is None or hooks.parts is None else hooks.parts
+
+    def total(tokens: torch.Tensor) -> torch.Tensor:
+        loss = (tokens.detach().reshape(-1).float() * weights.reshape(-1).float()).sum()
+        return torch.stack([loss, divisor.to(loss.dtype)])
+
+    found = {"lm loss": total(entropy)}
+    return found if divergence is None else {**found, "divergence": total(divergence)}

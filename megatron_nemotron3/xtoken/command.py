@@ -1,0 +1,167 @@
+"""`nemotron3 xtoken`: write and inspect the projection between the vocabularies of two tokenizers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_nemotron3.checkpoint.files import read_outside, require_output
+from megatron_nemotron3.checkpoint.output import add_json, result, say
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.xtoken.projection import Projection
+    from megatron_nemotron3.xtoken.tokens import Vocabulary
+
+#: Longest --text that is read, in bytes.
+_MOST = 16 << 20
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 xtoken`."""
+    command = commands.add_parser("xtoken")
+    place = "a folder with tokenizer.json, or a checkpoint or run that has one"
+    command.add_argument("student", type=Path, metavar="STUDENT_TOKENIZER", help=place)
+    command.add_argument("teacher", type=Path, metavar="TEACHER_TOKENIZER", help="the same of the teacher")
+    made = command.add_argument_group("the projection")
+    made.add_argument("--output", type=Path, metavar="FILE", help="where to write it (default: nowhere)")
+    made.add_argument("--projection", type=Path, metavar="FILE", help="inspect this file, do not build one")
+    made.add_argument("--width", type=int, metavar="N", help="weights kept of a token (default 4)")
+    made.add_argument(
+        "--pieces", type=int, metavar="N", help="tokens of a text that the teacher splits that count (4)"
+    )
+    made.add_argument(
+        "--no-joined",
+        action="store_true",
+        help="leave out tokens of the teacher that the student splits",
+    )
+    shown = command.add_argument_group("what is shown")
+    shown.add_argument(
+        "--token", action="append", default=[], metavar="TEXT", help="the weights of this token (repeatable)"
+    )
+    shown.add_argument("--text", metavar="PATH", help="text file, whose spans are counted")
+    add_json(command)
+    command.set_defaults(run=xtoken)
+
+
+def xtoken(options: argparse.Namespace) -> int:
+    """Build or read the projection, print what it consists of, and write it. Exit status 0.
+
+    Raises:
+        ValueError: there is no tokenizer, an option is out of range, the file is for other tokenizers, or a
+            token is not in the student's vocabulary.
+        OSError: the file cannot be written, or the text cannot be read.
+        ModuleNotFoundError: tokenizers or numpy is missing.
+    """
+    if options.output is not None:
+        require_output(options.output, "--output")
+    built = {"width": options.width, "pieces": options.pieces}
+    for name, value in built.items():
+        if value is not None and not 1 <= value <= 64:
+            raise ValueError(f"--{name} {value}: give 1 to 64")
+    said = [f"--{name}" for name, value in built.items() if value is not None]
+    said += ["--no-joined"] * options.no_joined + ["--output"] * (options.output is not None)
+    if options.projection is not None and said:
+        raise ValueError(f"--projection reads a file, {said[0]} goes with a new one: drop one of them")
+    text = None
+    if options.text is not None:
+        if not Path(options.text).is_file():
+            raise ValueError(f"--text {options.text} is not a file: give a text file")
+        text = read_outside(options.text, limit=_MOST)
+    from megatron_nemotron3.xtoken.projection import Projection, read_for
+    from megatron_nemotron3.xtoken.tokens import Vocabulary, find
+
+    student, teacher = Vocabulary(find(options.student)), Vocabulary(find(options.teacher))
+    wanted = [_token(student, text) for text in options.token]
+    if options.projection is not None:
+        projection = read_for(options.projection, student, teacher)
+    else:
+        given = {name: value for name, value in built.items() if value is not None}
+        projection = Projection.build(student, teacher, joined=not options.no_joined, **given)
+    with result(options.json):
+        _describe(student, teacher, projection)
+        for token in wanted:
+            _describe_token(student, teacher, projection, token)
+        if text is not None:
+            _describe_spans(student, teacher, text)
+        if options.output is not None:
+            projection.save(options.output)
+            say(f"projection   {options.output}", output=str(options.output))
+    return 0
+
+
+def _token(student: Vocabulary, text: str) -> int:
+    found = student.ids.get(text.encode())
+    if found is None:
+        pieces = student.encode([text.encode()])[0] or []
+        raise ValueError(
+            f"--token {text!r} is not a token of {student.path}, which splits it into "
+            f"{', '.join(map(student.name, pieces)) or 'nothing'}: give one of these"
+        )
+    return found
+
+
+def _describe(student: Vocabulary, teacher: Vocabulary, projection: Projection) -> None:
+    import numpy as np
+
+    from megatron_nemotron3.xtoken.projection import COMMON
+    from megatron_nemotron3.xtoken.rules import RULES
+
+    for role, one in (("student", student), ("teacher", teacher)):
+        say(
+            f"{role}      {one.path}: {len(one):,} tokens, {one.digest[:16]}",
+            **{role: {"path": str(one.path), "tokens": len(one), "digest": one.digest}},
+        )
+    say("tokens of the student by rule", rules=projection.counts)
+    for rule, meaning in RULES.items():
+        say(f"  {rule:<8}{projection.counts.get(rule, 0):>10,}   {meaning}")
+    kept = projection.tokens >= 0
+    unreached = projection.teacher_size - len(np.unique(projection.tokens[kept]))
+    say(f"weights      {int(kept.sum()):,}, at most {projection.tokens.shape[1]} of a token")
+    say(f"unreached    {unreached:,} tokens of the teacher", weights=int(kept.sum()), unreached=unreached)
+    pairs, strict = len(projection.common()[0]), set(projection.common(1.0)[0].tolist())
+    numerals = [i for i in range(len(student)) if _is_numeral(student.tokens[i])]
+    apart = sum(i not in strict for i in numerals)
+    say(
+        f"h-kl pairs   {pairs:,} with a weight of {COMMON} or more, {len(strict):,} with all of it",
+        pairs=pairs,
+    )
+    hint = ": use p-kl" * (apart > 0)
+    say(f"numerals     {len(numerals):,} of several digits, {apart:,} of them in no pair{hint}")
+    say(strict_pairs=len(strict), numerals=len(numerals), unpaired_numerals=apart)
+
+
+def _is_numeral(token: bytes | None) -> bool:
+    return token is not None and (digits := token.strip()).isdigit() and len(digits) > 1
+
+
+def _describe_token(student: Vocabulary, teacher: Vocabulary, projection: Projection, token: int) -> None:
+    row = zip(projection.tokens[token].tolist(), projection.weights[token].tolist())
+    weights = {teacher.name(i): round(weight, 6) for i, weight in row if i >= 0}
+    listed = ", ".join(f"{name} {weight:.4f}" for name, weight in weights.items()) or "no token"
+    say(
+        f"{student.name(token)} -> {listed}",
+        token_weights=[{"token": student.name(token), "weights": weights}],
+    )
+
+
+def _describe_spans(student: Vocabulary, teacher: Vocabulary, text: bytes) -> None:
+    from megatron_nemotron3.xtoken.align import Aligner
+
+    aligner = Aligner(student, teacher)
+    ids = student.encode([text])[0] or []
+    others = aligner.retokenize(ids)
+    spans = aligner.spans(ids, others)
+    single = sum(len(s) == len(t) == 1 for s, t in spans)
+    outside = len(ids) - sum(len(s) for s, _ in spans)
+    say(
+        f"spans        {len(spans):,} of {len(ids):,} tokens of the student and {len(others):,} of the "
+        f"teacher; {single:,} are one token on each side, {outside:,} tokens of the student are in none",
+        spans={
+            "spans": len(spans),
+            "student": len(ids),
+            "teacher": len(others),
+            "single": single,
+            "outside": outside,
+        },
+    )

@@ -1,0 +1,114 @@
+"""A teacher, its stored logits and two students, by the commands of a user."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_nemotron3.distill.manifest import part_path, read_manifest
+from megatron_nemotron3.distill.stored import Reader
+from megatron_nemotron3.train import log
+
+SAMPLES = 80  # two parts of at most 64 rows
+
+
+def nemotron3(*words: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_nemotron3", *words], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def train(model: str, text: str, output: Path, *words: str) -> log.Step:
+    """The first step of a run of two."""
+    given = ["--steps", "2", "--seq-length", "64", "--text", text, "--output", str(output)]
+    nemotron3("train", model, "--tiny", "--device", "cpu", *given, *words, "--", "--log-interval", "1")
+    return log.read(str(output / "train.log")).steps[1]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("text") / "text.jsonl"
+    line = '{"text": "%s"}\n'
+    words = [" ".join(f"{i * j % 97} apples and {j} pears," for j in range(60)) for i in range(200)]
+    file.write_text("".join(line % one for one in words))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def teacher(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher") / "run"
+    train("super", text, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stored(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logits") / "all"
+    store(teacher, folder)
+    return folder
+
+
+def store(teacher: Path, folder: Path, *words: str, code: int = 0) -> str:
+    given = ["--samples", str(SAMPLES), "--topk", "40", "--seq-length", "64", "--device", "cpu"]
+    return nemotron3("logits", str(teacher), "--output", str(folder), *given, *words, code=code)
+
+
+@pytest.mark.full
+def test_both_teach_the_same(text: str, teacher: Path, stored: Path, tmp_path: Path) -> None:
+    """The divergence of the first step, from the whole vocabulary and from 40 tokens of it."""
+    online = train("nano", text, tmp_path / "online", "--teacher", str(teacher))
+    offline = train("nano", text, tmp_path / "offline", "--teacher", str(stored))
+    plain = train("nano", text, tmp_path / "plain")
+    assert online.loss == pytest.approx(plain.loss, rel=1e-6), "lm loss is the student's cross-entropy"
+    assert offline.loss == pytest.approx(plain.loss, rel=1e-6)
+    assert "divergence" not in plain.values
+    assert 0 < offline.values["divergence"] < online.values["divergence"]
+    assert online.values["grad norm"] != pytest.approx(plain.values["grad norm"], rel=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [("--tp", "2"), ("--pp", "2"), ("--cp", "2"), ("--dp", "2", "--ep", "2")])
+def test_any_layout_stores_the_same(
+    teacher: Path, stored: Path, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    store(teacher, tmp_path / "logits", *layout)
+    one, other = Reader(stored), Reader(tmp_path / "logits")
+    assert one.manifest == other.manifest
+    for table, again in zip(one._tables, other._tables, strict=True):
+        assert (table["key"] == again["key"]).all()
+        np.testing.assert_allclose(table["log_p"], again["log_p"], rtol=0, atol=1e-4)
+        assert (table["ids"] == again["ids"]).mean() > 0.99  # tokens of almost equal probability may swap
+
+
+@pytest.mark.full
+def test_goes_on_where_it_ended(teacher: Path, stored: Path) -> None:
+    manifest = read_manifest(stored)
+    first, second = (part_path(stored, part) for part in manifest.parts())
+    before, kept = second.read_bytes(), first.stat().st_mtime_ns
+    assert sum(path.stat().st_size for path in (first, second)) < manifest.size + 1024
+    second.unlink()
+    assert "1 of 2 parts are missing" in nemotron3(
+        *("train", "nano", "--tiny", "--device", "cpu", "--steps", "2", "--seq-length", "64"),
+        *("--teacher", str(stored), "--output", str(stored.parent / "student")),
+        code=2,
+    )
+    store(teacher, stored)
+    assert second.read_bytes() == before and first.stat().st_mtime_ns == kept
+    said = store(teacher, stored, "--logit-temperature", "2", code=2)
+    assert "holds other logits (temperature 1.0, not 2.0)" in said
+
+
+@pytest.mark.full
+def test_another_text_has_another_tokenizer(teacher: Path, tmp_path: Path) -> None:
+    file = tmp_path / "other.jsonl"
+    file.write_text('{"text": "Quite different words, many of them."}\n' * 200)
+    words = ["--steps", "2", "--seq-length", "64", "--text", str(file), "--output", str(tmp_path / "run")]
+    said = nemotron3("train", "nano", "--tiny", "--device", "cpu", *words, "--teacher", str(teacher), code=2)
+    assert "have different vocabularies (their tokenizers differ in tokens or ids)" in said
+    assert not (tmp_path / "run" / "train.log").exists()

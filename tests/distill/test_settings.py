@@ -1,0 +1,207 @@
+"""The command lines of distillation: what they mean, and what ends them before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3 import cli
+from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.distill import check, settings
+from megatron_nemotron3.distill.manifest import Manifest, part_path, read_manifest
+from megatron_nemotron3.distill.settings import Distillation
+from megatron_nemotron3.distill.vocabulary import Vocabulary, of_tokenizer
+from tests.train.data.test_conversations import write_tokenizer
+
+SCRIPT = str(Path(settings.__file__).parents[1] / "train" / "pretrain_script.py")
+
+
+def test_text_and_back() -> None:
+    how = Distillation("runs/a, teacher=b", "js", 2.5, 0.25, (("tp", 4), ("ep", 8)))
+    assert settings.parse(how.text()) == how
+    across = settings.parse("temperature=2,projection=/a/p,teacher=runs/big")
+    assert across == Distillation("runs/big", "p-kl", 2.0, projection="/a/p")
+    assert settings.parse(across.text()) == across
+    assert settings.parse("teacher=runs/big") == Distillation("runs/big")
+    assert settings.parse("") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kind=l2,teacher=x", "kind=l2: use one of kl"),
+        ("kind=p-kl,teacher=x", "kind=p-kl: use one of kl, .*; those with projection=FILE are p-kl, h-kl"),
+        ("kind=kl,projection=p,teacher=x", "kind=kl: use one of p-kl, h-kl"),
+        ("projection=p,tp=2,teacher=x", "has the student's layout: drop tp=2"),
+        ("temperature=0,teacher=x", "temperature=0: give a positive number"),
+        ("weight=1.5,teacher=x", "weight=1.5: give a number above 0, up to 1"),
+        ("weight=much,teacher=x", "'weight=much': give a number"),
+        ("tp=0,teacher=x", "tp=0: give 1 or more"),
+        ("pp=2,teacher=x", "'pp=2': use kind="),
+        ("tp=2,tp=4,teacher=x", "tp is given twice"),
+        ("tp=2", "end with teacher=FOLDER"),
+        ("teacher=", "no teacher"),
+    ],
+)
+def test_wrong_text(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        settings.parse(text)
+
+
+def test_the_script_does_not_see_the_options() -> None:
+    from megatron_nemotron3.run import split_arguments
+
+    words = split_arguments(
+        [
+            "--nemotron3-teacher",
+            "a",
+            "x.py",
+            "--lr",
+            "1",
+            "--nemotron3-distill=tp=2",
+            "--nemotron3-teacher",
+            "b",
+        ]
+    )
+    assert (words.arguments, words.taught) == (["--lr", "1"], ("b", "tp=2"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "student", "said"),
+    [
+        ({"tp": 3}, ParallelLayout(dp=4), "does not divide the 4 ranks of a pipeline stage"),
+        ({"tp": 1}, ParallelLayout(tp=4), "makes 4 data lanes, and the student has 1"),
+        ({"ep": 3}, ParallelLayout(dp=4), "does not divide the 4 ranks"),
+    ],
+)
+def test_layouts_that_do_not_fit(sizes: dict[str, int], student: ParallelLayout, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check.layout_of(Distillation("x", sizes=tuple(sizes.items())), student)
+
+
+def test_a_layout_of_its_own() -> None:
+    how = Distillation("x", sizes=(("tp", 4), ("ep", 2)))
+    found = check.layout_of(how, ParallelLayout(tp=2, dp=4, pp=2, vpp=2, ep=4))
+    assert found == ParallelLayout(tp=4, dp=2, pp=2, vpp=2, ep=2)
+    same = ParallelLayout(tp=2, dp=2)
+    assert check.layout_of(Distillation("x", sizes=(("tp", 2),)), same) is same
+    cp = Distillation("x", sizes=(("cp", 2),))
+    with pytest.raises(ValueError, match="give a cp that divides it"):
+        check.layout_of(cp, ParallelLayout(dp=2), packed=True)
+    with pytest.raises(ValueError, match="--use-tp-pp-dp-mapping"):
+        check.layout_of(cp, ParallelLayout(dp=2), contiguous=False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (Vocabulary(100), Vocabulary(100), None),
+        (Vocabulary(100), Vocabulary(101), "100 and 101 tokens"),
+        (Vocabulary(None, 256, 128), Vocabulary(200), None),
+        (Vocabulary(None, 256, 128), Vocabulary(100), "129 to 256 and 100 tokens"),
+        (Vocabulary(None, 256, 128), Vocabulary(None, 512, 256), "129 to 256 and 257 to 512 tokens"),
+        (Vocabulary(100, digest="a"), Vocabulary(100, digest="b"), "differ in tokens or ids"),
+        (Vocabulary(100, digest="a"), Vocabulary(100, digest="a"), None),
+        (Vocabulary(None), Vocabulary(7), None),
+    ],
+)
+def test_vocabularies(one: Vocabulary, other: Vocabulary, said: str | None) -> None:
+    found = one.differs(other)
+    assert (found is None) if said is None else (found is not None and said in found)
+
+
+def _run(*words: str) -> int:
+    try:
+        return cli.main(["run", "--device", "cpu", SCRIPT, *words])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    folder, tokenizer = tmp_path / "logits", write_tokenizer(tmp_path / "tokenizer")
+    vocabulary = of_tokenizer(Path(tokenizer))
+    assert vocabulary is not None and vocabulary.digest
+    manifest = Manifest(4, 2.0, 64, 8, 8, "big", vocabulary, {})
+    manifest.write(folder)
+    part_path(folder, manifest.parts()[0]).touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nemotron3-teacher", "/nowhere"], "/nowhere: it does not exist"),
+        (["--nemotron3-distill", "tp=2"], "--nemotron3-distill goes with --nemotron3-teacher"),
+        (["--nemotron3-teacher", "LOGITS", "--vocab-size", "17"], "have different vocabularies"),
+        (["--nemotron3-teacher", "LOGITS"], "temperature=1: LOGITS was stored at 2"),
+        (["--nemotron3-teacher", "LOGITS", "--nemotron3-distill", "temperature=2,tp=2"], "drop tp=2"),
+        (
+            ["--nemotron3-teacher", "LOGITS", "--nemotron3-distill", "temperature=2", "--seq-length", "32"],
+            "--seq-length 32: LOGITS has rows of 64 tokens",
+        ),
+        (["--nemotron3-teacher", "LOGITS", "--use-megatron-fsdp"], "--use-megatron-fsdp does not go with"),
+    ],
+)
+def test_wrong_lines_of_run(
+    words: list[str], said: str, stored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(*(str(stored) if word == "LOGITS" else word for word in words)) == 2
+    found = capsys.readouterr().err
+    assert said.replace("LOGITS", str(stored)) in found and found.count("\n") == 1
+
+
+def test_a_folder_of_another_tokenizer(
+    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    data = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
+    vocabulary, special = data["model"]["vocab"], {token["content"] for token in data["added_tokens"]}
+    first, second, *_ = (token for token in vocabulary if token not in special)
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(data))
+    assert _run("--nemotron3-teacher", str(stored), "--tokenizer-model", str(other)) == 2
+    assert "their tokenizers differ in tokens or ids" in capsys.readouterr().err
+
+
+def test_a_damaged_manifest(stored: Path) -> None:
+    (stored / "manifest.json").write_text('{"format": "nemotron3-logits 1", "k": 0}')
+    with pytest.raises(ValueError, match="not a manifest"):
+        read_manifest(stored)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--teacher", "/nowhere"], "/nowhere: it does not exist"),
+        (["--distill", "kind=kl"], "--distill goes with --teacher: give both"),
+        (["--teacher", "x", "--distill", "kind=l2"], "kind=l2: use one of kl"),
+    ],
+)
+def test_wrong_lines_of_train(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    assert cli.main(["train", "nano", "--tiny", "--device", "cpu", "--output", str(output), *words]) == 2
+    found = capsys.readouterr().err
+    assert said in found and found.count("\n") == 1 and not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--samples", "0"], "--samples 0: give 1 or more"),
+        (["--samples", "8", "--logit-temperature", "0"], "--logit-temperature 0: give a positive number"),
+        (["--samples", "8"], "/nowhere: it does not exist"),
+    ],
+)
+def test_wrong_lines_of_logits(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "logits"
+    assert cli.main(["logits", "/nowhere", "--output", str(output), *words]) == 2
+    found = capsys.readouterr().err
+    assert said in found and found.count("\n") == 1 and not output.exists()
