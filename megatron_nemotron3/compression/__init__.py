@@ -1,24 +1,10 @@
-"""Pruning and distillation through nvidia-modelopt's Megatron plugin (docs/compression.md).
+"""Pruning: what matters least in a model, and what is left without it (docs/compression.md).
 
-plugin    import of modelopt's plugin, with or without TransformerEngine
-dynamic   our layers in modelopt's registry of prunable modules
-minitron  pruning: a model and sizes -> a smaller config and its weights; and saving the result
-distill   a student and its teacher as one model with modelopt's losses
-
-modelopt is optional: nothing here imports it until a function is called.
+sizes       the sizes that pruning changes, and the model that remains. Standard library only
+importance  measured by hooks on a built model, in any layout
+scores      the measurements of a model, in a file; and which parts stay
+cut         the tensors that remain, as a view of a checkpoint: slices, in bounded memory
+memory      prune, load and save a model that is whole in memory
+calibrate, folder, command   `nemotron3 prune`
+search, choose, budget       candidates under a budget (docs/search.md)
 """
-
-from megatron_nemotron3.compression.distill import distillation_loss, distillation_model
-from megatron_nemotron3.compression.minitron import DIMENSIONS, load, prune, save, size
-from megatron_nemotron3.compression.plugin import modelopt_problem
-
-__all__ = [
-    "DIMENSIONS",
-    "distillation_loss",
-    "distillation_model",
-    "load",
-    "modelopt_problem",
-    "prune",
-    "save",
-    "size",
-]

@@ -61,7 +61,9 @@ def register(commands: Any) -> None:
     command.add_argument("--seq", dest="seq_length", type=int, default=SUPPRESS, help=SUPPRESS)
     command.add_argument("--gbs", dest="global_batch_size", type=int, default=SUPPRESS, help=SUPPRESS)
     shown = command.add_argument_group("output")
-    shown.add_argument("--best", type=int, default=5, metavar="N", help="layouts to print (5)")
+    shown.add_argument(
+        "--best", type=int, default=5, metavar="N", help="how many layouts or candidates to print (5)"
+    )
     add_json(shown)
     shown.add_argument(
         "--plot", type=Path, metavar="PNG", help="write a bar chart of the memory of the best layouts"

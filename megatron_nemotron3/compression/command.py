@@ -1,0 +1,302 @@
+"""`nemotron3 prune`: measure importance on text, and cut a checkpoint. Imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_nemotron3.args.command import LAYOUT
+from megatron_nemotron3.args.layout import ParallelLayout
+from megatron_nemotron3.bars import BYTES, Bar, size_text
+from megatron_nemotron3.checkpoint.files import require_output
+from megatron_nemotron3.checkpoint.output import add_json, result, say
+from megatron_nemotron3.checkpoint.remote import local, place
+from megatron_nemotron3.compression.sizes import BY_LAYER, Sizes, candidate_config, parse_sizes
+from megatron_nemotron3.cpu import quiet_on_cpu
+from megatron_nemotron3.models import Nemotron3Config, count
+from megatron_nemotron3.models.command import add_stored_model, stored_model
+from megatron_nemotron3.train.inputs import require_tokenizer
+from megatron_nemotron3.words import add_device
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.compression.scores import Scores
+    from megatron_nemotron3.convert.opened import Checkpoint
+    from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder
+
+TOKENS = 65536
+_LAYOUT = ("tp", "pp", "ep", "etp")
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 prune`."""
+    command = commands.add_parser("prune")
+    command.set_defaults(run=prune_command)
+    command.add_argument(
+        "checkpoint", type=place, metavar="CHECKPOINT", help="Megatron or Hugging Face checkpoint, or a URL"
+    )
+    add_stored_model(command)
+    measured = command.add_argument_group("importance")
+    text = measured.add_mutually_exclusive_group()
+    text.add_argument("--text", metavar="PATH", help="text file, .jsonl or folder (to measure on)")
+    text.add_argument("--data-path", metavar="PREFIX", help="Megatron data sets (here one, to measure on)")
+    measured.add_argument(
+        "--scores",
+        type=Path,
+        metavar="FILE",
+        help="measured importance: written with --text or --data-path, read without",
+    )
+    measured.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder of a Hugging Face tokenizer (default: the checkpoint's)",
+    )
+    measured.add_argument(
+        "--sample-tokens",
+        type=int,
+        default=TOKENS,
+        metavar="N",
+        help=f"tokens of the text to measure on (at most; default {TOKENS})",
+    )
+    measured.add_argument(
+        "--seq-length", type=int, metavar="N", help="tokens per sequence (default: the model's)"
+    )
+    ranks = command.add_argument_group("how it is measured (under torchrun)")
+    for name in _LAYOUT:
+        ranks.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{LAYOUT[name]} (1)")
+    ranks.add_argument(
+        "--precision",
+        choices=("bf16", "fp32"),
+        help="number format of the linear layers (default fp32 on a CPU, else bf16)",
+    )
+    add_device(ranks)
+    cut = command.add_argument_group("the cut")
+    cut.add_argument(
+        "--sizes",
+        nargs="+",
+        default=[],
+        metavar="NAME=N",
+        help="sizes that remain, such as hidden_size=2048; those of experts may differ by layer (N,N,…)",
+    )
+    cut.add_argument("--output", type=Path, metavar="DIR", help="where to write (a new folder)")
+    cut.add_argument("--dry-run", action="store_true", help="print the plan and its size, and stop")
+    cut.add_argument(
+        "--workers",
+        type=int,
+        default=min(8, os.cpu_count() or 1),
+        metavar="N",
+        help="processes or threads (that write; default: one for each core, 8 at most)",
+    )
+    add_json(command)
+
+
+def prune_command(options: argparse.Namespace) -> int:
+    """Measure, cut, or both. Exit status 0.
+
+    Args:
+        options: those of `register`.
+
+    Raises:
+        ValueError: options that do not go together; sizes that the model cannot have; there is no checkpoint,
+            text or tokenizer; scores of another model; a layout that the ranks or the model do not fit.
+        OSError: a file cannot be read or written.
+        ModuleNotFoundError: megatron-core or tokenizers is missing.
+    """
+    sizes = parse_sizes(options.sizes)
+    _check(options, sizes)
+    with result(options.json and _rank() == 0), local(options.checkpoint) as folder:
+        return _prune(options, folder, sizes)
+
+
+def _check(options: argparse.Namespace, sizes: Sizes) -> None:
+    """Raise ValueError for options that do not go together, before anything is read."""
+    measures = options.text is not None or options.data_path is not None
+    if not measures and options.scores is None:
+        raise ValueError("give --text PATH to measure importance on, or --scores FILE of a measurement")
+    if bool(sizes) != bool(options.output or options.dry_run):
+        given, missing = ("--sizes", "--output DIR") if sizes else ("--output", "--sizes NAME=N …")
+        raise ValueError(f"{given} needs {missing}")
+    if not sizes and not (measures and options.scores is not None):
+        raise ValueError("nothing to do: give --sizes and --output, or --text and --scores FILE to write")
+    if "num_layers" in sizes and any(isinstance(sizes.get(name), tuple) for name in BY_LAYER):
+        raise ValueError(
+            "num_layers and sizes by layer: the scores decide which layers stay; prune the depth first, then "
+            "the experts of what is left"
+        )
+    if options.sample_tokens < 2:
+        raise ValueError(f"--sample-tokens {options.sample_tokens}: give 2 or more")
+    if options.workers < 1:
+        raise ValueError(f"--workers {options.workers}: give 1 or more")
+    if options.tokenizer is not None:
+        require_tokenizer(options.tokenizer)
+    if options.text is not None and not Path(options.text).exists():
+        raise ValueError(f"--text {options.text} does not exist")
+    if measures and options.scores is not None:
+        require_output(options.scores, "--scores")
+    if options.output is not None:
+        from megatron_nemotron3.convert.job import check_target
+
+        check_target(options.output)
+    if measures:
+        _layout(options)
+    elif _ranks() > 1:
+        raise ValueError("ranks of torchrun measure, and one process cuts: run this without torchrun")
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _layout(options: argparse.Namespace) -> ParallelLayout:
+    """Return the layout of all ranks of torchrun."""
+    sizes = {name: getattr(options, name) for name in _LAYOUT}
+    model, ranks = ParallelLayout(**sizes), _ranks()
+    if ranks % (options.tp * options.pp):
+        raise ValueError(
+            f"--tp {options.tp} --pp {options.pp} need a multiple of {model.world_size} ranks, torchrun "
+            f"started {ranks}: torchrun --nproc-per-node N -m megatron_nemotron3 prune …"
+        )
+    return ParallelLayout(**sizes, dp=ranks // (options.tp * options.pp))
+
+
+def _prune(options: argparse.Namespace, folder: Path, sizes: Sizes) -> int:
+    from megatron_nemotron3.compression.scores import Scores
+    from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
+
+    found = find_checkpoint(folder)
+    opened = found.open(stored_model(options))
+    if opened.omni is not None:
+        raise ValueError(
+            f"{folder}: it has encoders: `nemotron3 convert … --only language` takes the language model out"
+        )
+    if opened.adapter is not None:
+        raise ValueError(f"{folder}: it has a LoRA adapter: `nemotron3 convert … --merge-adapter` adds it")
+    config = opened.config
+    number = sizes.get("num_layers", config.num_layers)
+    assert isinstance(number, int)
+    candidate_config(config, sizes, range(number))  # before any work; which layers stay is not known yet
+    if options.text is None and options.data_path is None:
+        scores = Scores.load(options.scores, config)
+    else:
+        scores = _measured(options, found, opened)
+        if _rank() > 0:
+            return 0
+        if options.scores is not None:
+            scores.save(options.scores)
+            say(f"scores       {options.scores}", scores=str(options.scores))
+    if not sizes:
+        say(f"next         nemotron3 prune {folder} --scores {options.scores} --sizes NAME=N --output DIR")
+        return 0
+    layers = scores.layers(number)
+    pruned = candidate_config(config, sizes, layers)
+    _say_plan(config, pruned, sizes)
+    if options.output is not None and not options.dry_run:
+        _cut(options, found, opened, scores, pruned, layers)
+    return 0
+
+
+def _measured(options: argparse.Namespace, found: CheckpointFolder, opened: Checkpoint) -> Scores:
+    from megatron_nemotron3.args import Launch
+    from megatron_nemotron3.args.rules import enforce
+    from megatron_nemotron3.generate.evaluate_command import evaluation_tokens
+    from megatron_nemotron3.run import resolve_device
+
+    device, layout = resolve_device(options.device), _layout(options)
+    if device == "cpu":
+        quiet_on_cpu()
+    config = opened.config
+    length = options.seq_length
+    if length is None:
+        length = min(config.seq_length, config.max_position_embeddings)
+    if not 1 <= length <= config.max_position_embeddings:
+        raise ValueError(f"--seq-length {length}: give 1 to {config.max_position_embeddings:,}")
+    launch = Launch.of(
+        config.but(seq_length=length),
+        layout=layout,
+        precision=options.precision or ("fp32" if device == "cpu" else "bf16"),
+        backend="torch" if device == "cpu" else "auto",
+    )
+    enforce(launch)
+    from megatron_nemotron3.compression.calibrate import calibrate
+    from megatron_nemotron3.generate.evaluate import windows
+
+    ids, source = evaluation_tokens(found, options, 4 * options.sample_tokens)
+    text = windows(ids, length, options.sample_tokens)
+    if int(text.max()) >= config.vocab_size:
+        raise ValueError(f"{source}: token {int(text.max())} is not in the vocabulary of {config.vocab_size}")
+    if text.shape[1] - 1 != length or len(text) < layout.dp:
+        raise ValueError(
+            f"{source}: {len(ids):,} tokens and --sample-tokens {options.sample_tokens} give {len(text)} "
+            f"windows of {text.shape[1] - 1}, and each of {layout.dp} data-parallel ranks needs one of "
+            f"{length}: give more text, or a smaller --seq-length"
+        )
+    text = text[: len(text) // layout.dp * layout.dp]
+    scores, loss = calibrate(opened, launch, text, device)
+    if _rank() == 0:
+        say(
+            f"measured     {scores.tokens:,} tokens of {source}, loss {loss:.4f}",
+            tokens=scores.tokens,
+            text=source,
+            loss=loss,
+        )
+    return scores
+
+
+def _say_plan(config: Nemotron3Config, pruned: Nemotron3Config, sizes: Sizes) -> None:
+    for name in sizes:
+        say(f"size         {name}: {getattr(config, name)} -> {_shown(pruned, sizes, name)}")
+    if config.pattern != pruned.pattern:
+        say(f"layers       {config.pattern} -> {pruned.pattern}", pattern=pruned.pattern)
+    before, after = count(config).stored, count(pruned).stored
+    say(
+        f"parameters   {before:,} -> {after:,} ({after / before:.1%})",
+        sizes={name: _shown(pruned, sizes, name) for name in sizes},
+        parameters_before=before,
+        parameters=after,
+    )
+    if lost := sorted(set(config.pattern) - set(pruned.pattern)):
+        say(f"note         no layer of kind {' '.join(lost)} is left", lost_kinds=lost)
+
+
+def _shown(pruned: Nemotron3Config, sizes: Sizes, name: str) -> Any:
+    return list(new) if isinstance(new := sizes[name], tuple) else getattr(pruned, name)
+
+
+def _cut(
+    options: argparse.Namespace,
+    found: CheckpointFolder,
+    opened: Checkpoint,
+    scores: Scores,
+    pruned: Nemotron3Config,
+    layers: tuple[int, ...],
+) -> None:
+    from megatron_nemotron3.compression.folder import MODEL, cut_job
+    from megatron_nemotron3.convert.job import Progress, run
+
+    try:
+        tokenizer = found.tokenizer(options.tokenizer).folder
+    except (ValueError, ModuleNotFoundError):
+        tokenizer = options.tokenizer
+    job = cut_job(opened, scores, pruned, layers, options.output, tokenizer)
+    with Bar("prune", BYTES) as bar:
+
+        def show(at: Progress) -> None:
+            bar.to(at.done, at.total, begun=at.begun)
+
+        run(job, workers=options.workers, report=show)
+    say(
+        f"written      {options.output}: {size_text(job.length)}",
+        output=str(options.output),
+        bytes=job.length,
+    )
+    model = options.output / MODEL
+    if opened.kind == "hugging face":
+        say(f"next         nemotron3 convert from-hf {options.output} MEGATRON_DIR --model {model}")
+    else:
+        say(f"next         nemotron3 train --model {model} --pretrained {options.output}")

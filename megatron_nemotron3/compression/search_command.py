@@ -1,0 +1,179 @@
+"""`nemotron3 search`: the smaller forms of a model that meet a budget. Imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoint.files import require_output, write_text
+from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.compression.budget import MEASURES, amount, costs, parse_budget
+from megatron_nemotron3.compression.search import (
+    Alike,
+    Candidate,
+    Found,
+    Losses,
+    parse_values,
+    search,
+    sizes_text,
+)
+from megatron_nemotron3.compression.sizes import BY_LAYER
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.command import add_model, chosen_model
+from megatron_nemotron3.models.show import describe
+from megatron_nemotron3.plan.hardware import GPUS
+from megatron_nemotron3.plan.serving import Serving
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 search`."""
+    command = commands.add_parser("search")
+    command.set_defaults(run=search_command)
+    add_model(command)
+    command.add_argument(
+        "--budget",
+        nargs="+",
+        required=True,
+        metavar="MEASURE=N",
+        help="at most so much of each: params=60B, active=9B, memory=80GiB (weights in BF16, and the state "
+        "of the sequences), latency=12ms (to decode a token of every sequence)",
+    )
+    command.add_argument(
+        "--vary",
+        nargs="+",
+        required=True,
+        metavar="NAME=N,N,…",
+        help=f"values to choose a size from; {' and '.join(BY_LAYER)} are chosen for each layer by itself",
+    )
+    command.add_argument(
+        "--scores",
+        type=Path,
+        metavar="FILE",
+        help="measured importance, from nemotron3 prune --text … --scores FILE (default: all parts alike)",
+    )
+    served = command.add_argument_group("how the model is used (memory and latency)")
+    served.add_argument("--gpu", choices=GPUS, default="h100", help="type of GPU (h100)")
+    served.add_argument(
+        "--sequences", type=int, default=1, metavar="N", help="sequences that are decoded together (1)"
+    )
+    served.add_argument(
+        "--context", type=int, metavar="N", help="tokens of each so far (default: the training length)"
+    )
+    shown = command.add_argument_group("output")
+    shown.add_argument(
+        "--best", type=int, default=10, metavar="N", help="how many layouts or candidates to print (10)"
+    )
+    shown.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.json",
+        help="where to write the best, for --model of other commands",
+    )
+    add_json(shown)
+
+
+def search_command(options: argparse.Namespace) -> int:
+    """Print the candidates, best first. Exit status 0.
+
+    Raises:
+        ValueError: no candidate meets the budget (the message names the nearest), or an option is wrong.
+        OSError: a file cannot be read or written.
+    """
+    config = chosen_model(options)
+    budget, values = parse_budget(options.budget), parse_values(options.vary)
+    if options.best < 1:
+        raise ValueError(f"--best {options.best}: give 1 or more")
+    if options.output is not None:
+        if options.output.suffix != ".json":
+            raise ValueError(f"--output {options.output}: give a file that ends with .json, for --model")
+        require_output(options.output, "--output")
+    context = config.seq_length if options.context is None else options.context
+    serving = Serving(GPUS[options.gpu], options.sequences, context)
+    found = search(config, values, budget, serving, _losses(options.scores, config))
+    if options.output is not None:
+        write_text(options.output, json.dumps(describe(found.candidates[0].config), indent=2) + "\n")
+    if options.json:
+        print_json(_facts(config, budget, serving, found, options))
+    else:
+        print("\n".join(_lines(config, budget, serving, found, options)))
+    return 0
+
+
+def _losses(file: Path | None, config: Nemotron3Config) -> Losses:
+    if file is None:
+        return Alike(config)
+    from megatron_nemotron3.compression.losses import Measured
+
+    return Measured.load(file, config)
+
+
+def _facts(
+    config: Nemotron3Config,
+    budget: dict[str, float],
+    serving: Serving,
+    found: Found,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    return {
+        "model": config.name,
+        "costs": costs(config, serving),
+        "budget": budget,
+        "scores": options.scores,
+        "candidates": [
+            {
+                "sizes": one.sizes,
+                "layers": one.layers,
+                "loss": one.loss,
+                "gap": one.gap,
+                "costs": one.costs,
+                "config": describe(one.config)["config"],
+            }
+            for one in found.candidates[: options.best]
+        ],
+        "met": len(found.candidates),
+        "skipped": found.skipped,
+    }
+
+
+def _lines(
+    config: Nemotron3Config,
+    budget: dict[str, float],
+    serving: Serving,
+    found: Found,
+    options: argparse.Namespace,
+) -> list[str]:
+    def row(number: str, loss: str, values: list[str], sizes: str) -> str:
+        return f"{number:>3} {loss:>9}" + "".join(f"{value:>11}" for value in values) + f"  {sizes}"
+
+    whole, best = costs(config, serving), found.candidates[0]
+    lines = [
+        f"{config.title}: at most " + ", ".join(f"{name} {amount(name, n)}" for name, n in budget.items()),
+        f"latency: a token of {serving.sequences} x {serving.context:,} on {serving.gpu.name}, an estimate",
+        "",
+        row("", "loss", list(MEASURES), "sizes"),
+        row("", "0", [amount(name, whole[name]) for name in MEASURES], "as it is"),
+    ]
+    for number, one in enumerate(found.candidates[: options.best], 1):
+        values = [amount(name, one.costs[name]) for name in MEASURES]
+        lines.append(row(str(number), f"{one.loss:.4f}", values, sizes_text(one)))
+    if options.scores is None:
+        lines += ["", "loss: without --scores all channels, heads, experts and layers count alike"]
+    if best.gap:
+        lines += ["", f"other experts by layer could lose up to {best.gap:.2g} less: too many to try all"]
+    if found.skipped:
+        lines += ["", f"{found.skipped} combinations are no model, the first: {found.why}"]
+    lines += ["", _words(best)]
+    if options.output is not None:
+        lines += [f"wrote {options.output}: nemotron3 train --model {options.output}"]
+    return lines
+
+
+def _words(best: Candidate) -> str:
+    """The best candidate as words for `nemotron3 prune`."""
+    sizes = " ".join(
+        f"{name}={','.join(map(str, size)) if isinstance(size, tuple) else size}"
+        for name, size in best.sizes.items()
+    )
+    return f"nemotron3 prune … --sizes {sizes}"
