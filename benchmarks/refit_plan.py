@@ -1,0 +1,42 @@
+"""CPU seconds to plan a refit of many ranks, and to check the plan: `python benchmarks/refit_plan.py`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from megatron_nemotron3.models import get
+from megatron_nemotron3.refit.check import check
+from megatron_nemotron3.refit.layouts import Serving, Training
+from megatron_nemotron3.refit.planner import make_plan
+
+#: (model, trainer, servers)
+CASES = (
+    ("super", "tp=2,ep=8,pp=4", "tp=8"),
+    ("super", "tp=2,ep=64,dp=1024", "tp=8,replicas=256"),
+    ("ultra", "tp=8,ep=64,dp=256", "tp=8,ep=8,replicas=256"),
+)
+
+
+def main() -> None:
+    """Print one line for each case."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    for name, source, target in CASES:
+        config = get(name)
+        training, serving = Training.of(config, source), Serving.of(config, target)
+        begin = time.process_time()
+        plan = make_plan(training, serving)
+        made = time.process_time()
+        check(plan)
+        checked = time.process_time()
+        load = plan.load()
+        print(
+            f"{name}: {training.layout.world_size:,} to {serving.size:,} ranks, {len(plan.transfers):,} "
+            f"transfers in {plan.steps:,} steps: planned in {made - begin:.1f} s, checked in "
+            f"{checked - made:.1f} s; busiest sender {load.sent / load.bound:.3f} of the bound",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

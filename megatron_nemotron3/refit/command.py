@@ -1,0 +1,107 @@
+"""`nemotron3 refit`: plan the way of the weights from a trainer to an engine. Needs no GPU and no torch."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.models.command import add_model, chosen_model
+from megatron_nemotron3.plan.hardware import GPUS
+from megatron_nemotron3.refit.engines import ENGINES
+from megatron_nemotron3.refit.layouts import ITEM_SIZES, Serving, Training
+
+_MIB = 1 << 20
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 refit`."""
+    command = commands.add_parser("refit")
+    add_model(command)
+    command.add_argument(
+        "--from",
+        dest="source",
+        required=True,
+        metavar="LAYOUT",
+        help="layout of the sender (the trainer): tp=,pp=,vpp=,ep=,etp=,cp=,dp=; dp is by default the "
+        "least that holds the experts",
+    )
+    command.add_argument(
+        "--to",
+        dest="target",
+        required=True,
+        metavar="LAYOUT",
+        help="layout of the receiver (the servers): tp=,pp=,dp=,ep=,replicas=,mtp=, as the engine counts "
+        "them; mtp=0 leaves MTP out",
+    )
+    how = command.add_argument_group("how the weights go")
+    how.add_argument("--engine", choices=ENGINES, default="vllm", help="inference engine (default vllm)")
+    how.add_argument("--dtype", choices=ITEM_SIZES, default="bfloat16", help="type of the numbers (bfloat16)")
+    how.add_argument(
+        "--colocated", action="store_true", help="trainer and server of the same number are one process"
+    )
+    how.add_argument(
+        "--buffer", type=int, default=256, metavar="MIB", help="most that a rank sends in a step (256)"
+    )
+    how.add_argument(
+        "--gpu", choices=GPUS, default="h100", help="type of GPU, whose links give the time (h100)"
+    )
+    how.add_argument(
+        "--delta", metavar="PATTERN", help='only tensors with such Hugging Face names, as "mtp.*"'
+    )
+    how.add_argument("--prove", action="store_true", help="check that every byte arrives once")
+    add_json(command)
+    command.set_defaults(run=refit)
+
+
+def refit(options: argparse.Namespace) -> int:
+    """Print the figures of the plan. Returns exit status 0.
+
+    Raises:
+        ValueError: a layout cannot hold the model, or a number is invalid.
+    """
+    config = chosen_model(options)
+    if options.buffer < 1:
+        raise ValueError(f"--buffer {options.buffer}: give 1 or more")
+    if options.prove and options.delta is not None:
+        raise ValueError("--prove is for a plan of all tensors: leave --delta out")
+    training = Training.of(config, options.source)
+    serving = Serving.of(config, options.target, engine=options.engine, dtype=options.dtype)
+
+    from megatron_nemotron3.refit.check import check
+    from megatron_nemotron3.refit.planner import make_plan
+    from megatron_nemotron3.refit.timing import seconds
+
+    plan = make_plan(
+        training, serving, buffer=options.buffer * _MIB, colocated=options.colocated, only=options.delta
+    )
+    if options.prove:
+        check(plan)
+    load, gpu = plan.load(), GPUS[options.gpu]
+    time = seconds(plan, gpu)
+    if options.json:
+        facts = {
+            "training_ranks": training.layout.world_size,
+            "serving_ranks": serving.size,
+            "tensors": len(plan.names),
+            "steps": plan.steps,
+            "seconds": time,
+            "digest": plan.digest,
+        }
+        print_json(facts | load._asdict())
+        return 0
+    ratio = f", {load.sent / load.bound:.2f} times the least possible" if load.bound else ""
+    print(f"trainer           {training}: {training.layout.world_size:,} ranks")
+    print(f"servers           {serving}: {serving.size:,} ranks{', the same processes' * plan.colocated}")
+    print(f"tensors           {len(plan.names):,}, in {plan.steps:,} steps")
+    print(f"sent              {load.total:,} bytes in {load.messages:,} messages")
+    if plan.colocated:
+        print(f"copied            {load.copied:,} bytes inside a process")
+    print(f"busiest sender    {load.sent:,} bytes{ratio} ({load.bound:,})")
+    print(f"busiest receiver  {load.received:,} bytes, what it holds")
+    print(f"largest buffer    {load.space:,} bytes of {plan.buffer:,}")
+    print(f"time              {time:.3g} s by the links of {gpu.name}, without latency")
+    if options.prove:
+        print("checked           every receiver gets every byte once, from a rank that holds it")
+    print(f"digest            {plan.digest}")
+    return 0

@@ -1,0 +1,133 @@
+"""Names, fusions and cuts of the parameters of vLLM's and SGLang's NemotronH models. Standard library only.
+
+Facts read from their sources, and nothing else of them:
+
+    vllm-project/vllm    models/nemotron_h.py and layers/mamba/mamba_mixer2.py at 00b08dc4,
+                         models/nemotron_h_mtp.py at 01ca2773, layers/fused_moe/routed_experts.py at 002d6073
+    sgl-project/sglang   models/nemotron_h.py at 02c60328, models/nemotron_h_mtp.py at 008b79d2,
+                         distributed/utils.py at 1107be11
+
+Shapes are those in which the engines create the parameters and load checkpoints. Kernels that reorder a
+weight after loading (some fused MoE kernels do) need the engine's own `load_weights`, which takes the whole
+tensors of engine "hf".
+
+Not in these files, but inferred: under SGLang's DP attention the Mamba layers are cut over the attention
+ranks, because the model gathers their input there only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+#: The ranks over which a tensor is cut: those of an attention group, all tensor ranks, those that share an
+#: expert, or those of the embedding or output layer.
+Role = Literal["attention", "mlp", "shared", "experts", "embedding", "head", "whole"]
+#: Pipeline stages that hold a tensor outside the layers.
+Stages = Literal["first", "last", "all"]
+#: Rows of a vocabulary are padded to a multiple of this, in both engines.
+VOCABULARY_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """How an engine holds one tensor of Hugging Face's.
+
+    name: relative to the layer, as in `models.tensors`. fused: name of the next tensors in the same parameter
+    (q, k, v), in order. stacked: experts are an additional first axis. negated_exp: holds -exp(tensor), FP32.
+    """
+
+    name: str
+    role: Role
+    fused: tuple[str, ...] = ()
+    stacked: bool = False
+    negated_exp: bool = False
+
+
+_QKV = tuple(f"mixer.{part}_proj.weight" for part in "qkv")
+#: Name in Hugging Face's checkpoint, below the layer -> parameter of both engines.
+PARAMETERS: dict[str, Parameter] = {
+    "embeddings.weight": Parameter("embed_tokens.weight", "embedding"),
+    "norm_f.weight": Parameter("norm_f.weight", "whole"),
+    "lm_head.weight": Parameter("lm_head.weight", "head"),
+    "norm.weight": Parameter("norm.weight", "whole"),
+    **{
+        name: Parameter(name, "attention")
+        for name in (
+            "mixer.in_proj.weight",
+            "mixer.conv1d.weight",
+            "mixer.conv1d.bias",
+            "mixer.D",
+            "mixer.dt_bias",
+            "mixer.norm.weight",
+            "mixer.out_proj.weight",
+            "mixer.o_proj.weight",
+            "eh_proj.weight",
+        )
+    },
+    "mixer.A_log": Parameter("mixer.A", "attention", negated_exp=True),
+    **{name: Parameter("mixer.qkv_proj.weight", "attention", fused=_QKV) for name in _QKV},
+    **{
+        name: Parameter(name, "whole")
+        for name in (
+            "mixer.gate.weight",
+            "mixer.gate.e_score_correction_bias",
+            "mixer.fc1_latent_proj.weight",
+            "mixer.fc2_latent_proj.weight",
+            "enorm.weight",
+            "hnorm.weight",
+            "final_layernorm.weight",
+        )
+    },
+    "mixer.experts.{e}.up_proj.weight": Parameter("mixer.experts.w13_weight", "experts", stacked=True),
+    "mixer.experts.{e}.down_proj.weight": Parameter("mixer.experts.w2_weight", "experts", stacked=True),
+    "mixer.shared_experts.up_proj.weight": Parameter("mixer.shared_experts.up_proj.weight", "shared"),
+    "mixer.shared_experts.down_proj.weight": Parameter("mixer.shared_experts.down_proj.weight", "shared"),
+    "mixer.up_proj.weight": Parameter("mixer.up_proj.weight", "mlp"),
+    "mixer.down_proj.weight": Parameter("mixer.down_proj.weight", "mlp"),
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What differs between the engines.
+
+    outside: stages with the embedding, and stages with the final norm and the output layer. last_first: the
+    layers that a division leaves over go to the last stages; otherwise to those before the last. experts: the
+    module that holds the experts. own_head: the MTP model has an output layer of its own beside the target's.
+    """
+
+    name: str
+    outside: tuple[Stages, Stages]
+    last_first: bool
+    experts: str
+
+    def parameter_name(self, parameter: Parameter, prefix: str) -> str:
+        """The full name of a parameter.
+
+        Args:
+            prefix: of its layer, "backbone.layers.3.", as Hugging Face names it; "draft.layers.0." in MTP.
+        """
+        name = parameter.name.replace("mixer.experts.", self.experts)
+        if name == "lm_head.weight":
+            return name
+        if prefix.startswith("mtp."):
+            return "draft.model." + prefix.removeprefix("mtp.") + name
+        return "model." + prefix.removeprefix("backbone.").removeprefix("model.") + name
+
+    def layers(self, number: int, stages: int) -> list[int]:
+        """Number of layers of each pipeline stage."""
+        each, left = divmod(number, stages)
+        sizes = [each] * stages
+        first = stages - left if self.last_first else stages - 1 - left
+        for stage in range(first, first + left):
+            sizes[stage] += 1
+        return sizes
+
+
+ENGINES: dict[str, Engine] = {
+    "vllm": Engine("vllm", ("all", "all"), False, "mixer.experts.routed_experts."),
+    "sglang": Engine("sglang", ("first", "last"), True, "mixer.experts."),
+    # Whole tensors under Hugging Face's names, which the engines' `load_weights` takes.
+    "hf": Engine("hf", ("first", "first"), True, ""),
+}
