@@ -1,11 +1,17 @@
 """Tokens per second of transformers' `generate`, our plain decoding, and decoding with MTP drafts.
 
     OMP_NUM_THREADS=2 python benchmarks/generate.py [--run runs/demo] [--context 512] [--new 128] [--rounds 3]
+    OMP_NUM_THREADS=1 python benchmarks/generate.py --passes 1024 [--dtype bfloat16] [--rounds 30]
 
 Greedy, batch 1, FP32. Without --run, the family's proportions at hidden size 256 with random weights:
 transformers and plain decoding, and how many of their tokens are equal (random MTP heads draft nothing
 useful). With --run, the model of `nemotron3 train --output DIR`: continuations of Python sources, plain and
 with 1 to 7 drafts. The figures are for decoding only, without the prefill, and are medians of the rounds.
+
+With --passes, what drafts cost at that hidden size in the family's proportions: a pass over 1 to 8 tokens,
+and a step that drafts 1 to 3 tokens of which all are accepted, in turn. Least CPU time of the thread, which
+other processes disturb less than the clock; "pays from" is the acceptance length from which drafts are faster
+than plain decoding.
 """
 
 from __future__ import annotations
@@ -21,11 +27,14 @@ import torch
 from common import do_not_clamp_time_steps, machine, model, parser, print_table, rounds, set_threads
 
 from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.generate import GenerationOptions, generate
+from megatron_nemotron3.generate.generate import Decoder, GenerationOptions, generate
+from megatron_nemotron3.generate.weights import read_weights
 from megatron_nemotron3.models import Nemotron3Config
-from tests.support.engines import engine_of, tensors
+from tests.support.checkpoint_pair import InMemory
+from tests.support.engines import agreeing_tensors, engine_of, tensors
 
 DRAFTS = (1, 2, 3, 5, 7)
+PASSES = (1, 2, 3, 4, 8)
 #: Prompts for --run: Python's own sources, which `nemotron3 train` trains on.
 SOURCES = ("argparse.py", "tarfile.py", "typing.py", "asyncio/base_events.py")
 
@@ -106,7 +115,6 @@ def trained(run: Path, context: int, new: int, repetitions: int) -> None:
 
     from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
     from megatron_nemotron3.generate.command import open_for_tokenizer
-    from megatron_nemotron3.generate.weights import read_weights
 
     folder = find_checkpoint(run)
     tokenizer = folder.tokenizer()
@@ -143,6 +151,62 @@ def trained(run: Path, context: int, new: int, repetitions: int) -> None:
     print_table(["drafts", "acceptance length", "tokens/s", "of plain", "equal to plain"], rows)
 
 
+def scaled(hidden_size: int) -> Nemotron3Config:
+    """`common.model` at another hidden size, with an MTP block and weights with which it agrees."""
+    factor = hidden_size / model().hidden_size
+    widths = ("num_attention_heads", "mamba_num_heads", "moe_ffn_hidden_size", "moe_latent_size")
+    names = (*widths, "moe_shared_expert_intermediate_size")
+    changes: dict[str, Any] = {name: int(getattr(model(), name) * factor) for name in names}
+    mtp = {"mtp_pattern": "*E", "mtp_num_layers": 1, "mtp_use_repeated_layer": True}
+    return replace(model(), hidden_size=hidden_size, **changes, **mtp)
+
+
+def cpu_seconds(function: Callable[[], Any]) -> float:
+    """CPU seconds of this thread in one call."""
+    began = time.thread_time()
+    function()
+    return time.thread_time() - began
+
+
+def passes(hidden_size: int, context: int, dtype: torch.dtype, repetitions: int) -> None:
+    """Print what passes over few tokens and steps with drafts cost."""
+    config = scaled(hidden_size)
+    made = agreeing_tensors(config, 0.0)
+    engine = Engine(read_weights(InMemory(made, Path()), config, dtype=dtype), max_context=10**6)
+    prompt = torch.randint(config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
+    state = engine.new_state(1, 2 * context)
+    engine.prefill(prompt, state)
+
+    def over(n: int) -> Callable[[], float]:
+        def run() -> None:
+            out = engine.forward(prompt[:, :n], state, rollback=n > 1)
+            out.logits.argmax(-1).tolist()
+            if out.rollback is not None:
+                state.truncate(n - 1, out.rollback)
+
+        return lambda: cpu_seconds(run)
+
+    def step(decoder: Decoder) -> Callable[[], float]:
+        def run() -> None:
+            assert len(decoder.step([decoder.draft])[0]) == decoder.draft + 1
+
+        return lambda: cpu_seconds(run)
+
+    sides = {f"pass over {n}": over(n) for n in PASSES}
+    for draft in (0, 1, 2, 3):
+        options = GenerationOptions(4 * (repetitions + 2), draft=draft)
+        sides[f"step with {draft} drafts"] = step(Decoder(engine, prompt.tolist(), options))
+    with torch.inference_mode():
+        found = [min(times) for times in rounds(list(sides.values()), repetitions)]
+    print(f"{config.title.replace('256', str(hidden_size))}, {dtype}, context {context}")
+    plain = {"pass": found[0], "step": found[len(PASSES)]}
+    rows = []
+    for name, seconds in zip(sides, found, strict=True):
+        cost = seconds / plain[name.split()[0]]
+        rows.append([name, f"{1e3 * seconds:.2f}", f"{cost:.2f}", f"{cost:.2f}" if "step" in name else ""])
+    print_table(["what", "ms", "of one token", "pays from"], rows)
+
+
 def main() -> None:
     """Print the table."""
     arguments = parser(__doc__)
@@ -150,10 +214,14 @@ def main() -> None:
     arguments.add_argument("--context", type=int, default=512)
     arguments.add_argument("--new", type=int, default=128)
     arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--passes", type=int, metavar="HIDDEN_SIZE")
+    arguments.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = arguments.parse_args()
     set_threads()
     print(machine())
-    if options.run is None:
+    if options.passes is not None:
+        passes(options.passes, options.context, getattr(torch, options.dtype), options.rounds)
+    elif options.run is None:
         random_weights(options.context, options.new, options.rounds)
     else:
         trained(options.run, options.context, options.new, options.rounds)

@@ -57,7 +57,7 @@ SOURCES = {
 MANIFEST = "MANIFEST.json"
 MIB = 2**20
 #: Of a part: transfers of 64 MiB carry the checkout, too.
-PART = 55 * MIB
+PART = 52 * MIB
 
 
 def size(text: str) -> int:

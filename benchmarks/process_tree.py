@@ -1,14 +1,20 @@
 """Peak memory of a command and of all processes it starts.
 
+    python benchmarks/process_tree.py COMMAND…
+
+prints what the command prints, and the memory that its processes take together (`proportional`).
+
 Resident memory (RSS) counts anonymous pages and pages of mapped files, but not the page cache of files that
 are read and written by system calls. The kernel keeps a high-water mark per process (VmHWM), which is polled
 until the process ends. The sum over all processes is an upper bound, because the processes need not peak at
 the same time, and forked ones share pages. There is no such mark for anonymous memory (RssAnon), so its
-result is the largest sum that was polled.
+result is the largest sum that was polled. It counts pages that forked processes share once for each; the
+kernel's proportional size (PSS) divides them, but takes milliseconds per process to read.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import subprocess
 import sys
@@ -32,18 +38,26 @@ class Usage:
     rss: int
     anonymous: int
     processes: int
+    #: Largest sum of proportional sizes, of anonymous and shared memory, not of files, that two polls in a
+    #: row reached: a single one counts too much if a process starts or ends meanwhile. 0: not polled.
+    proportional: int = 0
 
 
 def watch(
-    command: Sequence[str], *, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    proportional: bool = False,
 ) -> Usage:
     """Run a command and poll the memory of its processes.
 
     Args:
         environment: the whole environment; default: that of this process.
+        proportional: whether to poll proportional sizes, too, and therefore less often.
     """
     marks: dict[int, int] = {}
-    anonymous = 0
+    anonymous = shared = last = 0
     with tempfile.TemporaryFile() as output:
         started = time.perf_counter()
         process = subprocess.Popen(
@@ -54,18 +68,21 @@ def watch(
             cwd=cwd,
         )
         while process.poll() is None:
-            now = 0
+            now = parts = 0
             for pid in tree(process.pid):
                 found = proc_bytes(f"{pid}/status")
                 marks[pid] = max(marks.get(pid, 0), found.get("VmHWM", 0))
                 now += found.get("RssAnon", 0)
-            anonymous = max(anonymous, now)
+                if proportional:
+                    rollup = proc_bytes(f"{pid}/smaps_rollup")
+                    parts += rollup.get("Pss_Anon", 0) + rollup.get("Pss_Shmem", 0)
+            anonymous, shared, last = max(anonymous, now), max(shared, min(last, parts)), parts
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(INTERVAL)
+                process.wait(0.5 if proportional else INTERVAL)
         seconds = time.perf_counter() - started
         output.seek(0)
         text = output.read().decode(errors="replace")
-    return Usage(process.returncode, text, seconds, sum(marks.values()), anonymous, len(marks))
+    return Usage(process.returncode, text, seconds, sum(marks.values()), anonymous, len(marks), shared)
 
 
 def idle() -> Usage:
@@ -96,3 +113,22 @@ def proc_bytes(name: str) -> dict[str, int]:
         return {}
     words = (line.split() for line in lines)
     return {w[0].rstrip(":"): int(w[1]) * 1024 for w in words if len(w) == 3 and w[2] == "kB"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, print its memory, and return its exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="a program")
+    command = parser.parse_args(arguments).command
+    if not command:
+        parser.error("name a command")
+    usage = watch(command, proportional=True)
+    print(usage.output, end="")
+    print(f"{usage.processes} processes, {usage.seconds:.0f} s, {usage.proportional / 2**30:.2f} GiB at once")
+    return usage.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """LatentMoE at CPU scale: baseline against "eff" and "acc" (arXiv 2601.18089), paired seeds, real text.
 
-    python examples/latent_moe_study.py [--steps 250] [--seeds 3] [--output runs/latent_moe_study]
+    python examples/latent_moe_study.py [--steps 250] [--seeds 5] [--output runs/latent_moe_study]
 
 The three models differ only in their experts. With alpha = hidden size / latent size = 4:
 
@@ -16,8 +16,6 @@ scale.
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
 import sys
 from pathlib import Path
 
@@ -25,6 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if t
 
 from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config, count, get, tiny
+from megatron_nemotron3.paired import Interval, interval, paired
 from megatron_nemotron3.train import log, training
 from megatron_nemotron3.train.data import prepare
 from megatron_nemotron3.train.training import Request
@@ -83,17 +82,16 @@ def train(config: Nemotron3Config, seed: int, steps: int, folder: Path, prefix: 
     return curve.validation[max(curve.validation)]
 
 
-def mean_and_error(values: list[float], sign: str = "") -> str:
-    """Mean and standard error of the mean; one value has no error."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return f"{statistics.mean(values):{sign}.4f} ± {error:.4f}"
+def with_p(difference: Interval) -> str:
+    """Mean difference, 95 % half-width by Student's t, and p of no difference."""
+    return f"{difference:+.4f} (p {difference.p:.3f})"
 
 
 def main() -> None:
     """Train all variants and print the table."""
     parser = argparse.ArgumentParser(description="LatentMoE at CPU scale, paired seeds.")
     parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("runs/latent_moe_study"))
     options = parser.parse_args()
 
@@ -117,17 +115,17 @@ def main() -> None:
     ]
     print("| variant | " + " | ".join(columns) + " |\n|-|" + "-|" * len(columns))
     for name, config in VARIANTS.items():
-        differences = [a - b for a, b in zip(losses[name], losses["baseline"])]
         cells = [
             f"{config.num_moe_experts}, {config.moe_router_topk}, {config.expert_input_size}",
-            mean_and_error(losses[name]),
-            "" if name == "baseline" else mean_and_error(differences, "+"),
+            f"{interval(losses[name]):.4f}",
+            "" if name == "baseline" else with_p(paired(losses[name], losses["baseline"])),
             f"{routed_flops(config) / routed_flops(BASE):.2f}x",
             f"{all_to_all_bytes(config) / all_to_all_bytes(BASE):.2f}x",
             f"{count(config).active['without_embeddings']:,}",
             f"{count(config).trainable:,}",
         ]
         print(f"| {name} | " + " | ".join(cells) + " |")
+    print(f"\nacc minus eff: {with_p(paired(losses['acc'], losses['eff']))}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
 """NVFP4 at CPU scale: tiny Super with and without the recipe's ingredients, paired seeds, real text.
 
-    python examples/nvfp4_ablation.py [--steps 200] [--seeds 3] [--only "recipe" …] [--output DIR]
+    python examples/nvfp4_ablation.py [--steps 200] [--seeds 5] [--only "recipe" …] [--output DIR]
 
 All runs of a seed start from the same weights and see the same text in the same order with the same schedule.
 They differ only in how the linears' products are quantized (docs/nvfp4.md), so differences are paired. What
 is not quantized is FP32, which is three times as fast as BF16 on a CPU. A finished run is read, not repeated.
 
-Expect NVFP4 to cost about half a percent, and single ingredients to make a difference within the noise. The
+Expect NVFP4 to cost less than one percent, and single ingredients to make a difference within the noise. The
 example shows that the emulation works and how large the noise is, not what ingredients are worth at scale.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import sys
@@ -23,6 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if t
 
 from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.models import get, tiny
+from megatron_nemotron3.paired import Interval, interval
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.settings import VARIABLE
 from megatron_nemotron3.precision.table import bf16_tail
@@ -75,16 +75,9 @@ def train(variant: str, seed: int, steps: int, folder: Path, prefix: str, tokeni
     return curve.validation[max(curve.validation)]
 
 
-def mean_and_error(values: list[float], form: str) -> str:
-    """Mean and standard error of the mean; one value has no error."""
-    if len(values) == 1:
-        return f"{values[0]:{form}} (one seed)"
-    return f"{statistics.mean(values):{form}} ± {statistics.stdev(values) / math.sqrt(len(values)):.2f}"
-
-
-def percent(losses: list[float], against: list[float]) -> list[float]:
-    """Gap of each seed in percent."""
-    return [100 * (a / b - 1) for a, b in zip(losses, against, strict=True)]
+def gap(losses: list[float], against: list[float]) -> Interval:
+    """95 % interval of the mean of the seeds' gaps in percent."""
+    return interval([100 * (a / b - 1) for a, b in zip(losses, against, strict=True)])
 
 
 def report(losses: dict[str, list[float]]) -> None:
@@ -94,7 +87,7 @@ def report(losses: dict[str, list[float]]) -> None:
         cells = [f"{statistics.mean(values):.4f}"]
         for other in (BASELINE, RECIPE):
             shown = other in losses and name != other
-            cells.append(mean_and_error(percent(values, losses[other]), "+.2f") if shown else "")
+            cells.append(f"{gap(values, losses[other]):+.2f}" if shown else "")
         print(f"| {name} | " + " | ".join(cells) + " |")
     base = losses[BASELINE]
     if len(base) == 1:
@@ -102,21 +95,19 @@ def report(losses: dict[str, list[float]]) -> None:
         return
     spread = 100 * statistics.stdev(base) / statistics.mean(base)
     print(f"\nBetween seeds the baseline itself varies by {spread:.2f} % (standard deviation).")
-    clear = []
-    for name, values in losses.items():
-        gaps = percent(values, base)
-        if name != BASELINE and abs(statistics.mean(gaps)) > 2 * statistics.stdev(gaps) / math.sqrt(
-            len(gaps)
-        ):
-            clear.append(name)
-    print(f"Farther than two standard errors from the baseline: {', '.join(clear) or 'none'}.")
+    others = {name: gap(values, base) for name, values in losses.items() if name != BASELINE}
+    limit = 0.05 / max(1, len(others))
+    print("± is the 95 % interval by Student's t. p of no gap to the baseline:", end=" ")
+    print(", ".join(f"{name} {found.p:.3f}" for name, found in others.items()) + ".")
+    clear = [name for name, found in others.items() if found.p < limit]
+    print(f"Below {limit:.3f}, which is 0.05 for {len(others)} comparisons: {', '.join(clear) or 'none'}.")
 
 
 def main() -> None:
     """Train all variants and print the table."""
     parser = argparse.ArgumentParser(description="NVFP4 at CPU scale, paired seeds.")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="these variants and the baseline")
     parser.add_argument("--output", type=Path, default=Path("runs/nvfp4_ablation"))
     options = parser.parse_args()

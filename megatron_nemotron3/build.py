@@ -33,17 +33,19 @@ from megatron_nemotron3 import cpu, specs
 from megatron_nemotron3.args import Launch, ParallelLayout, flags, precision_file, to_argv
 from megatron_nemotron3.layers.stack import Nemotron3Stack
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.stack_specs import has_spec
+from megatron_nemotron3.models.stack_specs import MODULE
 from megatron_nemotron3.precision import settings as emulation
 
 
-def megatron_args(argv: Sequence[str], world_size: int) -> Namespace:
+def megatron_args(argv: Sequence[str], world_size: int, *, whole_world: bool = True) -> Namespace:
     """Parse and validate words of a command line with Megatron's own parser; no global state changes.
 
     Args:
         argv: as `args.to_argv` gives them.
         world_size: number of ranks of the layout, for Megatron's validation; a running process group
             overrides it.
+        whole_world: whether the model has all ranks of a running process group. If not, nothing is read
+            from it.
 
     Raises:
         SystemExit: Megatron refuses an option (its message is on stderr).
@@ -60,14 +62,18 @@ def megatron_args(argv: Sequence[str], world_size: int) -> Namespace:
         args = arguments.parse_args(reading_argv)
         # Megatron reads both from the environment, which a running process group overrides.
         args.rank, args.world_size = 0, world_size
-        if torch.distributed.is_initialized():
+        if whole_world and torch.distributed.is_initialized():
             args.rank, args.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         arguments.validate_args(args)
+    if args.spec and len(args.spec) == 2 and args.spec[0] == MODULE:
+        specs.named(*args.spec)
     return args
 
 
-def model_config(launch: Launch) -> Any:
+def model_config(launch: Launch, *, whole_world: bool = True) -> Any:
     """Return Megatron's `HybridModelConfig` for a launch; its builder is `HybridModelBuilder`.
+
+    `whole_world` is False for a model that has only some ranks of the running process group.
 
     A config does not record that NVFP4 is emulated. `build` says so to the linears that it builds; a builder
     of your own must build inside `precision.settings.emulating`.
@@ -78,18 +84,13 @@ def model_config(launch: Launch) -> Any:
     """
     from megatron.training import argument_utils
 
-    own = None if has_spec(launch.config) or "--spec" in launch.options else launch.config
-    # The imported megatron-core need not be the installed one. No option says which experts a layer has.
-    known = launch.config.but(moe_layers=None) if own else launch.config
-    emitted = flags(replace(launch, megatron_core=__version__, config=known))
+    # The imported megatron-core need not be the installed one.
+    emitted = flags(replace(launch, megatron_core=__version__))
     precision_file.check(launch)
-    args = megatron_args(to_argv(emitted), launch.layout.world_size)
+    args = megatron_args(to_argv(emitted), launch.layout.world_size, whole_world=whole_world)
     if args.padded_vocab_size is None and args.vocab_size is None:
         args.vocab_size = launch.config.vocab_size
-    built = argument_utils.hybrid_config_from_args(args)
-    if own is not None:
-        built.hybrid_stack_spec = specs.stack_spec(launch.backend, own)
-    return built
+    return argument_utils.hybrid_config_from_args(args)
 
 
 def build(

@@ -24,6 +24,7 @@ import gc
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -268,3 +269,15 @@ def _after_fork() -> None:
         parent, _family = _family, os.getpid()
         os.environ[PARENT] = str(_family)
         child_of(parent)
+
+
+def single_process_environment() -> None:
+    """Without torchrun, describe a world of one process on a free port."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**world, "MASTER_PORT": str(port)}.items():
+        os.environ.setdefault(name, value)

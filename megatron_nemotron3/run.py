@@ -7,13 +7,14 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 
 - Without a GPU (or with `--device cpu`) CUDA names mean the CPU (`megatron_nemotron3.cpu`).
 - With `--spec megatron_nemotron3.specs …` the run stops unless Megatron builds that stack.
+- With NEMOTRON3_BOOST only MTP's heads are trained (`megatron_nemotron3.boost`).
 - With `--fp4-format` or `--fp8-format` the run stops if no linear of the model computes in that format. It
   also stops if the precision file is malformed, or if the torch backend would ignore the formats that options
   ask for.
-- The folder of `--save` is locked until the last rank ends (`megatron_nemotron3.checkpoint.lock`).
-- Before the start the tracker of `--load` is made to name the last complete checkpoint
-  (`megatron_nemotron3.checkpoint.resume`), and a schedule that Megatron would refuse to load is refused
-  with the option that it needs.
+- With `--nemotron3-teacher` the script's model is distilled from a frozen one (`megatron_nemotron3.distill`).
+- The folder of `--save` is locked until the last rank ends. Before the start the tracker of `--load` is made
+  to name the last complete checkpoint (`megatron_nemotron3.checkpoint.resume`), and a schedule that Megatron
+  would refuse to load is refused with the option that it needs.
 - `run.json` in the folder of `--save` says which run it is; a start with another model is refused, and one
   with another precision, MTP, tokenizer or data set needs `--change`.
 - Processes that the script starts survive a signal to the whole process group and end when it ends; with
@@ -27,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -37,7 +37,10 @@ from megatron_nemotron3 import lifetime, spawned
 from megatron_nemotron3.args import manifest
 from megatron_nemotron3.args.stored_model import loaded
 from megatron_nemotron3.args.versions import require_supported
+from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
+from megatron_nemotron3.distill import settings as distillation
+from megatron_nemotron3.distill.check import chosen as check_distillation
 from megatron_nemotron3.models import stack_specs
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
@@ -64,6 +67,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="HOW",
         help=f"a value of {emulation.VARIABLE}, as nvfp4 or nvfp4,sr=0; 0: off; may stand among ARGS, too",
     )
+    distillation.add_options(parser)
     manifest.add_change(parser)
     parser.add_argument("script", metavar="SCRIPT", help="a training script of Megatron")
     own = parser.add_argument("arguments", metavar="ARGS…", nargs=argparse.REMAINDER, help="the script's own")
@@ -89,6 +93,8 @@ class Words(NamedTuple):
     emulate: str | None = None
     #: Values of --change.
     changes: tuple[str, ...] = ()
+    #: Values of --nemotron3-teacher and --nemotron3-distill.
+    taught: tuple[str | None, str | None] = (None, None)
 
 
 #: Reads the words up to SCRIPT.
@@ -112,7 +118,9 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> Words:
         fail(f"--monitor {options.monitor}: give the interval in iterations, or 0 for off")
     arguments, among = emulation.split_option(argv[count + 1 :])
     emulate = options.nemotron3_emulate if among is None else among
-    return Words(options.device, options.monitor, options.script, arguments, emulate, tuple(options.change))
+    arguments, taught = distillation.split_options(arguments, options)
+    given = (options.device, options.monitor, options.script)
+    return Words(*given, arguments, emulate, tuple(options.change), taught)
 
 
 def resolve_device(device: str) -> str:
@@ -128,23 +136,11 @@ def resolve_device(device: str) -> str:
     return ("cuda" if available else "cpu") if device == "auto" else device
 
 
-def single_process_environment() -> None:
-    """Without torchrun, describe a world of one process on a free port."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**world, "MASTER_PORT": str(port)}.items():
-        os.environ.setdefault(name, value)
-
-
 def requested_spec(argv: list[str]) -> tuple[str, Any]:
     """The words of `--spec` ("" without it), and the stack if it is one of ours, in whatever module.
 
-    Megatron-Core 0.19 logs an import error in a spec module and builds its stock stack instead. So the module
-    is imported here, and one that cannot be imported ends the run when a model's first forward begins.
+    Megatron-Core 0.19 logs an import error in a spec module and builds its own stack. So it is imported here;
+    where that fails the run ends when a model's first forward begins.
     """
     from megatron_nemotron3 import specs
 
@@ -186,8 +182,7 @@ def at_first_forward(inspect: Callable[[Any], None]) -> None:
 def verify_stack(words: str, spec: Any, arguments: list[str]) -> None:
     """Stop unless Megatron builds the stack of ours that `--spec` asks for, and the checkpoint is one of it.
 
-    `--use-checkpoint-args` replaces `--spec` by the checkpoint's. So inspect the model when its first forward
-    begins.
+    `--use-checkpoint-args` replaces `--spec` by the checkpoint's, so look when the first forward begins.
     """
     from megatron_nemotron3.layers.backend import te_problem
     from megatron_nemotron3.layers.stack import Nemotron3Stack
@@ -228,7 +223,7 @@ def verify_quantized(arguments: list[str]) -> None:
     """Stop a script that is told `--fp4-format` or `--fp8-format` if its hybrid model computes without it.
 
     Megatron silently drops a format if layer counts or the precision file leave no linear for it, and drops
-    FP8 in a dense model without Transformer Engine. So inspect the model when its first forward begins.
+    FP8 in a dense model without Transformer Engine. So look when the first forward begins.
     """
     from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
 
@@ -266,7 +261,6 @@ def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool
     """Stop unless the formats that options ask for are those that linears will compute in.
 
     Args:
-        arguments: the script's own.
         words, spec: of `--spec`, as `requested_spec` gives them.
         emulate: linears of the torch backend emulate NVFP4.
         measured: precision is logged.
@@ -305,12 +299,11 @@ def verify_measurable(spec: Any) -> None:
     """Stop a run that would measure precision (NEMOTRON3_LOG_PRECISION) on linears that do not support it."""
     from megatron_nemotron3.specs import is_torch
 
-    if is_torch(spec):
-        return
-    fail(
-        f"{emulation.LOG_VARIABLE} measures linears of the torch backend, and --spec names another stack: "
-        f"use {_torch_spec(spec)}, or unset it"
-    )
+    if not is_torch(spec):
+        fail(
+            f"{emulation.LOG_VARIABLE} measures linears of the torch backend, and --spec names another one: "
+            f"use {_torch_spec(spec)}, or unset it"
+        )
 
 
 def prepare_folders(
@@ -334,7 +327,7 @@ def main(argv: list[str] | None = None, read: Reader | None = None) -> None:
 
 
 def _launch(words: Words) -> None:
-    device, monitor, script, arguments, emulate, changes = words
+    device, monitor, script, arguments, emulate, changes, taught = words
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     if emulate == "":
@@ -342,11 +335,13 @@ def _launch(words: Words) -> None:
     try:
         emulated = emulation.emulation_in_environment() if emulate is None else emulation.parse(emulate)
         measured = emulation.logging_in_environment()
-    except ValueError as problem:
+        boost = boosting.asked(arguments)
+        distilled = check_distillation(taught, arguments, int(os.environ.get("WORLD_SIZE", 1)))
+    except (ValueError, OSError) as problem:
         fail(str(problem))
     require_well_formed_file(arguments)
     device = resolve_device(device)
-    single_process_environment()
+    lifetime.single_process_environment()
     locks = prepare_folders(arguments, changes, emulated)
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
@@ -367,11 +362,18 @@ def _launch(words: Words) -> None:
             # The environment is read once, for the whole run.
             stack.enter_context(emulation.emulating(emulated))
             stack.enter_context(emulation.logging_precision(measured))
+            stack.enter_context(distillation.teaching(distilled))
             if monitor is not None:
                 stack.enter_context(settings.monitoring(monitor))
             spec_words, spec = requested_spec(arguments)
             if spec is not None:
                 verify_stack(spec_words, spec, arguments)
+            if boost is not None:
+                from megatron_nemotron3.boost.heads import training_heads
+
+                if spec is None:
+                    fail(f"{boosting.VARIABLE} trains a stack of this package: use {_torch_spec(None)}")
+                stack.enter_context(training_heads(boost))
             if measured is not None:
                 verify_measurable(spec)
             verify_formats(

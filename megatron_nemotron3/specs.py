@@ -10,7 +10,12 @@ its row of `Nemotron3Config.moe_layers`:
     nemotron3_puzzle_stack_spec, nemotron3_puzzle_torch_stack_spec, nemotron3_puzzle_te_stack_spec
     nemotron3_puzzle_tiny_stack_spec, …
 
-A model of one's own with `moe_layers` needs a module of one's own, for `--spec my_module spec`:
+The name of a model of one's own holds that table, and `named` makes the stack of such a name. It is called by
+`nemotron3 run` and `train`, and by `build_model`:
+
+    nemotron3_torch_stack_spec@ME*E@64:4,96:8
+
+A script that none of them starts needs a module of one's own, for `--spec my_module spec`:
 
     from megatron_nemotron3.specs import stack_spec
     spec = stack_spec("torch", config)
@@ -52,7 +57,7 @@ from megatron_nemotron3.layers.latent_moe import CountingRouter
 from megatron_nemotron3.layers.mtp import MTPLayer
 from megatron_nemotron3.layers.stack import Nemotron3Stack, Nemotron3StackSubmodules
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.stack_specs import BACKENDS, MODULE, models_by_spec, spec_name
+from megatron_nemotron3.models.stack_specs import BACKENDS, MODULE, models_by_spec, named_table, spec_name
 
 
 def mtp_block_spec(norm: Any, column_parallel_linear: Any) -> ModuleSpec:
@@ -214,11 +219,15 @@ def stack_spec(backend: str, config: Nemotron3Config | None = None) -> ModuleSpe
 def named(module: str, name: str) -> ModuleSpec | None:
     """Return the stack that the two words of `--spec` name, if it is one of ours, also in another module.
 
+    From now on Megatron finds a stack whose name holds a table, too.
+
     Raises:
-        ValueError: the module has no such object.
+        ValueError: the module has no such object, or the table in the name is wrong.
         ImportError: the module cannot be imported.
     """
     objects = vars(import_module(module))
+    if module == MODULE and name not in objects and (table := named_table(name)):
+        objects[name] = stack_spec(*table)
     if name not in objects:
         known = [key for key, value in objects.items() if isinstance(value, ModuleSpec)]
         raise ValueError(f"unknown spec; use one of {', '.join(sorted(known))}")

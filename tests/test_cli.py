@@ -40,11 +40,25 @@ COMMANDS = {
         "--te-precision-config-file", "--schedule", "--emulate", "--gpu", "--without",
     }
     | RUN,
-    "run": {"--device", "--monitor", "--nemotron3-emulate", "--change"},
+    "run": {
+        "--device", "--monitor", "--nemotron3-emulate", "--change", "--nemotron3-teacher",
+        "--nemotron3-distill",
+    },
+    "logits": {
+        "--output", "--samples", "--topk", "--logit-temperature", "--data-path", "--split", "--conversations",
+        "--tokenizer", "--seq-length", "--data-seed", "--tp", "--pp", "--cp", "--ep", "--etp", "--dp",
+        "--micro-batch-size", "--device",
+    },
     "finetune": {
         "--conversations", "--held-out", "--output", "--tokenizer", "--chat-template", "--lora",
         "--adapter-only", "--steps", "--lr", "--seq-length", "--device",
     },
+    "boost": {
+        "--output", "--model", "--tiny", "--depths", "--loss", "--loss-temperature", "--mix", "--decay",
+        "--cache", "--grow", "--text", "--data-path", "--tokenizer", "--plot", "--device", "--emulate",
+        "--te-precision-config-file",
+    }
+    | RUN,
     "report": {"--output", "--prompt", "--json"},
     "chat": {
         "--tokenizer", "--device", "--dtype", "--system", "--max-new-tokens", "--temperature", "--top-p",
@@ -54,6 +68,14 @@ COMMANDS = {
     "boundary": {
         "--from", "--to", "--rows", "--samples", "--rows-per-sample", "--seq-length", "--hidden", "--dtype",
         "--backward", "--lines", "--json", "--plot",
+    },
+    "refit": {
+        "--model", "--tiny", "--from", "--to", "--engine", "--dtype", "--colocated", "--buffer", "--gpu",
+        "--delta", "--prove", "--json",
+    },
+    "search": {
+        "--model", "--tiny", "--budget", "--vary", "--scores", "--gpu", "--sequences", "--context",
+        "--best", "--output", "--json",
     },
     "plan": {
         "--model", "--tiny", "--gpus", "--gpu", "--nvlink-domain", "--seq-length", "--seq",
@@ -72,20 +94,28 @@ COMMANDS = {
         "--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers", "--lora-alpha",
         "--json",
     },
+    "prune": {
+        "--model", "--tiny", "--text", "--data-path", "--scores", "--tokenizer", "--sample-tokens",
+        "--seq-length", "--tp", "--pp", "--ep", "--etp", "--precision", "--device", "--sizes", "--output",
+        "--dry-run", "--workers", "--json",
+    },
     "generate": {
         "--checkpoint", "--tokenizer", "--device", "--dtype", "--model", "--tiny", "--prompt",
         "--prompt-file", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--draft",
-        "--stop", "--json", "--no-stream", "--cuda-graphs",
+        "--stop", "--json", "--no-stream", "--cuda-graphs", "--chat", "--image", "--audio", "--video",
     },
     "evaluate": {
         "--checkpoint", "--tokenizer", "--device", "--dtype", "--model", "--tiny", "--text", "--data-path",
         "--conversations", "--tokens", "--seq-length", "--draft", "--plot", "--json",
     },
+    "xtoken": {
+        "--output", "--projection", "--width", "--pieces", "--no-joined", "--token", "--text", "--json",
+    },
     "train": {
         "--model", "--tiny", "--device",
         "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
         "--verbose", "--emulate", "--te-precision-config-file", "--log-precision", "--more-steps",
-        "--change", "--conversations", "--pretrained", "--mean",
+        "--change", "--conversations", "--pretrained", "--mean", "--teacher", "--distill",
     }
     | RUN,
 }  # fmt: skip

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from megatron_nemotron3 import cli
 from megatron_nemotron3.certify.ranks import initialize, run_distributed
-from megatron_nemotron3.models import Nemotron3Config, get
-from megatron_nemotron3.models.stack_specs import has_spec, models_by_spec
+from megatron_nemotron3.models import Nemotron3Config, count, get
+from megatron_nemotron3.models.stack_specs import (
+    MODULE,
+    experts_text,
+    has_spec,
+    models_by_spec,
+    spec_name,
+    stored_experts,
+)
 from tests.support.models import build_hybrid
 
 PUZZLE = get("puzzle-tiny")
@@ -130,5 +139,42 @@ def test_names_of_the_catalog() -> None:
         assert isinstance(spec, ModuleSpec) and spec.submodules.model == model
     assert has_spec(PUZZLE) and has_spec(get("super")) and not has_spec(OWN)
     assert not has_spec(PUZZLE.but(moe_layers=(*(PUZZLE.moe_layers or ())[1:], (32, 2))))
+    name = spec_name(OWN, "torch")
+    assert name == "nemotron3_torch_stack_spec@ME*EE@32:2,96:5,64:3"
+    made = specs.named(MODULE, name)
+    assert made is not None and made.submodules.model is not None and vars(specs)[name] is made
+    assert (made.submodules.model.pattern, made.submodules.model.moe_layers) == (OWN.pattern, OWN.moe_layers)
+    assert stored_experts({"spec": [MODULE, name]}) == experts_text(OWN)
+    for table, said in (
+        ("@ME*EE@32:2,96:5", "moe_layers has 2 rows, but pattern has 3 E layers"),
+        ("@ME*EE@32:2,96:5,64", "is not of the form"),
+        ("@ME*EE", "names no experts"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            specs.named(MODULE, f"nemotron3_torch_stack_spec{table}")
+    with pytest.raises(ValueError, match="unknown spec"):
+        specs.named(MODULE, "nemotron3_jax_stack_spec@ME*EE@32:2,96:5,64:3")
     with pytest.raises(ValueError, match="backend 'tpu': use auto, te, torch"):
         specs.stack_spec("tpu", OWN)
+
+
+def test_the_precision_table_weighs_each_layer_by_its_own_experts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The released Puzzle: 14 BF16 layers at the end hold other widths than those before."""
+    assert cli.main(["precision", "puzzle", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    found = {row["modules"]: row for row in facts["modules"]}
+    model, tail = get("puzzle"), 88 - 14
+    widths, routed = 0, 0
+    for layer, kind in enumerate(model.pattern[:tail]):
+        if kind == "E":
+            own = model.at(layer)
+            widths += own.moe_ffn_hidden_size or 0
+            routed += (own.moe_ffn_hidden_size or 0) * (own.moe_router_topk or 0)
+    row = found["mlp.experts.linear_fc1, linear_fc2"]
+    assert row["format"] == "nvfp4"
+    assert row["parameters"] == pytest.approx(512 * 2 * 1024 * widths / count(model).stored)
+    shared = found["mlp.shared_experts.linear_fc1, linear_fc2"]
+    moe = model.pattern[:tail].count("E")
+    assert row["flops"] / shared["flops"] == pytest.approx(1024 * routed / (moe * 4096 * 5376))

@@ -60,7 +60,7 @@ def test_the_steps_and_a_start_after_an_interrupt(
 ) -> None:
     """What comes out of training that changes nothing is what went in, to the bit."""
     words, tuned = inputs(tmp_path), tmp_path / "tuned"
-    monkeypatch.setattr(command, "_step", untrained([130]))
+    monkeypatch.setattr(command, "step", untrained([130]))
     assert cli.main(words) == 130
     assert not (tuned / "hf").exists()
     before = (tuned / "before.json").read_bytes()
@@ -107,7 +107,7 @@ def test_wrong_input_ends_before_anything_is_written(
     words = inputs(tmp_path)
     change(tmp_path)
     before = sorted(str(path) for path in tmp_path.rglob("*"))
-    monkeypatch.setattr(command, "_step", lambda *words, **how: pytest.fail("it began"))
+    monkeypatch.setattr(command, "step", lambda *words, **how: pytest.fail("it began"))
     assert cli.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

@@ -14,7 +14,6 @@ import torch
 from megatron.core.models.hybrid import hybrid_layer_allocation
 
 from megatron_nemotron3.certify.ranks import initialize, run_distributed
-from megatron_nemotron3.compression.minitron import kept_pattern
 from megatron_nemotron3.convert.keys import numbered_by_layer
 from megatron_nemotron3.models.pattern import parse
 from megatron_nemotron3.monitor.series import decoder_layers
@@ -39,10 +38,6 @@ def test_number_formats_need_a_pattern_without_groups(pattern: str | None) -> No
     """A recipe names the linears of layers one by one; None: a model made from a list of layer configs."""
     with pytest.raises(CensusError, match="given by a pattern without groups"):
         structure_of(SimpleNamespace(hybrid_layer_pattern=pattern))
-
-
-def test_compression_keeps_the_layers() -> None:
-    assert kept_pattern("M[ME]|[*-]E/*E") == PLAIN
 
 
 def step(pattern: str, monitored: str, weights: list[torch.Tensor] | None) -> dict[str, Any]:

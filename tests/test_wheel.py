@@ -37,6 +37,7 @@ BARE: dict[str, list[tuple[str, str]]] = {
     "show": [("super --json", '"hidden_size"')],
     "flags": [("super --tp 2 --ep 64 --dp 32", "--hybrid-layer-pattern"), ("nano --tiny --shell", "--spec")],
     "explain": [("ultra", "published launch")],
+    "search": [("super --budget params=75B --vary moe_ffn_hidden_size=1280,2688", "prune … --sizes moe_ffn")],
     "precision": [("super", "nvfp4"), ("super --output nvfp4.yaml", "nvfp4.yaml")],
     "plan": [("super --gpus 128 --gpu h100", "TP")],
     "boundary": [("--from tp=2,dp=2 --to tp=1,dp=4 --samples 4", "rows")],
@@ -57,6 +58,11 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "verify": [("missing b", "does not exist")],
     "generate": [("--checkpoint missing", "package torch is not installed: pip install")],
     "certify": [("super --tiny", "package torch is not installed: pip install")],
+    "boost": [("missing --output out", "package torch is not installed: pip install")],
+    "prune": [("missing --text a --scores s", "--text a does not exist")],
+    "logits": [("missing --output out --samples 1", "missing")],
+    "refit": [("super --from tp=2 --to tp=2", "package numpy is not installed: pip install")],
+    "xtoken": [("missing missing", "missing does not exist: give a folder with tokenizer.json")],
     "evaluate": [("--checkpoint missing --text missing", "package torch is not installed: pip install")],
 }  # fmt: skip
 

@@ -29,7 +29,9 @@ from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
 from megatron_nemotron3.args.script_options import add_set, text_of, told, variables
 from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import add_model, chosen_model, names_model
+from megatron_nemotron3.models.command import add_model, chosen_model, chosen_omni, names_model
+from megatron_nemotron3.models.omni import OmniConfig
+from megatron_nemotron3.models.stack_specs import MODULE, has_spec
 from megatron_nemotron3.precision.formats import EMULATED, NVFP4
 from megatron_nemotron3.precision.settings import OPTION, VARIABLE, Emulation, emulation_in_environment
 
@@ -193,7 +195,8 @@ def chosen_launch(options: argparse.Namespace) -> Launch:
     Raises:
         ValueError: unknown model or phase, a size out of range, or the phase leaves open what training needs.
     """
-    config, name, gpu = chosen_model(options), options.schedule, options.gpu
+    omni, name, gpu = chosen_omni(options), options.schedule, options.gpu
+    config = chosen_model(options) if omni is None else omni.language
     chosen = Phase(schedule=TrainingSchedule()) if name == "none" else phase(config, name)
     schedule = adjusted(chosen.schedule, **chosen_schedule(options))
     if chosen.precision not in (None, options.precision):
@@ -210,11 +213,18 @@ def chosen_launch(options: argparse.Namespace) -> Launch:
         gpu=gpu,
         without=options.without,
         schedule=schedule,
-        extra=(*chosen.options, *options.extra),
+        extra=(*chosen.options, *_encoder_words(omni), *options.extra),
         te_precision_config_file=options.te_precision_config_file,
         emulate=chosen_emulation(options),
         megatron_core=getattr(options, "megatron_core", None),
     )
+
+
+def _encoder_words(omni: OmniConfig | None) -> tuple[str, ...]:
+    """Return the options of pretrain_omni.py that say which model it builds."""
+    if omni is None:
+        return ()
+    return ("--omni-encoders", omni.encoders_json(), "--vocab-size", str(omni.language.vocab_size))
 
 
 def flags_command(options: argparse.Namespace) -> int:
@@ -327,6 +337,13 @@ def _remarks(launch: Launch) -> list[str]:
     found = check_precision_file(launch)
     if launch.tuned is not None:
         found += [*launch.tuned.notes, _published_run(launch.tuned, launch.layout)]
+    if not has_spec(launch.config) and "--spec" not in launch.options:
+        found.append(
+            f"nemotron3 run and train make the stack in --spec, whose E layers differ, from its name; for a "
+            f'script that they do not start write a module my_stack.py of two lines, "from {MODULE} import '
+            f'stack_spec" and "spec = stack_spec({launch.backend!r}, config)" with your Nemotron3Config, and '
+            "pass --spec my_stack spec"
+        )
     if launch.emulate:
         text = launch.emulate.text()
         found.append(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from megatron_nemotron3.args import yaml_launch
 from megatron_nemotron3.args.flag import Flag
@@ -38,11 +39,23 @@ def read(text: str) -> list[Flag]:
     Raises:
         ValueError: the text has no option, or as `script.follow`.
     """
-    return read_with_notes(text)[0]
+    return read_launch(text).flags
 
 
-def read_with_notes(text: str, given: Mapping[str, str] | None = None) -> tuple[list[Flag], list[str]]:
-    """Return the options in `text`, and remarks on how it was read.
+@dataclass(frozen=True)
+class LaunchText:
+    """What the text of a launch says."""
+
+    #: Its options, each once.
+    flags: list[Flag]
+    #: Remarks on how it was read.
+    notes: list[str]
+    #: Ranks that it starts, by the options of torchrun or Slurm; None if unknown.
+    world_size: int | None = None
+
+
+def read_launch(text: str, given: Mapping[str, str] | None = None) -> LaunchText:
+    """Return what `text` says.
 
     Args:
         text: of a command, a shell script, or a YAML file that `yaml_launch` reads.
@@ -54,26 +67,17 @@ def read_with_notes(text: str, given: Mapping[str, str] | None = None) -> tuple[
     if yaml_launch.is_yaml(text):
         if given:
             raise ValueError("--set sets variables of a shell script, and the text is YAML")
-        found, notes = yaml_launch.read(text)
+        (found, notes), ranks = yaml_launch.read(text), None
     else:
         followed = follow(text, given)
-        found, notes = followed.options, followed.notes
+        found, notes, ranks = followed.options, followed.notes, followed.world_size
     if not found:
         raise ValueError(
             "no Megatron option in the text: paste the command as it was run, pretrain_hybrid.py --…"
         )
     notes = [*_renamed(found), *notes]
     _rename(found)
-    return [Flag(name, values) for name, values in found.items()], notes
-
-
-def world_size(text: str, given: Mapping[str, str] | None = None) -> int | None:
-    """Return the number of ranks that a launch starts, by the options of torchrun or Slurm; None if unknown.
-
-    Raises:
-        ValueError: as `read_with_notes`.
-    """
-    return None if yaml_launch.is_yaml(text) else follow(text, given).world_size
+    return LaunchText([Flag(name, values) for name, values in found.items()], notes, ranks)
 
 
 def _renamed(options: Collection[str]) -> list[str]:

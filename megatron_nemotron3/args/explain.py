@@ -142,7 +142,7 @@ def explain(launch: Launch, name: str = "published") -> Explanation:
 def explain_command(
     config: Nemotron3Config, text: str, name: str = "published", given: Mapping[str, str] | None = None
 ) -> Explanation:
-    """Explain the text of an existing launch (`command_line.read_with_notes`), compared with `config`.
+    """Explain the text of an existing launch (`command_line.read_launch`), compared with `config`.
 
     Every value in it is the user's, unless it equals the catalog's value for the model.
 
@@ -189,9 +189,9 @@ class _Pasted:
 
     @classmethod
     def of(cls, text: str, given: Mapping[str, str] | None) -> _Pasted:
-        flags, notes = command_line.read_with_notes(text, given)
-        partial = is_partial({flag.name: flag for flag in flags}, text)
-        return cls(text, taken(flags), tuple(notes), partial)
+        found = command_line.read_launch(text, given)
+        partial = is_partial({flag.name: flag for flag in found.flags}, text)
+        return cls(text, taken(found.flags), tuple(found.notes), partial)
 
 
 def _model_differences(config: Nemotron3Config, pasted: _Pasted) -> list[Setting]:

@@ -144,7 +144,7 @@ def _precision_values(launch: Launch) -> _Options:
     fmt = FORMATS[launch.precision]
     if not launch.emulate:
         options += fmt.options
-    if fmt.bf16_layers:
+    if fmt.bf16_layers and not (launch.emulate and launch.emulate.packed):
         # NVIDIA's MXFP8 test of Super keeps NVFP4's tail. Both counts default to 1 in Megatron.
         kept = bf16_layers(launch.config, launch.precision)
         options += [

@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_nemotron3.args.architecture import MODEL, MOE, MTP
 from megatron_nemotron3.args.flag import parse
+from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.checkpoint.files import Unreadable, read_outside, write_text
 from megatron_nemotron3.lora import ARGUMENT, in_environment
 from megatron_nemotron3.lora import VARIABLE as LORA
@@ -134,6 +135,8 @@ def parts_of(
             parts["model"][_EXPERTS] = experts
     if (lora := in_environment(environment)) is not None:
         parts["model"][LORA] = lora.text()
+    if (boost := boosting.in_environment(environment)) is not None:
+        parts["mtp"][boosting.VARIABLE] = boost.text()
     parts["precision"] |= {
         name: value for name, value in sorted(environment.items()) if name in _VARIABLES and value
     }
@@ -160,6 +163,8 @@ def parts_of_checkpoint(args: Mapping[str, Any]) -> Parts:
         parts["mtp"][_PATTERN] = mtp or "none"
     if isinstance(text := args.get(ARGUMENT), str):
         parts["model"][LORA] = text
+    if isinstance(text := args.get(boosting.ARGUMENT), str):
+        parts["mtp"][boosting.VARIABLE] = text
     if experts := stored_experts(args):
         parts["model"][_EXPERTS] = experts
     parts["precision"] = found(("--bf16", "--fp16"))

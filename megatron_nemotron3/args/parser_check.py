@@ -16,14 +16,28 @@ _READS = {"int": (int, "an integer"), "float": (float, "a number")}
 _FALSE = ("false", "no", "0", "off")
 
 
+#: Options of recipes/omni/pretrain_omni.py, whose command line has the first one.
+OMNI = {
+    "omni-encoders": "text",
+    "vision-layout": "text",
+    "sound-layout": "text",
+    "omni-processor": "text",
+    "omni-no-packing": "switch",
+    "freeze": "language|vision|vision-projector|sound|sound-projector +",
+}
+
+
 @lru_cache
-def _known(version: str) -> dict[str, str]:
-    return parser_table.options(version) | parser_table.section(parser_table.MODELOPT)
+def _known(version: str, omni: bool = False) -> dict[str, str]:
+    known = parser_table.options(version) | parser_table.section(parser_table.MODELOPT)
+    return known | OMNI if omni else known
 
 
 def unknown(names: Iterable[str], version: str) -> list[str]:
     """Return a sentence for each option that the parser of minor version `version` does not have."""
-    return [_unknown(name, version) for name in names if name.removeprefix("--") not in _known(version)]
+    given = list(names)
+    known = _known(version, "--omni-encoders" in given)
+    return [_unknown(name, version) for name in given if name.removeprefix("--") not in known]
 
 
 def _unknown(name: str, version: str) -> str:
@@ -42,7 +56,7 @@ def nearest(word: str, version: str) -> list[str]:
 
 def misused(flags: Iterable[Flag], version: str) -> list[str]:
     """Return a sentence for each option whose number of values, or a value, the parser refuses."""
-    known = _known(version)
+    known = _known(version, omni=True)
     kinds = ((flag, known.get(flag.name.removeprefix("--"))) for flag in flags)
     return [f"{flag.name} {problem}" for flag, kind in kinds if kind and (problem := _problem(flag, kind))]
 

@@ -29,7 +29,10 @@ def check(launch: Launch) -> list[str]:
                 f"nemotron3 precision {config.name} --output {path} writes the published one"
             ]
         file = yaml_file.read(path, config)
-    if launch.precision != NVFP4 or (launch.emulate is not None and launch.emulate.every_layer):
+    emulate = launch.emulate
+    if emulate is not None and emulate.packed and path is not None:
+        raise ValueError(f"{yaml_file.FLAG} with packed weights of {emulate.packed}: drop the file")
+    if launch.precision != NVFP4 or (emulate is not None and (emulate.every_layer or emulate.packed)):
         return []
     ambient = Ambient(NVFP4, config.num_layers, launch.bf16_at_start, launch.bf16_at_end)
     structure = Structure.of(config)

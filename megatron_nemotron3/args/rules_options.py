@@ -11,7 +11,7 @@ from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.parser_check import misused, unknown
 from megatron_nemotron3.args.rule import Rule, Severity
 from megatron_nemotron3.args.versions import DEFAULT
-from megatron_nemotron3.models.stack_specs import MODULE, has_spec
+from megatron_nemotron3.models.stack_specs import has_spec
 
 _ARGUMENTS = "megatron/training/arguments.py"
 
@@ -135,12 +135,8 @@ def _several_buckets(c: Launch) -> str:
 
 def _reserved(c: Launch) -> list[str]:
     """Return the options in `extra` that another setting decides."""
-    own_stack = not has_spec(c.config)  # a model that needs --spec
+    own_stack = not has_spec(c.config)  # a model that may have a stack in a module of its own
     return [flag for flag in _RESERVED if flag in c.options and not (own_stack and flag == "--spec")]
-
-
-def _without_stack(c: Launch) -> bool:
-    return not has_spec(c.config) and c.options.get("--spec", (MODULE,))[0] == MODULE
 
 
 OPTION_RULES: tuple[Rule, ...] = (
@@ -150,17 +146,6 @@ OPTION_RULES: tuple[Rule, ...] = (
         lambda c: "; ".join(
             f"{flag} in extra would override a value that the rules checked: set {_RESERVED[flag]} instead"
             for flag in _reserved(c)
-        ),
-        "this package",
-    ),
-    Rule(
-        "own-experts",
-        _without_stack,
-        lambda c: (
-            f"no option says that the E layers of {c.config.name} differ (moe_layers), and {MODULE} has "
-            "no stack for it: write a module my_stack.py of two lines, "
-            f'"from {MODULE} import stack_spec" and "spec = stack_spec({c.backend!r}, config)" with your '
-            "Nemotron3Config, and pass --spec my_stack spec (in Python build_model needs neither)"
         ),
         "this package",
     ),

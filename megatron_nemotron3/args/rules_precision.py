@@ -107,7 +107,10 @@ def _recomputed(c: Launch) -> list[str]:
 PRECISION_RULES: tuple[Rule, ...] = (
     Rule(
         "nvfp4-without-file",
-        lambda c: c.precision == NVFP4 and not _has_file(c) and not c.allow_plain_nvfp4,
+        lambda c: (
+            c.precision == NVFP4
+            and not (_has_file(c) or c.allow_plain_nvfp4 or (c.emulate and c.emulate.packed))
+        ),
         lambda c: (
             "nvfp4 without --te-precision-config-file: Megatron would also quantize attention and latent "
             "projections, MTP and Mamba's out_proj, against the published recipe. Give "

@@ -76,7 +76,7 @@ def require_imported(checkout: Path) -> None:
     found = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
     if found is None or found.origin is None:
         return
-    theirs, ours = (_minor_in(core) for core in (checkout / "megatron/core", Path(found.origin).parent))
+    theirs, ours = (version_in(core, 2) for core in (checkout / "megatron/core", Path(found.origin).parent))
     if theirs != ours:
         raise ValueError(
             f"{checkout} is megatron-core {theirs or '?'}, and Python would import {ours or '?'}: put the "
@@ -84,11 +84,11 @@ def require_imported(checkout: Path) -> None:
         )
 
 
-def _minor_in(core: Path) -> str | None:
-    """The minor version of the megatron-core in a folder."""
+def version_in(core: Path, parts: int = 3) -> str:
+    """Return the first parts of the version of the megatron-core in a folder; "" if it does not say them."""
     try:
         text = (core / "package_info.py").read_text()
     except OSError:
-        return None
-    found = dict(re.findall(r"^(MAJOR|MINOR) = (\d+)$", text, re.MULTILINE))
-    return f"{found['MAJOR']}.{found['MINOR']}" if len(found) == 2 else None
+        return ""
+    found = re.findall(r"^(?:MAJOR|MINOR|PATCH)\s*=\s*(\d+)", text, re.MULTILINE)[:parts]
+    return ".".join(found) if len(found) == parts else ""

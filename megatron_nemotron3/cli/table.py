@@ -53,6 +53,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "nemotron3 plan nano --gpus 16 --gpu h100",
         ),
         Command(
+            "search",
+            "compression.search_command",
+            "find the smaller forms of a model that meet a budget and lose least",
+            "nemotron3 search super --budget params=75B --vary moe_ffn_hidden_size=1280,1792,2688",
+        ),
+        Command(
             "certify",
             "certify.command",
             "prove on a CPU that a launch computes what one process computes",
@@ -63,6 +69,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "boundary.command",
             "show which rows travel between the layouts of two modules",
             "nemotron3 boundary --from tp=2,dp=2 --to tp=4",
+        ),
+        Command(
+            "refit",
+            "refit.command",
+            "plan which weights a trainer's ranks send to an inference engine's",
+            "nemotron3 refit super --from tp=2,ep=8,pp=4 --to tp=8",
         ),
         Command(
             "recipe",
@@ -91,10 +103,22 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "nemotron3 finetune demo-hf --conversations chats.jsonl --output tuned",
         ),
         Command(
+            "boost",
+            "finetune.boost_command",
+            "train the MTP heads of a finished model, so that more drafts are accepted",
+            "nemotron3 boost runs/demo --output runs/boosted",
+        ),
+        Command(
             "report",
             "report.command",
             "write losses, monitors, precision and versions of a run to one HTML file",
             "nemotron3 report runs/demo",
+        ),
+        Command(
+            "logits",
+            "train.logits_command",
+            "store a teacher's most probable tokens for the rows of a data set",
+            "nemotron3 logits runs/demo --output demo-logits --samples 8 --topk 16",
         ),
         Command("watch", "monitor.watch", "plot the monitored series of a run", "nemotron3 watch runs/demo"),
     ),
@@ -112,10 +136,24 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "nemotron3 convert to-hf runs/demo demo-hf",
         ),
         Command(
+            "prune",
+            "compression.command",
+            "measure what matters least in a checkpoint, and cut it to smaller sizes",
+            "nemotron3 prune runs/demo --text README.md --sizes mamba_num_heads=8 --output pruned",
+        ),
+        Command(
             "verify",
             "convert.command",
             "compare two checkpoints tensor by tensor",
             "nemotron3 verify runs/demo demo-hf",
+        ),
+    ),
+    "Distil": (
+        Command(
+            "xtoken",
+            "xtoken.command",
+            "write and inspect the projection between two tokenizers' vocabularies",
+            "nemotron3 xtoken runs/demo runs/demo",
         ),
     ),
     "Use a model": (

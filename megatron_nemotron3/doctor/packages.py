@@ -33,7 +33,7 @@ PURPOSE = {
     "causal-conv1d": "stock Megatron's Mamba layers",
     "apex": "fused Adam where TransformerEngine is absent",
     "transformers": "tokenizers; comparison of logits",
-    "nvidia-modelopt": "quantized checkpoints, pruning",
+    "nvidia-modelopt": "quantized checkpoints",
     "flash-attn": "another attention of TransformerEngine",
 }
 NEEDED = ("torch", "megatron-core")

@@ -216,6 +216,9 @@ class GroupedExperts(TEGroupedMLP):
         ValueError: an activation other than ungated squared ReLU.
     """
 
+    #: Call the linears one after the other, so that hooks see what enters FC2 (`compression.importance`).
+    separate = False
+
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         activation = getattr(config.activation_func, "__name__", str(config.activation_func))
         if activation != "squared_relu" or config.gated_linear_unit:
@@ -244,7 +247,8 @@ class GroupedExperts(TEGroupedMLP):
         counts = tokens_per_expert if on_device else tokens_per_expert.tolist()
         x, probs = permuted_local_hidden_states, permuted_probs
         recompute = self.activation_recompute and self.training
-        if not (self._emulated() or any("adapter" in linear._modules for linear in self._linears())):
+        adapted = any("adapter" in linear._modules for linear in self._linears())
+        if not (self.separate or self._emulated() or adapted):
             fc1, fc2 = self.linear_fc1(None, counts)[0], self.linear_fc2(None, counts)[0]
             form: Any = squared_relu_experts_cuda if on_device else squared_relu_experts
             return form(x, probs, fc1, fc2, counts, recompute=recompute), None

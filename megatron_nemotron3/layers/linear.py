@@ -41,7 +41,7 @@ from megatron_nemotron3.layers.norm import (
 class ReplaceableProducts(torch.nn.Module):
     """A linear layer whose matrix products can be replaced, and that may have a LoRA `adapter`."""
 
-    #: A `precision.linear.Emulated`; None for Megatron's own products.
+    #: A `precision.linear.Emulated` or `precision.packed.Packed`; None for Megatron's own products.
     products: Any = None
 
     def replaced(self) -> Any:
@@ -76,6 +76,10 @@ class ReplaceableProducts(torch.nn.Module):
         """Override Megatron's gather and multiplication (with their backward) by `products`."""
         if (products := self.replaced()) is not None:
             return products.linear(self, input, weight, *args, **kwargs)
+        return self.plain_product(input, weight, *args, **kwargs)
+
+    def plain_product(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's gather and multiplication, for `products` that replace the weight alone."""
         return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
 
 

@@ -11,9 +11,7 @@ its output is gathered or reduced. Names, shapes and torch_dist keys are those o
 
 from __future__ import annotations
 
-import operator
 import re
-import weakref
 import zlib
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,7 @@ from megatron_nemotron3.checkpoint.folders import locate_one
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
 from megatron_nemotron3.layers.experts import GroupedLinear
 from megatron_nemotron3.layers.linear import ColumnParallelLinear, DuplicatedLinear, RowParallelLinear
-from megatron_nemotron3.layers.registration import keep_argument, when_taken
+from megatron_nemotron3.layers.registration import keep_argument, when_complete
 from megatron_nemotron3.lora import ARGUMENT, LINEARS, VARIABLE, LoRA, current
 
 #: Parts of Mamba's in_proj in torch_dist keys.
@@ -304,33 +302,31 @@ def add_when_built(stack: Any) -> None:
     lora = current()
     if lora is None:
         return
-    model: list[weakref.ref[torch.nn.Module]] = []
 
-    def finish_init(quant_config: Any) -> None:
-        owner: Any = model[0]() if model else None
-        if owner is None:
-            raise RuntimeError(f"{VARIABLE}: the stack is in no model, so nothing would be frozen")
+    def complete(model: Any) -> None:
         if lora.base is not None:
-            load_base(owner, Path(lora.base))
-        names = add_adapters(owner, lora)
-        _announce(owner, lora, names)
+            load_base(model, Path(lora.base))
+        _announce(model, lora, add_adapters(model, lora))
 
-    when_taken(stack, operator.is_, lambda parent: model.append(weakref.ref(parent)))
-    stack.finish_init = finish_init
+    when_complete(stack, complete)
 
 
-def load_base(model: Any, folder: Path) -> None:
+def load_base(model: Any, folder: Path, *, option: str = f"{VARIABLE}: base=", dp_cp: Any = None) -> None:
     """Load this rank's weights of a Megatron checkpoint into a model without adapters. All ranks call it.
 
+    Args:
+        option: what named the folder, for messages.
+        dp_cp: the model's data- and context-parallel group; None: Megatron's.
+
     Raises:
-        ValueError: there is no torch_dist checkpoint in the folder.
+        ValueError: there is no torch_dist checkpoint in the folder, or its tensors do not fit.
     """
     found = locate_one(folder)
     if not (found.folder / METADATA).exists():
-        raise ValueError(f"{VARIABLE}: base={folder}: it is not a torch_dist checkpoint of Megatron")
+        raise ValueError(f"{option}{folder}: it is not a torch_dist checkpoint of Megatron")
     place = str(found.folder)
     metadata = dist_checkpointing.load_content_metadata(place) or {}
-    metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata["dp_cp_group"] = dp_cp or parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = model.sharded_state_dict(metadata=metadata)
     wanted = set(state)  # beside them Megatron returns arguments and counters
     loaded = dist_checkpointing.load(state, place, validate_access_integrity=False)
@@ -339,7 +335,7 @@ def load_base(model: Any, folder: Path) -> None:
         key for key in (*differ.missing_keys, *differ.unexpected_keys) if not key.endswith("_extra_state")
     ]
     if keys:
-        raise ValueError(f"{VARIABLE}: base={folder}: {len(keys)} tensors do not fit, first {keys[0]}")
+        raise ValueError(f"{option}{folder}: {len(keys)} tensors do not fit, first {keys[0]}")
 
 
 def _announce(model: Any, lora: LoRA, names: list[str]) -> None:

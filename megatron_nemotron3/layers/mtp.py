@@ -15,6 +15,7 @@ pack, once: Megatron cuts at them.
 from __future__ import annotations
 
 import inspect
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,6 +65,17 @@ class PhysicalBorders(PackedSeqParams):
         return borders
 
 
+def _count_z_loss_once(router: Any) -> None:
+    """Give the z-loss of a repeated block, which runs once per depth, its coefficient divided by the depths.
+
+    Upstream (0.19 and main) divides the loss after it is attached: what it logs, but not the gradient.
+    """
+    config = router.config
+    if config.moe_z_loss_coeff is not None and config.mtp_use_repeated_layer:
+        router.config = copy(config)
+        router.config.moe_z_loss_coeff /= config.mtp_num_layers
+
+
 class MTPLayer(MultiTokenPredictionLayer):
     """One depth of multi-token prediction (MTP) that tells its MoE layers that they belong to MTP.
 
@@ -87,6 +99,7 @@ class MTPLayer(MultiTokenPredictionLayer):
                 # The metrics tracker has one slot per depth after the decoder's layers. The number
                 # inside the block ("*E": 2) overruns it if there is one depth (Megatron-LM #7172).
                 module.router.set_layer_number(self.layer_number)
+                _count_z_loss_once(module.router)
         emulate_mtp(self)
         watch_mtp(self)
         if self.layer_number == 1:

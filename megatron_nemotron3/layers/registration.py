@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,42 @@ def when_taken(
             then(parent)
 
     hook = torch.nn.modules.module.register_module_module_registration_hook(registered)
+
+
+def when_complete(stack: torch.nn.Module, then: Callable[[Any], None]) -> None:
+    """Call `then(model)` when the model that a stack is put into is complete, before DDP wraps it.
+
+    Megatron calls `finish_init` of a model's modules then; the module that takes the stack is the model.
+    """
+    model: list[weakref.ref[torch.nn.Module]] = []
+
+    def finish_init(quant_config: Any) -> None:
+        owner = model[0]() if model else None
+        if owner is None:
+            raise RuntimeError("the stack is in no model, so there is nothing to train")
+        then(owner)
+
+    when_taken(stack, operator.is_, lambda parent: model.append(weakref.ref(parent)))
+    stack.finish_init = finish_init  # type: ignore[assignment]
+
+
+_AT_COMPLETION: list[Callable[[Any], None]] = []
+
+
+@contextmanager
+def completing(then: Callable[[Any], None]) -> Iterator[None]:
+    """Call `then(model)` for each model with a stack of ours that is built inside, when it is complete."""
+    _AT_COMPLETION.append(then)
+    try:
+        yield
+    finally:
+        _AT_COMPLETION.pop()
+
+
+def announce_completion(stack: torch.nn.Module) -> None:
+    """Let the functions of `completing` see the model that this stack is put into."""
+    for then in _AT_COMPLETION:
+        when_complete(stack, then)
 
 
 def keep_argument(name: str, value: str) -> None:

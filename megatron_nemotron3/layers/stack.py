@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
 from megatron_nemotron3.layers import padding
 from megatron_nemotron3.layers.lora import add_when_built
-from megatron_nemotron3.layers.registration import keep_argument
+from megatron_nemotron3.layers.registration import announce_completion, keep_argument
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.stack_specs import ARGUMENT, experts_text
 from megatron_nemotron3.monitor.attach import watch_stack
@@ -71,6 +73,9 @@ class Nemotron3Stack(HybridStack):
     """`HybridStack` with `submodules.final_norm`; parameter names and checkpoint keys are unchanged."""
 
     _announced = False
+    #: Runs the layers in place of a plain call, as in a frozen model (boost/trunk.py): it is given a function
+    #: that computes this stage's output, and returns that.
+    around: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -104,6 +109,7 @@ class Nemotron3Stack(HybridStack):
         emulate_stack(self)
         watch_stack(self)
         add_when_built(self)
+        announce_completion(self)
         size_moe_metrics(config)
 
     def forward(
@@ -134,9 +140,15 @@ class Nemotron3Stack(HybridStack):
                     self.pg_collection,
                 )
         padding.hand_to_mtp(padding_mask)
-        output: torch.Tensor = super().forward(
-            hidden_states, *args, packed_seq_params=packed_seq_params, padding_mask=padding_mask, **kwargs
+        run = partial(
+            super().forward,
+            hidden_states,
+            *args,
+            packed_seq_params=packed_seq_params,
+            padding_mask=padding_mask,
+            **kwargs,
         )
+        output: torch.Tensor = run() if self.around is None else self.around(run)
         return output
 
 

@@ -181,10 +181,6 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "8 tokens .* 16",
     ),
-    "own-experts": (
-        {"config": SUPER.but(name="mine", pattern="ME", moe_layers=((64, 2),))},
-        r"moe_layers.*stack_spec\('auto', config\).*--spec my_stack spec",
-    ),
     "reserved-option": ({"extra": ("--seq-length", "1")}, "--seq-length .* schedule.seq_length"),
     "gpt-pipeline-option": ({"extra": ("--num-layers", "88")}, "--num-layers"),
     "documents-cp": (

@@ -10,7 +10,7 @@ import yaml
 
 from megatron_nemotron3 import cli, models
 from megatron_nemotron3.args import Launch, flags, published_layout
-from megatron_nemotron3.args.command_line import read, read_with_notes
+from megatron_nemotron3.args.command_line import read, read_launch
 from megatron_nemotron3.args.explain import explain_command, explain_nearest
 from megatron_nemotron3.args.flag import Flag
 
@@ -55,7 +55,8 @@ MODEL_ARGS:
 MODEL_ARGS_2:
   --lr: 9
 """
-    found, notes = read_with_notes(text)
+    launch = read_launch(text)
+    found, notes = launch.flags, launch.notes
     assert {flag.name: flag.values for flag in found} == {
         "--lr": ("1e-4",),
         "--split": ("949,50,1",),
@@ -102,7 +103,8 @@ optimizer: {lr: 0.0003}
 ddp: {grad_reduce_in_fp32: false, use_distributed_optimizer: true}
 mixed_precision: bf16_mixed
 """
-    found, notes = read_with_notes(text)
+    launch = read_launch(text)
+    found, notes = launch.flags, launch.notes
     assert {flag.name: flag.values for flag in found} == {
         "--seq-length": ("4096",),
         "--global-batch-size": ("512",),

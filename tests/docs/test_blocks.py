@@ -20,9 +20,9 @@ from tests.docs.blocks import NEMOTRON3, PAGES, ROOT, Block, blocks, write_stand
 from tests.support.programs import follow_forked, run_python
 
 #: Commands whose example takes ten seconds or more; blocks of the pages train and run, too.
-SLOW = {"doctor", "certify", "train", "run", "finetune", "evaluate"}
+SLOW = {"doctor", "certify", "train", "run", "finetune", "boost", "evaluate"}
 #: Commands whose result is not a report.
-NO_JSON = {"train", "run", "finetune", "chat"}
+NO_JSON = {"train", "run", "finetune", "boost", "chat", "logits", "prune"}
 REPORTING = [
     pytest.param(command, id=name, marks=pytest.mark.full if name in SLOW else ())
     for name, command in table.COMMANDS.items()

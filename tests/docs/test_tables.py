@@ -12,9 +12,10 @@ import re
 from pathlib import Path
 
 from megatron_nemotron3.args import published
-from megatron_nemotron3.convert.quantized_recipes import RECIPES, quantization
+from megatron_nemotron3.convert.quantized_recipes import quantization
 from megatron_nemotron3.models import get
 from megatron_nemotron3.monitor import rules, series
+from megatron_nemotron3.precision.serving import RECIPES
 from megatron_nemotron3.train import log
 from tests.parallel.layouts import LAYOUTS
 from tests.support.quantized_models import all_scales

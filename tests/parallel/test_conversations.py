@@ -8,6 +8,7 @@ conversations.
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.certify.tensors import Tensors, gather, gradients
 from megatron_nemotron3.certify.world import Run, initial_weights
 from megatron_nemotron3.train.data import packing
+from megatron_nemotron3.train.data.conversations import Conversation, Encoded
 from tests.parallel.case import Case
 from tests.parallel.layouts import CASES, PER_TOKEN
 
@@ -43,16 +44,27 @@ def _tokens() -> list[Tensor]:
     return [torch.randint(1, 128, (n,), generator=generator) for n, _ in CONVERSATIONS]
 
 
-def _write(folder: Path) -> None:
-    """The conversations as the packer keeps them after it read a file."""
-    file = folder / "chats.jsonl"
-    file.touch()
-    kept = folder / f"conversations-{packing._key(str(file), str(folder))}"
-    kept.mkdir(exist_ok=True)
-    trained = [np.arange(n) >= prompt for n, prompt in CONVERSATIONS]
-    np.save(kept / "tokens.npy", torch.cat(_tokens()).numpy().astype(np.int32))
-    np.save(kept / "trained.npy", np.concatenate(trained))
-    np.save(kept / "borders.npy", np.cumsum([0, *(n for n, _ in CONVERSATIONS)]))
+class Numbered:
+    """Tokens of the conversation whose only message is its number."""
+
+    def encode(self, conversation: Conversation) -> Encoded:
+        i = int(conversation.messages[0]["content"])
+        n, prompt = CONVERSATIONS[i]
+        return Encoded(_tokens()[i].tolist(), [place >= prompt for place in range(n)])
+
+    def key(self) -> bytes:
+        return b"numbered"
+
+
+def _packed(folder: str, multiple: int = 1) -> packing.PackedConversations:
+    return packing.PackedConversations(f"{folder}/chats.jsonl", Numbered(), ROW, multiple, cache=folder)
+
+
+def _write(folder: str) -> None:
+    """A file of the conversations, and its tokens as the packer keeps them: ranks only read them."""
+    lines = [{"messages": [{"role": "user", "content": str(i)}]} for i in range(len(CONVERSATIONS))]
+    Path(folder, "chats.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    _packed(folder)
 
 
 def _alone(mean: str) -> Iterator[Any]:
@@ -99,7 +111,7 @@ def _measure(case: Case, weights: Tensors, mean: str, separate: bool, folder: st
     else:
         cp = case.layout.cp
         multiple = 2 * cp if cp > 1 else 1
-        packed = packing.PackedConversations(f"{folder}/chats.jsonl", folder, ROW, multiple, cache=folder)
+        packed = _packed(folder, multiple)
         assert len(packed) == 4, "two conversations to a row on average, and padding"
         samples = [fine_tuning.sample(packed.row(i)) for i in range(rank, len(packed), dp)]
         rows = [{name: tensor[None] for name, tensor in one.items()} for one in samples]
@@ -121,7 +133,7 @@ def _measure(case: Case, weights: Tensors, mean: str, separate: bool, folder: st
 
 def measure(case: Case, weights: Tensors, mean: str, separate: bool = False) -> tuple[float, Tensors]:
     with tempfile.TemporaryDirectory() as folder:
-        _write(Path(folder))
+        _write(folder)
         work = partial(_measure, case, weights, mean, separate, folder)
         ranks = run_distributed(work, case.layout.world_size, apart=True)
     assert len({loss for loss, _ in ranks}) == 1

@@ -16,8 +16,8 @@ import pytest
 
 from megatron_nemotron3.args import ParallelLayout, versions
 from megatron_nemotron3.certify.noise import reference, weights
-from megatron_nemotron3.certify.resume import load, on_ranks, save, shifted_state
 from megatron_nemotron3.certify.tensors import Tensors
+from tests.parallel.checkpoint import load, on_ranks, save, shifted_state
 from tests.parallel.compare import against
 from tests.parallel.layouts import CASES, PER_TOKEN
 

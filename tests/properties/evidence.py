@@ -262,11 +262,6 @@ EVIDENCE: dict[str, Evidence] = {
         stage="step",
         message="First dimension of the tensor should be divisible by tensor parallel size",
     ),
-    "own-experts": Refused(
-        case=case(model("ME", moe_layers=((4, 1),))),
-        stage="model",
-        message="nemotron3_made_up_torch_stack_spec",
-    ),
     "model-option": Wrong(
         case=case(model("ME"), "--moe-ffn-hidden-size", "16"),
         measured=measure.elements,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_nemotron3.certify.noise import weights
-from megatron_nemotron3.certify.resume import shifted_state
 from tests.parallel import case as parallel
+from tests.parallel.checkpoint import shifted_state
 from tests.parallel.layouts import CASES
 from tests.parallel.wrong import one_step, relative
 from tests.properties.entries import Evidence, Wrong, case

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 from tests.support.models import SIZES, VOCABULARY
@@ -38,14 +39,20 @@ SPECIAL = {"vision": VOCABULARY - 1, "audio": VOCABULARY - 2}
 SUBMODULES = {"vision": VisionModalitySubmodules, "audio": AudioModalitySubmodules}
 
 
-def grid(*, tp: int = 1, cp: int = 1, pp: int = 1, dp: int = 1, offset: int = 0) -> HyperCommGrid:
+def grid(
+    *, tp: int = 1, cp: int = 1, pp: int = 1, dp: int = 1, offset: int = 0, ep: int = 1
+) -> HyperCommGrid:
     """A grid with every group that the models and optimizers here ask for. A collective call.
 
-    Experts: expert data parallel over dp and cp, so the expert view is [tp, 1, pp, dp * cp].
+    Experts: without EP expert data parallel over dp and cp, so the expert view is [tp, 1, pp, dp * cp]; with
+    EP each expert is whole.
     """
     made = HyperCommGrid([tp, cp, pp, dp], ["tp", "cp", "pp", "dp"], rank_offset=offset)
     made.register_view(
-        "expert", shape=[tp, 1, pp, dp * cp], dim_names=["expt_tp", "ep", "pp", "expt_dp"], shared_dims=["pp"]
+        "expert",
+        shape=[1, ep, pp, tp * dp * cp // ep] if ep > 1 else [tp, 1, pp, dp * cp],
+        dim_names=["expt_tp", "ep", "pp", "expt_dp"],
+        shared_dims=["pp"],
     )
     for dims in (
         ["tp"],
@@ -88,14 +95,22 @@ def groups(of: HyperCommGrid) -> ProcessGroupCollection:
 class Encoder(nn.Module):
     """[rows, FEATURES] -> [rows, HIDDEN]: enough to give every row its own values and gradients."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute, self.calls = recompute, 0
         generator = torch.Generator().manual_seed(seed)
         self.inner = nn.Parameter(torch.randn(16, FEATURES, generator=generator) / FEATURES**0.5)
         self.outer = nn.Parameter(torch.randn(HIDDEN, 16, generator=generator) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [rows, FEATURES]. In FP64, so that a row's bits do not depend on how many others there are."""
+        if self.recompute and torch.is_grad_enabled():
+            rows: Tensor = checkpoint(self._rows, x, use_reentrant=False)
+            return rows
+        return self._rows(x)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        self.calls += 1
         return (torch.tanh(x.double() @ self.inner.double().T) @ self.outer.double().T).float()
 
 
@@ -151,6 +166,7 @@ def build(
     on_grids: bool = True,
     seed: int = 1234,
     packed: bool = False,
+    recompute: bool = False,
     **fields: Any,
 ) -> Any:
     """`MimoModel` or a subclass with this rank's part of every module.
@@ -171,7 +187,11 @@ def build(
         name: ModuleSpec(
             module=SUBMODULES[name],
             params={"pg_collection": groups(grids[name]) if name in mine else None},
-            submodules={"encoders": {"tiny": ModuleSpec(module=Encoder, params={"seed": number})}},
+            submodules={
+                "encoders": {
+                    "tiny": ModuleSpec(module=Encoder, params={"seed": number, "recompute": recompute})
+                }
+            },
         )
         for number, name in enumerate(SPECIAL)
         if name in grids

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests.support.boundary_reference import media_of, of_context, unit
 from tests.support.boundary_upstream import gloo_groups
 
 #: Token ids in whose place rows stand.
@@ -28,6 +29,8 @@ class World(NamedTuple):
     text_only: microbatches without any rows.
     frozen: modules that are not trained.
     uniform: every sample has as many rows, which is what upstream can do.
+
+    The rows of encoders with context parallelism divide among their ranks (`boundary_reference.unit`).
     """
 
     layouts: dict[str, str]
@@ -51,19 +54,31 @@ class Result(NamedTuple):
 
 def microbatches(world: World, number: int, seed: int = 0) -> list[dict[str, Any]]:
     """Token ids [samples, length] and features of every row of every encoder, by sample."""
+    from megatron_nemotron3.boundary.layout import Layout
+
     random = np.random.default_rng(seed)
     found = []
+    layouts = {name: Layout.parse(text) for name, text in world.layouts.items()}
+    units = {name: unit(layouts[name]) if name in layouts else 1 for name in TOKENS}
     for i in range(number):
         shape = (world.samples, world.length)
         ids = np.tile([0, 1, 2, 1], world.length // 4) * np.ones(shape, int) if world.uniform else None
         if ids is None:
             ids = random.choice(3, shape, p=[0.5, 0.3, 0.2]) * (random.random((world.samples, 1)) < 0.7)
         ids = ids * (i not in world.text_only)
+        for name, token in TOKENS.items():
+            marked = ids == token
+            ids[marked & (marked.cumsum(1) > (marked.sum(1) // units[name] * units[name])[:, None])] = 0
+        media = {
+            name: [media_of(layouts[name], int((row == token).sum())) for row in ids]
+            for name, token in TOKENS.items()
+            if name in layouts and layouts[name].cp > 1
+        }
         features = {
             name: [random.standard_normal((int((row == token).sum()), HIDDEN)) for row in ids]
             for name, token in TOKENS.items()
         }
-        found.append({"ids": ids, **features})
+        found.append({"ids": ids, "media": media, **features})
     return found
 
 
@@ -155,6 +170,8 @@ class Stages:
         for name in self.at:
             hidden = self._input(name, batch)
             outputs[name] = torch.tanh(self.layers[name](hidden))
+            if name != "language" and not self.world.fed:
+                outputs[name]._mimo_bridge_split_sizes = [len(batch[name][s]) for s in self._samples(name)]
         if "language" in outputs and self.is_end:
             return (outputs["language"] ** 2).sum()
         return outputs
@@ -168,15 +185,23 @@ class Stages:
         import torch
 
         layout, at = self.layouts[name], self.at[name]
-        share = self.world.samples // layout.dp
-        mine = range(at["dp"] * share, (at["dp"] + 1) * share)
+        mine = self._samples(name)
         if at["pp"] > 0:
             return self.inputs[name]
         if name != "language":
-            return torch.as_tensor(np.concatenate([batch[name][s] for s in mine]))
+            whole = np.concatenate([batch[name][s] for s in mine])
+            if layout.cp > 1:
+                whole = whole[
+                    of_context(layout, [n for s in mine for n in batch["media"][name][s]], at["cp"])
+                ]
+            return torch.as_tensor(whole)
         places = self._positions()
         ids = np.concatenate([batch["ids"][s][places] for s in mine])
         return scattered(ids, self.inputs)
+
+    def _samples(self, name: str) -> range:
+        share, lane = self.world.samples // self.layouts[name].dp, self.at[name]["dp"]
+        return range(lane * share, (lane + 1) * share)
 
     def _positions(self) -> list[int]:
         """Positions that this rank of the language model computes."""
@@ -245,6 +270,7 @@ class Runner:
                 config,
                 **common,
                 sequence_parallel=[name for name, at in layouts.items() if at.sequence_parallel],
+                share={name: at.share for name, at in layouts.items()},
                 **{"frozen": world.frozen, **options},
             )
         named = "language" if "language" in groups else None
@@ -259,9 +285,11 @@ class Runner:
 
         from megatron_nemotron3.boundary.feed import RowFeed, tokens
 
+        if self.groups is None:
+            return Result({}, 0.0, 0)
         feed: Any = iter([batch for _ in range(times) for batch in batches])
         if self.world.fed:
-            feed = self.communicator.feed = RowFeed(feed, tokens("ids", TOKENS))
+            feed = self.communicator.feed = RowFeed(feed, tokens("ids", TOKENS, media="media"))
         losses = []
         for _ in range(times):
             losses = schedule(

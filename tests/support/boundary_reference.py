@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
+import numpy as np
 import torch
 
 from megatron_nemotron3.boundary.layout import Layout
@@ -45,3 +47,38 @@ def of_rank(
         places = [p for p, marked in enumerate(mask) if marked]
         found.append(samples[sample][[i for i, p in enumerate(places) if p in mine]])
     return torch.cat(found)
+
+
+def zigzag(length: int, cp: int, rank: int) -> list[int]:
+    """Positions of a context rank, by a second implementation."""
+    if cp == 1:
+        return list(range(length))
+    chunks = np.arange(length).reshape(2 * cp, -1)
+    return [*chunks[rank], *chunks[2 * cp - 1 - rank]]
+
+
+def unit(source: Layout) -> int:
+    """The rows of a medium are a multiple of this, so that they divide among the ranks of a source lane."""
+    tp = source.tp if source.sequence_parallel else 1
+    return tp if source.cp == 1 or source.share == "media" else 2 * source.cp * tp
+
+
+def media_of(source: Layout, rows: int) -> list[int]:
+    """Rows of up to three media of a sample."""
+    first = rows // unit(source) // 4 * unit(source)
+    return [n for n in (first, rows - 2 * first, first) if n]
+
+
+def of_context(source: Layout, media: list[int], rank: int) -> np.ndarray:
+    """Rows of a lane that a context rank of the source holds, by a second implementation."""
+    total = sum(media)
+    if source.cp == 1 or source.share == "contiguous":
+        return np.arange(total).reshape(source.cp, -1)[rank]
+    found, start = [], 0
+    for n in media:
+        if source.share == "zigzag":
+            found.append(start + np.array(zigzag(n, source.cp, rank), int))
+        elif int(Fraction(2 * start + n, 2 * total) * source.cp) == rank:
+            found.append(start + np.arange(n))
+        start += n
+    return np.concatenate([np.arange(0), *found])

@@ -11,18 +11,26 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_nemotron3.checkpoint import folders
-from megatron_nemotron3.convert import checksums, from_hf, inventory, job, streams, to_hf
+from megatron_nemotron3.convert import checksums, from_hf, inventory, job, omni_inventory, streams, to_hf
 from megatron_nemotron3.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.convert.sources import SourceTensor
 from megatron_nemotron3.convert.streams import FilePlan
 from megatron_nemotron3.convert.views import Converted
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.omni import OmniConfig
 
 
 def write_hf(folder: Path, config: Nemotron3Config, limit: int = to_hf.SHARD_BYTES) -> None:
     """The Hugging Face folder of a model."""
     tensors = {t.name: SourceTensor(t.dtype, t.shape) for t in inventory.hf_tensors(config)}
     _write(folder, to_hf.files(tensors, limit), to_hf.small_files(config, tensors, limit=limit))
+
+
+def write_omni(folder: Path, config: OmniConfig) -> None:
+    """The Hugging Face folder of a model with encoders, as released."""
+    tensors = {t.name: SourceTensor(t.dtype, t.shape) for t in omni_inventory.hf_tensors(config)}
+    small = to_hf.small_files(config.language, tensors, omni=config)
+    _write(folder, to_hf.files(tensors), small)
 
 
 def write_megatron(folder: Path, hf: Path, divisible_by: int = 128) -> None:

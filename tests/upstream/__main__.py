@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from megatron_nemotron3.args import versions
 from tests.upstream.page import RESULTS
 
 ROOT = Path(__file__).parents[2]
@@ -82,11 +82,10 @@ def version_of(checkout: Path) -> str:
     Raises:
         ValueError: the folder is not a checkout of Megatron-LM.
     """
-    file = checkout / "megatron" / "core" / "package_info.py"
-    if not file.exists() or not (checkout / "tests" / "unit_tests").is_dir():
+    version = versions.version_in(checkout / "megatron" / "core")
+    if not version or not (checkout / "tests" / "unit_tests").is_dir():
         raise ValueError(f"--megatron-lm {checkout}: not a checkout of Megatron-LM")
-    parts = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", file.read_text(), re.MULTILINE)
-    return ".".join(parts)
+    return version
 
 
 def revision_of(checkout: Path) -> str:

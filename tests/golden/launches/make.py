@@ -83,7 +83,7 @@ SECTIONS = ("model", "ddp", "train", "optimizer", "scheduler", "mixed_precision"
 
 def flags_of(file: Path, name: str) -> list[Flag]:
     """Options of a launch."""
-    return command_line.read_with_notes(file.read_text(), SET.get(name))[0]
+    return command_line.read_launch(file.read_text(), SET.get(name)).flags
 
 
 def write_words(checkouts: dict[str, Path]) -> None:

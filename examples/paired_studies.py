@@ -1,0 +1,286 @@
+"""Paired studies of distillation at CPU scale: every seed has its own teacher, students and text.
+
+    python examples/paired_studies.py                          # all studies, five seeds
+    python examples/paired_studies.py qad --seeds 8
+
+    distill   a small model trained on the text, on KL(teacher || student), on half of each, and on half of
+              each with a teacher of another tokenizer (X-Token, docs/xtoken.md)
+    prune     a model cut to 55 % of its parameters: as it is, trained on the text and on the teacher; and a
+              model of these sizes from random weights
+    qad       a model whose weights are packed in NVFP4: as it is, trained on its own logits before packing,
+              trained on the text; the model itself, trained on as much text; all with activations in NVFP4
+
+All arms of a seed start from the same weights, and see the same batches in the same order with the same
+schedule. A table has the mean validation loss in nats per token, and the mean of the paired differences with
+its 95 % interval and p by Student's t. A finished seed is a line of results.jsonl and is not computed again.
+The text is Python's own sources. Minutes on one core show what the methods do here, not what holds at scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, if the package is not installed
+
+from tiny_runs import (
+    VALIDATION,
+    Loss,
+    Text,
+    build,
+    evaluate,
+    logits,
+    on_teacher,
+    on_text,
+    token_losses,
+    train,
+)
+
+import megatron_nemotron3 as n3
+from megatron_nemotron3.compression import memory
+from megatron_nemotron3.compression.importance import measure
+from megatron_nemotron3.models import Nemotron3Config, get, tiny
+from megatron_nemotron3.paired import interval, paired
+from megatron_nemotron3.precision.settings import emulating, parse
+from megatron_nemotron3.xtoken.align import Aligner
+from megatron_nemotron3.xtoken.loss import Kind, span_losses
+from megatron_nemotron3.xtoken.projection import Projection
+from megatron_nemotron3.xtoken.tokens import Vocabulary
+
+TEACHER = tiny(get("nano")).but(
+    name="teacher", pattern="MEM*E", seq_length=128, num_moe_experts=8, moe_router_topk=2
+)
+#: Of half the vocabulary, so of another tokenizer.
+FOREIGN = TEACHER.but(name="foreign", vocab_size=1024)
+STUDENT = TEACHER.but(
+    name="student", hidden_size=64, moe_ffn_hidden_size=48, moe_shared_expert_intermediate_size=96
+)
+#: Learning rates from random weights, and of models that go on; not searched.
+RATE, CUT_RATE, FINE_RATE = 4e-3, 2e-3, 1e-4
+#: Sizes of the cut teacher: 55 % of its parameters.
+KEPT = {
+    "hidden_size": 96,
+    "mamba_num_heads": 8,
+    "num_attention_heads": 4,
+    "num_moe_experts": 6,
+    "moe_ffn_hidden_size": 64,
+    "moe_shared_expert_intermediate_size": 128,
+}
+#: Values of NEMOTRON3_EMULATE: weights alone, as the converter packs them; weights and activations.
+PACKED = "nano-nvfp4"
+ACTIVATIONS = "nvfp4,2d=0,every_layer=1,dgrad=0,wgrad=0"
+
+#: Measure -> value of a model; arm -> measures.
+Measured = dict[str, float]
+Results = dict[str, Measured]
+
+
+def on_foreign(
+    teacher: torch.nn.Module,
+    aligner: Aligner,
+    projection: Projection,
+    kind: Kind,
+    model: torch.nn.Module,
+    batch: torch.Tensor,
+) -> torch.Tensor:
+    """Half the X-Token loss against a teacher of another tokenizer, half the loss of the text."""
+    tokens, alignment = aligner.batch(batch.tolist())
+    with torch.no_grad():
+        expected = logits(teacher, torch.nn.functional.pad(tokens, (0, 1)))
+    found = logits(model, batch)
+    text = torch.nn.functional.cross_entropy(found.flatten(0, 1).float(), batch[:, 1:].flatten())
+    return (span_losses(found, expected, alignment, projection, kind).mean() + text) / 2
+
+
+class Lab:
+    """The text, sizes of the runs, and what a seed's arms have in common."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.text = Text(options.output / "data", TEACHER)
+        self.foreign_text = Text(options.output / "foreign", FOREIGN)
+        self.validation = self.text.batches("validation", VALIDATION, seed=0)
+        self.folder = options.output
+        self.teacher_steps, self.steps = options.teacher_steps, options.steps
+        self._teachers: dict[str, tuple[int, torch.nn.Module]] = {}
+        ours, theirs = (Vocabulary(text.tokenizer) for text in (self.text, self.foreign_text))
+        self.aligner, self.projection = Aligner(ours, theirs), Projection.build(ours, theirs)
+
+    def batches(self, seed: int) -> list[torch.Tensor]:
+        """What every student of a seed sees; its teacher has seen other windows, most of them."""
+        return self.text.batches("train", self.steps, seed)
+
+    def teacher(self, seed: int, config: Nemotron3Config = TEACHER) -> torch.nn.Module:
+        """A teacher of the seed, trained on the text; its weights are kept in a file."""
+        if self._teachers.get(config.name, (None,))[0] != seed:
+            model = build(config, seed)
+            file = self.folder / f"{config.name}-{self.teacher_steps}-{seed}.pt"
+            tensors = (*model.parameters(), *model.buffers())
+            if file.exists():
+                with torch.no_grad():
+                    for own, stored in zip(tensors, torch.load(file), strict=True):
+                        own.copy_(stored)
+            else:
+                text = self.text if config is TEACHER else self.foreign_text
+                train(model, text.batches("train", self.teacher_steps, seed + 10_000), RATE, on_text)
+                torch.save([tensor.detach() for tensor in tensors], file)
+            self._teachers[config.name] = seed, model.eval().requires_grad_(False)
+        return self._teachers[config.name][1]
+
+    def trained(self, model: torch.nn.Module, seed: int, rate: float, loss: Loss) -> torch.nn.Module:
+        """The model after the batches of a seed."""
+        train(model, self.batches(seed), rate, loss)
+        return model
+
+    def loss(self, model: torch.nn.Module) -> Measured:
+        """Validation loss."""
+        return {"loss": evaluate(model, self.validation)}
+
+    def loss_and_distance(self, model: torch.nn.Module, seed: int) -> Measured:
+        """Validation loss, and KL(teacher || model) on the same text."""
+        found = self.loss(model)
+        with torch.no_grad():
+            distance = on_teacher(self.teacher(seed))
+            values = [float(distance(model, batch)) for batch in self.validation]
+        return {**found, "KL to the model": sum(values) / len(values)}
+
+
+def copied(model: torch.nn.Module, emulate: str) -> torch.nn.Module:
+    """A trainable model with the same weights, which emulates."""
+    with emulating(parse(emulate)):
+        copy = build(TEACHER, 0)
+    with torch.no_grad():
+        for new, old in zip((*copy.parameters(), *copy.buffers()), (*model.parameters(), *model.buffers())):
+            new.copy_(old)
+    return copy
+
+
+def distill(lab: Lab, seed: int) -> Results:
+    """Students of the same size and tokens."""
+    teacher, foreign = lab.teacher(seed), lab.teacher(seed, FOREIGN)
+    losses: dict[str, Loss] = {
+        "on the text": on_text,
+        "on the teacher": on_teacher(teacher),
+        "half of each": on_teacher(teacher, share=0.5),
+        "half, foreign, P-KL": partial(on_foreign, foreign, lab.aligner, lab.projection, "p-kl"),
+        "half, foreign, H-KL": partial(on_foreign, foreign, lab.aligner, lab.projection, "h-kl"),
+    }
+    found = {
+        name: lab.loss(lab.trained(build(STUDENT, seed), seed, RATE, loss)) for name, loss in losses.items()
+    }
+    ratio = len(lab.foreign_text.parts["validation"]) / len(lab.text.parts["validation"])
+    batches = lab.foreign_text.batches("validation", VALIDATION, seed=0)
+    own_tokens = {"loss": ratio * evaluate(foreign, batches)}  # per token of the student
+    return {**found, "the teacher": lab.loss(teacher), "the foreign teacher": own_tokens}
+
+
+def prune(lab: Lab, seed: int) -> Results:
+    """Students of the same size and tokens, cut from the teacher or from random weights."""
+    teacher = lab.teacher(seed)
+    calibration = lab.text.batches("train", VALIDATION, seed + 20_000)
+    scores = measure(teacher, TEACHER, lambda: [token_losses(teacher, batch) for batch in calibration])
+    cut, weights = memory.prune(teacher, scores, KEPT)
+    runs: dict[str, tuple[bool, float, Loss | None]] = {
+        "from random weights, on the text": (False, RATE, on_text),
+        "from random weights, on the teacher": (False, RATE, on_teacher(teacher)),
+        "cut": (True, 0.0, None),
+        "cut, on the text": (True, CUT_RATE, on_text),
+        "cut, on the teacher": (True, CUT_RATE, on_teacher(teacher)),
+    }
+    found = {}
+    for name, (pruned, rate, loss) in runs.items():
+        model = build(cut, seed)
+        if pruned:
+            memory.load(model, weights)
+        if loss is not None:
+            lab.trained(model, seed, rate, loss)
+        found[name] = lab.loss(model)
+    return {**found, "the teacher": lab.loss(teacher)}
+
+
+def qad(lab: Lab, seed: int) -> Results:
+    """A model, and what packing its weights in NVFP4 does to it."""
+    teacher = lab.teacher(seed)
+    own = on_teacher(teacher)
+    runs: dict[str, tuple[str, Loss | None]] = {
+        "as it is": ("0", None),
+        "packed": (PACKED, None),
+        "packed, on its own logits": (PACKED, own),
+        "packed, on the text": (PACKED, on_text),
+        "not packed, on the text": ("0", on_text),
+        "activations, too": (ACTIVATIONS, None),
+        "activations, too, on its own logits": (ACTIVATIONS, own),
+    }
+    found = {}
+    for name, (emulate, loss) in runs.items():
+        model = copied(teacher, emulate)
+        if loss is not None:
+            lab.trained(model, seed, FINE_RATE, loss)
+        found[name] = lab.loss_and_distance(model, seed)
+    return found
+
+
+#: The first arm of each is what the others are compared with.
+STUDIES: dict[str, Callable[[Lab, int], Results]] = {
+    "distill": distill,
+    "prune": prune,
+    "qad": qad,
+}
+
+
+def run(name: str, lab: Lab, seeds: range, file: Path) -> list[Results]:
+    """The results of each seed, computed or read from the file."""
+    key = {"study": name, "teacher_steps": lab.teacher_steps, "steps": lab.steps}
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    known = {line["seed"]: line["results"] for line in lines if line.items() >= key.items()}
+    for seed in seeds:
+        if seed not in known:
+            started = time.monotonic()
+            known[seed] = STUDIES[name](lab, seed)
+            print(f"{name}, seed {seed}: {time.monotonic() - started:.0f} s", flush=True)
+            with file.open("a") as out:
+                out.write(json.dumps({**key, "seed": seed, "results": known[seed]}) + "\n")
+    return [known[seed] for seed in seeds]
+
+
+def report(name: str, results: list[Results]) -> None:
+    """Print the tables of a study, one for each measure."""
+    first, *_ = results[0]
+    for quantity in results[0][first]:
+        print(f"\n| {name}, {len(results)} seeds | {quantity} | minus {first!r} | p |\n|-|-|-|-|")
+        values = {arm: [one[arm][quantity] for one in results] for arm in results[0]}
+        for arm, own in values.items():
+            against = paired(own, values[first])
+            cells = f"{against:+.4f} | {against.p:.4f}" if arm != first else " | "
+            print(f"| {arm} | {interval(own).mean:.4f} | {cells} |")
+
+
+def main() -> None:
+    """Run the studies and print their tables."""
+    parser = argparse.ArgumentParser(description="Paired studies of distillation at CPU scale.")
+    parser.add_argument("studies", nargs="*", help=f"of {', '.join(STUDIES)}; default: all")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first", type=int, default=1, help="number of the first seed")
+    parser.add_argument("--teacher-steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=200, help="of every student")
+    parser.add_argument("--output", type=Path, default=Path("runs/paired_studies"))
+    options = parser.parse_args()
+    if unknown := set(options.studies) - set(STUDIES):
+        parser.error(f"no study {', '.join(unknown)}: use {', '.join(STUDIES)}")
+    seeds = range(options.first, options.first + options.seeds)
+    options.output.mkdir(parents=True, exist_ok=True)
+    with n3.cpu_mode():
+        lab = Lab(options)
+        for name in options.studies or STUDIES:
+            report(name, run(name, lab, seeds, options.output / "results.jsonl"))
+
+
+if __name__ == "__main__":
+    main()

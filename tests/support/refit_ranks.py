@@ -1,0 +1,169 @@
+"""What the ranks of a refit do; for `run_distributed` and `run_apart`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_nemotron3.models import get
+from megatron_nemotron3.refit.execute import Refit, RefitError
+from megatron_nemotron3.refit.held import empty_parameters
+from megatron_nemotron3.refit.layouts import Serving, Training
+from megatron_nemotron3.refit.plan import Plan
+from megatron_nemotron3.refit.planner import make_plan
+from tests.support.refit_reference import loaded, trained, whole
+
+#: (model, trainer, engine, servers, settings of `make_plan`)
+Case = tuple[str, str, str, str, dict[str, Any]]
+
+
+def plan_of(case: Case) -> Plan:
+    """The plan of a case."""
+    name, source, engine, target, settings = case
+    config = get(name)
+    return make_plan(Training.of(config, source), Serving.of(config, target, engine=engine), **settings)
+
+
+class Rank:
+    """This rank's tensors in a case, and its end of the refit."""
+
+    def __init__(self, case: Case, dtype: str = "bfloat16") -> None:
+        self.plan, self.case, self.dtype = plan_of(case), case, dtype
+        self.refit = Refit(self.plan)
+        self.target: dict[str, Tensor] | None = None
+        if self.refit.receiver is not None:
+            self.target = empty_parameters(self.plan, self.refit.receiver)
+
+    def run(self, hf: dict[str, Tensor], **settings: Any) -> Any:
+        """Refit from these whole tensors, and compare a server's parameters with the loaders' bit for bit."""
+        source = None
+        config = self.plan.training.config
+        if self.refit.sender is not None:
+            source = trained(config, self.plan.training.layout, self.refit.sender, hf)
+        report = self.refit.run(source, self.target, **settings)
+        self.compare(hf)
+        return report
+
+    def compare(self, hf: dict[str, Tensor]) -> None:
+        """Compare a server's parameters."""
+        if self.refit.receiver is None or self.target is None:
+            return
+        serving = self.plan.serving
+        sizes = {name: getattr(serving, name) for name in ("tp", "pp", "dp", "ep")}
+        served = {
+            n: t.to(torch.bfloat16) if t.dtype == torch.float32 and "e_score" not in n else t
+            for n, t in hf.items()
+        }
+        if self.dtype == "float32":  # the exponent is taken of what the trainer holds
+            served |= {n: t for n, t in hf.items() if n.endswith("A_log")}
+        expected = loaded(serving.config, serving.engine, sizes, self.refit.receiver, served)
+        if not serving.drafts:
+            expected = {n: t for n, t in expected.items() if not n.startswith(("draft.", "mtp."))}
+        assert expected.keys() == self.target.keys()
+        different = [name for name, tensor in expected.items() if not torch.equal(tensor, self.target[name])]
+        assert not different, different[:3]
+
+
+def refitted(cases: list[Case], dtype: str) -> list[int]:
+    """Refit every case; returns the bytes that this rank sent."""
+    sent = []
+    for case in cases:
+        rank = Rank(case, dtype)
+        sent.append(rank.run(whole(get(case[0]), dtype)).sent)
+        rank.refit.close()
+    return sent
+
+
+def twice(case: Case) -> list[Any]:
+    """A first refit, one after nothing but the decoder has changed, and a delta."""
+    rank, hf = Rank(case), whole(get(case[0]))
+    reports = [rank.run(hf)]
+    for name in hf:
+        if not name.startswith("mtp."):
+            hf[name] = hf[name] + 1
+    reports.append(rank.run(hf))
+    hf["backbone.norm_f.weight"] = hf["backbone.norm_f.weight"] * 2
+    reports.append(rank.run(hf, delta=True))
+    sums = sorted(reports[-1].checksums.items())
+    return [(r.sent, r.received, r.tensors, r.unchanged) for r in reports] + [len(sums)]
+
+
+def streamed(case: Case) -> tuple[list[str], bool]:
+    """The names that this rank got from the stream, and whether all tensors are right."""
+    plan, hf = plan_of(case), whole(get(case[0]))
+    refit = Refit(plan)
+    source = trained(plan.training.config, plan.training.layout, dist.get_rank(), hf)
+    got = dict(refit.stream(source))
+    return sorted(got), all(torch.equal(tensor, hf[name]) for name, tensor in got.items())
+
+
+def _dies(rank: Rank) -> None:
+    if rank.refit.receiver == 1:
+        os._exit(1)
+
+
+def _dies_as_host(rank: Rank) -> None:
+    if rank.refit.sender == 0:
+        os._exit(1)
+
+
+def _hurts(rank: Rank) -> None:
+    if rank.refit.receiver == 1 and rank.target is not None:
+        rank.target = Hurt(rank.target)
+
+
+def _lacks(rank: Rank) -> None:
+    if rank.refit.receiver == 0 and rank.target is not None:
+        del rank.target["model.norm_f.weight"]
+
+
+def _knows_more(rank: Rank) -> None:
+    if rank.refit.receiver == 0 and rank.target is not None:
+        rank.target["model.layers.0.mixer.gate_proj.weight"] = torch.zeros(2)
+
+
+def _wider(rank: Rank) -> None:
+    if rank.refit.receiver == 1 and rank.target is not None:
+        rank.target["model.norm_f.weight"] = torch.zeros(3, dtype=torch.bfloat16)
+
+
+class Hurt(dict[str, Tensor]):
+    """Parameters, one of which has a wrong element in the end: its memory is not what was written."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = super().__getitem__(name)
+        if name.endswith("conv1d.weight"):
+            tensor = tensor.clone()
+            tensor.view(-1)[0] = 3
+        return tensor
+
+
+FAULTS: dict[str, Callable[[Rank], None]] = {
+    "a server dies": _dies,
+    "the first trainer dies": _dies_as_host,
+    "a wrong byte": _hurts,
+    "a name is missing": _lacks,
+    "an unknown name": _knows_more,
+    "another shape": _wider,
+}
+
+
+def faulty(case: Case, fault: str) -> str:
+    """What this rank says of a refit with a fault."""
+    rank, hf = Rank(case), whole(get(case[0]))
+    FAULTS[fault](rank)
+    begin = time.monotonic()
+    try:
+        rank.run(hf)
+    except RefitError as error:
+        untouched = (
+            rank.target is None or not rank.target.keys() or not any(t.any() for t in rank.target.values())
+        )
+        return f"RefitError after {time.monotonic() - begin:.0f} s, untouched {untouched}: {error}"
+    return "no error"
