@@ -50,7 +50,18 @@ STEPS = (
         "attention",
         "positions",
     ),
-    *("attend", "mlp", "activation", "moe", "scores", "ranking", "probabilities", "routed", "shared"),
+    *(
+        "in_proj",
+        "attend",
+        "mlp",
+        "activation",
+        "moe",
+        "scores",
+        "ranking",
+        "probabilities",
+        "routed",
+        "shared",
+    ),
     *("final_norm", "logits"),
 )
 

@@ -123,7 +123,7 @@ class Reference:
         bc = groups * c.mamba_state_dim
         conv = {"x": inner, "B": bc, "C": bc}
         parts = {"z": inner, **conv, "dt": heads}
-        zxbcdt = self._in_proj(name + "in_proj.weight", x, parts)
+        zxbcdt = self.in_proj(name + "in_proj.weight", x, parts)
         z, xbc, dt = zxbcdt.split([inner, inner + 2 * bc, heads], -1)
         taps = self._parts((name + "conv1d.weight", name + "conv1d_weight"), conv, (1, c.mamba_conv_kernel))
         bias = self._parts((name + "conv1d.bias", name + "conv1d_bias"), conv, ())
@@ -157,7 +157,8 @@ class Reference:
         """Gate z and RMSNorm over groups of channels: y, z [rows, s, inner], gain [inner]."""
         return gated_group_rms_norm(y, z, gain, group_size=group, eps=GATED_NORM_EPSILON)
 
-    def _in_proj(self, name: str, x: Tensor, parts: dict[str, int]) -> Tensor:
+    def in_proj(self, name: str, x: Tensor, parts: dict[str, int]) -> Tensor:
+        """[z, x, B, C, dt] of x: [rows, s, d] -> [rows, s, sum of the parts]."""
         if name in self.weights.names:  # one tensor [z, x, B, C, dt], like the parameter
             return self.linear(x, name, sum(parts.values()))
         return torch.cat([self.linear(x, f"{name}.{part}", rows) for part, rows in parts.items()], -1)
