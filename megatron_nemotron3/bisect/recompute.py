@@ -38,31 +38,9 @@ from megatron_nemotron3.models import Nemotron3Config
 TOKENS = 8192
 #: Methods of `Reference` that a change may replace.
 STEPS = (
-    *(
-        "layer",
-        "norm",
-        "linear",
-        "mamba",
-        "conv",
-        "time_steps",
-        "scan",
-        "gated_norm",
-        "attention",
-        "positions",
-    ),
-    *(
-        "in_proj",
-        "attend",
-        "mlp",
-        "activation",
-        "moe",
-        "scores",
-        "ranking",
-        "probabilities",
-        "routed",
-        "shared",
-    ),
-    *("final_norm", "logits"),
+    *("layer", "norm", "linear", "mamba", "in_proj", "conv", "time_steps", "scan", "gated_norm"),
+    *("attention", "positions", "attend", "mlp", "activation", "moe", "scores", "ranking", "probabilities"),
+    *("routed", "shared", "final_norm", "logits"),
 )
 
 
