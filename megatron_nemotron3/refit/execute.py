@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -26,6 +26,7 @@ from megatron_nemotron3.boundary.failure import BoundaryError, Failure
 from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.refit.checksum import added
 from megatron_nemotron3.refit.held import check_source, check_target, serving_parameters
+from megatron_nemotron3.refit.packer import Packed
 from megatron_nemotron3.refit.parts import (
     Part,
     by_step,
@@ -130,9 +131,12 @@ class Refit:
             RefitError: a rank lacks tensors or has unknown ones (before anything moves), a rank ended, or a
                 tensor differs after the refit.
         """
-        self._check(self.sender, source, check_source, "source")
-        self._check(self.receiver, target, check_target, "target")
-        moving = self._start(source, delta)
+        sent = self._sent(source)
+        problem = None
+        if self.receiver is not None:
+            problem = "none given" if target is None else check_target(self.plan, self.receiver, target)
+        self._agree(problem, "target")
+        moving = self._start(sent, delta)
         for _ in moving.steps(target or {}):
             pass
         found = {part: sum_held(part, (target or {})[target_of(part)]) for part in self._parts(self._in)}
@@ -152,8 +156,7 @@ class Refit:
             raise ValueError(
                 f"a stream has whole tensors, the plan is for {self.plan.serving}: use engine hf"
             )
-        self._check(self.sender, source, check_source, "source")
-        moving = self._start(source, False)
+        moving = self._start(self._sent(source), False)
         waiting: dict[str, list[Part]] = defaultdict(list)
         for part in self._parts(self._in):
             waiting[name_of(part)].append(part)
@@ -179,24 +182,39 @@ class Refit:
         """Release the process groups. Every rank closes in the same order."""
         self.groups.close()
 
-    def _check(self, rank: int | None, tensors: Any, check: Callable[..., str | None], what: str) -> None:
-        """Agree on whether every rank has the tensors that the plan says, before anything moves."""
+    def _sent(self, source: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        """The tensors that this rank sends, after all ranks have agreed that they can."""
+        packed = None
+        if self.plan.serving.packed:
+            packed = Packed(self.plan, self.sender or 0, source or {}, self.groups.device)
         problem = None
-        if rank is not None:
-            problem = f"no {what} was given" if tensors is None else check(self.plan, rank, tensors)
+        if self.sender is not None:
+            shapes = packed.shapes if packed else {n: t.shape for n, t in (source or {}).items()}
+            problem = "none given" if source is None else check_source(self.plan, self.sender, shapes)
+        self._agree(problem, "source")
+        if packed is None:
+            return source or {}
+        self._agree(packed.measure(), "source")
+        with self._guarded("compared the largest magnitudes"):
+            dist.all_reduce(packed.largest, dist.ReduceOp.MAX, group=self.groups.group)
+        self._agree(packed.settle(), "source")
+        return packed
+
+    def _agree(self, problem: str | None, what: str) -> None:
+        """Fail on all ranks if one has a problem, before anything moves."""
         with self._guarded("compared the tensors with the plan"):
             found: list[Any] = [None] * len(self.groups.ranks)
             dist.all_gather_object(found, problem, group=self.groups.group)
         if first := next(((r, p) for r, p in zip(self.groups.ranks, found, strict=True) if p), None):
             self._fail(f"{what} of rank {first[0]}: {first[1]}")
 
-    def _start(self, source: Mapping[str, Tensor] | None, delta: bool) -> _Moving:
+    def _start(self, source: Mapping[str, Tensor], delta: bool) -> _Moving:
         """Compute the senders' checksums, and agree on what has changed."""
         sums: dict[Part, int] = {}
         known: dict[Any, int] = {}
         for part in self._parts(self._out):
             if (key := (name_of(part), part[0].target, part[0].cuts)) not in known:
-                known[key] = sum_sent(part, (source or {})[name_of(part)])
+                known[key] = sum_sent(part, source[name_of(part)])
             sums[part] = known[key]
         index = {name: i for i, name in enumerate(self.plan.names)}
         # Bit 0: changed. Bit 1: no earlier refit to compare with.
@@ -212,7 +230,7 @@ class Refit:
             None if flags.pop() else tuple(n for n, flag in zip(index, flags, strict=True) if not flag)
         )
         self._last = {}  # until this refit has succeeded
-        return _Moving(self, source or {}, sums, known, unchanged, frozenset((delta and unchanged) or ()))
+        return _Moving(self, source, sums, known, unchanged, frozenset((delta and unchanged) or ()))
 
     def _prove(self, moving: _Moving, found: Mapping[Part, int]) -> Report:
         """Compare the senders' checksums with the receivers', tensor by tensor.
@@ -342,10 +360,10 @@ class _Moving:
             yield [part for parts in incoming.values() for part in parts]
 
     def _pack(self, step: int) -> dict[int, Tensor]:
-        refit, packed = self.refit, {}
+        refit, packed, source = self.refit, {}, _Once(self.source)
         for peer, parts in self._lists(refit._out.get(step, []), refit.receivers).items():
             packed[peer] = torch.empty(space_of(parts), dtype=torch.uint8, device=refit.groups.device)
-            pack(packed[peer], parts, self.source)
+            pack(packed[peer], parts, source)
         return packed
 
     def _lists(self, pairs: list[tuple[Transfer, int]], ranks: list[int]) -> dict[int, list[Part]]:
@@ -354,6 +372,18 @@ class _Moving:
             if parts := [part for part in parts_of(transfer) if name_of(part) not in self._skipped]:
                 found.setdefault(ranks[peer], []).extend(parts)
         return found
+
+
+class _Once(dict[str, Tensor]):
+    """Tensors of a source, each looked up once: a packed one is made then."""
+
+    def __init__(self, source: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._source = source
+
+    def __missing__(self, name: str) -> Tensor:
+        self[name] = self._source[name]
+        return self[name]
 
 
 class _Made(dict[str, Tensor]):
