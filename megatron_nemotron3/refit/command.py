@@ -42,7 +42,7 @@ def register(commands: Any) -> None:
     how.add_argument(
         "--quantize",
         metavar="RECIPE",
-        help="pack the weights on the way (engine hf): nvfp4, fp8, fp8-blockwise, or a full name",
+        help="pack the weights for inference engines (engine hf): nvfp4, fp8, fp8-blockwise, or a full name",
     )
     how.add_argument(
         "--input-scales",

@@ -137,7 +137,10 @@ def tensors(training: Training, serving: Serving) -> Iterator[Held]:
                 )
                 held = Held(prefix, row, index, parameter, stages)
                 weight = serving.packed.get(held.tensor.replace("{e}", "0"))
-                for stored in [None] if weight is None else stored_of(weight):
+                if weight is None:
+                    yield held
+                    continue
+                for stored in stored_of(weight):
                     yield dataclasses.replace(held, stored=stored)
 
 
