@@ -40,7 +40,7 @@ def _equal(found: dict[str, Any], expected: dict[str, Any]) -> int:
 
 
 def nemo_rl(case: Packing) -> int:
-    """NeMo-RL's packed broadcast takes the stream; returns how many tensors its consumer unpacks, all equal."""
+    """NeMo-RL's packed broadcast takes the stream; returns how many equal tensors its consumer unpacks."""
     folder = use("NEMO_RL_DIR")
     for name in ("nemo_rl", "nemo_rl.utils"):
         skeleton(folder, name)
@@ -71,8 +71,9 @@ def verl(case: Packing, folder: Path) -> int:
     import torch.distributed as dist
 
     checkout = use("VERL_DIR")
-    for name in ("verl", "verl.utils", "verl.workers", "verl.workers.rollout", "verl.workers.rollout.vllm_rollout"):
+    for name in ("verl", "verl.utils", "verl.workers", "verl.workers.rollout"):
         skeleton(checkout, name)
+    skeleton(checkout, "verl.workers.rollout.vllm_rollout")
 
     async def one_by_one(pairs: Any) -> Any:
         for pair in pairs:

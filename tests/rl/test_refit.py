@@ -1,4 +1,4 @@
-"""A refit's stream through the real weight-sync code of verl and NeMo-RL: `VERL_DIR`, `NEMO_RL_DIR`, opt-in."""
+"""A refit's stream through the weight-sync code of verl and NeMo-RL: `VERL_DIR`, `NEMO_RL_DIR`, opt-in."""
 
 from __future__ import annotations
 
