@@ -79,7 +79,7 @@ def test_parameters_of_super_at_tp_8(engine: str) -> None:
     assert serving_parameters(plan, 5) == parameters(engine)
 
 
-#: What the loaders replace in a name, in this order. vLLM: `hf_to_vllm_mapper`, the mapping of experts. SGLang:
+#: What the loaders replace in a name, in order. vLLM: `hf_to_vllm_mapper`, the mapping of experts. SGLang:
 #: `remap_prefix`, `remap_substr`, `stacked_params_mapping`, `make_expert_params_mapping`.
 REPLACED = {
     "vllm": [
