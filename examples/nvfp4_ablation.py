@@ -48,12 +48,13 @@ VARIANTS = {
 def train(variant: str, seed: int, steps: int, folder: Path, prefix: str, tokenizer: str) -> float:
     """Validation loss (nats per token) after `steps`."""
     output = folder / f"{variant.replace(' ', '-')}-seed{seed}"
-    file = folder / "precision.yaml"
-    yaml_file.write(MODEL, file)
     os.environ[VARIABLE] = VARIANTS[variant]  # the training process inherits it
     options = ["--seed", seed, "--eval-iters", 32, "--eval-interval", steps, "--save-interval", steps]
-    options += ["--first-last-layers-bf16", "--num-layers-at-start-in-bf16", 0]
-    options += ["--num-layers-at-end-in-bf16", bf16_tail(MODEL), "--te-precision-config-file", file]
+    if variant != BASELINE:
+        file = folder / "precision.yaml"
+        yaml_file.write(MODEL, file)
+        options += ["--first-last-layers-bf16", "--num-layers-at-start-in-bf16", 0]
+        options += ["--num-layers-at-end-in-bf16", bf16_tail(MODEL), "--te-precision-config-file", file]
     status = training.train(
         Request(
             launch=Launch.of(

@@ -1,0 +1,50 @@
+"""A student learns from a teacher with another tokenizer, by the commands of a user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3.train import log
+from tests.distill.test_commands import nemotron3
+
+#: Numerals of several digits, and other words in each text.
+WORDS = {"teacher": "{} apples and {} pears,", "student": "{} pears or {} plums;"}
+
+
+def _text(words: str) -> str:
+    rows = (" ".join(words.format(i * j, i + j) for j in range(60)) for i in range(200))
+    return "".join(f'{{"text": "{row}"}}\n' for row in rows)
+
+
+def _train(output: Path, *words: str, steps: int = 40, code: int = 0) -> str:
+    given = ["--tiny", "--device", "cpu", "--seq-length", "64", "--steps", str(steps), "--lr", "4e-3"]
+    return nemotron3("train", "nano", *given, "--output", str(output), *words, code=code)
+
+
+@pytest.mark.full  # tests/distill/test_lesson.py has a step without a run
+def test_train(tmp_path: Path) -> None:
+    """Without a projection it is refused, with the cure; following that, the divergence falls."""
+    for name, words in WORDS.items():
+        (tmp_path / f"{name}.jsonl").write_text(_text(words))
+    teacher, student = tmp_path / "teacher", tmp_path / "student"
+    _train(teacher, "--text", str(tmp_path / "teacher.jsonl"))
+    own = ["--text", str(tmp_path / "student.jsonl"), "--teacher", str(teacher)]
+    said = _train(student, *own, code=2)
+    assert "have different vocabularies" in said and "write a projection (nemotron3 xtoken)" in said
+    assert not (student / "train.log").exists() and not (student / "checkpoints").exists()
+
+    projection = tmp_path / "projection.safetensors"
+    nemotron3("xtoken", str(student), str(teacher), "--output", str(projection))
+    _train(student, *own, "--distill", f"projection={projection},kind=p-kl", "--", "--log-interval", "1")
+    curve = log.read(str(student / "train.log"))
+    apart = [step.values["divergence"] for _, step in sorted(curve.steps.items())]
+    assert len(apart) == 40
+    first, last = sum(apart[:5]) / 5, sum(apart[-5:]) / 5
+    assert 0 < last < 0.8 * first, apart
+
+    said = _train(tmp_path / "other", *own, "--distill", f"projection={projection}", "--pp", "2", code=2)
+    assert "pipeline parallelism does not go with projection=" in said
+    said = nemotron3("xtoken", str(teacher), str(student), "--projection", str(projection), code=2)
+    assert "is for another tokenizer of the student" in said
