@@ -91,7 +91,7 @@ def rows(
 
 def _split(source: Vocabulary, target: Vocabulary, pieces: int) -> Iterator[tuple[int, dict[int, float]]]:
     """Ordinary tokens of `source` that `target` lacks, with the weights of the tokens that spell them."""
-    ordinary = ((i, spelled) for i, spelled in enumerate(source.tokens) if spelled and i not in source.special)
+    ordinary = ((i, text) for i, text in enumerate(source.tokens) if text and i not in source.special)
     lacking = [(i, spelled) for i, spelled in ordinary if spelled not in target.ids]
     for (i, _), ids in zip(lacking, target.encode(spelled for _, spelled in lacking)):
         weights: dict[int, float] = {}
