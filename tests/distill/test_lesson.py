@@ -123,7 +123,7 @@ def test_a_span_is_spread_over_its_tokens(folders: Folders) -> None:
 def test_documents_of_a_pack_are_texts_of_their_own(folders: Folders) -> None:
     """As each alone; padding, and a last token whose next one is not in the text, add nothing."""
     found, _, given = _step(folders, packed=True)
-    assert given == [(128, 1)]
+    assert given == [(64, 1)]
     whole = _pack(folders)
     aligner = Aligner(Vocabulary(folders[0]), Vocabulary(folders[1]))
     logits = torch.randn(ROW, 1, WIDTH, generator=torch.Generator().manual_seed(5))
