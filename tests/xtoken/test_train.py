@@ -9,12 +9,16 @@ import pytest
 from megatron_nemotron3.train import log
 from tests.distill.test_commands import nemotron3
 
-#: Numerals of several digits, and other words in each text.
-WORDS = {"teacher": "{} apples and {} pears,", "student": "{} pears or {} plums;"}
+#: The same words; numerals of one digit, and of two, which are tokens of the student's only.
+FIRST = {"teacher": 0, "student": 10}
 
 
-def _text(words: str) -> str:
-    rows = (" ".join(words.format(i * j, i + j) for j in range(60)) for i in range(200))
+def _text(first: int) -> str:
+    """Rows of a .jsonl file with numerals from `first` on."""
+    words = "{} apples and {} pears or {} plums,"
+    places = [(i, j) for i in range(90) for j in range(90)]
+    numerals = [[first + (i * j + k) % (first * 9 or 10) for k in (0, i, j)] for i, j in places]
+    rows = (" ".join(words.format(*three) for three in numerals[i : i + 40]) for i in range(0, 8100, 40))
     return "".join(f'{{"text": "{row}"}}\n' for row in rows)
 
 
@@ -26,8 +30,8 @@ def _train(output: Path, *words: str, steps: int = 40, code: int = 0) -> str:
 @pytest.mark.full  # tests/distill/test_lesson.py has a step without a run
 def test_train(tmp_path: Path) -> None:
     """Without a projection it is refused, with the cure; following that, the divergence falls."""
-    for name, words in WORDS.items():
-        (tmp_path / f"{name}.jsonl").write_text(_text(words))
+    for name, first in FIRST.items():
+        (tmp_path / f"{name}.jsonl").write_text(_text(first))
     teacher, student = tmp_path / "teacher", tmp_path / "student"
     _train(teacher, "--text", str(tmp_path / "teacher.jsonl"))
     own = ["--text", str(tmp_path / "student.jsonl"), "--teacher", str(teacher)]
