@@ -71,7 +71,7 @@ COMMANDS = {
     },
     "refit": {
         "--model", "--tiny", "--from", "--to", "--engine", "--dtype", "--colocated", "--buffer", "--gpu",
-        "--delta", "--prove", "--json",
+        "--delta", "--prove", "--quantize", "--input-scales", "--json",
     },
     "bisect": {
         "--checkpoint", "--trainer", "--engine", "--previous", "--first", "--model", "--tiny", "--json",
