@@ -7,8 +7,8 @@ They differ only in how the linears' products are quantized (docs/nvfp4.md), so 
 is not quantized is FP32, which is three times as fast as BF16 on a CPU. A finished run is a line of
 results.jsonl and is not computed again.
 
-Expect NVFP4 to cost less than one percent, and single ingredients to make a difference within the noise. The
-example shows that the emulation works and how large the noise is, not what ingredients are worth at scale.
+Expect differences within the noise. The example shows that the emulation works and how large the noise is,
+not what NVFP4 costs or ingredients are worth at scale.
 """
 
 from __future__ import annotations
