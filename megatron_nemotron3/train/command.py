@@ -100,7 +100,7 @@ def register(commands: Any) -> None:
     taught.add_argument(
         "--distill",
         metavar="HOW",
-        help="as kind=kl,temperature=2,weight=0.9, and the teacher's own tp=, cp=, ep=, etp=",
+        help="as kind=kl,temperature=2,weight=0.9, and the teacher's own tp=, cp=, ep=, etp=, pp=",
     )
     manifest.add_change(start)
     watching.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
@@ -155,7 +155,7 @@ def train_command(options: argparse.Namespace) -> int:
         emulate=emulated,
     )
     if boosting.in_environment() is not None:
-        boosting.asked(to_argv(flags(launch)))
+        boosting.asked(to_argv(flags(launch)), taught=taught is not None)
     if device == "cpu" and "--optimizer-cpu-offload" in launch.options:
         raise ValueError(
             "--optimizer-cpu-offload: the optimizer is on a CPU already, where its copies of the parameters "
