@@ -1,9 +1,9 @@
 """Batches of the student as the teacher's layout takes them, and the teacher's hidden states back.
 
-Where the layouts are the same, nothing moves. Otherwise the ranks of each pipeline stage of the student hold
-one or more stages of the teacher, side by side. The teacher has fewer data lanes: each takes the
-micro-batches of several lanes of the student, one after the other. Tokens and borders, which are few, are
-gathered; hidden states go by a boundary plan, each row once to every rank that needs it.
+Used where the layouts differ. The ranks of each pipeline stage of the student hold one or more stages of the
+teacher, side by side. The teacher has fewer data lanes: each takes the micro-batches of several lanes of the
+student, one after the other. Tokens and borders, which are few, are gathered; hidden states go by a boundary
+plan, each row once to every rank that needs it.
 """
 
 from __future__ import annotations
@@ -43,19 +43,7 @@ class Batch:
     rows: int
 
 
-class SameLanes:
-    """Teacher and student have the same layout."""
-
-    def batches(self, batch: Batch) -> list[Batch]:
-        """The micro-batches that the teacher computes on this rank for one of the student."""
-        return [batch]
-
-    def back(self, hidden: Sequence[Tensor], batch: Batch) -> Tensor:
-        """Hidden states [s / cp, b, h] of the micro-batches, as the student's rank needs them."""
-        return hidden[0]
-
-
-class OtherLanes:
+class Lanes:
     """The teacher has a layout of its own on the ranks of each pipeline stage of the student.
 
     Every rank of the world constructs it, because process groups are created.
@@ -82,7 +70,7 @@ class OtherLanes:
         self._documents: tuple[tuple[int, ...], ...] = ()
 
     def batches(self, batch: Batch) -> list[Batch]:
-        """As of `SameLanes`.
+        """The micro-batches that the teacher computes on this rank for one of the student.
 
         Raises:
             ValueError: there is an attention mask, or the rows do not divide among the teacher's ranks.
@@ -113,7 +101,7 @@ class OtherLanes:
         return found
 
     def back(self, hidden: Sequence[Tensor], batch: Batch) -> Tensor:
-        """As of `SameLanes`."""
+        """Hidden states [s / cp, b, h] of the micro-batches, as the student's rank needs them."""
         held = torch.cat([one.transpose(0, 1).reshape(-1, one.shape[-1]) for one in hidden])
         length = batch.tokens * self._student.cp
         plan = self._plan(length, batch.rows, self._documents, held.shape[-1] * held.element_size())

@@ -72,7 +72,10 @@ def register(commands: Any) -> None:
         help="folder of a Hugging Face tokenizer (for --data-path or --conversations)",
     )
     start.add_argument(
-        "--pretrained", type=Path, metavar="DIR", help="checkpoints to start from if the output has none"
+        "--pretrained",
+        type=Path,
+        metavar="DIR",
+        help="a run or checkpoints to start from if the output has none",
     )
     data.add_argument(
         "--mean", choices=MEANS, help=f"what the loss of --conversations is a mean over (default {MEANS[0]})"
@@ -145,7 +148,8 @@ def train_command(options: argparse.Namespace) -> int:
     launch = Launch(
         config=config,
         layout=layout,
-        precision=options.precision or ("fp32" if device == "cpu" else "bf16"),
+        precision=options.precision
+        or (emulated.format if emulated else "fp32" if device == "cpu" else "bf16"),
         backend=backend,
         schedule=schedule_of(
             config, layout, conversations=bool(options.conversations), **chosen_schedule(options)
