@@ -183,6 +183,7 @@ def test_a_run_goes_on_with_its_teacher_only(
     moved = tmp_path / "moved"
     shutil.copytree(stored, moved)
     part_path(other, read_manifest(other).parts()[0]).write_bytes(b"others")
+    save.mkdir()
     how = Distillation(str(stored), temperature=2.0)
     settle_manifest(save, [], teacher=check.record_of(how))
     (save / "latest_checkpointed_iteration.txt").write_text("2")
