@@ -7,6 +7,7 @@
               each with a teacher of another tokenizer (X-Token, docs/xtoken.md)
     prune     a model cut to 55 % of its parameters: as it is, trained on the text and on the teacher; and a
               model of these sizes from random weights
+    parts, layers    which parts of a model are cut, and in which layers (pruning_choices.py)
     qad       a model whose weights are packed in NVFP4: as it is, trained on its own logits before packing,
               trained on the text; the model itself, trained on as much text; all with activations in NVFP4
 
@@ -31,6 +32,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, if the package is not installed
 
+import pruning_choices
 from tiny_runs import (
     VALIDATION,
     Loss,
@@ -128,7 +130,7 @@ class Lab:
                     for own, stored in zip(tensors, torch.load(file), strict=True):
                         own.copy_(stored)
             else:
-                text = self.text if config is TEACHER else self.foreign_text
+                text = self.foreign_text if config is FOREIGN else self.text
                 train(model, text.batches("train", self.teacher_steps, seed + 10_000), RATE, on_text)
                 torch.save([tensor.detach() for tensor in tensors], file)
             self._teachers[config.name] = seed, model.eval().requires_grad_(False)
@@ -231,6 +233,8 @@ def qad(lab: Lab, seed: int) -> Results:
 STUDIES: dict[str, Callable[[Lab, int], Results]] = {
     "distill": distill,
     "prune": prune,
+    "parts": partial(pruning_choices.parts, sizes=KEPT, config=TEACHER),
+    "layers": pruning_choices.layers,
     "qad": qad,
 }
 
