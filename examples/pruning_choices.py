@@ -1,10 +1,9 @@
 """Studies of `paired_studies.py`: which parts of a model are kept, and how much of each layer.
 
-    parts     a model cut to 55 % of its parameters, with the parts that importance names, with random ones, and
-              with those of the least importance
-    layers    experts cut to half their width: in every layer alike, by layer as `nemotron3 search` chooses under
-              the same number of parameters, by layer at random, and the search's widths with the layers in
-              reverse
+    parts     a model cut to 55 % of its parameters: with the parts that importance names, with random ones, and
+              with the least important
+    layers    experts cut to half their width: alike in every layer; by layer as `nemotron3 search` chooses
+              under the same number of parameters; by layer at random; as searched, with the layers in reverse
 
 Every cut is measured as it is, and after a short distillation from the model before the cut. All arms of a
 study have the same number of parameters. In `layers` every arm keeps each expert's most important channels.
@@ -31,9 +30,9 @@ from megatron_nemotron3.plan.serving import Serving
 if TYPE_CHECKING:
     from paired_studies import Lab, Measured, Results
 
-#: Six E layers, with experts of width 96.
+#: Five E layers, with experts of width 96.
 LAYERED = tiny(get("nano")).but(
-    name="layered", pattern="MEME*EMEMEME", seq_length=128, num_moe_experts=8, moe_router_topk=2
+    name="layered", pattern="ME*EEMEE", seq_length=128, num_moe_experts=8, moe_router_topk=2
 )
 EXPERTS, HALF = "moe_ffn_hidden_size", 48
 WIDTHS = (16, 32, 48, 64, 80, 96)
