@@ -1,7 +1,7 @@
 """Studies of `paired_studies.py`: which parts of a model are kept, and how much of each layer.
 
-    parts     a model cut to 55 % of its parameters: with the parts that importance names, with random ones, and
-              with the least important
+    parts     a model cut to 55 % of its parameters: with the parts that importance names, with random ones,
+              and with the least important
     layers    experts cut to half their width: alike in every layer; by layer as `nemotron3 search` chooses
               under the same number of parameters; by layer at random; as searched, with the layers in reverse
 

@@ -88,20 +88,27 @@ def test_a_layer_of_its_own_kind(place: Path, tmp_path: Path) -> None:
     assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
 
 
-def loaded(folder: Path, layout: ParallelLayout) -> Any:
-    """Load a pruned checkpoint into Megatron with strictness raise_all: this rank's pieces."""
+def load_strictly(folder: Path, launch: Launch) -> Any:
+    """Load a pruned checkpoint into Megatron's model with strictness raise_all."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     from megatron_nemotron3.build import build
 
-    config = own.model(str(folder / "model.json"))
-    model = build(Launch.of(config, layout=layout, precision="fp32", backend="torch"))
+    model = build(launch)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = {"model": model.sharded_state_dict(metadata={"dp_cp_group": group})}
     found = dist_checkpointing.load(state, str(folder / "release"), strict=StrictHandling.RAISE_ALL)
     model.load_state_dict(found["model"])
-    return pieces([model])
+    return model
+
+
+def loaded(folder: Path, layout: ParallelLayout) -> Any:
+    """Load a pruned checkpoint: this rank's pieces."""
+    config = own.model(str(folder / "model.json"))
+    return pieces(
+        [load_strictly(folder, Launch.of(config, layout=layout, precision="fp32", backend="torch"))]
+    )
 
 
 @pytest.mark.parametrize(
