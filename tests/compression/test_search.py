@@ -232,8 +232,8 @@ def test_bad_input(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixt
 
 
 def test_a_value_given_twice_is_one_candidate(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("search", "super", "--tiny", "--vary", "hidden_size=128,96,128", "--budget", "params=9B", "--json")
-    assert nemotron3(*words) == 0
+    words = ("search", "super", "--tiny", "--vary", "hidden_size=128,96,128", "--budget", "params=9B")
+    assert nemotron3(*words, "--json") == 0
     assert json.loads(capsys.readouterr().out)["met"] == 2
 
 

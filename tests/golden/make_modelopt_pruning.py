@@ -8,7 +8,8 @@ a GPU, so its registrations are given our layers in their place. Importance, ran
 Experts are Megatron's `SequentialMLP`, in which ModelOpt ranks the channels of each expert by itself.
 
 Per case: `layers`, the decoder layers from the one that matters most, and `tensors`, for each weight that is
-left its shape and the CRC-32 of its sorted elements: ModelOpt orders what stays by rank, we by position.
+left its shape and the CRC-32 of its sorted elements: ModelOpt orders what stays by rank, we by position. Each
+expert's two weights are a pair.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ CASES: dict[str, tuple[Nemotron3Config, dict[str, int]]] = {
             "num_moe_experts": 4,
             "moe_ffn_hidden_size": 64,
             "moe_shared_expert_intermediate_size": 128,
+            "moe_router_topk": 4,
         },
     ),
 }
@@ -72,7 +74,7 @@ def build(config: Nemotron3Config) -> Any:
         for _, tensor in sorted(model.named_parameters()):
             made = torch.from_numpy(drawn.standard_normal(tuple(tensor.shape), numpy.float32))
             if tensor.dim() == 1:  # gains, biases, A_log, D
-                tensor.add_(0.3 * made)
+                tensor.copy_(1 + 0.3 * made)
             else:
                 # Rows and columns of very different size, so that ranks do not hang on rounding.
                 rows = torch.from_numpy(drawn.lognormal(0, 0.5, (tensor.shape[0], 1)).astype("f4"))
@@ -88,12 +90,17 @@ def run(model: Any) -> None:
 
 
 def summary(weights: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
-    """Shape and checksum of each tensor's elements, in any order."""
-    found = {}
+    """Shape and checksum of each tensor's elements, in any order; of the experts of a layer in any order."""
+    found: dict[str, list[Any]] = {}
+    experts: dict[str, dict[str, list[Any]]] = {}
     for name, tensor in sorted(weights.items()):
         flat = numpy.sort(tensor.detach().float().numpy().ravel())
-        found[name] = [list(tensor.shape), zlib.crc32(flat.astype("<f4").tobytes())]
-    return found
+        entry = [list(tensor.shape), zlib.crc32(flat.astype("<f4").tobytes())]
+        if one := re.fullmatch(r"(.*experts)\.linear_fc\d\.weight(\d+)", name):
+            experts.setdefault(one[1], {}).setdefault(one[2], []).append(entry)
+        else:
+            found[name] = entry
+    return found | {name: sorted(of.values()) for name, of in experts.items()}
 
 
 def _prepared(config: Nemotron3Config) -> Any:
@@ -189,11 +196,12 @@ def record(name: str) -> dict[str, Any]:
         num_moe_experts_divisor=1,
         num_layers_divisor=1,
     )
-    renamed = {key.replace("dense_ffn", "ffn"): size for key, size in sizes.items()}
+    # ModelOpt leaves the number of experts per token to the caller.
+    known = {n.replace("dense_ffn", "ffn"): size for n, size in sizes.items() if n != "moe_router_topk"}
     _, state = mtp.prune(
         model,
         mode=[("mcore_minitron", mode)],
-        constraints={"export_config": renamed},
+        constraints={"export_config": known},
         dummy_input=None,
         config={"forward_loop": _forward},
     )
