@@ -21,6 +21,7 @@ from megatron_nemotron3.models import get, own, tiny
 from tests.compression.silence import random_scores
 from tests.compression.test_cut import EVERYTHING
 from tests.compression.test_importance import write
+from tests.support.hf_folders import write_tokenizer
 from tests.support.loaded_weights import same, written
 
 SUPER = tiny(get("super"))
@@ -190,3 +191,17 @@ def test_bad_input(
     error = error[error.index("nemotron3 prune: ") :].strip()
     assert said in error and len(error.splitlines()) <= 1 + error.count("  - ")
     assert sorted(os.listdir()) == before
+
+
+def test_a_missing_package(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said before the model is built, and nothing is written."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "text.txt").write_text("some text " * 500)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    words = ["prune", str(place / "model"), "--text", str(tmp_path / "text.txt"), *MEASURE]
+    words += ["--scores", str(tmp_path / "s"), "--tokenizer", str(tmp_path)]
+    assert main(words) == 2
+    assert "package tokenizers is not installed: pip install" in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
