@@ -80,8 +80,8 @@ def candidate_config(
     changes["pattern"] = "".join(config.pattern[layer] for layer in kept)
     if config.is_moe:
         changes |= _experts(config, sizes, kept)
-    # The name of an unknown model is that of its folder, and of an ambiguous one "a or b".
-    name = re.sub(r"[^\w.-]+", "-", config.name.rpartition("/")[2])
+    # The name of an unknown model is that of its folder, and of an ambiguous one "a or b or …".
+    name = re.sub(r"[^\w.-]+", "-", config.name.rpartition("/")[2].partition(" or ")[0])
     base = name.removesuffix(TINY_SUFFIX)  # stays last, because `train` looks for it
     changes |= {"name": f"{base}-pruned{name[len(base) :]}", "title": f"{config.title}, pruned"}
     return config.but(**changes, published_total=None, published_active=None)
