@@ -134,10 +134,11 @@ def test_the_studies_run_and_go_on_where_they_ended(tmp_path: Path) -> None:
         *["| layers, 2 seeds"] * 2,
         *["| qad, 2 seeds"] * 2,
         *["| boost, 2 seeds"] * 5,
+        *["| boost-losses, 2 seeds"] * 5,
     ]
     assert all(" ± " in row[2] for row in rows if len(row) == 4 and row[2].startswith(("+", "-")))
     losses = [json.loads(line)["results"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert len(losses) == 12
+    assert len(losses) == 14
     assert all(0 <= number < 9 for one in losses for value in one.values() for number in value.values())
 
 
