@@ -35,6 +35,7 @@ ALLOWED = {
         *("monitor", "plan", "precision", "run", "specs", "train"),
     },
     "refit": {"args", "boundary", "checkpoint", "convert", "models", "plan"},
+    "bisect": {"checkpoint", "convert", "generate", "models"},
     "distill": {
         *("args", "boundary", "build", "checkpoint", "convert", "cpu", "layers", "lora", "models", "monitor"),
         *("precision", "specs", "xtoken"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -88,6 +89,7 @@ def _end_with_parent(read: int, write: int) -> None:
 
     Only the parent keeps the write end of the pipe open, so reading returns as soon as the parent is dead.
     """
+    gc.freeze()  # what is garbage of the parent is not collected here: a process group among it would hang
     os.close(write)
     # Ctrl-C reaches the whole group; the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

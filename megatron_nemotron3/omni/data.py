@@ -11,6 +11,8 @@ rank knows all rows of a microbatch and decodes only the media of its own encode
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -79,7 +81,7 @@ def build_loader(
     microbatches = Microbatches(rows, samples, dict(lanes), seed)
     if consumed_samples % samples:
         raise ValueError(f"{consumed_samples} consumed samples are no multiple of {samples} of a microbatch")
-    return _batches(_load(microbatches, _From(consumed_samples // samples), workers))
+    return _batches(in_order(microbatches, itertools.count(consumed_samples // samples), workers))
 
 
 def describe(batch: Batch) -> Any:
@@ -127,7 +129,7 @@ def check(
     failed: tuple[int, Exception] | None = None
     if decode:
         mine = range(rank, rows.conversations, size)
-        for number, outcome in zip(mine, _load(_Decoded(rows), mine, workers), strict=True):
+        for number, outcome in zip(mine, in_order(_Decoded(rows), mine, workers), strict=True):
             if isinstance(outcome, Exception):
                 failed = number, outcome
                 break
@@ -280,22 +282,9 @@ class _Decoded(Dataset[Any]):
         return None
 
 
-class _From:
-    """Numbers from `start` on, without end."""
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-
-    def __iter__(self) -> Iterator[int]:
-        number = self.start
-        while True:
-            yield number
-            number += 1
-
-
-def _load(dataset: Dataset[Any], numbers: Any, workers: int) -> Any:
-    """torch's loader of single items, in their order."""
-    return DataLoader(
+def in_order(dataset: Dataset[Any], numbers: Any, workers: int) -> Iterator[Any]:
+    """torch's loader of single items, in their order; `workers` forked processes make them, 0: this one."""
+    loader = DataLoader(
         dataset,
         batch_size=None,
         sampler=numbers,
@@ -303,6 +292,14 @@ def _load(dataset: Dataset[Any], numbers: Any, workers: int) -> Any:
         collate_fn=_as_it_is,
         generator=torch.Generator(),  # the loader seeds its workers; the job's generator stays as it is
     )
+    # A forked worker must not collect garbage of this process: a process group among it, or a decoder, waits
+    # for threads that do not exist there, and the worker hangs or dies.
+    gc.freeze()
+    try:
+        items = iter(loader)
+    finally:
+        gc.unfreeze()
+    yield from items
 
 
 def _batches(items: Any) -> Iterator[Batch]:

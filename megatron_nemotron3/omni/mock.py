@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset
 
 from megatron_nemotron3.boundary.feed import describe_ids
 from megatron_nemotron3.boundary.partition import sample_shares
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.omni.conversation import join
+from megatron_nemotron3.omni.data import in_order
 from megatron_nemotron3.omni.layouts import LANGUAGE, SOUND, VISION
 
 #: Sides of a picture in patches, and frames of a spectrogram.
@@ -43,18 +44,7 @@ def build_loader(
     """
     made = MockSamples(config, seq_length, seed)
     microbatches = _Microbatches(made, samples, lanes)
-    numbers = _From(consumed_samples // samples)
-    return iter(DataLoader(microbatches, sampler=numbers, batch_size=None, num_workers=workers))
-
-
-class _From(Sampler[int]):
-    """Numbers from `first` on."""
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count(self.first)
+    return in_order(microbatches, itertools.count(consumed_samples // samples), workers)
 
 
 class _Microbatches(Dataset[dict[str, Any]]):

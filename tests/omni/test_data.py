@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* is experimental:UserWarning")
 
 from megatron_nemotron3.boundary.feed import RowFeed  # noqa: E402
 from megatron_nemotron3.omni.conversation import sample  # noqa: E402
-from megatron_nemotron3.omni.data import Rows, build_loader, check, describe  # noqa: E402
+from megatron_nemotron3.omni.data import Rows, build_loader, check, describe, in_order  # noqa: E402
 from megatron_nemotron3.omni.media import MediaError  # noqa: E402
 from tests.support.world import world_of_one  # noqa: E402
 
@@ -221,6 +222,38 @@ def test_the_jobs_generator_is_left_alone(processor: Any, chats: Path) -> None:
     torch.manual_seed(3)
     batches(chats, processor, 1)
     assert torch.equal(torch.rand(2), expect)
+
+
+class Collecting(torch.utils.data.Dataset[int]):
+    """Collects garbage in the process that makes an item, and counts what was collected there."""
+
+    def __init__(self, collected: list[int]) -> None:
+        self.collected = collected
+
+    def __getitem__(self, number: int) -> int:
+        gc.collect()
+        return len(self.collected)
+
+
+def test_a_worker_leaves_its_parents_garbage() -> None:
+    """A process group among it would wait in the worker for threads that only the parent has."""
+
+    class Garbage:
+        def __init__(self, collected: list[int]) -> None:
+            self.itself, self.collected = self, collected
+
+        def __del__(self) -> None:
+            self.collected.append(1)
+
+    collected: list[int] = []
+    gc.disable()
+    try:
+        Garbage(collected)
+        assert list(in_order(Collecting(collected), [0, 1], 1)) == [0, 0]
+    finally:
+        gc.enable()
+    gc.collect()
+    assert collected == [1], "the parent collects it as before"
 
 
 def _bad(folder: Path) -> dict[str, list[Any]]:

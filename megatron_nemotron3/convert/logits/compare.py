@@ -25,6 +25,7 @@ from megatron_nemotron3.convert.keys import Prefix, prefixes
 from megatron_nemotron3.convert.logits.hugging_face import HuggingFace
 from megatron_nemotron3.convert.logits.reference import Reference
 from megatron_nemotron3.convert.logits.report import Layer, Logits, Report
+from megatron_nemotron3.convert.logits.routing import Selection, agree
 from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -162,7 +163,15 @@ class _Comparison:
 
     def layer(self, prefix: Prefix, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         step = self.theirs.layer(prefix, y)
-        update, agreements = self.ours.layer(prefix, rows, step.selection)
+        agreements = []
+
+        def settle(selection: Selection) -> Tensor:
+            assert step.selection is not None
+            experts, agreement = agree(selection, step.selection)
+            agreements.append(agreement)
+            return experts
+
+        update, _ = self.ours.layer(prefix, rows, settle)
         rows += update
         self.perturb(rows, update[THEIRS] - step.update[0])
         name = f"{prefix.megatron.rstrip('.')} and {prefix.hf.rstrip('.')} ({prefix.part})"

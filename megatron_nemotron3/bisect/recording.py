@@ -1,0 +1,274 @@
+"""The file that holds what one system computed for some sequences of tokens.
+
+It is a dict that `torch.load(weights_only=True)` reads:
+
+    format      "nemotron3-recording-1"
+    system      who computed it, free text: "megatron", "vllm 0.12", …
+    model       name of the model, or None
+    dtype       of the computation, as torch names it
+    sequences   a list of dicts with the fields of `Sequence`
+
+Layers are numbered as in the model's pattern, from 0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.models import Nemotron3Config
+
+FORMAT = "nemotron3-recording-1"
+DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "nvfp4")
+#: Largest log-probability; rounding in BF16 leaves values above 0.
+_LARGEST = 0.05
+
+
+@dataclass
+class Sequence:
+    """One sequence of s tokens.
+
+    Attributes:
+        ids: [s], int64.
+        prompt: number of tokens that were not scored before the first scored one.
+        logprobs: [s - first], FP32: natural logarithm of the probability of ids[t] given ids[:t], at
+            temperature 1, for t from `first` on. NaN and infinities are what the system computed.
+        routing: layer -> experts [s, topk], int32, in any order; a row of -1 was not recorded.
+        hidden: layer -> the residual stream after that layer [s, d]; a row of NaN was not recorded.
+        mtp_logprobs: depth from 1 on -> [s - max(prompt, 1 + depth)], FP32: of ids[t], predicted by MTP from
+            the hidden state of token t - 1 - depth and the embeddings of the tokens between.
+    """
+
+    ids: Tensor
+    prompt: int
+    logprobs: Tensor
+    routing: dict[int, Tensor] = field(default_factory=dict)
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    mtp_logprobs: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def first(self) -> int:
+        """Position of the first token with a log-probability."""
+        return max(self.prompt, 1)
+
+
+@dataclass
+class Recording:
+    """What one system computed."""
+
+    system: str
+    dtype: str
+    sequences: list[Sequence]
+    model: str | None = None
+
+
+def read(path: Path | str) -> Recording:
+    """Read a recording.
+
+    Raises:
+        ValueError: the file cannot be read, is no recording, or a tensor has a wrong shape or type. The
+            message names file, sequence and cure.
+    """
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as problem:
+        raise ValueError(f"{path}: {problem.strerror or problem}") from None
+    except Exception as problem:  # of zip files and pickles, many kinds
+        reason = (str(problem).strip().splitlines() or ["no reason given"])[0]
+        raise ValueError(f"{path}: not a readable recording ({reason[:120]}): record it again") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"{path}: not a recording: its format is {found!r}, {FORMAT!r} is expected")
+    try:
+        known = {f.name for f in fields(Sequence)}
+        listed = data["sequences"]
+        if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+            raise ValueError("sequences must be a list of dicts")
+        for number, one in enumerate(listed):
+            if unknown := one.keys() - known:
+                raise ValueError(f"sequence {number}: unknown field {min(map(str, unknown))!r}")
+        recording = Recording(
+            data["system"], data["dtype"], [Sequence(**one) for one in listed], data.get("model")
+        )
+        check(recording)
+    except KeyError as problem:
+        raise ValueError(f"{path}: the field {problem} is missing: record it again") from None
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{path}: {problem}") from None
+    return recording
+
+
+def write(path: Path | str, recording: Recording) -> None:
+    """Write a recording; the file appears when it is complete.
+
+    Raises:
+        ValueError: as `check`; or the folder does not exist.
+    """
+    check(recording)
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+    data = {
+        "format": FORMAT,
+        "system": recording.system,
+        "model": recording.model,
+        "dtype": recording.dtype,
+        "sequences": [{name: _own(value) for name, value in vars(s).items()} for s in recording.sequences],
+    }
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        torch.save(data, partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _own(value: Any) -> Any:
+    """A tensor in memory of its own: a view would be saved with all it is a part of."""
+    if isinstance(value, dict):
+        return {key: _own(one) for key, one in value.items()}
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def check(recording: Recording) -> None:
+    """Check everything that can be checked without the model.
+
+    Raises:
+        ValueError: a field has a wrong type or shape; the message names the sequence.
+    """
+    if not isinstance(recording.system, str) or not recording.system:
+        raise ValueError("system must be a name, such as 'megatron'")
+    if recording.model is not None and not isinstance(recording.model, str):
+        raise ValueError("model must be a name or None")
+    if recording.dtype not in DTYPES:
+        raise ValueError(f"dtype {recording.dtype!r} must be one of {', '.join(DTYPES)}")
+    if not recording.sequences:
+        raise ValueError("there is no sequence: record at least one")
+    for number, one in enumerate(recording.sequences):
+        try:
+            _check_sequence(one)
+        except ValueError as problem:
+            raise ValueError(f"sequence {number}: {problem}") from None
+
+
+def _check_sequence(s: Sequence) -> None:
+    _check_tensor("ids", s.ids, torch.int64, (None,))
+    tokens = len(s.ids)
+    if type(s.prompt) is not int or s.prompt < 0 or s.first >= tokens:
+        raise ValueError(
+            f"prompt {s.prompt!r} of {tokens} tokens: it must leave a token to score, and one before it"
+        )
+    if int(s.ids.min()) < 0:
+        raise ValueError(f"token id {int(s.ids.min())} is negative")
+    _check_tensor("logprobs", s.logprobs, torch.float32, (tokens - s.first,))
+    _check_layers("routing", s.routing, torch.int32, (tokens, None))
+    _check_layers("hidden", s.hidden, None, (tokens, None))
+    _check_layers("mtp_logprobs", s.mtp_logprobs, torch.float32, (None,))
+    scored = [("logprobs", s.logprobs)]
+    for depth, values in s.mtp_logprobs.items():
+        length = max(0, tokens - max(s.prompt, 1 + depth))
+        _check_tensor(f"mtp_logprobs of depth {depth}", values, torch.float32, (length,))
+        scored.append((f"mtp_logprobs of depth {depth}", values))
+    for name, values in scored:
+        if (above := values[values > _LARGEST]).numel():
+            raise ValueError(
+                f"{name}: {len(above)} values are above 0, the largest {above.max():.4g}: give natural "
+                "logarithms of probabilities"
+            )
+
+
+def _check_layers(name: str, given: Any, dtype: torch.dtype | None, shape: tuple[int | None, ...]) -> None:
+    if not isinstance(given, Mapping) or not all(type(n) is int and n >= 0 for n in given):
+        raise ValueError(f"{name} must be a dict from numbers from 0 on to tensors")
+    for number, tensor in given.items():
+        _check_tensor(f"{name} of {number}", tensor, dtype, shape)
+
+
+def _check_tensor(name: str, t: Any, dtype: torch.dtype | None, shape: tuple[int | None, ...]) -> None:
+    if not isinstance(t, Tensor):
+        raise ValueError(f"{name} must be a tensor, not {type(t).__name__}")
+    right = t.is_floating_point() if dtype is None else t.dtype == dtype
+    expected = "a floating-point type" if dtype is None else str(dtype).removeprefix("torch.")
+    if not right:
+        raise ValueError(f"{name} is {str(t.dtype).removeprefix('torch.')}, {expected} is expected")
+    if len(t.shape) != len(shape) or any(n not in (None, have) for n, have in zip(shape, t.shape)):
+        asked = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"{name} has shape {list(t.shape)}, [{asked}] is expected")
+
+
+def check_model(recording: Recording, config: Nemotron3Config) -> None:
+    """Check that a recording can be one of this model.
+
+    Raises:
+        ValueError: token ids outside the vocabulary; layers the model lacks or of another kind; other widths.
+    """
+    pattern, d = config.pattern, config.hidden_size
+    for number, s in enumerate(recording.sequences):
+        where = f"{recording.system}, sequence {number}"
+        if (largest := int(s.ids.max())) >= config.vocab_size:
+            raise ValueError(
+                f"{where}: token id {largest} is outside the vocabulary of {config.name}, "
+                f"{config.vocab_size} entries: was it recorded with another model?"
+            )
+        for name, layers in (("routing", s.routing), ("hidden", s.hidden)):
+            if layers and max(layers) >= len(pattern):
+                raise ValueError(
+                    f"{where}: {name} of layer {max(layers)}: {config.name} has {len(pattern)} layers, "
+                    f"numbered from 0 ({pattern})"
+                )
+        for layer, experts in s.routing.items():
+            if pattern[layer] != "E":
+                raise ValueError(
+                    f"{where}: routing of layer {layer}, which is {pattern[layer]!r} in {pattern}: give "
+                    "the layer's number in the pattern, not the number among the E layers"
+                )
+            sizes = config.at(layer)
+            if experts.shape[1] != sizes.moe_router_topk:
+                raise ValueError(
+                    f"{where}: routing of layer {layer} has {experts.shape[1]} experts per token, "
+                    f"{config.name} selects {sizes.moe_router_topk}"
+                )
+            if int(experts.max()) >= (sizes.num_moe_experts or 0) or int(experts.min()) < -1:
+                raise ValueError(
+                    f"{where}: routing of layer {layer} names experts from {int(experts.min())} to "
+                    f"{int(experts.max())}, {config.name} has {sizes.num_moe_experts}"
+                )
+        for layer, hidden in s.hidden.items():
+            if hidden.shape[1] != d:
+                raise ValueError(
+                    f"{where}: hidden of layer {layer} has width {hidden.shape[1]}, {config.name} has {d}"
+                )
+        if s.mtp_logprobs and not 1 <= min(s.mtp_logprobs) <= max(s.mtp_logprobs) <= config.mtp_num_layers:
+            raise ValueError(
+                f"{where}: mtp_logprobs of depths {sorted(s.mtp_logprobs)}; {config.name} has "
+                f"{config.mtp_num_layers} depths, numbered from 1"
+            )
+
+
+def check_same(trainer: Recording, engine: Recording) -> None:
+    """Check that two recordings are of the same tokens.
+
+    Raises:
+        ValueError: they have other sequences; the message names the first difference.
+    """
+    if len(trainer.sequences) != len(engine.sequences):
+        raise ValueError(
+            f"{trainer.system} has {len(trainer.sequences)} sequences, {engine.system} "
+            f"{len(engine.sequences)}: record the same sequences in the same order"
+        )
+    for number, (a, b) in enumerate(zip(trainer.sequences, engine.sequences)):
+        n = min(len(a.ids), len(b.ids))
+        differ = (a.ids[:n] != b.ids[:n]).nonzero().flatten()
+        if len(differ) or len(a.ids) != len(b.ids):
+            at = int(differ[0]) if len(differ) else n
+            raise ValueError(
+                f"sequence {number}: the tokens differ from position {at} on ({len(a.ids)} tokens of "
+                f"{trainer.system}, {len(b.ids)} of {engine.system}): "
+                "record the same sequences in the same order"
+            )
