@@ -1,4 +1,4 @@
-"""Causes to try when a system deviates: each is a small change of a layer, of the model's ends, or of the tokens.
+"""Causes to try when a system deviates: small changes of a layer, of the model's ends, or of the tokens.
 
 A cause says what to recompute instead. If the recomputation agrees with the deviating system as well as two
 correct systems agree, it is named. `TABLE` has all of them; `causes_mamba`, `causes_attention` and
@@ -50,6 +50,7 @@ class Cause:
         embed: ids [s] to their embeddings [s, d].
         prefix: from the number of sequences and this one's, to what stands before its first token.
         reported: log-probabilities [s - 1] of tokens 1 to s to what the system reports.
+        rounds: it rounds, so that two systems with it differ where a number lies between two others.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Cause:
     embed: Callable[[Tensor], Tensor] | None = None
     prefix: Callable[[list[Tensor], int], Tensor | None] | None = None
     reported: Callable[[Tensor], Tensor] | None = None
+    rounds: bool = False
 
     @property
     def moves(self) -> bool:
@@ -194,7 +196,7 @@ def _before(sequences: list[Tensor], number: int) -> Tensor | None:
 
 def _model_causes() -> Iterator[Cause]:
     for dtype, word in ((torch.bfloat16, "BF16"), (torch.float16, "FP16")):
-        yield Cause(f"the residual stream in {word}", LAYERS, layer=step(layer=_rounded(dtype)))
+        yield Cause(f"the residual stream in {word}", LAYERS, layer=step(layer=_rounded(dtype)), rounds=True)
     for eps in (1e-6, 1e-8, 1e-12, 1e-4):
         change = step(norm=_norm(eps=eps))
         yield Cause(f"epsilon {eps:.0e} in the norms before layers", LAYERS, layer=change, last=change)
@@ -211,7 +213,7 @@ def _model_causes() -> Iterator[Cause]:
         scaled = _banded(lambda logits, t=temperature: logits / t)  # type: ignore[misc]
         yield Cause(f"log-probabilities at temperature {temperature}", MODEL, last=step(logits=scaled))
     rounded = _banded(lambda logits: logits.bfloat16().float())
-    yield Cause("logits rounded to BF16", MODEL, last=step(logits=rounded))
+    yield Cause("logits rounded to BF16", MODEL, last=step(logits=rounded), rounds=True)
     yield Cause("the two halves of the output layer swapped", MODEL, last=_whole(_swapped_vocabulary))
     yield Cause("the two halves of the embedding swapped", MODEL, ids=_swapped_ids)
     for ranks in (2, 4, 8):
@@ -249,7 +251,7 @@ def stale_causes(previous: Recomputation) -> Iterator[Cause]:
     yield Cause(f"the embedding {words}", MODEL, embed=old.embed)
 
     def router(plain: Any, x: Tensor, name: str, rows: int) -> Tensor:
-        return (old.linear if ".router." in name else plain)(x, name, rows)  # type: ignore[no-any-return]
+        return (old.linear if ".router." in name else plain)(x, name, rows)
 
     yield Cause(f"routers {words}", "E", layer=step(linear=router))
     yield Cause(f"routed experts {words}", "E", layer=step(routed=lambda plain, *given: old.routed(*given)))

@@ -135,7 +135,8 @@ def attention_causes() -> Iterator[Cause]:
         name, width = "self_attention.linear_proj.weight", lambda c: c.num_attention_heads * c.kv_channels
         make = columns_in_order(name, width, ranks, order)
         yield cause(f"the shards of {ranks} ranks of the output projection {order}", make)
-    yield cause("no token that sees itself", _masked(lambda t, u, p: u < t))
+    itself = _masked(lambda t, u, p: (u < t) | (t + u == 0))
+    yield cause("no token but the first that sees itself", itself)
     yield cause("no causal mask", _masked(lambda t, u, p: u >= 0 * t))
     yield cause("tokens that see the next one", _masked(lambda t, u, p: u <= t + 1))
     for window in (64, 128, 256, 512, 1024, 2048, 4096):

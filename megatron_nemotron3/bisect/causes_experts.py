@@ -79,9 +79,6 @@ def _bias_kept() -> Make:
     def make(context: Context) -> Change | None:
         seen: list[Tensor] = []
 
-        def scores(plain: Any, logits: Tensor) -> Tensor:
-            return plain(logits)  # type: ignore[no-any-return]
-
         def moe(plain: Any, prefix: str, c: Any, x: Tensor, settle: Any = None) -> Any:
             def noted(selection: Any) -> Tensor:
                 taken: Tensor = selection.experts if settle is None else settle(selection)
@@ -94,7 +91,7 @@ def _bias_kept() -> Make:
         def probabilities(plain: Any, chosen: Tensor, c: Any) -> Any:
             return plain(torch.cat(seen), c)
 
-        return Change(steps={"moe": moe, "probabilities": probabilities, "scores": scores})
+        return Change(steps={"moe": moe, "probabilities": probabilities})
 
     return make
 
@@ -176,7 +173,7 @@ def expert_causes() -> Iterator[Cause]:
     raw = lambda plain, s, c: s * (c.moe_router_topk_scaling_factor or 1)  # noqa: E731
     yield cause("no normalisation of the selected scores", _weights(raw))
     rounded = step(scores=lambda plain, logits: plain(logits.bfloat16().float()))
-    yield cause("router logits rounded to BF16", rounded)
+    yield Cause("router logits rounded to BF16", "E", layer=rounded, rounds=True)
     for more, words in ((-1, "one expert fewer"), (1, "one expert more")):
         yield cause(f"{words} per token", _topk(more))
     for names, words in (

@@ -115,7 +115,7 @@ def _state_rounded(dtype: torch.dtype, after_prompt: bool) -> Make:
 
         def scan(plain: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
             if p >= x.shape[1]:
-                return plain(x, dt, A, B, C, D)  # type: ignore[no-any-return]
+                return plain(x, dt, A, B, C, D)
             state, outputs = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1]), []
             if p:
                 before = x[:, :p], dt[:, :p], A, B[:, :p], C[:, :p]
@@ -160,16 +160,16 @@ def _other_groups(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Ten
 def mamba_causes() -> Iterator[Cause]:
     """Causes in M layers."""
 
-    def cause(name: str, make: Make) -> Cause:
-        return Cause(name, "M", layer=make)
+    def cause(name: str, make: Make, rounds: bool = False) -> Cause:
+        return Cause(name, "M", layer=make, rounds=rounds)
 
     for shift, words in ((1, "one token late"), (-1, "one token early"), (None, "empty")):
         yield cause(f"a convolution state {words} after the prompt", _conv_state(shift))
     yield cause("an SSM state that is empty after the prompt", _state_lost(at_chunks=False))
     yield cause("no SSM state from one chunk to the next", _state_lost(at_chunks=True))
     for dtype, word in ((torch.bfloat16, "BF16"), (torch.float16, "FP16")):
-        yield cause(f"the SSM state in {word} while decoding", _state_rounded(dtype, True))
-        yield cause(f"the SSM state in {word} at every token", _state_rounded(dtype, False))
+        yield cause(f"the SSM state in {word} while decoding", _state_rounded(dtype, True), True)
+        yield cause(f"the SSM state in {word} at every token", _state_rounded(dtype, False), True)
     yield cause("no bias of the convolution", step(conv=lambda f, x, w, b: f(x, w, torch.zeros_like(b))))
     yield cause("the convolution's taps in reverse", step(conv=lambda f, x, w, b: f(x, w.flip(-1), b)))
     transposed = step(conv=lambda f, x, w, b: f(x, w.reshape(w.shape[-1], -1).t().reshape(w.shape), b))
@@ -220,6 +220,7 @@ def mamba_causes() -> Iterator[Cause]:
     yield cause("no dt_bias", _steps(lambda dt, bias: F.softplus(dt)))
     yield cause("dt_bias added after softplus", _steps(lambda dt, bias: F.softplus(dt) + bias))
     yield cause("no softplus of the time steps", _steps(lambda dt, bias: dt + bias))
+    yield cause("a limit at 0 instead of softplus", _steps(lambda dt, bias: F.relu(dt + bias)))
     yield cause("softplus twice", _steps(lambda dt, bias: F.softplus(F.softplus(dt + bias))))
     for low, high in ((1e-3, None), (1e-3, 1e-1), (1e-4, None), (0.0, 1e-1)):
         limits = f"[{low:g}, {'infinite' if high is None else f'{high:g}'}]"

@@ -22,19 +22,22 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.bisect.causes import LAYERS, Cause, stale_causes, table
-from megatron_nemotron3.bisect.hypotheses import DRAWS, Hypotheses, Run, Tokens, quantiles, times
-from megatron_nemotron3.bisect.located import Segment, first_router, first_segment
+from megatron_nemotron3.bisect.hypotheses import DRAWS, LEAST, Hypotheses, Run, Tokens, quantiles, times
+from megatron_nemotron3.bisect.located import STANDS_OUT, Segment, first_router, first_segment
 from megatron_nemotron3.bisect.recompute import Recomputation
 from megatron_nemotron3.bisect.recording import Recording
 
-#: A system deviates where a quantile is this many times that of noise.
-LIMIT = 3.0
+#: A system deviates where a quantile is this many times that of noise; correct ones stay near 1.
+LIMIT = 2.0
+#: What a cause leaves is at most this many times noise; where a tenth of the differences is left or less,
+#: so many, because rounding grows with the numbers of a layer that is wrong.
+LEFT, GROWN = 3.0, 20.0
 #: The differences that a cause leaves must be at most this share of those without it.
 EXPLAINS = 0.5
+#: Of a cause that rounds, whatever noise is: two systems with it round some numbers differently.
+ROUNDED = 0.1
 #: Causes whose rest is at most this many times the smallest one explain a system as well.
 ALIKE = 1.25
-#: A token stands out if it differs by this many times the noise.
-STANDS_OUT = 5.0
 KIND_NAMES = {"M": "Mamba", "*": "attention", "E": "experts", "-": "MLP"}
 
 
@@ -128,9 +131,9 @@ class Diagnosis:
     def _side(self, side: Side) -> Iterator[str]:
         word = "deviates" if side.deviates else "agrees with the checkpoint"
         yield (
-            f"{side.name} ({side.system}, {side.dtype}) {word}: {side.tokens} log-probabilities, median difference "
-            f"{side.typical:.2g}, largest {side.largest:.2g}; {side.noise:.2g} times the noise of {side.dtype} "
-            f"(limit {LIMIT:g})"
+            f"{side.name} ({side.system}, {side.dtype}) {word}: {side.tokens} log-probabilities, median "
+            f"difference {side.typical:.2g}, largest {side.largest:.2g}; {side.noise:.2g} times the noise of "
+            f"{side.dtype} (limit {LIMIT:g})"
         )
         if not side.deviates:
             return
@@ -146,8 +149,8 @@ class Diagnosis:
         for number, found in enumerate(side.explanations):
             where = f"in {self._places(found.layers)}" if found.layers else "outside the layers"
             yield (
-                f"  {'it computes with' if not number else 'or with'}: {found.cause}, {where}; recomputed so, "
-                f"{found.after:.2g} times the noise remains of {found.before:.2g}"
+                f"  {'it computes with' if not number else 'or with'}: {found.cause}, {where}; "
+                f"recomputed so, {found.after:.2g} times the noise remains of {found.before:.2g}"
             )
         if not side.explanations:
             yield "  unknown cause: none of the hypotheses explains it"
@@ -194,7 +197,7 @@ class Judge:
     @staticmethod
     def _noise(differences: Sequence[Tensor]) -> Tensor:
         """The largest quantiles of all draws."""
-        return torch.stack([quantiles(one) for one in differences]).amax(0).clamp_min(1e-7)
+        return torch.stack([quantiles(one) for one in differences]).amax(0).clamp_min(LEAST)
 
     def distance(self, rows: Sequence[Tensor]) -> float:
         """Of the recorded log-probabilities from others [s - 1] for each sequence."""
@@ -266,36 +269,34 @@ class Investigation:
         side.tokens, side.typical, side.largest = len(apart), float(apart.median()), float(apart.max())
         side.noise = judge.distance(plain)
         side.mtp_noise = _mtp_distance(hypotheses, recording, [run.mtp for run in hypotheses.plain])
-        side.deviates = not side.noise <= LIMIT
+        segment = first_segment(hypotheses, recording)
+        side.deviates = segment is not None or not side.noise <= LIMIT
         if not side.deviates and not side.mtp_noise <= LIMIT:
             side.deviates = side.mtp_only = True
             self._explain_mtp(side, hypotheses, recording)
         elif side.deviates:
-            side.position = judge.position()
-            self._locate(side, hypotheses, judge)
+            side.routed = first_router(hypotheses, recording)
+            side.position = judge.position() if segment is None else segment.position()
+            if segment is None:
+                stop = self.model.depth + 1 if side.routed is None else side.routed + 1
+                self._explain(side, hypotheses, judge, stop)
+            else:
+                if segment.stop - segment.first == 1:
+                    side.layer, side.exactly = segment.first, True
+                self._explain_segment(side, hypotheses, judge, segment)
         return side
-
-    def _locate(self, side: Side, hypotheses: Hypotheses, judge: Judge) -> None:
-        """Find the first layer, and what it computes."""
-        depth = self.model.depth
-        side.routed = first_router(hypotheses, judge.recording)
-        segment = first_segment(hypotheses, judge.recording)
-        if segment is None:
-            self._explain(side, hypotheses, judge, depth + 1 if side.routed is None else side.routed + 1)
-            return
-        if segment.stop - segment.first == 1:
-            side.layer, side.exactly = segment.first, True
-        self._explain_segment(side, hypotheses, judge, segment)
 
     def _explain_segment(self, side: Side, hypotheses: Hypotheses, judge: Judge, segment: Segment) -> None:
         before, found = segment.distance, []
         for cause in self.causes:
             for layers, outputs in segment.with_cause(cause).items():
                 after = times(segment.quantiles(outputs), segment.noise)
-                if after <= min(LIMIT, EXPLAINS * before):
+                if _explains(cause, after, after, before):
                     wide = self._widest(hypotheses, judge, cause, layers)
                     found.append((after, Explanation(cause.name, wide, before, after)))
         side.explanations = _best(found)
+        if side.explanations and not side.explanations[0].layers and segment.first == 0:
+            side.layer, side.exactly = None, False  # what enters the first layer is wrong
 
     def _widest(
         self, hypotheses: Hypotheses, judge: Judge, cause: Cause, layers: tuple[int, ...]
@@ -315,10 +316,11 @@ class Investigation:
                 if min(scope, default=0) >= stop:
                     continue
                 rows = hypotheses.logprobs(cause, scope)
-                if rows is not None and judge.distance(rows) <= LIMIT:
-                    after = judge.size(rows)
-                    if after <= EXPLAINS * before:
-                        found.append((after, Explanation(cause.name, scope, before, after)))
+                if rows is None:
+                    continue
+                after = judge.size(rows)
+                if _explains(cause, judge.distance(rows), after, before):
+                    found.append((after, Explanation(cause.name, scope, before, after)))
         side.explanations = _best(found)
         if side.explanations:
             side.layer = min(side.explanations[0].layers, default=None)
@@ -362,9 +364,16 @@ class Investigation:
             [
                 (after, Explanation(one.cause, one.layers, before, after))
                 for after, one in found
-                if after <= min(LIMIT, EXPLAINS * before)
+                if after <= min(LEFT, EXPLAINS * before)
             ]
         )
+
+
+def _explains(cause: Cause, distance: float, after: float, before: float) -> bool:
+    """Whether what a cause leaves is noise; where numbers grow, or the cause rounds, that is more."""
+    if after <= ROUNDED * before:
+        return cause.rounds or distance <= GROWN
+    return distance <= LEFT and after <= EXPLAINS * before
 
 
 def _best(found: list[tuple[float, Explanation]]) -> list[Explanation]:
@@ -382,7 +391,7 @@ def _mtp_of(model: Recomputation, hypotheses: Hypotheses, number: int, changes: 
 def _mtp_distance(hypotheses: Hypotheses, recording: Recording, rows: Sequence[dict[int, Tensor]]) -> float:
     """Of the recorded log-probabilities of MTP from others, in units of noise; 0 without any."""
 
-    def apart(found: Callable[[int, int], Tensor | None], other: Sequence[dict[int, Tensor]]) -> Tensor:
+    def apart(found: Callable[[int, int], Tensor], other: Sequence[dict[int, Tensor]]) -> Tensor:
         parts = [torch.empty(0)]
         for i, one in enumerate(recording.sequences):
             for depth in one.mtp_logprobs:
@@ -404,7 +413,7 @@ def _mtp_distance(hypotheses: Hypotheses, recording: Recording, rows: Sequence[d
             return runs[i].mtp[depth][max(one.prompt, 1 + depth) - 1 - depth :]
 
         noise.append(quantiles(apart(noisy, plain)))
-    return times(quantiles(recorded), torch.stack(noise).amax(0).clamp_min(1e-7))
+    return times(quantiles(recorded), torch.stack(noise).amax(0).clamp_min(LEAST))
 
 
 def _with_mtp_of(model: Recomputation, previous: Recomputation) -> Recomputation:

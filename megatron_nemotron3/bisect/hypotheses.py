@@ -23,6 +23,8 @@ BF16_ROUNDING = 2.0**-9
 INSIDE = {"float32": 6.0, "bfloat16": 3.0}
 #: Runs with noise. In FP32 routers rarely have near ties: the first run decides each the other way.
 DRAWS = 6
+#: Least noise of a log-probability: four units in the last place of one of size 8, in FP32.
+LEAST = 2e-6
 #: Quantiles by which differences are compared with noise.
 QUANTILES = (0.5, 0.75, 0.9, 0.97, 1.0)
 
@@ -207,7 +209,7 @@ def quantiles(differences: Tensor) -> Tensor:
 
 
 def times(found: Tensor, noise: Tensor) -> float:
-    """The largest quantile over that of noise; the largest difference of all, often of one token, counts half."""
+    """The largest quantile over that of noise; the last, often one token's, counts half."""
     ratios = found / noise
     ratios[-1] *= 0.5
     return float(ratios.max())

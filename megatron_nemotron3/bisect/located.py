@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.bisect.causes import Cause
-from megatron_nemotron3.bisect.hypotheses import DRAWS, Hypotheses, noise, quantiles, times
+from megatron_nemotron3.bisect.hypotheses import DRAWS, LEAST, Hypotheses, noise, quantiles, times
 from megatron_nemotron3.bisect.recompute import Change
 from megatron_nemotron3.bisect.recording import Recording
 
@@ -41,12 +41,12 @@ class Segment:
         last: Change | None = None,
         start: Tensor | None = None,
     ) -> Tensor:
-        """What follows from the recorded input of a sequence: the stream [s, d], or log-probabilities [s - 1]."""
+        """What follows from a recorded input: the stream [s, d], or the recorded log-probabilities."""
         model, one = self.hypotheses.model, self.recording.sequences[number]
         if self.first:
             x = one.hidden[self.first - 1].float()[None]
         else:
-            x = model.embed(one.ids[None]) if start is None else start
+            x = self.hypotheses.plain[number].streams[0] if start is None else start
         if self.first >= model.depth:
             return model.logprobs(x, one.ids[None], last)[0][one.first - 1 :]
         for layer in range(self.first, self.stop):
@@ -77,7 +77,9 @@ class Segment:
                 last = Change(steps={"logits": change.steps["logits"]})
                 apart.append(_apart(self.output(i, dict.fromkeys(everywhere, change), last), plain))
             draws.append(quantiles(torch.cat(apart)))
-        return torch.stack(draws).amax(0).clamp_min(1e-7)
+        return (
+            torch.stack(draws).amax(0).clamp_min(LEAST if self.first >= self.hypotheses.model.depth else 1e-7)
+        )
 
     def quantiles(self, outputs: Sequence[Tensor]) -> Tensor:
         """Of the distances of what was recorded from outputs of each sequence."""
@@ -89,9 +91,20 @@ class Segment:
         """From the plain layers, in units of noise."""
         return times(self.quantiles(self.plain), self.noise)
 
+    def position(self) -> tuple[int, int] | None:
+        """Sequence and token of the first token that stands out."""
+        for i, plain in zip(self.sequences, self.plain, strict=True):
+            apart = _apart(self.found(i), plain).nan_to_num(nan=torch.inf)
+            places = (apart > STANDS_OUT * self.noise[2]).nonzero()
+            if len(places):
+                last = self.first >= self.hypotheses.model.depth
+                return i, int(places[0]) + (self.recording.sequences[i].first if last else 0)
+        return None
+
     def with_cause(self, cause: Cause) -> dict[tuple[int, ...], list[Tensor]]:
         """The outputs with a cause in each layer of the segment where it may be, by layers."""
-        model, found = self.hypotheses.model, {}
+        model = self.hypotheses.model
+        found: dict[tuple[int, ...], list[Tensor]] = {}
         if self.first >= model.depth or cause.layer is None:
             lasts: list[Any] = [
                 cause.last(self.hypotheses.context(i)) if cause.last else None for i in self.sequences
@@ -134,7 +147,7 @@ def _apart(one: Tensor, other: Tensor) -> Tensor:
 
 
 def first_segment(hypotheses: Hypotheses, recording: Recording) -> Segment | None:
-    """The first layers between two recorded hidden states that deviate; None without hidden states, or if none does."""
+    """The first layers between two recorded hidden states that deviate; None if none does."""
     depth, sequences = hypotheses.model.depth, recording.sequences
     complete = [
         {n for n, x in one.hidden.items() if n < depth and not x.isnan().any(-1).any()} for one in sequences
@@ -159,12 +172,14 @@ def first_segment(hypotheses: Hypotheses, recording: Recording) -> Segment | Non
     return None
 
 
+#: A token stands out if it differs by this many times the noise.
+STANDS_OUT = 5.0
 #: A layer deviates where a quantile of its distances is this many times that of noise.
 LIMIT_OF_LAYER = 3.0
 
 
 def first_router(hypotheses: Hypotheses, recording: Recording) -> int | None:
-    """The first layer whose router selects other experts for more tokens than noise does; None if none does."""
+    """The first layer whose router selects other experts for more tokens than with noise, or None."""
 
     def others(layer: int, found: Sequence[Tensor | None]) -> int:
         count = 0
@@ -172,6 +187,8 @@ def first_router(hypotheses: Hypotheses, recording: Recording) -> int | None:
             if experts is not None:
                 known = (experts >= 0).all(-1)
                 plain = run.experts[layer].sort(-1).values
+                if experts.shape != plain.shape:  # another number of experts per token
+                    return len(plain)
                 count += int(((experts.long().sort(-1).values != plain).any(-1) & known).sum())
         return count
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tests.bisect.systems import MODEL, Engine, Trainer, Weights, checkpoint, later, replaced
 
-
 C = MODEL
 INNER, BC, HEADS = C.mamba_inner_size, C.mamba_num_groups * C.mamba_state_dim, C.mamba_num_heads
 SPLIT = [INNER, INNER, BC, BC, HEADS]
