@@ -1,12 +1,14 @@
 """Tokens per second of transformers' `generate`, our plain decoding, and decoding with MTP drafts.
 
-    OMP_NUM_THREADS=2 python benchmarks/generate.py [--run runs/demo] [--context 512] [--new 128] [--rounds 3]
+    OMP_NUM_THREADS=2 python benchmarks/generate.py [--context 512] [--new 128] [--rounds 3]
+    OMP_NUM_THREADS=1 python benchmarks/generate.py --run runs/demo [--drafts 1 2] [--dtype bfloat16]
     OMP_NUM_THREADS=1 python benchmarks/generate.py --passes 1024 [--dtype bfloat16] [--rounds 30]
 
-Greedy, batch 1, FP32. Without --run, the family's proportions at hidden size 256 with random weights:
+Greedy, batch 1. Without --run, in FP32, the family's proportions at hidden size 256 with random weights:
 transformers and plain decoding, and how many of their tokens are equal (random MTP heads draft nothing
 useful). With --run, the model of `nemotron3 train --output DIR`: continuations of Python sources, plain and
-with 1 to 7 drafts. The figures are for decoding only, without the prefill, and are medians of the rounds.
+with 1 to 7 drafts. The figures are for decoding only, without the prefill, and are medians of the rounds;
+"by CPU time" is what "of plain" is in CPU time of the thread.
 
 With --passes, what drafts cost at that hidden size in the family's proportions: a pass over 1 to 8 tokens,
 and a step that drafts 1 to 3 tokens of which all are accepted, in turn. Least CPU time of the thread, which
@@ -109,7 +111,9 @@ def random_weights(context: int, new: int, repetitions: int) -> None:
     print_table(["side", "tokens/s", "of transformers"], rows)
 
 
-def trained(run: Path, context: int, new: int, repetitions: int) -> None:
+def trained(
+    run: Path, context: int, new: int, repetitions: int, drafts: Sequence[int], dtype: torch.dtype
+) -> None:
     """Compare plain decoding with drafting, on text like that of the training."""
     import argparse as stdlib
 
@@ -119,36 +123,50 @@ def trained(run: Path, context: int, new: int, repetitions: int) -> None:
     folder = find_checkpoint(run)
     tokenizer = folder.tokenizer()
     opened = open_for_tokenizer(folder, tokenizer, None)
-    engine = Engine(read_weights(opened.hf_view(), opened.config), max_context=context + new)
+    weights = read_weights(opened.hf_view(), opened.config, dtype=dtype)
+    engine = Engine(weights, max_context=context + new)
     library = Path(stdlib.__file__).parent
     texts = [(library / name).read_text(encoding="utf-8")[5000:] for name in SOURCES]
     prompts = [tokenizer.encode(text)[:context] for text in texts]
 
-    def side(draft: int) -> Callable[[], Any]:
-        return lambda: [generate(engine, [prompt], GenerationOptions(new, draft=draft)) for prompt in prompts]
+    def decoded(prompt: Sequence[int], draft: int) -> tuple[Any, float]:
+        """A continuation, and the thread's CPU seconds from its first token to its last."""
+        times: list[float] = []
+        options = GenerationOptions(new, draft=draft)
+        result = generate(engine, [prompt], options, lambda row, token: times.append(time.thread_time()))
+        return result, times[-1] - times[0]
 
-    drafts = (0, *DRAFTS)
-    results = rounds([side(draft) for draft in drafts], repetitions)
-    found = {str(draft): result for draft, result in zip(drafts, results, strict=True)}
-    print(f"{run}: {opened.config.title}, context {context}, {len(prompts)} prompts of {', '.join(SOURCES)}")
-    expected = [result.rows[0].tokens for result in found["0"][0]]
+    def side(draft: int) -> Callable[[], list[tuple[Any, float]]]:
+        return lambda: [decoded(prompt, draft) for prompt in prompts]
 
-    def speed(results: Sequence[Any]) -> float:
-        tokens = sum(result.new_tokens - 1 for result in results)
-        return tokens / sum(result.decode_seconds for result in results)
+    results = rounds([side(draft) for draft in (0, *drafts)], repetitions)
+    found = {str(draft): result for draft, result in zip((0, *drafts), results, strict=True)}
+    print(
+        f"{run}: {opened.config.title}, {dtype}, context {context}, {len(prompts)} prompts of "
+        f"{', '.join(SOURCES)}"
+    )
+    expected = [result.rows[0].tokens for result, _ in found["0"][0]]
+
+    def speed(results: Sequence[tuple[Any, float]]) -> float:
+        tokens = sum(result.new_tokens - 1 for result, _ in results)
+        return tokens / sum(result.decode_seconds for result, _ in results)
+
+    def cost(rounds_of: Sequence[Sequence[tuple[Any, float]]]) -> float:
+        return statistics.median(sum(seconds for _, seconds in results) for results in rounds_of)
 
     base = statistics.median(speed(results) for results in found["0"])
     rows = []
     for name, rounds_of in found.items():
-        last = rounds_of[-1]
+        last = [result for result, _ in rounds_of[-1]]
         equal = sum(r.rows[0].tokens == want for r, want in zip(last, expected, strict=True))
         tokens = sum(r.speculation.tokens for r in last)
         steps = sum(r.speculation.steps for r in last)
         rate = statistics.median(speed(results) for results in rounds_of)
-        rows.append(
-            [name, f"{tokens / steps:.2f}", f"{rate:.1f}", f"{rate / base:.2f}", f"{equal} of {len(last)}"]
-        )
-    print_table(["drafts", "acceptance length", "tokens/s", "of plain", "equal to plain"], rows)
+        by_cpu = cost(found["0"]) / cost(rounds_of)
+        cells = (f"{tokens / steps:.2f}", f"{rate:.1f}", f"{rate / base:.2f}", f"{by_cpu:.2f}")
+        rows.append([name, *cells, f"{equal} of {len(last)}"])
+    heads = ["drafts", "acceptance length", "tokens/s", "of plain", "by CPU time", "equal to plain"]
+    print_table(heads, rows)
 
 
 def scaled(hidden_size: int) -> Nemotron3Config:
@@ -214,17 +232,19 @@ def main() -> None:
     arguments.add_argument("--context", type=int, default=512)
     arguments.add_argument("--new", type=int, default=128)
     arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--drafts", type=int, nargs="+", default=DRAFTS)
     arguments.add_argument("--passes", type=int, metavar="HIDDEN_SIZE")
     arguments.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = arguments.parse_args()
     set_threads()
     print(machine())
+    dtype = getattr(torch, options.dtype)
     if options.passes is not None:
-        passes(options.passes, options.context, getattr(torch, options.dtype), options.rounds)
+        passes(options.passes, options.context, dtype, options.rounds)
     elif options.run is None:
         random_weights(options.context, options.new, options.rounds)
     else:
-        trained(options.run, options.context, options.new, options.rounds)
+        trained(options.run, options.context, options.new, options.rounds, options.drafts, dtype)
 
 
 if __name__ == "__main__":

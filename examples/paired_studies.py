@@ -9,10 +9,14 @@
               model of these sizes from random weights
     qad       a model whose weights are packed in NVFP4: as it is, trained on its own logits before packing,
               trained on the text; the model itself, trained on as much text; all with activations in NVFP4
+    boost     the MTP heads of a model, trained alone: on the text, and on its own distribution by each loss;
+              with hidden states mixed, and with those of a tenth of the batches. What five drafts give
 
 All arms of a seed start from the same weights, and see the same batches in the same order with the same
-schedule. A table has the mean validation loss in nats per token, and the mean of the paired differences with
-its 95 % interval and p by Student's t. A finished seed is a line of results.jsonl and is not computed again.
+schedule. A table has the mean of each arm, losses in nats per token of held-out text, and the mean of the
+paired differences from the first arm (or --against) with its 95 % interval and p by Student's t. A finished
+seed is a line of results.jsonl and is not computed again.
+
 The text is Python's own sources. Minutes on one core show what the methods do here, not what holds at scale.
 """
 
@@ -20,18 +24,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, if the package is not installed
 
 from tiny_runs import (
+    BATCH,
     VALIDATION,
     Loss,
     Text,
@@ -45,8 +53,13 @@ from tiny_runs import (
 )
 
 import megatron_nemotron3 as n3
+from megatron_nemotron3.boost.heads import train_heads
+from megatron_nemotron3.boost.settings import Boost
 from megatron_nemotron3.compression import memory
 from megatron_nemotron3.compression.importance import measure
+from megatron_nemotron3.generate.engine import Engine
+from megatron_nemotron3.generate.evaluate import acceptance, losses, windows
+from megatron_nemotron3.generate.weights import load
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from megatron_nemotron3.paired import interval, paired
 from megatron_nemotron3.precision.settings import emulating, parse
@@ -63,6 +76,17 @@ FOREIGN = TEACHER.but(name="foreign", vocab_size=1024)
 STUDENT = TEACHER.but(
     name="student", hidden_size=64, moe_ffn_hidden_size=48, moe_shared_expert_intermediate_size=96
 )
+#: The teacher with an MTP block that learns two depths beside it; boosting trains it at five.
+DRAFTER = TEACHER.but(
+    name="drafter",
+    mtp_pattern="*E",
+    mtp_num_layers=2,
+    mtp_use_repeated_layer=True,
+    max_position_embeddings=256,
+)
+DRAFTS, HEADS_RATE = 5, 1e-3
+#: Tokens of the text, prompts and new tokens that drafts are measured on.
+MEASURED, PROMPTS = 8192, (8, 64, 64)
 #: Learning rates from random weights, and of models that go on; not searched.
 RATE, CUT_RATE, FINE_RATE = 4e-3, 2e-3, 1e-4
 #: Sizes of the cut teacher: 55 % of its parameters.
@@ -128,7 +152,7 @@ class Lab:
                     for own, stored in zip(tensors, torch.load(file), strict=True):
                         own.copy_(stored)
             else:
-                text = self.text if config is TEACHER else self.foreign_text
+                text = self.foreign_text if config is FOREIGN else self.text
                 train(model, text.batches("train", self.teacher_steps, seed + 10_000), RATE, on_text)
                 torch.save([tensor.detach() for tensor in tensors], file)
             self._teachers[config.name] = seed, model.eval().requires_grad_(False)
@@ -227,11 +251,57 @@ def qad(lab: Lab, seed: int) -> Results:
     return found
 
 
+def drafts(lab: Lab, model: torch.nn.Module, config: Nemotron3Config) -> Measured:
+    """Of a model's MTP heads by the engine, on held-out text: means over the depths, and what drafts give."""
+    held_out = lab.text.parts["validation"].tolist()
+    number, prompt, new = PROMPTS
+    prompts = [held_out[at : at + prompt] for at in range(0, len(held_out), len(held_out) // number)][:number]
+    with tempfile.TemporaryDirectory() as folder:
+        memory.save(model, config, Path(folder) / "model")
+        engine = Engine(load(Path(folder) / "model", config))
+    found = losses(engine, windows(held_out, config.seq_length, MEASURED), DRAFTS)
+    (continued,) = acceptance(engine, prompts, new, [DRAFTS])
+    last = found.agreement[-1]
+    return {
+        "tokens per verification, sampled": statistics.mean(last.sampled),
+        "greedy": statistics.mean(last.greedy),
+        "greedy continuations": continued.speculation.acceptance_length,
+        "KL": statistics.mean(one.kl for one in found.agreement),
+        "loss of the text": statistics.mean(found.depths),
+    }
+
+
+def boost(lab: Lab, seed: int) -> Results:
+    """A model's MTP heads before and after training them alone; the model stays as it is."""
+    # Losses here are means over tokens; Megatron divides sums of them later.
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(1 / (BATCH * DRAFTER.seq_length)))
+    MTPLossLoggingHelper.tracker.clear()
+    model = lab.teacher(seed, DRAFTER)
+    config = DRAFTER.but(mtp_num_layers=DRAFTS)
+    runs = {
+        "on the text": Boost("ce"),
+        "KL": Boost(),
+        "KL, mixed": Boost(mix=1.0),
+        "KL, T = 2, mixed": Boost(temperature=2.0, mix=1.0),
+        "total variation, mixed": Boost("tv", mix=1.0),
+        "KL, mixed, a tenth kept": Boost(mix=1.0, cache=max(1, lab.steps // 10)),
+    }
+    found = {"as it is": drafts(lab, model, DRAFTER)}
+    for name, settings in runs.items():
+        MTPLossLoggingHelper.tracker.clear()  # it has as many depths as the model before
+        copy = build(config, seed)
+        memory.load(copy, model.state_dict())
+        train_heads(copy, settings)
+        found[name] = drafts(lab, lab.trained(copy, seed, HEADS_RATE, on_text), config)
+    return found
+
+
 #: The first arm of each is what the others are compared with.
 STUDIES: dict[str, Callable[[Lab, int], Results]] = {
     "distill": distill,
     "prune": prune,
     "qad": qad,
+    "boost": boost,
 }
 
 
@@ -250,9 +320,11 @@ def run(name: str, lab: Lab, seeds: range, file: Path) -> list[Results]:
     return [known[seed] for seed in seeds]
 
 
-def report(name: str, results: list[Results]) -> None:
-    """Print the tables of a study, one for each measure."""
-    first, *_ = results[0]
+def report(name: str, results: list[Results], first: str | None = None) -> None:
+    """Print the tables of a study, one for each measure, with the differences from an arm."""
+    first = next(iter(results[0])) if first is None else first
+    if first not in results[0]:
+        raise SystemExit(f"{name} has no arm {first!r}: use one of {', '.join(results[0])}")
     for quantity in results[0][first]:
         print(f"\n| {name}, {len(results)} seeds | {quantity} | minus {first!r} | p |\n|-|-|-|-|")
         values = {arm: [one[arm][quantity] for one in results] for arm in results[0]}
@@ -267,6 +339,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Paired studies of distillation at CPU scale.")
     parser.add_argument("studies", nargs="*", help=f"of {', '.join(STUDIES)}; default: all")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--against", metavar="ARM", help="what is subtracted; default: the first arm")
     parser.add_argument("--first", type=int, default=1, help="number of the first seed")
     parser.add_argument("--teacher-steps", type=int, default=400)
     parser.add_argument("--steps", type=int, default=200, help="of every student")
@@ -279,7 +352,7 @@ def main() -> None:
     with n3.cpu_mode():
         lab = Lab(options)
         for name in options.studies or STUDIES:
-            report(name, run(name, lab, seeds, options.output / "results.jsonl"))
+            report(name, run(name, lab, seeds, options.output / "results.jsonl"), options.against)
 
 
 if __name__ == "__main__":

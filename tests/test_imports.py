@@ -31,11 +31,11 @@ ALLOWED = {
         *("run", "train", "words"),
     },
     "certify": {
-        *("args", "bars", "build", "checkpoint", "convert", "cpu", "generate", "lifetime", "lora", "models"),
-        *("monitor", "plan", "precision", "run", "specs", "train"),
+        *("args", "bars", "boost", "build", "checkpoint", "convert", "cpu", "generate", "lifetime", "lora"),
+        *("models", "monitor", "plan", "precision", "run", "specs", "train"),
     },
     "refit": {"args", "boundary", "checkpoint", "convert", "models", "plan"},
-    "bisect": {"checkpoint", "convert", "generate", "models"},
+    "bisect": {"checkpoint", "convert", "distill", "generate", "layers", "models", "monitor"},
     "distill": {
         *("args", "boundary", "build", "checkpoint", "convert", "cpu", "layers", "lora", "models", "monitor"),
         *("precision", "specs", "xtoken"),

@@ -108,8 +108,13 @@ def test_a_study_compares_with_its_first_arm(
     other = {**key, "steps": 9, "seed": 1, "results": {"plain": {"loss": 9.0}}}
     file.write_text("".join(json.dumps(line) + "\n" for line in (*lines, other)))
     lab = SimpleNamespace(teacher_steps=4, steps=2)
-    study.report("distill", study.run("distill", lab, range(1, 4), file))
+    results = study.run("distill", lab, range(1, 4), file)
+    study.report("distill", results)
     assert "| taught | 4.2333 | -1.0000 ± 0.2484 | 0.0033 |" in capsys.readouterr().out
+    study.report("distill", results, "taught")
+    assert "| plain | 5.2333 | +1.0000 ± 0.2484 | 0.0033 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="distill has no arm 'x': use one of plain, taught"):
+        study.report("distill", results, "x")
 
 
 @pytest.mark.full
@@ -126,8 +131,9 @@ def test_the_studies_run_and_go_on_where_they_ended(tmp_path: Path) -> None:
         "| distill, 2 seeds",
         "| prune, 2 seeds",
         *["| qad, 2 seeds"] * 2,
+        *["| boost, 2 seeds"] * 5,
     ]
     assert all(" ± " in row[2] for row in rows if len(row) == 4 and row[2].startswith(("+", "-")))
     losses = [json.loads(line)["results"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert len(losses) == 6
-    assert all(0 < value["loss"] < 9 for one in losses for value in one.values())
+    assert len(losses) == 8
+    assert all(0 <= number < 9 for one in losses for value in one.values() for number in value.values())

@@ -16,12 +16,13 @@ from megatron_nemotron3.args import yaml_launch
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.script import follow, is_known
+from megatron_nemotron3.boost.settings import VARIABLE as HEADS
 from megatron_nemotron3.lora import VARIABLE as ADAPTERS
 from megatron_nemotron3.precision.settings import OPTION, VARIABLE, Emulation
 from megatron_nemotron3.precision.settings import parse as parse_emulation
 
 _EMULATION = re.compile(rf"(?<!\S)(?:export\s+)?(?:{OPTION}[=\s]\s*|{VARIABLE}=)([^\s\\]+)")
-_ADAPTERS = re.compile(rf"(?<!\S)(?:export\s+)?{ADAPTERS}=([^\s\\]+)")
+_OF_OURS = {name: re.compile(rf"(?<!\S)(?:export\s+)?{name}=([^\s\\]+)") for name in (ADAPTERS, HEADS)}
 _SIZES = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
@@ -112,9 +113,20 @@ def emulation(text: str) -> Emulation | None:
 
 def adapters(text: str) -> str | None:
     """Return what NEMOTRON3_LORA is set to in a script, or before a command; None for no adapters."""
-    given = _ADAPTERS.findall(text)
+    words = _last(ADAPTERS, text)
+    return None if words in ("", "0") else "" if words == "1" else words
+
+
+def heads(text: str) -> str | None:
+    """Return what NEMOTRON3_BOOST is set to in a script, or before a command; None: it trains all weights."""
+    return _last(HEADS, text) or None
+
+
+def _last(name: str, text: str) -> str:
+    """The last value that a text gives a variable; "" for none, or one that is not known."""
+    given = _OF_OURS[name].findall(text)
     words = given[-1].strip("\"'") if given else ""
-    return None if words in ("", "0") or not is_known([words]) else "" if words == "1" else words
+    return words if is_known([words]) else ""
 
 
 def layout_of(options: dict[str, tuple[str, ...]]) -> ParallelLayout | None:

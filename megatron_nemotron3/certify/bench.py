@@ -51,6 +51,7 @@ class Bench:
             "cut_whole": batch.cut_whole,
             "mask": "random" if batch.masked else "none",
             "lora": self.twin.lora,
+            "boost": self.twin.boost,
             "steps": 2,
             "fault": self.fault,
         }

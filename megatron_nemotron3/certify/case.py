@@ -42,6 +42,8 @@ class Case:
     separate: bool = False
     #: Adapters on frozen weights, as `LoRA.parse` reads them; None: train the weights.
     lora: str | None = None
+    #: What MTP heads alone are trained for, as `Boost.parse` reads it; None: train the weights.
+    boost: str | None = None
     #: Importable function called with this rank's chunks before DistributedDataParallel wraps them, to break
     #: something.
     sabotage: Callable[[Sequence[Any]], None] | None = None

@@ -26,14 +26,18 @@ JSON, PAGE = "certificate.json", "certificate.md"
 #: Options whose value is a file that decides what is computed: its content counts, not its name.
 FILES = ("--te-precision-config-file", "--fp8-recipe-file", "--quant-recipe-file")
 #: Keys of a normalised command that are no options.
-WORLD, EMULATED, ADAPTERS = "ranks", "emulated", "adapters"
+WORLD, EMULATED, ADAPTERS, HEADS = "ranks", "emulated", "adapters", "heads alone"
 _LIMIT = 16 << 20
 _FIELDS = ("schema", "command", "hash", "title", "model", "layout", "findings", "versions", "date", "passed")
 _VERSIONS = ("megatron-nemotron3", "megatron-core", "torch", "Megatron-LM")
 
 
 def normalised(
-    flags: Iterable[Flag], world_size: int | None = None, emulated: str = "", adapters: str | None = None
+    flags: Iterable[Flag],
+    world_size: int | None = None,
+    emulated: str = "",
+    adapters: str | None = None,
+    heads: str | None = None,
 ) -> dict[str, list[str]]:
     """Return what decides a launch's numbers: option -> values, sorted, without data, paths and logs.
 
@@ -41,6 +45,7 @@ def normalised(
         world_size: ranks of the launch; None: unknown.
         emulated: what is emulated, as text.
         adapters: what NEMOTRON3_LORA says; None: the weights are trained.
+        heads: what NEMOTRON3_BOOST says; None: not only MTP's weights are trained.
     """
     kinds = parser_table.options("0.19")
     found: dict[str, list[str]] = {}
@@ -58,6 +63,8 @@ def normalised(
         found[EMULATED] = [emulated]
     if adapters is not None:
         found[ADAPTERS] = [adapters]
+    if heads is not None:
+        found[HEADS] = [heads]
     return dict(sorted(found.items()))
 
 

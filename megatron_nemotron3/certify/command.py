@@ -77,7 +77,11 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
     """
     asked = read(options, command)
     normalised = certificate.normalised(
-        asked.flags, asked.world_size, asked.emulate.text() if asked.emulate else "", asked.lora
+        asked.flags,
+        asked.world_size,
+        asked.emulate.text() if asked.emulate else "",
+        asked.lora,
+        asked.boost,
     )
     if options.check is not None:
         return _check(options, normalised)
@@ -88,6 +92,7 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
         world_size=asked.world_size,
         vocab_size=asked.vocab_size,
         lora=asked.lora,
+        boost=asked.boost,
     )
     source, folder = checkout(), options.output
     _require_memory(max(sizes.layout.world_size for sizes in twin.sizes))

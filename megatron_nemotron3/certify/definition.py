@@ -84,6 +84,9 @@ _OPTIMIZER: dict[str, tuple[Any, ...]] = {"optimizer": ("adam",), "decoupled_wei
 def definition(bench: Bench) -> Iterator[Finding]:
     """Yield how one process compares with the definition: logits, losses, gradients, choices, optimizer."""
     where = "one process, by definition"
+    if bench.twin.boost is not None:
+        yield untested("definition", "the loss of MTP heads alone is not part of the definition", where)
+        return
     batch = bench.twin.batch
     case = bench.case(
         None,

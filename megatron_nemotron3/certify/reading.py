@@ -41,6 +41,8 @@ class Asked:
     emulate: Emulation | None = None
     #: Adapters that it trains, as `LoRA.parse` reads them.
     lora: str | None = None
+    #: Whether it trains MTP heads alone, as `Boost.parse` reads it.
+    boost: str | None = None
     #: GPUs of the launch; None: the text does not say.
     world_size: int | None = None
     #: Tokens of the tokenizer, where no option says.
@@ -72,6 +74,7 @@ def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> Asked
         notes=tuple(found.notes),
         emulate=command_line.emulation(text),
         lora=command_line.adapters(text),
+        boost=command_line.heads(text),
         world_size=options.gpus or found.world_size,
     )
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_nemotron3.boost.settings import VARIABLE
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.ranks import start_ranks
 from megatron_nemotron3.train import log
@@ -62,6 +63,7 @@ class ScriptRun:
                 **os.environ,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(probe.getsockname()[1]),
+                **({VARIABLE: self.case.boost} if self.case.boost is not None else {}),
             }
         argv = [
             "--device",

@@ -14,6 +14,8 @@ from megatron_nemotron3.args.architecture import MODEL, MOE, MTP, emit
 from megatron_nemotron3.args.flag import Flag, to_argv
 from megatron_nemotron3.args.flags import backend_words
 from megatron_nemotron3.args.stored_model import taken
+from megatron_nemotron3.boost import settings
+from megatron_nemotron3.boost.settings import Boost
 from megatron_nemotron3.certify import options as table
 from megatron_nemotron3.certify import small
 from megatron_nemotron3.certify import stages as cuts
@@ -72,6 +74,8 @@ class Twin:
     batch: Batch
     #: Adapters on frozen weights, as `LoRA.parse` reads them; None: all weights are trained.
     lora: str | None
+    #: What MTP heads alone are trained for, as `Boost.parse` reads it; None: all weights are trained.
+    boost: str | None
     #: Words without layout, batch and schedule: what is computed, and by which mechanism.
     meaning: tuple[str, ...]
     mechanism: tuple[Flag, ...]
@@ -145,6 +149,7 @@ def make(
     world_size: int | None = None,
     vocab_size: int | None = None,
     lora: str | None = None,
+    boost: str | None = None,
     version: str | None = None,
 ) -> Twin:
     """Return the twin of a command line.
@@ -155,6 +160,7 @@ def make(
         world_size: ranks of the launch; None: at least two data-parallel copies are assumed.
         vocab_size: tokens of the launch's tokenizer, where the command line does not say.
         lora: its adapters, as `LoRA.parse` reads them.
+        boost: of its MTP heads alone, as `Boost.parse` reads it.
         version: of megatron-core; None: the installed one.
 
     Raises:
@@ -162,6 +168,8 @@ def make(
     """
     if lora is not None:
         LoRA.parse(lora)
+    if boost is not None:
+        settings.refuse(Boost.parse(boost), to_argv(flags))
     merged = taken(flags)
     launch = large_of(merged, world_size, vocab_size)
     remarks = [Remark(what, instead) for what, instead in launch.assumed]
@@ -203,6 +211,7 @@ def make(
         sizes=tuple(sizes),
         batch=batch_of(launch, sizes),
         lora=lora,
+        boost=boost,
         meaning=tuple(meaning),
         mechanism=tuple(mechanism),
         fates=fates,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.boost.settings import Boost
 from megatron_nemotron3.certify import fsdp
 from megatron_nemotron3.certify.batch import Batch, batches
 from megatron_nemotron3.certify.case import Case
@@ -120,12 +122,15 @@ def wrapped(case: Case, args: Any, weights: Tensors | None = None) -> list[Any]:
     from megatron.training.argument_utils import hybrid_config_from_args
     from megatron.training.training import get_megatron_ddp_config
 
+    from megatron_nemotron3.boost.heads import training_heads
+
     model_config = hybrid_config_from_args(args)
     early = weights if args.use_megatron_fsdp else None
     model_config.pre_wrap_hooks = [] if early is None else [partial(load, weights=early)]
     if case.sabotage is not None:
         model_config.pre_wrap_hooks.append(case.sabotage)
-    with training(LoRA.parse(case.lora) if case.lora is not None else None):
+    heads = training_heads(Boost.parse(case.boost)) if case.boost is not None else nullcontext()
+    with training(LoRA.parse(case.lora) if case.lora is not None else None), heads:
         chunks = model_config.get_builder_cls()(model_config).build_distributed_models(
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             ddp_config=get_megatron_ddp_config(args),

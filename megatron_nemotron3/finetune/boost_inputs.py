@@ -54,8 +54,8 @@ class Inputs:
         return output / "base" if self.hugging_face else self.found.checkpoint.parent
 
     def prefix(self, output: Path) -> str:
-        """The data set."""
-        return self.data_path or str(output / "data" / "corpus")
+        """The data set. The checkpoint names it and the tokenizer, so both are absolute."""
+        return str(Path(self.data_path or output / "data" / "corpus").absolute())
 
     def held_out(self, output: Path, tokens: int) -> list[int]:
         """Tokens of the validation part."""
@@ -105,14 +105,13 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> I
     if not tokenizer.stop:
         raise ValueError(f"{tokenizer.folder}: it has no end token, which ends a document: add eos_token")
     data_path, split, documents = _data(options, found)
+    folder = tokenizer.folder.absolute()
     return Inputs(
         found=found,
         config=config,
         hugging_face=hugging_face,
-        tokenizer=tokenizer.folder,
-        info=TokenizerInfo(
-            "HuggingFaceTokenizer", str(tokenizer.folder), tokenizer.vocab_size, tokenizer.stop[0]
-        ),
+        tokenizer=folder,
+        info=TokenizerInfo("HuggingFaceTokenizer", str(folder), tokenizer.vocab_size, tokenizer.stop[0]),
         data_path=data_path,
         documents=documents,
         split=split,
@@ -123,7 +122,7 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> I
             "checkpoint": str(found.checkpoint.resolve()),
             "model": describe(config)["config"],
             "boost": boost.text(),
-            "data": options.text or data_path,
+            "data": str(Path(options.text or data_path or "").absolute()),
             "lr": options.lr or lr,
         },
     )

@@ -174,16 +174,32 @@ class Engine:
         return self.weights.logits(hidden)
 
     def run_layers(
-        self, layers: Sequence[Layer], final_norm: Norm, x: Tensor, state: State, batch: ForwardBatch
+        self,
+        layers: Sequence[Layer],
+        final_norm: Norm,
+        x: Tensor,
+        state: State,
+        batch: ForwardBatch,
+        last: bool = False,
     ) -> Output:
-        """Run x [b * n, d] through a stack of layers and its final norm, and advance `state`."""
+        """Run x [b * n, d] through a stack of layers and its final norm, and advance `state`.
+
+        Args:
+            last: the output is only that of each row's last token, [b, 1, d]. Layers behind the last one
+                with a state run on nothing else.
+        """
         records = []
-        for layer, layer_state in zip(layers, state.layers):
+        stateless = 1 + max((i for i, one in enumerate(state.layers) if one is not None), default=-1)
+        for number, (layer, layer_state) in enumerate(zip(layers, state.layers)):
+            if last and number == stateless:
+                x = last_of_rows(x.view(batch.b, batch.n, -1), batch.counts)
             x, record = layer(x, layer_state, batch)
             records.append(record)
+        if last and len(x) > batch.b:
+            x = last_of_rows(x.view(batch.b, batch.n, -1), batch.counts)
         rollback = Rollback(state.lengths, batch.counts, records) if batch.rollback else None
         state.lengths = [a + c for a, c in zip(state.lengths, batch.counts)]
-        return Output(self, final_norm(x).view(batch.b, batch.n, -1), rollback)
+        return Output(self, final_norm(x).view(batch.b, 1 if last else batch.n, -1), rollback)
 
     def new_batch(
         self, tokens: Tensor, state: State, counts: Sequence[int] | None, rollback: bool

@@ -169,24 +169,34 @@ class MTP:
         for depth in range(1, count + 1):
             hidden, sizes = self._after_pending(depth, hidden, sizes, seen)
             hidden = hidden[:, : max(sizes)]
-            out = self._run(depth, hidden, known.last(depth, sizes), sizes, rollback=True)
+            # No depth follows the last one, so of its output only what gives the draft is needed.
+            out = self._run(
+                depth, hidden, known.last(depth, sizes), sizes, rollback=True, last=depth == count
+            )
             assert out.rollback is not None
             passes.append(_Pass(hidden, out.rollback))
             hidden = out.hidden
-            drafted.append(choose(self.engine.logits(last_of_rows(hidden, sizes))))
+            newest = hidden[:, 0] if depth == count else last_of_rows(hidden, sizes)
+            drafted.append(choose(self.engine.logits(newest)))
             if depth < count:
                 known.add(depth, drafted[-1])
         self._kept, self._drafted = None, _Draft(tokens, passes)
         return torch.stack(drafted, 1)
 
     def _run(
-        self, depth: int, hidden: Tensor, tokens: Tensor, counts: Sequence[int] | None, rollback: bool = False
+        self,
+        depth: int,
+        hidden: Tensor,
+        tokens: Tensor,
+        counts: Sequence[int] | None,
+        rollback: bool = False,
+        last: bool = False,
     ) -> Output:
         block, state = self.blocks[depth - 1], self._depths[depth - 1]
         batch = self.engine.new_batch(tokens, state, counts, rollback)
         embedded = self.engine.weights.embedding.index_select(0, tokens.reshape(-1))
         x = block.project(embedded, hidden.flatten(0, 1))
-        return self.engine.run_layers(block.layers, block.final_norm, x, state, batch)
+        return self.engine.run_layers(block.layers, block.final_norm, x, state, batch, last)
 
     @torch.inference_mode()
     def _finish(self) -> None:
@@ -205,7 +215,7 @@ class MTP:
             hidden = hidden[:, : max(sizes)]
             if max(sizes):
                 known = _last_tokens(kept.tokens, kept.counts, sizes)
-                hidden = self._run(depth, hidden, known, sizes).hidden
+                hidden = self._run(depth, hidden, known, sizes, last=depth == len(self._depths)).hidden
         self._kept, self._ahead = None, False
 
     def _end_draft(self, more: int) -> None:

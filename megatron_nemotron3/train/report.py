@@ -10,22 +10,26 @@ from megatron_nemotron3 import plots
 from megatron_nemotron3.train.log import Curve
 
 
-def plot(curve: Curve, path: Path, title: str, baseline: float | None) -> None:
-    """Write a PNG: training, MTP and validation loss in nats per token, the unigram baseline dashed."""
+def plot(curve: Curve, path: Path, title: str, baseline: float | None, of: str = "next token") -> None:
+    """Write a PNG: training, MTP and validation loss in nats per token, the unigram baseline dashed.
+
+    Args:
+        of: what the loss is of.
+    """
     with plots.picture(path, size=(8, 5), title=title) as (_, grid):
-        draw(grid[0][0], curve, baseline)
+        draw(grid[0][0], curve, baseline, of)
 
 
-def draw(axes: Any, curve: Curve, baseline: float | None) -> None:
+def draw(axes: Any, curve: Curve, baseline: float | None, of: str = "next token") -> None:
     """Draw the losses of a run."""
     steps = sorted(curve.steps)
-    axes.plot(steps, [curve.steps[i].loss for i in steps], label="training, next token", zorder=3)
+    axes.plot(steps, [curve.steps[i].loss for i in steps], label=f"training, {of}", zorder=3)
     for depth in range(max((len(curve.steps[i].mtp) for i in steps), default=0)):
         values = [(i, curve.steps[i].mtp[depth]) for i in steps if len(curve.steps[i].mtp) > depth]
         axes.plot(*zip(*values), lw=1, alpha=0.7, label=f"training, MTP depth {depth + 1}")
     if curve.validation:
         points = sorted(curve.validation.items())
-        axes.plot(*zip(*points), "ko", ms=5, label="validation, next token")
+        axes.plot(*zip(*points), "ko", ms=5, label=f"validation, {of}")
     if baseline is not None:
         axes.axhline(baseline, color="gray", ls="--", lw=1, label=f"unigram baseline {baseline:.3f}")
     axes.set_ylabel("loss (nats per token)")
@@ -33,8 +37,12 @@ def draw(axes: Any, curve: Curve, baseline: float | None) -> None:
     axes.legend()
 
 
-def verdict(curve: Curve, baseline: float | None) -> list[str]:
-    """Return lines on the losses: training at first and last, and validation against the baseline."""
+def verdict(curve: Curve, baseline: float | None, of: str = "next token") -> list[str]:
+    """Return lines on the losses: training at first and last, and validation against the baseline.
+
+    Args:
+        of: what the loss is of; only that of the next token has a perplexity.
+    """
     if not curve.steps:
         return ["no step was logged"]
     first, last = curve.steps[min(curve.steps)], curve.steps[max(curve.steps)]
@@ -47,9 +55,8 @@ def verdict(curve: Curve, baseline: float | None) -> list[str]:
     if curve.validation:
         step = max(curve.validation)
         loss = curve.validation[step]
-        lines.append(
-            f"validation loss  {loss:.3f} at step {step} (perplexity {math.exp(min(loss, 80)):,.1f})"
-        )
+        meaning = f"perplexity {math.exp(min(loss, 80)):,.1f}" if of == "next token" else f"of {of}"
+        lines.append(f"validation loss  {loss:.3f} at step {step} ({meaning})")
         if baseline is not None:
             side = "below" if loss < baseline else "NOT below"
             lines.append(f"unigram baseline {baseline:.3f} on the same text: the model is {side} it")

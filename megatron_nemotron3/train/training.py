@@ -21,6 +21,7 @@ from megatron_nemotron3.args import (
     published,
     to_argv,
 )
+from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.checkpoint import folders, lock, resume
 from megatron_nemotron3.checkpoint.state import stored_state
 from megatron_nemotron3.distill import settings as distillation
@@ -367,11 +368,12 @@ def _prepared_conversations(request: Request, data: TrainingData) -> TrainingDat
 
 
 def _print_report(request: Request, curve: log.Curve, baseline: float | None, started: float) -> None:
-    for line in report.verdict(curve, baseline):
+    of = "next token" if boosting.in_environment() is None else "MTP heads"
+    for line in report.verdict(curve, baseline, of):
         print(line)
     picture = request.output / "loss.png"
     if curve.steps:
-        report.plot(curve, picture, request.title, baseline)
+        report.plot(curve, picture, request.title, baseline, of)
         print(f"loss plot        {picture}")
     if request.log_precision is not None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,6 @@ def test_trains_saves_and_resumes(
     # Of the weights only MTP's differ between two checkpoints.
     capfd.readouterr()
     places = [str(tmp_path / "whole" / f"iter_000000{step}") for step in (2, 4)]
-    assert cli.main(["verify", *places]) == 1
-    differ = [line for line in capfd.readouterr().out.splitlines() if line.startswith("differs")]
-    assert differ and all(" mtp.layers." in line for line in differ)
+    assert cli.main(["verify", "--json", *places]) == 1
+    differ = [one["tensor"] for one in json.loads(capfd.readouterr().out)["differences"]]
+    assert differ and all(name.startswith("mtp.layers.") for name in differ)

@@ -17,6 +17,9 @@ from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.build import megatron_args
 from megatron_nemotron3.certify import options, stages, twin_text
 from megatron_nemotron3.certify.bench import Bench
+from megatron_nemotron3.certify.certificate import normalised
+from megatron_nemotron3.certify.definition import definition
+from megatron_nemotron3.certify.finding import State
 from megatron_nemotron3.certify.layouts import Sizes, cover
 from megatron_nemotron3.certify.options import Fate
 from megatron_nemotron3.certify.twin import Twin, make, stages_of
@@ -260,6 +263,28 @@ def test_adapters(text: str, expected: str | None, tmp_path: Path) -> None:
 def test_adapters_that_are_none() -> None:
     with pytest.raises(ValueError, match="rank"):
         make(command_line.read(SUPER), 8, lora="rank=x")
+
+
+def test_heads_alone(tmp_path: Path) -> None:
+    """The twin trains what the launch trains, and the certificate is not one of an ordinary training."""
+    text = f'export NEMOTRON3_BOOST="loss=tv,mix=1"\n{SUPER}'
+    heads = command_line.heads(text)
+    assert heads == "loss=tv,mix=1" and command_line.heads(SUPER) is None
+    flags = tuple(command_line.read(text))
+    bench = Bench(twin=make(flags, 8, boost=heads), flags=flags, folder=tmp_path)
+    assert bench.case(None).boost == heads
+    (finding,) = definition(bench)
+    assert finding.state is State.UNTESTED and "heads alone" in finding.detail
+    assert normalised(flags, heads=heads) != normalised(flags)
+
+
+@pytest.mark.parametrize(
+    ("heads", "more", "message"),
+    [("loss=x", "", "use kl, tv, ce"), ("1", "--context-parallel-size 2", "--context-parallel-size 2")],
+)
+def test_heads_that_are_none(heads: str, more: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(command_line.read(f"{SUPER} {more}"), 8, boost=heads)
 
 
 def test_padded_vocabulary() -> None:

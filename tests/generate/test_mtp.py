@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.generate import Decoder, GenerationOptions
+from megatron_nemotron3.generate.moe import MixtureOfExperts
 from megatron_nemotron3.generate.mtp import MTP
 from megatron_nemotron3.generate.weights import MTPBlock
 from megatron_nemotron3.models import get
@@ -180,23 +182,35 @@ def _text_and_hidden(pattern: str) -> tuple[Engine, Tensor, Tensor]:
 
 @pytest.mark.parametrize("draft", [1, 3])
 def test_a_step_passes_each_depth_once(draft: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every draft is accepted, depth k passes over the new tokens and its k - 1 earlier drafts."""
+    """Where every draft is accepted, depth k passes over the new tokens and its k - 1 earlier drafts.
+
+    The experts of the last depth see only the token that gives the draft.
+    """
     rows: list[int] = []
-    project = MTPBlock.project
+    routed: list[int] = []
+    project, route, engine = MTPBlock.project, MixtureOfExperts.__call__, agreeing(0.0)
 
     def counted(self: MTPBlock, embedded: Tensor, hidden: Tensor) -> Tensor:
         rows.append(len(embedded))
         return project(self, embedded, hidden)
 
+    def counted_experts(self: MixtureOfExperts, x: Tensor, *rest: Any) -> tuple[Tensor, None]:
+        if self in engine.weights.mtp[0].layers:
+            routed.append(len(x))
+        return route(self, x, *rest)
+
     monkeypatch.setattr(MTPBlock, "project", counted)
-    decoder = Decoder(agreeing(0.0), [[1, 2, 3, 4, 5]], GenerationOptions(40, draft=draft))
+    monkeypatch.setattr(MixtureOfExperts, "__call__", counted_experts)
+    decoder = Decoder(engine, [[1, 2, 3, 4, 5]], GenerationOptions(40, draft=draft))
     for _ in range(2):
         decoder.step([draft])
     rows.clear()
+    routed.clear()
     for _ in range(3):
         assert len(decoder.step([draft])[0]) == draft + 1
     # Of n = draft + 1 new tokens depth 1 has the newest one from the draft before.
     assert rows == [draft + depth for depth in range(1, draft + 1)] * 3
+    assert routed == [*(draft + depth for depth in range(1, draft)), 1] * 3
 
 
 def test_drafting_needs_a_text_and_depths() -> None:
