@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_nemotron3.bisect.diagnose import KIND_NAMES
-from tests.bisect.faults import FAULTS, MODES, measured
+from megatron_nemotron3.bisect.findings import KIND_NAMES
+from tests.bisect.fault_list import FAULTS
+from tests.bisect.faults import MODES, measured
 from tests.bisect.systems import MODEL
 
 _HEAD = """\

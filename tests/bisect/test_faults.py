@@ -10,7 +10,8 @@ import torch
 from megatron_nemotron3.bisect.causes import table
 from megatron_nemotron3.bisect.diagnose import Investigation
 from tests.bisect import faults
-from tests.bisect.faults import FAULTS, MODES
+from tests.bisect.fault_list import FAULTS
+from tests.bisect.faults import MODES
 from tests.bisect.faults_page import cell
 
 #: Of an engine with hidden states, and of the trainer without.
