@@ -32,7 +32,7 @@ from megatron_nemotron3.bisect.recording import Recording
 LEFT, GROWN = 3.0, 20.0
 #: The differences that a cause leaves must be at most this share of those without it.
 EXPLAINS = 0.5
-#: Of a cause that rounds, whatever noise is: two systems with it round some numbers differently.
+#: A tenth; of a cause that rounds, whatever noise is: two systems with it round some numbers differently.
 ROUNDED = 0.1
 #: Causes whose rest is at most this many times the smallest one explain a system as well.
 ALIKE = 1.25
@@ -176,13 +176,19 @@ class Investigation:
         return min(sizes)[1] if sizes else layers
 
     def _explain(self, side: Side, hypotheses: Hypotheses, judge: Judge, stop: int) -> None:
-        """Try every cause that begins before layer `stop` on the log-probabilities."""
+        """Try every cause that begins before layer `stop` on the log-probabilities.
+
+        Faults of code are in all layers of a kind: only if none of these leaves a tenth, each layer is tried.
+        """
         before, found = judge.size([run.logprobs for run in hypotheses.plain]), []
-        for cause in self.causes:
-            if cause.layer is None and not cause.moves and cause.prefix is None and stop <= self.model.depth:
-                continue
-            for scope in hypotheses.scopes(cause):
-                if min(scope, default=0) >= stop:
+        tried = [(cause, scope) for cause in self.causes for scope in hypotheses.scopes(cause)]
+        for alone in (False, True):
+            self.echo(
+                f"{side.name}: trying {len(self.causes)} causes in {'each layer' if alone else 'all layers'}"
+            )
+            for cause, scope in tried:
+                last = cause.layer is None and not cause.moves and cause.prefix is None
+                if (len(scope) == 1) != alone or min(scope, default=self.model.depth if last else 0) >= stop:
                     continue
                 rows = hypotheses.logprobs(cause, scope)
                 if rows is None:
@@ -190,6 +196,8 @@ class Investigation:
                 after = judge.size(rows)
                 if _explains(cause, judge.distance(rows), after, before):
                     found.append((after, Explanation(cause.name, scope, before, after)))
+            if any(after <= ROUNDED * before for after, _ in found):
+                break
         side.explanations = _best(found)
         if side.explanations:
             side.layer = min(side.explanations[0].layers, default=None)
@@ -253,7 +261,7 @@ def _best(found: list[tuple[float, Explanation]]) -> list[Explanation]:
 
 def _mtp_of(model: Recomputation, hypotheses: Hypotheses, number: int, changes: Any) -> dict[int, Tensor]:
     run, ids = hypotheses.plain[number], hypotheses.sequences[number].ids[None]
-    found = model.mtp_logprobs(run.streams[-1], ids, changes)
+    found = model.mtp_logprobs(run.streams[model.depth], ids, changes)
     return {depth: rows[0] for depth, rows in found.items()}
 
 

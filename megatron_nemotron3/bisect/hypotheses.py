@@ -23,6 +23,8 @@ BF16_ROUNDING = 2.0**-9
 INSIDE = {"float32": 6.0, "bfloat16": 3.0}
 #: Runs with noise. In FP32 routers rarely have near ties: the first run decides each the other way.
 DRAWS = 6
+#: Memory for residual streams from which causes are recomputed; with less, from an earlier layer.
+KEPT_BYTES = 2 << 30
 #: Least noise of a log-probability: four units in the last place of one of size 8, in FP32.
 LEAST = 2e-6
 #: Quantiles by which differences are compared with noise.
@@ -42,13 +44,13 @@ class Run:
     """What a model computes for a sequence.
 
     Attributes:
-        streams: the residual stream [1, s, d] before each layer, and after the last.
+        streams: the residual stream [1, s, d] before some layers and after the last; none of a run with noise.
         logprobs: of tokens 1 to s [s - 1].
         experts: layer -> the selected experts [s, topk].
         mtp: depth -> log-probabilities [s - 1 - depth].
     """
 
-    streams: list[Tensor]
+    streams: dict[int, Tensor]
     logprobs: Tensor
     experts: dict[int, Tensor] = field(default_factory=dict)
     mtp: dict[int, Tensor] = field(default_factory=dict)
@@ -125,16 +127,26 @@ class Hypotheses:
     def _run(self, number: int, change: Change | None = None) -> Run:
         ids = self.sequences[number].ids[None]
         changes = {} if change is None else dict.fromkeys(range(len(self.model.layers)), change)
-        x = self.model.embed(ids)
-        streams, experts = [x], {}
+        x, depth = self.model.embed(ids), self.model.depth
+        streams, experts = {0: x}, {}
         for step in self.model.run(x, 0, changes):
-            streams.append(step.stream)
+            x = step.stream
+            if change is None and (step.layer + 1) % self._stride(x) == 0:
+                streams[step.layer + 1] = x
             if step.routing:
                 experts[step.layer] = step.routing[0].experts
+        streams[depth] = x
         last = None if change is None else Change(steps={"logits": change.steps["logits"]})
-        logprobs = self.model.logprobs(streams[-1], ids, last)[0]
-        mtp = self.model.mtp_logprobs(streams[-1], ids, changes) if self.mtp else {}
-        return Run(streams, logprobs, experts, {depth: rows[0] for depth, rows in mtp.items()})
+        logprobs = self.model.logprobs(x, ids, last)[0]
+        mtp = self.model.mtp_logprobs(x, ids, changes) if self.mtp else {}
+        kept = streams if change is None else {}
+        return Run(kept, logprobs, experts, {number: rows[0] for number, rows in mtp.items()})
+
+    def _stride(self, stream: Tensor) -> int:
+        """Every how many layers a stream is kept."""
+        tokens = sum(len(one.ids) for one in self.sequences)
+        each = 4 * tokens * stream.shape[-1]
+        return max(1, -(-self.model.depth * each // KEPT_BYTES))
 
     def context(self, number: int, layer: int = -1) -> Context:
         """What a cause is told."""
@@ -186,12 +198,13 @@ class Hypotheses:
             if before is None:
                 return None
             ids = torch.cat([before, ids])
-        first = min(changes, default=len(plain.streams) - 1)
+        first = min(changes, default=self.model.depth)
         if before is not None or cause.moves:
             first, x = 0, cause.start(self.model, ids, self.context(number))
         else:
             if not changes and last is None:
                 return None
+            first = max(layer for layer in plain.streams if layer <= first)
             x = plain.streams[first]
         for step in self.model.run(x, first, changes):
             x = step.stream

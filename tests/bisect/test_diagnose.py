@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.bisect import hypotheses
 from megatron_nemotron3.bisect.causes import Cause, Context, shard_order, step, table
 from megatron_nemotron3.bisect.diagnose import Diagnosis, Investigation
 from megatron_nemotron3.bisect.recompute import Recomputation
@@ -158,6 +159,18 @@ def test_only_a_cause_that_fits_is_named() -> None:
     scored = faults.faulty("scaling factor", FP32)
     side = Investigation(plain().model, None, wrong).side("engine", recorded(scored, FP32))
     assert side.layer == 1 and side.explanations == []
+
+
+def test_streams_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With memory for few residual streams, a cause gives the same bits."""
+    recording = recorded(healthy_engine(), FP32, False)
+    cause = next(cause for cause in table() if cause.name == "no shared expert")
+    plenty = Investigation(plain().model, None, []).hypotheses(recording)
+    monkeypatch.setattr(hypotheses, "KEPT_BYTES", 1 << 18)
+    little = Investigation(plain().model, None, []).hypotheses(recording)
+    assert len(little.plain[0].streams) < len(plenty.plain[0].streams) == MODEL.num_layers + 1
+    pairs = zip(little.logprobs(cause, (4,)) or [], plenty.logprobs(cause, (4,)) or [], strict=True)
+    assert [torch.equal(a, b) for a, b in pairs] == [True, True]
 
 
 def test_causes_have_names_of_their_own() -> None:
