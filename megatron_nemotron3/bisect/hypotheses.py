@@ -44,7 +44,7 @@ class Run:
     """What a model computes for a sequence.
 
     Attributes:
-        streams: the residual stream [1, s, d] before some layers and after the last; none of a run with noise.
+        streams: the residual stream [1, s, d] before some layers and after the last; with noise, none.
         logprobs: of tokens 1 to s [s - 1].
         experts: layer -> the selected experts [s, topk].
         mtp: depth -> log-probabilities [s - 1 - depth].
