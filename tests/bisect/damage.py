@@ -312,7 +312,7 @@ def biased(gate: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
     return scores / scores.sum(-1, keepdim=True) * gate.routed_scaling_factor, taken
 
 
-def activated(act: Callable[[Tensor], Tensor]) -> Callable[[Engine], None]:
+def activated(act: torch.nn.Module) -> Callable[[Engine], None]:
     """Experts and shared experts have another activation."""
 
     def patch(engine: Engine) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.bisect import damage as d
@@ -324,7 +323,7 @@ FAULTS: dict[str, Fault] = {
         "E",
         "ReLU instead of squared ReLU",
         1,
-        engine=d.activated(F.relu),
+        engine=d.activated(torch.nn.ReLU()),
     ),
     # The whole model
     "residual in BF16": Fault(

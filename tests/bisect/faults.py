@@ -54,17 +54,20 @@ def recording(scored: tuple[Scored, ...], system: str, dtype: torch.dtype, hidde
     return Recording(system, str(dtype).removeprefix("torch."), sequences, MODEL.name)
 
 
+def opened(folder: Path, weights: Weights) -> Recomputation:
+    """The model with weights, written to a folder of Hugging Face's format and opened from there."""
+    write_hf(folder, MODEL, values=weights)
+    model = Recomputation.open(folder, MODEL)
+    source: Any = model.reference.weights.source
+    source.read = cache(source.read)  # the files are small, and every cause reads them again
+    return model
+
+
 @cache
 def investigation() -> Investigation:
-    """The checkpoint and the one before it, opened from folders of Hugging Face's format."""
+    """The checkpoint and the one before it."""
     folder = Path(tempfile.mkdtemp())
-    write_hf(folder / "now", MODEL, values=checkpoint())
-    write_hf(folder / "before", MODEL, values=earlier())
-    both = [Recomputation.open(folder / name, MODEL) for name in ("now", "before")]
-    for model in both:
-        source: Any = model.reference.weights.source
-        source.read = cache(source.read)  # the files are small, and every cause reads them again
-    return Investigation(*both)
+    return Investigation(opened(folder / "now", checkpoint()), opened(folder / "before", earlier()))
 
 
 @cache
@@ -147,12 +150,12 @@ def measured() -> dict[str, dict[str, Any]]:
 
 
 def main(names: list[str]) -> None:
-    """Run faults and print what is found; without names, write the figures."""
+    """Run faults, print what is found, and write the figures."""
     if unknown := [name for name in names if name not in FAULTS]:
         raise SystemExit(f"no such fault: {unknown[0]}; there are: {', '.join(FAULTS)}")
     from tests.support.world import world_of_one
 
-    rows: dict[str, Any] = {}
+    rows = {name: row for name, row in measured().items() if name in FAULTS}
     with world_of_one():
         for name in names or FAULTS:
             rows[name] = {}
@@ -165,8 +168,8 @@ def main(names: list[str]) -> None:
                 word = "ok" if row["cause"] and row["kind"] and row["layer"] and row["side"] else "MISS"
                 word = "BLAME" if row["wrong side"] else word
                 print(f"{word} {name} [{mode}] {time.monotonic() - begin:.1f} s {row}", flush=True)
-            if not names:
-                GOLDEN.write_text(json.dumps(rows, indent=1) + "\n")
+            ordered = {name: rows[name] for name in FAULTS if name in rows}
+            GOLDEN.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
 if __name__ == "__main__":
