@@ -71,7 +71,7 @@ COMMANDS = {
     },
     "refit": {
         "--model", "--tiny", "--from", "--to", "--engine", "--dtype", "--colocated", "--buffer", "--gpu",
-        "--delta", "--prove", "--json",
+        "--delta", "--prove", "--quantize", "--input-scales", "--json",
     },
     "search": {
         "--model", "--tiny", "--budget", "--vary", "--scores", "--gpu", "--sequences", "--context",

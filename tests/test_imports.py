@@ -34,7 +34,7 @@ ALLOWED = {
         *("args", "bars", "boost", "build", "checkpoint", "convert", "cpu", "generate", "lifetime", "lora"),
         *("models", "monitor", "plan", "precision", "run", "specs", "train"),
     },
-    "refit": {"args", "boundary", "checkpoint", "convert", "models", "plan"},
+    "refit": {"args", "boundary", "checkpoint", "convert", "models", "plan", "precision"},
     "bisect": {"checkpoint", "convert", "distill", "generate", "layers", "models", "monitor"},
     "distill": {
         *("args", "boundary", "build", "checkpoint", "convert", "cpu", "layers", "lora", "models", "monitor"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.convert.quantized_config import read_scales
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.plan.hardware import GPUS
 from megatron_nemotron3.refit.engines import ENGINES
-from megatron_nemotron3.refit.layouts import ITEM_SIZES, Serving, Training
+from megatron_nemotron3.refit.layouts import DTYPES, Serving, Training
 
 _MIB = 1 << 20
 
@@ -36,7 +38,18 @@ def register(commands: Any) -> None:
     )
     how = command.add_argument_group("how the weights go")
     how.add_argument("--engine", choices=ENGINES, default="vllm", help="inference engine (default vllm)")
-    how.add_argument("--dtype", choices=ITEM_SIZES, default="bfloat16", help="type of the numbers (bfloat16)")
+    how.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="type of the numbers (bfloat16)")
+    how.add_argument(
+        "--quantize",
+        metavar="RECIPE",
+        help="pack the weights for inference engines (engine hf): nvfp4, fp8, fp8-blockwise, or a full name",
+    )
+    how.add_argument(
+        "--input-scales",
+        type=Path,
+        metavar="PATH",
+        help="scales of activations for --quantize: JSON, safetensors, or a quantized folder",
+    )
     how.add_argument(
         "--colocated", action="store_true", help="trainer and server of the same number are one process"
     )
@@ -66,7 +79,15 @@ def refit(options: argparse.Namespace) -> int:
     if options.prove and options.delta is not None:
         raise ValueError("--prove is for a plan of all tensors: leave --delta out")
     training = Training.of(config, options.source)
-    serving = Serving.of(config, options.target, engine=options.engine, dtype=options.dtype)
+    scales = read_scales(options.input_scales) if options.input_scales is not None else {}
+    serving = Serving.of(
+        config,
+        options.target,
+        engine=options.engine,
+        dtype=options.dtype,
+        quantize=options.quantize,
+        input_scales=tuple(scales.items()),
+    )
 
     from megatron_nemotron3.refit.check import check
     from megatron_nemotron3.refit.planner import make_plan

@@ -12,6 +12,7 @@ computed on theirs. Any error, a killed process too, becomes a RefitError on eve
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,20 +26,20 @@ from torch import Tensor
 from megatron_nemotron3.boundary.failure import BoundaryError, Failure
 from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.refit.checksum import added
-from megatron_nemotron3.refit.held import check_source, check_target, serving_parameters
+from megatron_nemotron3.refit.held import check_source, check_target
+from megatron_nemotron3.refit.moving import Made, Moving
+from megatron_nemotron3.refit.packer import Packed
 from megatron_nemotron3.refit.parts import (
     Part,
     by_step,
     name_of,
-    pack,
     parts_of,
-    space_of,
     sum_held,
     sum_sent,
     target_of,
-    unpack,
 )
 from megatron_nemotron3.refit.plan import Plan, Transfer
+from megatron_nemotron3.refit.transport import Messages, SharedMemory
 
 _CURE = "cure: if a rank ended, its own log has the cause; the servers' weights are not to be used"
 
@@ -70,10 +71,12 @@ class Refit:
         senders, receivers: global rank of each training and serving rank; default: trainers from 0 on, and
             servers behind them, or on the same ranks if the plan is colocated.
         backend, timeout: of the process group and of every wait; None: those of the default group.
+        shared: all ranks are on one host: tensors go through shared memory (`transport.SharedMemory`), two
+            times `plan.buffer` for each sender at most, and the process group carries only small messages.
 
     Raises:
         ValueError: other numbers of ranks than the plan's.
-        RefitError: ranks have different plans.
+        RefitError: ranks have different plans, or cannot share memory.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Refit:
         receivers: Sequence[int] | None = None,
         backend: str | None = None,
         timeout: timedelta | None = None,
+        shared: bool = False,
     ) -> None:
         size, serving = plan.training.layout.world_size, plan.serving.size
         self.plan = plan
@@ -106,11 +110,32 @@ class Refit:
         self._out, self._in = by_step(plan, self.sender, True), by_step(plan, self.receiver, False)
         self._last: dict[Any, int] = {}
         if self.groups.is_member:
-            with self._guarded("compared the plans"):
-                found: list[Any] = [None] * len(ranks)
-                dist.all_gather_object(found, plan.digest, group=self.groups.group)
-            if other := [r for r, digest in zip(ranks, found, strict=True) if digest != found[0]]:
-                self._fail(f"the plan of ranks {other} is not that of rank {ranks[0]}")
+            plans = self._gathered([plan.digest, shared], "compared the plans")
+            if other := [rank for rank, said in plans.items() if said != plans[ranks[0]]]:
+                self._fail(f"the plan or `shared` of ranks {other} is not that of rank {ranks[0]}")
+            self._transport = self._share() if shared else Messages(self.groups)
+
+    def _share(self) -> Messages:
+        """Map the shared memory of all senders of this rank."""
+        transport, problem = None, None
+        rank, size = dist.get_rank(), 0
+        for pairs in self._out.values():
+            size = max(size, sum(one.space for one, receiver in pairs if self.receivers[receiver] != rank))
+        try:
+            transport = SharedMemory(self.groups, size)
+        except OSError as error:
+            problem = f"{2 * size:,} bytes: {error}"
+        found = self._gathered(transport and transport.address(), "shared their memory")
+        if transport is not None and None not in found.values():
+            senders = {self.senders[sender] for _, sender in self._all(self._in)} - {rank}
+            try:
+                transport.connect({sender: found[sender] for sender in senders})
+            except OSError as error:
+                problem = str(error)
+        self._agree(problem, "shared memory")
+        assert transport is not None
+        transport.close_file()
+        return transport
 
     def run(
         self,
@@ -130,9 +155,12 @@ class Refit:
             RefitError: a rank lacks tensors or has unknown ones (before anything moves), a rank ended, or a
                 tensor differs after the refit.
         """
-        self._check(self.sender, source, check_source, "source")
-        self._check(self.receiver, target, check_target, "target")
-        moving = self._start(source, delta)
+        sent = self._sent(source)
+        problem = None
+        if self.receiver is not None:
+            problem = "none given" if target is None else check_target(self.plan, self.receiver, target)
+        self._agree(problem, "target")
+        moving = self._start(sent, delta)
         for _ in moving.steps(target or {}):
             pass
         found = {part: sum_held(part, (target or {})[target_of(part)]) for part in self._parts(self._in)}
@@ -152,13 +180,12 @@ class Refit:
             raise ValueError(
                 f"a stream has whole tensors, the plan is for {self.plan.serving}: use engine hf"
             )
-        self._check(self.sender, source, check_source, "source")
-        moving = self._start(source, False)
+        moving = self._start(self._sent(source), False)
         waiting: dict[str, list[Part]] = defaultdict(list)
         for part in self._parts(self._in):
             waiting[name_of(part)].append(part)
         left = {name: len(parts) for name, parts in waiting.items()}
-        made = _Made(self.plan, self.groups.device)
+        made = Made(self.plan, self.groups.device)
         found: dict[Part, int] = {}
         try:
             for parts in moving.steps(made):
@@ -179,24 +206,44 @@ class Refit:
         """Release the process groups. Every rank closes in the same order."""
         self.groups.close()
 
-    def _check(self, rank: int | None, tensors: Any, check: Callable[..., str | None], what: str) -> None:
-        """Agree on whether every rank has the tensors that the plan says, before anything moves."""
+    def _sent(self, source: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        """The tensors that this rank sends, after all ranks have agreed that they can."""
+        packed = None
+        if self.plan.serving.packed:
+            packed = Packed(self.plan, self.sender or 0, source or {}, self.groups.device)
         problem = None
-        if rank is not None:
-            problem = f"no {what} was given" if tensors is None else check(self.plan, rank, tensors)
-        with self._guarded("compared the tensors with the plan"):
-            found: list[Any] = [None] * len(self.groups.ranks)
-            dist.all_gather_object(found, problem, group=self.groups.group)
-        if first := next(((r, p) for r, p in zip(self.groups.ranks, found, strict=True) if p), None):
-            self._fail(f"{what} of rank {first[0]}: {first[1]}")
+        if self.sender is not None:
+            shapes = packed.shapes if packed else {n: t.shape for n, t in (source or {}).items()}
+            problem = "none given" if source is None else check_source(self.plan, self.sender, shapes)
+        self._agree(problem, "source")
+        if packed is None:
+            return source or {}
+        self._agree(packed.measure(), "source")
+        with self._guarded("compared the largest magnitudes"):
+            dist.all_reduce(packed.largest, dist.ReduceOp.MAX, group=self.groups.group)
+        self._agree(packed.settle(), "source")
+        return packed
 
-    def _start(self, source: Mapping[str, Tensor] | None, delta: bool) -> _Moving:
+    def _agree(self, problem: str | None, what: str) -> None:
+        """Fail on all ranks if one has a problem, before anything moves."""
+        for rank, found in self._gathered(problem, "compared the tensors with the plan").items():
+            if found is not None:
+                self._fail(f"{what} of rank {rank}: {found}")
+
+    def _gathered(self, value: Any, doing: str) -> dict[int, Any]:
+        """What every rank gave."""
+        with self._guarded(doing):
+            found: list[Any] = [None] * len(self.groups.ranks)
+            dist.all_gather_object(found, value, group=self.groups.group)
+        return dict(zip(self.groups.ranks, found, strict=True))
+
+    def _start(self, source: Mapping[str, Tensor], delta: bool) -> Moving:
         """Compute the senders' checksums, and agree on what has changed."""
         sums: dict[Part, int] = {}
         known: dict[Any, int] = {}
         for part in self._parts(self._out):
             if (key := (name_of(part), part[0].target, part[0].cuts)) not in known:
-                known[key] = sum_sent(part, (source or {})[name_of(part)])
+                known[key] = sum_sent(part, source[name_of(part)])
             sums[part] = known[key]
         index = {name: i for i, name in enumerate(self.plan.names)}
         # Bit 0: changed. Bit 1: no earlier refit to compare with.
@@ -212,70 +259,50 @@ class Refit:
             None if flags.pop() else tuple(n for n, flag in zip(index, flags, strict=True) if not flag)
         )
         self._last = {}  # until this refit has succeeded
-        return _Moving(self, source or {}, sums, known, unchanged, frozenset((delta and unchanged) or ()))
+        return Moving(self, source, sums, known, unchanged, frozenset((delta and unchanged) or ()))
 
-    def _prove(self, moving: _Moving, found: Mapping[Part, int]) -> Report:
+    def _prove(self, moving: Moving, found: Mapping[Part, int]) -> Report:
         """Compare the senders' checksums with the receivers', tensor by tensor.
 
         Raises:
             RefitError: some differ. Every rank names the first.
         """
-        expected = self._exchange_sums(moving.sums)
-        sums: dict[str, list[int]] = {}
-        for part, value in found.items():
-            both = sums.setdefault(name_of(part), [0, 0])
-            both[0], both[1] = added(both[0], value), added(both[1], expected[part])
-        wrong = [name for name, (mine, theirs) in sums.items() if mine != theirs]
-        with self._guarded("compared the checksums"):
-            everyone: list[Any] = [None] * len(self.groups.ranks)
-            dist.all_gather_object(everyone, wrong[:1] + [len(wrong)], group=self.groups.group)
-        for rank, (*first, number) in zip(self.groups.ranks, everyone, strict=True):
-            if number:
-                self._fail(f"{number} tensors of rank {rank} differ from the trainer's, first {first[0]}")
+        index = {name: i for i, name in enumerate(self.plan.names)}
+        wrong = self._differences(moving, found, len(index), lambda part, _: index[name_of(part)])
+        if wrong:
+            first = self.plan.names[wrong[0]]
+            servers = self._differences(
+                moving, found, len(self.receivers), lambda part, to: to if name_of(part) == first else None
+            )
+            ranks = [self.receivers[receiver] for receiver in servers]
+            self._fail(f"{len(wrong)} tensors differ from the trainer's, first {first} of rank {ranks[0]}")
         self._last = moving.known
-        checksums = {name: mine for name, (mine, _) in sums.items()}
-        tensors = len(self.plan.names)
-        return Report(moving.sent, moving.received, tensors, moving.unchanged, checksums)
+        checksums: dict[str, int] = {}
+        for part, value in found.items():
+            checksums[name_of(part)] = added(checksums.get(name_of(part), 0), value)
+        return Report(moving.sent, moving.received, len(index), moving.unchanged, checksums)
 
-    def _exchange_sums(self, sums: Mapping[Part, int]) -> dict[Part, int]:
-        device = self.groups.device
-        mine: dict[int, list[int]] = defaultdict(list)
-        theirs: dict[int, Tensor] = {}
-        for transfer, receiver in self._all(self._out):
-            mine[self.receivers[receiver]] += [sums[part] for part in parts_of(transfer)]
-        order: dict[int, list[Part]] = defaultdict(list)
-        for transfer, sender in self._all(self._in):
-            order[self.senders[sender]] += parts_of(transfer)
-        rank = dist.get_rank()
-        theirs[rank] = torch.tensor(mine.pop(rank, []), dtype=torch.int64)
-        buffers = {
-            r: torch.empty(len(parts), dtype=torch.int64, device=device)
-            for r, parts in order.items()
-            if r != rank
-        }
-        sent = {r: torch.tensor(values, dtype=torch.int64, device=device) for r, values in mine.items()}
-        with self._guarded("exchanged checksums"):
-            self.wait(self.post(sent, buffers))
-        found: dict[Part, int] = {}
-        for peer, parts in order.items():
-            values = (theirs[rank] if peer == rank else buffers[peer]).tolist()
-            found |= dict(zip(parts, values, strict=True))
-        return found
+    def _differences(
+        self,
+        moving: Moving,
+        found: Mapping[Part, int],
+        size: int,
+        place: Callable[[Part, int | None], int | None],
+    ) -> list[int]:
+        """Places where what all ranks sent and what all hold have other checksums.
 
-    def post(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> list[Any]:
-        """Start to send to and receive from ranks; returns the handles."""
-        group = self.groups.group
-        operations = [dist.P2POp(dist.isend, tensor, peer, group) for peer, tensor in sorted(sent.items())]
-        operations += [
-            dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in sorted(received.items())
-        ]
-        return dist.batch_isend_irecv(operations) if operations else []
-
-    @staticmethod
-    def wait(handles: list[Any]) -> None:
-        """Wait for what `post` started."""
-        for handle in handles:
-            handle.wait()
+        Sums over servers do not cancel out: a checksum depends on the place that a server holds.
+        """
+        sums = [0] * size
+        sent = ((p, to, moving.sums[p]) for t, to in self._all(self._out) for p in parts_of(t))
+        held = ((p, self.receiver, -value) for p, value in found.items())
+        for part, receiver, value in itertools.chain(sent, held):
+            if (at := place(part, receiver)) is not None:
+                sums[at] = added(sums[at], value)
+        total = torch.tensor(sums, dtype=torch.int64).to(self.groups.device)
+        with self._guarded("compared the checksums"):
+            dist.all_reduce(total, group=self.groups.group)
+        return total.nonzero()[:, 0].tolist()
 
     @contextlib.contextmanager
     def _guarded(self, doing: str) -> Iterator[None]:
@@ -298,72 +325,3 @@ class Refit:
 
     def _parts(self, steps: Mapping[int, list[tuple[Transfer, int]]]) -> list[Part]:
         return list(dict.fromkeys(part for transfer, _ in self._all(steps) for part in parts_of(transfer)))
-
-
-class _Moving:
-    """One refit under way. skipped: names that are not sent."""
-
-    def __init__(
-        self,
-        refit: Refit,
-        source: Mapping[str, Tensor],
-        sums: dict[Part, int],
-        known: dict[Any, int],
-        unchanged: tuple[str, ...] | None,
-        skipped: frozenset[str],
-    ) -> None:
-        self.refit, self.source, self.sums, self.known = refit, source, sums, known
-        self.unchanged, self._skipped = unchanged, skipped
-        self.sent = self.received = 0
-
-    def steps(self, target: Any) -> Iterator[list[Part]]:
-        """Move step by step; yield the parts that have arrived after each."""
-        refit = self.refit
-        numbers = sorted({*refit._out, *refit._in})
-        packed = self._pack(numbers[0]) if numbers else {}
-        for i, step in enumerate(numbers):
-            incoming = self._lists(refit._in.get(step, []), refit.senders)
-            buffers = {
-                peer: torch.empty(space_of(parts), dtype=torch.uint8, device=refit.groups.device)
-                for peer, parts in incoming.items()
-                if peer != dist.get_rank()
-            }
-            self.sent += sum(map(len, packed.values())) - len(packed.get(dist.get_rank(), ()))
-            self.received += sum(map(len, buffers.values()))
-            buffers |= {peer: packed.pop(peer) for peer in list(packed) if peer == dist.get_rank()}
-            others = {peer: buffer for peer, buffer in buffers.items() if peer != dist.get_rank()}
-            with refit._guarded(f"moved step {step} of {refit.plan.steps}"):
-                handles = refit.post(packed, others)
-                following = self._pack(numbers[i + 1]) if i + 1 < len(numbers) else {}
-                refit.wait(handles)
-                for peer, parts in incoming.items():
-                    unpack(buffers[peer], parts, target)
-            packed = following
-            yield [part for parts in incoming.values() for part in parts]
-
-    def _pack(self, step: int) -> dict[int, Tensor]:
-        refit, packed = self.refit, {}
-        for peer, parts in self._lists(refit._out.get(step, []), refit.receivers).items():
-            packed[peer] = torch.empty(space_of(parts), dtype=torch.uint8, device=refit.groups.device)
-            pack(packed[peer], parts, self.source)
-        return packed
-
-    def _lists(self, pairs: list[tuple[Transfer, int]], ranks: list[int]) -> dict[int, list[Part]]:
-        found: dict[int, list[Part]] = {}
-        for transfer, peer in pairs:
-            if parts := [part for part in parts_of(transfer) if name_of(part) not in self._skipped]:
-                found.setdefault(ranks[peer], []).extend(parts)
-        return found
-
-
-class _Made(dict[str, Tensor]):
-    """Whole tensors, made when their first part arrives."""
-
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        super().__init__()
-        self._shapes, self._device = serving_parameters(plan, 0), device
-
-    def __missing__(self, name: str) -> Tensor:
-        shape, dtype = self._shapes[name]
-        self[name] = torch.empty(shape, dtype=dtype, device=self._device)
-        return self[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from megatron_nemotron3.convert.keys import NameLookup
 from megatron_nemotron3.refit.layouts import Training
 from megatron_nemotron3.refit.plan import Plan
 from megatron_nemotron3.refit.planner import tensors
-from megatron_nemotron3.refit.shares import hf_shape, serving_shares
+from megatron_nemotron3.refit.shares import serving_shares
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
@@ -78,8 +79,7 @@ def serving_parameters(plan: Plan, rank: int) -> dict[str, tuple[tuple[int, ...]
         experts = config.num_moe_experts or 0
         if held.parameter is None:
             for expert in range(experts if held.row.routed else 1):
-                shape = hf_shape(held.row, held.index, config)
-                found[held.tensor.replace("{e}", str(expert))] = shape, dtype
+                found[held.tensor.replace("{e}", str(expert))] = held.shape, dtype
             continue
         shape = serving_shares(held.row, config, size)[1]
         if held.parameter.stacked:
@@ -108,17 +108,21 @@ def check_target(plan: Plan, rank: int, target: Mapping[str, Tensor]) -> str | N
     return None
 
 
-def check_source(plan: Plan, rank: int, source: Mapping[str, Tensor]) -> str | None:
-    """Say what a training rank lacks of what it is to send; None if it has everything."""
+def check_source(plan: Plan, rank: int, shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """Say what a training rank lacks of what it is to send; None if it has everything.
+
+    Args:
+        shapes: of the tensors that it holds.
+    """
     sizes: dict[str, int] = {}
     for transfer, _ in plan.outgoing(rank):
         for name in transfer.names:
-            if name not in source:
+            if name not in shapes:
                 return f"it is to send {name}, which it does not hold"
             end = max(cut.source + cut.stop - cut.start for cut in transfer.cuts)
             sizes[name] = max(sizes.get(name, 0), end)
-            shape = source[name].shape
-            others = source[name].numel() // max(1, shape[transfer.axis])
+            shape = tuple(shapes[name]) or (1,)
+            others = prod(shape) // max(1, shape[transfer.axis])
             if shape[transfer.axis] < sizes[name] or others != transfer.others:
                 return f"{name} is {list(shape)}, which is too small for {plan.training}"
     return None

@@ -20,10 +20,11 @@ from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.tensors import Row
 from megatron_nemotron3.plan.state import padded_vocab_size
 from megatron_nemotron3.refit.engines import ENGINES, Engine, Role
+from megatron_nemotron3.refit.quantized import Weight, packed
 
 Ranks = tuple[int, ...]
-#: Bytes of an element.
-ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+#: Types of weights that are not quantized.
+DTYPES = ("bfloat16", "float16", "float32")
 #: On each side. The plan of the largest model takes seconds at this size.
 MOST_RANKS = 2048
 
@@ -110,10 +111,12 @@ class Serving:
     has tp * pp, in which dp divides tp. ep: ranks over which experts are spread; vLLM's is 1 or dp * tp,
     SGLang's divides tp. shared: "cut" or "whole", how a rank holds shared experts; None: as vLLM does, or
     "cut". mtp: whether the engine drafts with MTP; None: if the model has MTP. With engine "hf" each replica
-    is one rank, which gets every tensor whole, as the engines' `load_weights` takes them.
+    is one rank, which gets every tensor whole, as the engines' `load_weights` takes them. quantize: with
+    engine "hf", the recipe by which the senders pack the weights (`refit.quantized`). input_scales: scales of
+    activations, as `quantized_recipes.quantization` takes them.
 
     Raises:
-        ValueError: no such engine, or sizes that it cannot have.
+        ValueError: no such engine, or sizes or a recipe that it cannot have.
     """
 
     config: Nemotron3Config
@@ -126,12 +129,21 @@ class Serving:
     shared: str | None = None
     mtp: bool | None = None
     dtype: str = "bfloat16"
+    quantize: str | None = None
+    input_scales: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ValueError(f"unknown engine {self.engine!r}: use one of {', '.join(ENGINES)}")
-        if self.dtype not in ITEM_SIZES:
-            raise ValueError(f"unknown dtype {self.dtype!r}: use one of {', '.join(ITEM_SIZES)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r}: use one of {', '.join(DTYPES)}")
+        if self.engine != "hf" and self.quantize:
+            raise ValueError(
+                f"quantize={self.quantize!r}: packed weights go to the engine's own loader: use engine hf"
+            )
+        if self.input_scales and not self.quantize:
+            raise ValueError("input_scales are of quantized weights: give quantize, too")
+        _ = self.packed  # refuses a recipe
         if self.shared not in (None, "cut", "whole"):
             raise ValueError(f"shared={self.shared!r}: use cut or whole")
         for name in ("tp", "pp", "dp", "ep", "replicas"):
@@ -169,6 +181,13 @@ class Serving:
     def drafts(self) -> bool:
         """Whether MTP is refitted."""
         return self.config.has_mtp if self.mtp is None else self.mtp and self.config.has_mtp
+
+    @cached_property
+    def packed(self) -> dict[str, Weight]:
+        """Tensors that are stored otherwise than the model's, by Hugging Face's name; empty: none is."""
+        if self.quantize is None:
+            return {}
+        return packed(self.config, self.quantize, dict(self.input_scales), self.dtype)
 
     @property
     def replica_size(self) -> int:
@@ -210,7 +229,11 @@ class Serving:
     def __str__(self) -> str:
         sizes = (("TP", self.tp), ("EP", self.ep), ("PP", self.pp), ("DP", self.dp))
         shown = " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "1 rank"
-        return f"{self.engine} {shown}" + f", {self.replicas:,} replicas" * (self.replicas > 1)
+        return (
+            f"{self.engine} {shown}"
+            + f", {self.replicas:,} replicas" * (self.replicas > 1)
+            + (f", {self.quantize}" if self.quantize else "")
+        )
 
     @classmethod
     def of(cls, config: Nemotron3Config, text: str, **settings: Any) -> Serving:

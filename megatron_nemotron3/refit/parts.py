@@ -56,15 +56,18 @@ def _view(buffer: Tensor, at: int, part: Part) -> Tensor:
 
 def _sent_pieces(part: Part, tensor: Tensor) -> Iterator[Tensor]:
     """The cuts of a sender's tensor, as they are sent but for their type."""
+    tensor = tensor.detach() if tensor.dim() else tensor.detach().view(1)
     for cut in part[0].cuts:
-        piece = tensor.detach().narrow(part[0].axis, cut.source, cut.stop - cut.start)
+        piece = tensor.narrow(part[0].axis, cut.source, cut.stop - cut.start)
         yield -piece.float().exp() if part[0].negated_exp else piece
 
 
 def _held_pieces(part: Part, tensor: Tensor) -> Iterator[Tensor]:
     """The cuts in a receiver's parameter."""
     transfer, expert = part
-    own = tensor.detach()[transfer.place + expert - transfer.first] if transfer.stacked else tensor.detach()
+    own = tensor.detach() if tensor.dim() else tensor.detach().view(1)
+    if transfer.stacked:
+        own = own[transfer.place + expert - transfer.first]
     for cut in transfer.cuts:
         yield own.narrow(transfer.axis, cut.target, cut.stop - cut.start)
 

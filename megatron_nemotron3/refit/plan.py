@@ -14,7 +14,8 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_nemotron3.refit.layouts import ITEM_SIZES, Serving, Training
+from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
+from megatron_nemotron3.refit.layouts import Serving, Training
 from megatron_nemotron3.refit.shares import Cut
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Transfer(NamedTuple):
     @property
     def piece(self) -> int:
         """Bytes of one expert's part, or of the part."""
-        return sum(cut.stop - cut.start for cut in self.cuts) * self.others * ITEM_SIZES[self.dtype]
+        return sum(cut.stop - cut.start for cut in self.cuts) * self.others * ITEM_SIZE[self.dtype]
 
     @property
     def bytes(self) -> int:

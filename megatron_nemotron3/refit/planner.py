@@ -9,6 +9,7 @@ The steps take layers of all training stages side by side, so that no stage wait
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from megatron_nemotron3.models.tensors import Row, hf_root, rows_of
 from megatron_nemotron3.refit.engines import PARAMETERS, Parameter
 from megatron_nemotron3.refit.layouts import Serving, Training
 from megatron_nemotron3.refit.plan import ALIGNMENT, Plan, Transfer, others_of
+from megatron_nemotron3.refit.quantized import Stored, stored_of
 from megatron_nemotron3.refit.shares import (
     Cut,
     Share,
@@ -46,7 +48,8 @@ OPEN = 16
 class Held:
     """One tensor (or one of each expert) and how the receivers hold it.
 
-    tensor: name with {e} for the expert. stages: pipeline ranks of the senders, and stages of the receivers.
+    stages: pipeline ranks of the senders, and stages of the receivers. stored: the tensor of a packed weight
+    that this is; None: it is as the model has it.
     """
 
     prefix: Prefix
@@ -54,11 +57,29 @@ class Held:
     index: int
     parameter: Parameter | None
     stages: tuple[tuple[int, ...], tuple[int, ...]]
+    stored: Stored | None = None
+
+    @property
+    def weight(self) -> str:
+        """Hugging Face's name of the model's tensor, with {e} for the expert."""
+        return self.prefix.hf + self.row.hf[self.index].name
 
     @property
     def tensor(self) -> str:
-        """Hugging Face's name."""
-        return self.prefix.hf + self.row.hf[self.index].name
+        """Name of the tensor that the receivers hold."""
+        return self.weight if self.stored is None else self.stored.name(self.weight)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor, of one expert where there are several."""
+        if self.stored is not None:
+            return self.stored.shape
+        return hf_shape(self.row, self.index, self.prefix.config)
+
+    @property
+    def axis(self) -> int:
+        """The axis along which it is cut."""
+        return axis_of(self.row) if self.stored is None or self.stored.columns else 0
 
     def target(self, serving: Serving) -> str:
         """Name of the receiver's parameter."""
@@ -79,11 +100,16 @@ class Held:
         ranks, receiving = self.sizes(training, serving)
         have = training_shares(self.row, config, ranks, training.vocabulary)[self.index]
         if self.parameter is None:
-            return have, ((Share(0, hf_shape(self.row, self.index, config)[axis_of(self.row)], 0),),)
+            every = ((Share(0, (*self.shape, 1)[self.axis], 0),),)
+            if self.stored is not None and self.axis:
+                have = self.stored.cut(have, ranks, self.tensor)
+            return have if self.stored is None or self.stored.columns else every, every
         return have, serving_shares(self.row, config, receiving)[0][self.index]
 
     def dtype(self, serving: Serving) -> str:
         """Type in which it travels, that of the receiver's parameter."""
+        if self.stored is not None:
+            return self.stored.dtype
         return "float32" if self.row.float32 or self.negated_exp else serving.dtype
 
     @property
@@ -109,7 +135,13 @@ def tensors(training: Training, serving: Serving) -> Iterator[Held]:
                     training.stages_of(prefix.part, layer, named.name),
                     serving.stages_of(prefix.part, layer, named.name),
                 )
-                yield Held(prefix, row, index, parameter, stages)
+                held = Held(prefix, row, index, parameter, stages)
+                weight = serving.packed.get(held.tensor.replace("{e}", "0"))
+                if weight is None:
+                    yield held
+                    continue
+                for stored in stored_of(weight):
+                    yield dataclasses.replace(held, stored=stored)
 
 
 @dataclass
@@ -184,9 +216,9 @@ def _parts(training: Training, serving: Serving, only: str | None) -> Iterator[_
                 held.tensor,
                 first,
                 last,
-                axis_of(held.row),
+                held.axis,
                 parts,
-                others_of(hf_shape(held.row, held.index, held.prefix.config), axis_of(held.row)),
+                others_of(held.shape, held.axis),
                 held.dtype(serving),
                 held.target(serving),
                 held.parameter is not None and held.parameter.stacked,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import glob
+import os
+
 import pytest
 import torch
 
 from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.models import get
 from megatron_nemotron3.refit.checksum import added, checksum
 from tests.support.boundary_processes import NOTHING, run_apart
-from tests.support.refit_ranks import Case, faulty, plan_of, refitted, streamed, twice
+from tests.support.refit_ranks import TWO, Case, faulty, left, plan_of, refitted, streamed, twice
 
 #: Two trainers, two servers; a small buffer makes many steps.
 QUICK: list[Case] = [
@@ -49,6 +53,18 @@ def test_masters_are_rounded_on_the_way() -> None:
     run_distributed(refitted, 4, QUICK[:1], "float32")
 
 
+def test_shared_memory_has_the_same_bits_and_leaves_nothing() -> None:
+    before = os.listdir("/dev/shm")
+    assert run_distributed(refitted, 4, QUICK[:1], "bfloat16", True) == [[3_110_208], [3_110_208], [0], [0]]
+    assert os.listdir("/dev/shm") == before
+
+
+@pytest.mark.full
+def test_shared_memory_between_four_and_four() -> None:
+    run_distributed(refitted, 8, FULL, "bfloat16", True)
+    run_distributed(refitted, 4, COLOCATED, "float32", True)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_four_trainers_and_four_servers(dtype: str) -> None:
@@ -70,13 +86,18 @@ def test_four_trainers_that_serve() -> None:
 
 def test_a_frozen_mtp_is_reported_and_a_delta_sends_what_changed() -> None:
     ranks = run_distributed(twice, 4, QUICK[0])
-    for first, second, delta, _ in ranks:
+    names = set(plan_of(QUICK[0]).names)
+    for first, second, delta, two, _ in ranks:
         assert first[3] is None
-        assert second[3] and all(name.startswith("mtp.") for name in second[3])
-        assert len(delta[3]) == delta[2] - 1 and "backbone.norm_f.weight" not in delta[3]
-    # Each server gets one vector, and proves all tensors it holds.
+        assert set(second[3]) == {name for name in names if name.startswith("mtp.")}
+        assert names - set(delta[3]) == {"backbone.norm_f.weight"}
+        assert names - set(two[3]) == set(TWO)
+    # Each server gets one vector, then its parts of two matrices, and proves all tensors it holds.
     assert [rank[2][1] for rank in ranks] == [0, 0, 256, 256]
-    assert all(rank[3] > 100 for rank in ranks[2:])
+    config = get("super-tiny")
+    heads, hidden = config.num_attention_heads * config.kv_channels, config.hidden_size
+    assert [rank[3][1] for rank in ranks] == [0, 0, *([2 * (heads * hidden + 2 * hidden * hidden) // 2] * 2)]
+    assert all(rank[4] > 100 for rank in ranks[2:])
 
 
 def test_the_stream_has_whole_tensors() -> None:
@@ -85,9 +106,17 @@ def test_the_stream_has_whole_tensors() -> None:
     assert right and also_right and names == others == sorted(plan_of(case).names)
 
 
-QUICK_FAULTS = ("a server dies", "a wrong byte")
+def test_a_stream_that_a_server_leaves_is_an_error_everywhere() -> None:
+    case: Case = ("super-tiny", "tp=2,ep=2", "hf", "replicas=2", {"colocated": True, "buffer": 100_000})
+    other, said = run_apart(left, 2, case, "leaves", wait=30, timeout=120)
+    assert said == "left" and "rank 1: it left the stream before the end" in other
+    other, said = run_apart(left, 2, case, "killed", wait=30, timeout=120)
+    assert said == NOTHING and "rank 1 ended" in other and "are not to be used" in other
+
+
+QUICK_FAULTS = ("a server is killed while it unpacks", "a wrong byte")
 WORDS = {
-    "a wrong byte": ["differ from the trainer's", "backbone.layers.0.mixer.conv1d.weight"],
+    "a wrong byte": ["differ from the trainer's", "backbone.layers.0.mixer.conv1d.weight of rank 3"],
     "a name is missing": [
         "target of rank 2",
         "parameters are missing, first 'model.norm_f.weight'",
@@ -97,6 +126,9 @@ WORDS = {
     "another shape": ["target of rank 3", "model.norm_f.weight is [3]", "untouched True"],
     "a server dies": ["rank 3 ended", "cure:", "are not to be used"],
     "the first trainer dies": ["rank 0 ended", "cure:"],
+    "a server is killed while it unpacks": ["rank 3 ended", "moved step", "are not to be used"],
+    "a server is killed before the proof": ["rank 3 ended", "compared the checksums", "are not to be used"],
+    "a trainer is killed while it packs": ["rank 1 ended", "moved step", "are not to be used"],
 }
 
 
@@ -105,9 +137,35 @@ WORDS = {
     [pytest.param(f, marks=[pytest.mark.full] if f not in QUICK_FAULTS else []) for f in WORDS],
 )
 def test_a_fault_is_one_named_error_everywhere(fault: str) -> None:
-    said = run_apart(faulty, 4, QUICK[0], fault, wait=30, timeout=120)
+    _one_named_error(fault, shared=False)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "a server is killed while it unpacks",
+        pytest.param("a server is killed before the proof", marks=pytest.mark.full),
+        "a trainer is killed while it packs",
+    ],
+)
+def test_a_killed_process_frees_its_shared_memory(fault: str) -> None:
+    before = os.listdir("/dev/shm")
+    _one_named_error(fault, shared=True)
+    assert os.listdir("/dev/shm") == before
+    assert not [link for link in glob.glob("/proc/[0-9]*/fd/*") if "nemotron3-refit" in _target(link)]
+
+
+def _target(link: str) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
+def _one_named_error(fault: str, shared: bool) -> None:
+    said = run_apart(faulty, 4, QUICK[0], fault, shared, wait=30, timeout=120)
     alive = [text for text in said if text != NOTHING]
-    assert len(alive) == (3 if "dies" in fault else 4)
+    assert len(alive) == (3 if "dies" in fault or "killed" in fault else 4)
     for text in alive:
         assert text.startswith("RefitError after"), said
         assert all(word in text for word in WORDS[fault] if "untouched" not in word), text

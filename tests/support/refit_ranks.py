@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,9 +35,10 @@ def plan_of(case: Case) -> Plan:
 class Rank:
     """This rank's tensors in a case, and its end of the refit."""
 
-    def __init__(self, case: Case, dtype: str = "bfloat16") -> None:
+    def __init__(self, case: Case, dtype: str = "bfloat16", shared: bool = False) -> None:
         self.plan, self.case, self.dtype = plan_of(case), case, dtype
-        self.refit = Refit(self.plan)
+        self.refit = Refit(self.plan, shared=shared)
+        self.wrap: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda tensors: tensors
         self.target: dict[str, Tensor] | None = None
         if self.refit.receiver is not None:
             self.target = empty_parameters(self.plan, self.refit.receiver)
@@ -45,7 +48,7 @@ class Rank:
         source = None
         config = self.plan.training.config
         if self.refit.sender is not None:
-            source = trained(config, self.plan.training.layout, self.refit.sender, hf)
+            source = self.wrap(trained(config, self.plan.training.layout, self.refit.sender, hf))
         report = self.refit.run(source, self.target, **settings)
         self.compare(hf)
         return report
@@ -70,18 +73,22 @@ class Rank:
         assert not different, different[:3]
 
 
-def refitted(cases: list[Case], dtype: str) -> list[int]:
+def refitted(cases: list[Case], dtype: str, shared: bool = False) -> list[int]:
     """Refit every case; returns the bytes that this rank sent."""
     sent = []
     for case in cases:
-        rank = Rank(case, dtype)
+        rank = Rank(case, dtype, shared)
         sent.append(rank.run(whole(get(case[0]), dtype)).sent)
         rank.refit.close()
     return sent
 
 
+#: An attention projection, which servers hold fused, and a weight of MTP.
+TWO = ("backbone.layers.3.mixer.q_proj.weight", "mtp.layers.0.eh_proj.weight")
+
+
 def twice(case: Case) -> list[Any]:
-    """A first refit, one after nothing but the decoder has changed, and a delta."""
+    """A first refit, one after all but MTP has changed, a delta of a vector, and one of two elements."""
     rank, hf = Rank(case), whole(get(case[0]))
     reports = [rank.run(hf)]
     for name in hf:
@@ -89,6 +96,10 @@ def twice(case: Case) -> list[Any]:
             hf[name] = hf[name] + 1
     reports.append(rank.run(hf))
     hf["backbone.norm_f.weight"] = hf["backbone.norm_f.weight"] * 2
+    reports.append(rank.run(hf, delta=True))
+    for name in TWO:  # the last rows are of one trainer only
+        hf[name] = hf[name].clone()
+        hf[name].view(torch.int16)[-1, -1] ^= 1
     reports.append(rank.run(hf, delta=True))
     sums = sorted(reports[-1].checksums.items())
     return [(r.sent, r.received, r.tensors, r.unchanged) for r in reports] + [len(sums)]
@@ -101,6 +112,35 @@ def streamed(case: Case) -> tuple[list[str], bool]:
     source = trained(plan.training.config, plan.training.layout, dist.get_rank(), hf)
     got = dict(refit.stream(source))
     return sorted(got), all(torch.equal(tensor, hf[name]) for name, tensor in got.items())
+
+
+class Killed(dict[str, Tensor]):
+    """Tensors that end the process when a function looks one up for the nth time."""
+
+    def __init__(self, tensors: dict[str, Tensor], function: str, times: int) -> None:
+        super().__init__(tensors)
+        self._function, self._left = function, times
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._left -= sys._getframe(1).f_code.co_name == self._function
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(name)
+
+
+def _killed_unpacking(rank: Rank) -> None:
+    if rank.refit.receiver == 1 and rank.target is not None:
+        rank.target = Killed(rank.target, "unpack", 50)
+
+
+def _killed_before_the_proof(rank: Rank) -> None:
+    if rank.refit.receiver == 1 and rank.target is not None:
+        rank.target = Killed(rank.target, "run", 1)
+
+
+def _killed_packing(rank: Rank) -> None:
+    if rank.refit.sender == 1:
+        rank.wrap = lambda tensors: Killed(tensors, "__missing__", 100)
 
 
 def _dies(rank: Rank) -> None:
@@ -151,12 +191,15 @@ FAULTS: dict[str, Callable[[Rank], None]] = {
     "a name is missing": _lacks,
     "an unknown name": _knows_more,
     "another shape": _wider,
+    "a server is killed while it unpacks": _killed_unpacking,
+    "a server is killed before the proof": _killed_before_the_proof,
+    "a trainer is killed while it packs": _killed_packing,
 }
 
 
-def faulty(case: Case, fault: str) -> str:
-    """What this rank says of a refit with a fault."""
-    rank, hf = Rank(case), whole(get(case[0]))
+def faulty(case: Case, fault: str, shared: bool = False) -> str:
+    """What this rank says of a refit with a fault, and of the next one."""
+    rank, hf = Rank(case, shared=shared), whole(get(case[0]))
     FAULTS[fault](rank)
     begin = time.monotonic()
     try:
@@ -165,5 +208,31 @@ def faulty(case: Case, fault: str) -> str:
         untouched = (
             rank.target is None or not rank.target.keys() or not any(t.any() for t in rank.target.values())
         )
+        try:
+            rank.run(hf)
+        except RefitError as again:
+            assert str(again) == str(error)
+        else:
+            return "the next refit has no error"
         return f"RefitError after {time.monotonic() - begin:.0f} s, untouched {untouched}: {error}"
     return "no error"
+
+
+def left(case: Case, how: str) -> str:
+    """What this rank says where the second server ends, or leaves the stream, after its first tensor."""
+    plan, hf = plan_of(case), whole(get(case[0]))
+    refit = Refit(plan)
+    source = trained(plan.training.config, plan.training.layout, dist.get_rank(), hf)
+    stream = refit.stream(source)
+    try:
+        for _ in stream:
+            if refit.receiver == 1:
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                break
+        else:
+            return "no error"
+    except RefitError as error:
+        return f"RefitError: {error}"
+    stream.close()
+    return "left"
