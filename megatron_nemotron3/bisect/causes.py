@@ -199,7 +199,8 @@ def _model_causes() -> Iterator[Cause]:
         yield Cause(f"the residual stream in {word}", LAYERS, layer=step(layer=_rounded(dtype)), rounds=True)
     for eps in (1e-6, 1e-8, 1e-12, 1e-4):
         change = step(norm=_norm(eps=eps))
-        yield Cause(f"epsilon {eps:.0e} in the norms before layers", LAYERS, layer=change, last=change)
+        yield Cause(f"epsilon {eps:.0e} in the norms before layers", LAYERS, layer=change)
+        yield Cause(f"epsilon {eps:.0e} in every norm of the stream", MODEL, layer=change, last=change)
     gains = step(norm=_norm(gain=lambda gain: 1 + gain))
     yield Cause("1 + gain in every norm", LAYERS, layer=gains, last=gains)
     ones = step(norm=_norm(gain=torch.ones_like))

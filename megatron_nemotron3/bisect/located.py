@@ -117,10 +117,7 @@ class Segment:
                     cause.reported(self._all(i))[self.recording.sequences[i].first - 1 :] for i, _ in pairs
                 ]
             elif self.first == 0 and cause.moves:
-                ids = [self.recording.sequences[i].ids for i in self.sequences]
-                pairs = zip(self.sequences, ids, strict=True)
-                starts = [cause.start(model, one, self.hypotheses.context(i)) for i, one in pairs]
-                found[()] = [self.output(i, {}, None, x) for i, x in zip(self.sequences, starts, strict=True)]
+                found[()] = [self.output(i, {}, None, self._start(cause, i)) for i in self.sequences]
             return found
         inside = set(range(self.first, self.stop))
         for scope in self.hypotheses.scopes(cause):
@@ -129,8 +126,18 @@ class Segment:
                 continue
             each = [self.hypotheses.changes(cause, layers, i) for i in self.sequences]
             if any(each):
-                found[layers] = [self.output(i, e or {}) for i, e in zip(self.sequences, each, strict=True)]
+                found[layers] = [
+                    self.output(i, e or {}, None, self._start(cause, i))
+                    for i, e in zip(self.sequences, each, strict=True)
+                ]
         return found
+
+    def _start(self, cause: Cause, number: int) -> Tensor | None:
+        """What a cause embeds instead, if it does."""
+        if not cause.moves:
+            return None
+        ids = self.recording.sequences[number].ids
+        return cause.start(self.hypotheses.model, ids, self.hypotheses.context(number))
 
     def _all(self, number: int) -> Tensor:
         model, one = self.hypotheses.model, self.recording.sequences[number]

@@ -281,7 +281,8 @@ class Trainer:
             found |= plan.apply(mapping.to_hf().inverse(), {t.name: weights[t.name] for t in mapping.hf})
         with torch.no_grad():
             for name, tensor in found.items():
-                state[name].copy_(tensor)
+                if name in state or not name.endswith("expert_bias"):  # a router without one is a fault
+                    state[name].copy_(tensor)
         self.dtype = dtype
         #: Whether a sequence runs behind the one scored before it, without a border between them.
         self.packed = False
