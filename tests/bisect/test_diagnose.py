@@ -21,6 +21,9 @@ from tests.bisect.systems import MODEL, Engine, Scored, Weights, checkpoint, hea
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
+_OTHER_PAIRS = [(FP32, FP32), (BF16, FP32), (BF16, BF16)]
+
+
 @cache
 def plain() -> Investigation:
     """Without causes: whether a side deviates does not depend on them."""
@@ -36,7 +39,9 @@ def compare(trainer: Recording, engine: Recording, by: Investigation | None = No
 
 
 @pytest.mark.parametrize("hidden", [True, False])
-@pytest.mark.parametrize(("trainer", "engine"), [(FP32, FP32), (FP32, BF16), (BF16, FP32)])
+@pytest.mark.parametrize(
+    ("trainer", "engine"), [(FP32, BF16), *(pytest.param(*p, marks=pytest.mark.full) for p in _OTHER_PAIRS)]
+)
 def test_nobody_is_blamed(trainer: torch.dtype, engine: torch.dtype, hidden: bool) -> None:
     """Prefill against decoding, in types of which one rounds 30,000 times as much."""
     sides = healthy_engine(trainer), healthy_engine(engine, decode=True)
@@ -72,7 +77,7 @@ def _with_ties(favour: float = 0.0) -> Weights:
     return weights
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=pytest.mark.full)])
 def test_ties_blame_nobody(tmp_path: Path, dtype: torch.dtype) -> None:
     """Both systems decide near ties of routers in their own way, and their log-probabilities differ."""
     engines = [Engine(_with_ties(favour), dtype) for favour in (4e-7, -4e-7)]
