@@ -9,8 +9,8 @@ The three models differ only in their experts. With alpha = hidden size / latent
     acc        alpha N experts, top-alpha K, latent width d / alpha: both as the baseline's
 
 All see the same text in the same order with the same schedule; a seed is one triple of runs, so differences
-are paired. Half an hour on two cores shows that the code works and how large the noise is, not what holds at
-scale.
+are paired. A finished run is a line of results.jsonl and is not computed again. Minutes on one core show that
+the code works and how large the noise is, not what holds at scale.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if the package is not installed
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, if the package is not installed
 
-from megatron_nemotron3.args import Launch, ParallelLayout
+from tiny_runs import VALIDATION, Text, build, evaluate, kept, on_text, train
+
+import megatron_nemotron3 as n3
 from megatron_nemotron3.models import Nemotron3Config, count, get, tiny
 from megatron_nemotron3.paired import Interval, interval, paired
-from megatron_nemotron3.train import log, training
-from megatron_nemotron3.train.data import prepare
-from megatron_nemotron3.train.training import Request
 
 ALPHA = 4
 BASE = tiny(get("nano")).but(
@@ -35,7 +35,9 @@ BASE = tiny(get("nano")).but(
     num_moe_experts=16,
     moe_router_topk=2,
     moe_ffn_hidden_size=96,
+    seq_length=128,
 )
+RATE = 4e-3
 LATENT = {"num_moe_experts": ALPHA * 16, "moe_latent_size": BASE.hidden_size // ALPHA}
 VARIANTS = {
     "baseline": BASE,
@@ -58,28 +60,11 @@ def all_to_all_bytes(config: Nemotron3Config) -> int:
     return 2 * 2 * config.moe_router_topk * config.expert_input_size * 2
 
 
-def train(config: Nemotron3Config, seed: int, steps: int, folder: Path, prefix: str, tokenizer: str) -> float:
-    """Validation loss (nats per token) after `steps`; a finished run is read, not repeated."""
-    output = folder / f"{config.name}-seed{seed}"
-    status = training.train(
-        Request(
-            launch=Launch.of(
-                config,
-                precision="fp32",
-                backend="torch",
-                schedule=training.schedule_of(config, ParallelLayout(), steps=steps),
-                extra=("--seed", str(seed), "--eval-iters", "32", "--eval-interval", str(steps)),
-            ),
-            device="cpu",
-            output=output,
-            data_path=(prefix,),
-            tokenizer=tokenizer,
-        )
-    )
-    if status != 0:
-        raise SystemExit(status)
-    curve = log.read(str(output / "train.log"))
-    return curve.validation[max(curve.validation)]
+def loss_of(name: str, seed: int, steps: int, text: Text) -> float:
+    """Validation loss (nats per token) after `steps`."""
+    model = build(VARIANTS[name], seed)
+    train(model, text.batches("train", steps, seed), RATE, on_text)
+    return evaluate(model, text.batches("validation", VALIDATION, seed=0))
 
 
 def with_p(difference: Interval) -> str:
@@ -95,14 +80,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/latent_moe_study"))
     options = parser.parse_args()
 
-    text = prepare(None, options.output / "data", vocab_size=BASE.vocab_size)
-    assert text.tokenizer.tokenizer_model is not None
-    losses: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for seed in range(1, options.seeds + 1):
-        for name, config in VARIANTS.items():
-            arguments = (options.steps, options.output, text.prefix, text.tokenizer.tokenizer_model)
-            losses[name].append(train(config, seed, *arguments))
-
+    text = Text(options.output / "data", BASE)
+    with n3.cpu_mode():
+        losses = kept(options, VARIANTS, lambda name, seed: loss_of(name, seed, options.steps, text))
     print(f"\n{options.steps} steps, seeds 1..{options.seeds}, validation loss in nats per token\n")
     columns = [
         "experts, top-k, width",

@@ -4,7 +4,8 @@
 
 All runs of a seed start from the same weights and see the same text in the same order with the same schedule.
 They differ only in how the linears' products are quantized (docs/nvfp4.md), so differences are paired. What
-is not quantized is FP32, which is three times as fast as BF16 on a CPU. A finished run is read, not repeated.
+is not quantized is FP32, which is three times as fast as BF16 on a CPU. A finished run is a line of
+results.jsonl and is not computed again.
 
 Expect NVFP4 to cost less than one percent, and single ingredients to make a difference within the noise. The
 example shows that the emulation works and how large the noise is, not what ingredients are worth at scale.
@@ -13,24 +14,24 @@ example shows that the emulation works and how large the noise is, not what ingr
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if the package is not installed
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, if the package is not installed
 
-from megatron_nemotron3.args import Launch, ParallelLayout
+from tiny_runs import VALIDATION, Text, build, evaluate, kept, on_text, train
+
+import megatron_nemotron3 as n3
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.paired import Interval, interval
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.precision.settings import VARIABLE
+from megatron_nemotron3.precision.settings import emulating, parse
 from megatron_nemotron3.precision.table import bf16_tail
-from megatron_nemotron3.train import log, training
-from megatron_nemotron3.train.data import prepare
-from megatron_nemotron3.train.training import Request
 
-MODEL = tiny(get("super"))
+MODEL = tiny(get("super")).but(name="super-tiny", mtp_pattern=None, mtp_num_layers=0, seq_length=128)
+RATE = 4e-3
 BASELINE, RECIPE = "baseline", "recipe"
 #: Value of NEMOTRON3_EMULATE.
 VARIANTS = {
@@ -45,34 +46,22 @@ VARIANTS = {
 }
 
 
-def train(variant: str, seed: int, steps: int, folder: Path, prefix: str, tokenizer: str) -> float:
-    """Validation loss (nats per token) after `steps`."""
-    output = folder / f"{variant.replace(' ', '-')}-seed{seed}"
-    file = folder / "precision.yaml"
-    yaml_file.write(MODEL, file)
-    os.environ[VARIABLE] = VARIANTS[variant]  # the training process inherits it
-    options = ["--seed", seed, "--eval-iters", 32, "--eval-interval", steps, "--save-interval", steps]
-    options += ["--first-last-layers-bf16", "--num-layers-at-start-in-bf16", 0]
-    options += ["--num-layers-at-end-in-bf16", bf16_tail(MODEL), "--te-precision-config-file", file]
-    status = training.train(
-        Request(
-            launch=Launch.of(
-                MODEL,
-                precision="fp32",
-                backend="torch",
-                schedule=training.schedule_of(MODEL, ParallelLayout(), steps=steps),
-                extra=tuple(map(str, options)),
-            ),
-            device="cpu",
-            output=output,
-            data_path=(prefix,),
-            tokenizer=tokenizer,
-        )
-    )
-    if status != 0:
-        raise SystemExit(status)
-    curve = log.read(str(output / "train.log"))
-    return curve.validation[max(curve.validation)]
+def loss_of(variant: str, seed: int, steps: int, text: Text, file: Path) -> float:
+    """Validation loss (nats per token) after `steps`. `file`: Megatron's precision file of the recipe."""
+    emulation = parse(VARIANTS[variant])
+    words: list[str] = []
+    if emulation is not None and not emulation.every_layer:
+        words = ["--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "0"]
+        words += [
+            "--num-layers-at-end-in-bf16",
+            str(bf16_tail(MODEL)),
+            "--te-precision-config-file",
+            str(file),
+        ]
+    with emulating(emulation):
+        model = build(MODEL, seed, *words)
+    train(model, text.batches("train", steps, seed), RATE, on_text)
+    return evaluate(model, text.batches("validation", VALIDATION, seed=0))
 
 
 def gap(losses: list[float], against: list[float]) -> Interval:
@@ -113,13 +102,10 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [name for name in VARIANTS if name == BASELINE or name in (options.only or VARIANTS)]
 
-    text = prepare(None, options.output / "data", vocab_size=MODEL.vocab_size)
-    assert text.tokenizer.tokenizer_model is not None
-    losses: dict[str, list[float]] = {name: [] for name in chosen}
-    for seed in range(1, options.seeds + 1):
-        for name in chosen:
-            arguments = (options.steps, options.output, text.prefix, text.tokenizer.tokenizer_model)
-            losses[name].append(train(name, seed, *arguments))
+    text, file = Text(options.output / "data", MODEL), options.output / "precision.yaml"
+    yaml_file.write(MODEL, file)
+    with n3.cpu_mode():
+        losses = kept(options, chosen, lambda name, seed: loss_of(name, seed, options.steps, text, file))
     print(f"\n{options.steps} steps, seeds 1..{options.seeds}, validation loss in nats per token\n")
     report(losses)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +106,26 @@ def evaluate(model: torch.nn.Module, batches: list[torch.Tensor]) -> float:
     return statistics.mean(token_losses(model, batch).mean().item() for batch in batches)
 
 
-def build(config: Nemotron3Config, seed: int) -> torch.nn.Module:
-    """Build a model with random weights."""
+def build(config: Nemotron3Config, seed: int, *options: str) -> torch.nn.Module:
+    """Build a model with random weights; `options` are Megatron's."""
     torch.manual_seed(seed)
-    return n3.build_model(config, precision="fp32", backend="torch")
+    return n3.build_model(config, precision="fp32", backend="torch", extra=options)
+
+
+def kept(
+    options: argparse.Namespace, variants: Iterable[str], loss_of: Callable[[str, int], float]
+) -> dict[str, list[float]]:
+    """Losses of each variant, of seeds 1 to options.seeds; what results.jsonl has is not computed again."""
+    file = options.output / "results.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    known = {tuple(key): loss for *key, loss in lines}
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    for seed in range(1, options.seeds + 1):
+        for name, losses in found.items():
+            key = (name, seed, options.steps)
+            if key not in known:
+                known[key] = loss_of(name, seed)
+                with file.open("a") as out:
+                    out.write(json.dumps([*key, known[key]]) + "\n")
+            losses.append(known[key])
+    return found

@@ -99,6 +99,7 @@ ALLOWED = {
     },
     "cli": {
         "args",
+        "bisect",
         "certify",
         "boundary",
         "checkpoint",

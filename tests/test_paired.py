@@ -132,8 +132,28 @@ def test_the_studies_run_and_go_on_where_they_ended(tmp_path: Path) -> None:
         "| prune, 2 seeds",
         *["| qad, 2 seeds"] * 2,
         *["| boost, 2 seeds"] * 5,
+        *["| boost-losses, 2 seeds"] * 5,
     ]
     assert all(" ± " in row[2] for row in rows if len(row) == 4 and row[2].startswith(("+", "-")))
     losses = [json.loads(line)["results"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert len(losses) == 8
+    assert len(losses) == 10
     assert all(0 <= number < 9 for one in losses for value in one.values() for number in value.values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("example", "words", "arms"),
+    [
+        ("nvfp4_ablation", ["--only", "recipe", "every layer"], ["baseline", "recipe", "every layer"]),
+        ("latent_moe_study", [], ["baseline", "eff", "acc"]),
+    ],
+)
+def test_the_other_studies_do_so_too(tmp_path: Path, example: str, words: list[str], arms: list[str]) -> None:
+    given = [f"examples/{example}.py", "--steps", "2", "--output", str(tmp_path), *words, "--seeds"]
+    for seeds in "1", "2":
+        done = run_python([*given, seeds], ROOT)
+        assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows[1:]] == [f"| {arm}" for arm in arms]
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [tuple(line[:3]) for line in lines] == [(arm, seed, 2) for seed in (1, 2) for arm in arms]

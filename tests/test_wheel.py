@@ -62,6 +62,9 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "prune": [("missing --text a --scores s", "--text a does not exist")],
     "logits": [("missing --output out --samples 1", "missing")],
     "refit": [("super --from tp=2 --to tp=2", "package numpy is not installed: pip install")],
+    "bisect": [
+        ("--checkpoint missing --trainer a --engine b", "package torch is not installed: pip install")
+    ],
     "xtoken": [("missing missing", "missing does not exist: give a folder with tokenizer.json")],
     "evaluate": [("--checkpoint missing --text missing", "package torch is not installed: pip install")],
 }  # fmt: skip

@@ -197,6 +197,14 @@ LINES: dict[str, tuple[str, ...]] = {
         "super --from tp=2 --to tp=2 --delta nope",
         "super --from tp=2 --to tp=2 --delta mtp.* --check",
     ),
+    "bisect": (
+        "",
+        "--checkpoint dir --trainer nope --engine nope",
+        "--checkpoint dir --trainer file.txt --engine file.txt",
+        "--checkpoint dir --trainer dir --engine dir",
+        "--checkpoint dir --trainer file.txt --engine file.txt --first 0",
+        "--checkpoint dir --trainer file.txt --engine file.txt --tiny",
+    ),
     "boundary": (
         "",
         "--from tp=2",

@@ -170,6 +170,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "nemotron3 chat runs/demo",
         ),
         Command(
+            "bisect",
+            "bisect.command",
+            "say which of a trainer and an engine deviates from their checkpoint, where, and why",
+            "nemotron3 bisect --checkpoint runs/demo --trainer trainer.pt --engine engine.pt",
+        ),
+        Command(
             "evaluate",
             "generate.evaluate_command",
             "measure the loss on other text by MTP depth, and how many drafts are accepted",

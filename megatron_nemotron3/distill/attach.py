@@ -27,7 +27,8 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
-from megatron_nemotron3.distill.lessons import FromStored, FromTeacher, Lesson, across_tokenizers
+from megatron_nemotron3.distill.across import across_tokenizers
+from megatron_nemotron3.distill.lessons import FromStored, FromTeacher, Lesson
 from megatron_nemotron3.distill.manifest import is_stored
 from megatron_nemotron3.distill.settings import Distillation
 from megatron_nemotron3.distill.stored import Reader

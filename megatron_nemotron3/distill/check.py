@@ -155,13 +155,8 @@ def _check_projection(
     from megatron_nemotron3.xtoken.projection import Projection, read_for
     from megatron_nemotron3.xtoken.tokens import Vocabulary as Tokens
 
-    for given, what in (
-        (student.stages > 1, "pipeline parallelism"),
-        (student.cp > 1, "context parallelism"),
-        (option_values(words, "--sft") is not None, "--sft, whose rows are packed,"),
-    ):
-        if given:
-            raise ValueError(f"{what} does not go with projection=: use TP, EP and DP for that student")
+    if student.stages > 1:
+        raise ValueError("pipeline parallelism does not go with projection=: use TP, CP, EP and DP instead")
     if teacher.tokenizer is None:
         raise ValueError(
             f"teacher {how.teacher} has no tokenizer.json: put its tokenizer into {teacher.place}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +15,6 @@ from megatron_nemotron3.distill.stored import Reader
 from megatron_nemotron3.distill.teacher import Teacher
 from megatron_nemotron3.distill.topk import topk_divergence
 from megatron_nemotron3.layers.context_parallel import cu_seqlens, zigzag
-from megatron_nemotron3.monitor.settings import megatron_options
-from megatron_nemotron3.xtoken.lesson import AcrossTokenizers
 
 
 class Lesson(Protocol):
@@ -82,28 +79,6 @@ class FromStored:
         return topk_divergence(
             logits, ids, log_p, how.kind, how.temperature, group, vocabulary=self._student.vocab_size
         )
-
-
-def across_tokenizers(teacher: Teacher, student: HybridModel, how: Distillation) -> Lesson:
-    """A chunk of a teacher in the same run that reads the text in its own tokens.
-
-    Raises:
-        ValueError: the script has no --tokenizer-model, or the projection is for other tokenizers.
-    """
-    options, theirs = megatron_options(), teacher.found.tokenizer
-    ours = getattr(options, "tokenizer_model", None)
-    if ours is None or theirs is None:
-        raise ValueError("projection= needs --tokenizer-model, and a tokenizer.json beside the teacher")
-    return AcrossTokenizers(
-        teacher,
-        teacher.add(student),
-        projection=Path(how.projection),
-        student=Path(ours),
-        tokenizer=theirs,
-        kind="h-kl" if how.kind == "h-kl" else "p-kl",
-        temperature=how.temperature,
-        group=student.pg_collection.tp,
-    )
 
 
 def borders_of(packed: Any, length: int) -> tuple[Tensor | None, list[int]]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_nemotron3.boundary.failure import BoundaryError, Failure
 from megatron_nemotron3.boundary.groups import Groups
+from megatron_nemotron3.refit import transport
 from megatron_nemotron3.refit.checksum import added
 from megatron_nemotron3.refit.held import check_source, check_target
 from megatron_nemotron3.refit.moving import Made, Moving
@@ -39,7 +40,6 @@ from megatron_nemotron3.refit.parts import (
     target_of,
 )
 from megatron_nemotron3.refit.plan import Plan, Transfer
-from megatron_nemotron3.refit.transport import Messages, SharedMemory
 
 _CURE = "cure: if a rank ended, its own log has the cause; the servers' weights are not to be used"
 
@@ -113,29 +113,30 @@ class Refit:
             plans = self._gathered([plan.digest, shared], "compared the plans")
             if other := [rank for rank, said in plans.items() if said != plans[ranks[0]]]:
                 self._fail(f"the plan or `shared` of ranks {other} is not that of rank {ranks[0]}")
-            self._transport = self._share() if shared else Messages(self.groups)
+            self._transport = self._share() if shared else transport.Messages(self.groups)
 
-    def _share(self) -> Messages:
+    def _share(self) -> transport.Messages:
         """Map the shared memory of all senders of this rank."""
-        transport, problem = None, None
-        rank, size = dist.get_rank(), 0
+        rank, size, problem = dist.get_rank(), 0, None
         for pairs in self._out.values():
             size = max(size, sum(one.space for one, receiver in pairs if self.receivers[receiver] != rank))
-        try:
-            transport = SharedMemory(self.groups, size)
-        except OSError as error:
-            problem = f"{2 * size:,} bytes: {error}"
-        found = self._gathered(transport and transport.address(), "shared their memory")
-        if transport is not None and None not in found.values():
-            senders = {self.senders[sender] for _, sender in self._all(self._in)} - {rank}
-            try:
-                transport.connect({sender: found[sender] for sender in senders})
-            except OSError as error:
-                problem = str(error)
+        need = 2 * sum(self._gathered(size, "compared their memory").values())
+        if need > (free := transport.available()):
+            problem = (
+                f"{need:,} bytes of shared memory are needed on this host, {free:,} are available: give "
+                "make_plan a smaller buffer"
+            )
         self._agree(problem, "shared memory")
-        assert transport is not None
-        transport.close_file()
-        return transport
+        made = transport.SharedMemory(self.groups, size)
+        found = self._gathered(made.address(), "shared their memory")
+        senders = {self.senders[sender] for _, sender in self._all(self._in)} - {rank}
+        try:
+            made.connect({sender: found[sender] for sender in senders})
+        except OSError as error:
+            problem = str(error)
+        self._agree(problem, "shared memory")
+        made.close_file()
+        return made
 
     def run(
         self,
@@ -203,8 +204,9 @@ class Refit:
         self._prove(moving, found)
 
     def close(self) -> None:
-        """Release the process groups. Every rank closes in the same order."""
+        """Release the process groups and the memory. Every rank closes in the same order."""
         self.groups.close()
+        self._transport = transport.Messages(self.groups)
 
     def _sent(self, source: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """The tensors that this rank sends, after all ranks have agreed that they can."""

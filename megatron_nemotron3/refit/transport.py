@@ -85,12 +85,8 @@ class SharedMemory(Messages):
         self._half = size
         self._file = os.memfd_create("nemotron3-refit") if size else None
         if self._file is not None:
-            try:
-                os.posix_fallocate(self._file, 0, 2 * size)  # an error now, not a signal while it packs
-                self._memory = torch.frombuffer(mmap.mmap(self._file, 2 * size), dtype=torch.uint8)
-            except OSError:
-                self.close_file()
-                raise
+            os.posix_fallocate(self._file, 0, 2 * size)
+            self._memory = torch.frombuffer(mmap.mmap(self._file, 2 * size), dtype=torch.uint8)
         self._peers: dict[int, Tensor] = {}
 
     def address(self) -> tuple[str, int, int | None, int]:
@@ -158,3 +154,9 @@ def _host() -> str:
     """The running kernel and the namespace of process numbers, in which /proc shows other ranks."""
     with open("/proc/sys/kernel/random/boot_id") as boot:
         return boot.read().strip() + os.readlink("/proc/self/ns/pid")
+
+
+def available() -> int:
+    """Bytes of memory that this host can still give. The limit of a container is not in it."""
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

@@ -7,7 +7,7 @@ between neighbouring shared borders are the finest that consist of whole tokens 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from os.path import commonprefix
 from typing import TYPE_CHECKING
@@ -30,27 +30,33 @@ class Alignment:
         student: number of the span by position of the student, -1 for none; any shape, int64.
         teacher: the same for the teacher's positions.
         spans: number of spans; each has positions on both sides.
+        sizes: positions of each span on the two sides, [spans] each; None: counted here.
     """
 
     student: torch.Tensor
     teacher: torch.Tensor
     spans: int
+    sizes: Sequence[torch.Tensor] = ()
 
     def __post_init__(self) -> None:
         import torch
 
-        for side, ids in (("student", self.student), ("teacher", self.teacher)):
-            counts = torch.bincount(ids.flatten() + 1, minlength=self.spans + 1)
-            if len(counts) > self.spans + 1 or int((counts[1:] == 0).sum()):
+        if self.sizes:  # those of a whole, which need not lie in this part
+            return
+        counts = [torch.bincount(ids.flatten() + 1)[1:] for ids in (self.student, self.teacher)]
+        for side, found in zip(("student", "teacher"), counts):
+            if len(found) != self.spans or not found.all():
                 raise ValueError(f"alignment of {self.spans} spans: the {side}'s positions do not cover them")
+        object.__setattr__(self, "sizes", counts)
+
+    def part(self, student: torch.Tensor, teacher: torch.Tensor) -> Alignment:
+        """Return what a context-parallel rank has: [b, s] and [b, m] at these places of the rows."""
+        return replace(self, student=self.student[:, student], teacher=self.teacher[:, teacher])
 
     def to(self, device: torch.device | str) -> Alignment:
         """Return a copy on a device."""
-        moved = object.__new__(Alignment)  # what was checked is not checked again: a GPU would have to wait
-        for name, value in (("student", self.student.to(device)), ("teacher", self.teacher.to(device))):
-            object.__setattr__(moved, name, value)
-        object.__setattr__(moved, "spans", self.spans)
-        return moved
+        ours, theirs = self.student.to(device), self.teacher.to(device)
+        return replace(self, student=ours, teacher=theirs, sizes=[one.to(device) for one in self.sizes])
 
 
 class Aligner:
@@ -91,8 +97,8 @@ class Aligner:
         ]
         paired = set(self.pairs.values())
         theirs = [chr(_SPECIAL + i) if i in paired else _symbols(self.teacher, i) for i in teacher]
-        ours_special = [place for place, i in enumerate(student) if i in self.pairs]
-        theirs_special = [place for place, i in enumerate(teacher) if i in paired]
+        ours_special = [place for place, text in enumerate(ours) if text[:1] >= chr(_SPECIAL)]
+        theirs_special = [place for place, text in enumerate(theirs) if text[:1] >= chr(_SPECIAL)]
         if [ours[i] for i in ours_special] != [theirs[i] for i in theirs_special]:
             ours_special = theirs_special = []
         found: list[tuple[range, range]] = []
@@ -131,22 +137,61 @@ class Aligner:
             longest = max(1, max(map(len, others)) - 1)
             length = -(-longest // step) * step
         tokens = torch.zeros(len(sequences), length, dtype=torch.int64)
-        ours = torch.full((len(sequences), len(sequences[0]) - 1), -1)
-        theirs = torch.full((len(sequences), length), -1)
+        ours, theirs = torch.full((len(sequences), len(sequences[0]) - 1), -1), torch.full_like(tokens, -1)
         count = 0
         for row, (ids, other) in enumerate(zip(sequences, others)):
             other = other[: length + 1]
             tokens[row, : max(0, len(other) - 1)] = torch.tensor(other[:-1], dtype=torch.int64)
-            for s, t in self.spans(ids, other):
-                # The first token of a sequence is predicted by nothing.
-                if s.start == 0 or t.start == 0:
-                    continue
-                if keep is not None and not all(keep[row][s.start - 1 : s.stop - 1]):
-                    continue
-                ours[row, s.start - 1 : s.stop - 1] = count
-                theirs[row, t.start - 1 : t.stop - 1] = count
-                count += 1
+            kept = None if keep is None else keep[row]
+            count = self.number(ids, other, ours[row], theirs[row], count, kept)
         return tokens, Alignment(ours, theirs, count)
+
+    def pack(
+        self, documents: Sequence[tuple[int, Sequence[int]]], length: int, each: int, step: int
+    ) -> tuple[torch.Tensor, list[int], Alignment]:
+        """Return the teacher's row for a packed row of the student, document by document.
+
+        Args:
+            documents: place of each in the student's row; its tokens, with the last label if it has one.
+            length: of the student's row, s.
+            each, step: the teacher's documents, and its row, are padded to multiples of these.
+
+        Returns:
+            tokens [1, m] int64, the borders of the teacher's documents from 0 to m, and the alignment of
+            [1, s] with [1, m].
+        """
+        import torch
+
+        others = [self.retokenize(ids) for _, ids in documents]
+        borders = [0]
+        for other in others:
+            borders.append(borders[-1] - (1 - max(2, len(other))) // each * each)
+        total = -(-max(1, borders[-1]) // step) * step
+        tokens, ours = torch.zeros(1, total, dtype=torch.int64), torch.full((1, length), -1)
+        theirs, count = torch.full_like(tokens, -1), 0
+        for (place, ids), other, start in zip(documents, others, borders):
+            tokens[0, start : start + max(0, len(other) - 1)] = torch.tensor(other[:-1], dtype=torch.int64)
+            count = self.number(ids, other, ours[0, place:], theirs[0, start:], count)
+        return tokens, borders + [total] * (total > borders[-1]), Alignment(ours, theirs, count)
+
+    def number(
+        self,
+        student: Sequence[int],
+        teacher: Sequence[int],
+        ours: torch.Tensor,
+        theirs: torch.Tensor,
+        count: int,
+        keep: Sequence[bool] | None = None,
+    ) -> int:
+        """Write the numbers of the spans, from `count` on, to the positions that predict their tokens.
+
+        The first token of a sequence is predicted by nothing. Returns the next number.
+        """
+        for s, t in self.spans(student, teacher):
+            if s.start and t.start and (keep is None or all(keep[s.start - 1 : s.stop - 1])):
+                ours[s.start - 1 : s.stop - 1] = theirs[t.start - 1 : t.stop - 1] = count
+                count += 1
+        return count
 
 
 def _symbols(vocabulary: Vocabulary, token: int) -> str:

@@ -27,18 +27,11 @@ def register(commands: Any) -> None:
     made.add_argument("--output", type=Path, metavar="FILE", help="where to write it (default: nowhere)")
     made.add_argument("--projection", type=Path, metavar="FILE", help="inspect this file, do not build one")
     made.add_argument("--width", type=int, metavar="N", help="weights kept of a token (default 4)")
-    made.add_argument(
-        "--pieces", type=int, metavar="N", help="tokens of a text that the teacher splits that count (4)"
-    )
-    made.add_argument(
-        "--no-joined",
-        action="store_true",
-        help="leave out tokens of the teacher that the student splits",
-    )
-    shown = command.add_argument_group("what is shown")
-    shown.add_argument(
-        "--token", action="append", default=[], metavar="TEXT", help="the weights of this token (repeatable)"
-    )
+    pieces, joined = "tokens that count of a text that the teacher splits (4)", "leave out the rule joined"
+    made.add_argument("--pieces", type=int, metavar="N", help=pieces)
+    made.add_argument("--no-joined", action="store_true", help=joined)
+    shown, token = command.add_argument_group("what is shown"), "the weights of this token (repeatable)"
+    shown.add_argument("--token", action="append", default=[], metavar="TEXT", help=token)
     shown.add_argument("--text", metavar="PATH", help="text file, whose spans are counted")
     add_json(command)
     command.set_defaults(run=xtoken)
@@ -55,11 +48,11 @@ def xtoken(options: argparse.Namespace) -> int:
     """
     if options.output is not None:
         require_output(options.output, "--output")
-    built = {"width": options.width, "pieces": options.pieces}
+    built = {name: value for name in ("width", "pieces") if (value := getattr(options, name)) is not None}
     for name, value in built.items():
-        if value is not None and not 1 <= value <= 64:
+        if not 1 <= value <= 64:
             raise ValueError(f"--{name} {value}: give 1 to 64")
-    said = [f"--{name}" for name, value in built.items() if value is not None]
+    said = [f"--{name}" for name in built]
     said += ["--no-joined"] * options.no_joined + ["--output"] * (options.output is not None)
     if options.projection is not None and said:
         raise ValueError(f"--projection reads a file, {said[0]} goes with a new one: drop one of them")
@@ -76,8 +69,7 @@ def xtoken(options: argparse.Namespace) -> int:
     if options.projection is not None:
         projection = read_for(options.projection, student, teacher)
     else:
-        given = {name: value for name, value in built.items() if value is not None}
-        projection = Projection.build(student, teacher, joined=not options.no_joined, **given)
+        projection = Projection.build(student, teacher, joined=not options.no_joined, **built)
     with result(options.json):
         _describe(student, teacher, projection)
         for token in wanted:
@@ -120,29 +112,21 @@ def _describe(student: Vocabulary, teacher: Vocabulary, projection: Projection) 
     say(f"weights      {int(kept.sum()):,}, at most {projection.tokens.shape[1]} of a token")
     say(f"unreached    {unreached:,} tokens of the teacher", weights=int(kept.sum()), unreached=unreached)
     pairs, strict = len(projection.common()[0]), set(projection.common(1.0)[0].tolist())
-    numerals = [i for i in range(len(student)) if _is_numeral(student.tokens[i])]
+    say(f"h-kl pairs   {pairs:,} with a weight of {COMMON} or more, {len(strict):,} with all of it")
+    spelled = [(i, (token or b"").strip()) for i, token in enumerate(student.tokens)]
+    numerals = [i for i, digits in spelled if digits.isdigit() and len(digits) > 1]
     apart = sum(i not in strict for i in numerals)
-    say(
-        f"h-kl pairs   {pairs:,} with a weight of {COMMON} or more, {len(strict):,} with all of it",
-        pairs=pairs,
-    )
     hint = ": use p-kl" * (apart > 0)
     say(f"numerals     {len(numerals):,} of several digits, {apart:,} of them in no pair{hint}")
-    say(strict_pairs=len(strict), numerals=len(numerals), unpaired_numerals=apart)
-
-
-def _is_numeral(token: bytes | None) -> bool:
-    return token is not None and (digits := token.strip()).isdigit() and len(digits) > 1
+    say(pairs=pairs, strict_pairs=len(strict), numerals=len(numerals), unpaired_numerals=apart)
 
 
 def _describe_token(student: Vocabulary, teacher: Vocabulary, projection: Projection, token: int) -> None:
     row = zip(projection.tokens[token].tolist(), projection.weights[token].tolist())
     weights = {teacher.name(i): round(weight, 6) for i, weight in row if i >= 0}
     listed = ", ".join(f"{name} {weight:.4f}" for name, weight in weights.items()) or "no token"
-    say(
-        f"{student.name(token)} -> {listed}",
-        token_weights=[{"token": student.name(token), "weights": weights}],
-    )
+    name = student.name(token)
+    say(f"{name} -> {listed}", token_weights=[{"token": name, "weights": weights}])
 
 
 def _describe_spans(student: Vocabulary, teacher: Vocabulary, text: bytes) -> None:
@@ -154,14 +138,9 @@ def _describe_spans(student: Vocabulary, teacher: Vocabulary, text: bytes) -> No
     spans = aligner.spans(ids, others)
     single = sum(len(s) == len(t) == 1 for s, t in spans)
     outside = len(ids) - sum(len(s) for s, _ in spans)
-    say(
+    said = (
         f"spans        {len(spans):,} of {len(ids):,} tokens of the student and {len(others):,} of the "
-        f"teacher; {single:,} are one token on each side, {outside:,} tokens of the student are in none",
-        spans={
-            "spans": len(spans),
-            "student": len(ids),
-            "teacher": len(others),
-            "single": single,
-            "outside": outside,
-        },
+        f"teacher; {single:,} are one token on each side, {outside:,} tokens of the student are in none"
     )
+    sizes = {"spans": len(spans), "student": len(ids), "teacher": len(others)}
+    say(said, spans={**sizes, "single": single, "outside": outside})

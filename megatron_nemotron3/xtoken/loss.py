@@ -1,19 +1,21 @@
 """P-KL and H-KL: how far the student's distribution of a span is from a teacher's with another vocabulary.
 
-n, m: positions of the student and of the teacher; v, u: their vocabularies, padded; p: ranks that share them.
+n, m: positions of the student and of the teacher on a context-parallel rank; v, u: their vocabularies,
+padded; p: tensor-parallel ranks, which share these; r: spans of one of the ranks that share the positions.
 docs/xtoken.md has the formulas and their sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
-from megatron_nemotron3.xtoken import sums
 from megatron_nemotron3.xtoken.align import Alignment
 from megatron_nemotron3.xtoken.projection import COMMON, Projection
 
@@ -36,6 +38,7 @@ def span_losses(
     threshold: float = COMMON,
     reverse: bool = False,
     group: Any = None,
+    context: Any = None,
 ) -> Tensor:
     """Compute the loss of each span in nats; the gradient goes to the student alone.
 
@@ -50,14 +53,15 @@ def span_losses(
         threshold: least weight of a pair of H-KL; 1 pairs only equal tokens, as GOLD does.
         reverse: the divergence from the student to the teacher.
         group: the tensor-parallel group that shares both vocabularies; None: whole vocabularies.
+        context: the context-parallel group; each rank has its `Alignment.part`. None: all positions are here.
 
     Returns:
-        [spans], equal on all ranks of the group.
+        [spans], equal on all ranks of both groups. With `context` the sum of all ranks' losses is minimized.
 
     Raises:
         ValueError: shapes do not fit the alignment, or logits are fewer than the tokens of a vocabulary.
     """
-    size = sums.ranks(group)[1]
+    size = _size(group)
     for role, logits, ids, tokens in (
         ("student", student, alignment.student, projection.student_size),
         ("teacher", teacher, alignment.teacher, projection.teacher_size),
@@ -71,79 +75,89 @@ def span_losses(
                 f"the {role} has {logits.shape[-1] * size} logits, its tokenizer {tokens} tokens: give the "
                 "projection of its tokenizer"
             )
+    if kind not in ("p-kl", "h-kl"):
+        raise ValueError(f"kind {kind!r}: give 'p-kl' or 'h-kl'")
     if alignment.spans == 0:
         return student.flatten()[:0].float()
-    ours = _Side(student, alignment.student, alignment.spans, projection.student_size, temperature, group)
-    theirs = _Side(
-        teacher.detach(), alignment.teacher, alignment.spans, projection.teacher_size, temperature, group
-    )
     with torch.autocast(student.device.type, enabled=False):
+        ours = _Side(student, alignment, 0, projection.student_size, temperature, group, context)
+        theirs = _Side(teacher.detach(), alignment, 1, projection.teacher_size, temperature, group, context)
         if kind == "h-kl":
-            return _h_kl(ours, theirs, projection, threshold, reverse, group)
-        if kind != "p-kl":
-            raise ValueError(f"kind {kind!r}: give 'p-kl' or 'h-kl'")
-        if top_k is not None and top_k < projection.teacher_size:
-            return _p_kl_of_columns(ours, theirs, projection, top_k, reverse, group)
-        return _p_kl(ours, theirs, projection, reverse, group)
+            losses = _h_kl(ours, theirs, projection, threshold, reverse)
+        elif top_k is not None and top_k < projection.teacher_size:
+            losses = _p_kl_of_columns(ours, theirs, projection, top_k, reverse)
+        else:
+            losses = _p_kl(ours, theirs, projection, reverse)
+        return _gathered(losses, context, shared=True)[: alignment.spans]
 
 
 class _Side:
     """Logits of one model on this rank, and the means of its positions over spans."""
 
     def __init__(
-        self, logits: Tensor, ids: Tensor, spans: int, tokens: int, temperature: float, group: Any
+        self,
+        logits: Tensor,
+        alignment: Alignment,
+        which: int,
+        tokens: int,
+        temperature: float,
+        group: Any,
+        context: Any,
     ) -> None:
-        self.ids, self.spans, self.width = ids.flatten(), spans, logits.shape[-1]
-        self.first = sums.ranks(group)[0] * self.width
+        self.group, self.context, self.width = group, context, logits.shape[-1]
+        self.first = _rank(group) * self.width
         #: Which columns are tokens; the others pad the vocabulary.
         self.real = torch.arange(self.first, self.first + self.width, device=logits.device) < tokens
-        scaled = logits.reshape(-1, self.width).float() / temperature
         #: [n, v / p], minus infinity where padded.
-        self.logits = scaled.masked_fill(~self.real, -torch.inf)
-        self.group = group
+        self.logits = (logits.reshape(-1, self.width).float() / temperature).masked_fill(
+            ~self.real, -torch.inf
+        )
+        ranks, ids = _size(context), (alignment.student, alignment.teacher)[which].flatten()
+        #: Spans of all context ranks, made to divide among them; row `_spans` takes what is in no span.
+        self._spans = -(-alignment.spans // ranks) * ranks
+        self._ids = torch.where(ids < 0, self._spans, ids)
+        sizes = torch.nn.functional.pad(alignment.sizes[which], (0, self._spans - alignment.spans), value=1)
+        #: Positions of each of this rank's spans [r, 1].
+        self._sizes = sizes.chunk(ranks)[_rank(context)][:, None]
 
     def log_softmax(self) -> Tensor:
         """Log-probabilities [n, v / p] over the whole vocabulary; 0 where padded."""
-        top = sums.largest(self.logits.amax(-1, keepdim=True), self.group)
-        shifted = self.logits - top
-        normalizer = sums.shared_total(shifted.exp().sum(-1, keepdim=True), self.group).log()
+        shifted = self.logits - _largest(self.logits.amax(-1, keepdim=True), self.group)
+        normalizer = _total(shifted.exp().sum(-1, keepdim=True), self.group, shared=True).log()
         return torch.where(self.real, shifted - normalizer, 0.0)
 
-    def probabilities(self) -> Tensor:
-        """Probabilities [n, v / p]; 0 where padded."""
-        return self.log_softmax().exp() * self.real
-
     def mean(self, values: Tensor) -> Tensor:
-        """Mean [spans, …] of values by position [n, …]."""
-        inside = self.ids >= 0
-        ids = self.ids[inside]
-        result = values.new_zeros((self.spans, values.shape[-1])).index_add(0, ids, values[inside])
-        return result / torch.bincount(ids, minlength=self.spans)[:, None]
+        """Mean [r, …] of values by position [n, …]."""
+        sums = values.new_zeros((self._spans + 1, values.shape[-1])).index_add(0, self._ids, values)
+        return _scattered(sums[: self._spans], self.context) / self._sizes
+
+    def mean_probabilities(self) -> Tensor:
+        """Mean probabilities [r, v / p]; 0 where padded."""
+        return self.mean(self.log_softmax().exp() * self.real)
 
 
-def _p_kl(ours: _Side, theirs: _Side, projection: Projection, reverse: bool, group: Any) -> Tensor:
-    matrix, reached = _matrix(projection, ours, theirs, _projected)
-    # [u / p, spans]: the product is linear, so spans go through it rather than positions.
-    ours_there = sums.scattered_total(matrix @ ours.mean(ours.probabilities()).T, group).T
+def _p_kl(ours: _Side, theirs: _Side, projection: Projection, reverse: bool) -> Tensor:
+    matrix, reached, _ = _matrix(projection, ours, theirs)
+    # [u / p, r]: the product is linear, so spans go through it rather than positions.
+    ours_there = _scattered(matrix @ ours.mean_probabilities().T, ours.group).T
     target = theirs.mean(theirs.log_softmax())
-    mass = sums.shared_total(ours_there.sum(-1, keepdim=True), group)
-    return sums.total(_divergence(ours_there / _positive(mass), target, reached, theirs.real, reverse), group)
+    mass = _total(ours_there.sum(-1, keepdim=True), ours.group, shared=True)
+    here = _divergence(ours_there / _positive(mass), target, reached, theirs.real, reverse)
+    return _total(here, ours.group)
 
 
-def _p_kl_of_columns(
-    ours: _Side, theirs: _Side, projection: Projection, top_k: int, reverse: bool, group: Any
-) -> Tensor:
-    importance = sums.gathered(theirs.logits.amax(0), group)
+def _p_kl_of_columns(ours: _Side, theirs: _Side, projection: Projection, top_k: int, reverse: bool) -> Tensor:
+    group = ours.group
+    importance = _gathered(_largest(theirs.logits.amax(0), ours.context), group)
     columns = importance.topk(top_k).indices.sort().values
-    matrix, reached = _matrix(projection, ours, theirs, _projected)
-    chosen = matrix.index_select(0, columns)
-    ours_there = sums.total(chosen @ ours.mean(ours.probabilities()).T, group).T
+    matrix, reached, _ = _matrix(projection, ours, theirs)
+    ours_there = _total(matrix.index_select(0, columns) @ ours.mean_probabilities().T, group).T
     here = columns - theirs.first
     mine = (here >= 0) & (here < theirs.width)
     logits = theirs.logits[:, here.clamp(0, theirs.width - 1)]
-    target = theirs.mean(sums.total(torch.where(mine, logits, 0.0), group).log_softmax(-1))
+    target = theirs.mean(_total(torch.where(mine, logits, 0.0), group).log_softmax(-1))
     mass = ours_there.sum(-1, keepdim=True)
-    everywhere = sums.gathered(reached, group)[columns]
+    everywhere = _gathered(reached, group)[columns]
     return _divergence(ours_there / _positive(mass), target, everywhere, torch.ones_like(everywhere), reverse)
 
 
@@ -159,73 +173,59 @@ def _positive(values: Tensor) -> Tensor:
     return values.clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _h_kl(
-    ours: _Side, theirs: _Side, projection: Projection, threshold: float, reverse: bool, group: Any
-) -> Tensor:
+def _h_kl(ours: _Side, theirs: _Side, projection: Projection, threshold: float, reverse: bool) -> Tensor:
     ours_mean, target = ours.mean(ours.log_softmax()), theirs.mean(theirs.log_softmax())
-
-    def pairs(projection: Projection) -> tuple[Tensor, Tensor, Tensor]:
-        students, teachers = map(torch.from_numpy, projection.common(threshold))
-        return students, teachers, torch.ones(len(students))
-
-    matrix, paired = _matrix(projection, ours, theirs, pairs, key=threshold)
+    matrix, paired, ours_paired = _matrix(projection, ours, theirs, threshold)
     # The student's log-probabilities in the places of the teacher's tokens.
-    ours_there = sums.scattered_total(matrix @ ours_mean.T, group).T
+    ours_there = _scattered(matrix @ ours_mean.T, ours.group).T
     apart = ours_there - target if reverse else target - ours_there
     weight = ours_there.exp() if reverse else target.exp()
-    common = sums.total(torch.where(paired, weight * apart, 0.0).sum(-1), group)
-    students = torch.from_numpy(projection.common(threshold)[0]).to(ours_mean.device) - ours.first
-    unpaired = ours.real.clone()
-    unpaired[students[(students >= 0) & (students < ours.width)]] = False
-    count = len(students)
-    most = min(projection.student_size - count, projection.teacher_size - count, UNPAIRED)
+    common = _total(torch.where(paired, weight * apart, 0.0).sum(-1), ours.group)
+    most = min(projection.student_size, projection.teacher_size) - len(projection.common(threshold)[0])
     if most == 0:
         return common
-    rest = _sorted(ours_mean.exp() * unpaired, most, group)
-    return common + (rest - _sorted(target.exp() * (theirs.real & ~paired), most, group)).abs().sum(-1)
+    rest = _sorted(ours_mean.exp() * (ours.real & ~ours_paired), min(most, UNPAIRED), ours.group)
+    others = _sorted(target.exp() * (theirs.real & ~paired), min(most, UNPAIRED), ours.group)
+    return common + (rest - others).abs().sum(-1)
 
 
 def _sorted(values: Tensor, most: int, group: Any) -> Tensor:
-    """The largest values [spans, most] over all ranks, which have [spans, v / p] each."""
+    """The largest values [r, most] over all ranks, which have [r, v / p] each."""
     here = values.topk(min(most, values.shape[-1]), dim=-1).values
-    return sums.gathered(here.T, group).T.topk(most, dim=-1).values
-
-
-def _projected(projection: Projection) -> tuple[Tensor, Tensor, Tensor]:
-    """Student's token, teacher's token and weight of each entry."""
-    tokens, weights = torch.from_numpy(projection.tokens.copy()), torch.from_numpy(projection.weights.copy())
-    kept = (tokens >= 0) & (weights > 0)
-    return kept.nonzero()[:, 0], tokens[kept].long(), weights[kept]
+    return _gathered(here.T, group).T.topk(most, dim=-1).values
 
 
 def _matrix(
-    projection: Projection,
-    ours: _Side,
-    theirs: _Side,
-    entries: Callable[[Projection], tuple[Tensor, Tensor, Tensor]],
-    *,
-    key: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    projection: Projection, ours: _Side, theirs: _Side, threshold: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The sparse matrix [u, v / p] from this rank's part of the student's vocabulary to the teacher's.
 
+    Args:
+        threshold: None: all weights; else the pairs of H-KL, with weight 1.
+
     Returns:
-        the matrix, and which of this rank's teacher columns it reaches from any rank, [u / p].
+        the matrix; which of this rank's columns of the teacher [u / p] any rank's reaches; which of its
+        columns of the student [v / p] are in it.
     """
-    where = ours.logits.device
-    size = sums.ranks(ours.group)[1]
-    name = (key, ours.first, ours.width, theirs.width, str(where))
+    name = (threshold, ours.first, ours.width, theirs.width, str(ours.logits.device))
     if name not in projection.prepared:
-        students, teachers, weights = entries(projection)
-        reached = torch.zeros(theirs.width, dtype=torch.bool)
-        inside = (teachers >= theirs.first) & (teachers < theirs.first + theirs.width)
-        reached[teachers[inside] - theirs.first] = True
+        if threshold is None:
+            tokens, weights = torch.tensor(projection.tokens), torch.tensor(projection.weights)
+            kept = weights > 0
+            students, teachers, weights = kept.nonzero()[:, 0], tokens[kept].long(), weights[kept]
+        else:
+            students, teachers = map(torch.from_numpy, projection.common(threshold))
+            weights = torch.ones(len(students))
         mine = (students >= ours.first) & (students < ours.first + ours.width)
         places = torch.stack([teachers[mine], students[mine] - ours.first])
-        shape = (theirs.width * size, ours.width)
+        shape = (theirs.width * _size(ours.group), ours.width)
+        reached, used = torch.zeros(shape[0], dtype=torch.bool), torch.zeros(shape[1], dtype=torch.bool)
+        reached[teachers] = used[places[1]] = True
         with torch.sparse.check_sparse_tensor_invariants(True):
             matrix = torch.sparse_coo_tensor(places, weights[mine], shape).coalesce()
-        projection.prepared[name] = matrix.to(where), reached.to(where)
-    found: tuple[Tensor, Tensor] = projection.prepared[name]
+        here = reached[theirs.first : theirs.first + theirs.width]
+        projection.prepared[name] = tuple(one.to(name[-1]) for one in (matrix, here, used))
+    found: tuple[Tensor, Tensor, Tensor] = projection.prepared[name]
     return found
 
 
@@ -258,5 +258,49 @@ def teachers_loss(
     for one in teachers:
         losses = span_losses(student, one.logits, one.alignment, one.projection, one.kind, **options)
         means.append(losses.sum() / max(1, len(losses)))
-    weighted = [one.weight * mean for one, mean in zip(teachers, means)]
-    return torch.stack(weighted).sum(), means
+    return torch.stack([one.weight * mean for one, mean in zip(teachers, means)]).sum(), means
+
+
+# Collectives with their gradients; `group` None is one rank. Megatron's sum in place: all callers give a
+# tensor of their own that no gradient needs.
+
+
+def _size(group: Any) -> int:
+    return 1 if group is None else int(group.size())
+
+
+def _rank(group: Any) -> int:
+    return 0 if group is None else int(group.rank())
+
+
+def _total(part: Tensor, group: Any, *, shared: bool = False) -> Tensor:
+    """Sum over ranks; `shared`: each uses it for a part of its own, so gradients are summed, too."""
+    if _size(group) == 1:
+        return part
+    part = mappings.copy_to_tensor_model_parallel_region(part, group) if shared else part
+    result: Tensor = mappings.reduce_from_tensor_model_parallel_region(part, group)
+    return result
+
+
+def _scattered(part: Tensor, group: Any) -> Tensor:
+    """Sum [n, …] over ranks; each gets its share of the rows, [n / ranks, …]."""
+    if _size(group) == 1:
+        return part
+    result: Tensor = mappings.reduce_scatter_to_sequence_parallel_region(part.contiguous(), group)
+    return result
+
+
+def _gathered(part: Tensor, group: Any, *, shared: bool = False) -> Tensor:
+    """Concatenate [n, …] of all ranks; `shared`: each uses the whole for a part of its own."""
+    if _size(group) == 1:
+        return part
+    result: Tensor = mappings.gather_from_sequence_parallel_region(part.contiguous(), shared, group)
+    return result
+
+
+def _largest(part: Tensor, group: Any) -> Tensor:
+    """Element-wise maximum over ranks, without a gradient."""
+    part = part.detach().clone()
+    if _size(group) > 1:
+        dist.all_reduce(part, dist.ReduceOp.MAX, group=group)
+    return part

@@ -7,7 +7,6 @@ both tokenizers by digest.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,38 +77,19 @@ class Projection:
         return cls(np.arange(size, dtype=np.int32)[:, None], np.ones((size, 1), np.float32), size)
 
     def common(self, threshold: float = COMMON) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Pair tokens of the student with their first token of the teacher: H-KL's common set.
+        """Pair tokens of the student, rising, with their first token of the teacher: H-KL's common set.
 
         Args:
-            threshold: least weight of that token. 1 keeps only tokens that both vocabularies have.
-
-        Returns:
-            tokens of the student, rising, and the teacher's. Of several that claim one token the largest
-            weight wins, then the lowest id.
+            threshold: least weight of that token. 1 keeps only tokens that both vocabularies have. Of several
+                that claim one token the largest weight wins, then the lowest id.
         """
         import numpy as np
 
         students = np.flatnonzero((self.tokens[:, 0] >= 0) & (self.weights[:, 0] >= threshold))
         teachers, weights = self.tokens[students, 0].astype(np.int64), self.weights[students, 0]
         order = np.lexsort((students, -weights, teachers))
-        first = np.ones(len(order), bool)
-        first[1:] = teachers[order][1:] != teachers[order][:-1]
-        kept = np.sort(order[first])
+        kept = np.sort(order[np.unique(teachers[order], return_index=True)[1]])
         return students[kept].astype(np.int64), teachers[kept]
-
-    def require(
-        self, student: Vocabulary, teacher: Vocabulary, source: Path | str = "the projection"
-    ) -> None:
-        """Raise ValueError unless it was built for these two tokenizers."""
-        for role, digest, given in (
-            ("student", self.student_digest, student),
-            ("teacher", self.teacher_digest, teacher),
-        ):
-            if digest != given.digest:
-                raise ValueError(
-                    f"{source} is for another tokenizer of the {role} than {given.path}: write one with "
-                    f"nemotron3 xtoken {student.path} {teacher.path} --output FILE"
-                )
 
     def save(self, path: Path) -> None:
         """Write the file atomically."""
@@ -144,27 +124,23 @@ class Projection:
                 f"{path} is not a projection: `nemotron3 xtoken … --output FILE` writes one"
             )
         tokens, weights = entries["tokens"], entries["weights"]
-        size = about.get("teacher_size", "")
-        if (
-            (tokens.dtype, weights.dtype) != ("int32", "float32")
-            or len(tokens.shape) != 2
-            or tokens.shape != weights.shape
-            or 0 in tokens.shape
-            or not (size.isdecimal() and len(size) < 10)
-        ):
+        known, size = (tokens.dtype, weights.dtype) == ("int32", "float32"), about.get("teacher_size", "")
+        known &= len(tokens.shape) == 2 and tokens.shape == weights.shape and 0 not in tokens.shape
+        if not (known and size.isdecimal() and len(size) < 10):
             raise CheckpointError(f"{path}: damaged: {tokens} and {weights} are no projection")
-        arrays = []
         with open_outside(path) as file:
-            for entry, kind in ((tokens, "<i4"), (weights, "<f4")):
+
+            def array(entry: Any, kind: str) -> NDArray[Any]:
                 file.seek(entry.offset)
                 data = file.read(4 * entry.shape[0] * entry.shape[1])
-                arrays.append(np.frombuffer(data, kind).reshape(entry.shape))
-        ids, values = arrays
-        sums = values.sum(1)
+                return np.frombuffer(data, kind).reshape(entry.shape)
+
+            ids, values = array(tokens, "<i4"), array(weights, "<f4")
         if ids.min() < -1 or ids.max() >= int(size) or not (values >= 0).all():
             raise CheckpointError(
                 f"{path}: damaged: tokens outside of -1 to {int(size) - 1}, or weights below 0"
             )
+        sums = values.sum(1)
         if not ((abs(sums - 1) < 1e-5) | (sums == 0)).all() or (values[ids < 0] != 0).any():
             raise CheckpointError(f"{path}: damaged: a row of weights sums to neither 0 nor 1")
         said = {rule: about.get(f"rule_{rule}", "") for rule in rules.RULES}
@@ -179,5 +155,13 @@ def read_for(path: Path, student: Vocabulary, teacher: Vocabulary) -> Projection
         ValueError: it is for others, or cannot be read.
     """
     found = Projection.load(path)
-    found.require(student, teacher, os.fspath(path))
+    for role, digest, given in (
+        ("student", found.student_digest, student),
+        ("teacher", found.teacher_digest, teacher),
+    ):
+        if digest != given.digest:
+            raise ValueError(
+                f"{path} is for another tokenizer of the {role} than {given.path}: write one with nemotron3 "
+                f"xtoken {student.path} {teacher.path} --output FILE"
+            )
     return found

@@ -6,7 +6,6 @@ X-Token, arXiv 2605.21699; docs/xtoken.md says where they differ.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -65,45 +64,39 @@ def rows(
         joined: whether tokens of the teacher that the student splits give weights to the pieces, too.
     """
     special = special_pairs(student, teacher)
-    found: dict[int, Counter[int]] = {}
-    for token, parts in _split(student, teacher, pieces):
-        found.setdefault(token, Counter()).update(parts)
+    found: dict[int, dict[int, float]] = dict(_split(student, teacher, pieces))
     split = set(found)
-    if joined:
-        for token, parts in _split(teacher, student, pieces):
-            for part, weight in parts.items():
-                found.setdefault(part, Counter())[token] += weight
+    for token, parts in _split(teacher, student, pieces) if joined else ():
+        for part, weight in parts.items():
+            own = found.setdefault(part, {})
+            own[token] = own.get(token, 0.0) + weight
     result = []
     for token, spelled in enumerate(student.tokens):
         if token in special:
-            result.append(Row(SPECIAL, ((special[token], 1.0),)))
+            row = Row(SPECIAL, ((special[token], 1.0),))
         elif token in student.special or not spelled:
-            result.append(Row(NONE, ()))
+            row = Row(NONE, ())
         elif (same := teacher.ids.get(spelled)) is not None:
-            result.append(Row(SAME, ((same, 1.0),)))
+            row = Row(SAME, ((same, 1.0),))
         elif token in found:
             kept = sorted(found[token].items(), key=lambda pair: (-pair[1], pair[0]))[:width]
             total = sum(weight for _, weight in kept)
-            result.append(
-                Row(SPLIT if token in split else JOINED, tuple((t, weight / total) for t, weight in kept))
-            )
+            rule = SPLIT if token in split else JOINED
+            row = Row(rule, tuple((t, weight / total) for t, weight in kept))
         else:
-            result.append(Row(NONE, ()))
+            row = Row(NONE, ())
+        result.append(row)
     return result
 
 
-def _split(source: Vocabulary, target: Vocabulary, pieces: int) -> Iterator[tuple[int, Counter[int]]]:
+def _split(source: Vocabulary, target: Vocabulary, pieces: int) -> Iterator[tuple[int, dict[int, float]]]:
     """Ordinary tokens of `source` that `target` lacks, with the weights of the tokens that spell them."""
-    lacking = [
-        (i, spelled)
-        for i, spelled in enumerate(source.tokens)
-        if spelled and i not in source.special and spelled not in target.ids
-    ]
+    ordinary = ((i, text) for i, text in enumerate(source.tokens) if text and i not in source.special)
+    lacking = [(i, spelled) for i, spelled in ordinary if spelled not in target.ids]
     for (i, _), ids in zip(lacking, target.encode(spelled for _, spelled in lacking)):
-        if ids is not None:
-            kept = ids[:pieces]
-            total = sum(DECAY**place for place in range(len(kept)))
-            weights: Counter[int] = Counter()
-            for place, part in enumerate(kept):
-                weights[part] += DECAY**place / total  # type: ignore[assignment]
+        weights: dict[int, float] = {}
+        total = sum(DECAY**place for place in range(len((ids or [])[:pieces])))
+        for place, part in enumerate((ids or [])[:pieces]):
+            weights[part] = weights.get(part, 0.0) + DECAY**place / total
+        if weights:
             yield i, weights

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -118,20 +119,16 @@ class Vocabulary:
         in front) and where bytes are no characters, each token is the longest one that fits. None: some byte
         is in no token.
         """
-        texts = list(texts)
-        parts = [_characters(text) for text in texts]
-        whole = [text[first:last].decode() if last else "" for text, (first, last) in zip(texts, parts)]
+        parts = [(text, *_characters(text)) for text in texts]
+        whole = [text[first:last].decode() for text, first, last in parts]
         found: list[list[int] | None] = []
         encodings = self._tokenizer.encode_batch(whole, add_special_tokens=False)
-        for text, (first, last), encoding in zip(texts, parts, encodings):
-            middle: list[int] | None = encoding.ids
-            if self.text(middle or []) != text[first:last]:
-                middle = self._fit(text[first:last])
-            ends = self._fit(text[:first]), self._fit(text[last:])
-            if middle is None or ends[0] is None or ends[1] is None:
-                found.append(None)
-            else:
-                found.append([*ends[0], *middle, *ends[1]])
+        for (text, first, last), encoding in zip(parts, encodings):
+            same = self.text(encoding.ids) == text[first:last]
+            middle = encoding.ids if same else self._fit(text[first:last])
+            pieces = self._fit(text[:first]), middle, self._fit(text[last:])
+            known = [piece for piece in pieces if piece is not None]
+            found.append(sum(known, []) if len(known) == 3 else None)
         return found
 
     def text(self, ids: Sequence[int]) -> bytes:
@@ -189,28 +186,18 @@ def _replaces_space(step: dict[str, Any]) -> bool:
 
 def _byte_level(token: str) -> bytes:
     table = _byte_characters()
-    if all(char in table for char in token):
-        return bytes(table[char] for char in token)
-    return token.encode()
+    return bytes(table[char] for char in token) if all(char in table for char in token) else token.encode()
 
 
+@cache
 def _byte_characters() -> dict[str, int]:
     """GPT-2's characters for bytes: printable ones stand for themselves, the others follow at 256."""
-    if not _CHARACTERS:
-        kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [byte for byte in range(256) if byte not in kept]
-        _CHARACTERS.update({chr(byte): byte for byte in kept})
-        _CHARACTERS.update({chr(256 + i): byte for i, byte in enumerate(others)})
-    return _CHARACTERS
-
-
-_CHARACTERS: dict[str, int] = {}
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return {chr(i): i for i in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _sentence_piece(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            pass
+    if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+        return bytes([int(token[3:5], 16)])
     return token.replace(_SPACE, " ").encode()

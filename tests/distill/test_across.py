@@ -16,7 +16,7 @@ from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.certify.tensors import Tensors, gather
 from megatron_nemotron3.certify.world import Run, initial_weights
-from megatron_nemotron3.distill import lessons
+from megatron_nemotron3.distill import across
 from megatron_nemotron3.distill.settings import Distillation
 from megatron_nemotron3.xtoken.align import Aligner
 from megatron_nemotron3.xtoken.projection import Projection
@@ -59,7 +59,7 @@ def _measured(case: Case, weights: Tensors, folder: Path, how: Distillation) -> 
     from megatron_nemotron3.distill.attach import distilling
 
     options = SimpleNamespace(tokenizer_model=str(folder / "student"))
-    with mock.patch.object(lessons, "megatron_options", lambda: options), distilling(how):
+    with mock.patch.object(across, "megatron_options", lambda: options), distilling(how):
         run = Run(case, weights)
         return run.forward_backward(0, whole_gradients=True), run.gradients()
 
@@ -94,18 +94,22 @@ def _defined(case: Case, weights: Tensors, folder: Path, how: Distillation) -> A
             loss_mask=batch["model_mask"],
             packed_seq_params=packed,
         )
-        whole = torch.cat([batch["tokens"], batch["labels"][:, -1:]], 1)
-        tokens, alignment = aligner.batch(whole.tolist())
-        with torch.no_grad():
-            target = teacher(tokens, torch.arange(tokens.shape[1])[None].expand_as(tokens), None)
-        logits = made[-1].transpose(0, 1)
-        spans = reference(
-            *(logits.flatten(0, 1), target.flatten(0, 1), alignment, projection, how.kind, how.temperature)
-        )
-        apart = torch.zeros(alignment.student.shape, dtype=torch.float64)
-        for i in range(alignment.spans):
-            here = alignment.student == i
-            apart = apart + here * spans[i] / here.sum()
+        apart = torch.zeros(batch["tokens"].shape, dtype=torch.float64)
+        starts = [0] if packed is None else packed.cu_seqlens_q_padded[:-1].tolist()
+        lengths = [apart.shape[1]] if packed is None else packed.cu_seqlens_q.diff().tolist()
+        for start, length in zip(starts, lengths):  # each document alone
+            here = slice(start, start + length)
+            last = batch["labels"][:, here][:, -1:]
+            tokens, alignment = aligner.batch(torch.cat([batch["tokens"][:, here], last], 1).tolist())
+            with torch.no_grad():
+                target = teacher(tokens, torch.arange(tokens.shape[1])[None].expand_as(tokens), None)
+            logits = made[-1][here].transpose(0, 1).flatten(0, 1)
+            spans = reference(
+                *(logits, target.flatten(0, 1), alignment, projection, how.kind, how.temperature)
+            )
+            for i in range(alignment.spans):
+                inside = alignment.student == i
+                apart[:, here] = apart[:, here] + inside * spans[i] / inside.sum()
         taught = how.weight * how.temperature**2 * apart + (1 - how.weight) * entropy
         return taught, partial(_loss, batch["loss_mask"])
 
@@ -126,20 +130,30 @@ def _defined(case: Case, weights: Tensors, folder: Path, how: Distillation) -> A
     return _mean_loss(reported), run.gradients()
 
 
-@pytest.mark.full  # tests/xtoken/test_lesson.py has two ranks and a teacher that is a table
+@pytest.mark.full  # test_lesson.py has ranks and a teacher that is a table
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [(_L(tp=2), "p-kl"), (_L(tp=2), "h-kl"), (_L(dp=2, ep=2), "p-kl"), (_L(), "p-kl")],
+    [(_L(tp=2), "p-kl"), (_L(tp=2), "h-kl"), (_L(dp=2, ep=2), "p-kl"), (_L(), "p-kl"), (_L(cp=2), "h-kl")],
     ids=str,
 )
 def test_a_step(given: tuple[Path, Tensors], layout: ParallelLayout, kind: str) -> None:
+    _check(given, STUDENT, layout, kind)
+
+
+@pytest.mark.full  # test_lesson.py has packs, without a model
+@pytest.mark.parametrize("layout", [_L(), _L(cp=2), _L(tp=2, cp=2)], ids=str)
+def test_packed(given: tuple[Path, Tensors], layout: ParallelLayout) -> None:
+    """Documents with padding between them, and behind the last."""
+    packed = STUDENT.at(_L(), documents=(13, 22, 9), padded=(16, 24, 16), mask="heads")
+    _check(given, packed, layout, "p-kl")
+
+
+def _check(given: tuple[Path, Tensors], case: Case, layout: ParallelLayout, kind: str) -> None:
     folder, weights = given
     how = Distillation(str(folder / "teacher"), kind, 2.0, 0.7, projection=str(folder / "projection"))
-    ((expected_loss, pieces),) = run_distributed(_defined, 1, STUDENT, weights, folder, how, apart=True)
+    ((expected_loss, pieces),) = run_distributed(_defined, 1, case, weights, folder, how, apart=True)
     expected = gather([pieces])
-    ranks = run_distributed(
-        _measured, layout.world_size, STUDENT.at(layout), weights, folder, how, apart=True
-    )
+    ranks = run_distributed(_measured, layout.world_size, case.at(layout), weights, folder, how, apart=True)
     for loss, _ in ranks:
         assert loss == pytest.approx(expected_loss, rel=1e-5)
     found = gather([pieces for _, pieces in ranks])

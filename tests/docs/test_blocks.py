@@ -20,7 +20,7 @@ from tests.docs.blocks import NEMOTRON3, PAGES, ROOT, Block, blocks, write_stand
 from tests.support.programs import follow_forked, run_python
 
 #: Commands whose example takes ten seconds or more; blocks of the pages train and run, too.
-SLOW = {"doctor", "certify", "train", "run", "finetune", "boost", "evaluate"}
+SLOW = {"doctor", "certify", "train", "run", "finetune", "boost", "evaluate", "bisect"}
 #: Commands whose result is not a report.
 NO_JSON = {"train", "run", "finetune", "boost", "chat", "logits", "prune"}
 REPORTING = [
@@ -126,6 +126,8 @@ def test_example(command: table.Command, page_folder: Callable[[str], Path], pro
     (folder / "pretrain_hybrid.py").write_text("import sys; assert '--spec' in sys.argv\n")
     if command.name == "finetune":
         write_chat_model(folder)
+    if command.name == "bisect":
+        run_python([str(ROOT / "examples" / "recordings.py"), "runs/demo"], folder)
     if command.name in ("run", "chat"):  # chat reads stdin to its end
         done = run(["bash", "-euo", "pipefail", "-c", f"{command.example} </dev/null"], folder, programs)
     else:

@@ -12,7 +12,7 @@ from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.models import get
 from megatron_nemotron3.refit.checksum import added, checksum
 from tests.support.boundary_processes import NOTHING, run_apart
-from tests.support.refit_ranks import TWO, Case, faulty, left, plan_of, refitted, streamed, twice
+from tests.support.refit_ranks import TWO, Case, faulty, left, plan_of, refitted, streamed, twice, unshared
 
 #: Two trainers, two servers; a small buffer makes many steps.
 QUICK: list[Case] = [
@@ -35,6 +35,13 @@ FULL: list[Case] = [
     ("nemotron-h-8b-tiny", "tp=2,pp=2", "sglang", "tp=2,pp=2", {}),
     ("puzzle-tiny", "tp=2,ep=4,dp=2", "sglang", "tp=4,ep=4", {}),
 ]
+#: Two trainers that serve.
+STREAM: Case = ("super-tiny", "tp=2,ep=2", "hf", "replicas=2", {"colocated": True, "buffer": 100_000})
+CANNOT_SHARE = {
+    "another host": "shared memory of rank 3: rank 0 is on another host or in another container",
+    "little memory": "bytes of shared memory are needed on this host, 1,000 are available: give make_plan",
+    "one shares": "`shared` of ranks [1, 2, 3] is not that of rank 0",
+}
 COLOCATED: list[Case] = [(*case[:4], {**case[4], "colocated": True}) for case in FULL]
 
 
@@ -101,17 +108,26 @@ def test_a_frozen_mtp_is_reported_and_a_delta_sends_what_changed() -> None:
 
 
 def test_the_stream_has_whole_tensors() -> None:
-    case: Case = ("super-tiny", "tp=2,ep=2", "hf", "replicas=2", {"colocated": True, "buffer": 100_000})
-    (names, right), (others, also_right) = run_distributed(streamed, 2, case)
-    assert right and also_right and names == others == sorted(plan_of(case).names)
+    (names, right), (others, also_right) = run_distributed(streamed, 2, STREAM)
+    assert right and also_right and names == others == sorted(plan_of(STREAM).names)
 
 
 def test_a_stream_that_a_server_leaves_is_an_error_everywhere() -> None:
-    case: Case = ("super-tiny", "tp=2,ep=2", "hf", "replicas=2", {"colocated": True, "buffer": 100_000})
-    other, said = run_apart(left, 2, case, "leaves", wait=30, timeout=120)
+    other, said = run_apart(left, 2, STREAM, "leaves", wait=30, timeout=120)
     assert said == "left" and "rank 1: it left the stream before the end" in other
-    other, said = run_apart(left, 2, case, "killed", wait=30, timeout=120)
+
+
+@pytest.mark.full
+def test_a_server_that_is_killed_in_a_stream_is_an_error_everywhere() -> None:
+    other, said = run_apart(left, 2, STREAM, "killed", wait=30, timeout=120)
     assert said == NOTHING and "rank 1 ended" in other and "are not to be used" in other
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("how", "words"), CANNOT_SHARE.items())
+def test_ranks_that_cannot_share_memory_say_so_everywhere(how: str, words: str) -> None:
+    said = run_apart(unshared, 4, QUICK[0], how, wait=30, timeout=120)
+    assert len(set(said)) == 1 and said[0].startswith("RefitError") and words in said[0], said
 
 
 QUICK_FAULTS = ("a server is killed while it unpacks", "a wrong byte")
@@ -145,7 +161,7 @@ def test_a_fault_is_one_named_error_everywhere(fault: str) -> None:
     [
         "a server is killed while it unpacks",
         pytest.param("a server is killed before the proof", marks=pytest.mark.full),
-        "a trainer is killed while it packs",
+        pytest.param("a trainer is killed while it packs", marks=pytest.mark.full),
     ],
 )
 def test_a_killed_process_frees_its_shared_memory(fault: str) -> None:

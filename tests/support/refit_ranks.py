@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nemotron3.models import get
+from megatron_nemotron3.refit import transport
 from megatron_nemotron3.refit.execute import Refit, RefitError
 from megatron_nemotron3.refit.held import empty_parameters
 from megatron_nemotron3.refit.layouts import Serving, Training
@@ -236,3 +237,14 @@ def left(case: Case, how: str) -> str:
         return f"RefitError: {error}"
     stream.close()
     return "left"
+
+
+def unshared(case: Case, how: str) -> str:
+    """What this rank says where the last one cannot share memory, or only the first one wants to."""
+    rank = dist.get_rank()
+    if how == "another host" and rank == 3:
+        transport._host = lambda: "elsewhere"
+    if how == "little memory" and rank == 3:
+        transport.available = lambda: 1000
+    Refit(plan_of(case), shared=how != "one shares" or rank == 0)
+    return "no error"

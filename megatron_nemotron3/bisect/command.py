@@ -1,0 +1,125 @@
+"""`nemotron3 bisect`: which of two systems deviates from the checkpoint that both ran."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_nemotron3.checkpoint.output import add_json, result, say
+from megatron_nemotron3.checkpoint.remote import local, place
+from megatron_nemotron3.models.command import add_stored_model, stored_model
+from megatron_nemotron3.models.config import Nemotron3Config
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.bisect.recompute import Recomputation
+    from megatron_nemotron3.bisect.recording import Recording
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 bisect`."""
+    command = commands.add_parser("bisect")
+    command.add_argument(
+        "--checkpoint",
+        type=place,
+        required=True,
+        metavar="DIR",
+        help="a run, a Megatron checkpoint or a Hugging Face folder: what both systems ran",
+    )
+    command.add_argument(
+        "--trainer", type=Path, required=True, metavar="FILE", help="recording of the trainer"
+    )
+    command.add_argument(
+        "--engine", type=Path, required=True, metavar="FILE", help="recording of the inference engine"
+    )
+    command.add_argument(
+        "--previous",
+        type=place,
+        metavar="DIR",
+        help="an older checkpoint, to find weights that were not updated",
+    )
+    command.add_argument(
+        "--first", type=int, metavar="N", help="recompute the first N sequences (default: all)"
+    )
+    add_stored_model(command)
+    add_json(command)
+    command.set_defaults(run=bisect)
+
+
+def bisect(options: argparse.Namespace) -> int:
+    """Run `nemotron3 bisect`. Returns 0 if both systems agree with the checkpoint, 1 if one deviates.
+
+    Raises:
+        ValueError: a recording cannot be read, is of other tokens than the other one, or of another model; or
+            as `Recomputation.open`.
+    """
+    if options.first is not None and options.first < 1:
+        raise ValueError(f"--first {options.first}: give 1 or more")
+    config = stored_model(options)
+
+    from megatron_nemotron3.bisect.recompute import Recomputation
+    from megatron_nemotron3.bisect.recording import check_model, check_same, read
+
+    files = (options.trainer, options.engine)
+    trainer, engine = (read(file) for file in files)
+    check_same(trainer, engine)
+    with ExitStack() as stack:
+        model = Recomputation.open(stack.enter_context(local(options.checkpoint)), config)
+        previous = None
+        if options.previous is not None:
+            previous = Recomputation.open(stack.enter_context(local(options.previous)), model.config)
+        for file, side in zip(files, (trainer, engine)):
+            try:
+                check_model(side, model.config)
+            except ValueError as problem:
+                raise ValueError(f"{file}: {problem}") from None
+            side.sequences = side.sequences[: options.first]
+        stack.enter_context(result(options.json))
+        _say_what(model.config, trainer)
+        try:
+            diagnose: Any = import_module("megatron_nemotron3.bisect.diagnose")
+        except ModuleNotFoundError:
+            return _distances(model, trainer, engine)
+        found = diagnose.Investigation(model, previous, echo=say).compare(trainer, engine)
+        lines = found.lines()
+        say("\n".join(lines), **found.as_json(), findings=lines)
+    return int(found.exit_status)
+
+
+def _distances(model: Recomputation, *sides: Recording) -> int:
+    """Print how far each side is from the checkpoint, and which is nearer."""
+    import torch
+
+    apart: list[list[Any]] = [[] for _ in sides]
+    for ones in zip(*(side.sequences for side in sides)):
+        ids = ones[0].ids.unsqueeze(0)
+        x = model.embed(ids)
+        for step in model.run(x):
+            x = step.stream
+        scores = model.logprobs(x, ids)[0]
+        for distances, one in zip(apart, ones):
+            distances.append((one.logprobs - scores[one.first - 1 :]).abs())
+    every = [torch.cat(distances) for distances in apart]
+    for side, found in zip(sides, every):
+        median, largest = float(found.median()), float(found.max())
+        say(
+            f"{side.system} ({side.dtype}): {len(found)} log-probabilities, median difference {median:.2g}, "
+            f"largest {largest:.2g}",
+            sides=[{"system": side.system, "median": median, "largest": largest}],
+        )
+    nearer = min(zip(every, sides), key=lambda pair: float(pair[0].nan_to_num(nan=torch.inf).mean()))[1]
+    say(f"{nearer.system} is nearer to the checkpoint", nearer=nearer.system)
+    return 0
+
+
+def _say_what(config: Nemotron3Config, recording: Recording) -> None:
+    lengths = [len(one.ids) for one in recording.sequences]
+    say(
+        f"checkpoint {config.name}, layers {config.pattern}; sequences {len(lengths)}, tokens "
+        f"{sum(lengths):,}, in the longest {max(lengths):,}",
+        model=config.name,
+        sequences=len(lengths),
+        tokens=sum(lengths),
+    )

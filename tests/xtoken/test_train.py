@@ -1,0 +1,54 @@
+"""A student learns from a teacher with another tokenizer, by the commands of a user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3.train import log
+from tests.distill.test_commands import nemotron3
+
+#: The same words; numerals of one digit, and of two, which are tokens of the student's only.
+FIRST = {"teacher": 0, "student": 10}
+
+
+def _text(first: int) -> str:
+    """Rows of a .jsonl file with numerals from `first` on."""
+    words = "{} apples and {} pears or {} plums,"
+    places = [(i, j) for i in range(90) for j in range(90)]
+    numerals = [[first + (i * j + k) % (first * 9 or 10) for k in (0, i, j)] for i, j in places]
+    rows = (" ".join(words.format(*three) for three in numerals[i : i + 40]) for i in range(0, 8100, 40))
+    return "".join(f'{{"text": "{row}"}}\n' for row in rows)
+
+
+def _train(output: Path, *words: str, steps: int = 40, code: int = 0) -> str:
+    given = ["--tiny", "--device", "cpu", "--seq-length", "64", "--steps", str(steps), "--lr", "4e-3"]
+    return nemotron3("train", "nano", *given, "--output", str(output), *words, code=code)
+
+
+@pytest.mark.full  # tests/distill/test_lesson.py has a step without a run
+def test_train(tmp_path: Path) -> None:
+    """Without a projection it is refused, with the cure; following that, the divergence falls."""
+    for name, first in FIRST.items():
+        (tmp_path / f"{name}.jsonl").write_text(_text(first))
+    teacher, student = tmp_path / "teacher", tmp_path / "student"
+    _train(teacher, "--text", str(tmp_path / "teacher.jsonl"))
+    own = ["--text", str(tmp_path / "student.jsonl"), "--teacher", str(teacher)]
+    said = _train(student, *own, code=2)
+    assert "have different vocabularies" in said and "write a projection (nemotron3 xtoken)" in said
+    assert not (student / "train.log").exists() and not (student / "checkpoints").exists()
+
+    projection = tmp_path / "projection.safetensors"
+    nemotron3("xtoken", str(student), str(teacher), "--output", str(projection))
+    _train(student, *own, "--distill", f"projection={projection},kind=p-kl", "--", "--log-interval", "1")
+    curve = log.read(str(student / "train.log"))
+    apart = [step.values["divergence"] for _, step in sorted(curve.steps.items())]
+    assert len(apart) == 40
+    first, last = sum(apart[:5]) / 5, sum(apart[-5:]) / 5
+    assert 0 < last < 0.8 * first, apart
+
+    said = _train(tmp_path / "other", *own, "--distill", f"projection={projection}", "--pp", "2", code=2)
+    assert "pipeline parallelism does not go with projection=" in said
+    said = nemotron3("xtoken", str(teacher), str(student), "--projection", str(projection), code=2)
+    assert "is for another tokenizer of the student" in said
