@@ -170,6 +170,8 @@ def expert_causes() -> Iterator[Cause]:
     yield cause("softmax scores in the router", step(scores=lambda plain, logits: logits.softmax(-1)))
     after = lambda plain, s, c: s.logit().softmax(-1) * (c.moe_router_topk_scaling_factor or 1)  # noqa: E731
     yield cause("a softmax over the selected experts", _weights(after))
+    plainly = step(probabilities=after, ranking=lambda plain, scores, bias: scores)
+    yield cause("a softmax over the selected experts, and no expert bias", plainly)
     raw = lambda plain, s, c: s * (c.moe_router_topk_scaling_factor or 1)  # noqa: E731
     yield cause("no normalisation of the selected scores", _weights(raw))
     rounded = step(scores=lambda plain, logits: plain(logits.bfloat16().float()))

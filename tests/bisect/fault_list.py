@@ -433,7 +433,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "trainer: packed": Fault(
         "Sequences are packed, and states and attention run from one into the next",
-        "M",
+        "model",
         "the sequence before this one as its beginning",
         trainer=d.leaking,
     ),
