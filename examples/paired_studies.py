@@ -7,10 +7,11 @@
               each with a teacher of another tokenizer (X-Token, docs/xtoken.md)
     prune     a model cut to 55 % of its parameters: as it is, trained on the text and on the teacher; and a
               model of these sizes from random weights
+    parts, layers    which parts of a model are cut, and in which layers (pruning_choices.py)
     qad       a model whose weights are packed in NVFP4: as it is, trained on its own logits before packing,
               trained on the text; the model itself, trained on as much text; all with activations in NVFP4
-    boost     the MTP heads of a model, trained alone: on the text, and on its own distribution by each loss;
-              with hidden states mixed, and with those of a tenth of the batches. What five drafts give
+    boost     the MTP heads of a model, trained alone: on the text, and on the model's own distribution;
+              boost-losses by each loss, without mixing, on a tenth of the batches. What five drafts give
 
 All arms of a seed start from the same weights, and see the same batches in the same order with the same
 schedule. A table has the mean of each arm, losses in nats per token of held-out text, and the mean of the
@@ -38,6 +39,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, if the package is not installed
 
+import pruning_choices
 from tiny_runs import (
     BATCH,
     VALIDATION,
@@ -271,23 +273,15 @@ def drafts(lab: Lab, model: torch.nn.Module, config: Nemotron3Config) -> Measure
     }
 
 
-def boost(lab: Lab, seed: int) -> Results:
+def heads(lab: Lab, seed: int, arms: dict[str, Boost]) -> Results:
     """A model's MTP heads before and after training them alone; the model stays as it is."""
     # Losses here are means over tokens; Megatron divides sums of them later.
     MTPLossAutoScaler.set_loss_scale(torch.tensor(1 / (BATCH * DRAFTER.seq_length)))
     MTPLossLoggingHelper.tracker.clear()
     model = lab.teacher(seed, DRAFTER)
     config = DRAFTER.but(mtp_num_layers=DRAFTS)
-    runs = {
-        "on the text": Boost("ce"),
-        "KL": Boost(),
-        "KL, mixed": Boost(mix=1.0),
-        "KL, T = 2, mixed": Boost(temperature=2.0, mix=1.0),
-        "total variation, mixed": Boost("tv", mix=1.0),
-        "KL, mixed, a tenth kept": Boost(mix=1.0, cache=max(1, lab.steps // 10)),
-    }
     found = {"as it is": drafts(lab, model, DRAFTER)}
-    for name, settings in runs.items():
+    for name, settings in arms.items():
         MTPLossLoggingHelper.tracker.clear()  # it has as many depths as the model before
         copy = build(config, seed)
         memory.load(copy, model.state_dict())
@@ -296,12 +290,32 @@ def boost(lab: Lab, seed: int) -> Results:
     return found
 
 
+def boost(lab: Lab, seed: int) -> Results:
+    """Trained on the text, and as `nemotron3 boost` does it."""
+    return heads(lab, seed, {"on the text": Boost("ce"), "KL, mixed": Boost(mix=1.0)})
+
+
+def losses_of_heads(lab: Lab, seed: int) -> Results:
+    """Other losses, no mixing, and hidden states of a tenth of the batches."""
+    arms = {
+        "KL, mixed": Boost(mix=1.0),
+        "KL": Boost(),
+        "KL, T = 2, mixed": Boost(temperature=2.0, mix=1.0),
+        "total variation, mixed": Boost("tv", mix=1.0),
+        "KL, mixed, a tenth kept": Boost(mix=1.0, cache=max(1, lab.steps // 10)),
+    }
+    return heads(lab, seed, arms)
+
+
 #: The first arm of each is what the others are compared with.
 STUDIES: dict[str, Callable[[Lab, int], Results]] = {
     "distill": distill,
     "prune": prune,
+    "parts": partial(pruning_choices.parts, sizes=KEPT, config=TEACHER),
+    "layers": pruning_choices.layers,
     "qad": qad,
     "boost": boost,
+    "boost-losses": losses_of_heads,
 }
 
 

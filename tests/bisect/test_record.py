@@ -33,8 +33,8 @@ ROWS: dict[str, tuple[ParallelLayout, dict[str, Any], bool]] = {
     "CP2, packed": (_L(cp=2), PACKED, True),
     "PP2 VPP2": (_L(pp=2, vpp=2), {}, False),
     "EP2 DP2": (_L(dp=2, ep=2), {}, False),
-    "CP2": (_L(cp=2), {}, False),
-    "TP2 SP CP2, logits": (_L(tp=2, cp=2), {"labels": False}, False),
+    "CP2, logits": (_L(cp=2), {"labels": False}, False),
+    "TP2 SP CP2": (_L(tp=2, cp=2), {}, False),
     "PP2 DP2, packed": (_L(pp=2, dp=2), PACKED, False),
 }
 
