@@ -7,6 +7,7 @@
               each with a teacher of another tokenizer (X-Token, docs/xtoken.md)
     prune     a model cut to 55 % of its parameters: as it is, trained on the text and on the teacher; and a
               model of these sizes from random weights
+    parts, layers    which parts of a model are cut, and in which layers (pruning_choices.py)
     qad       a model whose weights are packed in NVFP4: as it is, trained on its own logits before packing,
               trained on the text; the model itself, trained on as much text; all with activations in NVFP4
     boost     the MTP heads of a model, trained alone: on the text, and on the model's own distribution;
@@ -38,6 +39,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, if the package is not installed
 
+import pruning_choices
 from tiny_runs import (
     BATCH,
     VALIDATION,
@@ -309,6 +311,8 @@ def losses_of_heads(lab: Lab, seed: int) -> Results:
 STUDIES: dict[str, Callable[[Lab, int], Results]] = {
     "distill": distill,
     "prune": prune,
+    "parts": partial(pruning_choices.parts, sizes=KEPT, config=TEACHER),
+    "layers": pruning_choices.layers,
     "qad": qad,
     "boost": boost,
     "boost-losses": losses_of_heads,

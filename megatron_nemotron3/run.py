@@ -16,7 +16,7 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
   to name the last complete checkpoint (`megatron_nemotron3.checkpoint.resume`), and a schedule that Megatron
   would refuse to load is refused with the option that it needs.
 - `run.json` in the folder of `--save` says which run it is; a start with another model is refused, and one
-  with another precision, MTP, tokenizer or data set needs `--change`.
+  with another precision, MTP, tokenizer, data set or teacher needs `--change`.
 - Processes that the script starts survive a signal to the whole process group and end when it ends; with
   `--exit-signal-handler` Ctrl-C saves and leaves, as SIGTERM does (`megatron_nemotron3.lifetime`).
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
@@ -41,6 +41,7 @@ from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.distill import settings as distillation
 from megatron_nemotron3.distill.check import chosen as check_distillation
+from megatron_nemotron3.distill.check import record_of
 from megatron_nemotron3.models import stack_specs
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
@@ -306,15 +307,13 @@ def verify_measurable(spec: Any) -> None:
         )
 
 
-def prepare_folders(
-    arguments: list[str], changes: Sequence[str], emulated: emulation.Emulation | None
-) -> ExitStack:
-    """Prepare the folders of a script's command line, or stop; return what holds the lock of `--save`."""
+def prepare_folders(arguments: list[str], *given: Any) -> ExitStack:
+    """Prepare folders as `script_folders.prepared`, or stop; return what holds the lock of `--save`."""
     from megatron_nemotron3.args.script_folders import prepared
 
     with ExitStack() as stack:
         try:
-            stack.enter_context(prepared(arguments, int(os.environ["RANK"]), changes, emulated))
+            stack.enter_context(prepared(arguments, int(os.environ["RANK"]), *given))
         except (ValueError, OSError) as problem:
             fail(str(problem))
         return stack.pop_all()
@@ -335,14 +334,15 @@ def _launch(words: Words) -> None:
     try:
         emulated = emulation.emulation_in_environment() if emulate is None else emulation.parse(emulate)
         measured = emulation.logging_in_environment()
-        boost = boosting.asked(arguments)
         distilled = check_distillation(taught, arguments, int(os.environ.get("WORLD_SIZE", 1)))
+        teacher = record_of(distilled) if distilled else None
+        boost = boosting.asked(arguments, taught=distilled is not None)
     except (ValueError, OSError) as problem:
         fail(str(problem))
     require_well_formed_file(arguments)
     device = resolve_device(device)
     lifetime.single_process_environment()
-    locks = prepare_folders(arguments, changes, emulated)
+    locks = prepare_folders(arguments, changes, emulated, teacher)
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
 

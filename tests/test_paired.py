@@ -130,13 +130,15 @@ def test_the_studies_run_and_go_on_where_they_ended(tmp_path: Path) -> None:
     assert [row[0] for row in rows if ", 2 seeds" in row[0]] == [
         "| distill, 2 seeds",
         "| prune, 2 seeds",
+        *["| parts, 2 seeds"] * 2,
+        *["| layers, 2 seeds"] * 2,
         *["| qad, 2 seeds"] * 2,
         *["| boost, 2 seeds"] * 5,
         *["| boost-losses, 2 seeds"] * 5,
     ]
     assert all(" ± " in row[2] for row in rows if len(row) == 4 and row[2].startswith(("+", "-")))
     losses = [json.loads(line)["results"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert len(losses) == 10
+    assert len(losses) == 14
     assert all(0 <= number < 9 for one in losses for value in one.values() for number in value.values())
 
 

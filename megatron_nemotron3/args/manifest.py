@@ -1,9 +1,9 @@
 """`run.json`: which run a folder of checkpoints belongs to, so that a resumed run is not another one.
 
-It says what the command line and the environment of a run decide: model, MTP, precision, tokenizer and data;
-and, for information, everything else that changes numbers, and the versions. When a run goes on, the first
-five are compared. Another model needs another folder; other changes must be asked for by name, and all of
-them are recorded with their step. Standard library only.
+It says what the command line and the environment of a run decide: model, MTP, precision, tokenizer, data and
+teacher; and, for information, everything else that changes numbers, and the versions. When a run goes on, the
+first six are compared. Another model needs another folder; other changes must be asked for by name, and all
+of them are recorded with their step. Standard library only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_nemotron3.precision import te_variables
 
 NAME = "run.json"
 #: Parts that may change in a folder if it is asked for: values of --change.
-CHANGES = ("precision", "mtp", "tokenizer", "data")
+CHANGES = ("precision", "mtp", "tokenizer", "data", "teacher")
 #: Option -> what it says.
 Part = dict[str, str]
 Parts = dict[str, Part]
@@ -89,6 +89,7 @@ def parts_of(
     environment: Mapping[str, str],
     name: str = "",
     contents: Mapping[str, bytes] | None = None,
+    teacher: Part | None = None,
 ) -> Parts:
     """Return what a run is made of.
 
@@ -97,6 +98,7 @@ def parts_of(
         environment: of the training processes.
         name: the model's, if it is known.
         contents: path -> content of files that are not written yet.
+        teacher: what the model is distilled from, and how; None: it is not.
 
     Raises:
         ValueError, OSError: a file that the command line names cannot be read.
@@ -105,6 +107,7 @@ def parts_of(
     parts: Parts = {part: {} for part in ("model", *CHANGES, "launch")}
     if name:
         parts["model"]["name"] = name
+    parts["teacher"] |= teacher or {}
     for flag in parse(words[first:]):
         option, values = flag.name, " ".join(map(_normal, flag.values)) or "on"
         if option == _PATTERN:
@@ -230,6 +233,8 @@ class Manifest:
             was = "another " + _TITLES[part]
             if part == "precision" and precision_name(old) != precision_name(new[part]):
                 was = f"{precision_name(old)}, not {precision_name(new[part])}"
+            if part == "teacher" and old.get("name") != new[part].get("name"):
+                was = f"teacher {old.get('name', 'none')}, not {new[part].get('name', 'none')}"
             raise ValueError(
                 f"{self.folder} was trained to step {step} with {was} ({details}): give --change {part} if "
                 "that is meant, or choose another --output"
@@ -276,7 +281,7 @@ class Manifest:
         return lines
 
 
-_TITLES = {"precision": "precision", "mtp": "MTP", "tokenizer": "tokenizer", "data": "data set"}
+_TITLES = {name: name for name in CHANGES} | {"mtp": "MTP", "data": "data set", "teacher": "distillation"}
 
 
 def precision_name(part: Mapping[str, str]) -> str:

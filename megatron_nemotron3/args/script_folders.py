@@ -21,7 +21,11 @@ from megatron_nemotron3.precision import settings as emulation
 
 @contextlib.contextmanager
 def prepared(
-    words: Sequence[str], rank: int, changes: Sequence[str], emulated: emulation.Emulation | None
+    words: Sequence[str],
+    rank: int,
+    changes: Sequence[str],
+    emulated: emulation.Emulation | None,
+    teacher: manifest.Part | None = None,
 ) -> Iterator[None]:
     """Hold the folder of `--save` for the ranks of this run, and check that the run can go on.
 
@@ -31,6 +35,7 @@ def prepared(
     Args:
         words: the script's command line.
         changes: parts of the run that may differ from the folder's, of `manifest.CHANGES`.
+        teacher: as of `manifest.parts_of`.
 
     Raises:
         ValueError: another run writes to the folder, the checkpoint is damaged, Megatron would refuse its
@@ -48,13 +53,17 @@ def prepared(
             raise ValueError(problem)
         # `nemotron3 train` has done it for its ranks.
         if rank == 0 and save is not None and lock.VARIABLE not in os.environ:
-            for line in settle_manifest(save, words, changes, emulated):
+            for line in settle_manifest(save, words, changes, emulated, teacher):
                 print(f"megatron_nemotron3: {line}", flush=True)
         yield
 
 
 def settle_manifest(
-    save: Path, words: Sequence[str], changes: Sequence[str] = (), emulated: emulation.Emulation | None = None
+    save: Path,
+    words: Sequence[str],
+    changes: Sequence[str] = (),
+    emulated: emulation.Emulation | None = None,
+    teacher: manifest.Part | None = None,
 ) -> list[str]:
     """Compare a run with the one that the folder of `--save` holds, and record it; return lines to print.
 
@@ -63,7 +72,7 @@ def settle_manifest(
     """
     found, step = manifest.Manifest(manifest.folder_of(save)), latest_iteration(save)
     environment = {**os.environ, emulation.VARIABLE: emulated.text() if emulated else ""}
-    new = manifest.parts_of(words, environment)
+    new = manifest.parts_of(words, environment, teacher=teacher)
     if step is not None:
         stored = stored_state(checkpoint_path(save, step))
         before = manifest.parts_of_checkpoint(stored.args) if stored else {}

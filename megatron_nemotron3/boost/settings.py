@@ -26,6 +26,9 @@ LOSSES = {
 }
 
 
+_TAUGHT = "MTP's heads are trained on what the model itself predicts, not on a teacher: leave one of them out"
+
+
 @dataclass(frozen=True)
 class Boost:
     """How the heads are trained.
@@ -112,8 +115,13 @@ def in_environment(environment: Mapping[str, str] = os.environ) -> Boost | None:
         raise ValueError(f"{VARIABLE}: {problem}") from None
 
 
-def asked(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> Boost | None:
+def asked(
+    words: Sequence[str], environment: Mapping[str, str] = os.environ, *, taught: bool = False
+) -> Boost | None:
     """Return what NEMOTRON3_BOOST asks of a command line of Megatron.
+
+    Args:
+        taught: whether a teacher is given.
 
     Raises:
         ValueError: it is malformed, or the command line cannot be trained so.
@@ -121,6 +129,8 @@ def asked(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
     boost = in_environment(environment)
     if boost is not None:
         try:
+            if taught:
+                raise ValueError(_TAUGHT)
             refuse(boost, words, environment)
         except ValueError as problem:
             raise ValueError(f"{VARIABLE}: {problem}") from None
@@ -135,6 +145,8 @@ def refuse(boost: Boost, words: Sequence[str], environment: Mapping[str, str] = 
 
 
 def _problem(boost: Boost, words: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    if environment.get("NEMOTRON3_DISTILL") not in (None, "", "0"):
+        return f"NEMOTRON3_DISTILL is set, too, but {_TAUGHT}"
     if environment.get("NEMOTRON3_LORA"):
         return "NEMOTRON3_LORA is set, too, but only MTP's own weights are trained: unset one of them"
     if "/" not in (option_value(words, "--hybrid-layer-pattern") or ""):

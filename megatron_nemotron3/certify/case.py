@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
+
+if TYPE_CHECKING:  # Python 3.11
+    from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,17 +60,9 @@ def gather(ranks: Sequence[Pieces]) -> Tensors:
 
 def sharded(chunks: Sequence[Any]) -> list[Any]:
     """The ShardedTensors of a rank's model chunks, data as views of the parameters and buffers."""
-    from megatron.core import parallel_state
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from megatron_nemotron3.convert import into_model
 
-    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    found = []
-    for chunk in chunks:
-        state = unwrap(chunk).sharded_state_dict(metadata=metadata)
-        apply_factories(state)
-        found += [v for v in nested_values(state) if isinstance(v, ShardedTensor)]
-    return found
+    return [tensor for chunk in chunks for tensor in into_model.sharded(unwrap(chunk))]
 
 
 def unwrap(chunk: Any) -> Any:

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from megatron_nemotron3.args import Launch
 from megatron_nemotron3.build import build
-from megatron_nemotron3.certify.tensors import sharded
 from megatron_nemotron3.compression.importance import measure
 from megatron_nemotron3.compression.scores import Scores
-from megatron_nemotron3.convert.opened import EMBEDDING, Checkpoint
-from megatron_nemotron3.convert.sources import TensorSource
-from megatron_nemotron3.convert.views import Converted, as_tensor
+from megatron_nemotron3.convert.into_model import load_weights
+from megatron_nemotron3.convert.opened import Checkpoint
 from megatron_nemotron3.cpu import cpu_mode
 
 
@@ -41,20 +39,6 @@ def calibrate(opened: Checkpoint, launch: Launch, text: Tensor, device: str) -> 
         total = total.to(next(model.parameters()).device)
         torch.distributed.all_reduce(total)  # ranks that share tokens count them alike
         return scores, float(total[0] / total[1])
-
-
-def load_weights(model: HybridModel, opened: Checkpoint) -> None:
-    """Read this rank's part of a checkpoint of any kind into a model, tensor by tensor."""
-    parts = sharded([model])
-    rows = next((t.global_shape[0] for t in parts if t.key in (EMBEDDING, "output_layer.weight")), None)
-    mappings = opened.to_megatron(rows or opened.config.vocab_size)
-    source: TensorSource = Converted(opened.hf_view(), mappings, to_hf=False)
-    with torch.no_grad():
-        for t in parts:
-            shape = (1,) * t.prepend_axis_num + tuple(t.data.shape)
-            slices = tuple((start, start + n) for start, n in zip(t.global_offset, shape))
-            part = as_tensor(source.read(t.key, slices), source.tensors[t.key].dtype)
-            t.data.copy_(part.reshape(t.data.shape))
 
 
 @contextmanager

@@ -223,7 +223,6 @@ def _measured(options: argparse.Namespace, found: CheckpointFolder, opened: Chec
         backend="torch" if device == "cpu" else "auto",
     )
     enforce(launch)
-    from megatron_nemotron3.compression.calibrate import calibrate
     from megatron_nemotron3.generate.evaluate import windows
 
     ids, source = evaluation_tokens(found, options, 4 * options.sample_tokens)
@@ -237,6 +236,8 @@ def _measured(options: argparse.Namespace, found: CheckpointFolder, opened: Chec
             f"{length}: give more text, or a smaller --seq-length"
         )
     text = text[: len(text) // layout.dp * layout.dp]
+    from megatron_nemotron3.compression.calibrate import calibrate  # Megatron, after all that can be refused
+
     scores, loss = calibrate(opened, launch, text, device)
     if _rank() == 0:
         say(

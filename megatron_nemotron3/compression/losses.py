@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import numpy
 
@@ -39,15 +38,6 @@ class Measured:
         self.scores = scores
         self._there = _decoder(scores.config)
         self.experts = cache(self._experts)
-
-    @classmethod
-    def load(cls, path: Path, config: Nemotron3Config) -> Measured:
-        """Read a file of `nemotron3 prune --scores`.
-
-        Raises:
-            ValueError, OSError: as `Scores.load`.
-        """
-        return cls(Scores.load(path, config))
 
     def layers(self, number: int) -> Sequence[int]:
         """Return the layers that change the residual stream most."""

@@ -15,11 +15,10 @@ from typing import Protocol
 
 from megatron_nemotron3.compression.budget import amount, costs, fits
 from megatron_nemotron3.compression.choose import Option, choose
-from megatron_nemotron3.compression.sizes import BY_LAYER, DIMENSIONS, Size, candidate_config
+from megatron_nemotron3.compression.sizes import BY_LAYER, DIMENSIONS, Size, candidate_config, require_known
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.parameters import active_layer_parameters, layer_tensors
 from megatron_nemotron3.plan.serving import Serving, layer_seconds
-from megatron_nemotron3.words import hint
 
 #: Combinations of the sizes of the model; each takes a second where many layers have many values.
 MOST_COMBINATIONS = 2000
@@ -143,9 +142,7 @@ def search(
 
 def _combinations(values: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
     for name in values:
-        if name not in DIMENSIONS:
-            known = f"choose from {', '.join(DIMENSIONS)}{hint(name, DIMENSIONS)}"
-            raise ValueError(f"{name} cannot vary: {known}")
+        require_known(name)
     if "num_layers" in values and any(name in values for name in BY_LAYER):
         raise ValueError(
             f"num_layers and {' or '.join(BY_LAYER)}, which vary by layer: `nemotron3 prune` cuts the depth "
@@ -315,21 +312,3 @@ def sizes_text(one: Candidate) -> str:
         low, high = (min(size), max(size)) if isinstance(size, tuple) else (size, size)
         said.append(f"{name} {low:,}" + (f" to {high:,}" if high > low else ""))
     return ", ".join(said)
-
-
-def parse_values(words: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Read "NAME=N,N,…" of --vary.
-
-    Raises:
-        ValueError: a word is none of these, or a size is given twice.
-    """
-    found: dict[str, tuple[int, ...]] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        numbers = text.split(",")
-        if not equals or not all(one.isascii() and one.isdigit() and int(one) for one in numbers):
-            raise ValueError(f"--vary {word}: give NAME=N,N,…, such as moe_ffn_hidden_size=1280,1792,2688")
-        if name in found:
-            raise ValueError(f"--vary {word}: {name} is given twice: drop one")
-        found[name] = tuple(dict.fromkeys(map(int, numbers)))
-    return found

@@ -15,11 +15,10 @@ from megatron_nemotron3.compression.search import (
     Candidate,
     Found,
     Losses,
-    parse_values,
     search,
     sizes_text,
 )
-from megatron_nemotron3.compression.sizes import BY_LAYER
+from megatron_nemotron3.compression.sizes import BY_LAYER, parse_numbers
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.models.show import describe
@@ -82,7 +81,9 @@ def search_command(options: argparse.Namespace) -> int:
         OSError: a file cannot be read or written.
     """
     config = chosen_model(options)
-    budget, values = parse_budget(options.budget), parse_values(options.vary)
+    budget = parse_budget(options.budget)
+    given = parse_numbers(options.vary, "--vary", "NAME=N,N,…, such as moe_ffn_hidden_size=1280,1792,2688")
+    values = {name: tuple(dict.fromkeys(numbers)) for name, numbers in given.items()}
     if options.best < 1:
         raise ValueError(f"--best {options.best}: give 1 or more")
     if options.output is not None:
@@ -105,8 +106,9 @@ def _losses(file: Path | None, config: Nemotron3Config) -> Losses:
     if file is None:
         return Alike(config)
     from megatron_nemotron3.compression.losses import Measured
+    from megatron_nemotron3.compression.scores import Scores
 
-    return Measured.load(file, config)
+    return Measured(Scores.load(file, config))
 
 
 def _facts(

@@ -80,8 +80,8 @@ def candidate_config(
     changes["pattern"] = "".join(config.pattern[layer] for layer in kept)
     if config.is_moe:
         changes |= _experts(config, sizes, kept)
-    # The name of an unknown model is that of its folder, and of an ambiguous one "a or b".
-    name = re.sub(r"[^\w.-]+", "-", config.name.rpartition("/")[2])
+    # The name of an unknown model is that of its folder, and of an ambiguous one "a or b or …".
+    name = re.sub(r"[^\w.-]+", "-", config.name.rpartition("/")[2].partition(" or ")[0])
     base = name.removesuffix(TINY_SUFFIX)  # stays last, because `train` looks for it
     changes |= {"name": f"{base}-pruned{name[len(base) :]}", "title": f"{config.title}, pruned"}
     return config.but(**changes, published_total=None, published_active=None)
@@ -91,22 +91,33 @@ def parse_sizes(words: Sequence[str]) -> dict[str, Size]:
     """Read the words of --sizes, "NAME=N" or, by layer, "NAME=N,N,…".
 
     Raises:
-        ValueError: a word is none of these, the size is unknown, or given twice.
+        ValueError: as `parse_numbers`.
     """
-    found: dict[str, Size] = {}
+    found = parse_numbers(words, "--sizes", "NAME=N, such as hidden_size=2048")
+    return {name: numbers[0] if len(numbers) == 1 else numbers for name, numbers in found.items()}
+
+
+def parse_numbers(words: Sequence[str], option: str, wanted: str) -> dict[str, tuple[int, ...]]:
+    """Read the words of an option, "NAME=N,N,…", with names of `DIMENSIONS`.
+
+    Raises:
+        ValueError: a word is no such (the message has `wanted`), the size is unknown, or given twice.
+    """
+    found: dict[str, tuple[int, ...]] = {}
     for word in words:
         name, equals, text = word.partition("=")
         numbers = text.split(",")
-        if not equals or not all(one.isascii() and one.isdigit() for one in numbers):
-            raise ValueError(f"--sizes {word}: give NAME=N, such as hidden_size=2048")
-        _require_known(name)
+        if not equals or not all(one.isascii() and one.isdigit() and int(one) for one in numbers):
+            raise ValueError(f"{option} {word}: give {wanted}")
+        require_known(name)
         if name in found:
-            raise ValueError(f"--sizes {word}: {name} is given twice: drop one")
-        found[name] = int(text) if len(numbers) == 1 else tuple(map(int, numbers))
+            raise ValueError(f"{option} {word}: {name} is given twice: drop one")
+        found[name] = tuple(map(int, numbers))
     return found
 
 
-def _require_known(name: str) -> None:
+def require_known(name: str) -> None:
+    """Raise ValueError for a name that is none of `DIMENSIONS`."""
     if name not in DIMENSIONS:
         raise ValueError(
             f"{name} cannot be pruned: choose from {', '.join(DIMENSIONS)}{hint(name, list(DIMENSIONS))}"
@@ -128,7 +139,7 @@ def _kept_layers(config: Nemotron3Config, sizes: Sizes, layers: Sequence[int] | 
 
 def _check(config: Nemotron3Config, name: str, new: Size) -> None:
     """Raise ValueError unless a size exists in the model and is not larger there."""
-    _require_known(name)
+    require_known(name)
     kinds = DIMENSIONS[name]
     old = getattr(config, name)
     if old is None or not set(kinds) & set(config.pattern + (config.mtp_pattern or "")):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +15,10 @@ from megatron_nemotron3.args import check as violations
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.checkpoint.folders import locate_one
 from megatron_nemotron3.checkpoint.state import stored_state
+from megatron_nemotron3.convert.checkpoints import QUANTIZATION, open_hugging_face
+from megatron_nemotron3.convert.hf_folder import read_config
 from megatron_nemotron3.convert.megatron_args import config_of
+from megatron_nemotron3.convert.opened import Checkpoint
 from megatron_nemotron3.distill.manifest import Manifest, is_stored, part_path, read_manifest
 from megatron_nemotron3.distill.settings import HOW, SIZES, TEACHER, Distillation, in_environment, read
 from megatron_nemotron3.distill.vocabulary import Vocabulary, of_tokenizer
@@ -28,12 +33,14 @@ _REFUSED = {
     "--export-kd-teacher-load": "it names another teacher",
     "--logits-load-dir": "it names another teacher",
 }
+#: Files with numbers, and how many bytes of the end of each a digest takes.
+_NUMBERS, _END = (".distcp", ".safetensors", ".npy"), 4096
 _CURE = "distil from a teacher with the student's tokenizer"
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model of the family in a Megatron checkpoint, without its MTP, and what its ids mean."""
+    """A model of the family in a checkpoint, without its MTP, and what its ids mean."""
 
     place: Path
     config: Nemotron3Config
@@ -48,14 +55,14 @@ def find(folder: str) -> Teacher:
     """Read which model the checkpoint of a folder holds.
 
     Raises:
-        ValueError: there is none, it is no Megatron checkpoint, or of another family.
+        ValueError: there is none, it is damaged, or of another family.
     """
     found = locate_one(Path(folder))
     if found.kind == "hugging face":
-        raise ValueError(
-            f"teacher {folder} is a Hugging Face folder: convert it (nemotron3 convert from-hf {folder} "
-            "OUTPUT) and give OUTPUT"
-        )
+        config = open_hf_teacher(found.folder).config.but(mtp_pattern=None, mtp_num_layers=0)
+        known = of_tokenizer(found.folder)
+        vocabulary = known or Vocabulary(config.vocab_size)
+        return Teacher(found.folder, config, vocabulary, tokenizer=found.folder if known else None)
     state = stored_state(found.folder)
     if state is None or not state.args:
         raise ValueError(
@@ -78,10 +85,53 @@ def find(folder: str) -> Teacher:
     return Teacher(found.folder, config, vocabulary, found.run, tokenizer)
 
 
+def open_hf_teacher(folder: Path) -> Checkpoint:
+    """Open a Hugging Face folder: packed weights as BF16, of a model with encoders its language part.
+
+    Raises:
+        ValueError: it is damaged, or of another family.
+    """
+    packed = QUANTIZATION in read_config(folder, omni=True)
+    opened = open_hugging_face(folder, dequantize=packed, omni=True)
+    return opened if opened.omni is None else opened.language_part()
+
+
 def _tokenizers(checkpoint: Path, run: Path | None, stored: Any) -> list[Path]:
     places = [Path(stored)] if isinstance(stored, str) and stored else []
     places += [checkpoint, checkpoint / "tokenizer"]
     return places + (sorted((run / "data").glob("*/tokenizer")) if run is not None else [])
+
+
+def record_of(how: Distillation) -> dict[str, str]:
+    """What run.json says of a distillation: a run that goes on must have the same, or say that it changes.
+
+    The teacher counts by its files, so that it may be moved; its layout does not change what is learnt.
+    """
+    place = Path(how.teacher)
+    record = {"name": str(place)}
+    if is_stored(place):
+        record["logits"] = _digest(place)
+    else:
+        found = locate_one(place).folder
+        record["weights"] = f"{found.name} {_digest(found)}"
+    record |= {"kind": how.kind, "temperature": repr(how.temperature), "weight": repr(how.weight)}
+    if how.projection:
+        record["projection"] = hashlib.sha256(Path(how.projection).read_bytes()).hexdigest()[:16]
+    return record
+
+
+def _digest(folder: Path) -> str:
+    """Of the names, sizes and ends of the files with numbers.
+
+    The end of a torch_dist file has the checksum of its last tensor; that of another one is numbers itself.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.iterdir() if path.suffix in _NUMBERS):
+        with file.open("rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - _END))
+            digest.update(f"{file.name} {size}\n".encode() + opened.read())
+    return digest.hexdigest()[:16]
 
 
 def student_vocabulary(words: Sequence[str]) -> Vocabulary:
@@ -138,10 +188,10 @@ def check(how: Distillation, words: Sequence[str], world_size: int) -> None:
         packed=option_values(words, "--sft") is not None,
         contiguous=option_values(words, "--use-tp-pp-dp-mapping") is None,
     )
-    if len(teacher.config.pattern) < student.stages:
+    if len(teacher.config.pattern) < layout.stages:
         raise ValueError(
-            f"teacher {how.teacher} has {len(teacher.config.pattern)} layers for {student.stages} pipeline "
-            "stages, which it shares with the student: use fewer stages"
+            f"teacher {how.teacher} has {len(teacher.config.pattern)} layers for {layout.stages} pipeline "
+            "stages, at least as many as the student's: use fewer stages"
         )
     launch = Launch(config=teacher.config, layout=layout, precision="fp32", backend="torch")
     if wrong := [rule.message for rule in violations(launch) if rule.severity == "error"]:
@@ -233,19 +283,24 @@ def layout_of(
     given = dict(how.sizes)
     if all(getattr(student, name) == size for name, size in given.items()):
         return student
-    sizes = {"tp": student.tp, "cp": student.cp, "ep": 1, "etp": 1, **given}
-    ranks = student.world_size // student.pp
+    sizes = {"tp": student.tp, "cp": student.cp, "ep": 1, "etp": 1, "pp": student.pp, **given}
+    if sizes["pp"] % student.pp:
+        raise ValueError(
+            f"the teacher's pp={sizes['pp']}: each of the {student.pp} stages of the student computes whole "
+            f"stages of the teacher: give a multiple of {student.pp}, or leave pp out"
+        )
+    ranks, uneven = divmod(student.world_size, sizes["pp"])
     said = ", ".join(f"{name}={size}" for name, size in sizes.items())
     dp, rest = divmod(ranks, sizes["tp"] * sizes["cp"])
-    if rest or ranks % (sizes["ep"] * sizes["etp"]):
+    if uneven or rest or ranks % (sizes["ep"] * sizes["etp"]):
         raise ValueError(
-            f"the teacher's layout {said} does not divide the {ranks} ranks of a pipeline stage: use sizes "
-            "whose products tp * cp and ep * etp do"
+            f"the teacher's layout {said} does not divide the {student.world_size} ranks: use sizes whose "
+            "products tp * cp * pp and ep * etp * pp do"
         )
     if student.dp % dp:
         raise ValueError(
             f"the teacher's layout {said} makes {dp} data lanes, and the student has {student.dp}: the "
-            "teacher takes whole micro-batches of the student, so give it more tp or cp"
+            "teacher takes whole micro-batches of the student, so give it more tp, cp or pp"
         )
     if packed and student.cp % sizes["cp"]:
         raise ValueError(
@@ -257,8 +312,8 @@ def layout_of(
             "--use-tp-pp-dp-mapping does not put a stage's ranks side by side, as a teacher in a layout of "
             f"its own needs: leave it out, or {', '.join(name for name, _ in how.sizes)} of the teacher"
         )
-    tp, cp, ep, etp = (sizes[name] for name in SIZES)
-    return ParallelLayout(tp=tp, cp=cp, ep=ep, etp=etp, pp=student.pp, vpp=student.vpp, dp=dp)
+    tp, cp, ep, etp, pp = (sizes[name] for name in SIZES)
+    return ParallelLayout(tp=tp, cp=cp, ep=ep, etp=etp, pp=pp, vpp=student.vpp, dp=dp)
 
 
 def student_layout(words: Sequence[str], world_size: int) -> ParallelLayout:

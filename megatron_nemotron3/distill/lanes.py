@@ -1,9 +1,9 @@
 """Batches of the student as the teacher's layout takes them, and the teacher's hidden states back.
 
-Where the layouts are the same, nothing moves. Otherwise both share the ranks of every pipeline stage, and the
-teacher has fewer data lanes: each takes the micro-batches of several lanes of the student, one after the
-other. Tokens and borders, which are few, are gathered; hidden states go by a boundary plan, each row once to
-every rank that needs it.
+Used where the layouts differ. The ranks of each pipeline stage of the student hold one or more stages of the
+teacher, side by side. The teacher has fewer data lanes: each takes the micro-batches of several lanes of the
+student, one after the other. Tokens and borders, which are few, are gathered; hidden states go by a boundary
+plan, each row once to every rank that needs it.
 """
 
 from __future__ import annotations
@@ -43,36 +43,26 @@ class Batch:
     rows: int
 
 
-class SameLanes:
-    """Teacher and student have the same layout."""
-
-    def batches(self, batch: Batch) -> list[Batch]:
-        """The micro-batches that the teacher computes on this rank for one of the student."""
-        return [batch]
-
-    def back(self, hidden: Sequence[Tensor], batch: Batch) -> Tensor:
-        """Hidden states [s / cp, b, h] of the micro-batches, as the student's rank needs them."""
-        return hidden[0]
-
-
-class OtherLanes:
-    """The teacher has a layout of its own on the ranks of each pipeline stage.
+class Lanes:
+    """The teacher has a layout of its own on the ranks of each pipeline stage of the student.
 
     Every rank of the world constructs it, because process groups are created.
 
     Args:
-        teacher, student: layouts, with the same PP.
+        teacher, student: layouts; the PP of the first is a multiple of the other's.
         dp_cp: the student's process group of a stage's data and context ranks.
     """
 
     def __init__(self, teacher: ParallelLayout, student: ParallelLayout, dp_cp: Any) -> None:
         self._dp_cp = dp_cp
         rank, ranks = dist.get_rank(), student.world_size // student.pp
-        here = rank // ranks * ranks
-        self._teacher, self._student = (_stage(layout, here) for layout in (teacher, student))
+        here, own = rank // ranks * ranks, teacher.world_size // teacher.pp
+        self._student = _stage(student, here)
+        #: Hidden states leave the last stage of the teacher that lies here.
+        self._teacher = _stage(teacher, here + ranks - own)
         # Rows leave the last stage only, but a group is made by all ranks.
         self._groups = Groups(range(student.world_size - ranks, student.world_size))
-        at = self._teacher.coordinates(rank)
+        at = _stage(teacher, rank // own * own).coordinates(rank)
         self._context, each = at["cp"], student.dp // teacher.dp
         #: Lanes of the student whose micro-batches this rank's lane of the teacher takes.
         self._mine = range(at["dp"] * each, (at["dp"] + 1) * each)
@@ -80,7 +70,7 @@ class OtherLanes:
         self._documents: tuple[tuple[int, ...], ...] = ()
 
     def batches(self, batch: Batch) -> list[Batch]:
-        """As of `SameLanes`.
+        """The micro-batches that the teacher computes on this rank for one of the student.
 
         Raises:
             ValueError: there is an attention mask, or the rows do not divide among the teacher's ranks.
@@ -111,12 +101,21 @@ class OtherLanes:
         return found
 
     def back(self, hidden: Sequence[Tensor], batch: Batch) -> Tensor:
-        """As of `SameLanes`."""
+        """Hidden states [s / cp, b, h] of the micro-batches, as the student's rank needs them."""
         held = torch.cat([one.transpose(0, 1).reshape(-1, one.shape[-1]) for one in hidden])
         length = batch.tokens * self._student.cp
         plan = self._plan(length, batch.rows, self._documents, held.shape[-1] * held.element_size())
         (rows,) = deliver([plan], [held.contiguous()], self._groups)
         return rows.view(batch.rows, batch.tokens, -1).transpose(0, 1)
+
+    def everywhere(self, weight: Tensor | None, like: Tensor) -> Tensor:
+        """Give a matrix of the teacher's last stage to all ranks of the student's last stage."""
+        group, last = self._groups.group, self._groups.ranks[-1]
+        shape: list[Any] = [None if weight is None else weight.shape]
+        dist.broadcast_object_list(shape, src=last, group=group)
+        weight = like.new_empty(shape[0]) if weight is None else weight
+        dist.broadcast(weight, src=last, group=group)
+        return weight
 
     def _make_plan(
         self, length: int, rows: int, documents: tuple[tuple[int, ...], ...], row_bytes: int

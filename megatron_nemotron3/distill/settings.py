@@ -29,7 +29,7 @@ KINDS = ("kl", "reverse-kl", "tv", "js")
 #: Losses of a teacher with another tokenizer (xtoken/loss.py), the default first.
 ACROSS = ("p-kl", "h-kl")
 #: Sizes of the teacher's layout that may differ from the student's.
-SIZES = ("tp", "cp", "ep", "etp")
+SIZES = ("tp", "cp", "ep", "etp", "pp")
 _WORDS = ("kind", "projection")
 _NUMBERS = ("temperature", "weight")
 _LAST = "teacher="
@@ -40,7 +40,7 @@ class Distillation:
     """The loss of a token is weight * T ** 2 * divergence + (1 - weight) * cross-entropy.
 
     Args:
-        teacher: folder of a Megatron checkpoint, or of logits that `nemotron3 logits` stored.
+        teacher: folder of a checkpoint, or of logits that `nemotron3 logits` stored.
         kind: of `KINDS`; with a projection of `ACROSS`.
         temperature: T, which divides the logits of both. T ** 2 keeps the size of gradients.
         weight: from above 0 to 1.

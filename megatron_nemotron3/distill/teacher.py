@@ -23,9 +23,9 @@ from megatron_nemotron3.boundary.grids import grid, groups
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.build import model_config, verified
 from megatron_nemotron3.distill import check
-from megatron_nemotron3.distill.lanes import Batch, OtherLanes, SameLanes
+from megatron_nemotron3.distill.lanes import Batch, Lanes
 from megatron_nemotron3.distill.settings import Distillation
-from megatron_nemotron3.layers.lora import load_base
+from megatron_nemotron3.distill.weights import load
 from megatron_nemotron3.lora import training as with_lora
 from megatron_nemotron3.models.stack_specs import ARGUMENT
 from megatron_nemotron3.monitor.settings import megatron_options, monitoring
@@ -63,15 +63,19 @@ class Teacher:
         self.found = check.find(how.teacher)
         self.layout, own = check.layout_of(how, layout_of(student)), layout_of(student)
         self._student, self._own_vocabulary = student.pg_collection, bool(how.projection)
-        same = self.layout == own
-        if same:
-            self.groups: ProcessGroupCollection = student.pg_collection
-            self._lanes: SameLanes | OtherLanes = SameLanes()
-        else:
+        self.groups: ProcessGroupCollection = student.pg_collection
+        #: None: the layouts are the same, and nothing moves.
+        self._lanes: Lanes | None = None
+        if self.layout != own:
             at = self.layout
             sizes = (("tp", at.tp), ("cp", at.cp), ("dp", at.dp), ("pp", at.pp))
             self.groups = groups(grid(Layout(sizes), at.ep, at.etp))
-            self._lanes = OtherLanes(at, own, self._student.dp_cp)
+            self._lanes = Lanes(at, own, self._student.dp_cp)
+        #: Stages of the teacher in a stage of the student, and which of them this rank has.
+        self._parts = self.layout.pp // own.pp
+        self._part = dist.get_rank() // (self.layout.world_size // self.layout.pp) % self._parts
+        #: The chunk behind which hidden states go to the student.
+        self._last: Any = None
         self._line = _lines(dist.get_process_group_ranks(self.groups.pp))
         self._sending: list[tuple[Any, Tensor]] = []
         #: Of the student's TP rank [v / tp, h]; None before `add` has built the last stage.
@@ -92,26 +96,35 @@ class Teacher:
             config = model_config(launch)
             chunk: HybridModel = verified(
                 config.get_builder_cls()(config).build_model(
-                    self.groups, student.pre_process, student.post_process, student.vp_stage
+                    self.groups,
+                    student.pre_process and self._part == 0,
+                    student.post_process and self._part == self._parts - 1,
+                    student.vp_stage,
                 )
             )
         chunk.requires_grad_(False)
         chunk.eval()
-        load_base(chunk, self.found.place, option="teacher ", dp_cp=self.groups.dp_cp)
-        if chunk.post_process:
+        load(chunk, self.found.place, self.groups.dp_cp)
+        if student.post_process:
+            self._last = chunk
             rows = None if self._own_vocabulary else student.vocab_size // self._student.tp.size()
             self.head = self._head(chunk, rows)
+        if chunk.post_process:
             chunk.post_process = False  # forward returns hidden states, behind the final norm
             del chunk.output_layer
         return chunk
 
     def _head(self, chunk: HybridModel, rows: int | None) -> Tensor:
         """The output layer as the student's TP ranks share it, `rows` on each; None: all."""
-        weight: Tensor = chunk.output_layer.weight.detach()
-        group = self.groups.tp
-        parts = [torch.empty_like(weight) for _ in range(group.size())]
-        dist.all_gather(parts, weight.contiguous(), group=group)
-        whole = torch.cat(parts)
+        whole = None
+        if chunk.post_process:
+            weight: Tensor = chunk.output_layer.weight.detach()
+            parts = [torch.empty_like(weight) for _ in range(self.groups.tp.size())]
+            dist.all_gather(parts, weight.contiguous(), group=self.groups.tp)
+            whole = torch.cat(parts)
+        if self._lanes is not None and self._parts > 1:
+            whole = self._lanes.everywhere(whole, next(chunk.parameters()))
+        assert whole is not None
         self.rows = len(whole)
         tp = self._student.tp
         rows = len(whole) // tp.size() if rows is None else rows
@@ -130,7 +143,7 @@ class Teacher:
         """
         batch = Batch(given, tokens, rows)
         hidden = []
-        for one in self._lanes.batches(batch):
+        for one in [batch] if self._lanes is None else self._lanes.batches(batch):
             if not chunk.pre_process:
                 chunk.set_input_tensor(self._receive(chunk, one))
             output = chunk(
@@ -144,7 +157,10 @@ class Teacher:
                 hidden.append(self._whole(output))
             else:
                 self._send(output)
-        return self._lanes.back(hidden, batch) if hidden else None
+        if self._lanes is None or chunk is not self._last:
+            return hidden[0] if hidden else None
+        nothing = next(chunk.parameters()).new_empty(0, rows, chunk.config.hidden_size)
+        return self._lanes.back(hidden or [nothing], batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s / cp, b, h] -> [s / cp, b, v / tp], as the student's output layer gives them."""

@@ -72,7 +72,10 @@ def register(commands: Any) -> None:
         help="folder of a Hugging Face tokenizer (for --data-path or --conversations)",
     )
     start.add_argument(
-        "--pretrained", type=Path, metavar="DIR", help="checkpoints to start from if the output has none"
+        "--pretrained",
+        type=Path,
+        metavar="DIR",
+        help="a run or checkpoints to start from if the output has none",
     )
     data.add_argument(
         "--mean", choices=MEANS, help=f"what the loss of --conversations is a mean over (default {MEANS[0]})"
@@ -100,7 +103,7 @@ def register(commands: Any) -> None:
     taught.add_argument(
         "--distill",
         metavar="HOW",
-        help="as kind=kl,temperature=2,weight=0.9, and the teacher's own tp=, cp=, ep=, etp=",
+        help="as kind=kl,temperature=2,weight=0.9, and the teacher's own tp=, cp=, ep=, etp=, pp=",
     )
     manifest.add_change(start)
     watching.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
@@ -145,7 +148,8 @@ def train_command(options: argparse.Namespace) -> int:
     launch = Launch(
         config=config,
         layout=layout,
-        precision=options.precision or ("fp32" if device == "cpu" else "bf16"),
+        precision=options.precision
+        or (emulated.format if emulated else "fp32" if device == "cpu" else "bf16"),
         backend=backend,
         schedule=schedule_of(
             config, layout, conversations=bool(options.conversations), **chosen_schedule(options)
@@ -155,7 +159,7 @@ def train_command(options: argparse.Namespace) -> int:
         emulate=emulated,
     )
     if boosting.in_environment() is not None:
-        boosting.asked(to_argv(flags(launch)))
+        boosting.asked(to_argv(flags(launch)), taught=taught is not None)
     if device == "cpu" and "--optimizer-cpu-offload" in launch.options:
         raise ValueError(
             "--optimizer-cpu-offload: the optimizer is on a CPU already, where its copies of the parameters "

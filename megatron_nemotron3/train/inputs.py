@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint.folders import TRACKER
+from megatron_nemotron3.checkpoint.folders import CHECKPOINTS, TRACKER
 
 #: What the loss of fine-tuning may be a mean over, the default first, and the variable that says it.
 MEANS = ("tokens", "conversations")
@@ -34,10 +34,12 @@ def require_inputs(options: argparse.Namespace) -> None:
         _require_conversations(options)
     elif options.mean is not None:
         raise ValueError("--mean goes with --conversations: drop it")
+    if options.pretrained is not None and (options.pretrained / CHECKPOINTS / TRACKER).is_file():
+        options.pretrained /= CHECKPOINTS  # of a run
     if options.pretrained is not None and not (options.pretrained / TRACKER).is_file():
         raise ValueError(
-            f"--pretrained {options.pretrained} has no {TRACKER}: give a folder that `nemotron3 convert "
-            "from-hf` or --save wrote"
+            f"--pretrained {options.pretrained} has no {TRACKER}: give a run, or a folder that `nemotron3 "
+            "convert from-hf` or --save wrote"
         )
     if options.data_path:
         if options.tokenizer is None:

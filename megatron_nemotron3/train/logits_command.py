@@ -29,7 +29,7 @@ FOLDER, TEACHER = "NEMOTRON3_LOGITS_FOLDER", "NEMOTRON3_LOGITS_TEACHER"
 def register(commands: Any) -> None:
     """Add `nemotron3 logits`."""
     logits = commands.add_parser("logits")
-    logits.add_argument("teacher", metavar="FOLDER", help="a run, or Megatron's checkpoints")
+    logits.add_argument("teacher", metavar="FOLDER", help="a run, Megatron's or Hugging Face's folder")
     logits.add_argument("--output", type=Path, required=True, metavar="DIR", help="where to write, or go on")
     logits.add_argument(
         "--samples", type=int, required=True, metavar="N", help="number of samples (rows of the training set)"
@@ -108,7 +108,8 @@ def _data(options: argparse.Namespace, teacher: Teacher) -> TrainingData:
     if options.data_path and options.conversations:
         raise ValueError("--data-path and --conversations both say which rows to take: give one")
     run = of_run(teacher.run)
-    tokenizer = options.tokenizer or (run.tokenizer if run is not None else None)
+    tokenizer = options.tokenizer or (run.tokenizer if run is not None else teacher.tokenizer)
+    tokenizer = None if tokenizer is None else str(tokenizer)
     if tokenizer is None:
         raise ValueError(f"{options.teacher} is no run with a tokenizer: give --tokenizer DIR")
     require_tokenizer(tokenizer)

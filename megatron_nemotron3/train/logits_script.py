@@ -28,7 +28,7 @@ from megatron_nemotron3.distill.lessons import borders_of, gathered
 from megatron_nemotron3.distill.manifest import read_manifest
 from megatron_nemotron3.distill.stored import key_of, missing_parts, write_part
 from megatron_nemotron3.distill.topk import most_probable
-from megatron_nemotron3.layers.lora import load_base
+from megatron_nemotron3.distill.weights import load
 from megatron_nemotron3.train import fine_tuning
 from megatron_nemotron3.train.logits_command import FOLDER, TEACHER
 from megatron_nemotron3.train.pretrain_script import conversations_provider, datasets_provider, get_batch
@@ -83,7 +83,7 @@ def main() -> None:
     inner = model
     while hasattr(inner, "module"):
         inner = inner.module
-    load_base(inner, Path(os.environ[TEACHER]), option="teacher ")
+    load(inner, Path(os.environ[TEACHER]))
     model.eval()
     _write(model, dataset, sft)
 

@@ -12,16 +12,14 @@ from megatron_nemotron3.checkpoint.state import StoredState
 from megatron_nemotron3.precision import settings as emulation
 
 
-def parts(launch: Launch, contents: Mapping[str, bytes]) -> manifest.Parts:
-    """Return what the folder's manifest says of a launch.
-
-    Args:
-        contents: path -> content of files that are not written yet.
-    """
+def parts(
+    launch: Launch, contents: Mapping[str, bytes], teacher: manifest.Part | None = None
+) -> manifest.Parts:
+    """Return what the folder's manifest says of a launch; arguments as of `manifest.parts_of`."""
     environment = {name: value for name, value in os.environ.items() if name != emulation.VARIABLE}
     if launch.emulate:
         environment[emulation.VARIABLE] = launch.emulate.text()
-    return manifest.parts_of(to_argv(flags(launch)), environment, launch.config.name, contents)
+    return manifest.parts_of(to_argv(flags(launch)), environment, launch.config.name, contents, teacher)
 
 
 class Identity:
@@ -34,6 +32,7 @@ class Identity:
         stored: StoredState | None,
         allowed: Collection[str],
         contents: Mapping[str, bytes],
+        teacher: manifest.Part | None = None,
     ) -> None:
         """Read the folder's manifest.
 
@@ -41,17 +40,13 @@ class Identity:
             step: where the run goes on; None: it begins.
             stored: the checkpoint's state, if it can be read.
             allowed: what may change.
-            contents: as for `parts`.
+            contents, teacher: as for `parts`.
 
         Raises:
             ValueError, OSError: the manifest is damaged or cannot be read.
         """
-        self.manifest, self.step, self.allowed, self.contents = (
-            manifest.Manifest(output),
-            step,
-            allowed,
-            contents,
-        )
+        self.manifest, self.step, self.allowed = manifest.Manifest(output), step, allowed
+        self._given = contents, teacher
         self.before = manifest.parts_of_checkpoint(stored.args) if stored else {}
 
     def require(self, launch: Launch, *names: str) -> None:
@@ -61,12 +56,12 @@ class Identity:
             ValueError: the folder's run has other ones, and that was not asked for.
         """
         if self.step is not None:
-            new = parts(launch, self.contents)
+            new = parts(launch, *self._given)
             self.manifest.require_same(new, self.step, self.allowed, names, self.before)
 
     def record(self, launch: Launch, command: str) -> None:
         """Write the manifest, and print what is new in it."""
-        for line in self.manifest.write(parts(launch, self.contents), self.step, command):
+        for line in self.manifest.write(parts(launch, *self._given), self.step, command):
             print(line)
 
 

@@ -26,6 +26,7 @@ from megatron_nemotron3.checkpoint import folders, lock, resume
 from megatron_nemotron3.checkpoint.state import stored_state
 from megatron_nemotron3.distill import settings as distillation
 from megatron_nemotron3.distill.check import check as check_teacher
+from megatron_nemotron3.distill.check import record_of
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import command as precision
@@ -198,8 +199,9 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
     to_write = {}
     if request.precision_file and not given.te_precision_config_file:
         to_write[request.precision_file] = yaml_file.render(launch.config).encode()
-    identity = resuming.Identity(request.output, begun, stored, request.changes, to_write)
-    identity.require(launch, "model", "mtp", "precision")
+    teacher = record_of(request.distill) if request.distill else None
+    identity = resuming.Identity(request.output, begun, stored, request.changes, to_write, teacher)
+    identity.require(launch, "model", "mtp", "precision", "teacher")
     data, baseline = _prepared_data(request)
     identity.require(replace(launch, data=data), "tokenizer", "data")
     for path in to_write:

@@ -21,6 +21,7 @@ from megatron_nemotron3.models import get, own, tiny
 from tests.compression.silence import random_scores
 from tests.compression.test_cut import EVERYTHING
 from tests.compression.test_importance import write
+from tests.support.hf_folders import write_tokenizer
 from tests.support.loaded_weights import same, written
 
 SUPER = tiny(get("super"))
@@ -88,20 +89,27 @@ def test_a_layer_of_its_own_kind(place: Path, tmp_path: Path) -> None:
     assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
 
 
-def loaded(folder: Path, layout: ParallelLayout) -> Any:
-    """Load a pruned checkpoint into Megatron with strictness raise_all: this rank's pieces."""
+def load_strictly(folder: Path, launch: Launch) -> Any:
+    """Load a pruned checkpoint into Megatron's model with strictness raise_all."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     from megatron_nemotron3.build import build
 
-    config = own.model(str(folder / "model.json"))
-    model = build(Launch.of(config, layout=layout, precision="fp32", backend="torch"))
+    model = build(launch)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = {"model": model.sharded_state_dict(metadata={"dp_cp_group": group})}
     found = dist_checkpointing.load(state, str(folder / "release"), strict=StrictHandling.RAISE_ALL)
     model.load_state_dict(found["model"])
-    return pieces([model])
+    return model
+
+
+def loaded(folder: Path, layout: ParallelLayout) -> Any:
+    """Load a pruned checkpoint: this rank's pieces."""
+    config = own.model(str(folder / "model.json"))
+    return pieces(
+        [load_strictly(folder, Launch.of(config, layout=layout, precision="fp32", backend="torch"))]
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,3 +191,17 @@ def test_bad_input(
     error = error[error.index("nemotron3 prune: ") :].strip()
     assert said in error and len(error.splitlines()) <= 1 + error.count("  - ")
     assert sorted(os.listdir()) == before
+
+
+def test_a_missing_package(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said before the model is built, and nothing is written."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "text.txt").write_text("some text " * 500)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    words = ["prune", str(place / "model"), "--text", str(tmp_path / "text.txt"), *MEASURE]
+    words += ["--scores", str(tmp_path / "s"), "--tokenizer", str(tmp_path)]
+    assert main(words) == 2
+    assert "package tokenizers is not installed: pip install" in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()

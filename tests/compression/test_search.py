@@ -14,7 +14,7 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.compression.budget import MEASURES, amount, costs, parse_budget
-from megatron_nemotron3.compression.search import Alike, NoCandidate, parse_values, search
+from megatron_nemotron3.compression.search import Alike, NoCandidate, search
 from megatron_nemotron3.compression.sizes import BY_LAYER, candidate_config
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.own import model
@@ -211,7 +211,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("--budget", "latency=12"), "--budget latency=12: give latency in s, ms, us"),
         (("--budget", "params=0"), "--budget params=0: give a positive number"),
         (("--budget", "params=1B", "params=2B"), "params is given twice"),
-        (("--budget", "params=9B", "--vary", "mtp=1"), "mtp cannot vary: choose from hidden_size"),
+        (("--budget", "params=9B", "--vary", "mtp=1"), "mtp cannot be pruned: choose from hidden_size"),
         (("--budget", "params=9B", "--vary", "hidden_size=0"), "--vary hidden_size=0: give NAME=N,N"),
         (("--budget", "params=9B", "--vary", "hidden_size=4096"), "hidden_size=4096: super-tiny has 128"),
         (
@@ -231,11 +231,16 @@ def test_bad_input(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixt
     assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
+def test_a_value_given_twice_is_one_candidate(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("search", "super", "--tiny", "--vary", "hidden_size=128,96,128", "--budget", "params=9B")
+    assert nemotron3(*words, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["met"] == 2
+
+
 def test_amounts() -> None:
     assert parse_budget(["params=60B", "memory=80GiB", "latency=1.5ms", "active=9e9"]) == {
         **{"params": 60e9, "memory": 80 * 2**30, "latency": 0.0015, "active": 9e9},
     }
-    assert parse_values(["hidden_size=64,96,64"]) == {"hidden_size": (64, 96)}
     for name, value in (
         ("params", 60.25e9),
         ("memory", 3.5 * 2**30),

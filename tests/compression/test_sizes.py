@@ -66,6 +66,8 @@ def test_one_size_changes_one_number(config: Nemotron3Config, name: str) -> None
 def test_the_name_of_a_tiny_model_stays_tiny() -> None:
     assert candidate_config(SUPER, {}).name == "super-pruned-tiny"
     assert candidate_config(get("super"), {}).name == "super-pruned"
+    several = " or ".join(f"model-{number}-tiny" for number in range(9))  # whose stored arguments are alike
+    assert candidate_config(SUPER.but(name=several), {}).name == "model-0-pruned-tiny"
 
 
 def test_experts_that_differ_by_layer() -> None:

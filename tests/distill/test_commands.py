@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_nemotron3 import cli
+from megatron_nemotron3.checkpoint.folders import TRACKER, latest_iteration
 from megatron_nemotron3.distill.manifest import part_path, read_manifest
 from megatron_nemotron3.distill.stored import Reader
 from megatron_nemotron3.train import log
@@ -22,6 +28,13 @@ def nemotron3(*words: str, code: int = 0) -> str:
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def wait_until(true: Callable[[], bool], *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def train(model: str, text: str, output: Path, *words: str) -> log.Step:
@@ -87,6 +100,23 @@ def test_any_layout_stores_the_same(
 
 
 @pytest.mark.full
+def test_a_hugging_face_folder_stores_the_same(teacher: Path, stored: Path, tmp_path: Path) -> None:
+    """And a student learns from it; its data are not in the folder, so they are given."""
+    hf, (corpus,) = str(tmp_path / "hf"), teacher.glob("data/*/corpus.idx")
+    nemotron3("convert", "to-hf", str(teacher), hf)
+    tokenizer = str(corpus.with_name("tokenizer"))
+    data = ("--data-path", str(corpus.with_suffix("")), "--tokenizer", tokenizer)
+    split = read_manifest(stored).source["split"]
+    store(Path(hf), tmp_path / "logits", *data, "--split", split)
+    for table, again in zip(Reader(stored)._tables, Reader(tmp_path / "logits")._tables, strict=True):
+        assert (table == again).all()
+    given = ("--device", "cpu", "--steps", "1", "--seq-length", "64", "--output", str(tmp_path / "run"))
+    nemotron3("train", "nano", "--tiny", *given, *data, "--teacher", hf)
+    (step,) = log.read(str(tmp_path / "run" / "train.log")).steps.values()
+    assert step.values["divergence"] > 0
+
+
+@pytest.mark.full
 def test_goes_on_where_it_ended(teacher: Path, stored: Path) -> None:
     manifest = read_manifest(stored)
     first, second = (part_path(stored, part) for part in manifest.parts())
@@ -102,6 +132,47 @@ def test_goes_on_where_it_ended(teacher: Path, stored: Path) -> None:
     assert second.read_bytes() == before and first.stat().st_mtime_ns == kept
     said = store(teacher, stored, "--logit-temperature", "2", code=2)
     assert "holds other logits (temperature 1.0, not 2.0)" in said
+
+
+@pytest.mark.full
+def test_interrupted_and_gone_on(
+    text: str, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C after the first save; then only the same teacher and loss go on, or those that are asked for."""
+    output, other, moved = (tmp_path / name for name in ("student", "other", "moved"))
+    train("super", text, other, "--lr", "1e-3")
+    shutil.copytree(teacher, moved)
+    given = ["train", "nano", "--tiny", "--device", "cpu", "--steps", "40", "--seq-length", "64"]
+    given += ["--text", text, "--output", str(output)]
+    megatron = ["--", "--log-interval", "1", "--save-interval", "2"]
+    words = [*given, "--teacher", str(teacher), *megatron]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_nemotron3", *words], stdout=subprocess.PIPE, text=True
+    )
+    wait_until((output / "checkpoints" / TRACKER).is_file, seconds=120)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 130 and "interrupted: " in said
+    step = latest_iteration(output / "checkpoints")
+    assert step is not None and 2 <= step < 40
+    before = (output / "run.json").read_bytes()
+    capsys.readouterr()
+    for wrong, said in (
+        ([], f"with teacher {teacher}, not none ("),
+        (["--teacher", str(other)], f"with teacher {teacher}, not {other} (weights iter_0000002 "),
+        (["--teacher", str(teacher), "--distill", "weight=0.5"], "another distillation (weight 1.0 -> 0.5)"),
+    ):
+        assert cli.main([*given, *wrong, *megatron]) == 2
+        found = capsys.readouterr().err
+        assert said in found and "give --change teacher if that is meant" in found
+        assert (output / "run.json").read_bytes() == before
+        assert latest_iteration(output / "checkpoints") == step
+    end = ["--steps", str(step + 2)]
+    nemotron3(*given, *end, "--teacher", str(moved), *megatron)
+    end = ["--steps", str(step + 4)]
+    found = nemotron3(*given, *end, "--teacher", str(other), "--change", "teacher", *megatron)
+    assert f"teacher changes at step {step + 2}: weights " in found
+    assert latest_iteration(output / "checkpoints") == step + 4
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_nemotron3 import cli
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.certify.tensors import Tensors
 from megatron_nemotron3.certify.world import initial_weights
@@ -51,6 +52,12 @@ ROWS: dict[str, tuple[ParallelLayout, dict[str, int], dict[str, Any], dict[str, 
     "PP2 VPP2 DP2, teacher CP2": (_L(pp=2, vpp=2, dp=2), {"cp": 2}, {}, {}, False),
     "CP2 DP2, teacher TP4, packed": (_L(cp=2, dp=2), {"tp": 4, "cp": 1}, PACKED, {}, False),
     "TP2 SP DP2, teacher CP4": (_L(tp=2, dp=2), {"tp": 1, "cp": 4}, {}, {}, False),
+    "DP2, teacher PP2": (_L(dp=2), {"pp": 2}, {}, {}, True),
+    "DP4, teacher PP4, packed": (_L(dp=4), {"pp": 4}, PACKED, {}, False),
+    "PP2 DP2, teacher PP4": (_L(pp=2, dp=2), {"pp": 4}, {}, {}, False),
+    "PP2 VPP2 DP2, teacher PP4": (_L(pp=2, vpp=2, dp=2), {"pp": 4}, {}, {}, False),
+    "TP2 SP DP2, teacher CP2 PP2 EP2": (_L(tp=2, dp=2), {"tp": 1, "pp": 2, "ep": 2, "cp": 2}, {}, {}, False),
+    "CP2 DP2, teacher TP2 PP2, packed": (_L(cp=2, dp=2), {"tp": 2, "cp": 1, "pp": 2}, PACKED, {}, False),
 }
 
 
@@ -119,6 +126,19 @@ def test_stored_logits_of_all_tokens(
     write_logits(replace(case, micro_batch_size=1), teacher, str(tmp_path), HOW["temperature"])
     found = measured(case.at(layout), weights, replace(how, teacher=str(tmp_path)))
     compare(found, by_definition(how, **changes))
+
+
+def test_a_hugging_face_teacher(
+    teacher: str, weights: Tensors, by_definition: Callable[..., tuple[float, Tensors]], tmp_path: Path
+) -> None:
+    """Each rank reads its parts of the folder; MTP is in it, too."""
+    folder = str(tmp_path / "hf")
+    assert cli.main(["convert", "to-hf", teacher, folder]) == 0
+    how = Distillation(teacher, **HOW)
+    compare(
+        measured(STUDENT.at(_L(tp=2)), weights, replace(how, teacher=folder)),
+        by_definition(how),
+    )
 
 
 def test_a_row_that_is_not_stored(teacher: str, weights: Tensors, tmp_path: Path) -> None:

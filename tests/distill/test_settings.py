@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.args.script_folders import settle_manifest
+from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.distill import check, settings
 from megatron_nemotron3.distill.manifest import Manifest, part_path, read_manifest
 from megatron_nemotron3.distill.settings import Distillation
@@ -39,7 +43,7 @@ def test_text_and_back() -> None:
         ("weight=1.5,teacher=x", "weight=1.5: give a number above 0, up to 1"),
         ("weight=much,teacher=x", "'weight=much': give a number"),
         ("tp=0,teacher=x", "tp=0: give 1 or more"),
-        ("pp=2,teacher=x", "'pp=2': use kind="),
+        ("dp=2,teacher=x", "'dp=2': use kind="),
         ("tp=2,tp=4,teacher=x", "tp is given twice"),
         ("tp=2", "end with teacher=FOLDER"),
         ("teacher=", "no teacher"),
@@ -71,7 +75,9 @@ def test_the_script_does_not_see_the_options() -> None:
 @pytest.mark.parametrize(
     ("sizes", "student", "said"),
     [
-        ({"tp": 3}, ParallelLayout(dp=4), "does not divide the 4 ranks of a pipeline stage"),
+        ({"tp": 3}, ParallelLayout(dp=4), "does not divide the 4 ranks: use sizes"),
+        ({"pp": 3}, ParallelLayout(dp=4), "does not divide the 4 ranks: use sizes"),
+        ({"pp": 1}, ParallelLayout(pp=2, dp=2), "pp=1: each of the 2 stages .* give a multiple of 2"),
         ({"tp": 1}, ParallelLayout(tp=4), "makes 4 data lanes, and the student has 1"),
         ({"ep": 3}, ParallelLayout(dp=4), "does not divide the 4 ranks"),
     ],
@@ -167,6 +173,42 @@ def test_a_folder_of_another_tokenizer(
     assert "their tokenizers differ in tokens or ids" in capsys.readouterr().err
 
 
+def test_a_run_goes_on_with_its_teacher_only(
+    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script is never started: the folder of --save is compared before."""
+    part_path(stored, read_manifest(stored).parts()[0]).write_bytes(b"log-probabilities")
+    other, save = tmp_path / "other-logits", tmp_path / "save"
+    shutil.copytree(stored, other)
+    moved = tmp_path / "moved"
+    shutil.copytree(stored, moved)
+    part_path(other, read_manifest(other).parts()[0]).write_bytes(b"others")
+    save.mkdir()
+    how = Distillation(str(stored), temperature=2.0)
+    settle_manifest(save, [], teacher=check.record_of(how))
+    (save / "latest_checkpointed_iteration.txt").write_text("2")
+    before = (save / "run.json").read_bytes()
+
+    def run(*words: str) -> tuple[int, str]:
+        return _run("--save", str(save), *words), capsys.readouterr().err
+
+    two = ("--nemotron3-distill", "temperature=2")
+    for words, said in (
+        ((), f"to step 2 with teacher {stored}, not none (logits "),
+        (("--nemotron3-teacher", str(other), *two), f"with teacher {stored}, not {other} (logits "),
+        (
+            ("--nemotron3-teacher", str(stored), "--nemotron3-distill", "temperature=2,weight=0.5"),
+            "with another distillation (weight 1.0 -> 0.5): give --change teacher",
+        ),
+    ):
+        status, found = run(*words)
+        assert status == 2 and said in found and found.count("\n") == 1
+        assert (save / "run.json").read_bytes() == before
+    settle_manifest(save, [], teacher=check.record_of(replace(how, teacher=str(moved), sizes=(("tp", 2),))))
+    lines = settle_manifest(save, [], ["teacher"], teacher=check.record_of(replace(how, teacher=str(other))))
+    assert len(lines) == 1 and lines[0].startswith("teacher changes at step 2: logits ")
+
+
 def test_a_damaged_manifest(stored: Path) -> None:
     (stored / "manifest.json").write_text('{"format": "nemotron3-logits 1", "k": 0}')
     with pytest.raises(ValueError, match="not a manifest"):
@@ -179,15 +221,36 @@ def test_a_damaged_manifest(stored: Path) -> None:
         (["--teacher", "/nowhere"], "/nowhere: it does not exist"),
         (["--distill", "kind=kl"], "--distill goes with --teacher: give both"),
         (["--teacher", "x", "--distill", "kind=l2"], "kind=l2: use one of kl"),
+        (["--teacher", "BOOST"], "NEMOTRON3_BOOST: MTP's heads are trained on what the model"),
     ],
 )
 def test_wrong_lines_of_train(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    said: str,
+    stored: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     output = tmp_path / "run"
+    if "BOOST" in words:
+        monkeypatch.setenv(boosting.VARIABLE, "1")
+        words = ["--teacher", str(stored), "--distill", "temperature=2", "--text", SCRIPT]
     assert cli.main(["train", "nano", "--tiny", "--device", "cpu", "--output", str(output), *words]) == 2
     found = capsys.readouterr().err
     assert said in found and found.count("\n") == 1 and not output.exists()
+
+
+def test_no_boost_from_a_teacher(
+    stored: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a script, nor `nemotron3 boost`, whose check sees the environment before any work."""
+    monkeypatch.setenv(boosting.VARIABLE, "1")
+    given = ("--nemotron3-teacher", str(stored), "--nemotron3-distill", "temperature=2")
+    assert _run(*given) == 2
+    assert "MTP's heads are trained on what the model itself predicts" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="NEMOTRON3_DISTILL is set, too, but MTP's heads"):
+        boosting.refuse(boosting.Boost(), [], {settings.VARIABLE: "teacher=x"})
 
 
 @pytest.mark.parametrize(

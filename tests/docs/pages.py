@@ -60,6 +60,13 @@ def certified_faults() -> str:
     return markdown()
 
 
+def bisect_faults() -> str:
+    """Every seeded fault of two systems, and what bisect says of it."""
+    from tests.bisect.faults_page import markdown
+
+    return markdown()
+
+
 def formats() -> str:
     """The NVFP4 recipe of every model that has a published one."""
     from megatron_nemotron3.models import get, names
@@ -146,6 +153,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/verification.md": verification,
     "reference/formats.md": formats,
     "reference/certified_faults.md": certified_faults,
+    "reference/bisect_faults.md": bisect_faults,
     "reference/commands.md": commands,
     "reference/upstream_tests.md": upstream_tests,
     **{f"pictures/{name}.svg": draw for name, draw in PICTURES.items()},

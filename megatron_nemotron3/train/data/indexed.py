@@ -14,7 +14,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from itertools import batched
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -125,7 +125,8 @@ def read_documents(prefix: str | os.PathLike[str]) -> list[np.ndarray]:
 
 
 def _encoded(docs: Iterable[str], tokenizer: TokenizerInfo) -> Iterator[list[int]]:
-    for batch in batched(docs, _BATCH):
+    left = iter(docs)
+    while batch := tuple(islice(left, _BATCH)):
         for ids in tokenizer.encode(batch):
             if ids:
                 yield [*ids, tokenizer.eod]
