@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from megatron_nemotron3.models.command import add_stored_model, stored_model
 from megatron_nemotron3.models.config import Nemotron3Config
 
 if TYPE_CHECKING:
-    from megatron_nemotron3.bisect.recompute import Recomputation
     from megatron_nemotron3.bisect.recording import Recording
 
 
@@ -59,6 +57,7 @@ def bisect(options: argparse.Namespace) -> int:
         raise ValueError(f"--first {options.first}: give 1 or more")
     config = stored_model(options)
 
+    from megatron_nemotron3.bisect.diagnose import Investigation
     from megatron_nemotron3.bisect.recompute import Recomputation
     from megatron_nemotron3.bisect.recording import check_model, check_same, read
 
@@ -78,40 +77,10 @@ def bisect(options: argparse.Namespace) -> int:
             side.sequences = side.sequences[: options.first]
         stack.enter_context(result(options.json))
         _say_what(model.config, trainer)
-        try:
-            diagnose: Any = import_module("megatron_nemotron3.bisect.diagnose")
-        except ModuleNotFoundError:
-            return _distances(model, trainer, engine)
-        found = diagnose.Investigation(model, previous, echo=say).compare(trainer, engine)
+        found = Investigation(model, previous, echo=say).compare(trainer, engine)
         lines = found.lines()
         say("\n".join(lines), **found.as_json(), findings=lines)
-    return int(found.exit_status)
-
-
-def _distances(model: Recomputation, *sides: Recording) -> int:
-    """Print how far each side is from the checkpoint, and which is nearer."""
-    import torch
-
-    apart: list[list[Any]] = [[] for _ in sides]
-    for ones in zip(*(side.sequences for side in sides)):
-        ids = ones[0].ids.unsqueeze(0)
-        x = model.embed(ids)
-        for step in model.run(x):
-            x = step.stream
-        scores = model.logprobs(x, ids)[0]
-        for distances, one in zip(apart, ones):
-            distances.append((one.logprobs - scores[one.first - 1 :]).abs())
-    every = [torch.cat(distances) for distances in apart]
-    for side, found in zip(sides, every):
-        median, largest = float(found.median()), float(found.max())
-        say(
-            f"{side.system} ({side.dtype}): {len(found)} log-probabilities, median difference {median:.2g}, "
-            f"largest {largest:.2g}",
-            sides=[{"system": side.system, "median": median, "largest": largest}],
-        )
-    nearer = min(zip(every, sides), key=lambda pair: float(pair[0].nan_to_num(nan=torch.inf).mean()))[1]
-    say(f"{nearer.system} is nearer to the checkpoint", nearer=nearer.system)
-    return 0
+    return found.exit_status
 
 
 def _say_what(config: Nemotron3Config, recording: Recording) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_nemotron3.bisect import command
 from megatron_nemotron3.bisect.engine import sequence
 from megatron_nemotron3.bisect.recording import Recording, read, write
 from megatron_nemotron3.cli import main
@@ -62,7 +61,6 @@ def run(place: Path, engine: str = "engine.pt", *more: str, trainer: str = "trai
 
 
 def test_two_that_agree(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("megatron_nemotron3.bisect.diagnose")
     assert run(place) == 0
     said = capsys.readouterr().out
     assert "layers M*EM; sequences 2, tokens 96, in the longest 48" in said
@@ -70,7 +68,6 @@ def test_two_that_agree(place: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_wrong_side_is_named_on_either_side(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("megatron_nemotron3.bisect.diagnose")
     assert run(place, "wrong.pt", "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert found["deviates"] == ["engine"] and found["model"] == "custom" and found["tokens"] == 96
@@ -136,16 +133,3 @@ def test_tokens_outside_the_vocabulary(place: Path, capsys: pytest.CaptureFixtur
     assert main(["bisect", "--checkpoint", "nowhere", "--trainer", str(place / "trainer.pt"), "--engine",
                  str(place / "engine.pt")]) == 2  # fmt: skip
     assert "nowhere" in capsys.readouterr().err
-
-
-def test_distances_without_a_diagnosis(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr(command, "import_module", missing)
-    assert run(place, "wrong.pt", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    right, wrong = found["sides"]
-    assert found["nearer"] == "megatron" and right["largest"] < 1e-4 < wrong["median"]
