@@ -39,6 +39,7 @@ def number(cell: str) -> float:
     return float(cell.replace(",", ""))
 
 
+@pytest.mark.full
 def test_padded_packs_against_packs_without_padding() -> None:
     done = run("train_step.py", "--packed", "--lengths", "64", "--repetitions", "1")
     assert done.returncode == 0, done.stderr

@@ -52,7 +52,7 @@ def test_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
         ("nvfp4", ["train", "super", "--tiny", "--device", "cpu"], "pass --precision nvfp4 --emulate"),
         (
             None,
-            ["train", "super", "--tiny", "--device", "cpu", "--emulate"],
+            ["train", "super", "--tiny", "--device", "cpu", "--precision", "bf16", "--emulate"],
             "emulation supports only precision nvfp4 and mxfp8",
         ),
     ],
