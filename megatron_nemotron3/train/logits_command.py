@@ -115,7 +115,10 @@ def _data(options: argparse.Namespace, teacher: Teacher) -> TrainingData:
     require_tokenizer(tokenizer)
     known = of_tokenizer(Path(tokenizer))
     if known is not None and (difference := teacher.vocabulary.differs(known)) is not None:
-        raise ValueError(f"tokenizer {tokenizer} is not the teacher's ({difference}): give the teacher's")
+        cure = "give the teacher's"
+        if teacher.tokenizer is None:
+            cure += f"; or, if it is and {teacher.place} has padding, copy its tokenizer.json there"
+        raise ValueError(f"tokenizer {tokenizer} is not the teacher's ({difference}): {cure}")
     paths, split = options.data_path or options.conversations, options.split
     if not paths:
         if run is None:

@@ -101,13 +101,18 @@ def test_any_layout_stores_the_same(
 
 @pytest.mark.full
 def test_a_hugging_face_folder_stores_the_same(teacher: Path, stored: Path, tmp_path: Path) -> None:
-    """And a student learns from it; its data are not in the folder, so they are given."""
+    """And a student learns from it; its data are not in the folder, so they are given.
+
+    The embedding is padded, and only a tokenizer in the folder says to what.
+    """
     hf, (corpus,) = str(tmp_path / "hf"), teacher.glob("data/*/corpus.idx")
     nemotron3("convert", "to-hf", str(teacher), hf)
-    tokenizer = str(corpus.with_name("tokenizer"))
-    data = ("--data-path", str(corpus.with_suffix("")), "--tokenizer", tokenizer)
-    split = read_manifest(stored).source["split"]
-    store(Path(hf), tmp_path / "logits", *data, "--split", split)
+    tokenizer = corpus.with_name("tokenizer")
+    data = ("--data-path", str(corpus.with_suffix("")), "--tokenizer", str(tokenizer))
+    given = (*data, "--split", read_manifest(stored).source["split"])
+    assert "copy its tokenizer.json there" in store(Path(hf), tmp_path / "logits", *given, code=2)
+    shutil.copy(tokenizer / "tokenizer.json", hf)
+    store(Path(hf), tmp_path / "logits", *given)
     for table, again in zip(Reader(stored)._tables, Reader(tmp_path / "logits")._tables, strict=True):
         assert (table == again).all()
     given = ("--device", "cpu", "--steps", "1", "--seq-length", "64", "--output", str(tmp_path / "run"))
