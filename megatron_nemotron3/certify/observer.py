@@ -117,11 +117,15 @@ def _state(inner: torch.optim.Optimizer, parameter: Tensor) -> Iterator[tuple[st
 def _whole(models: Sequence[Any], kind: str, shards: Sequence[tuple[int, Tensor]]) -> Pieces:
     """Pieces of the models with values in place of the parameters; NaN where this rank holds none.
 
-    Expert biases are the models' own; they are among the weights.
+    Expert biases are the models' own; they are among the weights. So are frozen parameters, whose gradients
+    and moments are 0.
     """
     parameters = sorted((p for model in models for p in model.parameters()), key=Tensor.data_ptr)
     addresses = [p.data_ptr() for p in parameters]
-    values = [torch.full(p.shape, torch.nan) for p in parameters]
+    kept = kind.removeprefix(BEFORE) == WEIGHTS
+    values = [
+        torch.full(p.shape, torch.nan) if p.requires_grad else p.data.float() * kept for p in parameters
+    ]
     for address, shard in shards:
         owner = bisect.bisect_right(addresses, address) - 1
         begin = (address - addresses[owner]) // shard.element_size()
