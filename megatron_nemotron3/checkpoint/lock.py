@@ -183,17 +183,18 @@ def _taken(folder: Path, own: Holder, patience: float, say: Callable[[str], None
 
 def _attempt(path: Path, descriptor: int, own: Holder) -> bool:
     """Take the lock, or join the run that holds it, if that is possible now."""
-    if first := _flock(descriptor, fcntl.LOCK_EX):
+    if _flock(descriptor, fcntl.LOCK_EX):
         # The last holder may have removed the file since it was opened.
         if not _is_file(path, descriptor):
             return False
         _write(descriptor, own, truncate=True)
-    # From exclusive to shared is not one step: another run may get in between.
+    # From exclusive to shared is not one step: another run may get in between, or another rank of this one,
+    # which empties the file.
     if not _flock(descriptor, fcntl.LOCK_SH):
         return False
     if not _is_file(path, descriptor) or _first_key(descriptor) != own.key:
         return False
-    if not first:
+    if own not in _records(descriptor):
         _write(descriptor, own)
     return True
 
@@ -265,7 +266,7 @@ def _open(path: Path, flags: int) -> int:
         OSError: it cannot be opened.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, flags | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as problem:
         if problem.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise ValueError(f"{path}: it is no regular file: remove it") from None
@@ -296,7 +297,6 @@ def _is_file(path: Path, descriptor: int) -> bool:
 def _write(descriptor: int, own: Holder, *, truncate: bool = False) -> None:
     if truncate:
         os.ftruncate(descriptor, 0)
-    os.lseek(descriptor, 0, os.SEEK_END)
     os.write(descriptor, (json.dumps(asdict(own)) + "\n").encode())
 
 
