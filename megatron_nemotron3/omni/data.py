@@ -29,11 +29,11 @@ from megatron_nemotron3.boundary.partition import sample_shares
 from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.omni.conversation import ENCODER, OmniEncoder, WithMedia, join
+from megatron_nemotron3.omni.layouts import LANGUAGE
 from megatron_nemotron3.omni.media import MediaError
 from megatron_nemotron3.train.data.conversations import Conversation, parse_line
 from megatron_nemotron3.train.data.packing import PackedConversations, Row
 
-LANGUAGE = "language"
 Batch = dict[str, Any]
 
 
@@ -186,9 +186,8 @@ class Rows:
         Raises:
             MediaError: as `encoded` and `OmniEncoder.decode`.
         """
-        known = self.packed.tokens_of(conversation)
-        tokens = {"vision": self.config.image_token_id, "sound": self.config.sound_token_id}
-        if not any((known == tokens[name]).any() for name in modalities):
+        known, tokens = self.packed.tokens_of(conversation), self.config.special_ids()
+        if not np.isin(known, [tokens[name] for name in modalities if name in tokens]).any():
             return {}
         found = [one for one in self.encoded(conversation).media if one.modality in modalities]
         return self.encoder.decode(found, self.place(conversation))
@@ -198,7 +197,7 @@ class Microbatches(Dataset[Any]):
     """Microbatch by number: this rank's batch, or the exception that making it raised."""
 
     def __init__(self, rows: Rows, samples: int, lanes: dict[str, tuple[int, int]], seed: int) -> None:
-        known = (LANGUAGE, *(name for name in ENCODER if name == "vision" or rows.config.sound))
+        known = (LANGUAGE, *rows.config.special_ids())
         if not lanes or set(lanes) - set(known):
             raise ValueError(f"lanes of {', '.join(lanes) or 'no module'}: give some of {', '.join(known)}")
         self.rows, self.samples, self.seed, self.lanes = rows, samples, seed, lanes
@@ -208,10 +207,7 @@ class Microbatches(Dataset[Any]):
                 f"a lane of {len(self.shares[LANGUAGE])} packed rows: use a micro-batch size of 1 and longer "
                 "rows, or do not pack"
             )
-        config = rows.config
-        self.special = {"vision": config.image_token_id}
-        if config.sound is not None and config.sound_token_id is not None:
-            self.special["sound"] = config.sound_token_id
+        self.special = rows.config.special_ids()
 
     def __getitem__(self, number: int) -> Batch | Exception:
         """Make a batch. An exception is returned, because a worker would raise it with its own traceback."""
