@@ -172,7 +172,7 @@ def load_engine(opened: Checkpoint, options: argparse.Namespace, mtp: bool) -> E
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     language = opened.language_part() if opened.omni else opened
     weights = read_weights(language.hf_view(), opened.config, device=options.device, dtype=dtype, mtp=mtp)
-    return Engine(weights, media=opened.omni.media_ids if opened.omni else ())
+    return Engine(weights, media=tuple(opened.omni.special_ids().values()) if opened.omni else ())
 
 
 def load_encoders(opened: Checkpoint, options: argparse.Namespace) -> Encoders:
