@@ -33,8 +33,8 @@ def register(commands: Any) -> None:
         dest="target",
         required=True,
         metavar="LAYOUT",
-        help="layout of the receiver (the servers): tp=,pp=,dp=,ep=,replicas=,mtp=, as the engine counts "
-        "them; mtp=0 leaves MTP out",
+        help="layout of the receiver (the servers): tp=,pp=,dp=,ep=,replicas=,mtp=,fp32_router=, as the "
+        "engine counts them; mtp=0 leaves MTP out, fp32_router=1 sends routers in FP32",
     )
     how = command.add_argument_group("how the weights go")
     how.add_argument("--engine", choices=ENGINES, default="vllm", help="inference engine (default vllm)")

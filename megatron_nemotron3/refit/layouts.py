@@ -115,7 +115,8 @@ class Serving:
     has tp * pp, in which dp divides tp. ep: ranks over which experts are spread; vLLM's is 1 or dp * tp,
     SGLang's divides tp. shared: "cut" or "whole", how a rank holds shared experts; None: as vLLM does, or
     "cut". mtp: whether the engine drafts with MTP; None: if the model has MTP. With engine "hf" each replica
-    is one rank, which gets every tensor whole, as the engines' `load_weights` takes them. quantize: with
+    is one rank, which gets every tensor whole, as the engines' `load_weights` takes them. fp32_router: the
+    routers are FP32, as vLLM has them on GPUs other than Hopper and data center Blackwell. quantize: with
     engine "hf", the recipe by which the senders pack the weights (`refit.quantized`). input_scales: scales of
     activations, as `quantized_recipes.quantization` takes them.
 
@@ -132,6 +133,7 @@ class Serving:
     replicas: int = 1
     shared: str | None = None
     mtp: bool | None = None
+    fp32_router: bool = False
     dtype: str = "bfloat16"
     quantize: str | None = None
     input_scales: tuple[tuple[str, float], ...] = ()
@@ -242,9 +244,9 @@ class Serving:
     @classmethod
     def of(cls, config: Nemotron3Config, text: str, **settings: Any) -> Serving:
         """Read "tp=8,replicas=4"."""
-        sizes: dict[str, Any] = _sizes(text, ("tp", "pp", "dp", "ep", "replicas", "mtp"), "serving")
-        if "mtp" in sizes:
-            settings["mtp"] = bool(sizes.pop("mtp"))
+        known = ("tp", "pp", "dp", "ep", "replicas", "mtp", "fp32_router")
+        sizes: dict[str, Any] = _sizes(text, known, "serving")
+        settings |= {name: bool(sizes.pop(name)) for name in known[-2:] if name in sizes}
         return cls(config=config, **sizes, **settings)
 
 

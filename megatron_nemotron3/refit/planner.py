@@ -115,7 +115,8 @@ class Held:
         """Type in which it travels, that of the receiver's parameter."""
         if self.stored is not None:
             return self.stored.dtype
-        return "float32" if self.row.float32 or self.negated_exp else serving.dtype
+        router = serving.fp32_router and self.row.hf[self.index].name == "mixer.gate.weight"
+        return "float32" if self.row.float32 or self.negated_exp or router else serving.dtype
 
     @property
     def negated_exp(self) -> bool:

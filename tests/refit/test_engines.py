@@ -1,23 +1,30 @@
-"""Names and shapes of the engines' parameters, against what was read in their sources, written down by hand.
+"""The engines' parameters, against what vLLM's own loaders made, and against what was read in the sources.
 
-vLLM's `models/nemotron_h.py` at 00b08dc4 and `nemotron_h_mtp.py` at 01ca2773, SGLang's `models/nemotron_h.py`
-at 02c60328 and `nemotron_h_mtp.py` at 008b79d2. The shapes follow from the constructors and Super's published
-config: hidden 4096, 32 heads and 2 KV heads of 128, 128 Mamba heads of 64, 8 groups of state 128, 512 experts
-of 2688 on 1024, shared experts of 5376, 131072 tokens. One rank of TP 8.
+The second is written down by hand: vLLM's `models/nemotron_h.py` at 00b08dc4 and `nemotron_h_mtp.py` at
+01ca2773, SGLang's `models/nemotron_h.py` at 02c60328 and `nemotron_h_mtp.py` at 008b79d2. The shapes follow
+from the constructors and Super's published config: hidden 4096, 32 heads and 2 KV heads of 128, 128 Mamba
+heads of 64, 8 groups of state 128, 512 experts of 2688 on 1024, shared experts of 5376, 131072 tokens. One
+rank of TP 8.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_nemotron3.convert.inventory import hf_tensors
 from megatron_nemotron3.models import get
-from megatron_nemotron3.refit.held import serving_parameters
+from megatron_nemotron3.refit.held import empty_parameters, serving_parameters
 from megatron_nemotron3.refit.layouts import Serving, Training
+from megatron_nemotron3.refit.parts import pack, parts_of, space_of, unpack
 from megatron_nemotron3.refit.planner import make_plan
+from tests.golden.make_engine_parameters import crc, model, numbers
+from tests.support.refit_reference import loaded, trained
 
 B, F = torch.bfloat16, torch.float32
 ATTENTION = {
@@ -114,3 +121,35 @@ def test_the_loaders_replacements_give_the_names_of_the_plan(name: str, engine: 
         expected.add(re.sub(r"^mtp\.layers\.", "draft.model.layers.", new))
     plan = make_plan(Training.of(config, "tp=2"), Serving(config=config, engine=engine, tp=2))
     assert set(serving_parameters(plan, 1)) == expected
+
+
+GOLDEN: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "golden/engine_parameters.json").read_text()
+)["cases"]
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_servers_hold_what_vllms_own_loaders_load(case: str) -> None:
+    name, vocabulary, layout = case.split(" ")
+    config = model(name, int(vocabulary))
+    hf, training = numbers(config), Training.of(config, "tp=2,ep=4" if config.is_moe else "tp=2,pp=2")
+    # On a CPU, as on older GPUs, vLLM has its routers in FP32.
+    plan = make_plan(training, Serving.of(config, layout, fp32_router=True))
+    sources = [trained(config, training.layout, rank, hf) for rank in range(training.layout.world_size)]
+    for rank in range(plan.serving.size):
+        expected = {
+            n: [*how, sums[rank]] for n, (*how, sums) in GOLDEN[case].items() if sums[rank] is not None
+        }
+        target = empty_parameters(plan, rank)
+        for transfer, sender in plan.incoming(rank):
+            parts = parts_of(transfer)
+            message = torch.empty(space_of(parts), dtype=torch.uint8)
+            pack(message, parts, sources[sender])
+            unpack(message, parts, target)
+        # The reference of the tests that send is the same, too.
+        sizes = {size: getattr(plan.serving, size) for size in ("tp", "pp", "dp", "ep")}
+        reference = loaded(config, "vllm", sizes, rank, hf)
+        for held in (target, {n: t.to(target[n].dtype) for n, t in reference.items() if n in target}):
+            assert {
+                n: [str(t.dtype).removeprefix("torch."), list(t.shape), crc(n, t)] for n, t in held.items()
+            } == expected

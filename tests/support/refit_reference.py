@@ -1,8 +1,8 @@
 """What ranks of a trainer and of an engine must hold, made from whole tensors without the code under test.
 
 `trained` cuts with the converter's rules, which tests/convert compares with Megatron's own checkpoints.
-`loaded` follows the loaders of vLLM's and SGLang's NemotronH models (shapes transcribed from their sources,
-because neither imports on a CPU-only machine without its kernels): narrow, by rank, of the whole tensor.
+`loaded` follows the loaders of vLLM's and SGLang's NemotronH models: narrow, by rank, of the whole tensor.
+tests/refit/test_engines.py compares it with what vLLM's own loaders made.
 """
 
 from __future__ import annotations
