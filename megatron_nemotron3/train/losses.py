@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from megatron_nemotron3.monitor.hooks import unwrapped
+
 
 def reported(
     model: Any, output: torch.Tensor, weights: torch.Tensor, divisor: torch.Tensor
@@ -19,9 +21,7 @@ def reported(
         weights: [b, s / cp] of the tokens.
         divisor: what the sums are divided by after they are added up over ranks.
     """
-    while hasattr(model, "module"):
-        model = model.module
-    hooks = getattr(model, "distillation", None)
+    hooks = getattr(unwrapped(model), "distillation", None)
     entropy, divergence = (output, None) if hooks is None or hooks.parts is None else hooks.parts
 
     def total(tokens: torch.Tensor) -> torch.Tensor:

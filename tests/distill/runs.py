@@ -69,14 +69,14 @@ def _defined(case: Case, weights: Tensors, how: Distillation) -> Any:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_nemotron3.certify.batch import batches
-    from megatron_nemotron3.certify.tensors import unwrap
     from megatron_nemotron3.certify.world import _mean_loss
     from megatron_nemotron3.distill.divergence import reference
+    from megatron_nemotron3.monitor.hooks import unwrapped
 
     run = Run(case, weights)
     teacher = whole_teacher(how.teacher)
     made: list[Tensor] = []
-    student = unwrap(run.chunks[0])
+    student = unwrapped(run.chunks[0])
     student.output_layer.register_forward_hook(lambda _m, _i, output: made.append(output[0].clone()))
 
     def step(iterator: Any, model: Any) -> Any:

@@ -70,9 +70,9 @@ def _defined(case: Case, weights: Tensors, folder: Path, how: Distillation) -> A
 
     from megatron_nemotron3 import build_model
     from megatron_nemotron3.certify.batch import batches
-    from megatron_nemotron3.certify.tensors import unwrap
     from megatron_nemotron3.certify.world import _mean_loss
     from megatron_nemotron3.layers.lora import load_base
+    from megatron_nemotron3.monitor.hooks import unwrapped
 
     run = Run(case, weights)
     teacher = build_model(TEACHER, precision="fp32", backend="torch").eval()
@@ -82,7 +82,7 @@ def _defined(case: Case, weights: Tensors, folder: Path, how: Distillation) -> A
     )
     projection = Projection.load(folder / "projection")
     made: list[Tensor] = []
-    unwrap(run.chunks[0]).output_layer.register_forward_hook(
+    unwrapped(run.chunks[0]).output_layer.register_forward_hook(
         lambda _m, _i, output: made.append(output[0] * 1)
     )
 
