@@ -22,6 +22,7 @@ import atexit
 import contextlib
 import gc
 import os
+import random
 import select
 import signal
 import socket
@@ -275,9 +276,27 @@ def single_process_environment() -> None:
     """Without torchrun, describe a world of one process on a free port."""
     if "RANK" in os.environ:
         return
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**world, "MASTER_PORT": str(free_port())}.items():
+        os.environ.setdefault(name, value)
+
+
+def free_port() -> int:
+    """Choose a TCP port of this machine on which a store may listen a moment later.
+
+    It is below those that the kernel gives to connections without a port of their own, such as gloo's: one of
+    them could take it before the store does.
+    """
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+            end = int(file.read().split()[0])
+    except OSError:
+        end = 32768
+    for _ in range(100):
+        port = random.SystemRandom().randrange(max(1024, end - 16384), max(1025, end))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**world, "MASTER_PORT": str(port)}.items():
-        os.environ.setdefault(name, value)
+        return int(probe.getsockname()[1])

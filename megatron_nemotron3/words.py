@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 #: Short names of types, read where the long ones are choices.
@@ -54,6 +56,33 @@ def add_device(parser: argparse._ActionsContainer) -> None:
         default="auto",
         help="where it computes (default auto: a GPU, if there is one)",
     )
+
+
+def add_text(
+    parser: argparse._ActionsContainer, use: str, data: str = "here one, without a split"
+) -> argparse._MutuallyExclusiveGroup:
+    """Add --text or --data-path; return their group, of which one is given.
+
+    Args:
+        use: what the text is for, or what is read without it.
+        data: how a data set is read.
+    """
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--text", metavar="PATH", help=f"text file, .jsonl or folder ({use})")
+    group.add_argument("--data-path", metavar="PREFIX", help=f"Megatron data sets ({data})")
+    return group
+
+
+def add_tokenizer(parser: argparse._ActionsContainer, default: str) -> None:
+    """Add --tokenizer, the folder of a Hugging Face tokenizer."""
+    what = f"folder of a Hugging Face tokenizer (default: {default})"
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help=what)
+
+
+def add_workers(parser: argparse._ActionsContainer) -> None:
+    """Add --workers, the processes or threads that read and write files."""
+    what = "processes or threads (default: one for each core, 8 at most)"
+    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help=what)
 
 
 class Parser(argparse.ArgumentParser):

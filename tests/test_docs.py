@@ -56,6 +56,13 @@ def test_the_entry_page_lists_every_page() -> None:
     assert sorted(set(PAGES) - linked - {"index.md"}) == [], "add a row to docs/index.md"
 
 
+def test_the_readme_lists_every_folder_of_the_package() -> None:
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## The package")[1]
+    listed = re.findall(r"^  (\w+)/ ", tree, re.M)
+    folders = ROOT.glob("megatron_nemotron3/*/__init__.py")
+    assert sorted(listed) == sorted(path.parent.name for path in folders)
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_begins_with_its_one_title(name: str) -> None:
     text = prose(name)

@@ -23,7 +23,7 @@ ALLOWED = {
     "monitor": {"checkpoint", "plots"},
     "checkpoint": {"bars"},
     "precision": {"checkpoint", "models", "monitor", "plots", "words"},
-    "convert": {"bars", "checkpoint", "layers", "lora", "models", "precision"},
+    "convert": {"bars", "checkpoint", "layers", "lora", "models", "precision", "words"},
     "boundary": {"checkpoint", "plots"},
     "plan": {"args", "checkpoint", "models", "plots", "precision"},
     "generate": {

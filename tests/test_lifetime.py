@@ -184,3 +184,12 @@ def test_imports_are_not_searched_for_garbage() -> None:
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     # Functions registered last run first: freeze is re-registered behind this one.
     assert out.stdout.split() == ["False", "False", "True", "True", "True", "True", "True"], out
+
+
+def test_a_free_port_is_none_that_the_kernel_gives_away() -> None:
+    """A connection that gloo opens before the store listens cannot get it."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first = int(file.read().split()[0])
+    ports = {lifetime.free_port() for _ in range(50)}
+    assert 1024 <= min(ports) and max(ports) < first
+    assert len(ports) > 40

@@ -22,6 +22,8 @@ from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, pieces
 #: Of a parameter, besides what the optimizer keeps of it ("exp_avg" …), before or after a step.
 GRADIENTS, WEIGHTS = "gradients", "weights"
 BEFORE = "before: "
+#: What a rank holds where its optimizers had nothing: 0 of frozen parameters, NaN of others.
+_NOTHING = "nothing"
 #: (step, kind) -> tensors, step 1 being the first that a process makes.
 Seen = dict[tuple[int, str], Tensors]
 
@@ -33,7 +35,11 @@ def read(folder: Path, ranks: int) -> Seen:
         RanksDiffer: two ranks hold different values of the same element, or no rank holds it.
     """
     files = [torch.load(_file(folder, rank), weights_only=True) for rank in range(ranks)]
-    return {what: gather([held[what] for held in files]) for what in files[0]}
+    kinds = dict.fromkeys(what for held in files for what in held if what[1] != _NOTHING)
+    return {
+        (step, kind): gather([held.get((step, kind), held[step, _NOTHING]) for held in files])
+        for step, kind in kinds
+    }
 
 
 def _file(folder: Path, rank: int) -> Path:
@@ -91,6 +97,8 @@ class Observer:
 
     def _write(self) -> None:
         models = list(self._models.values())
+        for kind in (_NOTHING, WEIGHTS, *((BEFORE + WEIGHTS,) if self._step == 1 else ())):
+            self._shards[self._step, kind]  # of a rank that trains nothing, too
         for (step, kind), shards in self._shards.items():
             if step == self._step:
                 self._seen[step, kind] = _whole(models, kind, shards)

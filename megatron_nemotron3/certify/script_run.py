@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from megatron_nemotron3.boost.settings import VARIABLE
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.ranks import start_ranks
+from megatron_nemotron3.lifetime import free_port
 from megatron_nemotron3.train import log
 from megatron_nemotron3.train.processes import ENTRY
 
@@ -57,14 +57,12 @@ class ScriptRun:
             TimeoutError: it hung. Either way no process is left.
         """
         self.folder.mkdir(parents=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            environment = {
-                **os.environ,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(probe.getsockname()[1]),
-                **({VARIABLE: self.case.boost} if self.case.boost is not None else {}),
-            }
+        environment = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            **({VARIABLE: self.case.boost} if self.case.boost is not None else {}),
+        }
         argv = [
             "--device",
             "cpu",

@@ -11,9 +11,10 @@ far from the optimum it can be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
 #: Rounding of sums in another order, relative to a limit, and to the largest loss.
@@ -165,44 +166,37 @@ def _multipliers(
 def _repaired(groups: list[list[_Numbered]], picked: list[_Numbered]) -> tuple[float, list[_Numbered]]:
     """A choice made to fit by single exchanges, and made better as far as it still fits; inf: it does not."""
     sums = [sum(column) for column in zip(*(option.costs for _, option in picked), strict=True)]
-    for _ in range(4 * len(groups)):
-        excess = sum(max(0.0, s - 1) for s in sums)
-        best: tuple[float, int, _Numbered] | None = None
+
+    def exchanges(excess: float) -> Iterator[tuple[float, int, _Numbered, list[float]]]:
         for number, group in enumerate(groups):
             own = picked[number][1]
             for pair in group:
                 after = [s + b - a for s, a, b in zip(sums, own.costs, pair[1].costs, strict=True)]
-                gain, lost = excess - sum(max(0.0, s - 1) for s in after), pair[1].loss - own.loss
-                if excess and gain > 0:
-                    value = lost / gain
-                elif not excess and gain == 0 and lost < 0:
-                    value = lost
-                else:
-                    continue
-                if best is None or value < best[0]:
-                    best = value, number, pair
+                gain, lost = excess - _excess(after), pair[1].loss - own.loss
+                if excess and gain > 0 or not excess and gain == 0 and lost < 0:
+                    yield lost / (gain or 1), number, pair, after
+
+    for _ in range(4 * len(groups)):
+        best = min(exchanges(_excess(sums)), key=itemgetter(0), default=None)
         if best is None:
             break
-        _, number, pair = best
-        own = picked[number][1]
-        sums = [s + b - a for s, a, b in zip(sums, own.costs, pair[1].costs, strict=True)]
-        picked[number] = pair
+        _, number, picked[number], sums = best
     fits = all(s <= 1 + SLACK for s in sums)
     return (sum(option.loss for _, option in picked) if fits else inf), picked
+
+
+def _excess(sums: Sequence[float]) -> float:
+    return sum(max(0.0, s - 1) for s in sums)
 
 
 def _best(found: list[_Partial], limits: int) -> list[_Partial]:
     """The states without (most of) those that another one is at least as good as in everything."""
     kept: list[_Partial] = []
-    least = inf
+    compared = 1 if limits <= 1 else _COMPARED  # with one limit the last has the least loss
     for state in sorted(found, key=lambda state: (state.costs, state.loss)):
-        if limits <= 1:
-            if state.loss < least:
-                kept.append(state)
-                least = state.loss
-        elif not any(
+        if not any(
             other.loss <= state.loss and all(a <= b for a, b in zip(other.costs, state.costs, strict=True))
-            for other in kept[-_COMPARED:]
+            for other in kept[-compared:]
         ):
             kept.append(state)
     return kept

@@ -18,7 +18,7 @@ from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.models.command import add_stored_model, stored_model
 from megatron_nemotron3.train.inputs import require_tokenizer
-from megatron_nemotron3.words import add_device
+from megatron_nemotron3.words import add_device, add_text, add_tokenizer, add_workers
 
 if TYPE_CHECKING:
     from megatron_nemotron3.compression.scores import Scores
@@ -38,21 +38,14 @@ def register(commands: Any) -> None:
     )
     add_stored_model(command)
     measured = command.add_argument_group("importance")
-    text = measured.add_mutually_exclusive_group()
-    text.add_argument("--text", metavar="PATH", help="text file, .jsonl or folder (to measure on)")
-    text.add_argument("--data-path", metavar="PREFIX", help="Megatron data sets (here one, to measure on)")
+    add_text(measured, "to measure on")
     measured.add_argument(
         "--scores",
         type=Path,
         metavar="FILE",
         help="measured importance: written with --text or --data-path, read without",
     )
-    measured.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="folder of a Hugging Face tokenizer (default: the checkpoint's)",
-    )
+    add_tokenizer(measured, "the checkpoint's")
     measured.add_argument(
         "--sample-tokens",
         type=int,
@@ -82,13 +75,7 @@ def register(commands: Any) -> None:
     )
     cut.add_argument("--output", type=Path, metavar="DIR", help="where to write (a new folder)")
     cut.add_argument("--dry-run", action="store_true", help="print the plan and its size, and stop")
-    cut.add_argument(
-        "--workers",
-        type=int,
-        default=min(8, os.cpu_count() or 1),
-        metavar="N",
-        help="processes or threads (that write; default: one for each core, 8 at most)",
-    )
+    add_workers(cut)
     add_json(command)
 
 
@@ -204,18 +191,14 @@ def _prune(options: argparse.Namespace, folder: Path, sizes: Sizes) -> int:
 def _measured(options: argparse.Namespace, found: CheckpointFolder, opened: Checkpoint) -> Scores:
     from megatron_nemotron3.args import Launch
     from megatron_nemotron3.args.rules import enforce
-    from megatron_nemotron3.generate.evaluate_command import evaluation_tokens
+    from megatron_nemotron3.generate.evaluate_command import chosen_seq_length, evaluation_tokens
     from megatron_nemotron3.run import resolve_device
 
     device, layout = resolve_device(options.device), _layout(options)
     if device == "cpu":
         quiet_on_cpu()
     config = opened.config
-    length = options.seq_length
-    if length is None:
-        length = min(config.seq_length, config.max_position_embeddings)
-    if not 1 <= length <= config.max_position_embeddings:
-        raise ValueError(f"--seq-length {length}: give 1 to {config.max_position_embeddings:,}")
+    length = chosen_seq_length(options.seq_length, config)
     launch = Launch.of(
         config.but(seq_length=length),
         layout=layout,
@@ -278,7 +261,7 @@ def _cut(
     layers: tuple[int, ...],
 ) -> None:
     from megatron_nemotron3.compression.folder import MODEL, cut_job
-    from megatron_nemotron3.convert.job import Progress, run
+    from megatron_nemotron3.convert.job import run
 
     try:
         tokenizer = found.tokenizer(options.tokenizer).folder
@@ -286,11 +269,7 @@ def _cut(
         tokenizer = options.tokenizer
     job = cut_job(opened, scores, pruned, layers, options.output, tokenizer)
     with Bar("prune", BYTES) as bar:
-
-        def show(at: Progress) -> None:
-            bar.to(at.done, at.total, begun=at.begun)
-
-        run(job, workers=options.workers, report=show)
+        run(job, workers=options.workers, report=lambda at: bar.to(at.done, at.total, begun=at.begun))
     say(
         f"written      {options.output}: {size_text(job.length)}",
         output=str(options.output),

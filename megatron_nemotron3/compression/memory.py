@@ -56,10 +56,8 @@ def load(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
     Raises:
         RuntimeError: names or shapes differ, except for TransformerEngine's empty state.
     """
-    own = {name for name in model.state_dict() if not name.endswith("_extra_state")}
-    given = {name: value for name, value in weights.items() if not name.endswith("_extra_state")}
-    model.load_state_dict(given, strict=False)  # raises where shapes differ
-    if odd := sorted(own ^ given.keys()):
+    missing, unknown = model.load_state_dict(weights, strict=False)  # raises where shapes differ
+    if odd := sorted(name for name in (*missing, *unknown) if not name.endswith("_extra_state")):
         raise RuntimeError(
             f"weights do not fit the model: {len(odd)} names are on one side only, first {odd[0]}"
         )

@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,12 @@ class Scores:
             there, here: the layer in the model, and in what is left of it.
         """
         old, new = there.config, here.config
-        of = {kind: self.values[key] for key, p, kind, _ in self._layer(there)}
-        found: Axes = {"d": self._hidden(new.hidden_size), "2d": None}
-        if (hidden := found["d"]) is not None:
-            found["2d"] = numpy.concatenate([hidden, old.hidden_size + hidden])
+        start = f"{there.megatron} "
+        of = {key.removeprefix(start): value for key, value in self.values.items() if key.startswith(start)}
+        found: Axes = {"d": None, "2d": None}
+        if new.hidden_size != old.hidden_size:
+            hidden = best(self._residual, new.hidden_size)
+            found = {"d": hidden, "2d": numpy.concatenate([hidden, old.hidden_size + hidden])}
         if there.part == "M":
             found |= _mamba(of["x"], old, new)
         elif there.part == "*":
@@ -156,14 +159,11 @@ class Scores:
                 found[way] = best(of[way], new.moe_latent_size or 0) if way in of else found["d"]
         return found
 
-    def _layer(self, prefix: Prefix) -> Iterator[tuple[str, Prefix, str, tuple[int, ...]]]:
-        return (one for one in statistics(self.config) if one[1].megatron == prefix.megatron)
-
-    def _hidden(self, number: int) -> Array | None:
-        if number == self.config.hidden_size:
-            return None
+    @cached_property
+    def _residual(self) -> Array:
+        """The channels of the residual stream [d], over all layers."""
         normed = [self.values[f"decoder.layers.{i}. normed"] for i in range(self.config.num_layers)]
-        return best(numpy.sum(normed, axis=0, dtype=numpy.float64), number)
+        return numpy.sum(normed, axis=0, dtype=numpy.float64)
 
 
 def best(scores: Array, number: int) -> Array:

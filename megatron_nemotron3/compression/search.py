@@ -9,6 +9,7 @@ is what it loses, so for every combination of the model's sizes the best experts
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,8 +18,7 @@ from megatron_nemotron3.compression.budget import amount, costs, fits
 from megatron_nemotron3.compression.choose import Option, choose
 from megatron_nemotron3.compression.sizes import BY_LAYER, DIMENSIONS, Size, candidate_config, require_known
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.parameters import active_layer_parameters, layer_tensors
-from megatron_nemotron3.plan.serving import Serving, layer_seconds
+from megatron_nemotron3.plan.serving import Serving
 
 #: Combinations of the sizes of the model; each takes a second where many layers have many values.
 MOST_COMBINATIONS = 2000
@@ -91,8 +91,16 @@ class Found:
 class NoCandidate(ValueError):
     """No candidate meets the budget; `nearest` exceeds it least."""
 
-    def __init__(self, message: str, nearest: Candidate) -> None:
-        super().__init__(message)
+    def __init__(self, nearest: Candidate, budget: Mapping[str, float]) -> None:
+        over = [
+            f"{name}={amount(name, nearest.costs[name])} instead of {amount(name, limit)}"
+            for name, limit in budget.items()
+            if not fits(nearest.costs[name], limit)
+        ]
+        super().__init__(
+            f"no candidate meets the budget: the nearest, {sizes_text(nearest)}, has {' and '.join(over)}: "
+            "raise the budget to that, or let sizes vary to smaller values"
+        )
         self.nearest = nearest
 
 
@@ -136,7 +144,7 @@ def search(
     if not found and not nearest:
         raise refused[0]
     if not found:
-        raise _no_candidate(min(nearest, key=lambda one: _excess(one, budget)), budget)
+        raise NoCandidate(min(nearest, key=lambda one: max(one.costs[n] / budget[n] for n in budget)), budget)
     return Found(tuple(sorted(found, key=_order)), len(refused), str(refused[0]) if refused else "")
 
 
@@ -149,10 +157,7 @@ def _combinations(values: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int
             "first, so search for the depth, and then for the experts of what is left"
         )
     whole = {name: given for name, given in values.items() if name not in BY_LAYER}
-    number = 1
-    for given in whole.values():
-        number *= len(given)
-    if number > MOST_COMBINATIONS:
+    if (number := math.prod(map(len, whole.values()))) > MOST_COMBINATIONS:
         raise ValueError(
             f"{number} combinations of {', '.join(whole)}: give fewer values, for {MOST_COMBINATIONS} at most"
         )
@@ -195,6 +200,7 @@ class _Space:
         self.config = candidate_config(model, self._sizes(self.least), self.layers)
         self.rest = losses.rest(self.config, kept)
         self.smallest = self.candidate(self.least)
+        self._changes: dict[tuple[_Row, _Row], tuple[float, ...]] = {}
 
     def _rows(self, layer: int) -> list[_Row]:
         """Width and top-k to choose from in a layer: given values up to its own, or its own."""
@@ -232,19 +238,13 @@ class _Space:
         """Return the candidate with the least loss within the budget, or None."""
         if not self._fits(self.smallest):
             return None
-        by_row = {row: self._costs(row) for row in set(itertools.chain(*self.rows))}
         groups = [
-            [Option(self.losses.experts(layer, *row), by_row[row]) for row in rows]
-            for layer, rows in zip(self.numbers, self.rows, strict=True)
+            [Option(self.losses.experts(layer, *row), self._added(place, row)) for row in self.rows[place]]
+            for place, layer in enumerate(self.numbers)
         ]
-        experts = [sum(by_row[row][c] for row in self.least) for c in range(len(self.budget))]
-        limits = [
-            limit - (self.smallest.costs[name] - cost)
-            for (name, limit), cost in zip(self.budget.items(), experts, strict=True)
-        ]
-        if not groups or min(limits, default=1.0) <= 0:  # nothing to choose, or only the smallest is left
-            return self.smallest
-        picked = choose(groups, limits)
+        limits = [limit - self.smallest.costs[name] for name, limit in self.budget.items()]
+        # Without: nothing to choose, or only the smallest is left.
+        picked = choose(groups, limits) if groups and min(limits, default=1.0) > 0 else None
         if picked is None:
             return self.smallest
         rows = [rows[index] for rows, index in zip(self.rows, picked.numbers, strict=True)]
@@ -254,55 +254,31 @@ class _Space:
         """Return the candidate with the least loss among those with one width and one top-k, or None."""
         if not self.rows:
             return None
-        columns = [[{row[c] for row in rows} for rows in self.rows] for c in range(len(BY_LAYER))]
-        # A size that does not vary stays as it is in each layer.
-        common = [
-            sorted(set.intersection(*column)) if name in self.values else [0]
-            for name, column in zip(BY_LAYER, columns, strict=True)
-        ]
-        every = (
-            self.candidate([(width or rows[0][0], topk or rows[0][1]) for rows in self.rows])
-            for width, topk in itertools.product(*common)
-        )
+
+        def varied(row: _Row) -> tuple[int, ...]:  # a size that does not vary stays as it is in each layer
+            return tuple(size for name, size in zip(BY_LAYER, row, strict=True) if name in self.values)
+
+        by_layer = [{varied(row): row for row in rows} for rows in self.rows]
+        common = sorted(set.intersection(*map(set, by_layer)))
+        every = (self.candidate([rows[one] for rows in by_layer]) for one in common)
         return min(filter(self._fits, every), key=_order, default=None)
 
     def _fits(self, one: Candidate) -> bool:
         return all(fits(one.costs[name], limit) for name, limit in self.budget.items())
 
-    def _costs(self, row: _Row) -> tuple[float, ...]:
-        """What an E layer with this row costs by each measure of the budget."""
-        own = self.config.but(moe_ffn_hidden_size=row[0], moe_router_topk=row[1], moe_layers=None)
-        tensors = layer_tensors(own, "E")
-        stored = float(sum(tensor.elements for tensor in tensors))
-        biases = sum(tensor.elements for tensor in tensors if not tensor.trainable)
-        every = {
-            "params": stored,
-            "active": float(active_layer_parameters(own, "E")),
-            "memory": 2.0 * stored + 2.0 * biases,
-            "latency": layer_seconds(own, "E", self.serving),
-        }
-        return tuple(every[name] for name in self.budget)
+    def _added(self, place: int, row: _Row) -> tuple[float, ...]:
+        """What the smallest candidate costs more, by each measure of the budget, with this row in a layer."""
+        change = (self.least[place], row)
+        if change not in self._changes:
+            rows = [*self.least[:place], row, *self.least[place + 1 :]]
+            config = candidate_config(self.model, self._sizes(rows), self.layers)
+            more, base = costs(config, self.serving), self.smallest.costs
+            self._changes[change] = tuple(more[name] - base[name] for name in self.budget)
+        return self._changes[change]
 
 
 def _order(one: Candidate) -> tuple[float, float]:
     return one.loss, one.costs["params"]
-
-
-def _excess(one: Candidate, budget: Mapping[str, float]) -> float:
-    return max(one.costs[name] / limit for name, limit in budget.items())
-
-
-def _no_candidate(nearest: Candidate, budget: Mapping[str, float]) -> NoCandidate:
-    over = [
-        f"{name}={amount(name, nearest.costs[name])} instead of {amount(name, limit)}"
-        for name, limit in budget.items()
-        if not fits(nearest.costs[name], limit)
-    ]
-    return NoCandidate(
-        f"no candidate meets the budget: the nearest, {sizes_text(nearest)}, has {' and '.join(over)}: raise "
-        "the budget to that, or let sizes vary to smaller values",
-        nearest,
-    )
 
 
 def sizes_text(one: Candidate) -> str:

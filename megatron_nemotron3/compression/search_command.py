@@ -8,16 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.files import require_output, write_text
-from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.compression.budget import MEASURES, amount, costs, parse_budget
-from megatron_nemotron3.compression.search import (
-    Alike,
-    Candidate,
-    Found,
-    Losses,
-    search,
-    sizes_text,
-)
+from megatron_nemotron3.compression.search import Alike, Candidate, Found, Losses, search, sizes_text
 from megatron_nemotron3.compression.sizes import BY_LAYER, parse_numbers
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model
@@ -95,10 +88,8 @@ def search_command(options: argparse.Namespace) -> int:
     found = search(config, values, budget, serving, _losses(options.scores, config))
     if options.output is not None:
         write_text(options.output, json.dumps(describe(found.candidates[0].config), indent=2) + "\n")
-    if options.json:
-        print_json(_facts(config, budget, serving, found, options))
-    else:
-        print("\n".join(_lines(config, budget, serving, found, options)))
+    with result(options.json):
+        _say(config, budget, serving, found, options)
     return 0
 
 
@@ -111,65 +102,41 @@ def _losses(file: Path | None, config: Nemotron3Config) -> Losses:
     return Measured(Scores.load(file, config))
 
 
-def _facts(
+def _say(
     config: Nemotron3Config,
     budget: dict[str, float],
     serving: Serving,
     found: Found,
     options: argparse.Namespace,
-) -> dict[str, Any]:
-    return {
-        "model": config.name,
-        "costs": costs(config, serving),
-        "budget": budget,
-        "scores": options.scores,
-        "candidates": [
-            {
-                "sizes": one.sizes,
-                "layers": one.layers,
-                "loss": one.loss,
-                "gap": one.gap,
-                "costs": one.costs,
-                "config": describe(one.config)["config"],
-            }
-            for one in found.candidates[: options.best]
-        ],
-        "met": len(found.candidates),
-        "skipped": found.skipped,
-    }
+) -> None:
+    def row(number: str, loss: str, values: list[str], sizes: str) -> None:
+        say(f"{number:>3} {loss:>9}" + "".join(f"{value:>11}" for value in values) + f"  {sizes}")
 
-
-def _lines(
-    config: Nemotron3Config,
-    budget: dict[str, float],
-    serving: Serving,
-    found: Found,
-    options: argparse.Namespace,
-) -> list[str]:
-    def row(number: str, loss: str, values: list[str], sizes: str) -> str:
-        return f"{number:>3} {loss:>9}" + "".join(f"{value:>11}" for value in values) + f"  {sizes}"
-
-    whole, best = costs(config, serving), found.candidates[0]
-    lines = [
-        f"{config.title}: at most " + ", ".join(f"{name} {amount(name, n)}" for name, n in budget.items()),
-        f"latency: a token of {serving.sequences} x {serving.context:,} on {serving.gpu.name}, an estimate",
-        "",
-        row("", "loss", list(MEASURES), "sizes"),
-        row("", "0", [amount(name, whole[name]) for name in MEASURES], "as it is"),
-    ]
-    for number, one in enumerate(found.candidates[: options.best], 1):
+    whole, shown = costs(config, serving), found.candidates[: options.best]
+    limits = ", ".join(f"{name} {amount(name, n)}" for name, n in budget.items())
+    say(f"{config.title}: at most {limits}", model=config.name, costs=whole, budget=budget)
+    say(f"latency: a token of {serving.sequences} x {serving.context:,} on {serving.gpu.name}, an estimate\n")
+    row("", "loss", list(MEASURES), "sizes")
+    row("", "0", [amount(name, whole[name]) for name in MEASURES], "as it is")
+    for number, one in enumerate(shown, 1):
         values = [amount(name, one.costs[name]) for name in MEASURES]
-        lines.append(row(str(number), f"{one.loss:.4f}", values, sizes_text(one)))
+        row(str(number), f"{one.loss:.4f}", values, sizes_text(one))
     if options.scores is None:
-        lines += ["", "loss: without --scores all channels, heads, experts and layers count alike"]
-    if best.gap:
-        lines += ["", f"other experts by layer could lose up to {best.gap:.2g} less: too many to try all"]
+        say("\nloss: without --scores all channels, heads, experts and layers count alike")
+    if gap := shown[0].gap:
+        say(f"\nother experts by layer could lose up to {gap:.2g} less: too many to try all")
     if found.skipped:
-        lines += ["", f"{found.skipped} combinations are no model, the first: {found.why}"]
-    lines += ["", _words(best)]
+        say(f"\n{found.skipped} combinations are no model, the first: {found.why}")
+    candidates = [{**vars(one), "config": describe(one.config)["config"]} for one in shown]
+    say(
+        f"\n{_words(shown[0])}",
+        scores=options.scores,
+        candidates=candidates,
+        met=len(found.candidates),
+        skipped=found.skipped,
+    )
     if options.output is not None:
-        lines += [f"wrote {options.output}: nemotron3 train --model {options.output}"]
-    return lines
+        say(f"wrote {options.output}: nemotron3 train --model {options.output}")
 
 
 def _words(best: Candidate) -> str:

@@ -154,10 +154,9 @@ def _check(config: Nemotron3Config, name: str, new: Size) -> None:
 def _experts(config: Nemotron3Config, sizes: Sizes, kept: Sequence[int]) -> dict[str, Any]:
     """Return the changed fields of the experts. One number is for MTP, too; a tuple is for the decoder."""
     layers = [layer for layer in kept if config.pattern[layer] == "E"]
-    every = [(one.moe_ffn_hidden_size, one.moe_router_topk) for one in map(config.at, layers)]
+    rows = [[one.moe_ffn_hidden_size, one.moe_router_topk] for one in map(config.at, layers)]
     own = [config.moe_ffn_hidden_size, config.moe_router_topk]
     experts = sizes.get("num_moe_experts", config.num_moe_experts)
-    rows = [list(row) for row in every]
     for column, name in enumerate(BY_LAYER):
         if (new := sizes.get(name)) is None:
             continue

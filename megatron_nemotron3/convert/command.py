@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ from megatron_nemotron3.models.command import add_stored_model, stored_model
 from megatron_nemotron3.models.omni import OmniConfig, get_omni
 from megatron_nemotron3.models.tiny import TINY_SUFFIX
 from megatron_nemotron3.precision.serving import RECIPES
+from megatron_nemotron3.words import add_workers
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 DTYPES = ("bfloat16", "float16", "float32")
@@ -146,7 +146,7 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
         way.add_argument("--allow-nonfinite", action="store_true", help="copy NaN and infinities")
         add_json(way)
         way.add_argument("--dry-run", action="store_true", help="print the plan and its size, and stop")
-        _add_workers(way)
+        add_workers(way)
 
 
 def _add_verify(command: argparse.ArgumentParser) -> None:
@@ -158,7 +158,7 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     )
     _add_dequantize(command)
     _add_stored(command)
-    _add_workers(command)
+    add_workers(command)
     add_json(command)
 
 
@@ -175,17 +175,6 @@ def _add_stored(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--allow-unused", action="append", default=[], metavar="GLOB", help="tensors that may be left out"
-    )
-
-
-def _add_workers(command: argparse.ArgumentParser) -> None:
-    count = min(8, os.cpu_count() or 1)
-    command.add_argument(
-        "--workers",
-        type=int,
-        default=count,
-        metavar="N",
-        help="processes or threads (default: one for each core, 8 at most)",
     )
 
 

@@ -12,7 +12,7 @@ from megatron_nemotron3.boost.settings import LOSSES, VARIABLE, Boost
 from megatron_nemotron3.checkpoint.files import require_plot
 from megatron_nemotron3.finetune.command import environment, step
 from megatron_nemotron3.models.command import add_stored_model
-from megatron_nemotron3.words import add_device
+from megatron_nemotron3.words import add_device, add_text, add_tokenizer
 
 if TYPE_CHECKING:
     from megatron_nemotron3.finetune.boost_inputs import Inputs
@@ -70,15 +70,8 @@ def register(commands: Any) -> None:
         "--grow", metavar="PATTERN", help="add an MTP block of these layers (*E) to a model without"
     )
     data = command.add_argument_group("data")
-    text = data.add_mutually_exclusive_group()
-    text.add_argument("--text", metavar="PATH", help="text file, .jsonl or folder (default: the run's data)")
-    text.add_argument("--data-path", metavar="PREFIX", help="Megatron data sets (here one)")
-    data.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="folder of a Hugging Face tokenizer (default: the run's)",
-    )
+    add_text(data, "default: the run's data", "here one")
+    add_tokenizer(data, "the run's")
     data.add_argument(
         "--plot", type=Path, metavar="PNG", help="write acceptance before and after as a picture"
     )

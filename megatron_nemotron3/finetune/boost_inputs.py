@@ -9,9 +9,10 @@ from pathlib import Path
 
 from megatron_nemotron3.boost import settings
 from megatron_nemotron3.boost.settings import Boost
-from megatron_nemotron3.checkpoint.files import read_outside, write_text
+from megatron_nemotron3.checkpoint.files import write_text
 from megatron_nemotron3.checkpoint.folders import checkpoint_path, read_tracker
 from megatron_nemotron3.convert.from_hf import pad_vocab_size
+from megatron_nemotron3.finetune.start import begin, own, require_positive, require_schedule
 from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder, find_checkpoint
 from megatron_nemotron3.generate.command import MAX_DRAFT
 from megatron_nemotron3.generate.evaluate_command import data_tokens
@@ -23,7 +24,6 @@ from megatron_nemotron3.train.inputs import require_tokenizer
 
 #: Written first: what the folder is the work of.
 RECORD = "boost.json"
-_LIMIT = 1 << 20
 #: Megatron pads the vocabulary to a multiple of this.
 _MULTIPLE = 128
 
@@ -72,9 +72,7 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> I
         ValueError: the checkpoint has no MTP, or has one to grow; or something is missing or does not fit.
         OSError: a file cannot be read.
     """
-    for name in ("steps", "lr"):
-        if (value := getattr(options, name)) is not None and not value > 0:
-            raise ValueError(f"--{name} {value}: give more than 0")
+    require_positive(options, "steps", "lr")
     if not 1 <= options.depths <= MAX_DRAFT:
         raise ValueError(f"--depths {options.depths}: give 1 to {MAX_DRAFT}")
     found = find_checkpoint(options.checkpoint)
@@ -84,13 +82,10 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> I
     hugging_face = opened.kind == "hugging face"
     if not hugging_face:
         _require_tracked(found, opened.kind)
-    # A file of a model has a name of its own; that of a tiny one has the schedule of tiny models.
-    tiny = "-tiny" in opened.config.name
-    config = _with_heads(opened.config, options, found).but(name="own-tiny" if tiny else "own")
+    config = own(_with_heads(opened.config, options, found))
     pattern = ["--hybrid-layer-pattern", config.full_pattern]
     settings.refuse(boost, [*pattern, "--context-parallel-size", str(options.cp or 1), *options.extra])
-    if not tiny and (missing := [f"--{n}" for n in ("steps", "lr") if getattr(options, n) is None]):
-        raise ValueError(f"{config.title} has no default schedule: give {' and '.join(missing)}")
+    require_schedule(options, config)
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
     tokenizer = found.tokenizer(options.tokenizer)
@@ -192,20 +187,11 @@ def prepare(given: Inputs, output: Path) -> None:
         ValueError: the folder holds something else, or the work of other inputs.
         OSError: it cannot be written.
     """
-    record = output / RECORD
-    if record.exists():
-        earlier = json.loads(read_outside(record, limit=_LIMIT))
-        if different := sorted(name for name in given.record if earlier.get(name) != given.record[name]):
-            raise ValueError(
-                f"{output} holds a boost with another {', '.join(different)}: give another --output, or "
-                "remove it"
-            )
-        return
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists and is no boost: give a new --output")
-    output.mkdir(parents=True, exist_ok=True)
-    if given.documents:
-        (output / "data").mkdir(exist_ok=True)
-        write_dataset(given.documents, given.info, given.prefix(output))
-    write_text(output / "model.json", json.dumps(describe(given.config), indent=1) + "\n")
-    write_text(record, json.dumps(given.record, indent=1) + "\n")
+
+    def write(folder: Path) -> None:
+        if given.documents:
+            (folder / "data").mkdir()
+            write_dataset(given.documents, given.info, given.prefix(folder))
+        write_text(folder / "model.json", json.dumps(describe(given.config), indent=1) + "\n")
+
+    begin(output, RECORD, given.record, "boost", write)

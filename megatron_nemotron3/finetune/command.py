@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.lora import VARIABLE, LoRA
-from megatron_nemotron3.words import add_device
+from megatron_nemotron3.words import add_device, add_tokenizer
 
 #: Schedule of the tiny models, which learn in minutes on a CPU.
 STEPS, LR, SEQ_LENGTH = 60, 1e-3, 512
@@ -31,9 +31,7 @@ def register(commands: Any) -> None:
     command.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="where to write (a folder)"
     )
-    command.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="folder of a Hugging Face tokenizer (default: HF_DIR)"
-    )
+    add_tokenizer(command, "HF_DIR")
     command.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="Jinja; takes the place of the tokenizer's"
     )
@@ -73,13 +71,12 @@ def finetune_command(options: argparse.Namespace) -> int:
         raise ValueError(f"--lora {options.lora}: leave base= out, the base is HF_DIR")
     if options.adapter_only and lora is None:
         raise ValueError("--adapter-only goes with --lora")
-    for name in ("steps", "lr", "seq_length"):
-        if (value := getattr(options, name)) is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give more than 0")
     from megatron_nemotron3.cpu import quiet_on_cpu
     from megatron_nemotron3.finetune import inputs as given
+    from megatron_nemotron3.finetune.start import require_positive, require_schedule
     from megatron_nemotron3.run import resolve_device
 
+    require_positive(options, "steps", "lr", "seq_length")
     source, out = options.source, options.output
     tokenizer = source if options.tokenizer is None else options.tokenizer
     checked = given.check(
@@ -94,9 +91,7 @@ def finetune_command(options: argparse.Namespace) -> int:
         lr=options.lr or LR,
         seq_length=options.seq_length,
     )
-    tiny = "-tiny" in checked.config.name
-    if not tiny and (missing := [f"--{name}" for name in ("steps", "lr") if getattr(options, name) is None]):
-        raise ValueError(f"{checked.config.title} has no default schedule: give {' and '.join(missing)}")
+    require_schedule(options, checked.config)
     device = resolve_device(options.device)
     if device == "cpu":
         quiet_on_cpu()

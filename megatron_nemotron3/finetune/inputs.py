@@ -14,6 +14,7 @@ from megatron_nemotron3.checkpoint.files import read_outside, write_text
 from megatron_nemotron3.checkpoint.folders import locate
 from megatron_nemotron3.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.convert.from_hf import pad_vocab_size
+from megatron_nemotron3.finetune.start import begin, own
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.train.data.conversations import Encoded, Encoder, parse_line
@@ -106,9 +107,7 @@ def check(
         chat_template=_digest(words.encode()) if words is not None else "",
         **how,  # type: ignore[arg-type]
     )
-    # A file of a model has a name of its own; that of a tiny one has the schedule of tiny models.
-    config = opened.config.but(name="own-tiny" if "-tiny" in opened.config.name else "own")
-    return Inputs(config, request, train, measured, tokenizer, words)
+    return Inputs(own(opened.config), request, train, measured, tokenizer, words)
 
 
 def prepare(inputs: Inputs, output: Path) -> list[Encoded]:
@@ -120,35 +119,18 @@ def prepare(inputs: Inputs, output: Path) -> list[Encoded]:
         ValueError: the folder holds something else, or the work of another request; the tokenizer has no
             chat template, or a conversation does not fit it.
     """
-    record = output / RECORD
-    known = asdict(inputs.request)
-    if record.exists():
-        earlier = json.loads(read_outside(record, limit=_LIMIT))
-        if different := sorted(name for name in known if earlier.get(name) != known[name]):
-            raise ValueError(
-                f"{output} holds a fine-tuning with another {', '.join(different)}: give another --output, "
-                "or remove it"
-            )
-        return _encoded(inputs, output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists and is no fine-tuning: give a new --output")
-    temporary = output.with_name(f".{output.name}.part")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        _write(inputs, temporary)
-        encoded = _encoded(inputs, temporary)
-        write_text(temporary / RECORD, json.dumps(known, indent=1) + "\n")
-        if output.exists():
-            output.rmdir()
-        temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return encoded
+    encoded: list[Encoded] = []
+
+    def write(folder: Path) -> None:
+        _write(inputs, folder)
+        encoded.extend(_encoded(inputs, folder))
+
+    begin(output, RECORD, asdict(inputs.request), "fine-tuning", write)
+    return encoded or _encoded(inputs, output)
 
 
 def _write(inputs: Inputs, folder: Path) -> None:
     """Write what the steps read."""
-    folder.mkdir(parents=True)
     (folder / "train.jsonl").write_bytes(b"".join(inputs.train.values()))
     (folder / "held_out.jsonl").write_bytes(b"".join(inputs.held_out.values()))
     write_text(folder / "model.json", json.dumps(describe(inputs.config), indent=1) + "\n")

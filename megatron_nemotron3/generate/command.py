@@ -19,7 +19,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_stored_model, stored_model
 from megatron_nemotron3.train.inputs import require_tokenizer
 from megatron_nemotron3.train.processes import NARROW, THREADS
-from megatron_nemotron3.words import add_device
+from megatron_nemotron3.words import add_device, add_tokenizer
 
 if TYPE_CHECKING:
     from megatron_nemotron3.convert.opened import Checkpoint
@@ -116,12 +116,7 @@ def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> 
         model.add_argument("--checkpoint", type=place, required=True, metavar="DIR", help=what)
     else:
         command.add_argument("checkpoint", type=place, metavar="RUN", help=what)
-    model.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="folder of a Hugging Face tokenizer (default: the checkpoint's or the run's)",
-    )
+    add_tokenizer(model, "the checkpoint's or the run's")
     add_device(model)
     model.add_argument(
         "--dtype", choices=DTYPES, help="type of the numbers (of the weights; default: as stored)"
@@ -177,7 +172,7 @@ def load_engine(opened: Checkpoint, options: argparse.Namespace, mtp: bool) -> E
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     language = opened.language_part() if opened.omni else opened
     weights = read_weights(language.hf_view(), opened.config, device=options.device, dtype=dtype, mtp=mtp)
-    return Engine(weights, media=opened.omni.media_ids if opened.omni else ())
+    return Engine(weights, media=tuple(opened.omni.special_ids().values()) if opened.omni else ())
 
 
 def load_encoders(opened: Checkpoint, options: argparse.Namespace) -> Encoders:

@@ -20,6 +20,7 @@ from megatron_nemotron3.generate.command import (
 )
 from megatron_nemotron3.models.command import stored_model
 from megatron_nemotron3.train.inputs import require_tokenizer
+from megatron_nemotron3.words import add_text
 
 if TYPE_CHECKING:
     from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder
@@ -41,12 +42,7 @@ def register(commands: Any) -> None:
     command.set_defaults(run=evaluate_command)
     add_checkpoint(command)
     measured = command.add_argument_group("what is measured")
-    text = measured.add_mutually_exclusive_group()
-    text.add_argument(
-        "--text", metavar="PATH", help="text file, .jsonl or folder (default: the run's held-out data)"
-    )
-    text.add_argument("--data-path", metavar="PREFIX", help="Megatron data sets (here one, without a split)")
-    text.add_argument(
+    add_text(measured, "default: the run's held-out data").add_argument(
         "--conversations",
         metavar="FILE",
         help=".jsonl conversations (the loss of the assistant's tokens; needs --tokenizer)",
@@ -115,7 +111,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         return _evaluate_conversations(load_engine(opened, options, mtp=False), options, title)
     draft = _chosen_draft(options.draft, config)
     check_draft(opened, draft)
-    seq_length = _chosen_seq_length(options.seq_length, config)
+    seq_length = chosen_seq_length(options.seq_length, config)
     ids, source = evaluation_tokens(found, options, SPREAD * max(options.tokens + 1, PROMPTS * PROMPT_TOKENS))
     text = windows(ids, seq_length, options.tokens)
     depths = max(draft, config.mtp_num_layers)
@@ -236,7 +232,12 @@ def _chosen_draft(given: int | None, config: Nemotron3Config) -> int:
     return DRAFT if config.mtp_use_repeated_layer else min(DRAFT, config.mtp_num_layers)
 
 
-def _chosen_seq_length(given: int | None, config: Nemotron3Config) -> int:
+def chosen_seq_length(given: int | None, config: Nemotron3Config) -> int:
+    """Return --seq-length, or the model's.
+
+    Raises:
+        ValueError: it is out of range.
+    """
     if given is None:
         return min(config.seq_length, config.max_position_embeddings)
     if not 1 <= given <= config.max_position_embeddings:

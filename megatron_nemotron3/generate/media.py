@@ -129,10 +129,11 @@ class PromptReader:
         """What reads media; made when the first prompt has some."""
         if self._encoder is None:
             from megatron_nemotron3.omni.conversation import OmniEncoder
+            from megatron_nemotron3.omni.processor import names_of
 
             assert self.model is not None
             processor = _processor(self.tokenizer.folder, self.model)
-            text = _Text(self.tokenizer, _names(processor)) if self.template is None else None
+            text = _Text(self.tokenizer, names_of(processor)) if self.template is None else None
             self._encoder = OmniEncoder(processor, self.model, text=text)
         return self._encoder
 
@@ -148,9 +149,10 @@ class PromptReader:
             raise ValueError(f"--{kind} {file}: {self.called} reads only text: leave it out")
         if not prompt.media:
             return self._without_media(prompt)
+        from megatron_nemotron3.omni.processor import names_of
         from megatron_nemotron3.train.data.conversations import Conversation
 
-        content = _content(prompt, _names(self.encoder.processor), self.template is not None)
+        content = _content(prompt, names_of(self.encoder.processor), self.template is not None)
         message = {"role": "user", "content": content}
         found = self.encoder.encode(Conversation([message], None, prompt.place), prompt=True)
         return ReadPrompt(found.ids, found.media)
@@ -178,7 +180,7 @@ class PromptReader:
         from megatron_nemotron3.omni.processor import VIDEO
 
         assert self.model is not None
-        found = next((one for one in self.model.media_ids if one in ids), None)
+        found = next((one for one in self.model.special_ids().values() if one in ids), None)
         if found is not None:
             return self.tokenizer.decode([found], special=True)
         return VIDEO if VIDEO in text else ""  # videos have the tokens of pictures
@@ -201,11 +203,6 @@ class _Text:
 
         ids = self.tokenizer.encode(text)
         return Encoded(ids, [False] * len(ids))
-
-
-def _names(processor: Any) -> dict[str, str]:
-    """Kind of a medium -> name of its token in a prompt."""
-    return {"image": processor.image_token, "audio": processor.audio_token, "video": processor.video_token}
 
 
 def _content(prompt: Prompt, names: dict[str, str], template: bool) -> list[dict[str, str]]:

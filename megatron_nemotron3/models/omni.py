@@ -154,11 +154,6 @@ class OmniConfig:
         if sound.conv_kernel_size % 2 == 0:
             raise ValueError(f"{self.name}: conv_kernel_size={sound.conv_kernel_size}: give an odd number")
 
-    @property
-    def media_ids(self) -> tuple[int, ...]:
-        """Ids that stand for rows of the encoders."""
-        return tuple(i for i in (self.image_token_id, self.sound_token_id) if i is not None)
-
     def but(self, **changes: Any) -> OmniConfig:
         """Return the model with other fields."""
         return replace(self, **changes)

@@ -141,7 +141,7 @@ class OmniEncoder:
 
     def _encode(self, conversation: Conversation, prompt: bool) -> WithMedia:
         given = self.processor
-        names = {"image": given.image_token, "video": given.video_token, "audio": given.audio_token}
+        names = processor.names_of(given)
         parts = list(_media_parts(conversation, names))
         pictures = sum(kind == "image" for kind, _ in parts)
         found = {kind: [] for kind in names}  # type: dict[str, list[Medium]]
@@ -168,11 +168,11 @@ class OmniEncoder:
         )
         spans = [(_moved(start, moves), _moved(end, moves)) for start, end in spans]
         encoded = self.text.tokens(text, spans)
-        special = {self.config.image_token_id: "vision", self.config.sound_token_id: "sound"}
+        special = {token: modality for modality, token in self.config.special_ids().items()}
         ordered = [found[move["type"]].pop(0) for move in moves]
         for token, modality in special.items():
             rows = sum(one.rows for one in ordered if one.modality == modality)
-            if token is not None and encoded.ids.count(token) != rows:
+            if encoded.ids.count(token) != rows:
                 raise MediaError(
                     f"{encoded.ids.count(token)} tokens of id {token} for {rows} rows of the {modality} "
                     "encoder: the tokenizer does not know the processor's tokens"

@@ -1,8 +1,9 @@
 """Batches of conversations with media, for training.
 
-    check(path, processor, config, seq_length=8192)
+    file = ChatFile(path, processor, config, seq_length=8192)
+    check(file)
     lanes = {"language": (0, 2), "vision": (1, 4)}  # of this rank
-    batches = build_loader(path, processor, config, samples=4, lanes=lanes, seq_length=8192)
+    batches = build_loader(file, samples=4, lanes=lanes)
 
 A line of the file is {"messages": […]} (`omni.conversation`); paths of media are relative to its folder.
 Tokens are computed once from headers and kept beside the file, as for text (`train.data.packing`), so every
@@ -15,6 +16,7 @@ import gc
 import itertools
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -27,45 +29,55 @@ from megatron_nemotron3.boundary.partition import sample_shares
 from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.omni.conversation import ENCODER, OmniEncoder, WithMedia, join
+from megatron_nemotron3.omni.layouts import LANGUAGE
 from megatron_nemotron3.omni.media import MediaError
 from megatron_nemotron3.train.data.conversations import Conversation, parse_line
 from megatron_nemotron3.train.data.packing import PackedConversations, Row
 
-LANGUAGE = "language"
 Batch = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class ChatFile:
+    """A file of conversations, and how they become rows.
+
+    Attributes:
+        processor, config: `load_processor`, and the model.
+        seq_length: tokens of a row.
+        pack: several conversations in a row, which stay apart (`packing_kwargs`); then a lane of the language
+            model has one row. Otherwise each conversation has a row of its own.
+        multiple: conversations are padded to a multiple of it, `2 * cp` with context parallelism.
+        cache: folder of the tokens; None: `cache` beside the file.
+    """
+
+    path: str | os.PathLike[str]
+    processor: Any
+    config: OmniConfig
+    seq_length: int
+    pack: bool = True
+    multiple: int = 1
+    cache: str | None = None
+
+
 def build_loader(
-    path: str | os.PathLike[str],
-    processor: Any,
-    config: OmniConfig,
+    file: ChatFile,
     *,
     samples: int,
     lanes: Mapping[str, tuple[int, int]],
-    seq_length: int,
     consumed_samples: int = 0,
     workers: int = 0,
     seed: int = 1234,
-    pack: bool = True,
-    multiple: int = 1,
-    cache: str | None = None,
 ) -> Iterator[Batch]:
     """Make this rank's batches, without end; every epoch has another order.
 
     A batch depends on its number alone, not on the workers nor on where the job was interrupted.
 
     Args:
-        processor, config: `load_processor`, and the model.
         samples: rows of a microbatch over all lanes: the micro-batch size times the language model's DP.
         lanes: module of this rank ("language", "vision", "sound") -> (its data lane, number of lanes). A lane
             has an equal, contiguous share of the samples. Media of a module that is left out are not decoded.
-        seq_length: tokens of a row.
         consumed_samples: rows over all lanes that were used before.
         workers: processes that decode; 0: this one.
-        pack: several conversations in a row, which stay apart (`packing_kwargs`); then a lane of the language
-            model has one row. Otherwise each conversation has a row of its own.
-        multiple: conversations are padded to a multiple of it, `2 * cp` with context parallelism.
-        cache: folder of the tokens; None: `cache` beside the file.
 
     Returns: batches with the keywords of `BoundaryMimoModel.forward`: input_ids, position_ids, labels and
         loss_mask [b, s] of the lane of "language", or else of the first module; modality_inputs;
@@ -77,8 +89,7 @@ def build_loader(
             `Rows`.
         MediaError: from the iterator: a medium cannot be decoded, or is not what the tokens were made for.
     """
-    rows = Rows(path, processor, config, seq_length, pack=pack, multiple=multiple, cache=cache)
-    microbatches = Microbatches(rows, samples, dict(lanes), seed)
+    microbatches = Microbatches(Rows(file), samples, dict(lanes), seed)
     if consumed_samples % samples:
         raise ValueError(f"{consumed_samples} consumed samples are no multiple of {samples} of a microbatch")
     return _batches(in_order(microbatches, itertools.count(consumed_samples // samples), workers))
@@ -89,18 +100,7 @@ def describe(batch: Batch) -> Any:
     return batch["microbatch"]
 
 
-def check(
-    path: str | os.PathLike[str],
-    processor: Any,
-    config: OmniConfig,
-    *,
-    seq_length: int,
-    pack: bool = True,
-    multiple: int = 1,
-    cache: str | None = None,
-    decode: bool = True,
-    workers: int = 0,
-) -> str:
+def check(file: ChatFile, *, decode: bool = True, workers: int = 0) -> str:
     """Read a whole file before training; all ranks of the default process group, if there is one, call it.
 
     The first rank reads all lines and the headers of all media; then the ranks share the decoding.
@@ -121,7 +121,7 @@ def check(
         problem: Exception | None = None
         try:
             if first == (rank == 0):
-                rows = Rows(path, processor, config, seq_length, pack=pack, multiple=multiple, cache=cache)
+                rows = Rows(file)
         except (OSError, ValueError) as error:
             problem = error
         _raise_first(None if problem is None else (0, problem), size)
@@ -140,9 +140,6 @@ def check(
 class Rows:
     """Rows of a file, and the media of each.
 
-    Args:
-        path, …: as `build_loader`.
-
     Raises:
         ValueError: a line is no conversation, no conversation fits a row, or none has an assistant.
         MediaError: a medium cannot be used (from its header), or a conversation has more media tokens than a
@@ -150,20 +147,14 @@ class Rows:
         OSError: the file cannot be read.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        processor: Any,
-        config: OmniConfig,
-        seq_length: int,
-        *,
-        pack: bool = True,
-        multiple: int = 1,
-        cache: str | None = None,
-    ) -> None:
-        self.path, self.config, self.seq_length, self.pack = os.fspath(path), config, seq_length, pack
-        self.encoder = OmniEncoder(processor, config, os.path.dirname(self.path), most=seq_length)
-        self.packed = PackedConversations(self.path, self.encoder, seq_length, multiple, cache, pack)
+    def __init__(self, file: ChatFile) -> None:
+        self.path, self.config, self.pack = os.fspath(file.path), file.config, file.pack
+        self.encoder = OmniEncoder(
+            file.processor, file.config, os.path.dirname(self.path), most=file.seq_length
+        )
+        self.packed = PackedConversations(
+            self.path, self.encoder, file.seq_length, file.multiple, file.cache, file.pack
+        )
         #: Of the whole file.
         self.conversations = self.packed.in_file
 
@@ -195,9 +186,8 @@ class Rows:
         Raises:
             MediaError: as `encoded` and `OmniEncoder.decode`.
         """
-        known = self.packed.tokens_of(conversation)
-        tokens = {"vision": self.config.image_token_id, "sound": self.config.sound_token_id}
-        if not any((known == tokens[name]).any() for name in modalities):
+        known, tokens = self.packed.tokens_of(conversation), self.config.special_ids()
+        if not np.isin(known, [tokens[name] for name in modalities if name in tokens]).any():
             return {}
         found = [one for one in self.encoded(conversation).media if one.modality in modalities]
         return self.encoder.decode(found, self.place(conversation))
@@ -207,7 +197,7 @@ class Microbatches(Dataset[Any]):
     """Microbatch by number: this rank's batch, or the exception that making it raised."""
 
     def __init__(self, rows: Rows, samples: int, lanes: dict[str, tuple[int, int]], seed: int) -> None:
-        known = (LANGUAGE, *(name for name in ENCODER if name == "vision" or rows.config.sound))
+        known = (LANGUAGE, *rows.config.special_ids())
         if not lanes or set(lanes) - set(known):
             raise ValueError(f"lanes of {', '.join(lanes) or 'no module'}: give some of {', '.join(known)}")
         self.rows, self.samples, self.seed, self.lanes = rows, samples, seed, lanes
@@ -217,10 +207,7 @@ class Microbatches(Dataset[Any]):
                 f"a lane of {len(self.shares[LANGUAGE])} packed rows: use a micro-batch size of 1 and longer "
                 "rows, or do not pack"
             )
-        config = rows.config
-        self.special = {"vision": config.image_token_id}
-        if config.sound is not None and config.sound_token_id is not None:
-            self.special["sound"] = config.sound_token_id
+        self.special = rows.config.special_ids()
 
     def __getitem__(self, number: int) -> Batch | Exception:
         """Make a batch. An exception is returned, because a worker would raise it with its own traceback."""

@@ -42,19 +42,20 @@ def check_data(args: argparse.Namespace) -> None:
     if args.mock_data:
         return
     for path in (*args.data_path, *(args.valid_data_path or ())):
-        processor = load_processor(args.omni_processor)
-        said = data.check(path, processor, omni_of(args), decode=False, **_rows(args))
+        said = data.check(_file(args, path), decode=False)
         print_rank_0(f"megatron_nemotron3: {path}: {said}")
 
 
-def _rows(args: argparse.Namespace) -> dict[str, Any]:
-    """Return how conversations become rows."""
-    return {
-        "seq_length": args.seq_length,
-        "pack": not args.omni_no_packing,
-        "multiple": 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1,
-        "cache": args.data_cache_path,
-    }
+def _file(args: argparse.Namespace, path: str) -> data.ChatFile:
+    return data.ChatFile(
+        path,
+        load_processor(args.omni_processor),
+        omni_of(args),
+        args.seq_length,
+        pack=not args.omni_no_packing,
+        multiple=2 * args.context_parallel_size if args.context_parallel_size > 1 else 1,
+        cache=args.data_cache_path,
+    )
 
 
 def train(args: argparse.Namespace, forward_step: Callable[..., Any]) -> None:
@@ -260,14 +261,13 @@ class Batches:
             "lanes": self._lanes,
             "consumed_samples": start,
             "workers": args.num_workers,
-            "seed": args.seed + split,
         }
+        seed = args.seed + split
         if args.mock_data:
-            batches = mock.build_loader(self._omni, seq_length=args.seq_length, **how)
+            batches = mock.build_loader(mock.MockSamples(self._omni, args.seq_length, seed), **how)
         else:
             path = ((args.valid_data_path if split else None) or args.data_path)[0]
-            processor = load_processor(args.omni_processor)
-            batches = data.build_loader(path, processor, self._omni, **_rows(args), **how)
+            batches = data.build_loader(_file(args, path), seed=seed, **how)
         for batch in batches:
             yield batch | {"modality_inputs": _cast(batch["modality_inputs"], args.params_dtype)}
 

@@ -28,21 +28,18 @@ _TOKENS = ("input_ids", "labels", "loss_mask", "position_ids")
 
 
 def build_loader(
-    config: OmniConfig,
+    made: MockSamples,
     *,
     samples: int,
     lanes: Mapping[str, tuple[int, int]],
-    seq_length: int,
     consumed_samples: int = 0,
     workers: int = 0,
-    seed: int = 1234,
 ) -> Iterator[dict[str, Any]]:
     """Make this rank's batches, without end; arguments and batches are those of `data.build_loader`.
 
     Raises:
         ValueError: the samples do not divide among the lanes.
     """
-    made = MockSamples(config, seq_length, seed)
     microbatches = _Microbatches(made, samples, lanes)
     return in_order(microbatches, itertools.count(consumed_samples // samples), workers)
 

@@ -155,6 +155,11 @@ def check_processor(processor: Any, config: OmniConfig) -> None:
             raise ValueError(f"{what}: {theirs} in the processor, {ours} in {config.name}: they do not fit")
 
 
+def names_of(processor: Any) -> dict[str, str]:
+    """Kind of a medium -> name of its token in a text."""
+    return {"image": processor.image_token, "video": processor.video_token, "audio": processor.audio_token}
+
+
 def omni_tokenizer(
     texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str], config: OmniConfig
 ) -> Any:

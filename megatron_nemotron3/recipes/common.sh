@@ -115,6 +115,14 @@ checkpoints() { # [required]: resume from OUTPUT, or start from LOAD with a new 
     fi
 }
 
+model_of_depths() { # NAME: MODEL is a file that says the catalog's NAME, with MTP applied DEPTHS times
+    number DEPTHS
+    MODEL=$OUTPUT/model.$NODE_RANK.json
+    [ -z "${DRY_RUN:-}" ] || { MODEL=$(mktemp -d)/model.json; trap 'rm -r "${MODEL%/*}"' EXIT; }
+    mkdir -p "${MODEL%/*}"
+    echo "{\"base\": \"$1\", \"name\": \"$1-boost\", \"mtp_num_layers\": $DEPTHS}" > "$MODEL"
+}
+
 precision_file() { # write the format of every linear of MODEL, unless the user gives a file
     [ -z "${TE_PRECISION_CONFIG_FILE:-}" ] || return 0
     TE_PRECISION_CONFIG_FILE=$OUTPUT/precision.yaml

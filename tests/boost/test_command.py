@@ -14,7 +14,7 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.boost.settings import VARIABLE
-from megatron_nemotron3.finetune import boost_command
+from megatron_nemotron3.finetune import boost_command, boost_inputs
 from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.train import processes
 from tests.support.engines import agreeing_tensors
@@ -112,6 +112,26 @@ def test_what_is_refused(
     (error,) = capsys.readouterr().err.splitlines()
     assert message in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_start_that_fails_leaves_no_folder(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The disk is full while the text is encoded: the next start begins anew."""
+    (tmp_path / "text.txt").write_text("".join(f"a line {i * 7 % 23} of some text\n" for i in range(3000)))
+    line = words(folders, tmp_path / "out", "--text", tmp_path / "text.txt")
+
+    def full(*_given: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as during:
+        during.setattr(boost_inputs, "write_dataset", full)
+        assert cli.main(line) != 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
+    monkeypatch.setattr(boost_command, "step", untrained([130]))
+    assert cli.main(line) == 130
+    assert (tmp_path / "out/data/corpus.idx").exists()
+    capsys.readouterr()
 
 
 def test_no_mtp_and_no_growth(folders: Folders, tmp_path: Path, capsys: Capture) -> None:

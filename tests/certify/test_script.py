@@ -29,6 +29,7 @@ def bench(
     *extra: str,
     pattern: str = "M*",
     fault: Callable[[], None] | None = None,
+    boost: str | None = None,
 ) -> Bench:
     """The proof of a launch of a small model; with layers of experts it has MTP."""
     model = tiny(get("super")).but(pattern=pattern)
@@ -36,7 +37,7 @@ def bench(
         model = tiny(get("nano")).but(pattern=pattern, num_moe_experts=None)
     words = [*mock_argv(model, layout, short_schedule(2)), *extra]
     flags = tuple(command_line.read(shlex.join(words)))
-    twin = make(flags, 8, world_size=layout.world_size)
+    twin = make(flags, 8, world_size=layout.world_size, boost=boost)
     return Bench(twin=twin, flags=flags, folder=folder, timeout=240, fault=fault)
 
 
@@ -57,6 +58,23 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
     scripts.bench = replace(tried, fault=faults.forget_steps)
     again = scripts.run("again", sizes, *scripts.loading)
     assert failed(script_stage.loaded(again, killed, "")) == {"optimizer state loaded"}
+
+
+def test_a_stage_that_trains_nothing(tmp_path: Path) -> None:
+    """MTP's heads alone: what the first of two stages holds is there, and its gradients and moments are 0."""
+    tried = bench(tmp_path, _L(pp=2), pattern="M*ME", boost="1")
+    scripts, (sizes,) = script_stage.Scripts(tried), tried.twin.sizes
+    scripts.write_data()
+    ran = scripts.run("layout", sizes)
+    before, state = ran.loaded, ran.state(2)
+    assert before["weights"].keys() == ran.gradients(1).keys() == state["exp_avg"].keys()
+    for key, old in before["weights"].items():
+        trained = [ran.gradients(2)[key], state["exp_avg"][key], old - ran.weights(2)[key]]
+        if not key.startswith("mtp."):
+            assert not any(part.any() for part in trained), key
+    moved = {key for key, old in before["weights"].items() if not old.equal(ran.weights(2)[key])}
+    assert moved and any(key.startswith("decoder.layers.0.") for key in before["weights"])
+    assert moved == {key for key, part in ran.gradients(2).items() if part.any()}
 
 
 def test_a_checkout_of_another_version(tmp_path: Path) -> None:

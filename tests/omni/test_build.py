@@ -27,9 +27,21 @@ def world() -> Iterator[None]:
 
 
 def test_bfloat16_is_that_of_transformers() -> None:
-    """Encoders bit for bit; the whole model as close to FP32 as transformers' model is."""
+    """Encoders bit for bit; the whole model as close to FP32 as transformers' model is.
+
+    Rounding sends some tokens to another expert, which moves their logits and those after them by far more
+    than rounding itself; where it does depends on the CPU's kernels. So the quarter of the positions with the
+    smallest errors is compared, over several models.
+    """
+    errors = torch.cat([torch.stack(errors_of_bfloat16(seed), 1) for seed in range(24, 28)])
+    ours, theirs = errors.quantile(0.25, dim=0).tolist()
+    assert ours < 1.25 * theirs
+
+
+def errors_of_bfloat16(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Relative errors of the logits of every position, ours and transformers'. Checks the encoders' rows."""
     assert MODEL is not None
-    whole, theirs = pair(MODEL, 24)
+    whole, theirs = pair(MODEL, seed)
     ours, _ = build(MODEL, ONE, precision="bf16")
     ours.eval().load_state_dict(whole.state_dict(), strict=False)
     assert {p.dtype for p in ours.modality_submodules.parameters()} == {torch.bfloat16}
@@ -53,16 +65,17 @@ def test_bfloat16_is_that_of_transformers() -> None:
         kept = hidden[torch.arange(hidden.shape[1]) < lengths[:, None]]
         assert torch.equal(encoder(**given[SOUND]["parakeet"]), kept)
         # Their projector multiplies the padding, too, which on a CPU may change the last bit of a product.
-        assert relative(rows[SOUND], heard.pooler_output) < 2**-8
+        assert relative(rows[SOUND], heard.pooler_output).max() < 2**-8
 
         exact, _ = whole(media.ids, modality_inputs=given)
         half, _ = ours(media.ids, modality_inputs=given)
         expected = theirs(**media.theirs(theirs)).logits
-    assert relative(half, exact) < 1.5 * relative(expected, exact)
+    return relative(half, exact), relative(expected, exact)
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.float() - expected).norm() / expected.float().norm()).item()
+def relative(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Relative error of every row."""
+    return ((found.float() - expected).norm(dim=-1) / expected.float().norm(dim=-1)).flatten()
 
 
 def test_frozen_parts_have_no_gradients() -> None:
@@ -83,7 +96,7 @@ def test_frozen_parts_have_no_gradients() -> None:
     }
     for name, gradient in some.items():
         # A norm sums in another order if its input needs no gradient.
-        assert relative(gradient, trained[name]) < 1e-5, name
+        assert relative(gradient.flatten(), trained[name].flatten()) < 1e-5, name
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* is experimental:UserWarning")
 
 from megatron_nemotron3.boundary.feed import RowFeed  # noqa: E402
 from megatron_nemotron3.omni.conversation import sample  # noqa: E402
-from megatron_nemotron3.omni.data import Rows, build_loader, check, describe, in_order  # noqa: E402
+from megatron_nemotron3.omni.data import ChatFile, Rows, build_loader, check, describe, in_order  # noqa: E402
 from megatron_nemotron3.omni.media import MediaError  # noqa: E402
 from tests.support.world import world_of_one  # noqa: E402
 
@@ -61,8 +61,9 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batches(path: Path, processor: Any, count: int, **how: Any) -> list[dict[str, Any]]:
-    given = {"samples": 1, "lanes": WHOLE, "seq_length": LENGTH, **how}
-    return list(itertools.islice(build_loader(path, processor, CONFIG, **given), count))
+    rows = {name: how.pop(name) for name in ("pack", "multiple", "cache") if name in how}
+    file = ChatFile(path, processor, CONFIG, how.pop("seq_length", LENGTH), **rows)
+    return list(itertools.islice(build_loader(file, **{"samples": 1, "lanes": WHOLE, **how}), count))
 
 
 def same(one: Any, other: Any) -> bool:
@@ -78,7 +79,7 @@ def same(one: Any, other: Any) -> bool:
 
 def test_workers_and_resuming(processor: Any, chats: Path) -> None:
     """Two workers make the batches of none; from the middle of the second epoch on they are the same."""
-    rows = len(Rows(chats, processor, CONFIG, LENGTH).packed)
+    rows = len(Rows(ChatFile(chats, processor, CONFIG, LENGTH)).packed)
     assert rows > 3
     alone = batches(chats, processor, 2 * rows)
     assert all(map(same, alone, batches(chats, processor, 2 * rows, workers=2)))
@@ -97,7 +98,7 @@ def test_rows_are_the_conversations(processor: Any, chats: Path) -> None:
     """Each conversation is in one row with its own tokens, labels and media, text-only ones among them."""
     found: list[list[int]] = []
     packed = 0
-    rows = len(Rows(chats, processor, CONFIG, LENGTH).packed)
+    rows = len(Rows(ChatFile(chats, processor, CONFIG, LENGTH)).packed)
     for batch in batches(chats, processor, rows):
         borders = batch["packing_kwargs"]["cu_seqlens_q"].tolist()
         assert borders[0] == 0 and borders[-1] == LENGTH
@@ -194,7 +195,7 @@ def test_documents_stay_apart_in_the_model(processor: Any, chats: Path) -> None:
     from megatron_nemotron3.omni.build import build
 
     one = Layout.of()
-    rows = Rows(chats, processor, CONFIG, LENGTH)
+    rows = Rows(ChatFile(chats, processor, CONFIG, LENGTH))
     number = max(range(len(rows.packed)), key=lambda i: len(rows.packed.members(i)))
     members = rows.packed.members(number)
     assert len(members) > 1
@@ -281,12 +282,12 @@ def test_check_names_the_line(processor: Any, chats: Path, kind: str) -> None:
     bad = [*CHATS[:3], _bad(chats.parent)[kind], *CHATS[3:], _bad(chats.parent)["decode"]]
     path = write_chats(chats.parent / f"bad-{kind}.jsonl", bad)
     with pytest.raises(MediaError, match=rf"^\S*bad-{kind}\.jsonl:4: .*{WORDS[kind]}") as raised:
-        check(path, processor, CONFIG, seq_length=LENGTH, workers=2 if kind == "decode" else 0)
+        check(ChatFile(path, processor, CONFIG, LENGTH), workers=2 if kind == "decode" else 0)
     assert "\n" not in str(raised.value)
 
 
 def test_a_good_file_passes(processor: Any, chats: Path) -> None:
-    text = check(chats, processor, CONFIG, seq_length=LENGTH)
+    text = check(ChatFile(chats, processor, CONFIG, LENGTH))
     assert f"{len(CHATS)} conversations in" in text and "% full" in text
 
 
@@ -307,7 +308,7 @@ def ranks(path: Path, processor: Any, folder: Path) -> list[str]:
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
         )
         try:
-            check(path, processor, CONFIG, seq_length=LENGTH)
+            check(ChatFile(path, processor, CONFIG, LENGTH))
             text = "nothing"
         except ValueError as problem:
             text = f"{type(problem).__name__}: {problem}"
@@ -327,7 +328,7 @@ def test_an_error_of_a_worker_is_one_line(processor: Any, chats: Path, tmp_path:
     """A medium that is damaged, or another one, after its tokens were made."""
     write_media(tmp_path)
     path = write_chats(tmp_path / "chats.jsonl", [CHATS[0]])
-    check(path, processor, CONFIG, seq_length=LENGTH)
+    check(ChatFile(path, processor, CONFIG, LENGTH))
     (tmp_path / "wide.png").write_bytes((tmp_path / "tall.jpg").read_bytes())
     for workers in (0, 1):
         with pytest.raises(MediaError, match=r"chats\.jsonl:1: its media are not those .*: remove \S*cache"):

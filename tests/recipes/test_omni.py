@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 from pathlib import Path
 
 import pytest
 
+from megatron_nemotron3.lifetime import free_port
 from megatron_nemotron3.monitor import events
 from tests.recipes.cases import RECIPES, run
 
@@ -91,10 +91,7 @@ def test_one_clear_line(name: str, variables: dict[str, str], message: str, chec
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs_checkout) for name in TRIALS])
 def test_a_recipe_trains(name: str, tmp_path: Path) -> None:
     """Three steps on gloo, with the checkout's forward step and loss."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    given = {**TRIAL, **TRIALS[name], "MASTER_PORT": port, "OUTPUT": str(tmp_path)}
+    given = {**TRIAL, **TRIALS[name], "MASTER_PORT": str(free_port()), "OUTPUT": str(tmp_path)}
     done = run(OMNI / f"{name}.sh", given, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [value for _, value in events.read(events.find(tmp_path / "tensorboard"))["lm loss"]]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.certify.ranks import PRELOAD
-from tests.support.checkpoint_runs import free_port
+from megatron_nemotron3.lifetime import free_port
 
 NOTHING = "(ended without a word)"
 

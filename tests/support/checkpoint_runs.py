@@ -15,6 +15,7 @@ from unittest import mock
 from megatron_nemotron3.args import ParallelLayout, manifest
 from megatron_nemotron3.certify import ranks
 from megatron_nemotron3.checkpoint import lock
+from megatron_nemotron3.lifetime import free_port
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import log, processes
 from tests.support import distributed
@@ -73,15 +74,6 @@ def die_while_saving(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(int(pid), signal.SIGKILL)
     return [line for line in lines if not line.startswith("session")]
-
-
-def free_port() -> int:
-    """A TCP port of this machine."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _launch_mortally(words: list[str], folder: str, journal: str, fatal: int, limit: int | None) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import socket
 from contextlib import nullcontext, redirect_stdout
 from typing import Any
 from unittest import mock
 
 from megatron_nemotron3.certify.ranks import start_ranks
 from megatron_nemotron3.cpu.async_save import forked_results
+from megatron_nemotron3.lifetime import free_port
 
 
 def run_launcher(argv: list[str], world_size: int, timeout: float = 120, *, inside: Any = nullcontext) -> str:
@@ -20,10 +20,7 @@ def run_launcher(argv: list[str], world_size: int, timeout: float = 120, *, insi
     The processes are forked with Megatron imported, which saves the ten seconds a start costs. `inside` is an
     importable function whose block they run in.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}):
+    with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}):
         call = pickle.dumps((_launch_and_save_quickly, (argv, inside), dict(os.environ)))
     # Its checkpoint writer is a child of its own.
     return "".join(start_ranks(call, world_size, None, timeout, daemon=False))

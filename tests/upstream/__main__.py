@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from megatron_nemotron3.args import versions
+from megatron_nemotron3.lifetime import free_port
 from tests.upstream.page import RESULTS
 
 ROOT = Path(__file__).parents[2]
@@ -44,18 +44,16 @@ def run(checkout: Path, mode: str, files: tuple[str, ...]) -> dict[str, tuple[st
     Raises:
         ValueError: pytest ended without results.
     """
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder, "results.json"), Path(folder, "log")
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(map(str, (checkout, ROOT, Path(__file__).parent))),
             "UPSTREAM_SPEC": mode,
             "UPSTREAM_RESULTS": str(results),
             "CUDA_VISIBLE_DEVICES": "",
-            "MASTER_PORT": str(probe.getsockname()[1]),
+            "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
         }
-        probe.close()
         # Megatron's conftest.py builds kernels and downloads test data; its settings name a GPU cluster.
         words = ["-q", "--noconftest", "--continue-on-collection-errors", "-c", os.devnull, "--rootdir", "."]
         words += ["-p", "upstream_plugin", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]

@@ -11,12 +11,8 @@ set -euo pipefail
 
 # architecture: the catalog's, with MTP applied DEPTHS times
 DEPTHS=${DEPTHS:-7}
-number DEPTHS
 OUTPUT=${OUTPUT:-runs/ultra/boost}
-[ -z "${DRY_RUN:-}" ] || { OUTPUT_OF_MODEL=$(mktemp -d); trap 'rm -r "$OUTPUT_OF_MODEL"' EXIT; }
-MODEL=${OUTPUT_OF_MODEL:-$OUTPUT}/model.$NODE_RANK.json
-mkdir -p "${MODEL%/*}"
-echo '{"base": "ultra", "name": "ultra-boost", "mtp_num_layers": '"$DEPTHS}" > "$MODEL"
+model_of_depths ultra
 
 # parallelism: not published, and without context parallelism. Nobody has run this layout
 TP=${TP:-8} PP=${PP:-6} EP=${EP:-32}
