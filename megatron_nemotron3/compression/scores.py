@@ -140,10 +140,9 @@ class Scores:
         old, new = there.config, here.config
         start = f"{there.megatron} "
         of = {key.removeprefix(start): value for key, value in self.values.items() if key.startswith(start)}
-        found: Axes = {"d": None, "2d": None}
-        if new.hidden_size != old.hidden_size:
-            hidden = best(self._residual, new.hidden_size)
-            found = {"d": hidden, "2d": numpy.concatenate([hidden, old.hidden_size + hidden])}
+        hidden = self.hidden(new.hidden_size)
+        twice = None if hidden is None else numpy.concatenate([hidden, old.hidden_size + hidden])
+        found: Axes = {"d": hidden, "2d": twice}
         if there.part == "M":
             found |= _mamba(of["x"], old, new)
         elif there.part == "*":
@@ -158,6 +157,10 @@ class Scores:
             for way in ("latent_in", "latent_out"):
                 found[way] = best(of[way], new.moe_latent_size or 0) if way in of else found["d"]
         return found
+
+    def hidden(self, number: int) -> Array | None:
+        """Return the channels of the residual stream that stay; None: all."""
+        return None if number == self.config.hidden_size else best(self._residual, number)
 
     @cached_property
     def _residual(self) -> Array:

@@ -37,22 +37,24 @@ def check(plan: Plan) -> None:
 
 
 class _Weights:
-    """Random weights of the elements of an axis, as sums up to each index."""
+    """Random weights of the elements of an axis, as sums up to each index, modulo 2**64."""
 
     def __init__(self) -> None:
         self._random = numpy.random.default_rng(0)
         self._sums: dict[str, Any] = {}
 
     def total(self, kind: str, start: int, stop: int) -> int:
-        """Sum of the weights of [start, stop) modulo 2**64."""
-        if len(self._sums.get(kind, ())) <= stop:
+        """Sum of the weights of [start, stop)."""
+        sums = self._sums.get(kind, numpy.zeros(1, "uint64"))
+        if len(sums) <= stop:
             drawn = self._random.integers(0, 1 << 64, 2 * stop + 1, "uint64")
-            known = self._sums.get(kind)
-            drawn = drawn if known is None else numpy.concatenate((numpy.diff(known), drawn))
-            self._sums[kind] = numpy.concatenate(
-                (numpy.zeros(1, "uint64"), numpy.cumsum(drawn, dtype="uint64"))
-            )
-        return (int(self._sums[kind][stop]) - int(self._sums[kind][start])) % (1 << 64)
+            sums = numpy.concatenate((sums, sums[-1:] + numpy.cumsum(drawn, dtype="uint64")))
+            self._sums[kind] = sums
+        return (int(sums[stop]) - int(sums[start])) % (1 << 64)
+
+    def part(self, start: int, stop: int, at: int) -> int:
+        """Weight of elements [start, stop) of a tensor that are held from index `at` on."""
+        return self.total("rows", start, stop) * 3 + self.total("places", at, at + stop - start)
 
 
 def _check_tensor(plan: Plan, held: Held, transfers: list[Transfer], weights: _Weights) -> None:
@@ -63,29 +65,20 @@ def _check_tensor(plan: Plan, held: Held, transfers: list[Transfer], weights: _W
     sums = numpy.zeros(serving.size, "uint64")
     for transfer in transfers:
         senders, receivers = transfer.pairs
-        value = 0
-        for cut in transfer.cuts:
-            rows = weights.total("rows", cut.start, cut.stop)
-            places = weights.total("places", cut.target, cut.target + cut.stop - cut.start)
-            value += rows * 3 + places
+        value = sum(weights.part(cut.start, cut.stop, cut.target) for cut in transfer.cuts)
         value *= weights.total("experts", transfer.first, transfer.last)
         expert_place = transfer.first - transfer.place if transfer.stacked else 0
         if transfer.stacked and expert_place % (experts // blocks):
             raise ValueError(f"{transfer.name}: expert {transfer.first} is put to place {transfer.place}")
         numpy.add.at(sums, receivers, numpy.uint64(value % (1 << 64)))
         _check_senders(plan, held, transfer, senders, have, experts)
-    role = "whole" if held.parameter is None else held.parameter.role
     expected = numpy.zeros(serving.size, "uint64")
     for block in range(blocks):
         each = experts // blocks
         factor = weights.total("experts", block * each, (block + 1) * each)
         for index, shares in enumerate(want):
-            value = sum(
-                weights.total("rows", s.start, s.stop) * 3
-                + weights.total("places", s.at, s.at + s.stop - s.start)
-                for s in shares
-            )
-            ranks = list(serving.holders(role, held.stages[1], index, block))
+            value = sum(weights.part(*share) for share in shares)
+            ranks = list(serving.holders(held.role, held.stages[1], index, block))
             expected[ranks] = numpy.uint64(value * factor % (1 << 64))
     if (wrong := numpy.flatnonzero(sums != expected)).size:
         raise ValueError(f"{held.tensor}: serving rank {wrong[0]} does not get its part once")

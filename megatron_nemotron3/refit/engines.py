@@ -31,60 +31,35 @@ VOCABULARY_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Parameter:
-    """How an engine holds one tensor of Hugging Face's.
+    """How an engine holds one tensor of Hugging Face's; q, k and v are one parameter, in this order.
 
-    name: relative to the layer, as in `models.tensors`. fused: name of the next tensors in the same parameter
-    (q, k, v), in order. stacked: experts are an additional first axis. negated_exp: holds -exp(tensor), FP32.
+    name: relative to the layer, as in `models.tensors`. stacked: experts are an additional first axis.
+    negated_exp: holds -exp(tensor), FP32.
     """
 
     name: str
     role: Role
-    fused: tuple[str, ...] = ()
     stacked: bool = False
     negated_exp: bool = False
 
 
-_QKV = tuple(f"mixer.{part}_proj.weight" for part in "qkv")
+#: Tensors whose name below the layer is that of both engines, by role.
+_SAME: dict[Role, str] = {
+    "attention": "mixer.in_proj.weight mixer.conv1d.weight mixer.conv1d.bias mixer.D mixer.dt_bias "
+    "mixer.norm.weight mixer.out_proj.weight mixer.o_proj.weight eh_proj.weight",
+    "whole": "norm_f.weight norm.weight enorm.weight hnorm.weight final_layernorm.weight mixer.gate.weight "
+    "mixer.gate.e_score_correction_bias mixer.fc1_latent_proj.weight mixer.fc2_latent_proj.weight",
+    "shared": "mixer.shared_experts.up_proj.weight mixer.shared_experts.down_proj.weight",
+    "mlp": "mixer.up_proj.weight mixer.down_proj.weight",
+    "head": "lm_head.weight",
+}
 #: Name in Hugging Face's checkpoint, below the layer -> parameter of both engines.
-PARAMETERS: dict[str, Parameter] = {
+PARAMETERS = {name: Parameter(name, role) for role, names in _SAME.items() for name in names.split()} | {
     "embeddings.weight": Parameter("embed_tokens.weight", "embedding"),
-    "norm_f.weight": Parameter("norm_f.weight", "whole"),
-    "lm_head.weight": Parameter("lm_head.weight", "head"),
-    "norm.weight": Parameter("norm.weight", "whole"),
-    **{
-        name: Parameter(name, "attention")
-        for name in (
-            "mixer.in_proj.weight",
-            "mixer.conv1d.weight",
-            "mixer.conv1d.bias",
-            "mixer.D",
-            "mixer.dt_bias",
-            "mixer.norm.weight",
-            "mixer.out_proj.weight",
-            "mixer.o_proj.weight",
-            "eh_proj.weight",
-        )
-    },
     "mixer.A_log": Parameter("mixer.A", "attention", negated_exp=True),
-    **{name: Parameter("mixer.qkv_proj.weight", "attention", fused=_QKV) for name in _QKV},
-    **{
-        name: Parameter(name, "whole")
-        for name in (
-            "mixer.gate.weight",
-            "mixer.gate.e_score_correction_bias",
-            "mixer.fc1_latent_proj.weight",
-            "mixer.fc2_latent_proj.weight",
-            "enorm.weight",
-            "hnorm.weight",
-            "final_layernorm.weight",
-        )
-    },
+    **{f"mixer.{x}_proj.weight": Parameter("mixer.qkv_proj.weight", "attention") for x in "qkv"},
     "mixer.experts.{e}.up_proj.weight": Parameter("mixer.experts.w13_weight", "experts", stacked=True),
     "mixer.experts.{e}.down_proj.weight": Parameter("mixer.experts.w2_weight", "experts", stacked=True),
-    "mixer.shared_experts.up_proj.weight": Parameter("mixer.shared_experts.up_proj.weight", "shared"),
-    "mixer.shared_experts.down_proj.weight": Parameter("mixer.shared_experts.down_proj.weight", "shared"),
-    "mixer.up_proj.weight": Parameter("mixer.up_proj.weight", "mlp"),
-    "mixer.down_proj.weight": Parameter("mixer.down_proj.weight", "mlp"),
 }
 
 
@@ -94,7 +69,7 @@ class Engine:
 
     outside: stages with the embedding, and stages with the final norm and the output layer. last_first: the
     layers that a division leaves over go to the last stages; otherwise to those before the last. experts: the
-    module that holds the experts. own_head: the MTP model has an output layer of its own beside the target's.
+    module that holds the experts.
     """
 
     name: str

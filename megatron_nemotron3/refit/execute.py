@@ -27,18 +27,10 @@ from megatron_nemotron3.boundary.failure import BoundaryError, Failure
 from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.refit import transport
 from megatron_nemotron3.refit.checksum import added
-from megatron_nemotron3.refit.held import check_source, check_target
+from megatron_nemotron3.refit.held import check_source, check_target, serving_parameters
 from megatron_nemotron3.refit.moving import Made, Moving
 from megatron_nemotron3.refit.packer import Packed
-from megatron_nemotron3.refit.parts import (
-    Part,
-    by_step,
-    name_of,
-    parts_of,
-    sum_held,
-    sum_sent,
-    target_of,
-)
+from megatron_nemotron3.refit.parts import Part, name_of, parts_of, sum_held, sum_sent, target_of
 from megatron_nemotron3.refit.plan import Plan, Transfer
 
 _CURE = "cure: if a rank ended, its own log has the cause; the servers' weights are not to be used"
@@ -107,7 +99,9 @@ class Refit:
         rank = dist.get_rank()
         self.sender = self.senders.index(rank) if rank in self.senders else None
         self.receiver = self.receivers.index(rank) if rank in self.receivers else None
-        self._out, self._in = by_step(plan, self.sender, True), by_step(plan, self.receiver, False)
+        #: What this rank sends and receives, with the other side's rank, in the order of the steps.
+        self._out = [] if self.sender is None else list(plan.outgoing(self.sender))
+        self._in = [] if self.receiver is None else list(plan.incoming(self.receiver))
         self._last: dict[Any, int] = {}
         if self.groups.is_member:
             plans = self._gathered([plan.digest, shared], "compared the plans")
@@ -117,9 +111,11 @@ class Refit:
 
     def _share(self) -> transport.Messages:
         """Map the shared memory of all senders of this rank."""
-        rank, size, problem = dist.get_rank(), 0, None
-        for pairs in self._out.values():
-            size = max(size, sum(one.space for one, receiver in pairs if self.receivers[receiver] != rank))
+        rank, problem = dist.get_rank(), None
+        sizes: defaultdict[int, int] = defaultdict(int)
+        for one, receiver in self._out:
+            sizes[one.step] += one.space * (self.receivers[receiver] != rank)
+        size = max(sizes.values(), default=0)
         need = 2 * sum(self._gathered(size, "compared their memory").values())
         if need > (free := transport.available()):
             problem = (
@@ -129,7 +125,7 @@ class Refit:
         self._agree(problem, "shared memory")
         made = transport.SharedMemory(self.groups, size)
         found = self._gathered(made.address(), "shared their memory")
-        senders = {self.senders[sender] for _, sender in self._all(self._in)} - {rank}
+        senders = {self.senders[sender] for _, sender in self._in} - {rank}
         try:
             made.connect({sender: found[sender] for sender in senders})
         except OSError as error:
@@ -186,7 +182,8 @@ class Refit:
         for part in self._parts(self._in):
             waiting[name_of(part)].append(part)
         left = {name: len(parts) for name, parts in waiting.items()}
-        made = Made(self.plan, self.groups.device)
+        shapes, device = serving_parameters(self.plan, 0), self.groups.device
+        made = Made(lambda name: torch.empty(shapes[name][0], dtype=shapes[name][1], device=device))
         found: dict[Part, int] = {}
         try:
             for parts in moving.steps(made):
@@ -296,7 +293,7 @@ class Refit:
         Sums over servers do not cancel out: a checksum depends on the place that a server holds.
         """
         sums = [0] * size
-        sent = ((p, to, moving.sums[p]) for t, to in self._all(self._out) for p in parts_of(t))
+        sent = ((p, to, moving.sums[p]) for t, to in self._out for p in parts_of(t))
         held = ((p, self.receiver, -value) for p, value in found.items())
         for part, receiver, value in itertools.chain(sent, held):
             if (at := place(part, receiver)) is not None:
@@ -321,9 +318,5 @@ class Refit:
             raise RefitError(str(error)) from None
 
     @staticmethod
-    def _all(steps: Mapping[int, list[tuple[Transfer, int]]]) -> Iterator[tuple[Transfer, int]]:
-        for step in sorted(steps):
-            yield from steps[step]
-
-    def _parts(self, steps: Mapping[int, list[tuple[Transfer, int]]]) -> list[Part]:
-        return list(dict.fromkeys(part for transfer, _ in self._all(steps) for part in parts_of(transfer)))
+    def _parts(pairs: list[tuple[Transfer, int]]) -> list[Part]:
+        return list(dict.fromkeys(part for transfer, _ in pairs for part in parts_of(transfer)))

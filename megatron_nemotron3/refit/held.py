@@ -67,7 +67,7 @@ def serving_parameters(plan: Plan, rank: int) -> dict[str, tuple[tuple[int, ...]
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     serving = plan.serving
     for held in tensors(plan.training, serving):
-        role, config = ("whole" if held.parameter is None else held.parameter.role), held.prefix.config
+        role, config = held.role, held.prefix.config
         size = held.sizes(plan.training, serving)[1]
         if not any(
             rank in serving.holders(role, held.stages[1], index, block)

@@ -15,12 +15,13 @@ from typing import Any
 from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.args import rules as _rules
 from megatron_nemotron3.args.layout import cut_pattern
+from megatron_nemotron3.convert.quantized_recipes import Weight
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.tensors import Row
 from megatron_nemotron3.plan.state import padded_vocab_size
 from megatron_nemotron3.refit.engines import ENGINES, Engine, Role
-from megatron_nemotron3.refit.quantized import Weight, packed
+from megatron_nemotron3.refit.quantized import packed
 
 Ranks = tuple[int, ...]
 #: Types of weights that are not quantized.
@@ -50,7 +51,7 @@ class Training:
     def __post_init__(self) -> None:
         _ranks_fit("training", self.layout.world_size)
         _rules.enforce(Launch(config=self.config, layout=self.layout))
-        parsed = _pattern.parse(self.pattern or cut_pattern(self.config, self.layout))
+        parsed = self._parsed
         if parsed.main != self.config.pattern or len(parsed.stages) != self.layout.stages:
             raise ValueError(
                 f"pattern {self.pattern!r} is not that of {self.config.name}, {self.config.pattern!r}, in "
@@ -58,10 +59,13 @@ class Training:
             )
 
     @cached_property
+    def _parsed(self) -> Any:
+        return _pattern.parse(self.pattern or cut_pattern(self.config, self.layout))
+
+    @cached_property
     def stages(self) -> tuple[int, ...]:
         """The stage of every decoder layer, from 0 to pp * vpp - 1."""
-        parsed = _pattern.parse(self.pattern or cut_pattern(self.config, self.layout))
-        return tuple(stage for stage, layers in enumerate(parsed.stages) for _ in layers)
+        return tuple(stage for stage, layers in enumerate(self._parsed.stages) for _ in layers)
 
     @property
     def vocabulary(self) -> int:

@@ -13,10 +13,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.convert.quantized_recipes import Weight
 from megatron_nemotron3.precision.numerics import e4m3, fp8, nvfp4
 from megatron_nemotron3.refit.plan import Plan
 from megatron_nemotron3.refit.planner import tensors
-from megatron_nemotron3.refit.quantized import BLOCK, Stored, Weight, grid_of, stored_of
+from megatron_nemotron3.refit.quantized import BLOCK, Stored, grid_of, stored_of
 from megatron_nemotron3.refit.shares import axis_of, training_shares
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,19 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.refit.checksum import added, checksum
-from megatron_nemotron3.refit.plan import ALIGNMENT, Plan, Transfer
+from megatron_nemotron3.refit.plan import ALIGNMENT, Transfer
 
 #: A part of one tensor: its transfer, and the expert's number (0 for other tensors).
 Part = tuple[Transfer, int]
-
-
-def by_step(plan: Plan, rank: int | None, out: bool) -> dict[int, list[tuple[Transfer, int]]]:
-    """What a rank sends, or receives, with the other side's rank, by step."""
-    found: dict[int, list[tuple[Transfer, int]]] = defaultdict(list)
-    if rank is not None:
-        for transfer, peer in plan.outgoing(rank) if out else plan.incoming(rank):
-            found[transfer.step].append((transfer, peer))
-    return found
 
 
 def parts_of(transfer: Transfer) -> list[Part]:

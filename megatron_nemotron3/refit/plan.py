@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
@@ -179,8 +178,3 @@ class Plan:
             if end == len(self.transfers) or self.transfers[end].step != self.transfers[begin].step:
                 yield self.transfers[begin].step, list(self.transfers[begin:end])
                 begin = end
-
-
-def others_of(shape: tuple[int, ...], axis: int) -> int:
-    """Elements of a tensor per index of an axis."""
-    return prod(shape[:axis] + shape[axis + 1 :])

@@ -14,15 +14,16 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
 import numpy
 
 from megatron_nemotron3.convert.keys import Prefix, prefixes
 from megatron_nemotron3.models.tensors import Row, hf_root, rows_of
-from megatron_nemotron3.refit.engines import PARAMETERS, Parameter
+from megatron_nemotron3.refit.engines import PARAMETERS, Parameter, Role
 from megatron_nemotron3.refit.layouts import Serving, Training
-from megatron_nemotron3.refit.plan import ALIGNMENT, Plan, Transfer, others_of
+from megatron_nemotron3.refit.plan import ALIGNMENT, Plan, Transfer
 from megatron_nemotron3.refit.quantized import Stored, stored_of
 from megatron_nemotron3.refit.shares import (
     Cut,
@@ -77,6 +78,11 @@ class Held:
         return hf_shape(self.row, self.index, self.prefix.config)
 
     @property
+    def role(self) -> Role:
+        """The receivers' ranks over which it is cut."""
+        return "whole" if self.parameter is None else self.parameter.role
+
+    @property
     def axis(self) -> int:
         """The axis along which it is cut."""
         return axis_of(self.row) if self.stored is None or self.stored.columns else 0
@@ -91,8 +97,7 @@ class Held:
     def sizes(self, training: Training, serving: Serving) -> tuple[int, int]:
         """Ranks over which each side cuts the tensor."""
         layout = training.layout
-        receiving = 1 if self.parameter is None else serving.group_size(self.parameter.role)
-        return (layout.etp if self.row.routed else layout.tp), receiving
+        return (layout.etp if self.row.routed else layout.tp), serving.group_size(self.role)
 
     def shares(self, training: Training, serving: Serving) -> tuple[tuple[Shares, ...], tuple[Shares, ...]]:
         """Shares of both sides by rank of the group that cuts the tensor."""
@@ -206,8 +211,7 @@ def _parts(training: Training, serving: Serving, only: str | None) -> Iterator[_
         own = layers[held.stages[0][0]]
         place = (own[held.prefix] + 0.5) / len(own)
         for first, last, local, sender, receiver, parts in _pairs(held, training, serving):
-            role = "whole" if held.parameter is None else held.parameter.role
-            keys = (held.row, held.stages[0], *sender), (role, held.stages[1], *receiver)
+            keys = (held.row, held.stages[0], *sender), (held.role, held.stages[1], *receiver)
             if keys[0] not in ranks:
                 ranks[keys[0]] = numpy.array(training.holders(*keys[0]), "int32")
             if keys[1] not in ranks:
@@ -218,7 +222,7 @@ def _parts(training: Training, serving: Serving, only: str | None) -> Iterator[_
                 last,
                 held.axis,
                 parts,
-                others_of(held.shape, held.axis),
+                prod(held.shape[: held.axis] + held.shape[held.axis + 1 :]),
                 held.dtype(serving),
                 held.target(serving),
                 held.parameter is not None and held.parameter.stacked,

@@ -21,7 +21,6 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.serving import FP8
 from megatron_nemotron3.refit.shares import Share, Shares
 
-__all__ = ["BLOCK", "BLOCKWISE", "Stored", "Weight", "grid_of", "packed", "stored_of"]
 #: Ends the name of a recipe with a scale for BLOCK x BLOCK elements.
 BLOCKWISE = "-blockwise"
 BLOCK = 128

@@ -104,15 +104,10 @@ def serving_shares(
     shapes = [hf_shape(row, index, config) for index in range(len(row.hf))]
     length = sum(shape[axis] for shape in shapes)
     local = list(shapes[0])
-    if row.tp == "replicated" or size == 1:
-        begin, every = 0, []
-        for shape in shapes:
-            every.append((((Share(0, shape[axis], begin)),),) * 1)
-            begin += shape[axis]
-        local[axis] = length if not _is_vocabulary(row) else _padded(length)
-        return tuple(every), tuple(local)
-    if _is_vocabulary(row):
-        padded = _padded(length)
+    if row.tp == "replicated":
+        return (((Share(0, length, 0),),),), tuple(local)
+    if row.hf[0].shape[0] == "vocab":
+        padded = -(-length // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         each = _divided(padded, size, f"{row.hf[0].name}: a padded vocabulary of {padded} rows")
         ranks = [Share(min(r * each, length), min((r + 1) * each, length), 0) for r in range(size)]
         local[0] = each
@@ -176,14 +171,6 @@ def _joined(shares: list[Share]) -> Shares:
         else:
             joined.append(one)
     return tuple(joined)
-
-
-def _is_vocabulary(row: Row) -> bool:
-    return row.hf[0].shape[0] == "vocab"
-
-
-def _padded(rows: int) -> int:
-    return -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def _divided(whole: int, size: int, what: str) -> int:

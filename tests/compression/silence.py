@@ -67,12 +67,7 @@ def silence(model: Any, scores: Scores, pruned: Nemotron3Config, layers: Sequenc
         axes = {} if dropped else scores.axes(prefix, next(here))
         own = {name: t for name, t in weights.items() if name.startswith(prefix.megatron)}
         _silence_layer(prefix.megatron, prefix.part, own, axes, config, dropped)
-        hidden = (
-            scores.axes(there[0], there[0]).get("d") if pruned.hidden_size == config.hidden_size else None
-        )
-        if pruned.hidden_size != config.hidden_size:
-            hidden = scores._hidden(pruned.hidden_size)
-        gone = _others(hidden, config.hidden_size)
+        gone = _others(scores.hidden(pruned.hidden_size), config.hidden_size)
         for name, t in own.items():
             if any(one in name for one in ("out_proj", "linear_proj", "linear_fc2", "fc2_latent", "eh_proj")):
                 if ".experts." not in name.replace("shared_experts", "") or not config.moe_latent_size:
