@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_nemotron3.bisect.recording import Recording, Sequence, write
 from megatron_nemotron3.distill.divergence import normalizer, real_entries
-from megatron_nemotron3.distill.lessons import borders_of, gathered
+from megatron_nemotron3.distill.rows import borders_of, gathered
 from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.monitor.hooks import first_forward, unwrapped
 
