@@ -95,7 +95,7 @@ class Words(NamedTuple):
     #: Values of --change.
     changes: tuple[str, ...] = ()
     #: Values of --nemotron3-teacher and --nemotron3-distill.
-    taught: tuple[str | None, str | None] = (None, None)
+    taught: distillation.Values = ((), ())
 
 
 #: Reads the words up to SCRIPT.
@@ -335,8 +335,8 @@ def _launch(words: Words) -> None:
         emulated = emulation.emulation_in_environment() if emulate is None else emulation.parse(emulate)
         measured = emulation.logging_in_environment()
         distilled = check_distillation(taught, arguments, int(os.environ.get("WORLD_SIZE", 1)))
-        teacher = record_of(distilled) if distilled else None
-        boost = boosting.asked(arguments, taught=distilled is not None)
+        teacher = record_of(distilled)
+        boost = boosting.asked(arguments, taught=bool(distilled))
     except (ValueError, OSError) as problem:
         fail(str(problem))
     require_well_formed_file(arguments)

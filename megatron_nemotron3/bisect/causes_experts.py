@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,9 +11,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_nemotron3.bisect.causes import SHARDS, Cause, Context, Make, shard_order, step
+from megatron_nemotron3.bisect.causes import (
+    SHARDS,
+    Cause,
+    Context,
+    Make,
+    Steps,
+    instead,
+    of_kind,
+    shard_order,
+    step,
+    where,
+)
 from megatron_nemotron3.bisect.recompute import Change
+from megatron_nemotron3.convert.logits.reference import Reference
 from megatron_nemotron3.models import Nemotron3Config
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "ReLU": F.relu,
+    "SiLU": F.silu,
+    "GELU": F.gelu,
+    "a square without ReLU": torch.square,
+}
 
 
 def _experts(order: Callable[[int], Tensor | None]) -> Make:
@@ -25,7 +45,11 @@ def _experts(order: Callable[[int], Tensor | None]) -> Make:
     return make
 
 
-def _placed(ranks: int, inverse: bool) -> Callable[[int], Tensor | None]:
+def _in_order(ranks: int, order: str) -> Make:
+    return _experts(lambda experts: shard_order(experts, ranks, order))
+
+
+def _placed(ranks: int, inverse: bool) -> Make:
     """Expert e on rank e modulo the ranks, where ranks hold neighbours; or the reverse."""
 
     def order(experts: int) -> Tensor | None:
@@ -34,162 +58,171 @@ def _placed(ranks: int, inverse: bool) -> Callable[[int], Tensor | None]:
         places = torch.arange(experts).view(-1, ranks).t().flatten()
         return torch.argsort(places) if inverse else places
 
-    return order
+    return _experts(order)
 
 
-def _absent(ranks: int, rank: int) -> Make:
+def _replaced(chosen: Callable[[Tensor], Tensor], other: Reference | None = None) -> Steps:
+    """Some of the experts give zeros, or what those of another checkpoint do. `chosen`: which of them do."""
+
+    def routed(plain: Any, prefix: str, x: Tensor, ffn: int, topk: Tensor, probabilities: Tensor) -> Any:
+        gone = chosen(topk)
+        found = plain(prefix, x, ffn, topk, probabilities.masked_fill(gone, 0.0))
+        if other is None:
+            return found
+        return found + other.routed(prefix, x, ffn, topk, probabilities.masked_fill(~gone, 0.0))
+
+    return {"routed": routed}
+
+
+@where
+def _absent(context: Context, ranks: int, rank: int) -> Steps | None:
     """The experts of a rank give zeros."""
-
-    def make(context: Context) -> Change | None:
-        experts = context.config.num_moe_experts or 0
-        if experts % ranks:
-            return None
-        size = experts // ranks
-
-        def routed(plain: Any, prefix: str, x: Tensor, ffn: int, topk: Tensor, probabilities: Tensor) -> Any:
-            gone = topk // size == rank
-            return plain(prefix, x, ffn, topk, probabilities.masked_fill(gone, 0.0))
-
-        return Change(steps={"routed": routed})
-
-    return make
+    size, uneven = divmod(context.config.num_moe_experts or 0, ranks)
+    return None if uneven else _replaced(lambda topk: topk // size == rank)
 
 
-def _weights(change: Callable[[Any, Tensor, Nemotron3Config], Tensor]) -> Make:
-    """Other probabilities, of the plain function, the chosen scores [n, topk] and the config."""
-    return step(probabilities=change)
+def of_experts(chosen: tuple[int, ...], previous: Reference | None) -> Iterator[Cause]:
+    """Causes in some experts, which a recording shows."""
+    words = f"expert{'s' * (len(chosen) > 1)} {' and '.join(map(str, chosen))}"
+    inside = lambda topk: torch.isin(topk, torch.tensor(chosen))  # noqa: E731
+    made: dict[str, Make] = {f"no {words}": step(**_replaced(inside))}
+    if previous is not None:
+        made[f"routed {words} of the previous checkpoint"] = step(**_replaced(inside, previous))
+    if len(chosen) == 2:
+        swapped = dict(zip(chosen, chosen[::-1], strict=True))
+        made[f"{words} swapped"] = lambda context: Change(experts=swapped)
+    return of_kind("E", made)
 
 
-def _factor(value: Callable[[float], float]) -> Make:
+@where
+def _factor(context: Context, value: Callable[[float], float]) -> Steps | None:
     """Another factor of the routed experts."""
-
-    def make(context: Context) -> Change | None:
-        old = context.config.moe_router_topk_scaling_factor or 1.0
-        by = value(old) / old
-        if abs(by - 1) < 1e-6:
-            return None
-        return Change(steps={"probabilities": lambda plain, scores, c: plain(scores, c) * by})
-
-    return make
+    old = context.config.moe_router_topk_scaling_factor or 1.0
+    by = value(old) / old
+    return None if abs(by - 1) < 1e-6 else {"probabilities": lambda plain, scores, c: plain(scores, c) * by}
 
 
-def _bias_kept() -> Make:
+def _scaled(scores: Tensor, c: Nemotron3Config) -> Tensor:
+    return scores * (c.moe_router_topk_scaling_factor or 1)
+
+
+def _softmax(scores: Tensor, c: Nemotron3Config) -> Tensor:
+    """Over the selected experts."""
+    return _scaled(scores.logit().softmax(-1), c)
+
+
+@where
+def _bias_kept(context: Context) -> Steps:
     """The expert bias is in the probabilities, too."""
+    seen: list[Tensor] = []
 
-    def make(context: Context) -> Change | None:
-        seen: list[Tensor] = []
+    def moe(plain: Any, prefix: str, c: Any, x: Tensor, settle: Any = None) -> Any:
+        def noted(selection: Any) -> Tensor:
+            taken: Tensor = selection.experts if settle is None else settle(selection)
+            seen.append(selection.scores.gather(1, taken))
+            return taken
 
-        def moe(plain: Any, prefix: str, c: Any, x: Tensor, settle: Any = None) -> Any:
-            def noted(selection: Any) -> Tensor:
-                taken: Tensor = selection.experts if settle is None else settle(selection)
-                seen.append(selection.scores.gather(1, taken))
-                return taken
+        seen.clear()
+        return plain(prefix, c, x, noted)
 
-            seen.clear()
-            return plain(prefix, c, x, noted)
-
-        def probabilities(plain: Any, chosen: Tensor, c: Any) -> Any:
-            return plain(torch.cat(seen), c)
-
-        return Change(steps={"moe": moe, "probabilities": probabilities})
-
-    return make
+    return {"moe": moe, "probabilities": lambda plain, chosen, c: plain(torch.cat(seen), c)}
 
 
-def _topk(more: int) -> Make:
+@where
+def _topk(context: Context, more: int) -> Steps | None:
     """Another number of experts per token."""
 
     def moe(plain: Any, prefix: str, c: Any, x: Tensor, settle: Any = None) -> Any:
         return plain(prefix, c.but(moe_router_topk=c.moe_router_topk + more), x, settle)
 
-    def make(context: Context) -> Change | None:
-        c = context.config
-        new = (c.moe_router_topk or 0) + more
-        return Change(steps={"moe": moe}) if 1 < new <= (c.num_moe_experts or 0) else None
-
-    return make
+    new = (context.config.moe_router_topk or 0) + more
+    return {"moe": moe} if 1 < new <= (context.config.num_moe_experts or 0) else None
 
 
-def _latent_of(other: Callable[[list[int], int], int | None], *names: str) -> Make:
-    """Latent projections of another layer."""
+@where
+def _latent_of(context: Context, way: int, names: tuple[str, ...]) -> Steps | None:
+    """Latent projections of the next layer of experts (1), or of the previous one (-1)."""
+    c = context.config
+    layers = [number for number, kind in enumerate(c.pattern) if kind == "E"]
+    if not c.moe_latent_size or context.layer not in layers:
+        return None
+    place = layers.index(context.layer) + way
 
-    def make(context: Context) -> Change | None:
-        c = context.config
-        layers = [number for number, kind in enumerate(c.pattern) if kind == "E"]
-        if not c.moe_latent_size or context.layer not in layers:
-            return None
-        number = other(layers, layers.index(context.layer))
-        if number is None:
-            return None
+    def linear(plain: Any, x: Tensor, name: str, rows: int) -> Any:
+        if any(part in name for part in names):
+            name = re.sub(r"layers\.\d+\.", f"layers.{layers[place]}.", name, count=1)
+        return plain(x, name, rows)
 
-        def linear(plain: Any, x: Tensor, name: str, rows: int) -> Any:
-            if any(part in name for part in names):
-                name = re.sub(r"layers\.\d+\.", f"layers.{number}.", name, count=1)
-            return plain(x, name, rows)
-
-        return Change(steps={"linear": linear})
-
-    return make
+    return {"linear": linear} if 0 <= place < len(layers) else None
 
 
-def _neighbour(step_: int) -> Callable[[list[int], int], int | None]:
-    return lambda layers, i: layers[i + step_] if 0 <= i + step_ < len(layers) else None
+def _times(n: int) -> Make:
+    return step(shared=lambda plain, *given: n * plain(*given))
+
+
+def _only(where: str, function: Callable[[Tensor], Tensor]) -> Make:
+    """Another activation in routed experts or in the shared expert only."""
+
+    def inside(plain: Any, *given: Any) -> Any:
+        reference = copy.copy(plain.__self__)
+        reference.activation = function
+        return getattr(type(reference), where)(reference, *given)
+
+    return step(**{where: inside})
+
+
+def _router_in_bf16(plain: Any, x: Tensor, name: str, rows: int) -> Tensor:
+    found: Tensor = plain(x if ".router." not in name else x.bfloat16().float(), name, rows)
+    return found if ".router." not in name else found.bfloat16().float()
+
+
+def _unbiased(scores: Tensor, bias: Tensor) -> Tensor:
+    return scores
 
 
 def expert_causes() -> Iterator[Cause]:
     """Causes in E layers."""
-
-    def cause(name: str, make: Make) -> Cause:
-        return Cause(name, "E", layer=make)
-
-    for ranks, order in SHARDS:
-        places = lambda n, r=ranks, o=order: shard_order(n, r, o)  # noqa: E731
-        yield cause(f"the experts of {ranks} ranks {order}", _experts(places))
-    for ranks in (2, 4, 8):
-        yield cause(f"experts dealt out to {ranks} ranks in turn", _experts(_placed(ranks, False)))
-        yield cause(f"experts of {ranks} ranks collected in turn", _experts(_placed(ranks, True)))
-        for rank in range(ranks):
-            yield cause(f"no experts of rank {rank} of {ranks}", _absent(ranks, rank))
-    for words, value in (
-        ("1", lambda s: 1.0),
-        ("2.5", lambda s: 2.5),
-        ("5", lambda s: 5.0),
-        ("its square", lambda s: s * s),
-        ("its root", lambda s: s**0.5),
-        ("its inverse", lambda s: 1 / s),
-    ):
-        yield cause(f"a routed scaling factor of {words}", _factor(value))
-    yield cause("no routed experts", _weights(lambda plain, s, c: torch.zeros_like(s)))
-    yield cause("no shared expert", step(shared=lambda plain, *given: 0 * plain(*given)))
-    for ranks in (2, 4, 8):
-        times = lambda plain, *given, n=ranks: n * plain(*given)  # noqa: E731
-        yield cause(f"the shared expert {ranks} times", step(shared=times))
-    yield cause("no expert bias in the router", step(ranking=lambda plain, scores, bias: scores))
-    yield cause("the expert bias subtracted", step(ranking=lambda plain, scores, bias: scores - bias))
-    yield cause("the expert bias in the probabilities", _bias_kept())
-    yield cause("softmax scores in the router", step(scores=lambda plain, logits: logits.softmax(-1)))
-    after = lambda plain, s, c: s.logit().softmax(-1) * (c.moe_router_topk_scaling_factor or 1)  # noqa: E731
-    yield cause("a softmax over the selected experts", _weights(after))
-    plainly = step(probabilities=after, ranking=lambda plain, scores, bias: scores)
-    yield cause("a softmax over the selected experts, and no expert bias", plainly)
-    raw = lambda plain, s, c: s * (c.moe_router_topk_scaling_factor or 1)  # noqa: E731
-    yield cause("no normalisation of the selected scores", _weights(raw))
     rounded = step(scores=lambda plain, logits: plain(logits.bfloat16().float()))
-    yield Cause("router logits rounded to BF16", "E", layer=rounded, rounds=True)
-    for more, words in ((-1, "one expert fewer"), (1, "one expert more")):
-        yield cause(f"{words} per token", _topk(more))
+    both = {"router logits rounded to BF16": rounded, "routers in BF16": step(linear=_router_in_bf16)}
+    yield from of_kind("E", both, rounds=True)
+    found: dict[str, Make] = {
+        "a routed scaling factor of 1": _factor(lambda s: 1.0),
+        "a routed scaling factor of 2.5": _factor(lambda s: 2.5),
+        "a routed scaling factor of 5": _factor(lambda s: 5.0),
+        "a routed scaling factor of its square": _factor(lambda s: s * s),
+        "a routed scaling factor of its root": _factor(lambda s: s**0.5),
+        "a routed scaling factor of its inverse": _factor(lambda s: 1 / s),
+        "no routed experts": instead(probabilities=lambda scores, c: torch.zeros_like(scores)),
+        "no shared expert": _times(0),
+        "no expert bias in the router": instead(ranking=_unbiased),
+        "the expert bias subtracted": instead(ranking=torch.sub),
+        "the expert bias in the probabilities": _bias_kept(),
+        "softmax scores in the router": instead(scores=lambda logits: logits.softmax(-1)),
+        "a softmax over the selected experts": instead(probabilities=_softmax),
+        "a softmax over the selected experts, and no expert bias": instead(
+            probabilities=_softmax, ranking=_unbiased
+        ),
+        "no normalisation of the selected scores": instead(probabilities=_scaled),
+        "one expert fewer per token": _topk(-1),
+        "one expert more per token": _topk(1),
+    }
+    for word, function in _ACTIVATIONS.items():
+        found[f"{word} instead of squared ReLU"] = instead(activation=function)
+        for where_, what in (("routed", "routed experts"), ("shared", "the shared expert")):
+            found[f"{word} instead of squared ReLU in {what} only"] = _only(where_, function)
+    for ranks, order in SHARDS:
+        found[f"the experts of {ranks} ranks {order}"] = _in_order(ranks, order)
+    for ranks in (2, 4, 8):
+        found[f"the shared expert {ranks} times"] = _times(ranks)
+        found[f"experts dealt out to {ranks} ranks in turn"] = _placed(ranks, False)
+        found[f"experts of {ranks} ranks collected in turn"] = _placed(ranks, True)
+        for rank in range(ranks):
+            found[f"no experts of rank {rank} of {ranks}"] = _absent(ranks, rank)
     for names, words in (
         (("fc1_latent", "fc2_latent"), "latent projections"),
         (("fc1_latent",), "first latent projection"),
         (("fc2_latent",), "second latent projection"),
     ):
         for way, of in ((-1, "previous"), (1, "next")):
-            yield cause(f"the {words} of the {of} layer of experts", _latent_of(_neighbour(way), *names))
-    for words, function in (
-        ("ReLU", F.relu),
-        ("SiLU", F.silu),
-        ("GELU", F.gelu),
-        ("a square without ReLU", torch.square),
-    ):
-        replaced = step(activation=lambda plain, x, f=function: f(x))
-        yield cause(f"{words} instead of squared ReLU", replaced)
+            found[f"the {words} of the {of} layer of experts"] = _latent_of(way, names)
+    yield from of_kind("E", found)

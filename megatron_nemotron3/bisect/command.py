@@ -5,42 +5,29 @@ from __future__ import annotations
 import argparse
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.checkpoint.remote import local, place
 from megatron_nemotron3.models.command import add_stored_model, stored_model
-from megatron_nemotron3.models.config import Nemotron3Config
 
-if TYPE_CHECKING:
-    from megatron_nemotron3.bisect.recording import Recording
+_PLACES = {
+    "--checkpoint": "a run, a Megatron checkpoint or a Hugging Face folder: what both systems ran",
+    "--previous": "an older checkpoint, to find weights that were not updated",
+}
+_FILES = {"--trainer": "recording of the trainer", "--engine": "recording of the inference engine"}
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 bisect`."""
     command = commands.add_parser("bisect")
-    command.add_argument(
-        "--checkpoint",
-        type=place,
-        required=True,
-        metavar="DIR",
-        help="a run, a Megatron checkpoint or a Hugging Face folder: what both systems ran",
-    )
-    command.add_argument(
-        "--trainer", type=Path, required=True, metavar="FILE", help="recording of the trainer"
-    )
-    command.add_argument(
-        "--engine", type=Path, required=True, metavar="FILE", help="recording of the inference engine"
-    )
-    command.add_argument(
-        "--previous",
-        type=place,
-        metavar="DIR",
-        help="an older checkpoint, to find weights that were not updated",
-    )
-    command.add_argument(
-        "--first", type=int, metavar="N", help="recompute the first N sequences (default: all)"
-    )
+    for option, words in _PLACES.items():
+        needed = option != "--previous"
+        command.add_argument(option, type=place, required=needed, metavar="DIR", help=words)
+    for option, words in _FILES.items():
+        command.add_argument(option, type=Path, required=True, metavar="FILE", help=words)
+    words = "recompute the first N sequences (default: all)"
+    command.add_argument("--first", type=int, metavar="N", help=words)
     add_stored_model(command)
     add_json(command)
     command.set_defaults(run=bisect)
@@ -76,19 +63,13 @@ def bisect(options: argparse.Namespace) -> int:
                 raise ValueError(f"{file}: {problem}") from None
             side.sequences = side.sequences[: options.first]
         stack.enter_context(result(options.json))
-        _say_what(model.config, trainer)
+        name, lengths = model.config.name, [len(one.ids) for one in trainer.sequences]
+        say(
+            f"checkpoint {name}, layers {model.config.pattern}; sequences {len(lengths)}, tokens "
+            f"{sum(lengths):,}, in the longest {max(lengths):,}",
+            **{"model": name, "sequences": len(lengths), "tokens": sum(lengths)},
+        )
         found = Investigation(model, previous, echo=say).compare(trainer, engine)
         lines = found.lines()
         say("\n".join(lines), **found.as_json(), findings=lines)
     return found.exit_status
-
-
-def _say_what(config: Nemotron3Config, recording: Recording) -> None:
-    lengths = [len(one.ids) for one in recording.sequences]
-    say(
-        f"checkpoint {config.name}, layers {config.pattern}; sequences {len(lengths)}, tokens "
-        f"{sum(lengths):,}, in the longest {max(lengths):,}",
-        model=config.name,
-        sequences=len(lengths),
-        tokens=sum(lengths),
-    )

@@ -36,11 +36,15 @@ class Side:
         system, dtype: as recorded.
         noise: its distance from the checkpoint in units of noise; of its MTP, too.
         typical, largest: median and largest difference of a log-probability.
+        none: log-probabilities that are no finite numbers.
         deviates: whether it does; mtp_only: in the log-probabilities of MTP alone.
         position: sequence and token, from 0, of the first token that stands out.
         layer: the first layer that deviates, from 0; the number of layers: what follows them. `exactly`: seen
             in hidden states.
         routed: the first layer whose router selects other experts than rounding explains.
+        entering: what enters the first layer may be wrong instead.
+        experts: the tokens that deviate in the first layer are those that selected one of these.
+        rest: where the log-probabilities lie with the first explanation, if that leaves another fault.
         explanations: the best cause first, then those that explain it as well.
     """
 
@@ -52,12 +56,16 @@ class Side:
     typical: float = 0.0
     largest: float = 0.0
     tokens: int = 0
+    none: int = 0
     deviates: bool = False
     mtp_only: bool = False
     position: tuple[int, int] | None = None
     layer: int | None = None
     exactly: bool = False
     routed: int | None = None
+    entering: bool = False
+    experts: tuple[int, ...] = ()
+    rest: float = 0.0
     explanations: list[Explanation] = field(default_factory=list)
 
     @property
@@ -107,13 +115,22 @@ class Diagnosis:
         )
         if not side.deviates:
             return
+        if side.none:
+            yield (
+                f"  {side.none} log-probabilities are no finite numbers, so no cause was tried on them; a "
+                "filter of the sampler, such as top-k, leaves -inf: record those before it"
+            )
         if side.mtp_only:
             yield f"  only in MTP: {side.mtp_noise:.2g} times the noise"
         if side.position is not None:
             yield f"  from token {side.position[1]} of sequence {side.position[0]} on"
         if side.layer is not None:
             how = "seen in hidden states" if side.exactly else "where the cause begins"
-            yield f"  first layer: {self._place(side.layer)} ({how})"
+            other = ", or the tokens and embeddings that enter it" if side.entering else ""
+            yield f"  first layer: {self._place(side.layer)}{other} ({how})"
+        if side.experts:
+            numbers = " or ".join(map(str, side.experts))
+            yield f"  the tokens that deviate are those that selected expert {numbers}"
         if side.routed is not None:
             yield f"  routers select other experts from layer {side.routed} on"
         for number, found in enumerate(side.explanations):
@@ -122,8 +139,12 @@ class Diagnosis:
                 f"  {'it computes with' if not number else 'or with'}: {found.cause}, {where}; "
                 f"recomputed so, {found.after:.2g} times the noise remains of {found.before:.2g}"
             )
+        if side.rest:
+            yield f"  there is another fault: with this cause alone, {side.rest:.2g} times the noise remains"
         if not side.explanations:
-            yield "  unknown cause: none of the hypotheses explains it"
+            seen = side.exactly or side.mtp_only or side.none
+            cure = "" if seen else "; record hidden states to find the layer"
+            yield f"  unknown cause: none of the hypotheses explains it{cure}"
 
     def _place(self, layer: int) -> str:
         if layer >= len(self.pattern):

@@ -5,38 +5,22 @@ Everything is kept, so that a cause is recomputed once, from the first layer tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_nemotron3.bisect.causes import LAYERS, MODEL, Cause, Context
-from megatron_nemotron3.bisect.recompute import Change, Recomputation
+from megatron_nemotron3.bisect.noise import DRAWS, Noise, rounding
+from megatron_nemotron3.bisect.recompute import Change, Recomputation, Step
+from megatron_nemotron3.bisect.recording import Sequence as Recorded
 
-#: Relative rounding error of a number of each type. Types below BF16 are treated as it.
-ROUNDING = {"float64": 2.0**-24, "float32": 2.0**-24, "float16": 2.0**-11}
-BF16_ROUNDING = 2.0**-9
-#: Standard deviation of a layer's output in roundings of one number: its products, norm and activation.
-INSIDE = {"float32": 6.0, "bfloat16": 3.0}
-#: Runs with noise. In FP32 routers rarely have near ties: the first run decides each the other way.
-DRAWS = 6
 #: Memory for residual streams from which causes are recomputed; with less, from an earlier layer.
 KEPT_BYTES = 2 << 30
-#: Least noise of a log-probability: four units in the last place of one of size 8, in FP32.
-LEAST = 2e-6
-#: Quantiles by which differences are compared with noise.
-QUANTILES = (0.5, 0.75, 0.9, 0.97, 1.0)
 
-
-@dataclass(frozen=True)
-class Tokens:
-    """One recorded sequence: ids [s], its prompt, and all sequences of the recording for leaks."""
-
-    ids: Tensor
-    prompt: int
+#: A row that runs through layers: number of the sequence, and its noise.
+Row = tuple[int, Noise | None]
 
 
 @dataclass
@@ -50,50 +34,10 @@ class Run:
         mtp: depth -> log-probabilities [s - 1 - depth].
     """
 
-    streams: dict[int, Tensor]
-    logprobs: Tensor
+    streams: dict[int, Tensor] = field(default_factory=dict)
+    logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
     experts: dict[int, Tensor] = field(default_factory=dict)
     mtp: dict[int, Tensor] = field(default_factory=dict)
-
-
-def rounding(dtype: str) -> float:
-    """Relative rounding error of a system's numbers."""
-    return ROUNDING.get(dtype, BF16_ROUNDING)
-
-
-def noise(dtype: str, seed: int) -> Change:
-    """Rounding in a layer, in the stream after it, in the router's scores, and in the logits, at random."""
-    unit = rounding(dtype)
-    inside = INSIDE["float32" if unit < 1e-6 else "bfloat16"]
-    generator = torch.Generator().manual_seed(seed)
-
-    def layer(plain: Any, prefix: Any, x: Tensor, *rest: Any) -> Any:
-        update, routing = plain(prefix, x, *rest)
-        size = update.square().mean(-1, keepdim=True).sqrt()
-        update = update + inside * unit * size * torch.randn(update.shape, generator=generator)
-        stream = x + update
-        stream = stream * (1 + unit * (2 * torch.rand(stream.shape, generator=generator) - 1))
-        return stream - x, routing
-
-    def ranking(plain: Any, scores: Tensor, bias: Tensor) -> Tensor:
-        ranked: Tensor = plain(scores, bias)
-        if seed or unit > 1e-6:
-            return ranked + unit * torch.randn(ranked.shape, generator=generator)
-        # Scores are below 1; those of two correct systems differ by a few roundings.
-        reference = plain.__self__.config.moe_router_topk
-        if ranked.shape[-1] <= reference:
-            return ranked
-        best = ranked.topk(reference + 1, dim=-1)
-        tie = (best.values[..., -2] - best.values[..., -1]) < 8 * inside * unit
-        last, rejected = best.indices[..., -2:-1], best.indices[..., -1:]
-        other = ranked.scatter(-1, rejected, ranked.gather(-1, last) + 1e-3)
-        return torch.where(tie.unsqueeze(-1), other, ranked)
-
-    def logits(plain: Any, x: Tensor) -> Any:
-        for start, stop, band in plain(x):
-            yield start, stop, band * (1 + unit * torch.randn(band.shape, generator=generator))
-
-    return Change(steps={"layer": layer, "ranking": ranking, "logits": logits})
 
 
 class Hypotheses:
@@ -101,71 +45,102 @@ class Hypotheses:
 
     Args:
         model: the checkpoint.
-        sequences: tokens of every sequence.
+        sequences: recorded ones; their tokens and prompts count.
         mtp: also recompute MTP.
     """
 
-    def __init__(self, model: Recomputation, sequences: Sequence[Tokens], mtp: bool) -> None:
-        self.model, self.sequences, self.mtp = model, list(sequences), mtp
-        self._noise: dict[tuple[str, int], list[Run]] = {}
+    def __init__(self, model: Recomputation, sequences: Sequence[Recorded], mtp: bool) -> None:
+        self.model, self.mtp = model, mtp
+        self.ids = [one.ids for one in sequences]
+        self.prompts = [one.prompt for one in sequences]
+        self._runs: dict[tuple[float, int], list[Run]] = {}
         self._found: dict[tuple[str, tuple[int, ...]], list[Tensor] | None] = {}
 
-    @cached_property
+    def prepare(self, *dtypes: str) -> None:
+        """Run everything that is needed for systems of these types; each weight is read once for all rows."""
+        units = {rounding(dtype) for dtype in dtypes}
+        keys = [(0.0, 0), *((unit, draw) for unit in sorted(units) for draw in range(DRAWS))]
+        new = [key for key in keys if key not in self._runs]
+        for key in new:
+            self._runs[key] = [Run() for _ in self.ids]
+        rows = [
+            (i, Noise(unit, draw, i) if unit else None) for unit, draw in new for i in range(len(self.ids))
+        ]
+        runs = [run for key in new for run in self._runs[key]]
+        for batch in self.batches(rows):
+            self._run([rows[n] for n in batch], [runs[n] for n in batch])
+
+    @property
     def plain(self) -> list[Run]:
         """The sequences as the checkpoint computes them."""
-        return [self._run(i) for i in range(len(self.sequences))]
+        self.prepare()
+        return self._runs[0.0, 0]
 
-    def noisy(self, dtype: str, draw: int) -> list[Run]:
-        """The same with the rounding of a type."""
-        key = (str(rounding(dtype)), draw)
-        if key not in self._noise:
-            self._noise[key] = [
-                self._run(i, noise(dtype, draw and 1000 * draw + i)) for i in range(len(self.sequences))
-            ]
-        return self._noise[key]
+    def noisy(self, dtype: str) -> list[list[Run]]:
+        """The same with the rounding of a type, `DRAWS` times."""
+        self.prepare(dtype)
+        return [self._runs[rounding(dtype), draw] for draw in range(DRAWS)]
 
-    def _run(self, number: int, change: Change | None = None) -> Run:
-        ids = self.sequences[number].ids[None]
-        changes = {} if change is None else dict.fromkeys(range(len(self.model.layers)), change)
-        x, depth = self.model.embed(ids), self.model.depth
-        streams, experts = {0: x}, {}
-        for step in self.model.run(x, 0, changes):
+    def batches(self, rows: Sequence[Row]) -> Iterator[list[int]]:
+        """Numbers of rows that run together: as many tokens as run through a layer at a time."""
+        lengths = [len(self.ids[i]) for i, _ in rows]
+        left = sorted(range(len(rows)), key=lambda n: lengths[n])
+        while left:
+            fit = (n for n in range(1, len(left)) if (n + 1) * lengths[left[n]] > self.model.tokens)
+            count = next(fit, len(left))
+            batch, left = left[:count], left[count:]
+            for number in batch:
+                if (noise := rows[number][1]) is not None:
+                    noise.padding = lengths[batch[-1]] - lengths[number]
+            yield batch
+
+    def padded_ids(self, rows: Sequence[Row]) -> Tensor:
+        """Token ids of the rows [rows, longest]; padding at the end changes nothing before it."""
+        return padded([self.ids[i] for i, _ in rows])
+
+    def _run(self, rows: Sequence[Row], runs: Sequence[Run]) -> None:
+        ids, noise = self.padded_ids(rows), [one for _, one in rows]
+        lengths, depth = [len(self.ids[i]) for i, _ in rows], self.model.depth
+        # Every how many layers a stream is kept.
+        each = 4 * sum(map(len, self.ids)) * self.model.config.hidden_size
+        stride = max(1, -(-depth * each // KEPT_BYTES))
+
+        def keep(layer: int, x: Tensor) -> None:
+            for row, (length, one, run) in enumerate(zip(lengths, noise, runs, strict=True)):
+                if one is None and (layer % stride == 0 or layer == depth):
+                    run.streams[layer] = x[row : row + 1, :length].clone()
+
+        x = self.model.embed(ids)
+        keep(0, x)
+        for step in self.model.run(x, noise=noise):
             x = step.stream
-            if change is None and (step.layer + 1) % self._stride(x) == 0:
-                streams[step.layer + 1] = x
-            if step.routing:
-                experts[step.layer] = step.routing[0].experts
-        streams[depth] = x
-        last = None if change is None else Change(steps={"logits": change.steps["logits"]})
-        logprobs = self.model.logprobs(x, ids, last)[0]
-        mtp = self.model.mtp_logprobs(x, ids, changes) if self.mtp else {}
-        kept = streams if change is None else {}
-        return Run(kept, logprobs, experts, {number: rows[0] for number, rows in mtp.items()})
-
-    def _stride(self, stream: Tensor) -> int:
-        """Every how many layers a stream is kept."""
-        tokens = sum(len(one.ids) for one in self.sequences)
-        each = 4 * tokens * stream.shape[-1]
-        return max(1, -(-self.model.depth * each // KEPT_BYTES))
+            keep(step.layer + 1, x)
+            for length, run, routing in zip(lengths, runs, step.routing):
+                run.experts[step.layer] = routing.experts[:length]
+        found = {0: self.model.logprobs(x, ids, noise=noise)}
+        found |= self.model.mtp_logprobs(x, ids, noise=noise) if self.mtp else {}
+        for row, (length, run) in enumerate(zip(lengths, runs, strict=True)):
+            mtp = {number: values[row, : length - 1 - number] for number, values in found.items()}
+            run.logprobs, run.mtp = mtp.pop(0), mtp
 
     def context(self, number: int, layer: int = -1) -> Context:
         """What a cause is told."""
-        return Context(self.model.config, self.sequences[number].prompt, layer)
+        before = len(self.ids[number - 1]) if number else 0
+        return Context(self.model.config, self.prompts[number], layer, before)
 
     def scopes(self, cause: Cause) -> list[tuple[int, ...]]:
         """The sets of layers in which a cause may be: all of its kind first, then each."""
         pattern = self.model.config.pattern
         if cause.layer is None:
             return [()]
+        everywhere = tuple(range(len(pattern)))
         if cause.kind == MODEL:
-            return [tuple(range(len(pattern)))]
+            return [everywhere]
+        kinds = dict.fromkeys(pattern) if cause.kind == LAYERS else [cause.kind]
+        sets = [tuple(n for n in everywhere if pattern[n] == kind) for kind in kinds]
         if cause.kind == LAYERS:
-            kinds = [tuple(n for n, k in enumerate(pattern) if k == kind) for kind in dict.fromkeys(pattern)]
-            sets = [tuple(range(len(pattern))), *kinds]
-        else:
-            sets = [tuple(n for n, kind in enumerate(pattern) if kind == cause.kind)]
-        sets += [(n,) for n in sets[0]]
-        return list(dict.fromkeys(s for s in sets if s))
+            sets.insert(0, everywhere)
+        return list(dict.fromkeys(s for s in (*sets, *((n,) for n in sets[0])) if s))
 
     def changes(self, cause: Cause, layers: Sequence[int], number: int) -> dict[int, Change] | None:
         """The changes of some layers for a sequence; None if the cause cannot be there."""
@@ -173,56 +148,73 @@ class Hypotheses:
         found = {n: change for n, change in made.items() if change is not None}
         return found if found or not made else None
 
+    def each(self, found: Callable[[int], Tensor | None], plain: Sequence[Tensor]) -> list[Tensor] | None:
+        """What `found` gives for each sequence, plain values where that is None; None if it always is."""
+        rows = [found(i) for i in range(len(plain))]
+        if all(row is None for row in rows):
+            return None
+        return [p if row is None else row for row, p in zip(rows, plain, strict=True)]
+
     def logprobs(self, cause: Cause, layers: tuple[int, ...]) -> list[Tensor] | None:
         """Log-probabilities of every sequence with a cause in some layers; None where it cannot be."""
         key = (cause.name, layers)
         if key not in self._found:
-            runs = [self._with(cause, layers, i) for i in range(len(self.sequences))]
-            applies = any(run is not None for run in runs)
             plain = [run.logprobs for run in self.plain]
-            chosen = [p if run is None else run for run, p in zip(runs, plain, strict=True)]
-            self._found[key] = chosen if applies else None
+            self._found[key] = self.each(lambda i: self._with(cause, layers, i), plain)
         return self._found[key]
 
     def _with(self, cause: Cause, layers: tuple[int, ...], number: int) -> Tensor | None:
-        plain, ids = self.plain[number], self.sequences[number].ids
+        model, plain, ids, context = self.model, self.plain[number], self.ids[number], self.context(number)
         if cause.reported is not None:
             return cause.reported(plain.logprobs)
         changes = self.changes(cause, layers, number)
-        if changes is None:
+        last = cause.last(context) if cause.last is not None else None
+        before = self.before(cause, number)
+        if changes is None or (cause.joined and before is None):
             return None
-        last = cause.last(self.context(number)) if cause.last is not None else None
-        before = None
-        if cause.prefix is not None:
-            before = cause.prefix([one.ids for one in self.sequences], number)
-            if before is None:
-                return None
-            ids = torch.cat([before, ids])
-        first = min(changes, default=self.model.depth)
-        if before is not None or cause.moves:
-            first, x = 0, cause.start(self.model, ids, self.context(number))
+        if before is not None:
+            x = self.joined(before, model.embed(ids[None]), range(model.depth), changes)
+        elif cause.moves:
+            x = cause.start(model, ids, context)
+            x = after(model.run(x, 0, changes), x)
+        elif changes or last is not None:
+            first = max(n for n in plain.streams if n <= min(changes, default=model.depth))
+            x = after(model.run(plain.streams[first], first, changes), plain.streams[first])
         else:
-            if not changes and last is None:
-                return None
-            first = max(layer for layer in plain.streams if layer <= first)
-            x = plain.streams[first]
-        for step in self.model.run(x, first, changes):
-            x = step.stream
-        found = self.model.logprobs(x, ids[None], last)[0]
-        return found if before is None else found[len(before) :]
+            return None
+        return model.logprobs(x, ids[None], last)[0]
+
+    def before(self, cause: Cause, number: int) -> Tensor | None:
+        """Embeddings [1, n, d] of what a cause puts before a sequence."""
+        if cause.token is not None:
+            return self.model.embed(torch.tensor([[cause.token]]))
+        return self.plain[number - 1].streams[0] if cause.joined and number else None
+
+    def joined(
+        self, before: Tensor, x: Tensor, layers: Iterable[int], changes: Mapping[int, Change]
+    ) -> Tensor:
+        """The stream after layers of which those with a change see what stands before; without any, all do.
+
+        Args:
+            before, x: streams before the first of the layers [1, n, d] and [1, s, d].
+        """
+        for n in layers:
+            if n in changes or not changes:
+                both = self.model.layer(n, torch.cat([before, x], 1), changes.get(n)).stream
+                before, x = both.tensor_split([before.shape[1]], 1)
+            else:
+                before, x = (self.model.layer(n, one).stream for one in (before, x))
+        return x
 
 
-def quantiles(differences: Tensor) -> Tensor:
-    """`QUANTILES` of absolute differences; what is not a number is infinite."""
-    flat = differences.detach().abs().flatten().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    ordered = flat.sort().values
-    if not len(ordered):
-        return torch.zeros(len(QUANTILES))
-    return torch.stack([ordered[min(len(ordered) - 1, int(q * len(ordered)))] for q in QUANTILES])
+def padded(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of several lengths as one tensor; the shorter ones repeat their last entry."""
+    last = torch.arange(max(map(len, rows)))
+    return torch.stack([one[last.clamp_max(len(one) - 1)] for one in rows])
 
 
-def times(found: Tensor, noise: Tensor) -> float:
-    """The largest quantile over that of noise; the last, often one token's, counts half."""
-    ratios = found / noise
-    ratios[-1] *= 0.5
-    return float(ratios.max())
+def after(steps: Iterable[Step], x: Tensor) -> Tensor:
+    """The residual stream after the last of some steps, or that before any."""
+    for step in steps:
+        x = step.stream
+    return x

@@ -6,18 +6,24 @@ So neither earlier deviations nor accumulated rounding count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_nemotron3.bisect.causes import Cause
-from megatron_nemotron3.bisect.hypotheses import DRAWS, LEAST, Hypotheses, noise, quantiles, times
-from megatron_nemotron3.bisect.recompute import Change
+from megatron_nemotron3.bisect.causes_attention import of_window
+from megatron_nemotron3.bisect.causes_experts import of_experts
+from megatron_nemotron3.bisect.evidence import Evidence, Trial
+from megatron_nemotron3.bisect.hypotheses import Hypotheses, Row, after, padded
+from megatron_nemotron3.bisect.noise import DRAWS, Noise, rounding
+from megatron_nemotron3.bisect.recompute import Change, Recomputation
 from megatron_nemotron3.bisect.recording import Recording
+
+#: A layer deviates where a quantile of its distances is this many times that of noise.
+LIMIT_OF_LAYER = 3.0
 
 
 @dataclass(frozen=True)
@@ -34,123 +40,122 @@ class Segment:
     #: Sequences that have both hidden states.
     sequences: tuple[int, ...]
 
-    def output(
-        self,
-        number: int,
-        changes: Mapping[int, Change],
-        last: Change | None = None,
-        start: Tensor | None = None,
-    ) -> Tensor:
-        """What follows from a recorded input: the stream [s, d], or the recorded log-probabilities."""
-        model, one = self.hypotheses.model, self.recording.sequences[number]
+    @property
+    def last(self) -> bool:
+        """Whether it is the final norm and the output layer."""
+        return self.first >= self.hypotheses.model.depth
+
+    def _input(self, number: int) -> Tensor:
+        """What was recorded before it [s, d]; the first layer gets the checkpoint's embeddings."""
         if self.first:
-            x = one.hidden[self.first - 1].float()[None]
-        else:
-            x = self.hypotheses.plain[number].streams[0] if start is None else start
-        if self.first >= model.depth:
-            return model.logprobs(x, one.ids[None], last)[0][one.first - 1 :]
-        for layer in range(self.first, self.stop):
-            x = model.layer(layer, x, changes.get(layer)).stream
-        return x[0]
+            return self.recording.sequences[number].hidden[self.first - 1].float()
+        return self.hypotheses.plain[number].streams[0][0]
 
-    def found(self, number: int) -> Tensor:
-        """What was recorded there."""
-        one = self.recording.sequences[number]
-        if self.first >= self.hypotheses.model.depth:
-            return one.logprobs
-        return one.hidden[self.stop - 1].float()
-
-    @cached_property
-    def plain(self) -> list[Tensor]:
-        """The output of each sequence as the checkpoint has it."""
-        return [self.output(i, {}) for i in self.sequences]
-
-    @cached_property
-    def noise(self) -> Tensor:
-        """Quantiles of what rounding changes."""
-        everywhere = range(self.first, self.stop)
-        draws = []
-        for draw in range(DRAWS):
-            apart = []
-            for i, plain in zip(self.sequences, self.plain, strict=True):
-                change = noise(self.recording.dtype, draw and 1000 * draw + i)
-                last = Change(steps={"logits": change.steps["logits"]})
-                apart.append(_apart(self.output(i, dict.fromkeys(everywhere, change), last), plain))
-            draws.append(quantiles(torch.cat(apart)))
-        return (
-            torch.stack(draws).amax(0).clamp_min(LEAST if self.first >= self.hypotheses.model.depth else 1e-7)
-        )
-
-    def quantiles(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Of the distances of what was recorded from outputs of each sequence."""
-        pairs = zip(self.sequences, outputs, strict=True)
-        return quantiles(torch.cat([_apart(self.found(i), output) for i, output in pairs]))
+    def _outputs(
+        self,
+        rows: Sequence[Row],
+        x: Tensor,
+        changes: Mapping[int, Change] | None = None,
+        last: Change | None = None,
+    ) -> list[Tensor]:
+        """What follows from x [rows, longest, d]: the stream [s, d] of each row, or its log-probabilities."""
+        model, noise = self.hypotheses.model, [one for _, one in rows]
+        noise = noise if any(noise) else []
+        lengths = [len(self.hypotheses.ids[i]) for i, _ in rows]
+        if self.last:
+            found = model.logprobs(x, self.hypotheses.padded_ids(rows), last, noise)
+            firsts = [self.recording.sequences[i].first - 1 for i, _ in rows]
+            return [row[a : n - 1] for row, a, n in zip(found, firsts, lengths, strict=True)]
+        x = after(model.run(x, self.first, changes, noise=noise, stop=self.stop), x)
+        return [row[:n] for row, n in zip(x, lengths, strict=True)]
 
     @cached_property
-    def distance(self) -> float:
-        """From the plain layers, in units of noise."""
-        return times(self.quantiles(self.plain), self.noise)
+    def evidence(self) -> Evidence:
+        """What was recorded after it, and what the checkpoint makes of what was recorded before it."""
+        unit, count = rounding(self.recording.dtype), len(self.sequences)
+        noises = [None, *range(DRAWS)]
+        rows = [(i, None if n is None else Noise(unit, n, i)) for n in noises for i in self.sequences]
+        outputs: dict[int, Tensor] = {}
+        for batch in self.hypotheses.batches(rows):
+            some = [rows[n] for n in batch]
+            x = padded([self._input(i) for i, _ in some])
+            outputs |= zip(batch, self._outputs(some, x), strict=True)
+        plain, *draws = ([outputs[n + i] for i in range(count)] for n in range(0, len(rows), count))
+        recorded = [self.recording.sequences[i] for i in self.sequences]
+        found = [one.logprobs if self.last else one.hidden[self.stop - 1] for one in recorded]
+        places = [(i, self.recording.sequences[i].first if self.last else 0) for i in self.sequences]
+        return Evidence(places, found, plain, draws)
 
-    def position(self) -> tuple[int, int] | None:
-        """Sequence and token of the first token that stands out."""
-        for i, plain in zip(self.sequences, self.plain, strict=True):
-            apart = _apart(self.found(i), plain).nan_to_num(nan=torch.inf)
-            places = (apart > STANDS_OUT * self.noise[2]).nonzero()
-            if len(places):
-                last = self.first >= self.hypotheses.model.depth
-                return i, int(places[0]) + (self.recording.sequences[i].first if last else 0)
-        return None
+    @property
+    def kind(self) -> str | None:
+        """Letter of its only layer."""
+        pattern = self.hypotheses.model.config.pattern
+        return pattern[self.first] if self.stop - self.first == 1 and not self.last else None
 
-    def with_cause(self, cause: Cause) -> dict[tuple[int, ...], list[Tensor]]:
-        """The outputs with a cause in each layer of the segment where it may be, by layers."""
+    def experts(self) -> tuple[int, ...]:
+        """The fewest experts that every token that deviates, and no other, selected; () if there are none."""
         model = self.hypotheses.model
-        found: dict[tuple[int, ...], list[Tensor]] = {}
-        if self.first >= model.depth or cause.layer is None:
-            lasts: list[Any] = [
-                cause.last(self.hypotheses.context(i)) if cause.last else None for i in self.sequences
-            ]
-            if self.first >= model.depth and any(lasts):
-                found[()] = [self.output(i, {}, last) for i, last in zip(self.sequences, lasts, strict=True)]
-            elif self.first >= model.depth and cause.reported is not None:
-                pairs = zip(self.sequences, self.plain, strict=True)
-                found[()] = [
-                    cause.reported(self._all(i))[self.recording.sequences[i].first - 1 :] for i, _ in pairs
-                ]
-            elif self.first == 0 and cause.moves:
-                found[()] = [self.output(i, {}, None, self._start(cause, i)) for i in self.sequences]
-            return found
-        inside = set(range(self.first, self.stop))
-        for scope in self.hypotheses.scopes(cause):
-            layers = tuple(sorted(inside & set(scope)))
-            if not layers or layers in found:
-                continue
-            each = [self.hypotheses.changes(cause, layers, i) for i in self.sequences]
-            if any(each):
-                found[layers] = [
-                    self.output(i, e or {}, None, self._start(cause, i))
-                    for i, e in zip(self.sequences, each, strict=True)
-                ]
-        return found
+        if self.kind != "E":
+            return ()
+        inputs = [self._input(i)[None] for i in self.sequences]
+        taken = torch.cat([model.layer(self.first, x).routing[0].experts for x in inputs])
+        left = torch.cat(self.evidence.outside())
+        of = {e: (taken == e).any(-1) for e in taken.unique().tolist()}
+        wrong = {e: mine for e, mine in of.items() if left[mine].all()}
+        chosen: list[int] = []
+        while wrong and left.any() and not left.all() and 4 * len(chosen) < len(of):
+            chosen.append(max(wrong, key=lambda e: int((wrong[e] & left).sum())))
+            left = left & ~wrong.pop(chosen[-1])
+        return () if left.any() else tuple(sorted(chosen))
 
-    def _start(self, cause: Cause, number: int) -> Tensor | None:
-        """What a cause embeds instead, if it does."""
-        if not cause.moves:
+    def causes(self, experts: tuple[int, ...], previous: Recomputation | None) -> Iterator[Cause]:
+        """Causes with numbers that the recording shows."""
+        if experts:
+            yield from of_experts(experts, None if previous is None else previous.reference)
+        tokens = [int(one.nonzero()[0]) for one in self.evidence.outside() if one.any()]
+        if self.kind == "*" and tokens and min(tokens):
+            yield of_window(min(tokens))
+
+    def trials(self, causes: Sequence[Cause]) -> Iterator[Trial]:
+        """The outputs with each cause in each layer of the segment where it may be."""
+        inside, tried = set(range(self.first, self.stop)), set()
+        for cause in causes:
+            for scope in self.hypotheses.scopes(cause):
+                layers = tuple(sorted(inside & set(scope)))
+                if (cause.name, layers) in tried or bool(layers) != bool(scope) and not self.last:
+                    continue
+                tried.add((cause.name, layers))
+                found = self.hypotheses.each(
+                    lambda n, c=cause, ls=layers: self._with(c, ls, self.sequences[n]),  # type: ignore[misc]
+                    self.evidence.plain,
+                )
+                if found is not None:
+                    yield cause, layers, found
+
+    def _with(self, cause: Cause, layers: tuple[int, ...], number: int) -> Tensor | None:
+        """The output for a sequence with a cause in some layers; None if the cause changes nothing here."""
+        hypotheses, row = self.hypotheses, [(number, None)]
+        context, x = hypotheses.context(number), self._input(number)[None]
+        if self.last:
+            if cause.reported is not None:
+                whole = hypotheses.model.logprobs(x, hypotheses.ids[number][None])[0]
+                return cause.reported(whole)[self.recording.sequences[number].first - 1 :]
+            change = cause.last(context) if cause.last is not None else None
+            return None if change is None else self._outputs(row, x, last=change)[0]
+        changes = hypotheses.changes(cause, layers, number) if layers else {}
+        moves = cause.moves and self.first == 0
+        before = hypotheses.before(cause, number) if self.first == 0 else None
+        if cause.joined and layers and self.first and number and number - 1 in self.sequences:
+            before = self._input(number - 1)[None]
+        if changes is None or not (changes or moves or before is not None):
             return None
-        ids = self.recording.sequences[number].ids
-        return cause.start(self.hypotheses.model, ids, self.hypotheses.context(number))
-
-    def _all(self, number: int) -> Tensor:
-        model, one = self.hypotheses.model, self.recording.sequences[number]
-        x = one.hidden[self.first - 1].float()[None]
-        return model.logprobs(x, one.ids[None])[0]
-
-
-def _apart(one: Tensor, other: Tensor) -> Tensor:
-    """Distance of each token [s]; of rows that were not recorded, none."""
-    difference = one - other
-    if difference.dim() == 1:
-        return difference.abs()
-    return difference.norm(dim=-1)[~one.isnan().all(-1)]
+        if before is not None:
+            return hypotheses.joined(before, x, range(self.first, self.stop), changes)[0]
+        if cause.joined:
+            return None
+        if moves:
+            x = cause.start(hypotheses.model, hypotheses.ids[number], context)
+        return self._outputs(row, x, changes)[0]
 
 
 def first_segment(hypotheses: Hypotheses, recording: Recording) -> Segment | None:
@@ -173,16 +178,10 @@ def first_segment(hypotheses: Hypotheses, recording: Recording) -> Segment | Non
         )
         if there:
             segment = Segment(hypotheses, recording, before + 1, layer + 1, there)
-            if not segment.distance <= LIMIT_OF_LAYER:
+            if not segment.evidence.distance() <= LIMIT_OF_LAYER:
                 return segment
         before = layer
     return None
-
-
-#: A token stands out if it differs by this many times the noise.
-STANDS_OUT = 5.0
-#: A layer deviates where a quantile of its distances is this many times that of noise.
-LIMIT_OF_LAYER = 3.0
 
 
 def first_router(hypotheses: Hypotheses, recording: Recording) -> int | None:
@@ -199,11 +198,8 @@ def first_router(hypotheses: Hypotheses, recording: Recording) -> int | None:
                 count += int(((experts.long().sort(-1).values != plain).any(-1) & known).sum())
         return count
 
-    layers = sorted(set().union(*(one.routing.keys() for one in recording.sequences)))
-    for layer in layers:
-        if layer >= hypotheses.model.depth:
-            continue
-        noisy = [hypotheses.noisy(recording.dtype, draw) for draw in range(DRAWS)]
+    noisy = hypotheses.noisy(recording.dtype)
+    for layer in sorted(set().union(*(one.routing.keys() for one in recording.sequences))):
         usual = max(others(layer, [run.experts[layer] for run in runs]) for runs in noisy)
         if others(layer, [one.routing.get(layer) for one in recording.sequences]) > 3 * usual + 2:
             return layer

@@ -14,7 +14,7 @@ with one routed expert at a time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.bisect.noise import Noise
 from megatron_nemotron3.convert import inventory
 from megatron_nemotron3.convert.keys import Prefix, prefixes
 from megatron_nemotron3.convert.logits.reader import TensorReader
@@ -42,6 +43,10 @@ STEPS = (
     *("attention", "positions", "attend", "mlp", "activation", "moe", "scores", "ranking", "probabilities"),
     *("routed", "shared", "final_norm", "logits"),
 )
+
+
+#: Noise of each row, None where a row has none; () if no row has any.
+Noises = Sequence[Noise | None]
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,12 @@ class Recomputation:
 
     @torch.no_grad()
     def layer(
-        self, number: int, x: Tensor, change: Change | None = None, experts: Tensor | None = None
+        self,
+        number: int,
+        x: Tensor,
+        change: Change | None = None,
+        experts: Tensor | None = None,
+        noise: Noises = (),
     ) -> Step:
         """Run one layer.
 
@@ -132,18 +142,22 @@ class Recomputation:
             x: the residual stream before it [rows, s, d].
             change: of this layer.
             experts: for an E layer, what to use instead of its own selection [rows, s, topk]; -1: its own.
+            noise: of each row, or of none.
         """
         prefix = self.layers[number]
         reference = self._changed(prefix.megatron, change)
         updates: list[Tensor] = []
         routing: list[Routing] = []
+        settle = None if prefix.part != "E" else partial(_settle, routing, experts, noise)
         size = max(1, self.tokens // max(1, x.shape[1]))
         for start in range(0, len(x), size):
-            given = None if experts is None else iter(experts[start : start + size])
-            settle = None if prefix.part != "E" else partial(_settle, routing, given)
             updates.append(reference.layer(prefix, x[start : start + size], settle)[0])
         update = torch.cat(updates)
-        return Step(number, prefix.part, x + update, update, routing)
+        stream = x + update
+        for row, one in enumerate(noise):
+            if one is not None:
+                stream[row] = one.stream(x[row], update[row])
+        return Step(number, prefix.part, stream, update, routing)
 
     def run(
         self,
@@ -151,54 +165,64 @@ class Recomputation:
         first: int = 0,
         changes: Mapping[int, Change] | None = None,
         experts: Mapping[int, Tensor] | None = None,
+        noise: Noises = (),
+        stop: int | None = None,
     ) -> Iterator[Step]:
-        """Run the decoder's layers from `first` on.
+        """Run the decoder's layers from `first` on, to `stop` - 1.
 
         Args:
             x: the residual stream before layer `first` [rows, s, d].
             changes, experts: layer -> the arguments of `layer`.
         """
-        for number in range(first, self.depth):
-            step = self.layer(number, x, (changes or {}).get(number), (experts or {}).get(number))
+        for number in range(first, self.depth if stop is None else stop):
+            step = self.layer(number, x, (changes or {}).get(number), (experts or {}).get(number), noise)
             x = step.stream
             yield step
 
     @torch.no_grad()
-    def logprobs(self, x: Tensor, ids: Tensor, change: Change | None = None) -> Tensor:
+    def logprobs(self, x: Tensor, ids: Tensor, change: Change | None = None, noise: Noises = ()) -> Tensor:
         """Log-probability of each next token.
 
         Args:
             x: the residual stream after the last layer [rows, s, d].
             ids: [rows, s].
             change: of the final norm and the output layer.
+            noise: of each row, or of none.
 
         Returns:
             [rows, s - 1]: entry t is that of ids[:, t + 1] given ids[:, : t + 1].
         """
         reference = self._changed("", change)
-        return _scored(reference, reference.final_norm(x[:, :-1]), ids[:, 1:])
+        return _scored(reference, reference.final_norm(x[:, :-1]), ids[:, 1:], noise)
 
     @torch.no_grad()
     def mtp_logprobs(
-        self, x: Tensor, ids: Tensor, changes: Mapping[int, Change] | None = None
+        self,
+        x: Tensor,
+        ids: Tensor,
+        changes: Mapping[int, Change] | None = None,
+        noise: Noises = (),
+        blocks: Recomputation | None = None,
     ) -> dict[int, Tensor]:
         """Log-probabilities of MTP by depth; arguments as for `logprobs`. Its layers follow the decoder's.
+
+        Args:
+            blocks: another checkpoint, whose MTP blocks run instead of this one's.
 
         Returns:
             depth -> [rows, s - 1 - depth]: entry t is that of ids[:, t + 1 + depth].
         """
-        config, result = self.config, {}
-        inner = len(config.mtp_pattern or "")
+        result, blocks = {}, blocks or self
+        inner = len(self.config.mtp_pattern or "")
         x = self.reference.final_norm(x)
-        for depth in range(1, (config.mtp_num_layers or 0) + 1):
-            block = min(depth, config.mtp_num_blocks) - 1
+        for depth in range(1, (self.config.mtp_num_layers or 0) + 1):
+            block = min(depth, self.config.mtp_num_blocks) - 1
             prefix = f"mtp.layers.{block}."
-            x = self.reference.mtp_input(prefix, self.embed(ids[:, depth:]), x[:, :-1])
-            for layer in range(inner):
-                number = self.depth + block * inner + layer
-                x = self.layer(number, x, (changes or {}).get(number)).stream
-            x = self.reference.norm(x, prefix + "final_layernorm.weight")
-            result[depth] = _scored(self.reference, x[:, :-1], ids[:, 1 + depth :])
+            x = blocks.reference.mtp_input(prefix, self.embed(ids[:, depth:]), x[:, :-1])
+            for number in range(self.depth + block * inner, self.depth + (block + 1) * inner):
+                x = blocks.layer(number, x, (changes or {}).get(number), noise=noise).stream
+            x = blocks.reference.norm(x, prefix + "final_layernorm.weight")
+            result[depth] = _scored(self.reference, x[:, :-1], ids[:, 1 + depth :], noise)
         return result
 
     def _changed(self, prefix: str, change: Change | None) -> Reference:
@@ -213,11 +237,14 @@ class Recomputation:
         return reference
 
 
-def _scored(reference: Reference, normed: Tensor, ids: Tensor) -> Tensor:
+def _scored(reference: Reference, normed: Tensor, ids: Tensor, noise: Noises = ()) -> Tensor:
     """normed [rows, s, d] and the tokens that follow [rows, s] -> [rows, s]."""
     total = torch.full(ids.shape, -torch.inf)
     taken = torch.zeros(ids.shape)
     for start, stop, logits in reference.logits(normed):
+        for row, one in enumerate(noise):
+            if one is not None:
+                logits[row] = one.logits(logits[row])
         total = torch.logaddexp(total, logits.logsumexp(-1))
         inside = (ids >= start) & (ids < stop)
         place = (ids - start).clamp(0, stop - start - 1).unsqueeze(-1)
@@ -252,18 +279,21 @@ class _ChangedReader(TensorReader):
         yield 0, len(changed), changed
 
 
-def _settle(found: list[Routing], given: Iterator[Tensor] | None, selection: Selection) -> Tensor:
-    """Note what the router decided, and return the experts to use."""
-    scores, experts = selection.scores, selection.experts
+def _settle(found: list[Routing], given: Tensor | None, noise: Noises, selection: Selection) -> Tensor:
+    """Note what the router decided for the next row, and return the experts to use."""
+    scores, experts, row = selection.scores, selection.experts, len(found)
     topk = experts.shape[1]
     margin = torch.full(scores.shape[:1], torch.inf)
     if scores.shape[1] > topk:
         best = scores.topk(topk + 1, dim=-1).values
         margin = best[:, -2] - best[:, -1]
+    one = noise[row] if noise else None
+    if one is not None:
+        experts = one.experts(scores, topk)
     found.append(Routing(scores, experts, margin))
     if given is None:
         return experts
-    other = next(given).long()
+    other = given[row].long()
     return torch.where((other < 0).any(-1, keepdim=True), experts, other)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,9 +25,9 @@ from torch import Tensor
 
 from megatron_nemotron3.bisect.recording import Recording, Sequence, write
 from megatron_nemotron3.distill.divergence import normalizer, real_entries
-from megatron_nemotron3.distill.lessons import borders_of, gathered
+from megatron_nemotron3.distill.rows import borders_of, gathered
 from megatron_nemotron3.layers.context_parallel import zigzag
-from megatron_nemotron3.monitor.hooks import first_forward
+from megatron_nemotron3.monitor.hooks import first_forward, unwrapped
 
 #: What a rank has of one micro-batch: "ids" [b, s], "logprobs", ("mtp", depth), ("routing", layer), …
 Pass = dict[Any, Any]
@@ -73,20 +74,18 @@ class Recorder:
             begin = partial(self._begin, passes)
             # Before our own hook, which replaces the borders of documents by those of their padding.
             self._handles.append(chunk.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
+            hooks: list[tuple[Any, Any]] = []
             for layer in chunk.decoder.layers:
                 number = layer.layer_number - 1
                 if number in self.hidden:
-                    hook = partial(self._hidden, passes, number)
-                    self._handles.append(layer.register_forward_hook(hook))
+                    hooks.append((layer, partial(self._hidden, passes, number)))
                 router = getattr(getattr(layer, "mlp", None), "router", None)
                 if self.routing and router is not None:
-                    hook = partial(self._routed, passes, number)
-                    self._handles.append(router.register_forward_hook(hook))
+                    hooks.append((router, partial(self._routed, passes, number)))
             if chunk.post_process:
-                self._handles.append(
-                    chunk.output_layer.register_forward_hook(partial(self._computed, passes))
-                )
-                self._handles.append(chunk.register_forward_hook(partial(self._end, passes)))
+                hooks.append((chunk.output_layer, partial(self._computed, passes)))
+                hooks.append((chunk, partial(self._end, passes)))
+            self._handles += [module.register_forward_hook(hook) for module, hook in hooks]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,25 +136,17 @@ class Recorder:
         for lane, passes in ranks:
             if passes:
                 lanes.setdefault(lane, []).append(passes)
-        merged = {
-            lane: [_merged(stages) for stages in zip(*found, strict=True)] for lane, found in lanes.items()
-        }
-        count = max(map(len, merged.values()), default=0)
-        rows = []
-        for number in range(count):
-            for lane in sorted(merged):
-                rows += _rows(merged[lane][number]) if number < len(merged[lane]) else []
-        given = [list(values) if values is not None else None for values in (prompts, lengths)]
-        for what, values in zip(("prompts", "lengths"), given):
-            if values is not None and len(values) != len(rows):
+        # Of each lane its micro-batches, each merged of all stages; then of each micro-batch all lanes.
+        merged = [[_merged(stages) for stages in zip(*lanes[lane], strict=True)] for lane in sorted(lanes)]
+        rows = [row for batch in zip_longest(*merged) for found in batch if found for row in _rows(found)]
+        starts = [0] * len(rows) if prompts is None else list(prompts)
+        ends = [None] * len(rows) if lengths is None else list(lengths)
+        for what, values in (("prompts", starts), ("lengths", ends)):
+            if len(values) != len(rows):
                 raise ValueError(
                     f"{len(values)} {what} for {len(rows)} recorded sequences: give one for each"
                 )
-        starts, ends = given
-        sequences = [
-            _sequence(row, starts[i] if starts else 0, ends[i] if ends else None)
-            for i, row in enumerate(rows)
-        ]
+        sequences = [_sequence(*each) for each in zip(rows, starts, ends, strict=True)]
         return Recording(self.system, self.dtype, sequences, self.name)
 
     # What follows runs as hooks.
@@ -193,9 +184,8 @@ class Recorder:
         chosen = output[1].detach()
         if chosen.dtype == torch.bool:  # [tokens, experts]
             taken, chosen = chosen.int().topk(router.topk, dim=-1)
-            chosen = torch.where(
-                (taken > 0).all(-1, keepdim=True), chosen, -1
-            )  # a token with dropped experts
+            kept = (taken > 0).all(-1, keepdim=True)
+            chosen = torch.where(kept, chosen, -1)  # -1: a token with dropped experts
         x = inputs[0]
         rows = chosen.int().sort(-1).values.view(*x.shape[:-1], -1)
         passes[-1]["routing", number] = self._whole(passes[-1], rows)
@@ -257,13 +247,6 @@ class Recorder:
         return gathered(rows, ends, cp).cpu()
 
 
-def unwrapped(model: Any) -> Any:
-    """The model inside wrappers of DDP and Float16Module."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model
-
-
 def _merged(parts: Iterable[Pass]) -> Pass:
     """What several chunks or stages have of one micro-batch."""
     result: Pass = {}
@@ -292,21 +275,14 @@ def _rows(found: Pass) -> list[Pass]:
 
 def _sequence(row: Pass, prompt: int, length: int | None) -> Sequence:
     ids = row["ids"][:length].long()
-    tokens, first = len(ids), max(prompt, 1)
-    layers: dict[str, dict[int, Tensor]] = {"routing": {}, "hidden": {}, "mtp": {}}
-    for key, value in row.items():
-        if isinstance(key, tuple):
-            what, number = key
-            start, stop = 0, tokens
-            if what == "mtp":
-                start = max(prompt, 1 + number) - 1 - number
-                stop = max(start, tokens - 1 - number)
-            layers[what][number] = value[start:stop]
-    return Sequence(
-        ids,
-        prompt,
-        row["logprobs"][first - 1 : tokens - 1],
-        layers["routing"],
-        layers["hidden"],
-        layers["mtp"],
-    )
+
+    def of(what: str) -> dict[int, Tensor]:
+        return {key[1]: value[: len(ids)] for key, value in row.items() if key[0] == what}
+
+    def scored(values: Tensor, depth: int) -> Tensor:
+        """Of tokens from the prompt on; entry t is of token t + 1 + depth."""
+        start = max(prompt - 1 - depth, 0)
+        return values[start : max(start, len(ids) - 1 - depth)]
+
+    mtp = {depth: scored(values, depth) for depth, values in of("mtp").items()}
+    return Sequence(ids, prompt, scored(row["logprobs"], 0), of("routing"), of("hidden"), mtp)

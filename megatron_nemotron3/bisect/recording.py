@@ -13,8 +13,7 @@ Layers are numbered as in the model's pattern, from 0.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.checkpoint.files import atomic
 from megatron_nemotron3.models import Nemotron3Config
 
 FORMAT = "nemotron3-recording-1"
@@ -82,20 +82,19 @@ def read(path: Path | str) -> Recording:
     except Exception as problem:  # of zip files and pickles, many kinds
         reason = (str(problem).strip().splitlines() or ["no reason given"])[0]
         raise ValueError(f"{path}: not a readable recording ({reason[:120]}): record it again") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+    found = data.get("format") if isinstance(data, dict) else type(data).__name__
+    if found != FORMAT:
         raise ValueError(f"{path}: not a recording: its format is {found!r}, {FORMAT!r} is expected")
+    known = {f.name for f in fields(Sequence)}
     try:
-        known = {f.name for f in fields(Sequence)}
         listed = data["sequences"]
         if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
             raise ValueError("sequences must be a list of dicts")
         for number, one in enumerate(listed):
             if unknown := one.keys() - known:
                 raise ValueError(f"sequence {number}: unknown field {min(map(str, unknown))!r}")
-        recording = Recording(
-            data["system"], data["dtype"], [Sequence(**one) for one in listed], data.get("model")
-        )
+        sequences = [Sequence(**one) for one in listed]
+        recording = Recording(data["system"], data["dtype"], sequences, data.get("model"))
         check(recording)
     except KeyError as problem:
         raise ValueError(f"{path}: the field {problem} is missing: record it again") from None
@@ -114,19 +113,9 @@ def write(path: Path | str, recording: Recording) -> None:
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}")
-    data = {
-        "format": FORMAT,
-        "system": recording.system,
-        "model": recording.model,
-        "dtype": recording.dtype,
-        "sequences": [{name: _own(value) for name, value in vars(s).items()} for s in recording.sequences],
-    }
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        torch.save(data, partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    sequences = [{name: _own(value) for name, value in vars(s).items()} for s in recording.sequences]
+    with atomic(path) as partial:
+        torch.save({"format": FORMAT} | vars(recording) | {"sequences": sequences}, partial)
 
 
 def _own(value: Any) -> Any:
@@ -136,70 +125,74 @@ def _own(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
+#: What is wrong, in words; the first one is reported.
+Problems = Iterator[str]
+
+
 def check(recording: Recording) -> None:
     """Check everything that can be checked without the model.
 
     Raises:
         ValueError: a field has a wrong type or shape; the message names the sequence.
     """
+    for problem in _problems(recording):
+        raise ValueError(problem)
+
+
+def _problems(recording: Recording) -> Problems:
     if not isinstance(recording.system, str) or not recording.system:
-        raise ValueError("system must be a name, such as 'megatron'")
+        yield "system must be a name, such as 'megatron'"
     if recording.model is not None and not isinstance(recording.model, str):
-        raise ValueError("model must be a name or None")
+        yield "model must be a name or None"
     if recording.dtype not in DTYPES:
-        raise ValueError(f"dtype {recording.dtype!r} must be one of {', '.join(DTYPES)}")
+        yield f"dtype {recording.dtype!r} must be one of {', '.join(DTYPES)}"
     if not recording.sequences:
-        raise ValueError("there is no sequence: record at least one")
+        yield "there is no sequence: record at least one"
     for number, one in enumerate(recording.sequences):
-        try:
-            _check_sequence(one)
-        except ValueError as problem:
-            raise ValueError(f"sequence {number}: {problem}") from None
+        yield from (f"sequence {number}: {problem}" for problem in _of_sequence(one))
 
 
-def _check_sequence(s: Sequence) -> None:
-    _check_tensor("ids", s.ids, torch.int64, (None,))
+def _of_sequence(s: Sequence) -> Problems:
+    yield from _of_tensor("ids", s.ids, torch.int64, (None,))
     tokens = len(s.ids)
     if type(s.prompt) is not int or s.prompt < 0 or s.first >= tokens:
-        raise ValueError(
-            f"prompt {s.prompt!r} of {tokens} tokens: it must leave a token to score, and one before it"
-        )
+        yield f"prompt {s.prompt!r} of {tokens} tokens: it must leave a token to score, and one before it"
     if int(s.ids.min()) < 0:
-        raise ValueError(f"token id {int(s.ids.min())} is negative")
-    _check_tensor("logprobs", s.logprobs, torch.float32, (tokens - s.first,))
-    _check_layers("routing", s.routing, torch.int32, (tokens, None))
-    _check_layers("hidden", s.hidden, None, (tokens, None))
-    _check_layers("mtp_logprobs", s.mtp_logprobs, torch.float32, (None,))
-    scored = [("logprobs", s.logprobs)]
+        yield f"token id {int(s.ids.min())} is negative"
+    yield from _of_tensor("logprobs", s.logprobs, torch.float32, (tokens - s.first,))
+    yield from _of_layers("routing", s.routing, torch.int32, (tokens, None))
+    yield from _of_layers("hidden", s.hidden, None, (tokens, None))
+    yield from _of_layers("mtp_logprobs", s.mtp_logprobs, torch.float32, (None,))
+    scored = {"logprobs": s.logprobs}
     for depth, values in s.mtp_logprobs.items():
-        length = max(0, tokens - max(s.prompt, 1 + depth))
-        _check_tensor(f"mtp_logprobs of depth {depth}", values, torch.float32, (length,))
-        scored.append((f"mtp_logprobs of depth {depth}", values))
-    for name, values in scored:
+        name, length = f"mtp_logprobs of depth {depth}", max(0, tokens - max(s.prompt, 1 + depth))
+        yield from _of_tensor(name, values, torch.float32, (length,))
+        scored[name] = values
+    for name, values in scored.items():
         if (above := values[values > _LARGEST]).numel():
-            raise ValueError(
+            yield (
                 f"{name}: {len(above)} values are above 0, the largest {above.max():.4g}: give natural "
                 "logarithms of probabilities"
             )
 
 
-def _check_layers(name: str, given: Any, dtype: torch.dtype | None, shape: tuple[int | None, ...]) -> None:
+def _of_layers(name: str, given: Any, dtype: torch.dtype | None, shape: tuple[int | None, ...]) -> Problems:
     if not isinstance(given, Mapping) or not all(type(n) is int and n >= 0 for n in given):
-        raise ValueError(f"{name} must be a dict from numbers from 0 on to tensors")
+        yield f"{name} must be a dict from numbers from 0 on to tensors"
     for number, tensor in given.items():
-        _check_tensor(f"{name} of {number}", tensor, dtype, shape)
+        yield from _of_tensor(f"{name} of {number}", tensor, dtype, shape)
 
 
-def _check_tensor(name: str, t: Any, dtype: torch.dtype | None, shape: tuple[int | None, ...]) -> None:
+def _of_tensor(name: str, t: Any, dtype: torch.dtype | None, shape: tuple[int | None, ...]) -> Problems:
     if not isinstance(t, Tensor):
-        raise ValueError(f"{name} must be a tensor, not {type(t).__name__}")
+        yield f"{name} must be a tensor, not {type(t).__name__}"
     right = t.is_floating_point() if dtype is None else t.dtype == dtype
     expected = "a floating-point type" if dtype is None else str(dtype).removeprefix("torch.")
     if not right:
-        raise ValueError(f"{name} is {str(t.dtype).removeprefix('torch.')}, {expected} is expected")
+        yield f"{name} is {str(t.dtype).removeprefix('torch.')}, {expected} is expected"
     if len(t.shape) != len(shape) or any(n not in (None, have) for n, have in zip(shape, t.shape)):
         asked = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ValueError(f"{name} has shape {list(t.shape)}, [{asked}] is expected")
+        yield f"{name} has shape {list(t.shape)}, [{asked}] is expected"
 
 
 def check_model(recording: Recording, config: Nemotron3Config) -> None:
@@ -208,47 +201,46 @@ def check_model(recording: Recording, config: Nemotron3Config) -> None:
     Raises:
         ValueError: token ids outside the vocabulary; layers the model lacks or of another kind; other widths.
     """
-    pattern, d = config.pattern, config.hidden_size
     for number, s in enumerate(recording.sequences):
-        where = f"{recording.system}, sequence {number}"
-        if (largest := int(s.ids.max())) >= config.vocab_size:
-            raise ValueError(
-                f"{where}: token id {largest} is outside the vocabulary of {config.name}, "
-                f"{config.vocab_size} entries: was it recorded with another model?"
+        for problem in _of_model(s, config):
+            raise ValueError(f"{recording.system}, sequence {number}: {problem}")
+
+
+def _of_model(s: Sequence, config: Nemotron3Config) -> Problems:
+    pattern, model = config.pattern, config.name
+    if (largest := int(s.ids.max())) >= config.vocab_size:
+        yield (
+            f"token id {largest} is outside the vocabulary of {model}, {config.vocab_size} entries: was it "
+            "recorded with another model?"
+        )
+    for name, layers in (("routing", s.routing), ("hidden", s.hidden)):
+        if layers and max(layers) >= len(pattern):
+            yield (
+                f"{name} of layer {max(layers)}: {model} has {len(pattern)} layers, numbered from 0 "
+                f"({pattern})"
             )
-        for name, layers in (("routing", s.routing), ("hidden", s.hidden)):
-            if layers and max(layers) >= len(pattern):
-                raise ValueError(
-                    f"{where}: {name} of layer {max(layers)}: {config.name} has {len(pattern)} layers, "
-                    f"numbered from 0 ({pattern})"
-                )
-        for layer, experts in s.routing.items():
-            if pattern[layer] != "E":
-                raise ValueError(
-                    f"{where}: routing of layer {layer}, which is {pattern[layer]!r} in {pattern}: give "
-                    "the layer's number in the pattern, not the number among the E layers"
-                )
-            sizes = config.at(layer)
-            if experts.shape[1] != sizes.moe_router_topk:
-                raise ValueError(
-                    f"{where}: routing of layer {layer} has {experts.shape[1]} experts per token, "
-                    f"{config.name} selects {sizes.moe_router_topk}"
-                )
-            if int(experts.max()) >= (sizes.num_moe_experts or 0) or int(experts.min()) < -1:
-                raise ValueError(
-                    f"{where}: routing of layer {layer} names experts from {int(experts.min())} to "
-                    f"{int(experts.max())}, {config.name} has {sizes.num_moe_experts}"
-                )
-        for layer, hidden in s.hidden.items():
-            if hidden.shape[1] != d:
-                raise ValueError(
-                    f"{where}: hidden of layer {layer} has width {hidden.shape[1]}, {config.name} has {d}"
-                )
-        if s.mtp_logprobs and not 1 <= min(s.mtp_logprobs) <= max(s.mtp_logprobs) <= config.mtp_num_layers:
-            raise ValueError(
-                f"{where}: mtp_logprobs of depths {sorted(s.mtp_logprobs)}; {config.name} has "
-                f"{config.mtp_num_layers} depths, numbered from 1"
+    for layer, experts in s.routing.items():
+        where, sizes = f"routing of layer {layer}", config.at(layer)
+        if pattern[layer] != "E":
+            yield (
+                f"{where}, which is {pattern[layer]!r} in {pattern}: give the layer's number in the pattern, "
+                "not the number among the E layers"
             )
+        if experts.shape[1] != sizes.moe_router_topk:
+            yield (
+                f"{where} has {experts.shape[1]} experts per token, {model} selects {sizes.moe_router_topk}"
+            )
+        least, most = int(experts.min()), int(experts.max())
+        if least < -1 or most >= (sizes.num_moe_experts or 0):
+            yield f"{where} names experts from {least} to {most}, {model} has {sizes.num_moe_experts}"
+    for layer, hidden in s.hidden.items():
+        if hidden.shape[1] != config.hidden_size:
+            yield f"hidden of layer {layer} has width {hidden.shape[1]}, {model} has {config.hidden_size}"
+    if s.mtp_logprobs and not 1 <= min(s.mtp_logprobs) <= max(s.mtp_logprobs) <= config.mtp_num_layers:
+        yield (
+            f"mtp_logprobs of depths {sorted(s.mtp_logprobs)}; {model} has {config.mtp_num_layers} depths, "
+            "numbered from 1"
+        )
 
 
 def check_same(trainer: Recording, engine: Recording) -> None:
@@ -257,10 +249,11 @@ def check_same(trainer: Recording, engine: Recording) -> None:
     Raises:
         ValueError: they have other sequences; the message names the first difference.
     """
+    cure = "record the same sequences in the same order"
     if len(trainer.sequences) != len(engine.sequences):
         raise ValueError(
             f"{trainer.system} has {len(trainer.sequences)} sequences, {engine.system} "
-            f"{len(engine.sequences)}: record the same sequences in the same order"
+            f"{len(engine.sequences)}: {cure}"
         )
     for number, (a, b) in enumerate(zip(trainer.sequences, engine.sequences)):
         n = min(len(a.ids), len(b.ids))
@@ -269,6 +262,5 @@ def check_same(trainer: Recording, engine: Recording) -> None:
             at = int(differ[0]) if len(differ) else n
             raise ValueError(
                 f"sequence {number}: the tokens differ from position {at} on ({len(a.ids)} tokens of "
-                f"{trainer.system}, {len(b.ids)} of {engine.system}): "
-                "record the same sequences in the same order"
+                f"{trainer.system}, {len(b.ids)} of {engine.system}): {cure}"
             )

@@ -24,8 +24,9 @@ from megatron_nemotron3.certify.noise import NUDGES, UNIT, nudged, weights
 from megatron_nemotron3.certify.plain_model import near_ties
 from megatron_nemotron3.certify.plain_step import AdamW, Objective, define, moved_bias
 from megatron_nemotron3.certify.ranks import run_distributed
-from megatron_nemotron3.certify.tensors import Tensors, gather, load, unwrap
+from megatron_nemotron3.certify.tensors import Tensors, gather, load
 from megatron_nemotron3.certify.world import Run, mtp_losses
+from megatron_nemotron3.monitor.hooks import unwrapped
 
 #: Micro-batches of a step: more than one, and not all with the same number of counting tokens.
 _MICROBATCHES = 3
@@ -202,7 +203,7 @@ def _by_call(noted: Sequence[Tensor], microbatches: int) -> list[Tensor]:
 def _observe(case: Case, start: Tensors) -> tuple[list[Seen], Any]:
     """Train, and measure at every step what it changes to move all weights to a neighboring float."""
     run = Run(case, start)
-    model = unwrap(run.chunks[0])
+    model = unwrapped(run.chunks[0])
     watch = _Watch(model)
     buffers = list(model.buffers())
     factor = 2 * math.sqrt(case.sequences * case.seq_length)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_nemotron3.certify.tensors import Pieces, pieces, unwrap
+from megatron_nemotron3.certify.tensors import Pieces, pieces
+from megatron_nemotron3.monitor.hooks import unwrapped
 
 
 def weights(chunk: Any) -> Pieces:
@@ -37,7 +38,7 @@ def _assembled(chunk: Any, shard: Callable[[Any, str, Any], Any]) -> Pieces:
         whole[name] = torch.cat(parts).view(weight.orig_param.shape)
     fsdp._replace_param_with_raw_if_needed()
     fsdp.is_param_fsdp_distributed = True  # else its hook on state_dict replaces them again
-    parameters = dict(unwrap(chunk).named_parameters())
+    parameters = dict(unwrapped(chunk).named_parameters())
     values = {name: p.data for name, p in parameters.items()}
     try:
         for name, p in parameters.items():

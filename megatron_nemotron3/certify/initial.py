@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.certify.case import Case
-from megatron_nemotron3.certify.tensors import Tensors, load, unwrap
+from megatron_nemotron3.certify.tensors import Tensors, load
 from megatron_nemotron3.certify.world import Run
 from megatron_nemotron3.cpu.async_save import forked_results
+from megatron_nemotron3.monitor.hooks import unwrapped
 
 
 def write_initial(case: Case, starts: Sequence[Tensors], folder: Path) -> None:
@@ -43,7 +44,7 @@ def state_of(run: Run, metadata: dict[str, Any], loading: bool) -> dict[str, Any
     optimizer = {"metadata": metadata, "is_loading": True} if loading else {"metadata": metadata}
     return generate_state_dict(
         run.args,
-        [unwrap(chunk) for chunk in run.chunks],
+        [unwrapped(chunk) for chunk in run.chunks],
         run.optimizer,
         None,
         None,

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.monitor.hooks import unwrapped
+
 #: Tensors of a whole model by checkpoint key.
 Tensors = dict[str, Tensor]
 #: (key, global shape, offset, this rank's part) of everything a rank holds.
@@ -62,14 +64,7 @@ def sharded(chunks: Sequence[Any]) -> list[Any]:
     """The ShardedTensors of a rank's model chunks, data as views of the parameters and buffers."""
     from megatron_nemotron3.convert import into_model
 
-    return [tensor for chunk in chunks for tensor in into_model.sharded(unwrap(chunk))]
-
-
-def unwrap(chunk: Any) -> Any:
-    """The model inside Megatron's wrappers."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
+    return [tensor for chunk in chunks for tensor in into_model.sharded(unwrapped(chunk))]
 
 
 def pieces(chunks: Sequence[Any]) -> Pieces:
@@ -93,7 +88,7 @@ def load(chunks: Sequence[Any], weights: Tensors) -> None:
 
 def gradients(chunks: Sequence[Any]) -> Pieces:
     """Copies of the accumulated gradients, cut and named as the parameters are; zeros of frozen ones."""
-    parameters = [p for chunk in chunks for p in unwrap(chunk).parameters()]
+    parameters = [p for chunk in chunks for p in unwrapped(chunk).parameters()]
     values = [p.data for p in parameters]
     try:
         for p in parameters:

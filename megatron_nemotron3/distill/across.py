@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.nn.functional import pad
 
-from megatron_nemotron3.distill.lessons import borders_of, gathered
+from megatron_nemotron3.distill.lanes import Batch
+from megatron_nemotron3.distill.rows import borders_of, gathered, pack_of
 from megatron_nemotron3.distill.settings import Distillation
-from megatron_nemotron3.distill.teacher import Teacher
+from megatron_nemotron3.distill.teacher import Chunk, Teacher
 from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.monitor.settings import megatron_options
 from megatron_nemotron3.xtoken.align import Aligner, Alignment
@@ -21,69 +21,73 @@ from megatron_nemotron3.xtoken.loss import span_losses
 from megatron_nemotron3.xtoken.projection import read_for
 from megatron_nemotron3.xtoken.tokens import Vocabulary, find
 
-#: The teacher's rows are padded to a multiple of this, so that few lengths occur.
-_STEP = 64
-
 
 class AcrossTokenizers:
     """Retokenizes each micro-batch for the teacher, and spreads the loss of a span over its tokens.
 
+    The first stage of the student does it, and tells the others: no other stage has the tokens.
+
     Args:
-        teacher: the model; `chunk` runs here.
-        groups: process groups of both.
-        student, tokenizer: where the tokenizers of student and teacher are.
+        chunk: of the teacher.
+        groups: process groups of the student.
+        student, teacher: where their tokenizers are.
 
     Raises:
         ValueError: the projection is for other tokenizers, or cannot be read.
     """
 
-    def __init__(
-        self, teacher: Teacher, chunk: Any, groups: Any, how: Distillation, student: Path, tokenizer: Path
-    ) -> None:
-        self._teacher, self._chunk, self._how = teacher, chunk, how
+    def __init__(self, chunk: Chunk, groups: Any, how: Distillation, student: Path, teacher: Path) -> None:
+        self._chunk, self._how = chunk, how
         self._tp, self._cp = groups.tp, groups.cp
-        ours, theirs = Vocabulary(find(student)), Vocabulary(find(tokenizer))
+        ours, theirs = Vocabulary(find(student)), Vocabulary(find(teacher))
         self._projection = read_for(Path(how.projection), ours, theirs)
         self._aligner = Aligner(ours, theirs)
         self._hidden: Tensor | None = None
         self._alignment: Alignment | None = None
 
     def prepare(self, given: dict[str, Any], tokens: int, rows: int) -> None:
-        """Run the teacher on the text of input_ids and of the last labels, both [b, s / cp]."""
+        """Run the teacher on the text of input_ids [b, s / cp], of packed rows also on their last labels."""
+        note = self._chunk.told(lambda: self._aligned(given, tokens * self._cp.size()))
+        ids, ours, theirs, sizes, borders, *_ = note
+        self._alignment = Alignment(ours.T, theirs.T, sizes.shape[1], (sizes[0], sizes[1]))
+        length, packed = ids.shape[1], None
+        if borders.numel():
+            packed = pack_of(borders[0].int(), borders[0].int(), length * self._cp.size())
+        arguments = {"input_ids": ids, "packed_seq_params": packed}
+        self._hidden = self._chunk.forward(Batch(arguments, length, rows))
+
+    def _aligned(self, given: dict[str, Any], length: int) -> list[Tensor]:
+        """The teacher's tokens and the alignment of this context rank, and borders of packed documents."""
         ids, cp = given["input_ids"], self._cp.size()
-        packed = given.get("packed_seq_params")
-        length = tokens * cp
-        borders, ends = borders_of(packed, length)
-        each = 2 * cp if cp > 1 else 1
-        step = _STEP * self._tp.size() * cp
+        borders, ends = borders_of(given.get("packed_seq_params"), length)
         if borders is None:
-            whole = gathered(torch.stack([ids, given["labels"]], -1), ends, self._cp)
-            others, alignment = self._aligner.batch(
-                torch.cat([whole[..., 0], whole[:, -1:, 1]], 1).tolist(), step=step
-            )
-            documents = [0, others.shape[1]]
+            others, alignment = self._aligner.batch(gathered(ids, ends, self._cp).tolist())
+            documents = [0]
         else:
             texts = self._documents(given, borders, ends)
-            others, documents, alignment = self._aligner.pack(texts, length, each, step)
-        here = [torch.arange(n) for n in (length, others.shape[1])]
+            others, documents, alignment = self._aligner.pack(texts, length, 2 * cp if cp > 1 else 1)
+        total = self._chunk.length(others.shape[1])
+        documents += [total] * (documents[-1] < total)
+        more = (0, total - others.shape[1])
+        # What the last token of a row is followed by, the first stage does not know.
+        ours = pad(alignment.student, (0, length - alignment.student.shape[1]), value=-1)
+        parts = [pad(others, more), ours, pad(alignment.teacher, more, value=-1)]
         if cp > 1:
-            here = [zigzag(all_, cp, self._cp.rank()) for all_ in (ends, documents)]
-        mine = alignment.part(*here)
-        self._alignment = replace(mine, student=mine.student.T, teacher=mine.teacher.T).to(ids.device)
-        others = others[:, here[1]].to(ids.device)
-        arguments = {
-            "input_ids": others,
-            "position_ids": here[1].to(ids.device).expand_as(others),
-            "attention_mask": None,
-            "packed_seq_params": None if borders is None else _packed(documents, ids.device),
-        }
-        self._hidden = self._teacher.forward(self._chunk, arguments, others.shape[1], len(others))
+            places = (documents, ends, documents)
+            parts = [one[:, zigzag(at, cp, self._cp.rank())] for one, at in zip(parts, places)]
+        parts += [torch.stack(list(alignment.sizes)), torch.tensor([[] if borders is None else documents])]
+        return [one.to(ids.device, torch.int64) for one in parts]
 
     def _documents(
         self, given: dict[str, Any], borders: Tensor, ends: list[int]
     ) -> list[tuple[int, list[int]]]:
         """Place and tokens of each document of a packed row, with its last label if the loss counts it."""
         ids, mask, padding = given["input_ids"], given.get("loss_mask"), given.get("padding_mask")
+        if given.get("labels") is None:
+            raise ValueError(
+                "projection= with packed rows needs labels on the first pipeline stage, where this script "
+                "has none: use nemotron3 train, or no pipeline parallelism"
+            )
         counts = torch.ones_like(ids) if mask is None else mask > 0
         real = torch.ones_like(ids) if padding is None else ~padding.bool()
         parts = torch.stack([ids, given["labels"], counts.long(), real.long()], -1)
@@ -99,7 +103,7 @@ class AcrossTokenizers:
     def divergence(self, logits: Tensor) -> Tensor:
         """Logits [s / cp, b, v / tp] of the student -> [s / cp, b], nats: a span's parts sum to its loss."""
         assert self._hidden is not None and self._alignment is not None
-        target, self._hidden = self._teacher.logits(self._hidden), None
+        target, self._hidden = self._chunk.logits(self._hidden), None
         losses = span_losses(
             logits,
             target,
@@ -110,7 +114,7 @@ class AcrossTokenizers:
             group=self._tp,
             context=self._cp,
         )
-        shares = torch.nn.functional.pad(losses / self._alignment.sizes[0], (0, 1))
+        shares = pad(losses / self._alignment.sizes[0], (0, 1))
         return shares[self._alignment.student]  # -1, no span, is the zero at the end
 
 
@@ -123,19 +127,4 @@ def across_tokenizers(teacher: Teacher, student: HybridModel, how: Distillation)
     ours, theirs = getattr(megatron_options(), "tokenizer_model", None), teacher.found.tokenizer
     if ours is None or theirs is None:
         raise ValueError("projection= needs --tokenizer-model, and a tokenizer.json beside the teacher")
-    return AcrossTokenizers(teacher, teacher.add(student), student.pg_collection, how, Path(ours), theirs)
-
-
-def _packed(documents: list[int], device: torch.device) -> PackedSeqParams:
-    borders = torch.tensor(documents, dtype=torch.int32)
-    longest, borders = int(borders.diff().max()), borders.to(device)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=borders,
-        cu_seqlens_kv=borders,
-        cu_seqlens_q_padded=borders,
-        cu_seqlens_kv_padded=borders,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        total_tokens=documents[-1],
-    )
+    return AcrossTokenizers(teacher.add(student), student.pg_collection, how, Path(ours), theirs)

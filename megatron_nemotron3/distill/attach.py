@@ -8,8 +8,8 @@ divergence when the output layer has made the logits, and return
 
     weight * T ** 2 * divergence + (1 - weight) * cross-entropy
 
-in place of the cross-entropy [b, s], so that masks, means and all loss functions of Megatron's scripts apply.
-In evaluation the model returns its cross-entropy. MTP keeps its loss.
+(of several teachers the sum) in place of the cross-entropy [b, s], so that masks, means and all loss
+functions of Megatron's scripts apply. In evaluation the model returns its cross-entropy. MTP keeps its loss.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron_nemotron3.distill.across import across_tokenizers
 from megatron_nemotron3.distill.lessons import FromStored, FromTeacher, Lesson
 from megatron_nemotron3.distill.manifest import is_stored
-from megatron_nemotron3.distill.settings import Distillation
+from megatron_nemotron3.distill.settings import Distillation, Taught, rest_of
 from megatron_nemotron3.distill.stored import Reader
 from megatron_nemotron3.distill.teacher import Teacher
 
@@ -43,15 +43,16 @@ class Hooks(torch.nn.Module):
     wait for it inside the construction of another one, and in the schedule they wait for its activations.
     """
 
-    def __init__(self, model: HybridModel, start: Callable[[], Lesson], how: Distillation) -> None:
+    def __init__(self, model: HybridModel, start: Callable[[], list[Lesson]], taught: Taught) -> None:
         super().__init__()
-        self._start, self._how, self._calls, self._depths = start, how, 0, 0
+        self._start, self._calls, self._depths = start, 0, 0
+        self._taught, self._rest = taught, rest_of(taught)
         self._install = partial(self._hook, model)  # the model itself would become a module of this one
-        self._lesson: Lesson | None = None
+        self._lessons: list[Lesson] = []
         self._learning = False
-        self._tokens: Tensor | None = None
-        #: Cross-entropy and divergence [b, s / cp] of the last micro-batch in training, without gradients.
-        self.parts: tuple[Tensor, Tensor] | None = None
+        self._tokens: list[Tensor] = []
+        #: Cross-entropy and each teacher's divergence [b, s / cp] of the last micro-batch, without gradients.
+        self.parts: list[Tensor] = []
 
     def finish_init(self, quant_config: Any) -> None:
         """Hook the model; Megatron calls it of all modules of a model that is complete."""
@@ -66,41 +67,44 @@ class Hooks(torch.nn.Module):
             model.output_layer.register_forward_hook(self._made)
 
     def train(self, mode: bool = True) -> Self:
-        """Build the teacher when training begins."""
-        if mode and self._lesson is None:
-            self._lesson = self._start()
+        """Build the teachers when training begins."""
+        if mode and not self._lessons:
+            self._lessons = self._start()
         return super().train(mode)
 
     def _begin(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        self._calls, self._tokens, self.parts = 0, None, None
+        self._calls, self._tokens, self.parts = 0, [], []
         self._learning = model.training and torch.is_grad_enabled()
         if not self._learning:
             return
-        if self._lesson is None:
+        if not self._lessons:
             raise RuntimeError("distillation: call train() of the model on every rank before the first step")
         given = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
         if model.post_process and given.get("labels") is None:
             raise ValueError("distillation needs the model to be called with labels: it changes their loss")
-        self._lesson.prepare(given, *_size(model, given))
+        for lesson in self._lessons:
+            lesson.prepare(given, *_size(model, given))
 
     def _made(self, _layer: Any, _inputs: Any, output: Any) -> None:
         self._calls += 1
-        if self._learning and self._lesson is not None and self._calls == self._depths + 1:
-            self._tokens = self._lesson.divergence(output[0]).transpose(0, 1)
+        if self._learning and self._calls == self._depths + 1:
+            self._tokens = [one.divergence(output[0]).transpose(0, 1) for one in self._lessons]
 
     def _end(self, model: Any, _inputs: Any, output: Any) -> Any:
         if not (self._learning and model.post_process):
             return None
-        if self._tokens is None or self._calls != self._depths + 1 or output.shape != self._tokens.shape:
+        shapes = {one.shape for one in self._tokens}
+        if self._calls != self._depths + 1 or shapes != {output.shape}:
             raise RuntimeError(
                 f"distillation: the output layer was called {self._calls} times, not {self._depths + 1} (MTP "
                 f"depths and the decoder), or returned no loss of each token: this version of Megatron-Core "
                 "computes its loss otherwise"
             )
-        tokens, self._tokens = self._tokens, None
-        self.parts = output.detach(), tokens.detach()
-        taught = self._how.weight * self._how.temperature**2 * tokens
-        return taught if self._how.weight == 1 else taught + (1 - self._how.weight) * output
+        self.parts = [output.detach(), *(one.detach() for one in self._tokens)]
+        terms = [how.weight * how.temperature**2 * one for how, one in zip(self._taught, self._tokens)]
+        self._tokens = []
+        terms += [self._rest * output] * (self._rest > 0)
+        return sum(terms[1:], terms[0])
 
 
 def _size(model: HybridModel, given: dict[str, Any]) -> tuple[int, int]:
@@ -113,8 +117,8 @@ def _size(model: HybridModel, given: dict[str, Any]) -> tuple[int, int]:
 
 
 @contextmanager
-def distilling(how: Distillation) -> Iterator[None]:
-    """Attach what `how` names to every `HybridModel` that is built inside.
+def distilling(*taught: Distillation) -> Iterator[None]:
+    """Attach these teachers to every `HybridModel` that is built inside.
 
     Raises (when `train()` of a model is called):
         ValueError: as `Teacher` and `Reader`.
@@ -122,26 +126,21 @@ def distilling(how: Distillation) -> Iterator[None]:
     sources: list[Teacher | Reader] = []
     building = False
 
-    def begun(model: HybridModel) -> Lesson:
+    def begun(model: HybridModel) -> list[Lesson]:
         nonlocal building
         building = True
         try:
-            if not sources:
+            for how in taught[len(sources) :]:
                 stored = is_stored(Path(how.teacher))
                 sources.append(Reader(Path(how.teacher)) if stored else Teacher(how, model))
-                _announce(sources[0], how)
-            source = sources[0]
-            if isinstance(source, Reader):
-                return FromStored(source, model, how)
-            if how.projection:
-                return across_tokenizers(source, model, how)
-            return FromTeacher(source, model, how)
+                _announce(sources[-1], how)
+            return [_lesson(source, model, how) for source, how in zip(sources, taught)]
         finally:
             building = False
 
     def taken(parent: torch.nn.Module, _name: str, child: torch.nn.Module | None) -> None:
         if isinstance(parent, HybridModel) and isinstance(child, HybridStack) and not building:
-            parent.distillation = Hooks(parent, partial(begun, parent), how)
+            parent.distillation = Hooks(parent, partial(begun, parent), taught)
 
     def require_hooks(module: torch.nn.Module, _inputs: object) -> None:
         if isinstance(module, LanguageModule):
@@ -156,6 +155,12 @@ def distilling(how: Distillation) -> Iterator[None]:
     finally:
         hook.remove()
         looking.remove()
+
+
+def _lesson(source: Teacher | Reader, student: HybridModel, how: Distillation) -> Lesson:
+    if isinstance(source, Reader):
+        return FromStored(source, student, how)
+    return (across_tokenizers if how.projection else FromTeacher)(source, student, how)
 
 
 def _announce(source: Teacher | Reader, how: Distillation) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 from megatron_nemotron3.args import Launch, ParallelLayout
 from megatron_nemotron3.args import check as violations
+from megatron_nemotron3.args.command_line import layout_of as of_options
+from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.checkpoint.folders import locate_one
 from megatron_nemotron3.checkpoint.state import stored_state
@@ -19,8 +21,8 @@ from megatron_nemotron3.convert.checkpoints import QUANTIZATION, open_hugging_fa
 from megatron_nemotron3.convert.hf_folder import read_config
 from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.convert.opened import Checkpoint
-from megatron_nemotron3.distill.manifest import Manifest, is_stored, part_path, read_manifest
-from megatron_nemotron3.distill.settings import HOW, SIZES, TEACHER, Distillation, in_environment, read
+from megatron_nemotron3.distill.manifest import Manifest, is_stored, part_path, read_manifest, require_parts
+from megatron_nemotron3.distill.settings import SIZES, Distillation, Taught, Values, in_environment, read
 from megatron_nemotron3.distill.vocabulary import Vocabulary, of_tokenizer
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -102,13 +104,24 @@ def _tokenizers(checkpoint: Path, run: Path | None, stored: Any) -> list[Path]:
     return places + (sorted((run / "data").glob("*/tokenizer")) if run is not None else [])
 
 
-def record_of(how: Distillation) -> dict[str, str]:
+def record_of(taught: Taught) -> dict[str, str] | None:
     """What run.json says of a distillation: a run that goes on must have the same, or say that it changes.
 
-    The teacher counts by its files, so that it may be moved; its layout does not change what is learnt.
+    A teacher counts by its files, so that it may be moved; its layout does not change what is learnt. From
+    the second one on entries end in its number.
     """
+    if not taught:
+        return None
+    record = {"name": " and ".join(str(Path(one.teacher)) for one in taught)}
+    for number, one in enumerate(taught, 1):
+        more = f" {number}" if number > 1 else ""
+        record |= {f"{name}{more}": value for name, value in _record_of(one).items()}
+    return record
+
+
+def _record_of(how: Distillation) -> dict[str, str]:
     place = Path(how.teacher)
-    record = {"name": str(place)}
+    record = {}
     if is_stored(place):
         record["logits"] = _digest(place)
     else:
@@ -142,27 +155,21 @@ def student_vocabulary(words: Sequence[str]) -> Vocabulary:
     return Vocabulary(int(size) if size and size.isdigit() else None)
 
 
-def chosen(
-    given: tuple[str | None, str | None], words: Sequence[str], world_size: int
-) -> Distillation | None:
-    """What a script's model is distilled from, checked; None: it is not.
+def chosen(given: Values, words: Sequence[str], world_size: int) -> Taught:
+    """What a script's model is distilled from, checked; (): it is not.
 
     Args:
-        given: values of the options `TEACHER` and `HOW`; without a teacher the environment counts.
+        given: values of the options `TEACHER` and `HOW`; without any the environment counts.
 
     Raises:
         ValueError: as `check` and `settings.read`.
     """
-    teacher, how = given
-    if teacher is None and how is not None:
-        raise ValueError(f"{HOW} goes with {TEACHER}: give both")
-    found = in_environment() if teacher is None else read(teacher, how or "")
-    if found is not None:
-        check(found, words, world_size)
+    found = read(*given) if any(given) else in_environment()
+    check(found, words, world_size)
     return found
 
 
-def check(how: Distillation, words: Sequence[str], world_size: int) -> None:
+def check(taught: Taught, words: Sequence[str], world_size: int) -> None:
     """Check the words of a script that shall distil.
 
     Args:
@@ -172,14 +179,19 @@ def check(how: Distillation, words: Sequence[str], world_size: int) -> None:
         ValueError: the teacher cannot be read or has other tokens, or the script does what distillation does
             not go with. The message says what to change.
     """
-    require_options(words)
+    for how in taught:
+        require_options(words)
+        _check(how, words, world_size)
+
+
+def _check(how: Distillation, words: Sequence[str], world_size: int) -> None:
     if is_stored(Path(how.teacher)):
         _check_stored(how, read_manifest(Path(how.teacher)), words)
         return
     teacher = find(how.teacher)
     student = student_layout(words, world_size)
     if how.projection:
-        _check_projection(how, teacher, student, words)
+        _check_projection(how, teacher, words)
     else:
         require_same_vocabulary(teacher.vocabulary, how.teacher, words)
     layout = layout_of(
@@ -198,15 +210,11 @@ def check(how: Distillation, words: Sequence[str], world_size: int) -> None:
         raise ValueError(f"teacher {how.teacher} at {layout}: {'; '.join(wrong)}")
 
 
-def _check_projection(
-    how: Distillation, teacher: Teacher, student: ParallelLayout, words: Sequence[str]
-) -> None:
-    """Raise ValueError if a projection is for other tokenizers, or does not go with the run."""
+def _check_projection(how: Distillation, teacher: Teacher, words: Sequence[str]) -> None:
+    """Raise ValueError if a projection is for other tokenizers."""
     from megatron_nemotron3.xtoken.projection import Projection, read_for
     from megatron_nemotron3.xtoken.tokens import Vocabulary as Tokens
 
-    if student.stages > 1:
-        raise ValueError("pipeline parallelism does not go with projection=: use TP, CP, EP and DP instead")
     if teacher.tokenizer is None:
         raise ValueError(
             f"teacher {how.teacher} has no tokenizer.json: put its tokenizer into {teacher.place}"
@@ -225,12 +233,8 @@ def _check_stored(how: Distillation, found: Manifest, words: Sequence[str]) -> N
             f"{how.teacher} has stored logits, which projection= does not go with: give a checkpoint"
         )
     require_same_vocabulary(found.vocabulary, how.teacher, words)
-    if missing := [part for part in found.parts() if not part_path(Path(how.teacher), part).is_file()]:
-        first = part_path(Path(how.teacher), missing[0]).name
-        raise ValueError(
-            f"{how.teacher}: {len(missing)} of {len(found.parts())} parts are missing, first {first}: run "
-            "nemotron3 logits again, which goes on there"
-        )
+    folder = Path(how.teacher)
+    require_parts(folder, found, [part for part in found.parts() if not part_path(folder, part).is_file()])
     if how.sizes:
         said = ", ".join(f"{name}={size}" for name, size in how.sizes)
         raise ValueError(f"{how.teacher} has stored logits, which have no layout: drop {said}")
@@ -284,18 +288,20 @@ def layout_of(
     if all(getattr(student, name) == size for name, size in given.items()):
         return student
     sizes = {"tp": student.tp, "cp": student.cp, "ep": 1, "etp": 1, "pp": student.pp, **given}
-    if sizes["pp"] % student.pp:
+    if sizes["pp"] % student.pp and student.pp % sizes["pp"]:
         raise ValueError(
             f"the teacher's pp={sizes['pp']}: each of the {student.pp} stages of the student computes whole "
-            f"stages of the teacher: give a multiple of {student.pp}, or leave pp out"
+            f"stages of the teacher: give a multiple or a divisor of {student.pp}, or leave pp out"
         )
-    ranks, uneven = divmod(student.world_size, sizes["pp"])
+    # A teacher with fewer stages has a copy on every n-th stage of the student.
+    stages = max(sizes["pp"], student.pp)
+    ranks, uneven = divmod(student.world_size, stages)
     said = ", ".join(f"{name}={size}" for name, size in sizes.items())
     dp, rest = divmod(ranks, sizes["tp"] * sizes["cp"])
     if uneven or rest or ranks % (sizes["ep"] * sizes["etp"]):
         raise ValueError(
             f"the teacher's layout {said} does not divide the {student.world_size} ranks: use sizes whose "
-            "products tp * cp * pp and ep * etp * pp do"
+            f"products tp * cp and ep * etp divide those of each of {stages} stages"
         )
     if student.dp % dp:
         raise ValueError(
@@ -313,26 +319,14 @@ def layout_of(
             f"its own needs: leave it out, or {', '.join(name for name, _ in how.sizes)} of the teacher"
         )
     tp, cp, ep, etp, pp = (sizes[name] for name in SIZES)
-    return ParallelLayout(tp=tp, cp=cp, ep=ep, etp=etp, pp=pp, vpp=student.vpp, dp=dp)
+    return ParallelLayout(tp=tp, cp=cp, ep=ep, etp=etp, pp=pp, vpp=student.vpp if pp > 1 else 1, dp=dp)
 
 
 def student_layout(words: Sequence[str], world_size: int) -> ParallelLayout:
     """The layout of a script's words."""
-
-    def size(option: str, default: int = 1) -> int:
-        value = option_value(words, option)
-        return int(value) if value and value.isdigit() and int(value) else default
-
-    tp, cp = size("--tensor-model-parallel-size"), size("--context-parallel-size")
-    pp = size("--pipeline-model-parallel-size")
-    stages = max(pp, (option_value(words, "--hybrid-layer-pattern") or "").count("|") + 1)
-    return ParallelLayout(
-        tp=tp,
-        cp=cp,
-        pp=pp,
-        vpp=stages // pp,
-        ep=size("--expert-model-parallel-size"),
-        etp=size("--expert-tensor-parallel-size", tp),
-        sp=option_values(words, "--sequence-parallel") is not None,
-        dp=max(1, world_size // (tp * cp * pp)),
-    )
+    # Groups of experts are as wide as TP unless something else is given, whether there are experts or not.
+    options = {"--num-experts": ("1",)} | {flag.name: flag.values for flag in parse(words)}
+    found = of_options(options) or ParallelLayout()
+    pattern = "".join(options.get("--hybrid-layer-pattern", ()))
+    vpp = max(1, (pattern.count("|") + 1) // found.pp)
+    return replace(found, vpp=vpp, dp=max(1, world_size // (found.tp * found.cp * found.pp)))

@@ -14,7 +14,7 @@ is shared by tensor-parallel ranks, and keeps one tensor of the student's dtype 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,8 +57,37 @@ def divergence(
         ValueError: an unknown kind, a temperature that is not positive, or shapes that differ.
     """
     _check(student, teacher, kind, temperature)
-    entries = real_entries(student.shape[-1], group, vocabulary)
-    result: Tensor = _Divergence.apply(student, teacher.detach(), kind, temperature, group, entries)
+    entries, dtype = real_entries(student.shape[-1], group, vocabulary), dtype_of(student)
+    target = teacher.detach().reshape(-1, teacher.shape[-1])
+
+    def compute(logits: Tensor, slope_needed: bool) -> Computed:
+        norms = [normalizer(each, temperature, group, entries) for each in (logits, target)]
+
+        def log_probabilities(rows: slice) -> tuple[Tensor, Tensor]:
+            log_q, log_p = (
+                each[rows, :entries].to(dtype) / temperature - largest[rows, None] - log_sum[rows, None]
+                for each, (largest, log_sum) in zip((logits, target), norms, strict=True)
+            )
+            return log_p, log_q
+
+        #: Divergence, and the sum of the slopes: [2, n].
+        sums = torch.zeros(2, len(logits), dtype=dtype, device=logits.device)
+        for rows in chunks(logits):
+            log_p, log_q = log_probabilities(rows)
+            sums[0, rows] = terms(log_p, log_q, kind).sum(-1)
+            sums[1, rows] = slopes(log_p, log_q, kind).sum(-1)
+        if group is not None and group.size() > 1:
+            dist.all_reduce(sums, group=group)
+        if not slope_needed:
+            return sums[0], None
+        gradient = torch.zeros_like(logits)
+        for rows in chunks(logits):
+            log_p, log_q = log_probabilities(rows)
+            change = slopes(log_p, log_q, kind) - log_q.exp() * sums[1, rows, None]
+            gradient[rows, :entries] = change / temperature
+        return sums[0], gradient
+
+    result: Tensor = OnePass.apply(student, compute)
     return result
 
 
@@ -171,51 +200,27 @@ def chunks(logits: Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-class _Divergence(torch.autograd.Function):
-    """The divergence, and in the same pass its gradient, which is all that is kept."""
+class OnePass(torch.autograd.Function):
+    """A loss [...] of logits [..., v / tp] that is computed with its gradient, which is all that is kept.
+
+    The second argument of `apply` does it: of logits, and whether the gradient is needed.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        student: Tensor,
-        teacher: Tensor,
-        kind: str,
-        temperature: float,
-        group: Any,
-        entries: int,
-    ) -> Tensor:
-        """As `divergence`; `entries` of this rank are no padding."""
-        shape, dtype = student.shape, dtype_of(student)
-        logits, target = student.reshape(-1, shape[-1]), teacher.reshape(-1, shape[-1])
-        norms = [normalizer(each, temperature, group, entries) for each in (logits, target)]
-
-        def log_probabilities(rows: slice) -> tuple[Tensor, Tensor]:
-            log_q, log_p = (
-                each[rows, :entries].to(dtype) / temperature - largest[rows, None] - log_sum[rows, None]
-                for each, (largest, log_sum) in zip((logits, target), norms, strict=True)
-            )
-            return log_p, log_q
-
-        #: Divergence, and the sum of the slopes: [2, n].
-        sums = torch.zeros(2, len(logits), dtype=dtype, device=logits.device)
-        for rows in chunks(logits):
-            log_p, log_q = log_probabilities(rows)
-            sums[0, rows] = terms(log_p, log_q, kind).sum(-1)
-            sums[1, rows] = slopes(log_p, log_q, kind).sum(-1)
-        if group is not None and group.size() > 1:
-            dist.all_reduce(sums, group=group)
-        if ctx.needs_input_grad[0]:
-            gradient = torch.zeros_like(logits)
-            for rows in chunks(logits):
-                log_p, log_q = log_probabilities(rows)
-                change = slopes(log_p, log_q, kind) - log_q.exp() * sums[1, rows, None]
-                gradient[rows, :entries] = change / temperature
-            ctx.save_for_backward(gradient.view(shape))
-        return sums[0].view(shape[:-1])
+    def forward(ctx: Any, logits: Tensor, compute: Callable[[Tensor, bool], Computed]) -> Tensor:
+        """Compute both."""
+        values, gradient = compute(logits.reshape(-1, logits.shape[-1]), ctx.needs_input_grad[0])
+        if gradient is not None:
+            ctx.save_for_backward(gradient.view(logits.shape))
+        return values.view(logits.shape[:-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """[...] -> [..., v / tp]."""
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad[..., None]).to(gradient.dtype), None, None, None, None, None
+        return (gradient * grad[..., None]).to(gradient.dtype), None
+
+
+#: Values [n], and their gradient [n, v / tp] if it was asked for.
+Computed = tuple[Tensor, Tensor | None]

@@ -9,7 +9,7 @@ plan, each row once to every rank that needs it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,10 +25,11 @@ from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.plan import Plan
 from megatron_nemotron3.boundary.planner import make_plan, slices_of
+from megatron_nemotron3.distill.rows import all_gathered, borders_of, gathered, pack_of
 from megatron_nemotron3.layers.context_parallel import cu_seqlens, zigzag
 
 #: Arguments of a model's forward with one number for each token, [b, s / cp].
-_BY_TOKEN = ("input_ids", "position_ids", "padding_mask")
+_BY_TOKEN = ("input_ids", "padding_mask")
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,13 @@ class Lanes:
     Every rank of the world constructs it, because process groups are created.
 
     Args:
-        teacher, student: layouts; the PP of the first is a multiple of the other's.
-        dp_cp: the student's process group of a stage's data and context ranks.
+        teacher, student: layouts; the PP of one is a multiple of the other's. Of a teacher with fewer stages
+            it is the layout of one copy, whose stages lie on the ranks of one stage of the student each.
+        groups: process groups of the student.
     """
 
-    def __init__(self, teacher: ParallelLayout, student: ParallelLayout, dp_cp: Any) -> None:
-        self._dp_cp = dp_cp
+    def __init__(self, teacher: ParallelLayout, student: ParallelLayout, groups: Any) -> None:
+        self._dp, self._cp = groups.dp, groups.cp
         rank, ranks = dist.get_rank(), student.world_size // student.pp
         here, own = rank // ranks * ranks, teacher.world_size // teacher.pp
         self._student = _stage(student, here)
@@ -83,20 +85,23 @@ class Lanes:
             )
         length = batch.tokens * cp
         packs = self._packs(given.get("packed_seq_params"), length)
-        borders = [cu_seqlens(pack).tolist() if pack else [0, length] for pack in packs]
-        for ends in borders:  # what follows the last document is padding
-            ends += [length] if ends[-1] < length else []
+        borders = [borders_of(pack, length)[1] for pack in packs]
         self._documents = tuple(
             tuple(ends) if pack else () for ends, pack in zip(borders, packs, strict=True)
         )
-        whole = self._whole(given, borders)
+        names = [name for name in _BY_TOKEN if given.get(name) is not None]
+        lanes: list[Tensor] = []
+        if names:
+            mine = torch.stack([given[name].long() for name in names])
+            whole = gathered(mine.flatten(0, 1), borders[self._dp.rank()], self._cp)
+            lanes = all_gathered(whole.view(*mine.shape[:2], length), self._dp)
         found = []
         for lane in self._mine:
             cut = zigzag(borders[lane], self._teacher.cp, self._context) if self._teacher.cp > 1 else None
             arguments: dict[str, Any] = {"packed_seq_params": packs[lane]}
-            for name in _BY_TOKEN:
-                rows = whole[name][lane] if name in whole else None
-                arguments[name] = rows if rows is None or cut is None else rows[:, cut.to(rows.device)]
+            for i, name in enumerate(names):
+                rows = lanes[lane][i].to(given[name].dtype)
+                arguments[name] = rows if cut is None else rows[:, cut.to(rows.device)]
             found.append(Batch(arguments, length // self._teacher.cp, batch.rows))
         return found
 
@@ -135,14 +140,6 @@ class Lanes:
             mode="copies",
         )
 
-    def _gathered(self, mine: Tensor) -> list[tuple[int, int, Tensor]]:
-        """(lane, context rank, tensor) of every data and context rank of the student."""
-        ranks = dist.get_process_group_ranks(self._dp_cp)
-        parts = [torch.empty_like(mine) for _ in ranks]
-        dist.all_gather(parts, mine.contiguous(), group=self._dp_cp)
-        places = [self._student.coordinates(rank) for rank in ranks]
-        return [(at["dp"], at["cp"], part) for at, part in zip(places, parts, strict=True)]
-
     def _packs(self, packed: PackedSeqParams | None, length: int) -> list[PackedSeqParams | None]:
         """The borders of the student's lanes; None for rows of one document."""
         if packed is None:
@@ -151,41 +148,11 @@ class Lanes:
         mine = physical.new_full((2, length + 2), -1)
         for place, borders in enumerate((packed.cu_seqlens_q, physical)):
             mine[place, : len(borders)] = borders
-        found: dict[int, PackedSeqParams] = {}
-        for lane, context, rows in self._gathered(mine):
-            if context == 0:
-                real, padded = (row[row >= 0] for row in rows)
-                real = padded if packed.cu_seqlens_q is physical else real
-                longest = int(padded.diff().max())
-                found[lane] = PackedSeqParams(
-                    qkv_format="thd",
-                    cu_seqlens_q=real,
-                    cu_seqlens_kv=real,
-                    cu_seqlens_q_padded=padded,
-                    cu_seqlens_kv_padded=padded,
-                    max_seqlen_q=longest,
-                    max_seqlen_kv=longest,
-                    total_tokens=length,
-                )
-        return [found[lane] for lane in range(self._student.dp)]
-
-    def _whole(self, given: Mapping[str, Any], borders: list[list[int]]) -> dict[str, list[Tensor]]:
-        """The rows [b, s] of every lane, by argument."""
-        names = [name for name in _BY_TOKEN if given.get(name) is not None]
-        if not names:
-            return {}
-        mine = torch.stack([given[name].long() for name in names])
-        rows: dict[int, Tensor] = {}
-        for lane, context, part in self._gathered(mine):
-            cp = self._student.cp
-            if lane not in rows:
-                rows[lane] = part.new_empty(*part.shape[:-1], part.shape[-1] * cp)
-            at = slice(None) if cp == 1 else zigzag(borders[lane], cp, context, part.device)
-            rows[lane][..., at] = part
-        return {
-            name: [rows[lane][i].to(given[name].dtype) for lane in range(self._student.dp)]
-            for i, name in enumerate(names)
-        }
+        found: list[PackedSeqParams | None] = []
+        for rows in all_gathered(mine, self._dp):
+            real, padded = (row[row >= 0] for row in rows)
+            found.append(pack_of(padded if packed.cu_seqlens_q is physical else real, padded, length))
+        return found
 
 
 def _stage(layout: ParallelLayout, first: int) -> Layout:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from megatron_nemotron3.distill.divergence import divergence
+from megatron_nemotron3.distill.lanes import Batch
+from megatron_nemotron3.distill.rows import borders_of, gathered
 from megatron_nemotron3.distill.settings import Distillation
 from megatron_nemotron3.distill.stored import Reader
 from megatron_nemotron3.distill.teacher import Teacher
 from megatron_nemotron3.distill.topk import topk_divergence
-from megatron_nemotron3.layers.context_parallel import cu_seqlens, zigzag
+from megatron_nemotron3.layers.context_parallel import zigzag
 
 
 class Lesson(Protocol):
@@ -31,7 +32,7 @@ class FromTeacher:
     """A chunk of a teacher in the same run."""
 
     def __init__(self, teacher: Teacher, student: HybridModel, how: Distillation) -> None:
-        self._teacher, self._how, self._group = teacher, how, student.pg_collection.tp
+        self._how, self._group = how, student.pg_collection.tp
         self._chunk = teacher.add(student)
         self._hidden: Tensor | None = None
         # Rows of the embedding that only one of the two has are padding.
@@ -39,12 +40,15 @@ class FromTeacher:
 
     def prepare(self, given: dict[str, Any], tokens: int, rows: int) -> None:
         """Run the teacher's chunk."""
-        self._hidden = self._teacher.forward(self._chunk, given, tokens, rows)
+        if self._chunk.teacher.turns > 1:  # a copy may begin on another stage than the student
+            ids, *_ = self._chunk.told(lambda: [given["input_ids"]])
+            given = {**given, "input_ids": ids}
+        self._hidden = self._chunk.forward(Batch(given, tokens, rows))
 
     def divergence(self, logits: Tensor) -> Tensor:
         """As of `Lesson`."""
         assert self._hidden is not None
-        target, self._hidden = self._teacher.logits(self._hidden), None
+        target, self._hidden = self._chunk.logits(self._hidden), None
         how = self._how
         return divergence(logits, target, how.kind, how.temperature, self._group, vocabulary=self._vocabulary)
 
@@ -74,32 +78,6 @@ class FromStored:
     def divergence(self, logits: Tensor) -> Tensor:
         """As of `Lesson`."""
         assert self._target is not None
-        (ids, log_p), self._target = self._target, None
-        how, group = self._how, self._student.pg_collection.tp
-        return topk_divergence(
-            logits, ids, log_p, how.kind, how.temperature, group, vocabulary=self._student.vocab_size
-        )
-
-
-def borders_of(packed: Any, length: int) -> tuple[Tensor | None, list[int]]:
-    """Borders of the documents of a row of `length` tokens.
-
-    Returns:
-        Those of the pack on the host, or None without one; and where parts of the row begin and end, the
-        padding behind the last document among them.
-    """
-    borders = None if packed is None else cu_seqlens(packed).cpu()
-    ends = [0] if borders is None else borders.tolist()
-    return borders, ends + ([length] if ends[-1] < length else [])
-
-
-def gathered(mine: Tensor, ends: list[int], cp: Any) -> Tensor:
-    """Rows [b, s, …] of which each context rank has its part [b, s / cp, …]."""
-    if cp.size() == 1:
-        return mine
-    parts = [torch.empty_like(mine) for _ in range(cp.size())]
-    dist.all_gather(parts, mine.contiguous(), group=cp)
-    whole = torch.cat(parts, 1)
-    for rank, part in enumerate(parts):
-        whole[:, zigzag(ends, cp.size(), rank, mine.device)] = part
-    return whole
+        target, self._target = self._target, None
+        how, group, size = self._how, self._student.pg_collection.tp, self._student.vocab_size
+        return topk_divergence(logits, target, how.kind, how.temperature, group, vocabulary=size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,15 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, Unreadable, KeyError, TypeError, AttributeError, ValueError) as problem:
         raise ValueError(f"{path}: not a manifest of {_FORMAT}: {problem}") from None
     return found
+
+
+def require_parts(folder: Path, found: Manifest, missing: Sequence[range]) -> None:
+    """Raise ValueError if parts of a folder are missing."""
+    if missing:
+        raise ValueError(
+            f"{folder}: {len(missing)} of {len(found.parts())} parts are missing or damaged, first "
+            f"{part_path(folder, missing[0]).name}: run nemotron3 logits again, which goes on there"
+        )
 
 
 def part_path(folder: Path, part: range) -> Path:

@@ -4,8 +4,9 @@
     NEMOTRON3_DISTILL=kind=reverse-kl,temperature=2,weight=0.9,tp=2,teacher=runs/big
     NEMOTRON3_DISTILL not set                                      off
 
-`teacher=` comes last, because a path may contain anything. `nemotron3 run` takes the same as two options,
-`--nemotron3-teacher DIR` and `--nemotron3-distill kind=…,temperature=…`, also among the script's own.
+`teacher=` comes last, because a path may contain anything; several teachers have a line each. `nemotron3 run`
+takes the same as two options, `--nemotron3-teacher DIR` and `--nemotron3-distill kind=…,temperature=…`, also
+among the script's own; they are repeated for several teachers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_nemotron3.monitor.settings import EnvironmentSetting
-from megatron_nemotron3.precision.settings import split_option
 
 VARIABLE = "NEMOTRON3_DISTILL"
 #: Options of `nemotron3 run`; they may stand among the script's own.
@@ -37,7 +37,9 @@ _LAST = "teacher="
 
 @dataclass(frozen=True)
 class Distillation:
-    """The loss of a token is weight * T ** 2 * divergence + (1 - weight) * cross-entropy.
+    """One teacher: to a token's loss it adds weight * T ** 2 * divergence.
+
+    Cross-entropy has the weight that all teachers together leave of 1.
 
     Args:
         teacher: folder of a checkpoint, or of logits that `nemotron3 logits` stored.
@@ -67,9 +69,6 @@ class Distillation:
             raise ValueError(f"kind={self.kind}: use one of {', '.join(kinds)}{hint}")
         if "," in self.projection:
             raise ValueError(f"projection={self.projection}: give a path without a comma")
-        if self.projection and self.sizes:
-            said = ", ".join(f"{name}={size}" for name, size in self.sizes)
-            raise ValueError(f"a teacher with another tokenizer has the student's layout: drop {said}")
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature:g}: give a positive number")
         if not 0 < self.weight <= 1:
@@ -85,17 +84,53 @@ class Distillation:
         words += [f"projection={self.projection}"] * bool(self.projection)
         return ",".join([*words, *(f"{name}={size}" for name, size in self.sizes)])
 
-    def text(self) -> str:
-        """The value of NEMOTRON3_DISTILL with this meaning."""
-        return f"{self.how},{_LAST}{self.teacher}"
+
+#: The teachers of a run; () for none.
+Taught = tuple[Distillation, ...]
+#: Names of the two options, and their values.
+Names = tuple[str, str]
+Values = tuple[tuple[str, ...], tuple[str, ...]]
 
 
-def read(teacher: str, how: str = "") -> Distillation:
-    """Parse the two options.
+def read(teachers: Sequence[str], hows: Sequence[str] = (), names: Names = (TEACHER, HOW)) -> Taught:
+    """Parse the values of the two options. The n-th of one goes with the n-th of the other.
+
+    Args:
+        hows: one for each teacher, or one for all, or none.
+        names: of the options, for messages.
 
     Raises:
-        ValueError: a word has no meaning, is given twice, or its value is out of range.
+        ValueError: a word has no meaning, is given twice, or its value is out of range; numbers do not fit;
+            or the weights are above 1 together.
     """
+    if hows and not teachers:
+        raise ValueError(f"{names[1]} goes with {names[0]}: give both")
+    if len(hows) not in (0, 1, len(teachers)):
+        raise ValueError(
+            f"{names[1]} is given {len(hows)} times for {len(teachers)} teachers: give it once for each "
+            f"{names[0]}, in the same order, or once for all"
+        )
+    each = list(hows) * (len(teachers) if len(hows) == 1 else 1) or [""] * len(teachers)
+    found = tuple(_read(one, how, 1 / len(teachers)) for one, how in zip(teachers, each, strict=True))
+    rest_of(found)
+    return found
+
+
+def rest_of(taught: Taught) -> float:
+    """The weight of cross-entropy: what the teachers leave of 1.
+
+    Raises:
+        ValueError: they are above 1 together.
+    """
+    rest = 1 - math.fsum(one.weight for one in taught)
+    if rest < -1e-9:
+        said = " + ".join(f"{one.weight:g}" for one in taught)
+        raise ValueError(f"weights of the teachers {said} are above 1: give less, cross-entropy has the rest")
+    return rest if rest > 1e-9 else 0.0
+
+
+def _read(teacher: str, how: str, weight: float) -> Distillation:
+    """One teacher; `weight` if none is given."""
     given: dict[str, Any] = {}
     for word in filter(None, (part.strip() for part in how.split(","))):
         name, _, value = word.partition("=")
@@ -111,54 +146,67 @@ def read(teacher: str, how: str = "") -> Distillation:
     if given.get("projection"):
         given["projection"] = os.path.abspath(given["projection"])
         given.setdefault("kind", ACROSS[0])
+    given.setdefault("weight", weight)
     try:
         return Distillation(teacher, **given, sizes=sizes)
     except ValueError as problem:
         raise ValueError(f"{HOW} {how}: {problem}" if how else str(problem)) from None
 
 
-def parse(text: str) -> Distillation | None:
-    """Parse a value of NEMOTRON3_DISTILL; None for off.
+def parse(text: str) -> Taught:
+    """Parse a value of NEMOTRON3_DISTILL; () for off.
 
     Raises:
         ValueError: as `read`, or there is no teacher.
     """
     if text in ("", "0"):
-        return None
-    start = 0 if text.startswith(_LAST) else text.find(f",{_LAST}") + 1
-    if not text[start:].startswith(_LAST):
-        raise ValueError(f"{VARIABLE}={text!r}: end with teacher=FOLDER")
-    return read(text[start + len(_LAST) :], text[:start].rstrip(","))
+        return ()
+    teachers, hows = [], []
+    for line in text.splitlines():
+        start = 0 if line.startswith(_LAST) else line.find(f",{_LAST}") + 1
+        if not line[start:].startswith(_LAST):
+            raise ValueError(f"{VARIABLE}={text!r}: end with teacher=FOLDER")
+        teachers.append(line[start + len(_LAST) :])
+        hows.append(line[:start].rstrip(","))
+    return read(teachers, hows)
 
 
-def teaching(how: Distillation | None) -> AbstractContextManager[None]:
-    """Inside the block models that Megatron builds learn from a teacher (`attach.distilling`); None: not."""
-    if how is None:
+def text_of(taught: Taught) -> str:
+    """The value of NEMOTRON3_DISTILL with this meaning."""
+    return "\n".join(f"{one.how},{_LAST}{one.teacher}" for one in taught)
+
+
+def teaching(taught: Taught) -> AbstractContextManager[None]:
+    """Inside the block models that Megatron builds learn from these teachers (`attach.distilling`)."""
+    if not taught:
         return nullcontext()
     from megatron_nemotron3.distill.attach import distilling
 
-    return distilling(how)
+    return distilling(*taught)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the two options of `nemotron3 run`."""
-    among = "may stand among ARGS, too"
-    parser.add_argument(
-        TEACHER, metavar="DIR", help=f"learn from the model of a checkpoint, or from stored logits; {among}"
-    )
-    parser.add_argument(HOW, metavar="HOW", help=f"as kind=kl,temperature=2,weight=0.9,tp=2; {among}")
+    more: dict[str, Any] = {"action": "append", "default": []}
+    among = "repeatable; may stand among ARGS, too"
+    what = "learn from the model of a checkpoint, or from stored logits"
+    parser.add_argument(TEACHER, metavar="DIR", help=f"{what}; {among}", **more)
+    parser.add_argument(HOW, metavar="HOW", help=f"as kind=kl,temperature=2,weight=0.9,tp=2; {among}", **more)
 
 
-def split_options(
-    words: Sequence[str], options: argparse.Namespace
-) -> tuple[list[str], tuple[str | None, str | None]]:
-    """Take both options out of a script's words; the values are those, or of `add_options`."""
-    rest, teacher = split_option(words, TEACHER)
-    rest, how = split_option(rest, HOW)
-    given = (options.nemotron3_teacher, options.nemotron3_distill)
-    return rest, (given[0] if teacher is None else teacher, given[1] if how is None else how)
+def split_options(words: Sequence[str], options: argparse.Namespace) -> tuple[list[str], Values]:
+    """Take both options out of a script's words; the values are those of `add_options`, and then these."""
+    found = {TEACHER: list(options.nemotron3_teacher), HOW: list(options.nemotron3_distill)}
+    kept, rest = [], iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name in found:
+            found[name].append(value if equals else next(rest, ""))
+        else:
+            kept.append(word)
+    return kept, (tuple(found[TEACHER]), tuple(found[HOW]))
 
 
-_DISTILLATION = EnvironmentSetting(VARIABLE, parse)
+_DISTILLATION: EnvironmentSetting[Taught] = EnvironmentSetting(VARIABLE, parse)
 #: Value of NEMOTRON3_DISTILL as it is now, for entry points. Raises ValueError as `parse` does.
 in_environment = _DISTILLATION.read

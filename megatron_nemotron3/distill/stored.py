@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_nemotron3.checkpoint.files import atomic
-from megatron_nemotron3.distill.manifest import KEY, Manifest, part_path, read_manifest
+from megatron_nemotron3.distill.manifest import KEY, Manifest, part_path, read_manifest, require_parts
 
 
 def row_type(manifest: Manifest) -> np.dtype[Any]:
@@ -67,12 +67,7 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.manifest = folder, read_manifest(folder)
-        missing = missing_parts(folder, self.manifest)
-        if missing:
-            raise ValueError(
-                f"{folder}: {len(missing)} of {len(self.manifest.parts())} parts are missing or damaged, "
-                f"first {part_path(folder, missing[0]).name}: run nemotron3 logits again, which goes on there"
-            )
+        require_parts(folder, self.manifest, missing_parts(folder, self.manifest))
         self._tables = [
             _open(part_path(folder, part), self.manifest, len(part)) for part in self.manifest.parts()
         ]

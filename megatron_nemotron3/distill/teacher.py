@@ -6,7 +6,8 @@ of Megatron's drives both. The hidden states of the teacher go from stage to sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,12 +25,17 @@ from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.build import model_config, verified
 from megatron_nemotron3.distill import check
 from megatron_nemotron3.distill.lanes import Batch, Lanes
+from megatron_nemotron3.distill.line import Line
+from megatron_nemotron3.distill.rows import all_gathered
 from megatron_nemotron3.distill.settings import Distillation
 from megatron_nemotron3.distill.weights import load
 from megatron_nemotron3.lora import training as with_lora
 from megatron_nemotron3.models.stack_specs import ARGUMENT
 from megatron_nemotron3.monitor.settings import megatron_options, monitoring
 from megatron_nemotron3.precision import settings as emulation
+
+#: A teacher's rows in its own tokens are padded to a multiple of this, so that few lengths occur.
+_STEP = 64
 
 
 def layout_of(model: HybridModel) -> ParallelLayout:
@@ -61,30 +67,46 @@ class Teacher:
 
     def __init__(self, how: Distillation, student: HybridModel) -> None:
         self.found = check.find(how.teacher)
-        self.layout, own = check.layout_of(how, layout_of(student)), layout_of(student)
-        self._student, self._own_vocabulary = student.pg_collection, bool(how.projection)
+        own = layout_of(student)
+        self.layout = at = check.layout_of(how, own)
+        #: Chunks of the student on a rank.
+        self.chunks = own.vpp
+        self.student, self._own_vocabulary = student.pg_collection, bool(how.projection)
         self.groups: ProcessGroupCollection = student.pg_collection
         #: None: the layouts are the same, and nothing moves.
-        self._lanes: Lanes | None = None
-        if self.layout != own:
-            at = self.layout
-            sizes = (("tp", at.tp), ("cp", at.cp), ("dp", at.dp), ("pp", at.pp))
+        self.lanes: Lanes | None = None
+        #: Copies of the teacher that take turns at the micro-batches: each lies on every n-th stage of the
+        #: student.
+        self.turns = max(1, own.pp // at.pp)
+        #: Of the student's pipeline.
+        self.notes = Line(dist.get_process_group_ranks(student.pg_collection.pp))
+        #: Along which hidden states go, of the teacher's own pipeline if that has more stages.
+        self.line = self.notes
+        if at != own:
+            sizes = (("tp", at.tp), ("cp", at.cp), ("dp", at.dp), ("turn", self.turns), ("pp", at.pp))
             self.groups = groups(grid(Layout(sizes), at.ep, at.etp))
-            self._lanes = Lanes(at, own, self._student.dp_cp)
-        #: Stages of the teacher in a stage of the student, and which of them this rank has.
-        self._parts = self.layout.pp // own.pp
-        self._part = dist.get_rank() // (self.layout.world_size // self.layout.pp) % self._parts
-        #: The chunk behind which hidden states go to the student.
-        self._last: Any = None
-        self._line = _lines(dist.get_process_group_ranks(self.groups.pp))
-        self._sending: list[tuple[Any, Tensor]] = []
+            self.lanes = Lanes(at, own, self.student)
+            if at.pp > own.pp:
+                self.line = Line(dist.get_process_group_ranks(self.groups.pp))
+        #: By what the rows of both models divide.
+        self.multiple = math.lcm(own.tp * own.cp, at.tp * at.cp)
         #: Of the student's TP rank [v / tp, h]; None before `add` has built the last stage.
         self.head: Tensor | None = None
         #: Of the teacher's embedding, padding included; 0 before that.
         self.rows = 0
+        #: What the first stage knows of micro-batches that later chunks of this rank will ask for.
+        self.known: dict[int, list[Tensor]] = {}
 
-    def add(self, student: HybridModel) -> HybridModel:
-        """Build the chunk that runs with a chunk of the student, and load its weights."""
+    def add(self, student: HybridModel) -> Chunk:
+        """Build the chunk that runs with a chunk of the student, and load its weights.
+
+        A teacher without virtual stages runs with the last of a rank.
+        """
+        virtual = student.vp_stage or 0
+        if self.layout.vpp < self.chunks:
+            if virtual < self.chunks - 1:
+                return Chunk(self, student, None)
+            virtual = 0
         weight = next(student.parameters())
         launch = Launch(
             config=self.found.config,
@@ -92,118 +114,149 @@ class Teacher:
             precision="fp32" if weight.dtype == torch.float32 else "bf16",
             backend="torch" if specs.is_torch(student.hybrid_stack_spec) else "auto",
         )
+        stage = self.groups.pp.rank()
+        first = (stage, virtual) == (0, 0)
+        last = (stage, virtual) == (self.layout.pp - 1, self.layout.vpp - 1)
         with _unnoticed():
             config = model_config(launch)
-            chunk: HybridModel = verified(
+            model: HybridModel = verified(
                 config.get_builder_cls()(config).build_model(
-                    self.groups,
-                    student.pre_process and self._part == 0,
-                    student.post_process and self._part == self._parts - 1,
-                    student.vp_stage,
+                    self.groups, first, last, virtual if self.layout.vpp > 1 else None
                 )
             )
-        chunk.requires_grad_(False)
-        chunk.eval()
-        load(chunk, self.found.place, self.groups.dp_cp)
+        model.requires_grad_(False)
+        model.eval()
+        load(model, self.found.place, self.groups.dp_cp)
         if student.post_process:
-            self._last = chunk
-            rows = None if self._own_vocabulary else student.vocab_size // self._student.tp.size()
-            self.head = self._head(chunk, rows)
-        if chunk.post_process:
-            chunk.post_process = False  # forward returns hidden states, behind the final norm
-            del chunk.output_layer
-        return chunk
+            rows = None if self._own_vocabulary else student.vocab_size // self.student.tp.size()
+            self.head = self._head(model, rows)
+        if last:
+            model.post_process = False  # forward returns hidden states, behind the final norm
+            del model.output_layer
+        return Chunk(self, student, model)
 
-    def _head(self, chunk: HybridModel, rows: int | None) -> Tensor:
+    def _head(self, model: HybridModel, rows: int | None) -> Tensor:
         """The output layer as the student's TP ranks share it, `rows` on each; None: all."""
         whole = None
-        if chunk.post_process:
-            weight: Tensor = chunk.output_layer.weight.detach()
-            parts = [torch.empty_like(weight) for _ in range(self.groups.tp.size())]
-            dist.all_gather(parts, weight.contiguous(), group=self.groups.tp)
-            whole = torch.cat(parts)
-        if self._lanes is not None and self._parts > 1:
-            whole = self._lanes.everywhere(whole, next(chunk.parameters()))
+        if model.post_process:
+            weight: Tensor = model.output_layer.weight.detach()
+            whole = torch.cat(all_gathered(weight, self.groups.tp))
+        if self.lanes is not None and self.line is not self.notes:
+            whole = self.lanes.everywhere(whole, next(model.parameters()))
         assert whole is not None
         self.rows = len(whole)
-        tp = self._student.tp
-        rows = len(whole) // tp.size() if rows is None else rows
+        tp = self.student.tp
+        rows = -(-len(whole) // tp.size()) if rows is None else rows
         kept = whole[tp.rank() * rows : (tp.rank() + 1) * rows]
         result = whole.new_zeros(rows, whole.shape[1])
         result[: len(kept)] = kept
         return result
 
-    @torch.no_grad()
-    def forward(self, chunk: HybridModel, given: dict[str, Any], tokens: int, rows: int) -> Tensor | None:
-        """Run one chunk on a micro-batch of the student; on the last stage return [s / cp, b, h].
 
-        Args:
-            given: arguments of the student's forward; on stages without an embedding there may be no tokens.
-            tokens, rows: s / cp and b of the student.
+class Chunk:
+    """The chunk of the teacher that runs with one of the student.
+
+    If the student has n times as many stages, n copies of the teacher take turns, so that each micro-batch
+    is computed on every n-th stage. Only the ranks of one stage meet in a forward pass: stages of a pipeline
+    are at different micro-batches at the same time.
+    """
+
+    def __init__(self, teacher: Teacher, student: HybridModel, model: HybridModel | None) -> None:
+        self.teacher, self._student = teacher, student
+        self._model: Any = model
+        self._told = self._run = 0
+
+    def told(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """What the student's first stage makes of its next micro-batch, int64 matrices, on every stage."""
+        teacher, number, virtual = self.teacher, self._told, self._student.vp_stage or 0
+        self._told += 1
+        if virtual == 0 and self._student.pre_process:
+            note = make()
+            teacher.notes.tell(note)
+        elif virtual == 0:
+            note = teacher.notes.hear(next(self._student.parameters()).device)
+        else:
+            note = teacher.known.pop(number)
+        if virtual < teacher.chunks - 1:
+            teacher.known[number] = note
+        return note
+
+    def length(self, longest: int) -> int:
+        """Length of rows of `longest` tokens that both models can divide, and all lanes of the student have.
+
+        Ranks of the student's first stage call it.
         """
-        batch = Batch(given, tokens, rows)
+        step = _STEP * self.teacher.multiple
+        length = torch.tensor(-(-longest // step) * step, device=next(self._student.parameters()).device)
+        if self.teacher.lanes is not None:
+            dist.all_reduce(length, dist.ReduceOp.MAX, group=self.teacher.student.dp)
+        return int(length)
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Tensor | None:
+        """Compute a micro-batch in the student's layout; on its last stage return [s / cp, b, h].
+
+        Without an embedding on this stage the batch need not have tokens.
+        """
+        teacher, model, last = self.teacher, self._model, self._student.post_process
+        line, turn = teacher.line, self._run % teacher.turns
+        self._run += 1
+        mine = turn == line.place % teacher.turns
+        if model is None or not (mine or last):
+            return None
         hidden = []
-        for one in [batch] if self._lanes is None else self._lanes.batches(batch):
-            if not chunk.pre_process:
-                chunk.set_input_tensor(self._receive(chunk, one))
-            output = chunk(
-                one.arguments.get("input_ids"),
-                one.arguments.get("position_ids"),
-                one.arguments.get("attention_mask"),
-                packed_seq_params=one.arguments.get("packed_seq_params"),
-                padding_mask=one.arguments.get("padding_mask"),
-            )
-            if chunk.decoder.post_process:
-                hidden.append(self._whole(output))
+        for one in [batch] if teacher.lanes is None else teacher.lanes.batches(batch):
+            if mine:
+                output = self._computed(one)
+                if not model.decoder.post_process:
+                    line.send(output, (line.place + teacher.turns) % len(line.ranks))
+                    continue
+                output = self._whole(output)
+                if not last:
+                    line.send(output, len(line.ranks) - 1)
+                    continue
             else:
-                self._send(output)
-        if self._lanes is None or chunk is not self._last:
+                place = len(line.ranks) - teacher.turns + turn
+                output = line.receive(self._empty(one.tokens, one.rows), place)
+            hidden.append(output)
+        if teacher.lanes is None or not last:
             return hidden[0] if hidden else None
-        nothing = next(chunk.parameters()).new_empty(0, rows, chunk.config.hidden_size)
-        return self._lanes.back(hidden or [nothing], batch)
+        return teacher.lanes.back(hidden or [self._empty(0, batch.rows)], batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s / cp, b, h] -> [s / cp, b, v / tp], as the student's output layer gives them."""
-        assert self.head is not None
-        return torch.nn.functional.linear(hidden, self.head)
+        assert self.teacher.head is not None
+        return torch.nn.functional.linear(hidden, self.teacher.head)
+
+    def _computed(self, batch: Batch) -> Tensor:
+        """What this chunk makes of a micro-batch of its data lane, [s_local, b, h]."""
+        at, line, given = self.teacher.layout, self.teacher.line, batch.arguments
+        if not self._model.pre_process:
+            local = batch.tokens // (at.tp if at.sequence_parallel else 1)
+            before = (line.place - self.teacher.turns) % len(line.ranks)
+            self._model.set_input_tensor(line.receive(self._empty(local, batch.rows), before))
+        output: Tensor = self._model(
+            given.get("input_ids"),
+            None,  # the family has no embedding of positions
+            given.get("attention_mask"),
+            packed_seq_params=given.get("packed_seq_params"),
+            padding_mask=given.get("padding_mask"),
+        )
+        return output
+
+    def _empty(self, tokens: int, rows: int) -> Tensor:
+        config = self._model.config
+        like = next(self._model.parameters())
+        return like.new_empty(tokens, rows, config.hidden_size, dtype=config.params_dtype)
 
     def _whole(self, hidden: Tensor) -> Tensor:
         """[s_local, b, h] -> [s / cp, b, h]."""
-        if not self.layout.sequence_parallel or self.layout.tp == 1:
+        if not self.teacher.layout.sequence_parallel or self.teacher.layout.tp == 1:
             return hidden
         whole: Tensor = gather_from_sequence_parallel_region(
-            hidden, tensor_parallel_output_grad=False, group=self.groups.tp
+            hidden, tensor_parallel_output_grad=False, group=self.teacher.groups.tp
         )
         return whole
-
-    def _receive(self, chunk: HybridModel, batch: Batch) -> Tensor:
-        """[s_local, b, h] of the stage before."""
-        at = self.layout
-        local = batch.tokens // (at.tp if at.sequence_parallel else 1)
-        like = next(chunk.parameters())
-        hidden = like.new_empty(local, batch.rows, chunk.config.hidden_size, dtype=chunk.config.params_dtype)
-        line, ranks = self._line
-        dist.recv(hidden, src=ranks[ranks.index(dist.get_rank()) - 1], group=line)
-        return hidden
-
-    def _send(self, hidden: Tensor) -> None:
-        """Start to send to the next stage, which may be busy; what has been sent is released."""
-        line, ranks = self._line
-        to = ranks[(ranks.index(dist.get_rank()) + 1) % len(ranks)]
-        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
-        kept = hidden.contiguous()
-        self._sending.append((dist.isend(kept, dst=to, group=line), kept))
-
-
-def _lines(mine: list[int]) -> tuple[Any, list[int]]:
-    """A group of its own for this rank's pipeline, so that messages cannot be taken for the student's."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, tuple(mine))
-    group = None
-    for ranks in sorted(set(every)):
-        made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-        group = made if ranks == tuple(mine) else group
-    return group, mine
 
 
 @contextmanager

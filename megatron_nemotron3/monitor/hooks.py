@@ -18,6 +18,13 @@ def no_wrapper() -> None:
     return None
 
 
+def unwrapped(model: Any) -> Any:
+    """The model inside Megatron's wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
 def first_forward() -> bool:
     """Whether a forward pass runs for the first time; False where activation recomputation repeats it."""
     # torch.utils.checkpoint asks the same: the id is -1 outside of a backward pass.

@@ -97,13 +97,18 @@ def register(commands: Any) -> None:
     taught = train.add_argument_group("distillation")
     taught.add_argument(
         "--teacher",
+        action="append",
+        default=[],
         metavar="DIR",
-        help="learn from the model of this checkpoint, or from logits of `nemotron3 logits`",
+        help="learn from the model of this checkpoint, or from logits of `nemotron3 logits` (repeatable)",
     )
     taught.add_argument(
         "--distill",
+        action="append",
+        default=[],
         metavar="HOW",
-        help="as kind=kl,temperature=2,weight=0.9, and the teacher's own tp=, cp=, ep=, etp=, pp=",
+        help="as kind=kl,temperature=2,weight=0.9, and the teacher's own tp=, cp=, ep=, etp=, pp= (once for "
+        "each --teacher, or once for all)",
     )
     manifest.add_change(start)
     watching.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
@@ -159,7 +164,7 @@ def train_command(options: argparse.Namespace) -> int:
         emulate=emulated,
     )
     if boosting.in_environment() is not None:
-        boosting.asked(to_argv(flags(launch)), taught=taught is not None)
+        boosting.asked(to_argv(flags(launch)), taught=bool(taught))
     if device == "cpu" and "--optimizer-cpu-offload" in launch.options:
         raise ValueError(
             "--optimizer-cpu-offload: the optimizer is on a CPU already, where its copies of the parameters "
@@ -192,19 +197,23 @@ def train_command(options: argparse.Namespace) -> int:
     return train_interruptibly(request)
 
 
-def _distillation(options: argparse.Namespace) -> distillation.Distillation | None:
+def _distillation(options: argparse.Namespace) -> distillation.Taught:
     """What --teacher and --distill say, or else the environment."""
-    if options.teacher is None:
-        if options.distill is not None:
-            raise ValueError("--distill goes with --teacher: give both")
+    if not options.teacher and not options.distill:
         return distillation.in_environment()
-    return distillation.read(str(Path(options.teacher).absolute()), options.distill or "")
+    folders = [str(Path(folder).absolute()) for folder in options.teacher]
+    return distillation.read(folders, options.distill, ("--teacher", "--distill"))
 
 
-def _teachers_data(options: argparse.Namespace, taught: distillation.Distillation | None) -> str:
-    """Take the teacher's data and tokenizer where no data are given; return the split of data sets."""
+def _teachers_data(options: argparse.Namespace, taught: distillation.Taught) -> str:
+    """Take the data and tokenizer of a teacher with the student's where no data are given.
+
+    Returns:
+        the split of data sets.
+    """
     given = (options.text, options.max_bytes, options.data_path, options.conversations, options.tokenizer)
-    rows = None if taught is None or any(given) else of_teacher(taught.teacher)
+    same = [one.teacher for one in taught if not one.projection]
+    rows = of_teacher(same[0]) if same and not any(given) else None
     if rows is None:
         return "99,1,0"
     options.tokenizer = rows.tokenizer

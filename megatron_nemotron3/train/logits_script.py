@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from megatron_nemotron3.build import model_provider
-from megatron_nemotron3.distill.lessons import borders_of, gathered
 from megatron_nemotron3.distill.manifest import read_manifest
+from megatron_nemotron3.distill.rows import borders_of, gathered
 from megatron_nemotron3.distill.stored import key_of, missing_parts, write_part
 from megatron_nemotron3.distill.topk import most_probable
 from megatron_nemotron3.distill.weights import load

@@ -6,27 +6,27 @@ from typing import Any
 
 import torch
 
+from megatron_nemotron3.monitor.hooks import unwrapped
+
 
 def reported(
     model: Any, output: torch.Tensor, weights: torch.Tensor, divisor: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The cross-entropy of a micro-batch, and with a teacher its divergence.
+    """The cross-entropy of a micro-batch, and each teacher's divergence, numbered if there are several.
 
     Args:
         model: the chunk that computed it, in Megatron's wrappers. One that is distilled returns another loss
-            than its cross-entropy, and keeps both parts (`distill/attach.py`).
+            than its cross-entropy, and keeps the parts (`distill/attach.py`).
         output: [b, s / cp] that it returned.
         weights: [b, s / cp] of the tokens.
         divisor: what the sums are divided by after they are added up over ranks.
     """
-    while hasattr(model, "module"):
-        model = model.module
-    hooks = getattr(model, "distillation", None)
-    entropy, divergence = (output, None) if hooks is None or hooks.parts is None else hooks.parts
+    hooks = getattr(unwrapped(model), "distillation", None)
+    entropy, *apart = hooks.parts if hooks is not None and hooks.parts else [output]
 
     def total(tokens: torch.Tensor) -> torch.Tensor:
         loss = (tokens.detach().reshape(-1).float() * weights.reshape(-1).float()).sum()
         return torch.stack([loss, divisor.to(loss.dtype)])
 
-    found = {"lm loss": total(entropy)}
-    return found if divergence is None else {**found, "divergence": total(divergence)}
+    names = ["divergence"] if len(apart) == 1 else [f"divergence {i}" for i in range(1, len(apart) + 1)]
+    return {"lm loss": total(entropy), **{name: total(one) for name, one in zip(names, apart)}}

@@ -69,8 +69,8 @@ class Request:
     more_steps: str = continued.REPLAN
     #: Parts of the run that may differ from the folder's earlier steps; of `manifest.CHANGES`.
     changes: tuple[str, ...] = ()
-    #: What the model is distilled from; None: it is not.
-    distill: distillation.Distillation | None = None
+    #: What the model is distilled from; (): it is not.
+    distill: distillation.Taught = ()
     #: The command line, for run.json.
     command: str = ""
 
@@ -171,8 +171,7 @@ def train(request: Request) -> int:
         extra=("--exit-signal-handler", *_event_files(request), *_starting_options(request), *given.extra),
     )
     words = to_argv(flags(launch))  # rules first: nothing is written for a layout that cannot run
-    if request.distill is not None:
-        check_teacher(request.distill, words, given.layout.world_size)
+    check_teacher(request.distill, words, given.layout.world_size)
     precision_file.require_usable_here(given, measured=measured)
     what = f"{size.trainable:,} parameters, {launch.layout}, {launch.precision}"
     what += " emulated" if launch.emulate else ""
@@ -199,8 +198,8 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
     to_write = {}
     if request.precision_file and not given.te_precision_config_file:
         to_write[request.precision_file] = yaml_file.render(launch.config).encode()
-    teacher = record_of(request.distill) if request.distill else None
-    identity = resuming.Identity(request.output, begun, stored, request.changes, to_write, teacher)
+    teachers = record_of(request.distill)
+    identity = resuming.Identity(request.output, begun, stored, request.changes, to_write, teachers)
     identity.require(launch, "model", "mtp", "precision", "teacher")
     data, baseline = _prepared_data(request)
     identity.require(replace(launch, data=data), "tokenizer", "data")
@@ -224,8 +223,8 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
         launch = resuming.with_schedule(launch, given.options, request.more_steps, begun, stored)
 
     launch = replace(launch, data=data)
-    if request.distill is not None:  # the tokenizer is known now
-        check_teacher(request.distill, to_argv(flags(launch)), given.layout.world_size)
+    # The tokenizer is known now.
+    check_teacher(request.distill, to_argv(flags(launch)), given.layout.world_size)
     identity.record(launch, request.command)
     print(f"training log: {log_file}", flush=True)
     argv = to_argv(flags(launch))
@@ -257,8 +256,8 @@ def _run(
         env[SFT_MEAN] = request.mean
     if request.monitor is not None:
         env[monitor.VARIABLE] = str(request.monitor)
-    if request.distill is not None:
-        env[distillation.VARIABLE] = request.distill.text()
+    if request.distill:
+        env[distillation.VARIABLE] = distillation.text_of(request.distill)
     if launch.emulate:
         env[emulation.VARIABLE] = launch.emulate.text()
     if (measuring := _measurement(request)) is not None:

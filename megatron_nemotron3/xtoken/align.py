@@ -7,7 +7,7 @@ between neighbouring shared borders are the finest that consist of whole tokens 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from os.path import commonprefix
 from typing import TYPE_CHECKING
@@ -48,15 +48,6 @@ class Alignment:
             if len(found) != self.spans or not found.all():
                 raise ValueError(f"alignment of {self.spans} spans: the {side}'s positions do not cover them")
         object.__setattr__(self, "sizes", counts)
-
-    def part(self, student: torch.Tensor, teacher: torch.Tensor) -> Alignment:
-        """Return what a context-parallel rank has: [b, s] and [b, m] at these places of the rows."""
-        return replace(self, student=self.student[:, student], teacher=self.teacher[:, teacher])
-
-    def to(self, device: torch.device | str) -> Alignment:
-        """Return a copy on a device."""
-        ours, theirs = self.student.to(device), self.teacher.to(device)
-        return replace(self, student=ours, teacher=theirs, sizes=[one.to(device) for one in self.sizes])
 
 
 class Aligner:
@@ -115,7 +106,6 @@ class Aligner:
         sequences: Sequence[Sequence[int]],
         keep: Sequence[Sequence[bool]] | None = None,
         length: int | None = None,
-        step: int = 1,
     ) -> tuple[torch.Tensor, Alignment]:
         """Return the teacher's input for the student's sequences, and the alignment of the predictions.
 
@@ -125,7 +115,7 @@ class Aligner:
             keep: [b, s], whether the student's prediction counts (the loss mask). A span counts if all its
                 tokens do.
             length: the teacher's sequence length; longer texts are cut, shorter ones padded with token 0 at
-                their end. None: the longest, rounded up to a multiple of `step`.
+                their end. None: the longest.
 
         Returns:
             tokens [b, length] int64 and the alignment of [b, s] with [b, length].
@@ -134,27 +124,25 @@ class Aligner:
 
         others = [self.retokenize(ids) for ids in sequences]
         if length is None:
-            longest = max(1, max(map(len, others)) - 1)
-            length = -(-longest // step) * step
+            length = max(1, max(map(len, others)) - 1)
         tokens = torch.zeros(len(sequences), length, dtype=torch.int64)
         ours, theirs = torch.full((len(sequences), len(sequences[0]) - 1), -1), torch.full_like(tokens, -1)
         count = 0
         for row, (ids, other) in enumerate(zip(sequences, others)):
-            other = other[: length + 1]
-            tokens[row, : max(0, len(other) - 1)] = torch.tensor(other[:-1], dtype=torch.int64)
+            places = tokens[row], ours[row], theirs[row]
             kept = None if keep is None else keep[row]
-            count = self.number(ids, other, ours[row], theirs[row], count, kept)
+            count = self._fill(places, ids, other[: length + 1], count, kept)
         return tokens, Alignment(ours, theirs, count)
 
     def pack(
-        self, documents: Sequence[tuple[int, Sequence[int]]], length: int, each: int, step: int
+        self, documents: Sequence[tuple[int, Sequence[int]]], length: int, each: int
     ) -> tuple[torch.Tensor, list[int], Alignment]:
         """Return the teacher's row for a packed row of the student, document by document.
 
         Args:
             documents: place of each in the student's row; its tokens, with the last label if it has one.
             length: of the student's row, s.
-            each, step: the teacher's documents, and its row, are padded to multiples of these.
+            each: the teacher's documents are padded to multiples of this.
 
         Returns:
             tokens [1, m] int64, the borders of the teacher's documents from 0 to m, and the alignment of
@@ -166,27 +154,34 @@ class Aligner:
         borders = [0]
         for other in others:
             borders.append(borders[-1] - (1 - max(2, len(other))) // each * each)
-        total = -(-max(1, borders[-1]) // step) * step
-        tokens, ours = torch.zeros(1, total, dtype=torch.int64), torch.full((1, length), -1)
+        tokens, ours = torch.zeros(1, borders[-1], dtype=torch.int64), torch.full((1, length), -1)
         theirs, count = torch.full_like(tokens, -1), 0
         for (place, ids), other, start in zip(documents, others, borders):
-            tokens[0, start : start + max(0, len(other) - 1)] = torch.tensor(other[:-1], dtype=torch.int64)
-            count = self.number(ids, other, ours[0, place:], theirs[0, start:], count)
-        return tokens, borders + [total] * (total > borders[-1]), Alignment(ours, theirs, count)
+            places = tokens[0, start:], ours[0, place:], theirs[0, start:]
+            count = self._fill(places, ids, other, count)
+        return tokens, borders, Alignment(ours, theirs, count)
 
-    def number(
+    def _fill(
         self,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         student: Sequence[int],
         teacher: Sequence[int],
-        ours: torch.Tensor,
-        theirs: torch.Tensor,
         count: int,
         keep: Sequence[bool] | None = None,
     ) -> int:
-        """Write the numbers of the spans, from `count` on, to the positions that predict their tokens.
+        """Write the teacher's input, and the numbers of the spans to the positions that predict their tokens.
 
-        The first token of a sequence is predicted by nothing. Returns the next number.
+        Args:
+            places: of a text in the teacher's row, and in the alignment's of the student and the teacher.
+            count: the first number. The first token of a text is predicted by nothing.
+
+        Returns:
+            the next number.
         """
+        import torch
+
+        tokens, ours, theirs = places
+        tokens[: max(0, len(teacher) - 1)] = torch.tensor(teacher[:-1], dtype=torch.int64)
         for s, t in self.spans(student, teacher):
             if s.start and t.start and (keep is None or all(keep[s.start - 1 : s.stop - 1])):
                 ours[s.start - 1 : s.stop - 1] = theirs[t.start - 1 : t.stop - 1] = count

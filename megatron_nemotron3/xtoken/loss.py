@@ -7,8 +7,6 @@ docs/xtoken.md has the formulas and their sources.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -53,7 +51,7 @@ def span_losses(
         threshold: least weight of a pair of H-KL; 1 pairs only equal tokens, as GOLD does.
         reverse: the divergence from the student to the teacher.
         group: the tensor-parallel group that shares both vocabularies; None: whole vocabularies.
-        context: the context-parallel group; each rank has its `Alignment.part`. None: all positions are here.
+        context: the context-parallel group; each rank has the alignment of its positions. None: all are here.
 
     Returns:
         [spans], equal on all ranks of both groups. With `context` the sum of all ranks' losses is minimized.
@@ -227,38 +225,6 @@ def _matrix(
         projection.prepared[name] = tuple(one.to(name[-1]) for one in (matrix, here, used))
     found: tuple[Tensor, Tensor, Tensor] = projection.prepared[name]
     return found
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """One teacher of a batch.
-
-    Attributes:
-        logits, alignment, projection, kind: as `span_losses` takes them. `Projection.identity` is that of a
-            teacher with the student's tokenizer.
-        weight: of the mean over its spans in the sum over teachers.
-    """
-
-    logits: Tensor
-    alignment: Alignment
-    projection: Projection
-    kind: Kind = "p-kl"
-    weight: float = 1.0
-
-
-def teachers_loss(
-    student: Tensor, teachers: Sequence[Teacher], **options: Any
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the weighted sum of the teachers' mean losses per span, and each mean.
-
-    Args:
-        options: those of `span_losses`. A teacher without a span adds nothing.
-    """
-    means = []
-    for one in teachers:
-        losses = span_losses(student, one.logits, one.alignment, one.projection, one.kind, **options)
-        means.append(losses.sum() / max(1, len(losses)))
-    return torch.stack([one.weight * mean for one, mean in zip(teachers, means)]).sum(), means
 
 
 # Collectives with their gradients; `group` None is one rank. Megatron's sum in place: all callers give a

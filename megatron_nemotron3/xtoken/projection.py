@@ -69,13 +69,6 @@ class Projection:
         counts = {rule: counted[rule] for rule in rules.RULES}
         return cls(tokens, weights, len(teacher), student.digest, teacher.digest, counts)
 
-    @classmethod
-    def identity(cls, size: int) -> Projection:
-        """Return that of a teacher with the student's tokenizer, with which P-KL and H-KL are plain KL."""
-        import numpy as np
-
-        return cls(np.arange(size, dtype=np.int32)[:, None], np.ones((size, 1), np.float32), size)
-
     def common(self, threshold: float = COMMON) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Pair tokens of the student, rising, with their first token of the teacher: H-KL's common set.
 

@@ -58,6 +58,11 @@ def swap(w: Tensor, dim: int) -> Tensor:
     return torch.cat([b, a], dim)
 
 
+def tap_by_tap(w: Tensor) -> Tensor:
+    """[c, 1, k], written through a view of [k, c]."""
+    return w.reshape(w.shape[-1], -1).t().reshape(w.shape)
+
+
 def reordered(w: Tensor) -> Tensor:
     """z and x in the order x, z."""
     z, x, *rest = w.split(SPLIT)

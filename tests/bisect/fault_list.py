@@ -46,298 +46,237 @@ class Fault:
         return "engine" if self.trainer is None and self.options is None else "trainer"
 
 
+def mamba(what: str, cause: str, layer: int = 0, **how: Any) -> Fault:
+    """A fault of Mamba layers, by default of all."""
+    return Fault(what, "M", cause, layer, **how)
+
+
+def attention(what: str, cause: str, layer: int = 3, **how: Any) -> Fault:
+    """A fault of attention layers."""
+    return Fault(what, "*", cause, layer, **how)
+
+
+def experts(what: str, cause: str, layer: int = 1, **how: Any) -> Fault:
+    """A fault of layers of experts."""
+    return Fault(what, "E", cause, layer, **how)
+
+
 FAULTS: dict[str, Fault] = {
     # Mamba
-    "conv state off by one": Fault(
+    "conv state off by one": mamba(
         "After the prompt, decoding finds a convolution state that ends one token too early",
-        "M",
         "a convolution state one token late after the prompt",
-        0,
         engine=d.between(d.roll_conv),
         decode=True,
     ),
-    "conv state empty": Fault(
+    "conv state empty": mamba(
         "Decoding begins with an empty convolution state",
-        "M",
         "a convolution state empty after the prompt",
-        0,
         engine=d.between(d.zero_conv),
         decode=True,
     ),
-    "SSM state empty": Fault(
+    "SSM state empty": mamba(
         "Decoding begins with an empty SSM state",
-        "M",
         "an SSM state that is empty after the prompt",
-        0,
         engine=d.between(d.zero_ssm),
         decode=True,
     ),
-    "SSM state in BF16": Fault(
+    "SSM state in BF16": mamba(
         "The SSM state is stored in BF16 between tokens",
-        "M",
         "the SSM state in BF16 while decoding",
-        0,
         engine=d.always(d.round_ssm),
         decode=True,
     ),
-    "chunks without state": Fault(
+    "chunks without state": mamba(
         "Every chunk of the scan begins with an empty state",
-        "M",
         "no SSM state from one chunk to the next",
-        0,
         engine=d.function("mamba2_chunk_scan", d.scan_by_chunk),
     ),
-    "conv bias zero": Fault(
+    "conv bias zero": mamba(
         "The convolution's bias is zero after a reload",
-        "M",
         "no bias of the convolution",
-        0,
         weights=d.changed(r"backbone.*conv1d\.bias", torch.zeros_like),
     ),
-    "conv1d corrupted": Fault(
+    "conv1d corrupted": mamba(
         "The convolution's weight [c, 1, k] was written through a view of [k, c] on a reload",
-        "M",
         "the convolution's weight read .*",
-        0,
-        weights=d.changed(
-            r"backbone.*conv1d\.weight", lambda w: w.reshape(w.shape[-1], -1).t().reshape(w.shape)
-        ),
+        weights=d.changed(r"backbone.*conv1d\.weight", d.tap_by_tap),
     ),
-    "conv1d corrupted in one layer": Fault(
+    "conv1d corrupted in one layer": mamba(
         "The same in layer 2 only",
-        "M",
         "the convolution's weight read .*",
-        2,
-        weights=d.changed(
-            r"s\.2\..*conv1d\.weight", lambda w: w.reshape(w.shape[-1], -1).t().reshape(w.shape)
-        ),
+        layer=2,
+        weights=d.changed(r"s\.2\..*conv1d\.weight", d.tap_by_tap),
     ),
-    "taps reversed": Fault(
+    "taps reversed": mamba(
         "The convolution applies its taps in reverse order",
-        "M",
         "the convolution's taps in reverse",
-        0,
         weights=d.changed(r"backbone.*conv1d\.weight", lambda w: w.flip(-1)),
     ),
-    "no SiLU after conv1d": Fault(
+    "no SiLU after conv1d": mamba(
         "The convolution has no activation",
-        "M",
         "no SiLU after the convolution",
-        0,
         engine=d.function("causal_conv1d_fn", d.without_silu),
     ),
-    "z and x swapped": Fault(
+    "z and x swapped": mamba(
         "in_proj's rows are in the order x, z, B, C, dt",
-        "M",
         "z and x of in_proj in each other's place",
-        0,
         weights=d.changed(r"backbone.*in_proj", d.reordered),
     ),
-    "B and C swapped": Fault(
+    "B and C swapped": mamba(
         "in_proj's rows are in the order z, x, C, B, dt",
-        "M",
         "B and C of in_proj in each other's place",
-        0,
         weights=d.changed(r"backbone.*in_proj", d.b_and_c),
     ),
-    "in_proj by rank": Fault(
+    "in_proj by rank": mamba(
         "The shards of in_proj of two ranks are joined as they are, in one layer",
-        "M",
         "the shards of 2 ranks of in_proj joined .*",
-        5,
+        layer=5,
         weights=d.changed(r"s\.5\..*in_proj", lambda w: d.by_rank(w, d.SPLIT)),
     ),
-    "out_proj shards swapped": Fault(
+    "out_proj shards swapped": mamba(
         "The shards of out_proj of two ranks are in each other's place, in one layer",
-        "M",
         "the shards of 2 ranks of out_proj reversed",
-        2,
+        layer=2,
         weights=d.changed(r"s\.2\..*out_proj", lambda w: d.swap(w, 1)),
     ),
-    "norm over all groups": Fault(
+    "norm over all groups": mamba(
         "The norm after the scan is one over all groups",
-        "M",
         "one norm over all groups after the scan",
-        0,
         engine=d.each("M", "norm.group_size", MODEL.mamba_inner_size),
     ),
-    "norm before gate": Fault(
-        "The gate is applied after the norm", "M", "the norm before the gate", 0, engine=d.norm_then_gate
+    "norm before gate": mamba(
+        "The gate is applied after the norm", "the norm before the gate", engine=d.norm_then_gate
     ),
-    "no D": Fault("The skip connection D is missing", "M", "no D", 0, engine=d.scan(D=None)),
-    "no dt_bias": Fault(
-        "dt_bias is zero", "M", "no dt_bias", 0, weights=d.changed(r"backbone.*dt_bias", torch.zeros_like)
+    "no D": mamba("The skip connection D is missing", "no D", engine=d.scan(D=None)),
+    "no dt_bias": mamba(
+        "dt_bias is zero", "no dt_bias", weights=d.changed(r"backbone.*dt_bias", torch.zeros_like)
     ),
-    "no softplus": Fault(
+    "no softplus": mamba(
         "The time steps have no softplus, only the limit at 0",
-        "M",
         "a limit at 0 instead of softplus",
-        0,
         engine=d.scan(dt_softplus=False),
     ),
-    "dt clamped": Fault(
+    "dt clamped": mamba(
         "Time steps are limited to [0.001, 0.1]",
-        "M",
         r"time steps limited to \[0.001, 0.1\]",
-        0,
         engine=d.each("M", "time_step_limit", (0.001, 0.1)),
     ),
-    "A without exp": Fault(
+    "A without exp": mamba(
         "A is the negative A_log, not its exponential",
-        "M",
         "A_log instead of its exponential",
-        0,
         weights=d.changed(r"backbone.*A_log", lambda w: w.float().abs().clamp_min(1e-6).log()),
     ),
-    "groups in turn": Fault(
+    "groups in turn": mamba(
         "Heads take B and C of the groups in turn",
-        "M",
         "heads in other groups of B and C",
-        0,
         engine=d.function("mamba2_chunk_scan", d.scan_other_groups),
     ),
     # Attention
-    "rope": Fault(
+    "rope": attention(
         "Rotary positions where none belong",
-        "*",
         r"rotary positions of base 1e\+04",
-        3,
         engine=d.attention(d.with_rope),
     ),
-    "attention scale": Fault(
+    "attention scale": attention(
         "Scores are divided by the root of hidden size over heads, not of the head dimension",
-        "*",
         "scores divided by the root of hidden size over heads",
-        3,
         engine=d.each("*", "scaling", (MODEL.hidden_size / MODEL.num_attention_heads) ** -0.5),
     ),
-    "key heads in turn": Fault(
+    "key heads in turn": attention(
         "Query heads take the key heads in turn",
-        "*",
         "key heads taken in turn by the query heads",
-        3,
         engine=d.attention(d.heads_in_turn),
     ),
-    "qkv not grouped": Fault(
+    "qkv not grouped": attention(
         "The rows of a grouped linear_qkv are taken for q, then k, then v",
-        "*",
         "a grouped linear_qkv read as q, k, v",
-        3,
         weights=d.qkv_by_kind,
     ),
-    "attention window": Fault(
+    "attention window": attention(
         "Attention sees the last 64 tokens only",
-        "*",
         "a window of 64 tokens",
-        3,
         engine=d.attention(d.window),
     ),
-    "mask off by one": Fault(
+    "mask off by one": attention(
         "A token does not see itself",
-        "*",
         "no token but the first that sees itself",
-        3,
         engine=d.attention(d.blind),
     ),
-    "o_proj shards swapped": Fault(
+    "o_proj shards swapped": attention(
         "The shards of the output projection of two ranks are in each other's place, in one layer",
-        "*",
         "the shards of 2 ranks of the output projection reversed|the key groups of 2 ranks reversed",
-        6,
+        layer=6,
         weights=d.changed(r"s\.6\..*o_proj", lambda w: d.swap(w, 1)),
     ),
     # Experts
-    "expert shards swapped": Fault(
+    "expert shards swapped": experts(
         "The experts of two ranks are in each other's place, in one layer",
-        "E",
         "the experts of 2 ranks reversed",
-        4,
+        layer=4,
         weights=d.experts(lambda e: (e + 8) % 16, "4"),
     ),
-    "experts dealt out": Fault(
+    "experts dealt out": experts(
         "Expert e lies on rank e modulo 4, where each rank was meant to hold neighbours",
-        "E",
         "experts .* in turn",
-        1,
         weights=d.experts(lambda e: e % 4 * 4 + e // 4),
     ),
-    "experts of a rank zero": Fault(
+    "experts of a rank zero": experts(
         "The experts of the last of 4 ranks were never loaded",
-        "E",
         "no experts of rank 3 of 4",
-        1,
         weights=d.changed(r"backbone.*experts\.1[2-5]\.down", torch.zeros_like),
     ),
-    "scaling factor": Fault(
+    "scaling factor": experts(
         "The routed scaling factor is 2.5 instead of 5",
-        "E",
         "a routed scaling factor of 2.5",
-        1,
         engine=d.each("E", "gate.routed_scaling_factor", 2.5),
     ),
-    "no shared expert": Fault("The shared expert is left out", "E", "no shared expert", 1, engine=d.unshared),
-    "no expert bias": Fault(
+    "no shared expert": experts("The shared expert is left out", "no shared expert", engine=d.unshared),
+    "no expert bias": experts(
         "The router's correction bias was not loaded",
-        "E",
         "no expert bias in the router",
-        1,
         weights=d.changed(r"backbone.*correction_bias", torch.zeros_like),
     ),
-    "expert bias in weights": Fault(
+    "expert bias in weights": experts(
         "The weights of the experts contain the correction bias",
-        "E",
         "the expert bias in the probabilities",
-        1,
         engine=d.router(d.biased),
     ),
-    "softmax router": Fault(
+    "softmax router": experts(
         "Routers use softmax instead of sigmoid",
-        "E",
         "softmax scores in the router",
-        1,
         engine=d.router(d.softmaxed),
     ),
-    "no top-k normalisation": Fault(
+    "no top-k normalisation": experts(
         "The weights of the selected experts are not normalised",
-        "E",
         "no normalisation of the selected scores",
-        1,
         engine=d.each("E", "gate.norm_topk_prob", False),
     ),
-    "one expert fewer": Fault(
+    "one expert fewer": experts(
         "Each token has 3 experts instead of 4",
-        "E",
         "one expert fewer per token",
-        1,
         engine=d.each("E", "gate.top_k", 3),
     ),
-    "latent of another layer": Fault(
+    "latent of another layer": experts(
         "Layer 4 has the first latent projection of layer 1",
-        "E",
         "the first latent projection of the previous layer of experts",
-        4,
+        layer=4,
         weights=d.renamed(r"(backbone\.layers\.)4(\.mixer\.fc1_latent.*)", lambda m: f"{m[1]}1{m[2]}"),
     ),
-    "ReLU": Fault(
+    "ReLU": experts(
         "Experts use ReLU instead of its square",
-        "E",
         "ReLU instead of squared ReLU",
-        1,
         engine=d.activated(torch.nn.ReLU()),
     ),
     # The whole model
-    "residual in BF16": Fault(
+    "residual in BF16": mamba(
         "The residual stream of an FP32 system is kept in BF16",
-        "M",
         "the residual stream in BF16",
-        0,
         engine=d.bf16_stream,
     ),
-    "norm epsilon": Fault(
+    "norm epsilon": mamba(
         "The norms before layers have epsilon 1e-6",
-        "M",
         "epsilon 1e-06 in the norms before layers",
-        0,
         engine=d.norms(d.eps_1e_6),
     ),
     "no final norm": Fault("The final norm is left out", "model", "no final norm", engine=d.no_final_norm),
@@ -372,22 +311,19 @@ FAULTS: dict[str, Fault] = {
         shift=lambda p: torch.cat([p[:1], p[:-1]]),
     ),
     # Weights of an older version
-    "stale layer": Fault(
+    "stale layer": mamba(
         "Layer 5 was not updated",
-        "M",
         "weights of the previous checkpoint",
-        5,
+        layer=5,
         weights=d.stale(r"backbone\.layers\.5\."),
     ),
-    "stale experts": Fault(
+    "stale experts": experts(
         "Routed experts were not updated",
-        "E",
         "routed experts of the previous checkpoint",
-        1,
         weights=d.stale(r"backbone.*mixer\.experts\."),
     ),
-    "stale model": Fault(
-        "No weight was updated", "M", "every weight of the previous checkpoint", 0, weights=d.stale("")
+    "stale model": mamba(
+        "No weight was updated", "every weight of the previous checkpoint", weights=d.stale("")
     ),
     "stale MTP": Fault(
         "MTP was not updated; only its own log-probabilities show it",
@@ -396,39 +332,29 @@ FAULTS: dict[str, Fault] = {
         weights=d.stale(r"^mtp\."),
     ),
     # The trainer
-    "trainer: softmax router": Fault(
+    "trainer: softmax router": experts(
         "Megatron's router uses softmax over the selected experts",
-        "E",
         "a softmax over .*|softmax scores .*",
-        1,
         options={"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False},
     ),
-    "trainer: scaling factor": Fault(
+    "trainer: scaling factor": experts(
         "moe_router_topk_scaling_factor is left out",
-        "E",
         "a routed scaling factor of 1",
-        1,
         options={"moe_router_topk_scaling_factor": 1.0},
     ),
-    "trainer: expert bias": Fault(
+    "trainer: expert bias": experts(
         "The expert bias of the checkpoint was not loaded",
-        "E",
         "no expert bias in the router",
-        1,
         trainer=d.parameters(r"decoder.*expert_bias", torch.zeros_like),
     ),
-    "trainer: in_proj by rank": Fault(
+    "trainer: in_proj by rank": mamba(
         "A checkpoint of two ranks was joined rank by rank",
-        "M",
         "the shards of 2 ranks of in_proj joined .*",
-        0,
         trainer=d.parameters(r"decoder.*in_proj\.weight", lambda w: d.by_rank(w, d.SPLIT)),
     ),
-    "trainer: D": Fault(
+    "trainer: D": mamba(
         "D was initialised to 1 and not loaded",
-        "M",
         "D of 1",
-        0,
         trainer=d.parameters(r"decoder.*\.D$", torch.ones_like),
     ),
     "trainer: packed": Fault(

@@ -50,38 +50,39 @@ _FACTORS = {
     "fc2_latent_proj.weight": 0.08,
     "shared_experts.down_proj.weight": 0.3,
 }
+#: Mean and standard deviation of tensors of a mixer that are no such matrices, and of the embedding.
+_MOMENTS = {
+    "A_log": (0.5, 0.7),
+    "dt_bias": (-2.5, 1.2),
+    "conv1d.weight": (0.0, 0.4),
+    "conv1d.bias": (0.0, 0.4),
+    "gate.e_score_correction_bias": (0.0, 0.1),
+    "backbone.embeddings.weight": (0.0, 1.0),
+}
 #: Length and prompt of each sequence. Both are longer than a chunk of the scan.
 LENGTHS = ((200, 140), (160, 40))
 
 
-def checkpoint(seed: int = 1, config: Nemotron3Config = MODEL) -> Weights:
-    """Random weights as a checkpoint holds them, BF16 but for the expert bias.
+def moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Mean and standard deviation of a random tensor, by its Hugging Face name.
 
     Decays of the state reach from a few tokens to the whole sequence.
     """
-    generator = torch.Generator().manual_seed(seed)
+    part = name.rpartition("mixer.")[2]
+    if part in _MOMENTS:
+        return _MOMENTS[part]
+    if len(shape) == 1:
+        return 1.0, 0.3
+    factor = next((f for end, f in _FACTORS.items() if name.endswith(end)), 1.0)
+    return 0.0, factor * shape[1] ** -0.5
 
-    def draw(shape: tuple[int, ...], mean: float, std: float) -> Tensor:
-        return mean + std * torch.randn(shape, generator=generator)
 
-    found = {}
+def checkpoint(seed: int = 1, config: Nemotron3Config = MODEL) -> Weights:
+    """Random weights as a checkpoint holds them, BF16 but for the expert bias."""
+    generator, found = torch.Generator().manual_seed(seed), {}
     for t in inventory.hf_tensors(config):
-        part = t.name.rpartition("mixer.")[2]
-        if part == "A_log":
-            value = draw(t.shape, 0.5, 0.7)
-        elif part == "dt_bias":
-            value = draw(t.shape, -2.5, 1.2)
-        elif part.startswith("conv1d"):
-            value = draw(t.shape, 0.0, 0.4)
-        elif part.endswith("e_score_correction_bias"):
-            value = draw(t.shape, 0.0, 0.1)
-        elif len(t.shape) == 1:
-            value = draw(t.shape, 1.0, 0.3)
-        elif t.name == "backbone.embeddings.weight":
-            value = draw(t.shape, 0.0, 1.0)
-        else:
-            factor = next((f for end, f in _FACTORS.items() if t.name.endswith(end)), 1.0)
-            value = draw(t.shape, 0.0, factor * t.shape[1] ** -0.5)
+        mean, std = moments(t.name, t.shape)
+        value = mean + std * torch.randn(t.shape, generator=generator)
         found[t.name] = value.to(getattr(torch, t.dtype))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,8 +15,11 @@ from torch import Tensor
 from megatron_nemotron3.bisect import hypotheses
 from megatron_nemotron3.bisect.causes import Cause, Context, shard_order, step, table
 from megatron_nemotron3.bisect.diagnose import Diagnosis, Investigation
+from megatron_nemotron3.bisect.recompute import Change
 from megatron_nemotron3.bisect.recording import Recording
+from tests.bisect import damage as d
 from tests.bisect import faults
+from tests.bisect.fault_list import FAULTS
 from tests.bisect.systems import MODEL, Engine, Scored, Weights, checkpoint, healthy_engine, tokens
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -183,3 +187,81 @@ def test_causes_that_cannot_be_are_left_out() -> None:
     assert made["a convolution state empty after the prompt"] is None
     assert made["the latent projections of the previous layer of experts"] is None
     assert made["the latent projections of the next layer of experts"] is not None
+
+
+def _damaged(weights: Weights | None = None, *changes: Callable[[Engine], None]) -> Recording:
+    """An engine with hidden states and router choices."""
+    engine = Engine(checkpoint() if weights is None else weights)
+    for change in changes:
+        change(engine)
+    return recorded(tuple(engine.score(*one) for one in tokens()), FP32)
+
+
+def _among(*words: str) -> Investigation:
+    """With the causes that have one of these words, and the checkpoint before this one."""
+    causes = [cause for cause in table() if any(word in cause.name for word in words)]
+    return Investigation(plain().model, faults.investigation().previous, causes)
+
+
+def test_no_cause_explains_what_is_no_number() -> None:
+    broken = recorded(
+        tuple(replace(one, logprobs=torch.nan * one.logprobs) for one in healthy_engine()), FP32
+    )
+    for one in broken.sequences:
+        one.hidden, one.routing = {}, {}
+    said = compare(recorded(healthy_engine(), FP32), broken, _among("state in BF16")).lines()
+    assert (
+        f"  {sum(len(one.logprobs) for one in broken.sequences)} log-probabilities are no finite" in said[2]
+    )
+    assert "unknown cause" in said[-1]
+
+
+def test_a_second_fault_is_not_hidden_by_the_first() -> None:
+    changes = FAULTS["norm over all groups"].engine, FAULTS["scaling factor"].engine
+    assert all(changes)
+    by = _among("one norm over all groups", "a routed scaling factor")
+    side = by.side("engine", _damaged(None, *(one for one in changes if one)))
+    assert side.cause == "one norm over all groups after the scan" and side.rest > 1000
+    alone = by.side("engine", _damaged(None, *(one for one in changes[:1] if one)))
+    assert alone.cause == side.cause and not alone.rest
+
+
+def test_experts_that_deviate_are_seen_in_the_tokens() -> None:
+    swapped = d.experts(lambda e: {2: 3, 3: 2}.get(e, e), "4")(checkpoint())
+    side = _among().side("engine", _damaged(swapped))
+    assert side.experts == (2, 3) and side.cause == "experts 2 and 3 swapped" and side.layer == 4
+    stale = d.stale(r"backbone\.layers\.4\.mixer\.experts\.7\.")(checkpoint())
+    side = _among().side("engine", _damaged(stale))
+    assert side.experts == (7,) and side.cause == "routed expert 7 of the previous checkpoint"
+
+
+def test_a_single_stale_tensor_is_named() -> None:
+    side = _among().side("engine", _damaged(d.stale(r"backbone\.layers\.5\.mixer\.out_proj")(checkpoint())))
+    assert side.cause == "mixer.out_proj.weight of the previous checkpoint" and side.layer == 5
+
+
+def test_what_enters_the_first_layer_is_not_called_its_fault() -> None:
+    rows = d.changed("embeddings", lambda w: torch.cat([w[:100], w[100:].flip(0)]))(checkpoint())
+    found = compare(recorded(healthy_engine(), FP32), _damaged(rows), _among("no D"))
+    assert found.engine.entering and found.engine.cause is None
+    assert "layer 0 (Mamba), or the tokens and embeddings that enter it" in "\n".join(found.lines())
+
+
+def test_a_window_of_any_size_is_read_from_the_tokens() -> None:
+    def window(old: Any, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **given: Any) -> Any:
+        far = torch.full((q.shape[-2],) * 2, -torch.inf).tril_(-37)
+        return old(module, q, k, v, far + mask, **given)
+
+    assert _among().side("engine", _damaged(None, d.attention(window))).cause == "a window of 37 tokens"
+
+
+def test_joined_layers_are_those_of_one_sequence() -> None:
+    """All layers that see the sequence before are those of both in a row."""
+    model, found = plain().model, plain().hypotheses(recorded(healthy_engine(), FP32))
+    before, ids = (ids[None] for ids in found.ids)
+    *_, whole = model.run(model.embed(torch.cat([before, ids], 1)))
+    layers, x = range(model.depth), model.embed(ids)
+    joined = found.joined(model.embed(before), x, layers, {})
+    torch.testing.assert_close(joined, whole.stream[:, before.shape[1] :], rtol=0, atol=2e-4)
+    apart = found.joined(model.embed(before), x, layers, {MODEL.pattern.index("E"): Change()})
+    torch.testing.assert_close(apart, found.plain[1].streams[model.depth], rtol=0, atol=2e-4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,11 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.process_tree import watch
 from megatron_nemotron3.bisect.recompute import STEPS, Change, Recomputation
+from megatron_nemotron3.bisect.recording import Recording, Sequence, write
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.weights import read_weights
 from megatron_nemotron3.models import get
 from tests.support import engines
+from tests.support import sparse_checkpoints as sparse
 from tests.support.checkpoint_pair import InMemory
 from tests.support.hf_folders import write_hf
 
@@ -197,6 +202,7 @@ MEMORY = """
 import resource, sys
 from pathlib import Path
 import torch
+from benchmarks.process_tree import watch
 from megatron_nemotron3.bisect.recompute import Recomputation
 from megatron_nemotron3.models import get
 from tests.support.synthetic_checkpoint import Synthetic
@@ -207,6 +213,28 @@ ids = torch.randint(config.vocab_size, (1, int(sys.argv[1])), generator=torch.Ge
 assert model.logprobs(last.stream, ids).isfinite().all()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 """
+
+
+@pytest.mark.full
+def test_memory_of_the_command_at_the_real_widths_of_super(tmp_path: Path) -> None:
+    """One layer of each kind and the tables are 8 GB of zeros, so that all tokens are as likely."""
+    config = get("super").but(pattern="M*E", mtp_pattern=None, mtp_num_layers=0)
+    sparse.write_hf(tmp_path / "hf", config)
+    ids = torch.arange(100, 164)
+    hidden = {layer: torch.zeros(len(ids), config.hidden_size) for layer in range(3)}
+    one = Sequence(ids, 0, torch.full((63,), -math.log(config.vocab_size)), {}, hidden)
+    write(tmp_path / "both.pt", Recording("zeros", "float32", [one]))
+    both = str(tmp_path / "both.pt")
+    used = watch(
+        [
+            *(sys.executable, "-m", "megatron_nemotron3", "bisect", "--checkpoint", str(tmp_path / "hf")),
+            *("--trainer", both, "--engine", both),
+        ],
+        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+    )
+    assert used.returncode == 0 and "neither deviates" in used.output, used.output[-2000:]
+    assert used.rss < 1.5 * 2**30, used.rss
 
 
 @pytest.mark.full

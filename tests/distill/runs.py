@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +26,20 @@ from tests.parallel.layouts import CASES, PER_TOKEN, small
 STUDENT = CASES["super"].at(ParallelLayout(), PER_TOKEN, steps=1)
 #: Wider, with another pattern, and experts at full width; MTP is in its checkpoint and must not run.
 TEACHER = small("super", "M*EMEM*E").but(hidden_size=192, moe_latent_size=None)
+
+#: Loss of a token, and all gradients.
+Step = tuple[float, Tensors]
+#: Divergence [b, s] of a batch, its pack, and the student's logits [b, s, v].
+Apart = Callable[[dict[str, Tensor], Any, Tensor], Tensor]
+
+
+def compare(found: Step, expected: Step, *, loss: float = 2e-6, gradients: float = 2e-5) -> None:
+    """Loss and all gradients; tolerances are relative, to the largest entry of a gradient."""
+    assert found[0] == pytest.approx(expected[0], rel=loss)
+    assert set(found[1]) == set(expected[1])
+    for key, gradient in expected[1].items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found[1][key], gradient, rtol=1e-4, atol=gradients * scale, msg=key)
 
 
 def write_teacher(folder: str) -> None:
@@ -43,52 +62,80 @@ def _write(folder: str) -> None:
     memory.save(model, TEACHER, Path(folder))
 
 
-def measured(case: Case, weights: Tensors, how: Distillation) -> tuple[float, Tensors]:
-    """Loss of a token and all gradients of the first step, with the teacher in the run."""
-    ranks = run_distributed(_measured, case.layout.world_size, case, weights, how, apart=True)
+def measured(case: Case, weights: Tensors, *taught: Distillation, tokenizer: str = "") -> Step:
+    """Loss of a token and all gradients of the first step, with the teachers in the run.
+
+    Args:
+        tokenizer: the student's, for teachers with others.
+    """
+    ranks = run_distributed(_measured, case.layout.world_size, case, weights, taught, tokenizer, apart=True)
     assert len({loss for loss, _ in ranks}) == 1
     return ranks[0][0], gather([pieces for _, pieces in ranks])
 
 
-def _measured(case: Case, weights: Tensors, how: Distillation) -> Any:
+def _measured(case: Case, weights: Tensors, taught: Sequence[Distillation], tokenizer: str) -> Any:
+    from megatron_nemotron3.distill import across
     from megatron_nemotron3.distill.attach import distilling
 
-    with distilling(how):
+    options = SimpleNamespace(tokenizer_model=tokenizer)
+    given = mock.patch.object(across, "megatron_options", lambda: options) if tokenizer else nullcontext()
+    with distilling(*taught), given:
         run = Run(case, weights)
     loss = run.forward_backward(0, whole_gradients=True)
     return loss, run.gradients()
 
 
-def defined(case: Case, weights: Tensors, how: Distillation) -> tuple[float, Tensors]:
-    """The same on one process: both models whole, and the loss as it is written down."""
-    ((loss, pieces),) = run_distributed(_defined, 1, case, weights, how, apart=True)
+def defined(
+    case: Case, weights: Tensors, *taught: Distillation, apart_from: Callable[[Distillation], Apart]
+) -> Step:
+    """The same on one process: all models whole, and the loss as it is written down.
+
+    Args:
+        apart_from: builds a teacher and returns its divergence by definition.
+    """
+    ((loss, pieces),) = run_distributed(_defined, 1, case, weights, taught, apart_from, apart=True)
     return loss, gather([pieces])
 
 
-def _defined(case: Case, weights: Tensors, how: Distillation) -> Any:
+def same_vocabulary(how: Distillation) -> Apart:
+    """A teacher with the student's tokens."""
+    from megatron_nemotron3.distill.divergence import reference
+
+    teacher = whole_teacher(how.teacher)
+
+    def apart(batch: dict[str, Tensor], packed: Any, logits: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = teacher(batch["tokens"], batch["position_ids"], None, packed_seq_params=packed)
+        return reference(logits, target, how.kind, how.temperature)
+
+    return apart
+
+
+def _defined(case: Case, weights: Tensors, taught: Sequence[Distillation], apart_from: Any) -> Any:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_nemotron3.certify.batch import batches
-    from megatron_nemotron3.certify.tensors import unwrap
     from megatron_nemotron3.certify.world import _mean_loss
-    from megatron_nemotron3.distill.divergence import reference
+    from megatron_nemotron3.monitor.hooks import unwrapped
 
     run = Run(case, weights)
-    teacher = whole_teacher(how.teacher)
+    teachers = [(how, apart_from(how)) for how in taught]
     made: list[Tensor] = []
-    student = unwrap(run.chunks[0])
+    student = unwrapped(run.chunks[0])
     student.output_layer.register_forward_hook(lambda _m, _i, output: made.append(output[0].clone()))
 
     def step(iterator: Any, model: Any) -> Any:
         batch, packed = next(iterator)
-        common = (batch["tokens"], batch["position_ids"], None)
         entropy = model(
-            *common, labels=batch["labels"], loss_mask=batch["model_mask"], packed_seq_params=packed
+            *(batch["tokens"], batch["position_ids"], None),
+            labels=batch["labels"],
+            loss_mask=batch["model_mask"],
+            packed_seq_params=packed,
         )
-        with torch.no_grad():
-            target = teacher(*common, packed_seq_params=packed)
-        apart = reference(made[-1].transpose(0, 1), target, how.kind, how.temperature)
-        tokens = how.weight * how.temperature**2 * apart + (1 - how.weight) * entropy
+        logits = made[-1].transpose(0, 1)
+        tokens = (1 - sum(how.weight for how in taught)) * entropy
+        for how, apart in teachers:
+            tokens = tokens + how.weight * how.temperature**2 * apart(batch, packed, logits)
         return tokens, partial(_loss, batch["loss_mask"])
 
     for chunk in run.chunks:

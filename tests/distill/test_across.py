@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,14 +13,13 @@ from torch import Tensor
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.certify.ranks import run_distributed
-from megatron_nemotron3.certify.tensors import Tensors, gather
-from megatron_nemotron3.certify.world import Run, initial_weights
-from megatron_nemotron3.distill import across
+from megatron_nemotron3.certify.tensors import Tensors
+from megatron_nemotron3.certify.world import initial_weights
 from megatron_nemotron3.distill.settings import Distillation
 from megatron_nemotron3.xtoken.align import Aligner
 from megatron_nemotron3.xtoken.projection import Projection
 from megatron_nemotron3.xtoken.tokens import Vocabulary
-from tests.distill.runs import _loss
+from tests.distill.runs import Apart, compare, defined, measured
 from tests.parallel.case import Case
 from tests.parallel.layouts import PER_TOKEN, small
 from tests.xtoken.reference import losses as reference
@@ -30,18 +28,19 @@ from tests.xtoken.tokenizers_of import train
 _L = ParallelLayout
 #: Both vocabularies are larger than their tokenizers; ids beyond them are no text.
 SIZE = {"vocab_size": 512}
-STUDENT = Case(config=small("super", "M*E").but(**SIZE)).at(_L(), PER_TOKEN, steps=1)
+STUDENT = Case(config=small("super", "M*EM").but(**SIZE)).at(_L(), PER_TOKEN, steps=1)
 TEACHER = small("super", "M*EM").but(hidden_size=192, mtp_pattern=None, mtp_num_layers=0, **SIZE)
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
-    """A folder with the teacher, both tokenizers and the projection; the student's weights."""
+    """A folder with two teachers, all tokenizers and projections; the student's weights."""
     folder = tmp_path_factory.mktemp("across")
     run_distributed(_write, 1, folder, children=True, apart=True)
-    student = train(folder / "student", 380, digits=3)
-    teacher = train(folder / "teacher" / "release" / "tokenizer", 340, digits=1, special=("<eos>",))
-    Projection.build(Vocabulary(student), Vocabulary(teacher)).save(folder / "projection")
+    student = Vocabulary(train(folder / "student", 380, digits=3))
+    for name, file, size in (("teacher", "projection", 340), ("other", "projection-other", 320)):
+        tokenizer = train(folder / name / "release" / "tokenizer", size, digits=1, special=("<eos>",))
+        Projection.build(student, Vocabulary(tokenizer)).save(folder / file)
     return folder, initial_weights(STUDENT)
 
 
@@ -49,115 +48,105 @@ def _write(folder: Path) -> None:
     from megatron_nemotron3 import build_model
     from megatron_nemotron3.compression import memory
 
-    model = build_model(TEACHER, precision="fp32", backend="torch", seed=5)
-    with torch.no_grad():
-        model.output_layer.weight *= 3  # a teacher that knows what it wants
-    memory.save(model, TEACHER, folder / "teacher")
+    for seed, name in enumerate(("teacher", "other")):
+        model = build_model(TEACHER, precision="fp32", backend="torch", seed=5 + seed)
+        with torch.no_grad():
+            model.output_layer.weight *= 3  # a teacher that knows what it wants
+        memory.save(model, TEACHER, folder / name)
 
 
-def _measured(case: Case, weights: Tensors, folder: Path, how: Distillation) -> Any:
-    from megatron_nemotron3.distill.attach import distilling
-
-    options = SimpleNamespace(tokenizer_model=str(folder / "student"))
-    with mock.patch.object(across, "megatron_options", lambda: options), distilling(how):
-        run = Run(case, weights)
-        return run.forward_backward(0, whole_gradients=True), run.gradients()
-
-
-def _defined(case: Case, weights: Tensors, folder: Path, how: Distillation) -> Any:
-    """Both models whole on one process, and the losses of spans by the dense FP64 reference."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
+def _apart(folder: Path, how: Distillation) -> Apart:
+    """The losses of spans by the dense FP64 reference, each document alone."""
     from megatron_nemotron3 import build_model
-    from megatron_nemotron3.certify.batch import batches
-    from megatron_nemotron3.certify.tensors import unwrap
-    from megatron_nemotron3.certify.world import _mean_loss
     from megatron_nemotron3.layers.lora import load_base
 
-    run = Run(case, weights)
     teacher = build_model(TEACHER, precision="fp32", backend="torch").eval()
     load_base(teacher, Path(how.teacher))
-    aligner = Aligner(
-        Vocabulary(folder / "student"), Vocabulary(folder / "teacher" / "release" / "tokenizer")
-    )
-    projection = Projection.load(folder / "projection")
-    made: list[Tensor] = []
-    unwrap(run.chunks[0]).output_layer.register_forward_hook(
-        lambda _m, _i, output: made.append(output[0] * 1)
-    )
+    aligner = Aligner(Vocabulary(folder / "student"), Vocabulary(Path(how.teacher) / "release" / "tokenizer"))
+    projection = Projection.load(Path(how.projection))
 
-    def step(iterator: Any, model: Any) -> Any:
-        batch, packed = next(iterator)
-        entropy = model(
-            *(batch["tokens"], batch["position_ids"], None),
-            labels=batch["labels"],
-            loss_mask=batch["model_mask"],
-            packed_seq_params=packed,
-        )
-        apart = torch.zeros(batch["tokens"].shape, dtype=torch.float64)
+    def apart(batch: dict[str, Tensor], packed: Any, logits: Tensor) -> Tensor:
+        found = torch.zeros(batch["tokens"].shape, dtype=torch.float64)
         starts = [0] if packed is None else packed.cu_seqlens_q_padded[:-1].tolist()
-        lengths = [apart.shape[1]] if packed is None else packed.cu_seqlens_q.diff().tolist()
-        for start, length in zip(starts, lengths):  # each document alone
-            here = slice(start, start + length)
-            last = batch["labels"][:, here][:, -1:]
-            tokens, alignment = aligner.batch(torch.cat([batch["tokens"][:, here], last], 1).tolist())
+        lengths = [found.shape[1]] if packed is None else packed.cu_seqlens_q.diff().tolist()
+        for start, length in zip(starts, lengths):
+            text = batch["tokens"][:, start : start + length]
+            if packed is not None:  # the label behind the last token; a plain row is cut anywhere
+                text = torch.cat([text, batch["labels"][:, start + length - 1 : start + length]], 1)
+            here = slice(start, start + text.shape[1] - 1)
+            tokens, alignment = aligner.batch(text.tolist())
             with torch.no_grad():
                 target = teacher(tokens, torch.arange(tokens.shape[1])[None].expand_as(tokens), None)
-            logits = made[-1][here].transpose(0, 1).flatten(0, 1)
-            spans = reference(
-                *(logits, target.flatten(0, 1), alignment, projection, how.kind, how.temperature)
-            )
+            ours = logits[:, here].flatten(0, 1)
+            spans = reference(*(ours, target.flatten(0, 1), alignment, projection, how.kind, how.temperature))
             for i in range(alignment.spans):
                 inside = alignment.student == i
-                apart[:, here] = apart[:, here] + inside * spans[i] / inside.sum()
-        taught = how.weight * how.temperature**2 * apart + (1 - how.weight) * entropy
-        return taught, partial(_loss, batch["loss_mask"])
+                found[:, here] = found[:, here] + inside * spans[i] / inside.sum()
+        return found
 
-    for chunk in run.chunks:
-        chunk.zero_grad_buffer()
-        chunk.force_all_reduce = True
-    reported = get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=batches(case)(0),
-        model=run.chunks[0],
-        num_microbatches=run.microbatches,
-        seq_length=case.seq_length,
-        micro_batch_size=case.micro_batch_size,
-        decoder_seq_length=case.seq_length,
-        forward_only=False,
-        force_all_reduce=True,
-    )
-    return _mean_loss(reported), run.gradients()
+    return apart
+
+
+#: Layout of the student, sizes of the teacher, kind.
+ROWS: dict[str, tuple[ParallelLayout, dict[str, int], str]] = {
+    "one process": (_L(), {}, "p-kl"),
+    "TP2 SP": (_L(tp=2), {}, "p-kl"),
+    "TP2 SP, H-KL": (_L(tp=2), {}, "h-kl"),
+    "EP2 DP2": (_L(dp=2, ep=2), {}, "p-kl"),
+    "CP2, H-KL": (_L(cp=2), {}, "h-kl"),
+    "PP2": (_L(pp=2), {}, "p-kl"),
+    "PP2 VPP2 CP2": (_L(pp=2, vpp=2, cp=2), {}, "p-kl"),
+    "PP2 TP2 SP, H-KL": (_L(pp=2, tp=2), {}, "h-kl"),
+    "DP2, teacher TP2 EP2": (_L(dp=2), {"tp": 2, "ep": 2}, "p-kl"),
+    "TP2 SP, teacher CP2": (_L(tp=2), {"tp": 1, "cp": 2}, "h-kl"),
+    "DP2, teacher PP2": (_L(dp=2), {"pp": 2}, "p-kl"),
+    "PP2, teacher PP1": (_L(pp=2), {"pp": 1}, "p-kl"),
+    "PP2 DP2, teacher TP2 PP1": (_L(pp=2, dp=2), {"tp": 2, "pp": 1}, "h-kl"),
+}
 
 
 @pytest.mark.full  # test_lesson.py has ranks and a teacher that is a table
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [(_L(tp=2), "p-kl"), (_L(tp=2), "h-kl"), (_L(dp=2, ep=2), "p-kl"), (_L(), "p-kl"), (_L(cp=2), "h-kl")],
-    ids=str,
-)
-def test_a_step(given: tuple[Path, Tensors], layout: ParallelLayout, kind: str) -> None:
-    _check(given, STUDENT, layout, kind)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_step(given: tuple[Path, Tensors], name: str) -> None:
+    layout, sizes, kind = ROWS[name]
+    _check(given, STUDENT, layout, _how(given[0], kind, tuple(sizes.items())))
 
 
 @pytest.mark.full  # test_lesson.py has packs, without a model
-@pytest.mark.parametrize("layout", [_L(), _L(cp=2), _L(tp=2, cp=2)], ids=str)
-def test_packed(given: tuple[Path, Tensors], layout: ParallelLayout) -> None:
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        (_L(), {}),
+        (_L(cp=2), {}),
+        (_L(tp=2, cp=2), {}),
+        (_L(pp=2), {}),
+        (_L(pp=2, dp=2), {"tp": 2, "pp": 1}),
+        (_L(cp=2, dp=2), {"tp": 2, "cp": 1, "pp": 2}),
+    ],
+    ids=str,
+)
+def test_packed(given: tuple[Path, Tensors], layout: ParallelLayout, sizes: dict[str, int]) -> None:
     """Documents with padding between them, and behind the last."""
     packed = STUDENT.at(_L(), documents=(13, 22, 9), padded=(16, 24, 16), mask="heads")
-    _check(given, packed, layout, "p-kl")
+    _check(given, packed, layout, _how(given[0], "p-kl", tuple(sizes.items())))
 
 
-def _check(given: tuple[Path, Tensors], case: Case, layout: ParallelLayout, kind: str) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [_L(pp=2), _L(dp=2)], ids=str)
+def test_several_teachers(given: tuple[Path, Tensors], layout: ParallelLayout) -> None:
+    """Each with its own projection, loss, temperature, weight and layout; the rest is cross-entropy."""
+    folder, _ = given
+    sizes = (("pp", 1),) if layout.pp > 1 else (("tp", 2),)
+    other = Distillation(str(folder / "other"), "h-kl", 1.0, 0.3, sizes, str(folder / "projection-other"))
+    _check(given, STUDENT, layout, replace(_how(folder, "p-kl"), weight=0.5), other)
+
+
+def _how(folder: Path, kind: str, sizes: tuple[tuple[str, int], ...] = ()) -> Distillation:
+    return Distillation(str(folder / "teacher"), kind, 2.0, 0.7, sizes, str(folder / "projection"))
+
+
+def _check(given: tuple[Path, Tensors], case: Case, layout: ParallelLayout, *taught: Distillation) -> None:
     folder, weights = given
-    how = Distillation(str(folder / "teacher"), kind, 2.0, 0.7, projection=str(folder / "projection"))
-    ((expected_loss, pieces),) = run_distributed(_defined, 1, case, weights, folder, how, apart=True)
-    expected = gather([pieces])
-    ranks = run_distributed(_measured, layout.world_size, case.at(layout), weights, folder, how, apart=True)
-    for loss, _ in ranks:
-        assert loss == pytest.approx(expected_loss, rel=1e-5)
-    found = gather([pieces for _, pieces in ranks])
-    assert set(found) == set(expected)
-    for key, gradient in expected.items():
-        scale = gradient.abs().max().item()
-        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=5e-5 * scale, msg=key)
+    expected = defined(case, weights, *taught, apart_from=partial(_apart, folder))
+    found = measured(case.at(layout), weights, *taught, tokenizer=str(folder / "student"))
+    compare(found, expected, loss=1e-5, gradients=5e-5)

@@ -37,6 +37,20 @@ def wait_until(true: Callable[[], bool], *, seconds: float) -> None:
         time.sleep(0.05)
 
 
+def interrupted(output: Path, *words: str) -> int:
+    """Start a run, and stop it by Ctrl-C after its first save; the step that it saved last."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_nemotron3", *words], stdout=subprocess.PIPE, text=True
+    )
+    wait_until((output / "checkpoints" / TRACKER).is_file, seconds=240)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode == 130 and "interrupted: " in said
+    step = latest_iteration(output / "checkpoints")
+    assert step is not None
+    return step
+
+
 def train(model: str, text: str, output: Path, *words: str) -> log.Step:
     """The first step of a run of two."""
     given = ["--steps", "2", "--seq-length", "64", "--text", text, "--output", str(output)]
@@ -150,16 +164,8 @@ def test_interrupted_and_gone_on(
     given = ["train", "nano", "--tiny", "--device", "cpu", "--steps", "40", "--seq-length", "64"]
     given += ["--text", text, "--output", str(output)]
     megatron = ["--", "--log-interval", "1", "--save-interval", "2"]
-    words = [*given, "--teacher", str(teacher), *megatron]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_nemotron3", *words], stdout=subprocess.PIPE, text=True
-    )
-    wait_until((output / "checkpoints" / TRACKER).is_file, seconds=120)
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 130 and "interrupted: " in said
-    step = latest_iteration(output / "checkpoints")
-    assert step is not None and 2 <= step < 40
+    step = interrupted(output, *given, "--teacher", str(teacher), *megatron)
+    assert 2 <= step < 40
     before = (output / "run.json").read_bytes()
     capsys.readouterr()
     for wrong, said in (

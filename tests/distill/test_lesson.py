@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.distill.across import AcrossTokenizers
+from megatron_nemotron3.distill.lanes import Batch
 from megatron_nemotron3.distill.settings import Distillation
 from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.xtoken.align import Aligner
@@ -30,17 +32,25 @@ REAL, PADDED, ROW = (13, 8, 17), (16, 8, 20), 64
 
 
 class _Table:
-    """A teacher whose hidden states are its tokens, and whose logits a table has; in parts under TP."""
+    """A teacher's chunk: its hidden states are its tokens, a table has its logits; in parts under TP."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, cp: int = 1) -> None:
+        self._multiple = 64 * size * cp
         table = 3 * torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(4))
         self._part = table.chunk(size, -1)[rank]
         self.given: list[tuple[int, int]] = []
 
-    def forward(self, chunk: Any, given: dict[str, Any], tokens: int, rows: int) -> Tensor:
-        assert given["input_ids"].shape == given["position_ids"].shape == (rows, tokens)
-        self.given.append((tokens, rows))
-        return given["input_ids"].T
+    def told(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        return make()
+
+    def length(self, longest: int) -> int:
+        return -(-longest // self._multiple) * self._multiple
+
+    def forward(self, batch: Batch) -> Tensor:
+        ids: Tensor = batch.arguments["input_ids"]
+        assert ids.shape == (batch.rows, batch.tokens)
+        self.given.append((batch.tokens, batch.rows))
+        return ids.T
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._part[hidden]
@@ -92,9 +102,9 @@ def _step(folders: Folders, packed: bool, tp: int = 1, cp: int = 1) -> tuple[Ten
     given = {name: tensor[:, here] for name, tensor in whole.items()}
     if packed:
         given["packed_seq_params"] = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders)
-    table = _Table(groups.tp.rank(), tp)
+    table = _Table(groups.tp.rank(), tp, cp)
     how = Distillation("teacher", "p-kl", 2.0, projection=str(folders[2]))
-    lesson = AcrossTokenizers(table, None, groups, how, folders[0], folders[1])  # type: ignore[arg-type]
+    lesson = AcrossTokenizers(table, groups, how, folders[0], folders[1])  # type: ignore[arg-type]
     rows = len(given["labels"])
     lesson.prepare(given, len(here), rows)
     logits = torch.randn(length, rows, WIDTH, generator=torch.Generator().manual_seed(5))[here]
@@ -108,10 +118,12 @@ def _step(folders: Folders, packed: bool, tp: int = 1, cp: int = 1) -> tuple[Ten
 def test_a_span_is_spread_over_its_tokens(folders: Folders) -> None:
     """What the tokens of a span add is its loss; other tokens add nothing."""
     found, _, given = _step(folders, packed=False)
-    ids = [text[:17] for text in _texts(folders)[:2]]
-    batch, alignment = Aligner(Vocabulary(folders[0]), Vocabulary(folders[1])).batch(ids, step=64)
-    assert given == [(64, 2)] and batch.shape == (2, 64)
-    logits = torch.randn(16, 2, WIDTH, generator=torch.Generator().manual_seed(5)).transpose(0, 1)
+    ids = [text[:16] for text in _texts(folders)[:2]]
+    batch, alignment = Aligner(Vocabulary(folders[0]), Vocabulary(folders[1])).batch(ids)
+    assert given == [(64, 2)] and batch.shape[1] <= 64
+    logits = torch.randn(16, 2, WIDTH, generator=torch.Generator().manual_seed(5)).transpose(0, 1)[:, :-1]
+    assert not found[-1].any()  # what follows the last token, the first stage does not know
+    found = found[:-1]
     target = _Table().logits(batch)
     expected = span_losses(logits, target, alignment, Projection.load(folders[2]), temperature=2.0)
     inside = alignment.student >= 0

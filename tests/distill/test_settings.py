@@ -24,12 +24,27 @@ SCRIPT = str(Path(settings.__file__).parents[1] / "train" / "pretrain_script.py"
 
 def test_text_and_back() -> None:
     how = Distillation("runs/a, teacher=b", "js", 2.5, 0.25, (("tp", 4), ("ep", 8)))
-    assert settings.parse(how.text()) == how
-    across = settings.parse("temperature=2,projection=/a/p,teacher=runs/big")
-    assert across == Distillation("runs/big", "p-kl", 2.0, projection="/a/p")
-    assert settings.parse(across.text()) == across
-    assert settings.parse("teacher=runs/big") == Distillation("runs/big")
-    assert settings.parse("") is None
+    assert settings.parse(settings.text_of((how,))) == (how,)
+    across = settings.parse("temperature=2,projection=/a/p,tp=2,teacher=runs/big")
+    assert across == (Distillation("runs/big", "p-kl", 2.0, 1.0, (("tp", 2),), "/a/p"),)
+    several = (replace(how, weight=0.5), replace(across[0], weight=0.25))
+    assert settings.parse(settings.text_of(several)) == several
+    assert settings.parse("teacher=runs/big") == (Distillation("runs/big"),)
+    assert settings.parse("") == ()
+
+
+def test_several_teachers() -> None:
+    """Weights are equal shares if none is given; the rest of 1 is cross-entropy's."""
+    one, two, three = settings.read(["a", "b", "c"], ["kind=js"])
+    assert (one, two) == (Distillation("a", "js", weight=1 / 3), Distillation("b", "js", weight=1 / 3))
+    assert settings.rest_of((one, two, three)) == 0
+    taught = settings.read(["a", "b"], ["weight=0.25", "weight=0.5,projection=/p"])
+    assert taught == (Distillation("a", weight=0.25), Distillation("b", "p-kl", 1.0, 0.5, (), "/p"))
+    assert settings.rest_of(taught) == 0.25
+    with pytest.raises(ValueError, match=r"weights of the teachers 0.7 \+ 0.7 are above 1"):
+        settings.read(["a", "b"], ["weight=0.7"])
+    with pytest.raises(ValueError, match="--nemotron3-distill is given 2 times for 3 teachers"):
+        settings.read(["a", "b", "c"], ["", ""])
 
 
 @pytest.mark.parametrize(
@@ -38,7 +53,6 @@ def test_text_and_back() -> None:
         ("kind=l2,teacher=x", "kind=l2: use one of kl"),
         ("kind=p-kl,teacher=x", "kind=p-kl: use one of kl, .*; those with projection=FILE are p-kl, h-kl"),
         ("kind=kl,projection=p,teacher=x", "kind=kl: use one of p-kl, h-kl"),
-        ("projection=p,tp=2,teacher=x", "has the student's layout: drop tp=2"),
         ("temperature=0,teacher=x", "temperature=0: give a positive number"),
         ("weight=1.5,teacher=x", "weight=1.5: give a number above 0, up to 1"),
         ("weight=much,teacher=x", "'weight=much': give a number"),
@@ -69,7 +83,7 @@ def test_the_script_does_not_see_the_options() -> None:
             "b",
         ]
     )
-    assert (words.arguments, words.taught) == (["--lr", "1"], ("b", "tp=2"))
+    assert (words.arguments, words.taught) == (["--lr", "1"], (("a", "b"), ("tp=2",)))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +91,8 @@ def test_the_script_does_not_see_the_options() -> None:
     [
         ({"tp": 3}, ParallelLayout(dp=4), "does not divide the 4 ranks: use sizes"),
         ({"pp": 3}, ParallelLayout(dp=4), "does not divide the 4 ranks: use sizes"),
-        ({"pp": 1}, ParallelLayout(pp=2, dp=2), "pp=1: each of the 2 stages .* give a multiple of 2"),
+        ({"pp": 3}, ParallelLayout(pp=2, dp=3), "pp=3: each of the 2 .* give a multiple or a divisor of 2"),
+        ({"pp": 1, "tp": 4}, ParallelLayout(pp=2, dp=2), "products .* divide those of each of 2 stages"),
         ({"tp": 1}, ParallelLayout(tp=4), "makes 4 data lanes, and the student has 1"),
         ({"ep": 3}, ParallelLayout(dp=4), "does not divide the 4 ranks"),
     ],
@@ -91,6 +106,8 @@ def test_a_layout_of_its_own() -> None:
     how = Distillation("x", sizes=(("tp", 4), ("ep", 2)))
     found = check.layout_of(how, ParallelLayout(tp=2, dp=4, pp=2, vpp=2, ep=4))
     assert found == ParallelLayout(tp=4, dp=2, pp=2, vpp=2, ep=2)
+    fewer = check.layout_of(Distillation("x", sizes=(("pp", 1), ("tp", 2))), ParallelLayout(pp=4, dp=4))
+    assert fewer == ParallelLayout(tp=2, dp=2)
     same = ParallelLayout(tp=2, dp=2)
     assert check.layout_of(Distillation("x", sizes=(("tp", 2),)), same) is same
     cp = Distillation("x", sizes=(("cp", 2),))
@@ -185,7 +202,7 @@ def test_a_run_goes_on_with_its_teacher_only(
     part_path(other, read_manifest(other).parts()[0]).write_bytes(b"others")
     save.mkdir()
     how = Distillation(str(stored), temperature=2.0)
-    settle_manifest(save, [], teacher=check.record_of(how))
+    settle_manifest(save, [], teacher=check.record_of((how,)))
     (save / "latest_checkpointed_iteration.txt").write_text("2")
     before = (save / "run.json").read_bytes()
 
@@ -204,8 +221,12 @@ def test_a_run_goes_on_with_its_teacher_only(
         status, found = run(*words)
         assert status == 2 and said in found and found.count("\n") == 1
         assert (save / "run.json").read_bytes() == before
-    settle_manifest(save, [], teacher=check.record_of(replace(how, teacher=str(moved), sizes=(("tp", 2),))))
-    lines = settle_manifest(save, [], ["teacher"], teacher=check.record_of(replace(how, teacher=str(other))))
+    settle_manifest(
+        save, [], teacher=check.record_of((replace(how, teacher=str(moved), sizes=(("tp", 2),)),))
+    )
+    lines = settle_manifest(
+        save, [], ["teacher"], teacher=check.record_of((replace(how, teacher=str(other)),))
+    )
     assert len(lines) == 1 and lines[0].startswith("teacher changes at step 2: logits ")
 
 

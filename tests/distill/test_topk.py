@@ -33,11 +33,11 @@ def test_gradcheck_and_definition(kind: str) -> None:
     student, teacher = logits(3, 9).requires_grad_(), logits(3, 9, seed=1)
     ids, _ = most_probable(teacher, 3, 2.0)
     log_p = outcomes(teacher, ids, 2.0)
-    values = topk_divergence(student, ids, log_p, kind, 2.0)
+    values = topk_divergence(student, (ids, log_p), kind, 2.0)
     expected = terms(log_p, outcomes(student, ids, 2.0), kind).sum(-1)
     torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-14)
     assert torch.autograd.gradcheck(
-        lambda z: topk_divergence(z, ids, log_p, kind, 2.0, vocabulary=9), (student,), atol=1e-8
+        lambda z: topk_divergence(z, (ids, log_p), kind, 2.0, vocabulary=9), (student,), atol=1e-8
     )
 
 
@@ -46,18 +46,18 @@ def test_all_tokens_are_the_whole_divergence(kind: str) -> None:
     student, teacher = logits(4, 7).requires_grad_(), logits(4, 7, seed=1)
     ids, log_p = most_probable(teacher, 7)
     assert (log_p[:, -1] == -math.inf).all()
-    topk_divergence(student, ids, log_p, kind).sum().backward()
+    topk_divergence(student, (ids, log_p), kind).sum().backward()
     whole = student.detach().clone().requires_grad_()
     values = reference(whole, teacher, kind)
     values.sum().backward()
     # Stored in FP32.
-    torch.testing.assert_close(topk_divergence(student, ids, log_p, kind), values, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(topk_divergence(student, (ids, log_p), kind), values, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(student.grad, whole.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_fewer_tokens_are_at_most_the_whole() -> None:
     student, teacher = logits(40, 20), logits(40, 20, seed=1)
-    found = [topk_divergence(student, *most_probable(teacher, k)).mean().item() for k in (1, 4, 16, 20)]
+    found = [topk_divergence(student, most_probable(teacher, k)).mean().item() for k in (1, 4, 16, 20)]
     assert found == sorted(found) and found[0] < 0.9 * found[-1]
 
 
@@ -80,7 +80,7 @@ def parallel_differences(tp: int) -> list[float]:
             values = terms(expected, outcomes(z[:, real], ids, 2.0), kind).sum(-1)
             values.sum().backward()
             own.requires_grad_().grad = None
-            given = topk_divergence(own, ids, expected, kind, 2.0, group, vocabulary=vocabulary)
+            given = topk_divergence(own, (ids, expected), kind, 2.0, group, vocabulary=vocabulary)
             given.sum().backward()
             found += [(given - values).abs().max().item()]
             found += [(own.grad - z.grad.chunk(tp, -1)[group.rank()]).abs().max().item()]

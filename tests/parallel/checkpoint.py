@@ -8,8 +8,9 @@ from typing import Any
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.initial import metadata_of, state_of
 from megatron_nemotron3.certify.ranks import run_distributed
-from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, pieces, unwrap
+from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, pieces
 from megatron_nemotron3.certify.world import Run
+from megatron_nemotron3.monitor.hooks import unwrapped
 
 
 def on_ranks(function: Any, case: Case, *args: Any) -> list[Tensors]:
@@ -61,7 +62,7 @@ def load(case: Case, folder: Path, steps: int, optimizer: bool) -> tuple[Pieces,
         del wanted["optimizer"]
     state = dist_checkpointing.load(wanted, str(folder))
     for i, chunk in enumerate(run.chunks):
-        unwrap(chunk).load_state_dict(state["model" if len(run.chunks) == 1 else f"model{i}"], strict=True)
+        unwrapped(chunk).load_state_dict(state["model" if len(run.chunks) == 1 else f"model{i}"], strict=True)
     loaded = pieces(run.chunks)
     if not optimizer:
         return (loaded,)

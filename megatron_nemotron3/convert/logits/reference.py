@@ -60,7 +60,7 @@ class Reference:
     def embed(self, ids: Tensor) -> Tensor:
         """[s] token ids -> [s, d]. Reads only their rows, and never the padding rows of the table."""
         name = "embedding.word_embeddings.weight"
-        return self.weights.rows(name, self._table(name), ids.tolist())
+        return self.weights.rows(name, self.table(name), ids.tolist())
 
     def layer(self, layer: Prefix, x: Tensor, settle: Settle | None = None) -> tuple[Tensor, list[Selection]]:
         """Return the update of a layer to the residual stream.
@@ -91,7 +91,7 @@ class Reference:
     def logits(self, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (first token id, one past the last, logits [rows, s, n]) of normed x, band by band."""
         name = "output_layer.weight"
-        for start, stop, band in self.weights.bands(name, self._table(name), stop=self.config.vocab_size):
+        for start, stop, band in self.weights.bands(name, self.table(name), stop=self.config.vocab_size):
             yield start, stop, x @ band.t()
 
     def mtp_input(self, prefix: str, embedded: Tensor, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Reference:
         both = torch.cat([first, self.norm(x, prefix + "hnorm.weight")], dim=-1)
         return self.weights.linear(both, prefix + "eh_proj.weight", (self.hidden, 2 * self.hidden))
 
-    def _table(self, name: str) -> tuple[int, int]:
+    def table(self, name: str) -> tuple[int, int]:
         """Shape of an embedding or output table, which may have padding rows at its end."""
         found = self.weights.find(name)
         rows: int = tuple(self.weights.source.tensors[self.weights.names[found]].shape)[0]

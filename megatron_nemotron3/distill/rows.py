@@ -1,0 +1,57 @@
+"""Rows whose tokens context-parallel ranks share, and the borders of documents packed into them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_nemotron3.layers.context_parallel import cu_seqlens, zigzag
+
+
+def borders_of(packed: Any, length: int) -> tuple[Tensor | None, list[int]]:
+    """Borders of the documents of a row of `length` tokens.
+
+    Returns:
+        Those of the pack on the host, or None without one; and where parts of the row begin and end, the
+        padding behind the last document among them.
+    """
+    borders = None if packed is None else cu_seqlens(packed).cpu()
+    ends = [0] if borders is None else borders.tolist()
+    return borders, ends + ([length] if ends[-1] < length else [])
+
+
+def pack_of(real: Tensor, padded: Tensor, total: int) -> PackedSeqParams:
+    """A pack by the borders of its documents in a row of `total` tokens, int32 [documents + 1] each."""
+    longest = int(padded.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        total_tokens=total,
+    )
+
+
+def all_gathered(mine: Tensor, group: Any) -> list[Tensor]:
+    """The tensor of each rank of a group; all have one shape."""
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(parts, mine.contiguous(), group=group)
+    return parts
+
+
+def gathered(mine: Tensor, ends: list[int], cp: Any) -> Tensor:
+    """Rows [b, s, …] of which each context rank has its part [b, s / cp, …]; `ends` as of `borders_of`."""
+    if cp.size() == 1:
+        return mine
+    parts = all_gathered(mine, cp)
+    whole = torch.cat(parts, 1)
+    for rank, part in enumerate(parts):
+        whole[:, zigzag(ends, cp.size(), rank, mine.device)] = part
+    return whole
