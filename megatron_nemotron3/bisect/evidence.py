@@ -95,7 +95,7 @@ class Evidence:
         """Distance from what the checkpoint computes with a cause, if that shows another fault, else 0."""
         before, after, distance = self.size(), self.size(rows), self.distance(rows)
         enough = EXPLAINS if cause.rounds else 0.0
-        alone = explains(cause, distance, after, before) or after <= enough * before
+        alone = distance <= LEFT or explains(cause, distance, after, before) or after <= enough * before
         return distance if self.finite and not alone else 0.0
 
     def explained(self, trials: Iterable[Trial]) -> list[tuple[float, Explanation]]:
