@@ -67,4 +67,8 @@ def main(run: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except ValueError as problem:
+        print(f"{problem}: `make demo` trains one in runs/demo", file=sys.stderr)
+        sys.exit(2)

@@ -13,6 +13,7 @@ Layers are numbered as in the model's pattern, from 0.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -76,12 +77,16 @@ def read(path: Path | str) -> Recording:
             message names file, sequence and cure.
     """
     try:
-        data = torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:
+            begin = file.read(2)
     except OSError as problem:
         raise ValueError(f"{path}: {problem.strerror or problem}") from None
-    except Exception as problem:  # of zip files and pickles, many kinds
-        reason = (str(problem).strip().splitlines() or ["no reason given"])[0]
-        raise ValueError(f"{path}: not a readable recording ({reason[:120]}): record it again") from None
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # of zip files and pickles, many kinds, and none says what to do
+        raise ValueError(
+            f"{path}: not a readable recording, {_unreadable(path, begin)}: record it again"
+        ) from None
     found = data.get("format") if isinstance(data, dict) else type(data).__name__
     if found != FORMAT:
         raise ValueError(f"{path}: not a recording: its format is {found!r}, {FORMAT!r} is expected")
@@ -101,6 +106,16 @@ def read(path: Path | str) -> Recording:
     except (TypeError, ValueError) as problem:
         raise ValueError(f"{path}: {problem}") from None
     return recording
+
+
+def _unreadable(path: Path | str, begin: bytes) -> str:
+    if not begin:
+        return "it is empty"
+    if begin != b"PK":  # torch.save writes a zip file
+        return "nothing that torch.save writes"
+    if not zipfile.is_zipfile(path):
+        return "its end is missing"
+    return "it is damaged or holds more than tensors, numbers and texts"
 
 
 def write(path: Path | str, recording: Recording) -> None:

@@ -179,12 +179,15 @@ def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     write(tmp_path / "a.pt", made())
     whole = (tmp_path / "a.pt").read_bytes()
     data: dict[str, Any] = torch.load("a.pt", weights_only=True)
+    torch.save({"format": Attack()}, "b.pt")
+    objects = (tmp_path / "b.pt").read_bytes()
     cases = {
         "missing.pt": (None, "missing.pt: No such file"),
-        "empty.pt": (b"", "not a readable recording"),
-        "text.pt": (b"hello", "not a readable recording"),
-        "cut.pt": (whole[: len(whole) // 2], "not a readable recording"),
-        "code.pt": (pickle.dumps(Attack()), "not a readable recording"),
+        "empty.pt": (b"", "not a readable recording, it is empty: record it again"),
+        "text.pt": (b"hello", "not a readable recording, nothing that torch.save writes"),
+        "cut.pt": (whole[: len(whole) // 2], "not a readable recording, its end is missing"),
+        "code.pt": (pickle.dumps(Attack()), "not a readable recording, nothing that torch.save writes"),
+        "objects.pt": (objects, "it is damaged or holds more than tensors, numbers and texts: record it"),
     }
     for name, (content, message) in cases.items():
         if content is not None:
