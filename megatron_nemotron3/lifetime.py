@@ -154,9 +154,10 @@ def _alive(pid: int) -> bool:
     """Whether a process runs; where Linux can tell, one that nobody has waited for yet does not."""
     try:
         if hasattr(os, "pidfd_open"):
-            process = os.pidfd_open(pid)
+            process, poll = os.pidfd_open(pid), select.poll()  # select() takes no descriptor above 1023
             try:
-                return not select.select([process], [], [], 0)[0]
+                poll.register(process, select.POLLIN)
+                return not poll.poll(0)
             finally:
                 os.close(process)
         os.kill(pid, 0)

@@ -123,10 +123,11 @@ def test_zsh(line: str, shown: tuple[bytes, ...], folder: Path) -> None:
 
 
 def _read_until(terminal: int, wanted: tuple[bytes, ...]) -> None:
-    read = b""
+    read, poll = b"", select.poll()
+    poll.register(terminal, select.POLLIN)
     deadline = time.monotonic() + 60
     while not all(word in read for word in wanted):
-        assert select.select([terminal], [], [], max(deadline - time.monotonic(), 0))[0], read
+        assert poll.poll(1000 * max(deadline - time.monotonic(), 0)), read
         read += os.read(terminal, 4096)
 
 

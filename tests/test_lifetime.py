@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -90,6 +91,29 @@ def test_no_child_outlives_a_rank_that_is_killed(tmp_path: Path) -> None:
         rank.kill()
         rank.wait()
         assert _all_ended(children)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+def test_the_death_of_a_process_is_seen_with_many_open_files() -> None:
+    """The descriptor of a process has a number that select() does not take."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 1200:
+        pytest.skip(f"at most {limits[1]} open files")
+    process = subprocess.Popen(["sleep", "60"])
+    files: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
+    try:
+        while not files or files[-1] < 1024:
+            files.append(os.open(os.devnull, os.O_RDONLY))
+        assert lifetime._alive(process.pid)
+        process.kill()
+        process.wait()
+        assert not lifetime._alive(process.pid)
+    finally:
+        process.kill()
+        for descriptor in files:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=str)

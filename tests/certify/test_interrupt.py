@@ -38,13 +38,14 @@ def session(number: int) -> list[str]:
 def wait_for_both(fifo: Path, program: subprocess.Popen[str]) -> None:
     """Wait until two ranks have written to a pipe, which stays open between them."""
     ready, end = b"", time.monotonic() + 120
-    pipe = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
+    pipe, poll = os.open(fifo, os.O_RDWR | os.O_NONBLOCK), select.poll()
+    poll.register(pipe, select.POLLIN)
     try:
         while ready.count(b"ready") < 2:
             if program.poll() is not None:
                 raise AssertionError(program.stdout.read()[-600:])
             assert time.monotonic() < end
-            if select.select([pipe], [], [], 1)[0]:
+            if poll.poll(1000):
                 ready += os.read(pipe, 100)
     finally:
         os.close(pipe)
