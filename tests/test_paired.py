@@ -121,9 +121,9 @@ def test_a_study_compares_with_its_first_arm(
 def test_the_studies_run_and_go_on_where_they_ended(tmp_path: Path) -> None:
     """Two seeds of each in a few steps: all arms are there, and a finished seed is read, not run again."""
     words = ["--teacher-steps", "3", "--steps", "2", "--output", str(tmp_path)]
-    first = run_python(["examples/paired_studies.py", "--seeds", "1", *words], ROOT)
+    first = run_python(["examples/paired_studies.py", "--seeds", "1", *words], ROOT, timeout=1800)
     assert first.returncode == 0, first.stderr[-2000:]
-    done = run_python(["examples/paired_studies.py", "--seeds", "2", *words], ROOT)
+    done = run_python(["examples/paired_studies.py", "--seeds", "2", *words], ROOT, timeout=1800)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "seed 2: " in done.stdout and "seed 1: " not in done.stdout
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
