@@ -118,7 +118,9 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> I
             "model": describe(config)["config"],
             "boost": boost.text(),
             "data": str(Path(options.text or data_path or "").absolute()),
+            "tokenizer": str(folder),
             "lr": options.lr or lr,
+            "seq_length": options.seq_length or config.seq_length,
         },
     )
 

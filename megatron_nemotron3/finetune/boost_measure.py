@@ -31,28 +31,31 @@ class Measured:
     """One checkpoint on the held-out text.
 
     Attributes:
+        checkpoint: its folder's name; that of a run says the step.
         agreement: of each MTP depth.
         accepted: for 1, 2, … drafts, the acceptance length of greedy continuations.
     """
 
+    checkpoint: str
     agreement: tuple[Agreement, ...]
     accepted: tuple[float, ...]
 
 
 def measure(checkpoint: Path, given: Inputs, options: argparse.Namespace, kept: Path) -> Measured:
-    """Measure a checkpoint, or read from the file `kept` what was measured before.
+    """Measure a checkpoint, or read from the file `kept` what was measured of it before.
 
     Raises:
         ValueError: the checkpoint is damaged, or the text is too short.
     """
+    found = find_checkpoint(checkpoint)
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
         read = json.loads(kept.read_text(encoding="utf-8"))
         agreement = tuple(
             Agreement(**{**one, "greedy": tuple(one["greedy"]), "sampled": tuple(one["sampled"])})
             for one in read["agreement"]
         )
-        return Measured(agreement, tuple(read["accepted"]))
-    found = find_checkpoint(checkpoint)
+        if read["checkpoint"] == found.checkpoint.name:  # a run may have been trained further
+            return Measured(found.checkpoint.name, agreement, tuple(read["accepted"]))
     opened = found.open(given.config)
     engine = load_engine(found.open(given.config, opened.padded_vocab_size), options, mtp=True)
     config, depths = given.config, given.config.mtp_num_layers
@@ -66,7 +69,7 @@ def measure(checkpoint: Path, given: Inputs, options: argparse.Namespace, kept: 
     with Bar("drafts", "tokens", len(prompts) * new * depths, lines=False) as bar:
         accepted = acceptance(engine, prompts, new, range(1, depths + 1), bar.add)
     lengths = tuple(one.speculation.acceptance_length for one in accepted)
-    result = Measured(measured.agreement, lengths)
+    result = Measured(found.checkpoint.name, measured.agreement, lengths)
     write_text(kept, json.dumps(asdict(result)) + "\n")
     return result
 
