@@ -219,6 +219,11 @@ def _check_projection(how: Distillation, teacher: Teacher, words: Sequence[str])
         raise ValueError(
             f"teacher {how.teacher} has no tokenizer.json: put its tokenizer into {teacher.place}"
         )
+    if not Path(how.projection).is_file():
+        raise ValueError(
+            f"projection={how.projection} is no file: nemotron3 xtoken STUDENT_TOKENIZER {teacher.tokenizer} "
+            "--output FILE writes one"
+        )
     model = option_value(words, "--tokenizer-model")
     if model is None:  # `nemotron3 train` checks again when the data is prepared
         Projection.load(Path(how.projection))

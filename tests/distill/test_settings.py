@@ -241,7 +241,8 @@ def test_a_damaged_manifest(stored: Path) -> None:
     [
         (["--teacher", "/nowhere"], "/nowhere: it does not exist"),
         (["--distill", "kind=kl"], "--distill goes with --teacher: give both"),
-        (["--teacher", "x", "--distill", "kind=l2"], "kind=l2: use one of kl"),
+        (["--teacher", "x", "--distill", "kind=l2"], "train: --distill kind=l2: kind=l2: use one of kl"),
+        (["--teacher", "x", "--distill", "temprature=2"], "pp=; did you mean 'temperature'?"),
         (["--teacher", "BOOST"], "NEMOTRON3_BOOST: MTP's heads are trained on what the model"),
     ],
 )
