@@ -7,6 +7,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_nemotron3.args import Launch
+from megatron_nemotron3.args.command import chosen_emulation, chosen_layout, chosen_schedule
+from megatron_nemotron3.args.rules import enforce
 from megatron_nemotron3.boost import settings
 from megatron_nemotron3.boost.settings import Boost
 from megatron_nemotron3.checkpoint.files import write_text
@@ -15,12 +18,13 @@ from megatron_nemotron3.convert.from_hf import pad_vocab_size
 from megatron_nemotron3.finetune.start import begin, own, require_positive, require_schedule
 from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder, find_checkpoint
 from megatron_nemotron3.generate.command import MAX_DRAFT
-from megatron_nemotron3.generate.evaluate_command import data_tokens
+from megatron_nemotron3.generate.evaluate_command import chosen_seq_length, data_tokens
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import stored_model
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.train.data import TokenizerInfo, default_split, read_texts, write_dataset
 from megatron_nemotron3.train.inputs import require_tokenizer
+from megatron_nemotron3.train.training import schedule_of
 
 #: Written first: what the folder is the work of.
 RECORD = "boost.json"
@@ -86,6 +90,10 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> I
     pattern = ["--hybrid-layer-pattern", config.full_pattern]
     settings.refuse(boost, [*pattern, "--context-parallel-size", str(options.cp or 1), *options.extra])
     require_schedule(options, config)
+    length = chosen_seq_length(options.seq_length, config)
+    if length <= options.depths:
+        raise ValueError(f"--seq-length {length}: depth {options.depths} has no label: give more")
+    enforce(_launch(options, config))
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
     tokenizer = found.tokenizer(options.tokenizer)
@@ -120,8 +128,24 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> I
             "data": str(Path(options.text or data_path or "").absolute()),
             "tokenizer": str(folder),
             "lr": options.lr or lr,
-            "seq_length": options.seq_length or config.seq_length,
+            "seq_length": length,
         },
+    )
+
+
+def _launch(options: argparse.Namespace, config: Nemotron3Config) -> Launch:
+    """What `nemotron3 train` will be asked for, so that its rules are known before anything is measured."""
+    layout, emulated, on_cpu = chosen_layout(options), chosen_emulation(options), options.device == "cpu"
+    torch_only = options.backend == "auto" and (on_cpu or options.emulate)
+    return Launch(
+        config=config,
+        layout=layout,
+        precision=options.precision or (emulated.format if emulated else "fp32" if on_cpu else "bf16"),
+        backend="torch" if torch_only else options.backend,
+        schedule=schedule_of(config, layout, **chosen_schedule(options)),
+        extra=tuple(options.extra),
+        te_precision_config_file=options.te_precision_config_file,
+        emulate=emulated,
     )
 
 

@@ -21,6 +21,7 @@ from megatron_nemotron3.generate.evaluate_command import (
     PROMPTS,
     SPREAD,
     TOKENS,
+    chosen_seq_length,
     spread_prompts,
 )
 from megatron_nemotron3.paired import interval, paired
@@ -60,8 +61,7 @@ def measure(checkpoint: Path, given: Inputs, options: argparse.Namespace, kept: 
     engine = load_engine(found.open(given.config, opened.padded_vocab_size), options, mtp=True)
     config, depths = given.config, given.config.mtp_num_layers
     ids = given.held_out(options.output, SPREAD * max(TOKENS + 1, PROMPTS * PROMPT_TOKENS))
-    length = options.seq_length or config.seq_length
-    text = windows(ids, min(length, config.max_position_embeddings), TOKENS)
+    text = windows(ids, chosen_seq_length(options.seq_length, config), TOKENS)
     with Bar("agreement", "tokens", text.shape[0] * (text.shape[1] - 1), lines=False) as bar:
         measured = losses(engine, text, depths, report=bar.add)
     new = min(NEW_TOKENS, config.max_position_embeddings // 2)

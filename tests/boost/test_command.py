@@ -131,6 +131,10 @@ def test_a_second_process(
         (["--depths", "0"], "--depths 0: give 1 to 32"),
         (["--cp", "2"], "--context-parallel-size 2"),
         (["--lr", "0"], "--lr 0.0: give more than 0"),
+        (["--seq-length", "3"], "--seq-length 3: depth 3 has no label: give more"),
+        (["--seq-length", "100000"], "--seq-length 100000: give 1 to "),
+        (["--ep", "3"], "is not divisible by EP=3"),
+        (["--dp", "3"], "global_batch_size"),
         (["--data-path", "/nowhere/x"], "there is no /nowhere/x.bin and .idx"),
         (["--text", "/nowhere"], "/nowhere"),
         (["--tokenizer", "/nowhere"], "--tokenizer /nowhere is missing"),
@@ -141,10 +145,10 @@ def test_a_second_process(
 def test_what_is_refused(
     folders: Folders, more: list[str], message: str, tmp_path: Path, capsys: Capture
 ) -> None:
-    """One line, exit code 2, and nothing is written."""
+    """One line, and one for each rule of a layout; exit code 2, and nothing is written."""
     assert cli.main(words(folders, tmp_path / "out", *more)) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert message in error
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) <= 1 + error.count("  - ")
     assert not (tmp_path / "out").exists()
 
 
