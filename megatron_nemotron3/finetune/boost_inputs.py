@@ -7,8 +7,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_nemotron3.args import Launch
-from megatron_nemotron3.args.command import chosen_emulation, chosen_layout, chosen_schedule
 from megatron_nemotron3.args.rules import enforce
 from megatron_nemotron3.boost import settings
 from megatron_nemotron3.boost.settings import Boost
@@ -22,9 +20,9 @@ from megatron_nemotron3.generate.evaluate_command import chosen_seq_length, data
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import stored_model
 from megatron_nemotron3.models.show import describe
+from megatron_nemotron3.train.command import chosen_launch
 from megatron_nemotron3.train.data import TokenizerInfo, default_split, read_texts, write_dataset
 from megatron_nemotron3.train.inputs import require_tokenizer
-from megatron_nemotron3.train.training import schedule_of
 
 #: Written first: what the folder is the work of.
 RECORD = "boost.json"
@@ -93,7 +91,8 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> I
     length = chosen_seq_length(options.seq_length, config)
     if length <= options.depths:
         raise ValueError(f"--seq-length {length}: depth {options.depths} has no label: give more")
-    enforce(_launch(options, config))
+    # What training would refuse after the drafts have been measured.
+    enforce(chosen_launch(options, config, options.device))
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
     tokenizer = found.tokenizer(options.tokenizer)
@@ -130,22 +129,6 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> I
             "lr": options.lr or lr,
             "seq_length": length,
         },
-    )
-
-
-def _launch(options: argparse.Namespace, config: Nemotron3Config) -> Launch:
-    """What `nemotron3 train` will be asked for, so that its rules are known before anything is measured."""
-    layout, emulated, on_cpu = chosen_layout(options), chosen_emulation(options), options.device == "cpu"
-    torch_only = options.backend == "auto" and (on_cpu or options.emulate)
-    return Launch(
-        config=config,
-        layout=layout,
-        precision=options.precision or (emulated.format if emulated else "fp32" if on_cpu else "bf16"),
-        backend="torch" if torch_only else options.backend,
-        schedule=schedule_of(config, layout, **chosen_schedule(options)),
-        extra=tuple(options.extra),
-        te_precision_config_file=options.te_precision_config_file,
-        emulate=emulated,
     )
 
 
