@@ -165,6 +165,11 @@ def stored(tmp_path: Path) -> Path:
             ["--nemotron3-teacher", "LOGITS", "--nemotron3-distill", "temperature=2", "--seq-length", "32"],
             "--seq-length 32: LOGITS has rows of 64 tokens",
         ),
+        (
+            ["--nemotron3-teacher", "LOGITS", "--nemotron3-distill", "temperature=2"]
+            + ["--train-iters", "3", "--global-batch-size", "4"],
+            "reads 12 rows, and LOGITS has 8: train on fewer samples, or store them in a new folder",
+        ),
         (["--nemotron3-teacher", "LOGITS", "--use-megatron-fsdp"], "--use-megatron-fsdp does not go with"),
     ],
 )
