@@ -38,7 +38,7 @@ ALLOWED = {
     "bisect": {"checkpoint", "convert", "distill", "generate", "layers", "models", "monitor"},
     "distill": {
         *("args", "boundary", "build", "checkpoint", "convert", "cpu", "layers", "lora", "models", "monitor"),
-        *("precision", "specs", "xtoken"),
+        *("precision", "specs", "words", "xtoken"),
     },
     "omni": {"args", "boundary", "build", "checkpoint", "convert", "cpu", "models", "train"},
     "compression": {

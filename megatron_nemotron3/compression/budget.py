@@ -50,7 +50,7 @@ def parse_budget(words: Sequence[str]) -> dict[str, float]:
         name, equals, text = word.partition("=")
         amounts = _AMOUNT.fullmatch(text)
         if not equals or name not in MEASURES or amounts is None:
-            near = "" if name in MEASURES else hint(name, MEASURES)
+            near = "" if name in MEASURES else hint(name, list(MEASURES))
             raise ValueError(
                 f"--budget {word}: give MEASURE=N of {', '.join(MEASURES)}, such as params=60B, memory=80GiB "
                 f"or latency=12ms{near}"

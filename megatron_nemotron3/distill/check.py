@@ -219,6 +219,11 @@ def _check_projection(how: Distillation, teacher: Teacher, words: Sequence[str])
         raise ValueError(
             f"teacher {how.teacher} has no tokenizer.json: put its tokenizer into {teacher.place}"
         )
+    if not Path(how.projection).is_file():
+        raise ValueError(
+            f"projection={how.projection} is no file: nemotron3 xtoken STUDENT_TOKENIZER {teacher.tokenizer} "
+            "--output FILE writes one"
+        )
     model = option_value(words, "--tokenizer-model")
     if model is None:  # `nemotron3 train` checks again when the data is prepared
         Projection.load(Path(how.projection))
@@ -243,12 +248,28 @@ def _check_stored(how: Distillation, found: Manifest, words: Sequence[str]) -> N
             f"temperature={how.temperature:g}: {how.teacher} was stored at {found.temperature:g}, from "
             "which no other can be computed: give that one, or store the logits again"
         )
+    needed = _rows_read(words)
+    # Conversations come again as they are; text that is read again is cut into other rows.
+    if needed > found.samples and "cp" not in found.source:
+        raise ValueError(
+            f"the training reads {needed:,} rows, and {how.teacher} has {found.samples:,}: train on fewer "
+            f"samples, or store them in a new folder (nemotron3 logits --samples {needed})"
+        )
     length = option_value(words, "--seq-length")
     if length is not None and length != str(found.length):
         raise ValueError(
             f"--seq-length {length}: {how.teacher} has rows of {found.length} tokens: use that length, or "
             "store the logits again"
         )
+
+
+def _rows_read(words: Sequence[str]) -> int:
+    """How many rows a script's training reads; 0 if its words do not say."""
+    steps, batch, samples = (
+        int(value) if (value := option_value(words, f"--{name}")) and value.isdigit() else 0
+        for name in ("train-iters", "global-batch-size", "train-samples")
+    )
+    return samples or steps * batch
 
 
 def require_options(words: Sequence[str]) -> None:

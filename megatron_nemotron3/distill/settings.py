@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_nemotron3.monitor.settings import EnvironmentSetting
+from megatron_nemotron3.words import hint
 
 VARIABLE = "NEMOTRON3_DISTILL"
 #: Options of `nemotron3 run`; they may stand among the script's own.
@@ -111,7 +112,8 @@ def read(teachers: Sequence[str], hows: Sequence[str] = (), names: Names = (TEAC
             f"{names[0]}, in the same order, or once for all"
         )
     each = list(hows) * (len(teachers) if len(hows) == 1 else 1) or [""] * len(teachers)
-    found = tuple(_read(one, how, 1 / len(teachers)) for one, how in zip(teachers, each, strict=True))
+    pairs = zip(teachers, each, strict=True)
+    found = tuple(_read(one, how, 1 / len(teachers), names[1]) for one, how in pairs)
     rest_of(found)
     return found
 
@@ -129,19 +131,20 @@ def rest_of(taught: Taught) -> float:
     return rest if rest > 1e-9 else 0.0
 
 
-def _read(teacher: str, how: str, weight: float) -> Distillation:
-    """One teacher; `weight` if none is given."""
+def _read(teacher: str, how: str, weight: float, option: str) -> Distillation:
+    """One teacher; `weight` if none is given, `option` in messages."""
     given: dict[str, Any] = {}
     for word in filter(None, (part.strip() for part in how.split(","))):
         name, _, value = word.partition("=")
         if name in given:
-            raise ValueError(f"{HOW} {how}: {name} is given twice")
+            raise ValueError(f"{option} {how}: {name} is given twice")
         if name not in (*_WORDS, *_NUMBERS, *SIZES):
-            raise ValueError(f"{HOW} {how}: {word!r}: use {'=, '.join((*_WORDS, *_NUMBERS, *SIZES))}=")
+            known = (*_WORDS, *_NUMBERS, *SIZES)
+            raise ValueError(f"{option} {how}: {word!r}: use {'=, '.join(known)}={hint(name, known)}")
         try:
             given[name] = value if name in _WORDS else float(value) if name in _NUMBERS else int(value)
         except ValueError:
-            raise ValueError(f"{HOW} {how}: {word!r}: give a number") from None
+            raise ValueError(f"{option} {how}: {word!r}: give a number") from None
     sizes = tuple((name, given.pop(name)) for name in SIZES if name in given)
     if given.get("projection"):
         given["projection"] = os.path.abspath(given["projection"])
@@ -150,7 +153,7 @@ def _read(teacher: str, how: str, weight: float) -> Distillation:
     try:
         return Distillation(teacher, **given, sizes=sizes)
     except ValueError as problem:
-        raise ValueError(f"{HOW} {how}: {problem}" if how else str(problem)) from None
+        raise ValueError(f"{option} {how}: {problem}" if how else str(problem)) from None
 
 
 def parse(text: str) -> Taught:

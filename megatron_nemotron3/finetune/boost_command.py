@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.args.command import LAYOUT, SCHEDULE, add_launch
 from megatron_nemotron3.boost.settings import LOSSES, VARIABLE, Boost
+from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.files import require_plot
 from megatron_nemotron3.finetune.command import environment, step
 from megatron_nemotron3.models.command import add_stored_model
@@ -83,7 +84,8 @@ def boost_command(options: argparse.Namespace) -> int:
     """Run the steps that are not done yet. Exit status 0; that of a step that failed or was interrupted.
 
     Raises:
-        ValueError: an input is missing or wrong (nothing is written then), or the folder holds other work.
+        ValueError: an input is missing or wrong (nothing is written then), or the folder holds other work or
+            is in use by another process.
         OSError: a file cannot be read or written.
         ModuleNotFoundError: matplotlib (--plot) is missing.
     """
@@ -100,6 +102,15 @@ def boost_command(options: argparse.Namespace) -> int:
         quiet_on_cpu()
     given = boost_inputs.check(options, boost, STEPS, LR)
     boost_inputs.prepare(given, options.output)
+    with lock.held(options.output):
+        if status := _boost(options, boost, given):
+            return status
+    print(f"took         {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def _boost(options: argparse.Namespace, boost: Boost, given: Inputs) -> int:
+    """Do the steps that are left, while no other process does; the exit status."""
     from megatron_nemotron3.finetune import boost_measure
 
     out = options.output
@@ -122,7 +133,6 @@ def boost_command(options: argparse.Namespace) -> int:
         boost_measure.plot(before, after, options.plot, f"MTP heads of {options.checkpoint}")
         print(f"plot         {options.plot}")
     print(f"checkpoint   {out / 'run'}")
-    print(f"took         {time.monotonic() - started:.0f} s")
     return 0
 
 

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_nemotron3.args.rules import enforce
 from megatron_nemotron3.boost import settings
 from megatron_nemotron3.boost.settings import Boost
 from megatron_nemotron3.checkpoint.files import write_text
@@ -15,10 +16,11 @@ from megatron_nemotron3.convert.from_hf import pad_vocab_size
 from megatron_nemotron3.finetune.start import begin, own, require_positive, require_schedule
 from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder, find_checkpoint
 from megatron_nemotron3.generate.command import MAX_DRAFT
-from megatron_nemotron3.generate.evaluate_command import data_tokens
+from megatron_nemotron3.generate.evaluate_command import chosen_seq_length, data_tokens
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import stored_model
 from megatron_nemotron3.models.show import describe
+from megatron_nemotron3.train.command import chosen_launch
 from megatron_nemotron3.train.data import TokenizerInfo, default_split, read_texts, write_dataset
 from megatron_nemotron3.train.inputs import require_tokenizer
 
@@ -86,6 +88,11 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> I
     pattern = ["--hybrid-layer-pattern", config.full_pattern]
     settings.refuse(boost, [*pattern, "--context-parallel-size", str(options.cp or 1), *options.extra])
     require_schedule(options, config)
+    length = chosen_seq_length(options.seq_length, config)
+    if length <= options.depths:
+        raise ValueError(f"--seq-length {length}: depth {options.depths} has no label: give more")
+    # What training would refuse after the drafts have been measured.
+    enforce(chosen_launch(options, config, options.device))
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
     tokenizer = found.tokenizer(options.tokenizer)
@@ -118,7 +125,9 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> I
             "model": describe(config)["config"],
             "boost": boost.text(),
             "data": str(Path(options.text or data_path or "").absolute()),
+            "tokenizer": str(folder),
             "lr": options.lr or lr,
+            "seq_length": length,
         },
     )
 

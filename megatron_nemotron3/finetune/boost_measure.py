@@ -21,6 +21,7 @@ from megatron_nemotron3.generate.evaluate_command import (
     PROMPTS,
     SPREAD,
     TOKENS,
+    chosen_seq_length,
     spread_prompts,
 )
 from megatron_nemotron3.paired import interval, paired
@@ -31,34 +32,36 @@ class Measured:
     """One checkpoint on the held-out text.
 
     Attributes:
+        checkpoint: its folder's name; that of a run says the step.
         agreement: of each MTP depth.
         accepted: for 1, 2, … drafts, the acceptance length of greedy continuations.
     """
 
+    checkpoint: str
     agreement: tuple[Agreement, ...]
     accepted: tuple[float, ...]
 
 
 def measure(checkpoint: Path, given: Inputs, options: argparse.Namespace, kept: Path) -> Measured:
-    """Measure a checkpoint, or read from the file `kept` what was measured before.
+    """Measure a checkpoint, or read from the file `kept` what was measured of it before.
 
     Raises:
         ValueError: the checkpoint is damaged, or the text is too short.
     """
+    found = find_checkpoint(checkpoint)
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
         read = json.loads(kept.read_text(encoding="utf-8"))
         agreement = tuple(
             Agreement(**{**one, "greedy": tuple(one["greedy"]), "sampled": tuple(one["sampled"])})
             for one in read["agreement"]
         )
-        return Measured(agreement, tuple(read["accepted"]))
-    found = find_checkpoint(checkpoint)
+        if read["checkpoint"] == found.checkpoint.name:  # a run may have been trained further
+            return Measured(found.checkpoint.name, agreement, tuple(read["accepted"]))
     opened = found.open(given.config)
     engine = load_engine(found.open(given.config, opened.padded_vocab_size), options, mtp=True)
     config, depths = given.config, given.config.mtp_num_layers
     ids = given.held_out(options.output, SPREAD * max(TOKENS + 1, PROMPTS * PROMPT_TOKENS))
-    length = options.seq_length or config.seq_length
-    text = windows(ids, min(length, config.max_position_embeddings), TOKENS)
+    text = windows(ids, chosen_seq_length(options.seq_length, config), TOKENS)
     with Bar("agreement", "tokens", text.shape[0] * (text.shape[1] - 1), lines=False) as bar:
         measured = losses(engine, text, depths, report=bar.add)
     new = min(NEW_TOKENS, config.max_position_embeddings // 2)
@@ -66,7 +69,7 @@ def measure(checkpoint: Path, given: Inputs, options: argparse.Namespace, kept: 
     with Bar("drafts", "tokens", len(prompts) * new * depths, lines=False) as bar:
         accepted = acceptance(engine, prompts, new, range(1, depths + 1), bar.add)
     lengths = tuple(one.speculation.acceptance_length for one in accepted)
-    result = Measured(measured.agreement, lengths)
+    result = Measured(found.checkpoint.name, measured.agreement, lengths)
     write_text(kept, json.dumps(asdict(result)) + "\n")
     return result
 

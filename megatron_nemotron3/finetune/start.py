@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.files import read_outside, write_text
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -44,9 +46,33 @@ def begin(
         write: writes into the folder that it is given, which becomes `output` when all is there.
 
     Raises:
-        ValueError: the folder holds something else, or such a work with another record; or as `write`.
+        ValueError: the folder holds something else, or such a work with another record; another process
+            begins it now; or as `write`.
         OSError: it cannot be written.
     """
+    if _begun(output, file, record, work):
+        return
+    beside = output.with_name(f".{output.name}.part")
+    temporary = beside / "new"
+    with lock.held(beside):
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            if _begun(output, file, record, work):  # by a process that has just ended
+                return
+            temporary.mkdir()
+            write(temporary)
+            write_text(temporary / file, json.dumps(record, indent=1) + "\n")
+            if output.exists():
+                output.rmdir()
+            temporary.rename(output)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    with contextlib.suppress(OSError):  # of a process that was killed
+        beside.rmdir()
+
+
+def _begun(output: Path, file: str, record: Mapping[str, object], work: str) -> bool:
+    """Whether the folder holds this work; False for a new one. Raises ValueError for another."""
     if (output / file).exists():
         earlier = json.loads(read_outside(output / file, limit=_LIMIT))
         if different := sorted(name for name in record if earlier.get(name) != record[name]):
@@ -54,17 +80,7 @@ def begin(
                 f"{output} holds a {work} with another {', '.join(different)}: give another --output, or "
                 "remove it"
             )
-        return
+        return True
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is no {work}: give a new --output")
-    temporary = output.with_name(f".{output.name}.part")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        write(temporary)
-        write_text(temporary / file, json.dumps(record, indent=1) + "\n")
-        if output.exists():
-            output.rmdir()
-        temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.distill import settings as distillation
 from megatron_nemotron3.distill.data import of_teacher
 from megatron_nemotron3.lora import in_environment
+from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import settings as emulation
@@ -124,7 +126,7 @@ def train_command(options: argparse.Namespace) -> int:
     with lifetime.leaving_at_interrupt("nemotron3 train"):
         from megatron_nemotron3.run import resolve_device
         from megatron_nemotron3.train.machine import shortages
-        from megatron_nemotron3.train.training import Request, schedule_of, train_interruptibly
+        from megatron_nemotron3.train.training import Request, train_interruptibly
 
     config = chosen_model(options)
     if (lora := in_environment()) is not None and lora.base is not None:
@@ -133,7 +135,8 @@ def train_command(options: argparse.Namespace) -> int:
     taught = _distillation(options)
     split = _teachers_data(options, taught)
     require_inputs(options)
-    emulated, log_precision = chosen_emulation(options), _log_interval(options)
+    chosen_emulation(options)  # before torch is imported
+    log_precision = _log_interval(options)
     if options.backend == "te":
         from megatron_nemotron3.layers.backend import te_problem
 
@@ -143,26 +146,17 @@ def train_command(options: argparse.Namespace) -> int:
         device = resolve_device(options.device)
     if device == "cpu":
         quiet_on_cpu()
-    # On a CPU there is only the torch backend, and it alone emulates and measures. Naming it makes flags fit.
-    torch_only = device == "cpu" or options.emulate or log_precision is not None
-    backend = "torch" if torch_only and options.backend == "auto" else options.backend
-    layout = chosen_layout(options)
-    extra, file = tuple(options.extra), options.te_precision_config_file
-    if log_precision is not None and file and not emulated:  # how a plain run is measured, not computed
-        extra, file = ("--te-precision-config-file", file, *extra), None
-    launch = Launch(
-        config=config,
-        layout=layout,
-        precision=options.precision
-        or (emulated.format if emulated else "fp32" if device == "cpu" else "bf16"),
-        backend=backend,
-        schedule=schedule_of(
-            config, layout, conversations=bool(options.conversations), **chosen_schedule(options)
-        ),
-        extra=extra,
-        te_precision_config_file=file,
-        emulate=emulated,
+    launch = chosen_launch(
+        options,
+        config,
+        device,
+        torch_only=log_precision is not None,
+        conversations=bool(options.conversations),
     )
+    if log_precision is not None and (file := launch.te_precision_config_file) and not launch.emulate:
+        # How a plain run is measured, not computed.
+        extra = ("--te-precision-config-file", file, *launch.extra)
+        launch = replace(launch, extra=extra, te_precision_config_file=None)
     if boosting.in_environment() is not None:
         boosting.asked(to_argv(flags(launch)), taught=bool(taught))
     if device == "cpu" and "--optimizer-cpu-offload" in launch.options:
@@ -195,6 +189,41 @@ def train_command(options: argparse.Namespace) -> int:
         command=options.command_line,
     )
     return train_interruptibly(request)
+
+
+def chosen_launch(
+    options: argparse.Namespace,
+    config: Nemotron3Config,
+    device: str,
+    *,
+    torch_only: bool = False,
+    conversations: bool = False,
+) -> Launch:
+    """Return the launch that the options of `args.command.add_launch` ask for.
+
+    Args:
+        device: "cpu" or "cuda".
+        torch_only: whether something beside a CPU and emulation needs the torch backend.
+        conversations: as for `schedule_of`.
+
+    Raises:
+        ValueError: as `schedule_of` and `chosen_emulation`.
+    """
+    from megatron_nemotron3.train.training import schedule_of
+
+    layout, emulated, on_cpu = chosen_layout(options), chosen_emulation(options), device == "cpu"
+    # On a CPU there is only the torch backend, and it alone emulates and measures. Naming it makes flags fit.
+    torch_only = options.backend == "auto" and bool(torch_only or on_cpu or options.emulate)
+    return Launch(
+        config=config,
+        layout=layout,
+        precision=options.precision or (emulated.format if emulated else "fp32" if on_cpu else "bf16"),
+        backend="torch" if torch_only else options.backend,
+        schedule=schedule_of(config, layout, conversations=conversations, **chosen_schedule(options)),
+        extra=tuple(options.extra),
+        te_precision_config_file=options.te_precision_config_file,
+        emulate=emulated,
+    )
 
 
 def _distillation(options: argparse.Namespace) -> distillation.Taught:

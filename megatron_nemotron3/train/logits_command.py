@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
+import re
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.args import Launch, TrainingData, TrainingSchedule, flags, to_argv
 from megatron_nemotron3.args.command import LAYOUT, chosen_layout
+from megatron_nemotron3.bars import Bar
+from megatron_nemotron3.checkpoint import lock
+from megatron_nemotron3.checkpoint.files import temporary_prefix
 from megatron_nemotron3.checkpoint.folders import free_bytes
 from megatron_nemotron3.distill.check import Teacher, find
 from megatron_nemotron3.distill.data import of_run
-from megatron_nemotron3.distill.manifest import Manifest, is_stored, read_manifest
+from megatron_nemotron3.distill.manifest import Manifest, is_stored, part_path, read_manifest
 from megatron_nemotron3.distill.vocabulary import of_tokenizer
 from megatron_nemotron3.train.inputs import require_tokenizer
 from megatron_nemotron3.words import add_device
@@ -24,6 +27,8 @@ _ROWS = 64
 #: The script, and variables with the folder to write and the teacher's checkpoint.
 SCRIPT = Path(__file__).parent / "logits_script.py"
 FOLDER, TEACHER = "NEMOTRON3_LOGITS_FOLDER", "NEMOTRON3_LOGITS_TEACHER"
+#: What the script prints after each part.
+_STORED = re.compile(r"(\d+) of (\d+) parts$")
 
 
 def register(commands: Any) -> None:
@@ -65,11 +70,12 @@ def register(commands: Any) -> None:
 
 
 def logits_command(options: argparse.Namespace) -> int:
-    """Store the logits, or what is missing of them; the exit status of the processes.
+    """Store the logits, or what is missing of them. Exit status 0; 130 after an interrupt.
 
     Raises:
         ValueError: an option is out of range, the data or a tokenizer is missing or is not the teacher's, the
-            disk has not enough room, or the folder holds other logits.
+            disk has not enough room, the folder holds something else or another process writes there, or a
+            process failed.
     """
     for name in ("samples", "topk", "micro_batch_size"):
         if (value := getattr(options, name)) < 1:
@@ -82,25 +88,36 @@ def logits_command(options: argparse.Namespace) -> int:
     manifest = _manifest(options, teacher, data, length)
     launch = _launch(options, teacher, data, length)
     argv = to_argv(flags(launch))
-    if is_stored(options.output):
-        if (before := read_manifest(options.output)) != manifest:
+    with lock.held(options.output):
+        _require_folder(options.output, manifest)
+        print(
+            f"{manifest.k} tokens of {manifest.samples:,} rows of {manifest.length:,}: "
+            f"{manifest.size / 1e6:,.1f} MB in {len(manifest.parts())} parts",
+            flush=True,
+        )
+        return _run(options, launch, argv, manifest)
+
+
+def _require_folder(folder: Path, manifest: Manifest) -> None:
+    """Check that these logits may be written to the folder, and write the manifest to a new one."""
+    if is_stored(folder):
+        if (before := read_manifest(folder)) != manifest:
             raise ValueError(
-                f"{options.output} holds other logits ({_differences(before, manifest)}): go on with the "
+                f"{folder} holds other logits ({_differences(before, manifest)}): go on with the "
                 "same options, or give another --output"
             )
-    elif (free := free_bytes(options.output)) < manifest.size:
+        for leftover in folder.glob(temporary_prefix("part-*.npy") + "*"):
+            leftover.unlink()  # of processes that were ended while they wrote
+        return
+    # A checkpoint's folder with a manifest would count as stored logits, wherever a teacher is named.
+    if any(path.name != lock.NAME for path in folder.iterdir()):
+        raise ValueError(f"{folder} exists and holds no stored logits: give a new --output")
+    if (free := free_bytes(folder)) < manifest.size:
         raise ValueError(
-            f"{options.output}: {manifest.size / 1e6:,.0f} MB are needed, and {free / 1e6:,.0f} MB are free: "
+            f"{folder}: {manifest.size / 1e6:,.0f} MB are needed, and {free / 1e6:,.0f} MB are free: "
             "give a smaller --topk or fewer --samples"
         )
-    else:
-        manifest.write(options.output)
-    print(
-        f"{manifest.k} tokens of {manifest.samples:,} rows of {manifest.length:,}: "
-        f"{manifest.size / 1e6:,.1f} MB in {len(manifest.parts())} parts",
-        flush=True,
-    )
-    return _run(options, launch, argv, manifest)
+    manifest.write(folder)
 
 
 def _data(options: argparse.Namespace, teacher: Teacher) -> TrainingData:
@@ -210,9 +227,32 @@ def _run(options: argparse.Namespace, launch: Launch, argv: list[str], manifest:
     env = processes.environment(launch.layout.world_size, device, launch.config.hidden_size)
     env |= {FOLDER: str(options.output.resolve()), TEACHER: manifest.teacher}
     log = options.output / "logits.log"
-    with log.open("a") as file:
-        status = subprocess.run(words, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    with Bar("logits", "parts") as bar:
+        watch = _Watch(bar)
+        status = processes.follow(words, env, log, watch)
+    if watch.was_interrupted:
+        stored = sum(part_path(options.output, part).is_file() for part in manifest.parts())
+        print(f"interrupted: {stored} of {len(manifest.parts())} parts are stored; the same command goes on")
+        return 130
     if status:
         raise ValueError(f"the processes ended with {status}; the parts that are written stay (see {log})")
     print(f"stored           {options.output}")
     return 0
+
+
+class _Watch:
+    """Follows the processes. An interrupt ends them at once: a part is written whole or not at all."""
+
+    finished = True
+
+    def __init__(self, bar: Bar) -> None:
+        self.was_interrupted = False
+        self._bar = bar
+
+    def line(self, text: str) -> None:
+        if found := _STORED.match(text.rstrip()):
+            self._bar.to(int(found[1]), int(found[2]))
+
+    def interrupted(self) -> bool:
+        self.was_interrupted = True
+        return False

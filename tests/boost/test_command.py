@@ -14,6 +14,8 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.boost.settings import VARIABLE
+from megatron_nemotron3.checkpoint import lock
+from megatron_nemotron3.checkpoint.folders import TRACKER
 from megatron_nemotron3.finetune import boost_command, boost_inputs
 from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.train import processes
@@ -84,8 +86,40 @@ def test_measured_before_and_after(
     assert "  3 drafted   " in out and "+0.000 ± 0.000" in out
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     assert VARIABLE not in os.environ
-    assert cli.main([*line, "--mix", "0"]) == 2
-    assert "holds a boost with another boost" in capsys.readouterr().err
+    for other in (["--mix", "0"], ["--seq-length", "32"]):
+        assert cli.main([*line, *other]) == 2
+        name = "boost" if other[0] == "--mix" else "seq_length"
+        assert f"holds a boost with another {name}" in capsys.readouterr().err
+    # Figures are kept for one checkpoint: a run that was trained further is measured again.
+    kept = json.loads(before)
+    (tmp_path / "out/after.json").write_text(json.dumps(kept | {"accepted": [7.5] * 3}))
+    monkeypatch.setattr(boost_command, "step", lambda *_given, **_more: 0)
+    assert cli.main(line) == 0 and "7.5000" in capsys.readouterr().out
+    checkpoints = tmp_path / "out/run/checkpoints"
+    (checkpoints / kept["checkpoint"]).rename(checkpoints / "iter_0000008")
+    (checkpoints / TRACKER).write_text("8")
+    assert cli.main(line) == 0 and "7.5000" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "out/after.json").read_text())["checkpoint"] == "iter_0000008"
+
+
+def test_a_second_process(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """While one writes the folder's first files, and while one measures or trains: before any work."""
+    out = tmp_path / "out"
+    line = words(folders, out)
+    with lock.held(tmp_path / ".out.part", "the other one"):
+        assert cli.main(line) == 2
+    assert "is in use by" in capsys.readouterr().err and not out.exists()
+    monkeypatch.setattr(boost_command, "step", untrained([130]))
+    assert cli.main(line) == 130
+    (out / "before.json").unlink()
+    capsys.readouterr()
+    with lock.held(out, "the other one"):
+        assert cli.main(line) == 2
+    assert "the other one (wait for it or choose another --output)" in capsys.readouterr().err
+    assert not (out / "before.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +131,10 @@ def test_measured_before_and_after(
         (["--depths", "0"], "--depths 0: give 1 to 32"),
         (["--cp", "2"], "--context-parallel-size 2"),
         (["--lr", "0"], "--lr 0.0: give more than 0"),
+        (["--seq-length", "3"], "--seq-length 3: depth 3 has no label: give more"),
+        (["--seq-length", "100000"], "--seq-length 100000: give 1 to "),
+        (["--ep", "3"], "is not divisible by EP=3"),
+        (["--dp", "3"], "global_batch_size"),
         (["--data-path", "/nowhere/x"], "there is no /nowhere/x.bin and .idx"),
         (["--text", "/nowhere"], "/nowhere"),
         (["--tokenizer", "/nowhere"], "--tokenizer /nowhere is missing"),
@@ -107,10 +145,10 @@ def test_measured_before_and_after(
 def test_what_is_refused(
     folders: Folders, more: list[str], message: str, tmp_path: Path, capsys: Capture
 ) -> None:
-    """One line, exit code 2, and nothing is written."""
+    """One line, and one for each rule of a layout; exit code 2, and nothing is written."""
     assert cli.main(words(folders, tmp_path / "out", *more)) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert message in error
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) <= 1 + error.count("  - ")
     assert not (tmp_path / "out").exists()
 
 

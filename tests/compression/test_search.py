@@ -208,6 +208,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "no candidate meets the budget: the nearest, moe_router_topk 1, has params=",
         ),
         (("--budget", "size=1M"), "--budget size=1M: give MEASURE=N of params, active, memory, latency"),
+        (("--budget", "parms=1M"), "or latency=12ms; did you mean 'params'?"),
         (("--budget", "latency=12"), "--budget latency=12: give latency in s, ms, us"),
         (("--budget", "params=0"), "--budget params=0: give a positive number"),
         (("--budget", "params=1B", "params=2B"), "params is given twice"),

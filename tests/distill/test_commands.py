@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from megatron_nemotron3 import cli
+from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.folders import TRACKER, latest_iteration
 from megatron_nemotron3.distill.manifest import part_path, read_manifest
 from megatron_nemotron3.distill.stored import Reader
-from megatron_nemotron3.train import log
+from megatron_nemotron3.train import log, processes
+from tests.support.generation_folders import make
 
 SAMPLES = 80  # two parts of at most 64 rows
 
@@ -184,6 +186,80 @@ def test_interrupted_and_gone_on(
     found = nemotron3(*given, *end, "--teacher", str(other), "--change", "teacher", *megatron)
     assert f"teacher changes at step {step + 2}: weights " in found
     assert latest_iteration(output / "checkpoints") == step + 4
+
+
+@pytest.fixture
+def logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Words of `nemotron3 logits` for two parts of a small model; `tmp_path / "logits"` is the folder."""
+    run = make(tmp_path, monkeypatch).run
+    given = ["--samples", str(SAMPLES), "--topk", "4", "--seq-length", "64", "--device", "cpu"]
+    return ["logits", str(run), "--output", str(tmp_path / "logits"), *given]
+
+
+def test_a_folder_that_is_not_free(
+    logits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another process writes there, or it holds something else, such as the teacher's own run."""
+    output = tmp_path / "logits"
+    with lock.held(output, "another command"):
+        assert cli.main(logits) == 2
+        assert "another command (wait for it or choose another --output)" in capsys.readouterr().err
+    assert not output.exists()
+    assert cli.main([*logits, "--output", logits[1]]) == 2
+    assert "exists and holds no stored logits: give a new --output" in capsys.readouterr().err
+    assert not (Path(logits[1]) / "manifest.json").exists()
+
+
+def test_an_interrupt(
+    logits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends the processes, says what there is, and the next start removes a part that was being written."""
+    output = tmp_path / "logits"
+    half = output / ".part-00000000.npy.part-1234"
+
+    def stopped(_words: object, _env: object, _log: object, watcher: processes.Watcher) -> int:
+        assert lock.holder(output) is not None and not half.exists()
+        watcher.line("1 of 2 parts\n")
+        half.touch()
+        part_path(output, read_manifest(output).parts()[1]).touch()
+        assert watcher.interrupted() is False
+        return 1
+
+    monkeypatch.setattr(processes, "follow", stopped)
+    for _ in range(2):
+        assert cli.main(logits) == 130
+        assert "interrupted: 1 of 2 parts are stored; the same command goes on" in capsys.readouterr().out
+    monkeypatch.setattr(processes, "follow", lambda *_: 1)
+    assert cli.main(logits) == 2
+    assert "the processes ended with 1; the parts that are written stay" in capsys.readouterr().err
+
+
+def test_a_projection_that_is_missing(
+    logits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--device", "cpu", "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "student")]
+    words += ["--teacher", logits[1], "--distill", f"projection={tmp_path}/none"]
+    assert cli.main(["train", "nano", "--tiny", *words]) == 2
+    said = capsys.readouterr().err
+    assert "/none is no file: nemotron3 xtoken STUDENT_TOKENIZER " in said and "--output FILE" in said
+    assert not (tmp_path / "student").exists()
+
+
+@pytest.mark.full
+def test_no_rank_outlives_the_command(teacher: Path, tmp_path: Path) -> None:
+    """SIGTERM, which a batch system sends to the command alone, while two ranks store."""
+    words = ["logits", str(teacher), "--output", str(tmp_path / "logits"), "--samples", "4000"]
+    given = ["--topk", "40", "--seq-length", "64", "--device", "cpu", "--dp", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_nemotron3", *words, *given], stdout=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: any((tmp_path / "logits").glob("part-*.npy")), seconds=240)
+    ranks = processes.descendants(process.pid)
+    assert len(ranks) >= 3
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and " parts are stored; the same command goes on" in said
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), seconds=10)
 
 
 @pytest.mark.full

@@ -165,6 +165,11 @@ def stored(tmp_path: Path) -> Path:
             ["--nemotron3-teacher", "LOGITS", "--nemotron3-distill", "temperature=2", "--seq-length", "32"],
             "--seq-length 32: LOGITS has rows of 64 tokens",
         ),
+        (
+            ["--nemotron3-teacher", "LOGITS", "--nemotron3-distill", "temperature=2"]
+            + ["--train-iters", "3", "--global-batch-size", "4"],
+            "reads 12 rows, and LOGITS has 8: train on fewer samples, or store them in a new folder",
+        ),
         (["--nemotron3-teacher", "LOGITS", "--use-megatron-fsdp"], "--use-megatron-fsdp does not go with"),
     ],
 )
@@ -241,7 +246,8 @@ def test_a_damaged_manifest(stored: Path) -> None:
     [
         (["--teacher", "/nowhere"], "/nowhere: it does not exist"),
         (["--distill", "kind=kl"], "--distill goes with --teacher: give both"),
-        (["--teacher", "x", "--distill", "kind=l2"], "kind=l2: use one of kl"),
+        (["--teacher", "x", "--distill", "kind=l2"], "train: --distill kind=l2: kind=l2: use one of kl"),
+        (["--teacher", "x", "--distill", "temprature=2"], "pp=; did you mean 'temperature'?"),
         (["--teacher", "BOOST"], "NEMOTRON3_BOOST: MTP's heads are trained on what the model"),
     ],
 )
