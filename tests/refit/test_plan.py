@@ -54,6 +54,7 @@ def plans(draw) -> Plan:
         if wide % sizes["ep"]:
             sizes["ep"] = 1
         sizes["mtp"] = sizes["mtp"] and sizes["pp"] == 1
+    sizes["mtp"] = sizes["mtp"] and config.has_mtp
     settings = {"buffer": draw(st.sampled_from([1 << 18, 1 << 28])), "colocated": draw(st.booleans())}
     return make_plan(
         Training(config=config, layout=layout), Serving(config=config, engine=engine, **sizes), **settings
@@ -185,6 +186,8 @@ def test_the_command_prints_the_plan(capsys) -> None:
         (["--from", "tp=2", "--to", "tp=4,dp=3", "--engine", "sglang"], "must divide tp=4"),
         (["--from", "tp=2,xp=2", "--to", "tp=4"], "'xp=2' is not a size"),
         (["--from", "tp=2", "--to", "pp=2"], "mtp=0"),
+        (["--from", "tp=2", "--to", "mtp=2"], "use mtp=0 or mtp=1"),
+        (["--from", "tp=2", "--to", "fp32_router=3"], "use fp32_router=0 or fp32_router=1"),
         (["--from", "tp=2,dp=2048", "--to", "tp=2"], "2,048 at most"),
         (["--from", "tp=2", "--to", "tp=2", "--delta", "nothing"], "no tensor"),
         (["--from", "tp=2", "--to", "tp=2", "--buffer", "0"], "--buffer 0"),
@@ -194,6 +197,12 @@ def test_what_cannot_be_planned_is_said_in_a_line(words: list[str], said: str, c
     assert main(["refit", "super", "--tiny", *words]) == 2
     found = capsys.readouterr()
     assert said in found.err and not found.out
+
+
+@pytest.mark.parametrize(("to", "said"), [("ep=2", "no experts to spread over ep=2"), ("mtp=1", "no MTP")])
+def test_servers_of_a_model_without_experts_or_mtp_cannot_ask_for_them(to: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Serving.of(get("nano-4b-tiny"), f"tp=2,{to}")
 
 
 def test_a_buffer_below_a_row_is_refused() -> None:
