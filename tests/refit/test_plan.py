@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,13 +19,14 @@ from megatron_nemotron3.models.tensors import ROWS
 from megatron_nemotron3.plan.hardware import GPUS
 from megatron_nemotron3.refit.check import check
 from megatron_nemotron3.refit.engines import ENGINES, PARAMETERS
-from megatron_nemotron3.refit.held import serving_parameters
+from megatron_nemotron3.refit.held import empty_parameters, serving_parameters
 from megatron_nemotron3.refit.layouts import Serving, Training
+from megatron_nemotron3.refit.parts import pack, parts_of, space_of, unpack
 from megatron_nemotron3.refit.plan import Plan
 from megatron_nemotron3.refit.planner import make_plan, spread
 from megatron_nemotron3.refit.timing import seconds
 from tests.support.engines import repeatable
-from tests.support.refit_reference import loaded, whole
+from tests.support.refit_reference import loaded, trained, whole
 
 MODELS = ("super-tiny", "nano-tiny", "nano-4b-tiny", "nemotron-h-8b-tiny", "puzzle-tiny")
 
@@ -34,7 +37,7 @@ def plans(draw) -> Plan:
     tp, cp, pp = (
         draw(st.sampled_from([1, 2, 4])),
         draw(st.sampled_from([1, 2])),
-        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([1, 2, 4, len(config.pattern)])),  # the last: a layer of one kind per stage
     )
     ep, etp = (draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))) if config.is_moe else (1, 1)
     dp = math.lcm(ep * etp, tp * cp) // (tp * cp) * draw(st.sampled_from([1, 3]))
@@ -74,6 +77,28 @@ def test_every_byte_arrives_once(plan: Plan) -> None:
         for shape, dtype in serving_parameters(plan, rank).values():
             held += math.prod(shape) * dtype.itemsize
     assert parts == load.total + load.copied == held  # no tiny vocabulary is padded
+
+
+@repeatable(12)
+@given(plans())
+def test_random_plans_give_servers_what_the_engines_loaders_make(plan: Plan) -> None:
+    config, serving = plan.training.config, plan.serving
+    hf = whole(config)
+    layout = plan.training.layout
+    sources = functools.cache(lambda rank: trained(config, layout, rank, hf))
+    sizes = {name: getattr(serving, name) for name in ("tp", "pp", "dp", "ep")}
+    for rank in {0, serving.size // 2, serving.size - 1}:
+        target = empty_parameters(plan, rank)
+        for transfer, sender in plan.incoming(rank):
+            parts = parts_of(transfer)
+            message = torch.empty(space_of(parts), dtype=torch.uint8)
+            pack(message, parts, sources(sender))
+            unpack(message, parts, target)
+        expected = loaded(config, serving.engine, sizes, rank, hf)
+        if not serving.drafts:
+            expected = {n: t for n, t in expected.items() if not n.startswith(("draft.", "mtp."))}
+        assert expected.keys() == target.keys()
+        assert not [n for n, t in expected.items() if not torch.equal(t.to(target[n].dtype), target[n])]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
